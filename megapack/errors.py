@@ -1,0 +1,26 @@
+"""What megapack raises: one base class, subclasses that are also the builtin a caller expects.
+
+A message is one line: what is wrong, the numbers, what to set.
+"""
+
+from __future__ import annotations
+
+
+class MegapackError(Exception):
+    """Base of all errors that megapack raises on purpose."""
+
+
+class ConfigError(MegapackError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class PlanError(MegapackError, ValueError):
+    """Lengths that no legal plan serves, or a plan that breaks an invariant."""
+
+
+class DataError(MegapackError, ValueError):
+    """Input data (samples, files, batches) that cannot be used."""
+
+
+class ScheduleError(MegapackError, RuntimeError):
+    """A step that cannot be run, or that ranks do not agree on."""

@@ -1,0 +1,117 @@
+"""Plain YAML: what it may hold, and the line of everything in it.
+
+One document of mappings, lists and scalars. Scalars follow YAML 1.2: `1e-5` is a number, `yes`,
+`on` and `2024-01-01` are strings, `010` is a string and no octal. Refused: tags (they ask for
+Python objects), aliases (nested ones grow without bound), doubled keys (one would be lost).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import yaml
+
+from megapack.errors import ConfigError
+
+_MAX_DEPTH = 16
+_CORE = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+",
+    "float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf)|\.(nan|NaN)",
+}
+
+
+@dataclasses.dataclass
+class Node:
+    """A parsed value and where it stands: `value` is a scalar, list[Node] or dict[str, Node]."""
+
+    value: Any
+    where: str
+
+
+def parse(text: str, source: str, lines: bool = True) -> Node:
+    """Parse one YAML document; `where` of each node is `source` or `source:line`.
+
+    Raises:
+        ConfigError: the text is no YAML, or holds what the module's first lines refuse.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            return Node(None, source) if node is None else _tree(loader, node, source, lines)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if lines and error.problem_mark else ""
+        raise ConfigError(f"{source}{line}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{source}: not plain YAML ({reason[:120]})") from None
+
+
+def dump(values: dict[str, Any]) -> str:
+    """Plain values as YAML that `parse` reads back to equal values."""
+    # ASCII with escapes: Unicode line breaks inside quotes would be folded into spaces.
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False)
+
+
+def _tree(loader: _Loader, node: yaml.Node, source: str, lines: bool) -> Node:
+    where = f"{source}:{node.start_mark.line + 1}" if lines else source
+    if isinstance(node, yaml.SequenceNode):
+        return Node([_tree(loader, item, source, lines) for item in node.value], where)
+    if not isinstance(node, yaml.MappingNode):
+        return Node(loader.construct_object(node), where)
+    mapping: dict[str, Node] = {}
+    for key_node, value_node in node.value:
+        key_where = f"{source}:{key_node.start_mark.line + 1}" if lines else source
+        key = _tree(loader, key_node, source, lines).value
+        if not isinstance(key, str) or not key.isidentifier():
+            raise ConfigError(f"{key_where}: keys are words, got {key_node.value!r:.60}")
+        if key in mapping:
+            raise ConfigError(f"{key_where}: key {key} stands twice; keep one of them")
+        mapping[key] = Node(_tree(loader, value_node, source, lines).value, key_where)
+    return Node(mapping, where)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2 scalars, without aliases, tags and deep nesting."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own way)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = None
+        if isinstance(event, yaml.AliasEvent):
+            problem = "aliases (*name) are refused; write the value out"
+        elif getattr(event, "tag", None) is not None:
+            problem = f"tags are refused, got {event.tag}; write the value without it"
+        elif self._depth >= _MAX_DEPTH:
+            problem = f"nested deeper than {_MAX_DEPTH}"
+        if problem is not None:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that YAML 1.1 or `_Loader` would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _pattern in _CORE.items():
+    _regexp = re.compile(f"^(?:{_pattern})$")
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _regexp, None)
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _regexp, None)

@@ -1,0 +1,68 @@
+"""Package metadata. Tool settings are in pyproject.toml."""
+
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+README = ROOT / "README.md"
+
+
+class BuildPy(build_py):
+    """Copies configs/ and patches/ into the package, so that an installed megapack finds them."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for name in ("configs", "patches"):
+            if (ROOT / name).is_dir():
+                target = Path(self.build_lib) / "megapack" / name
+                # build/ may be left from an earlier build that had other files.
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(ROOT / name, target)
+
+
+setup(
+    name="megapack",
+    version="0.1.0",
+    description="Fast, exact packing of variable-length samples for Megatron-Core pipelines",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["megapack", "megapack.*"]),
+    package_data={"megapack": ["py.typed"]},
+    cmdclass={"build_py": BuildPy},
+    install_requires=[
+        "numpy>=1.26",
+        "numba>=0.59",
+        "scipy>=1.11",
+        "pyyaml>=6.0",
+        "tqdm>=4.60",
+        "torch>=2.6",
+        "megatron-core>=0.16.1,<0.20",
+    ],
+    extras_require={
+        "te": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        "plot": ["matplotlib>=3.8"],
+        "dev": [
+            "hypothesis>=6.100",
+            "mypy>=1.11",
+            "pytest>=8.0",
+            "ruff>=0.6",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["megapack=megapack.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,28 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Tests start processes of their own; more threads than cores only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+REPO_ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout."""
+    return REPO_ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Data for evaluation that is no part of the repository; the test is skipped without it."""
+    folder = REPO_ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"no evaluation data: {folder} is absent")
+    return folder

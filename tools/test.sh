@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Every test that needs no GPU, but the slow ones: those take `tools/test.sh -m slow`.
+#
+#   tools/test.sh [pytest arguments]    paths from the repository
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+"$root/tools/venv.sh"
+cd "$root"
+
+export OMP_NUM_THREADS=1
+exec .venv/bin/python -m pytest "$@"
