@@ -1,0 +1,159 @@
+"""Sections of the main job's config that need nothing of the planner: model, data, objective."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from megapack.errors import ConfigError
+
+
+def at_least(config: Any, section: str, least: float, *names: str) -> None:
+    """Raise ConfigError for the first of these fields that is below `least`; null passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            key = f"{section}.{name}" if section else name
+            raise ConfigError(f"{key} is {value}; set {least} or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A GPT as Megatron-Core builds it. The defaults are a toy that trains on a laptop."""
+
+    num_layers: int = 4
+    """Transformer layers; a multiple of pp * vpp."""
+    hidden_size: int = 64
+    """Width of the residual stream."""
+    num_attention_heads: int = 4
+    """Query heads; a multiple of tp."""
+    num_query_groups: int | None = None
+    """Key and value heads (grouped queries); null = one per query head."""
+    ffn_hidden_size: int | None = None
+    """Width inside the MLP; null = 4 * hidden_size."""
+    vocab_size: int | None = None
+    """Rows of the embedding before Megatron pads them; null = the tokenizer's."""
+    max_position_embeddings: int = 4096
+    """Longest sample in tokens that the model is made for."""
+    rotary_base: int = 10000
+    """Base of the rotary embedding's wavelengths."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """The norm of every layer."""
+    gated_linear_unit: bool = True
+    """SwiGLU in the MLP; false = GELU."""
+    untie_embeddings: bool = False
+    """An output matrix of its own; false = the input embedding's, on the first and last stage."""
+    attention: Literal["auto", "te", "sdpa"] = "auto"
+    """Kernels for packed rows: Transformer Engine's, per-sample SDPA of torch, or Transformer
+    Engine's where it is installed and the device is cuda."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of weights and activations; bf16 keeps main weights and gradients in fp32."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activations that the backward computes again: none, whole layers, or attention only."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    def __post_init__(self) -> None:
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
+        at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
+        at_least(self, "model", 1, "max_position_embeddings")
+        at_least(self, "model", 0, "init_std")
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if self.hidden_size % (2 * heads):
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size} does not give model.num_attention_heads="
+                f"{heads} heads of an even width; set a multiple of {2 * heads}"
+            )
+        if groups is not None and heads % groups:
+            raise ConfigError(
+                f"model.num_attention_heads={heads} does not divide over model.num_query_groups="
+                f"{groups}; set a divisor of {heads}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where rollouts come from."""
+
+    path: str | None = None
+    """JSON Lines, see `megapack.rollouts`; null = generated rollouts."""
+    prompts_per_batch: int = 32
+    """Groups (prompts with all their rollouts) per batch; a batch is planned as a whole."""
+    max_length: int | None = None
+    """Tokens that a sample may have, prompt and response; null = any number."""
+    overlong: Literal["error", "truncate", "skip"] = "error"
+    """A sample above `max_length`: an error, its first tokens only, or left out with a warning."""
+    tokenizer: Literal["bytes"] = "bytes"
+    """Of text: one token per byte, 259 with the specials. Ids in a file are taken as they are."""
+    num_generated: int = 256
+    """Rollouts to generate where `path` is null; a multiple of `generated_group_size`."""
+    generated_group_size: int = 4
+    """Generated rollouts per prompt."""
+    generated_seed: int = 0
+    """Equal seeds generate equal rollouts."""
+    shuffle: bool = False
+    """Shuffle the groups, each epoch anew, by `seed`."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "data", 1, "prompts_per_batch", "max_length", "num_generated")
+        at_least(self, "data", 1, "generated_group_size")
+        if self.path == "":
+            raise ConfigError("data.path is empty; set a file, or null for generated rollouts")
+        if self.num_generated % self.generated_group_size:
+            raise ConfigError(
+                f"data.num_generated={self.num_generated} is no multiple of data."
+                f"generated_group_size={self.generated_group_size}; set one"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What is minimised, and how tokens are weighted."""
+
+    kind: Literal["sft", "ppo", "grpo"] = "grpo"
+    """Negative log-likelihood, the clipped policy loss, or that with a KL penalty in the loss."""
+    loss_weighting: Literal[
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "rollout-mean",
+    ] = "token-mean"
+    """The weight of a response token in a step's loss, see `megapack.loss`."""
+    norm_constant: float | None = None
+    """The divisor of seq-mean-token-sum-norm, in tokens; null = not needed."""
+    clip_low: float = 0.2
+    """The probability ratio is clipped below at 1 - clip_low; in [0, 1]."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound of the loss for negative advantages, above 1; null = none."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference policy (the initial weights); 0 = no reference pass."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """The KL's estimator."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy that is subtracted from the loss; 0 = entropy is only reported."""
+    advantage_norm: Literal["group", "group-std", "none"] = "group"
+    """Rewards into advantages, see `megapack.rollouts.group_advantages`."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist at one time in the vocabulary head; less saves memory."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "objective", 0, "clip_low", "clip_high", "kl_coef")
+        at_least(self, "objective", 1, "logprob_chunk_tokens")
+        if self.clip_low > 1:
+            raise ConfigError(f"objective.clip_low is {self.clip_low}; set a number in [0, 1]")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"objective.dual_clip is {self.dual_clip}; set above 1, or null")
+        normed = self.loss_weighting == "seq-mean-token-sum-norm"
+        if normed and (self.norm_constant is None or self.norm_constant <= 0):
+            raise ConfigError(
+                f"objective.loss_weighting={self.loss_weighting} with norm_constant="
+                f"{self.norm_constant}; set objective.norm_constant above 0"
+            )
+        if self.kl_coef and self.kind != "grpo":
+            raise ConfigError(
+                f"objective.kl_coef={self.kl_coef} has no effect under kind={self.kind}; set "
+                "objective.kind=grpo or kl_coef=0"
+            )

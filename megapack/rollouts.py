@@ -1,0 +1,228 @@
+"""Rollouts: from JSON Lines, or generated; their batches and advantages.
+
+One line is one sample:
+
+    {"group": 0, "rollout": 1, "prompt": "2+2=", "response": "4", "reward": 1.0}
+    {"group": 0, "rollout": 2, "prompt_ids": [5, 6], "response_ids": [7], "advantage": -0.5}
+
+- text goes through the byte tokenizer; ids are taken as they are;
+- `group`: the prompt's identity (int or string, 1 and "1" differ); left out, the line is its own;
+- `rollout`: the trajectory's identity inside its group. Lines with the same group and rollout are
+  fan-out samples of one rollout and stay in one optimizer step; left out, the line is its own;
+- `reward` or `advantage`: finite numbers; supervised training needs neither;
+- other keys are ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megapack.errors import ConfigError, DataError
+from megapack.jsonl import BadLine, LineParser
+from megapack.tokenizer import ByteTokenizer, Ids
+
+logger = logging.getLogger(__name__)
+
+AdvantageNorm = Literal["group", "group-std", "none"]
+Overlong = Literal["error", "truncate", "skip"]
+
+# Keeps the division finite where all rewards of a group are equal.
+_STD_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """One sample: a prompt, its response, and whom it belongs to."""
+
+    prompt_ids: Ids
+    """Token ids of the prompt, may be empty; no loss falls on them."""
+    response_ids: Ids
+    """Token ids of the response, may be empty; prompt and response are never both empty."""
+    reward: float | None = None
+    """The sample's reward; None where the file has none."""
+    advantage: float | None = None
+    """Given in place of a reward, taken as it is; None = computed from rewards."""
+    group: int | str
+    """Samples of one group answer one prompt."""
+    rollout: int | str
+    """Samples with equal `(group, rollout)` are one rollout."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response, before any padding."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def key(self) -> tuple[int | str, int | str]:
+        """The rollout's identity in the file: `(group, rollout)`."""
+        return self.group, self.rollout
+
+
+def read_rollouts(
+    path: str | Path,
+    tokenizer: ByteTokenizer,
+    *,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+    overlong: Overlong = "error",
+) -> list[Rollout]:
+    """Read a JSON Lines file, in its order; blank lines are passed over.
+
+    Args:
+        path: UTF-8 JSON Lines, see the module's first lines.
+        tokenizer: for `prompt` and `response`.
+        vocab_size: token ids must be below it; None = the tokenizer's.
+        max_length: tokens that a sample may have; None = any number.
+        overlong: what happens to a sample above `max_length`: an error, its first `max_length`
+            tokens are kept, or it is left out (counted in a warning).
+
+    Raises:
+        DataError: the file cannot be read, is empty, or has a bad line; file, line and reason.
+    """
+    parser = LineParser(tokenizer, tokenizer.vocab_size if vocab_size is None else vocab_size)
+    records: list[Rollout] = []
+    skipped = cut = 0
+    for number, line in _lines(path):
+        try:
+            fields = parser.parse(line)
+            own = f"line-{number}"
+            record = Rollout(**{"group": own, "rollout": own, **fields})
+            if max_length is not None and record.num_tokens > max_length:
+                if overlong == "error":
+                    raise BadLine(
+                        f"{record.num_tokens} tokens, max_length is {max_length}; raise it, or "
+                        "set overlong to truncate or skip"
+                    )
+                if overlong == "skip":
+                    skipped += 1
+                    continue
+                record = _truncated(record, max_length)
+                cut += 1
+        except BadLine as bad:
+            raise DataError(f"{path}:{number}: {bad}") from None
+        records.append(record)
+    if skipped or cut:
+        logger.warning(
+            "%s: %d samples skipped, %d truncated, above max_length=%d",
+            path,
+            skipped,
+            cut,
+            max_length,
+        )
+    if not records:
+        why = f"all {skipped} samples are above max_length={max_length}" if skipped else "is empty"
+        raise DataError(f"{path}: {why}; give a file with at least one sample")
+    return records
+
+
+def batches(
+    records: Sequence[Rollout],
+    prompts_per_batch: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Iterator[list[Rollout]]:
+    """Records in batches of whole groups; the last batch may have fewer groups.
+
+    A group's records stand together, in the order of `records`, wherever they stood in the file.
+    Groups come in the order of their first record, or shuffled by `(seed, epoch)` alone, the same
+    on every rank and machine.
+    """
+    if prompts_per_batch < 1:
+        raise ConfigError(f"data.prompts_per_batch is {prompts_per_batch}; set 1 or more")
+    groups: dict[int | str, list[Rollout]] = {}
+    for record in records:
+        groups.setdefault(record.group, []).append(record)
+    ordered = list(groups.values())
+    if shuffle:
+        # Raw bits of a bit generator: NumPy keeps these streams, not those of `permutation`.
+        keys = np.random.PCG64([seed, epoch]).random_raw(len(ordered))
+        ordered = [ordered[index] for index in np.argsort(keys, kind="stable")]
+    for start in range(0, len(ordered), prompts_per_batch):
+        yield [record for group in ordered[start : start + prompts_per_batch] for record in group]
+
+
+def group_advantages(
+    records: Sequence[Rollout], mode: AdvantageNorm = "group"
+) -> npt.NDArray[np.float64]:
+    """One advantage per record, shape [len(records)].
+
+    A given `advantage` is taken as it is. Else, with R the reward of a record and the mean and
+    standard deviation (n - 1) of its group's rollouts, each rollout counted once with the mean
+    reward of its fan-out samples:
+
+    - "group": R - mean;
+    - "group-std": (R - mean) / (std + 1e-6);
+    - "none": R.
+
+    Rewards 1, 0, 0, 1 of one group give 0.5, -0.5, -0.5, 0.5 under "group". A group of one rollout
+    has nothing to compare with: its mean is its own reward, a single sample gets 0.
+
+    Raises:
+        DataError: a record has neither reward nor advantage, or a group has some of each.
+    """
+    groups: dict[int | str, list[int]] = {}
+    for index, record in enumerate(records):
+        groups.setdefault(record.group, []).append(index)
+    advantages = np.zeros(len(records))
+    for group, members in groups.items():
+        given = [records[index].advantage for index in members]
+        if all(value is not None for value in given):
+            advantages[members] = cast("list[float]", given)
+            continue
+        if any(value is not None for value in given):
+            raise DataError(f"group {group!r} has samples with and without `advantage`; give all")
+        rewards = [records[index].reward for index in members]
+        if any(value is None for value in rewards):
+            raise DataError(f"group {group!r} has a sample with neither `reward` nor `advantage`")
+        values = np.array(rewards, dtype=np.float64)
+        advantages[members] = _centred(values, [records[i].rollout for i in members], mode)
+    return advantages
+
+
+def _centred(
+    rewards: npt.NDArray[np.float64], rollouts: Sequence[int | str], mode: AdvantageNorm
+) -> npt.NDArray[np.float64]:
+    if mode == "none":
+        return rewards
+    samples: dict[int | str, list[float]] = {}
+    for rollout, reward in zip(rollouts, rewards.tolist(), strict=True):
+        samples.setdefault(rollout, []).append(reward)
+    means = [_mean(values) for values in samples.values()]
+    centred = rewards - _mean(means)
+    if mode == "group" or len(means) == 1:
+        return centred
+    return centred / (np.std(means, ddof=1) + _STD_EPS)
+
+
+def _mean(values: Sequence[float]) -> float:
+    # About the first value: the mean of equal rewards is that reward, their advantage exactly 0.
+    first = values[0]
+    return first + math.fsum(value - first for value in values) / len(values)
+
+
+def _truncated(record: Rollout, max_length: int) -> Rollout:
+    prompt_ids = record.prompt_ids[:max_length]
+    response_ids = record.response_ids[: max_length - len(prompt_ids)]
+    return dataclasses.replace(record, prompt_ids=prompt_ids, response_ids=response_ids)
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers from 1, without blank ones."""
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path}: cannot be read ({reason}); check data.path") from None

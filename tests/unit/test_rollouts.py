@@ -1,0 +1,273 @@
+"""Rollouts from files and generated; batches and advantages."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megapack.errors import ConfigError, DataError
+from megapack.generated import generate_rollouts
+from megapack.rollouts import Rollout, batches, group_advantages, read_rollouts
+from megapack.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.unit
+
+TOKENIZER = ByteTokenizer()
+IDS: dict[str, Any] = {"prompt_ids": [1, 2], "response_ids": [3]}
+
+
+def write(path: Path, *rows: dict[str, Any] | str | bytes) -> Path:
+    lines = [json.dumps(row) if isinstance(row, dict) else row for row in rows]
+    path.write_bytes(b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines))
+    return path
+
+
+def sample(
+    group: int | str = 0,
+    rollout: int | str = 0,
+    reward: float | None = None,
+    advantage: float | None = None,
+) -> Rollout:
+    one = np.array([1])
+    return Rollout(
+        prompt_ids=one,
+        response_ids=one,
+        group=group,
+        rollout=rollout,
+        reward=reward,
+        advantage=advantage,
+    )
+
+
+@given(st.text(max_size=50))
+def test_tokenizer_loses_nothing(text: str) -> None:
+    for ids in (TOKENIZER.encode_prompt(text), TOKENIZER.encode_response(text)):
+        assert ids.dtype == np.int64
+        assert len(ids) == len(text.encode()) + 1
+        assert ids.max() < TOKENIZER.vocab_size
+        assert TOKENIZER.decode(ids) == text
+
+
+def test_text_ids_and_identities(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "r.jsonl",
+        {"prompt": "a", "response": "é", "reward": 1, "group": 7, "rollout": "x", "other": [1]},
+        "",
+        {**IDS, "advantage": -0.5, "group": None},
+        {"prompt_ids": [], "response_ids": [9], "group": "7"},
+    )
+    first, second, third = read_rollouts(path, TOKENIZER)
+    assert first.prompt_ids.tolist() == [256, 97]
+    assert first.response_ids.tolist() == [0xC3, 0xA9, 257]
+    assert (first.num_tokens, first.reward, first.advantage) == (5, 1.0, None)
+    assert first.key == (7, "x")
+    assert (second.reward, second.advantage) == (None, -0.5)
+    assert second.key == ("line-3", "line-3")
+    assert third.group == "7" != first.group
+    assert third.prompt_ids.dtype == np.int64
+
+
+def test_a_last_line_without_newline_is_whole_if_it_parses(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(IDS))
+    assert len(read_rollouts(path, TOKENIZER)) == 1
+    path.write_text(json.dumps(IDS) + "\n" + json.dumps(IDS)[:-4])
+    with pytest.raises(DataError, match=r"r\.jsonl:2: not JSON.*; the last line is cut off"):
+        read_rollouts(path, TOKENIZER)
+
+
+BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
+    ("{", "not JSON"),
+    ("[1]", "is [1], expected an object"),
+    ("null", "is null, expected an object"),
+    ("[" * 100_000, "brackets too deep"),
+    ('{"group": 1' + "0" * 5000 + "}", "a number too long"),
+    (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
+    ('{"prompt": "a", "prompt": "b", "response": ""}', "key prompt stands twice"),
+    ({}, "has no tokens"),
+    ({"prompt": "a"}, "has prompt; give prompt and response"),
+    ({"prompt_ids": [1]}, "has prompt_ids; give"),
+    ({"prompt": "a", "response_ids": [1]}, "has both prompt and response_ids"),
+    ({"prompt": "a", "response": "b", **IDS}, "has both prompt and prompt_ids"),
+    ({"prompt": 1, "response": "b"}, "prompt is 1, expected a string"),
+    ('{"prompt": "\\ud800", "response": "b"}', "half of a surrogate pair"),
+    ({**IDS, "prompt_ids": "ab"}, 'prompt_ids is "ab", expected a list'),
+    ({**IDS, "prompt_ids": [1, 2.0]}, "prompt_ids[1] is 2.0, expected an integer"),
+    ({**IDS, "prompt_ids": [True]}, "prompt_ids[0] is true, expected an integer"),
+    ({**IDS, "prompt_ids": [-1]}, "prompt_ids[0] is -1, outside the vocabulary of 259"),
+    ({**IDS, "response_ids": [259]}, "response_ids[0] is 259, outside the vocabulary"),
+    ({**IDS, "response_ids": [10**30]}, "outside the vocabulary"),
+    ({"prompt_ids": [], "response_ids": []}, "the sample is empty"),
+    ({**IDS, "reward": float("nan")}, "reward is NaN, expected a finite number"),
+    ({**IDS, "advantage": float("inf")}, "advantage is Infinity, expected a finite number"),
+    ({**IDS, "reward": 10**400}, "expected a finite number"),
+    ({**IDS, "reward": "1"}, 'reward is "1", expected a number'),
+    ({**IDS, "reward": True}, "reward is true, expected a number"),
+    ({**IDS, "group": 1.5}, "group is 1.5, expected an integer or a string"),
+    ({**IDS, "rollout": [1]}, "rollout is [1], expected an integer or a string"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_names_file_line_and_reason(
+    line: dict[str, Any] | str | bytes, reason: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "r.jsonl", IDS, "", line)
+    with pytest.raises(DataError) as caught:
+        read_rollouts(path, TOKENIZER)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ")
+    assert reason in message
+    assert "\n" not in message
+    assert len(message) < len(str(path)) + 200
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path, Path("a\0b")):
+        with pytest.raises(DataError, match="cannot be read"):
+            read_rollouts(path, TOKENIZER)
+    with pytest.raises(DataError, match="is empty"):
+        read_rollouts(write(tmp_path / "empty.jsonl", "", " "), TOKENIZER)
+
+
+@given(st.binary(max_size=80))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_rollouts_or_a_data_error(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "fuzz.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(DataError):
+        read_rollouts(path, TOKENIZER)
+
+
+def test_vocabulary_of_the_model(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", {**IDS, "response_ids": [999]})
+    assert read_rollouts(path, TOKENIZER, vocab_size=1000)[0].response_ids.tolist() == [999]
+    path = write(tmp_path / "t.jsonl", {"prompt": "a", "response": "b"})
+    with pytest.raises(DataError, match="text needs a vocabulary of 259, the model has 100"):
+        read_rollouts(path, TOKENIZER, vocab_size=100)
+
+
+def test_overlong_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    long = {"prompt_ids": [1, 2, 3], "response_ids": [4, 5], "reward": 1.0}
+    path = write(tmp_path / "r.jsonl", IDS, long)
+    assert len(read_rollouts(path, TOKENIZER, max_length=5)) == 2
+    with pytest.raises(DataError, match=r"r\.jsonl:2: 5 tokens, max_length is 4; raise it"):
+        read_rollouts(path, TOKENIZER, max_length=4)
+    with caplog.at_level(logging.WARNING):
+        cut = read_rollouts(path, TOKENIZER, max_length=4, overlong="truncate")
+        assert [record.num_tokens for record in cut] == [3, 4]
+        assert cut[1].response_ids.tolist() == [4]
+        assert cut[1].reward == 1.0
+        assert len(read_rollouts(path, TOKENIZER, max_length=4, overlong="skip")) == 1
+    assert "0 samples skipped, 1 truncated" in caplog.text
+    assert "1 samples skipped, 0 truncated" in caplog.text
+    prompt_only = read_rollouts(path, TOKENIZER, max_length=2, overlong="truncate")[1]
+    assert prompt_only.prompt_ids.tolist() == [1, 2]
+    assert len(prompt_only.response_ids) == 0
+    with pytest.raises(DataError, match="all 2 samples are above max_length=1"):
+        read_rollouts(path, TOKENIZER, max_length=1, overlong="skip")
+
+
+def test_batches_keep_groups_whole_and_lose_nothing() -> None:
+    records = [sample(group=index % 5, rollout=index) for index in range(17)]
+    found = list(batches(records, 2))
+    assert [len({record.group for record in batch}) for batch in found] == [2, 2, 1]
+    assert [record.rollout for record in found[0]] == [0, 5, 10, 15, 1, 6, 11, 16]
+    assert Counter(r.rollout for batch in found for r in batch) == Counter(range(17))
+    with pytest.raises(ConfigError, match=r"data\.prompts_per_batch is 0"):
+        next(batches(records, 0))
+
+
+def test_shuffled_batches_depend_on_seed_and_epoch_alone() -> None:
+    records = [sample(group=index) for index in range(64)]
+
+    def order(seed: int, epoch: int) -> list[int | str]:
+        found = batches(records, 8, shuffle=True, seed=seed, epoch=epoch)
+        return [record.group for batch in found for record in batch]
+
+    assert order(0, 0) == order(0, 0)
+    assert sorted(map(int, order(0, 0))) == list(range(64))
+    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    # Another NumPy must not change the order of a run that is resumed.
+    assert order(0, 0)[:4] == [11, 3, 20, 13]
+
+
+def test_group_advantages() -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0]
+    records = [sample(0, i, reward) for i, reward in enumerate(rewards)] + [sample(1, 0, 3.0)]
+    assert group_advantages(records).tolist() == [0.5, -0.5, -0.5, 0.5, 0.0]
+    assert group_advantages(records, "none").tolist() == [*rewards, 3.0]
+    std = np.std(rewards, ddof=1) + 1e-6
+    expected = [0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std, 0.0]
+    assert group_advantages(records, "group-std") == pytest.approx(expected)
+
+
+def test_fan_out_samples_count_once() -> None:
+    # Rollout 0 has three samples of reward 1, rollout 1 one of reward 0: the mean is 0.5, not 0.75.
+    records = [sample(0, 0, 1.0)] * 3 + [sample(0, 1, 0.0)]
+    assert group_advantages(records).tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize("mode", ["group", "group-std"])
+@given(reward=st.floats(-1e6, 1e6), count=st.integers(1, 9))
+def test_equal_rewards_give_exactly_zero(mode: Any, reward: float, count: int) -> None:
+    records = [sample(0, index, reward) for index in range(count)]
+    assert group_advantages(records, mode).tolist() == [0.0] * count
+
+
+def test_given_advantages_are_taken_and_not_mixed() -> None:
+    records = [sample(0, 0, advantage=0.25, reward=9.0), sample(0, 1, advantage=-2.0)]
+    assert group_advantages(records, "group-std").tolist() == [0.25, -2.0]
+    with pytest.raises(DataError, match="with and without `advantage`"):
+        group_advantages([*records, sample(0, 2, reward=1.0)])
+    with pytest.raises(DataError, match="group 'g' has a sample with neither"):
+        group_advantages([sample("g", 0, reward=1.0), sample("g", 1)])
+
+
+def test_generated_rollouts() -> None:
+    records = generate_rollouts(256, 4, seed=0)
+    lengths = np.array([record.num_tokens for record in records])
+    assert len(records) == 1024
+    assert 105 < lengths.mean() < 135
+    assert 500 < lengths.max() <= 600
+    assert lengths.std() > 50
+    assert {record.group for record in records} == set(range(256))
+    assert len({record.key for record in records}) == 1024
+    assert 0.6 < np.mean([float(record.reward or 0) for record in records]) < 0.8
+
+
+def test_a_generated_reward_says_whether_the_count_is_right() -> None:
+    for record in generate_rollouts(64, 4, seed=1):
+        words = TOKENIZER.decode(record.prompt_ids).rstrip(":").split()
+        start, step = int(words[2]), int(words[4])
+        numbers = [int(word) for word in TOKENIZER.decode(record.response_ids).split()]
+        right = numbers == list(range(start, start + step * len(numbers), step))
+        assert record.reward == float(right)
+
+
+def test_generated_rollouts_are_deterministic() -> None:
+    def text(seed: int) -> list[str]:
+        return [TOKENIZER.decode(r.response_ids) for r in generate_rollouts(4, 2, seed)]
+
+    assert text(3) == text(3) != text(4)
+    with pytest.raises(ConfigError, match="set both to 1 or more"):
+        generate_rollouts(0, 4, seed=0)
+
+
+def test_real_rollouts(shared_dir: Path) -> None:
+    records = read_rollouts(shared_dir / "rollouts/skythought_math500_128x4.jsonl", TOKENIZER)
+    assert len(records) == 512
+    assert len({record.group for record in records}) == 128
+    assert len({record.key for record in records}) == 512
+    assert np.median([record.num_tokens for record in records]) == pytest.approx(1920, abs=2)
+    advantages = group_advantages(records)
+    assert abs(advantages.sum()) < 1e-9
+    assert np.abs(advantages).max() <= 0.75
