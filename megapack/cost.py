@@ -1,0 +1,119 @@
+"""`CostModel`: the seconds that a micro-batch takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+
+from megapack.errors import ConfigError
+from megapack.layout import Layout
+
+_NUMBERS = ("fixed", "per_token", "per_token_sq", "per_sample", "backward_ratio", "p2p")
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of a micro-batch, for the whole model's forward on one GPU group.
+
+    With T row tokens (what is computed, so alignment and padding count) and n samples of aligned
+    lengths L_i, the forward of one of the pp*vpp chunks takes
+
+        fixed + (per_token * T + per_token_sq * sum(L_i^2) + per_sample * n) / (pp * vpp * cp)
+
+    and its backward `backward_ratio` times that. L_i^2 stands for the attention of sample i, to
+    which other samples of the row add nothing.
+
+    Raises:
+        ConfigError: a coefficient that is negative or not finite, or weights whose mean is not 1.
+    """
+
+    fixed: float = 0.0
+    """Seconds of a chunk whatever it holds: launches, synchronization."""
+    per_token: float = 0.0
+    """Seconds per row token."""
+    per_token_sq: float = 0.0
+    """Seconds per squared sample token."""
+    per_sample: float = 0.0
+    """Seconds per sample."""
+    backward_ratio: float = 2.0
+    """Backward seconds over forward seconds."""
+    stage_weights: tuple[float, ...] | None = None
+    """Relative cost of the pp*vpp chunks in model order, mean 1; None = all alike."""
+    p2p: float = 0.0
+    """Seconds between the end of a chunk and the moment when the next chunk may begin."""
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            _check_number(name, getattr(self, name))
+        if self.stage_weights is not None:
+            weights = tuple(self.stage_weights)
+            for weight in weights:
+                _check_number("stage_weights", weight)
+            if not weights or abs(sum(weights) / len(weights) - 1) > 1e-6:
+                raise ConfigError(
+                    f"stage_weights={weights} must have mean 1; divide them by their mean"
+                )
+            object.__setattr__(self, "stage_weights", weights)
+
+    def forward_seconds(
+        self, layout: Layout, *, row_tokens: int, tokens_sq: int, num_samples: int
+    ) -> float:
+        """Seconds of one chunk of weight 1.
+
+        Args:
+            row_tokens: T, per DP rank (before CP).
+            tokens_sq: sum of squared aligned lengths.
+            num_samples: real samples of the row.
+        """
+        work = self.per_token * row_tokens + self.per_token_sq * tokens_sq
+        work += self.per_sample * num_samples
+        return self.fixed + work / (layout.num_chunks * layout.cp)
+
+    def weights_for(self, layout: Layout) -> tuple[float, ...]:
+        """`stage_weights`, or ones, checked against the layout's number of chunks.
+
+        Raises:
+            ConfigError: the number of weights is not pp*vpp.
+        """
+        if self.stage_weights is None:
+            return (1.0,) * layout.num_chunks
+        if len(self.stage_weights) != layout.num_chunks:
+            raise ConfigError(
+                f"{len(self.stage_weights)} stage_weights for pp*vpp={layout.num_chunks} chunks; "
+                "give one per chunk"
+            )
+        return self.stage_weights
+
+    def to_json(self) -> str:
+        """All fields as a JSON object; `from_json` is the exact inverse."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> CostModel:
+        """The model that `to_json` wrote.
+
+        Raises:
+            ConfigError: not a JSON object of these fields.
+        """
+        try:
+            payload = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"not a cost model in JSON: {error}") from None
+        if not isinstance(payload, dict):
+            raise ConfigError(f"a cost model is a JSON object, not {type(payload).__name__}")
+        known = set(asdict(cls()))
+        unknown = sorted(set(payload) - known)
+        if unknown:
+            raise ConfigError(f"unknown cost model fields {unknown}; known are {sorted(known)}")
+        return cls(**payload)
+
+
+def _check_number(name: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
+        raise ConfigError(f"{name}={value!r}; set a finite number of at least 0")
+
+
+TOKENS = CostModel(per_token=1.0)
+"""What `cost=None` means: a row costs its tokens."""

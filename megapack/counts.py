@@ -1,0 +1,165 @@
+"""Reaching a legal number of rows: split, then pad, drop or refuse.
+
+Splitting beats padding (a padding micro-batch computes nothing of use), padding beats dropping.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+
+import numpy as np
+
+from megapack.errors import PlanError
+from megapack.inputs import Floats, Ints
+from megapack.packing import first_fit_decreasing
+from megapack.problem import StepProblem
+
+_LOG = logging.getLogger(__name__)
+
+
+def fewest_rows(problem: StepProblem) -> tuple[Ints, int]:
+    """Rows that respect the budget, as few as first-fit-decreasing finds.
+
+    Count-based problems are cut into runs of `max_samples` in input order.
+    """
+    if problem.max_samples is not None:
+        row_of = np.arange(problem.num_samples) // problem.max_samples
+        return row_of, int(row_of[-1]) + 1
+    return first_fit_decreasing(problem.aligned, problem.capacity)
+
+
+def least_count(problem: StepProblem, num_rows: int, group: int) -> int:
+    """The smallest M with room for `num_rows` over the ranks that the count rule allows."""
+    layout = problem.layout
+    wanted = -(-num_rows // layout.dp)
+    return layout.next_legal_count(wanted, problem.policy.count_rule, group)
+
+
+def rank_counts(problem: StepProblem, num_rows: int, group: int) -> Ints:
+    """Micro-batches of each rank with room for `num_rows`: int64 [dp].
+
+    One M for all; under "per_rank" as many ranks as can do with the legal count below it. With
+    dp=4 and 14 rows of 1F1B: 4, 4, 3, 3.
+    """
+    layout = problem.layout
+    most = least_count(problem, num_rows, group)
+    counts = np.full(layout.dp, most, dtype=np.int64)
+    if problem.policy.count_rule != "per_rank":
+        return counts
+    below = most - 1
+    while below > 0 and not layout.is_legal_count(below, group):
+        below -= 1
+    if below > 0:
+        spare = min(layout.dp, (layout.dp * most - num_rows) // (most - below))
+        counts[layout.dp - spare :] = below
+    return counts
+
+
+def reach_group(problem: StepProblem) -> int:
+    """G of the finest legal counts that the policy allows."""
+    layout = problem.layout
+    return layout.pp if problem.policy.group_size == "search" else layout.group_size
+
+
+def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> int:
+    """How many of the step's rollouts can be planned under `unreachable`.
+
+    Args:
+        problem: its samples stand rollout after rollout.
+        rollout_ends: int64 [R], samples of the first rollout, the first two, and so on.
+
+    Returns:
+        R, unless "drop" leaves trailing rollouts out.
+
+    Raises:
+        PlanError: "error", or "drop" where no prefix reaches a legal count.
+    """
+    policy = problem.policy
+    if policy.unreachable == "pad":
+        return int(rollout_ends.size)
+    wanted = _slots(problem)
+    if problem.num_samples >= wanted:
+        return int(rollout_ends.size)
+    if policy.unreachable == "error":
+        raise PlanError(
+            f"{_reach(problem, wanted)}; set unreachable='pad' or 'drop', another budget, dp or G"
+        )
+    for kept in range(rollout_ends.size - 1, 0, -1):
+        prefix = problem.take(int(rollout_ends[kept - 1]))
+        if prefix.num_samples >= _slots(prefix):
+            _LOG.warning(
+                "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)",
+                problem.number,
+                rollout_ends.size - kept,
+                kept,
+                prefix.num_samples,
+            )
+            return kept
+    raise PlanError(
+        f"{_reach(problem, wanted)}, and no prefix of its rollouts reaches one "
+        f"(align count {_align_count(problem)}); set unreachable='pad' or give more samples"
+    )
+
+
+def _slots(problem: StepProblem) -> int:
+    _, num_rows = fewest_rows(problem)
+    return int(rank_counts(problem, num_rows, reach_group(problem)).sum())
+
+
+def _align_count(problem: StepProblem) -> int:
+    return problem.layout.dp * least_count(problem, 1, reach_group(problem))
+
+
+def _reach(problem: StepProblem, wanted: int) -> str:
+    layout = problem.layout
+    group = f", G={layout.group_size}" if layout.vpp > 1 else ""
+    return (
+        f"step {problem.number}: {problem.num_samples} samples cannot fill {wanted} micro-batches "
+        f"on dp={layout.dp} ranks{group}"
+    )
+
+
+def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tuple[Ints, int]:
+    """Split the row of most work in two until there are `wanted` rows or only single samples.
+
+    Args:
+        work: float64 [n], per sample.
+
+    Returns:
+        row_of and the number of rows reached.
+    """
+    if num_rows >= wanted:
+        return row_of, num_rows
+    row_of = row_of.copy()
+    order = np.argsort(row_of, kind="stable")
+    members = np.split(order, np.cumsum(np.bincount(row_of, minlength=num_rows))[:-1])
+    weigh = work.tolist()
+
+    def weight(row: int) -> float:
+        return -math.fsum(weigh[i] for i in members[row].tolist())
+
+    heap = [(weight(row), row) for row in range(num_rows) if members[row].size > 1]
+    heapq.heapify(heap)
+    while num_rows < wanted and heap:
+        _, row = heapq.heappop(heap)
+        members[row], leaving = halves(members[row], weigh)
+        members.append(leaving)
+        row_of[leaving] = num_rows
+        for part in (row, num_rows):
+            if members[part].size > 1:
+                heapq.heappush(heap, (weight(part), part))
+        num_rows += 1
+    return row_of, num_rows
+
+
+def halves(samples: Ints, work: list[float]) -> tuple[Ints, Ints]:
+    """Two parts of two or more samples: heaviest first into the lighter one; none is empty."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    load = [0.0, 0.0]
+    for i in sorted(samples.tolist(), key=lambda i: (-work[i], i)):
+        side = 0 if not halves[0] or (halves[1] and load[0] <= load[1]) else 1
+        halves[side].append(i)
+        load[side] += work[i]
+    return np.array(halves[0]), np.array(halves[1])

@@ -1,0 +1,93 @@
+"""Rows to ranks, and the order of a rank's rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megapack.inputs import Floats, Ints
+from megapack.jit import kernel
+from megapack.problem import PADDING
+
+
+def deal(row_work: Floats, counts: Ints, *, in_rounds: bool = False) -> list[Ints]:
+    """Heaviest row first to the rank of least work that has room.
+
+    With fewer rows than places, ranks get shares of real rows that differ by one at most, so that
+    no rank has only padding while another has two rows.
+
+    Args:
+        row_work: float64 [R].
+        counts: int64 [dp], places of each rank; at least R in all.
+        in_rounds: every rank takes one row of each dp that follow each other by weight, so that
+            the k-th rows of all ranks are alike: for ranks that meet at every micro-batch.
+
+    Returns:
+        Per rank its rows, heaviest first.
+    """
+    order = np.argsort(-row_work, kind="stable")
+    quota = _quotas(counts, row_work.size)
+    rank_of = _deal(row_work, order, quota, counts.size if in_rounds else 0)
+    by_rank = order[np.argsort(rank_of[order], kind="stable")]
+    return np.split(by_rank, np.cumsum(quota)[:-1])
+
+
+def _quotas(counts: Ints, num_rows: int) -> Ints:
+    """Real rows per rank: its places, or where rows run out an equal share of them."""
+    quota = counts.copy()
+    missing = int(counts.sum()) - num_rows
+    while missing > 0:
+        # Take from the ranks that have most, the last ones first.
+        most = int(quota.max())
+        top = np.flatnonzero(quota == most)
+        below = quota[quota < most]
+        step = most - int(below.max()) if below.size else most
+        whole = min(step, missing // top.size)
+        if whole == 0:
+            quota[top[top.size - missing :]] -= 1
+            break
+        quota[top] -= whole
+        missing -= whole * top.size
+    return quota
+
+
+@kernel
+def _deal(row_work: Floats, order: Ints, quota: Ints, round_size: int) -> Ints:
+    num_ranks = quota.size
+    rank_of = np.empty(order.size, dtype=np.int64)
+    load = np.zeros(num_ranks)
+    taken = np.zeros(num_ranks, dtype=np.int64)
+    for place in range(order.size):
+        best = -1
+        for rank in range(num_ranks):
+            if taken[rank] >= quota[rank]:
+                continue
+            if round_size > 0 and taken[rank] > place // round_size:
+                continue
+            if best < 0 or (load[rank], taken[rank]) < (load[best], taken[best]):
+                best = rank
+        rank_of[order[place]] = best
+        load[best] += row_work[order[place]]
+        taken[best] += 1
+    return rank_of
+
+
+def place_by_target(ranks: Ints, targets: Floats) -> Ints:
+    """Rows in pipeline order: a rank's heaviest where the target is largest.
+
+    Places of equal target fill from the middle, so that what is small stands first and last.
+
+    Args:
+        ranks: int64 [dp, rows], heaviest first; fewer than places leave PADDING at the smallest
+            targets.
+        targets: float64 [M].
+
+    Returns:
+        int64 [dp, M].
+    """
+    count = targets.size
+    place = np.arange(count)
+    from_end = np.minimum(place, count - 1 - place)
+    order = np.lexsort((place, -from_end, -targets))
+    out = np.full((ranks.shape[0], count), PADDING, dtype=np.int64)
+    out[:, order[: ranks.shape[1]]] = ranks
+    return out

@@ -1,0 +1,197 @@
+"""`build_dp_schedule`: sample lengths -> `Plan`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megapack.cost import CostModel
+from megapack.counts import keep_reachable
+from megapack.errors import ConfigError, PlanError
+from megapack.inputs import Ints, read_budget, read_lengths, read_rollout_ids
+from megapack.layout import Layout
+from megapack.plan import Plan, RolloutId, StepPlan
+from megapack.policy import Policy
+from megapack.problem import StepProblem, build_step
+from megapack.search import plan_rows
+from megapack.steps import split_rollouts
+
+_LOG = logging.getLogger(__name__)
+
+
+def build_dp_schedule(
+    lengths: Sequence[int] | Ints,
+    *,
+    layout: Layout,
+    max_tokens_per_gpu: int | None = None,
+    micro_batch_size: int | None = None,
+    rollout_ids: Sequence[RolloutId] | None = None,
+    global_batch_size: int | None = None,
+    num_steps: int | None = None,
+    cost: CostModel | None = None,
+    policy: Policy | None = None,
+    forward_only: bool = False,
+) -> Plan:
+    """Plan the micro-batches of a batch of samples.
+
+    Equal arguments give an equal plan in any process: nothing is random, and the search counts
+    evaluations, not time.
+
+    Args:
+        lengths: tokens per sample before any padding, each at least 1.
+        layout: how the model is spread over GPUs.
+        max_tokens_per_gpu: padded tokens that a micro-batch may have on one GPU, after CP: a row
+            holds at most this times cp. None makes a count-based plan.
+        micro_batch_size: samples per micro-batch of a count-based plan.
+        rollout_ids: per sample an int or str; samples that share one stay in one step. None: each
+            sample is its own rollout, its index the id.
+        global_batch_size: rollouts per step; the last step takes what is left.
+        num_steps: exactly this many steps of about equal tokens instead. Neither: one step.
+        cost: seconds of a micro-batch; None counts tokens.
+        policy: the planner's freedoms; None for the defaults.
+        forward_only: plan a pass without backwards.
+
+    Raises:
+        DataError: lengths or ids that are no such thing.
+        ConfigError: arguments that contradict each other.
+        PlanError: no legal plan under the policy; says what to set.
+    """
+    policy = policy or Policy()
+    _check_combination(layout, policy, cost)
+    budget = read_budget(layout, max_tokens_per_gpu, micro_batch_size)
+    batch = _read_batch(lengths, rollout_ids, layout)
+    _check_oversize(batch, budget, layout, policy)
+    steps = split_rollouts(
+        batch.rollout_tokens(),
+        global_batch_size=global_batch_size,
+        num_steps=num_steps,
+        step_split=policy.step_split,
+    )
+    problems = batch.problems(
+        steps,
+        capacity=_row_capacity(budget, layout, policy, forward_only),
+        max_samples=None if micro_batch_size is None else int(micro_batch_size),
+        layout=layout,
+        policy=policy,
+        cost=cost,
+        forward_only=forward_only,
+    )
+    return Plan(
+        steps=tuple(_plan_step(problem, batch) for problem in problems),
+        layout=layout,
+        policy=policy,
+        max_tokens_per_gpu=None if max_tokens_per_gpu is None else int(max_tokens_per_gpu),
+        micro_batch_size=None if micro_batch_size is None else int(micro_batch_size),
+        num_samples=batch.lengths.size,
+        rollout_ids=batch.ids,
+        forward_only=forward_only,
+    )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """All samples, n of them, of R rollouts."""
+
+    lengths: Ints
+    aligned: Ints
+    rollout_of: Ints
+    """int64 [n], numbers in order of first appearance."""
+    ids: tuple[RolloutId, ...] | None
+    """Per sample its rollout's id, where ids were given."""
+
+    @cached_property
+    def names(self) -> Sequence[RolloutId]:
+        """The id of each rollout number."""
+        return range(self.lengths.size) if self.ids is None else tuple(dict.fromkeys(self.ids))
+
+    def rollout_tokens(self) -> Ints:
+        """int64 [R]: aligned tokens of each rollout."""
+        tokens = np.zeros(len(self.names), dtype=np.int64)
+        np.add.at(tokens, self.rollout_of, self.aligned)
+        return tokens
+
+    def problems(self, steps: list[Ints], **settings: Any) -> Iterator[StepProblem]:
+        """One problem per step. Samples stand rollout after rollout, so that a prefix of the
+        step's rollouts is a prefix of its samples."""
+        step_of = np.empty(len(self.names), dtype=np.int64)
+        for number, rollouts in enumerate(steps):
+            step_of[rollouts] = number
+        order = np.lexsort((self.rollout_of, step_of[self.rollout_of]))
+        sizes = np.bincount(step_of[self.rollout_of], minlength=len(steps))
+        for number, samples in enumerate(np.split(order, np.cumsum(sizes)[:-1])):
+            yield StepProblem(
+                number=number,
+                samples=samples,
+                lengths=self.lengths[samples],
+                aligned=self.aligned[samples],
+                **settings,
+            )
+
+
+def _read_batch(
+    lengths: Sequence[int] | Ints, rollout_ids: Sequence[RolloutId] | None, layout: Layout
+) -> _Batch:
+    flat = read_lengths(lengths)
+    rollout_of, ids = read_rollout_ids(rollout_ids, flat.size)
+    align = layout.sample_alignment
+    return _Batch(flat, -(-flat // align) * align, rollout_of, ids)
+
+
+def _plan_step(problem: StepProblem, batch: _Batch) -> StepPlan:
+    rollouts, sizes = np.unique(batch.rollout_of[problem.samples], return_counts=True)
+    ends = np.cumsum(sizes)
+    num_kept = keep_reachable(problem, ends)
+    problem = problem.take(int(ends[num_kept - 1]))
+    ids = tuple(batch.names[rollout] for rollout in rollouts.tolist())
+    return build_step(problem, plan_rows(problem), ids[:num_kept], ids[num_kept:])
+
+
+def _row_capacity(budget: int, layout: Layout, policy: Policy, forward_only: bool) -> int:
+    """Padded tokens per row: the budget, or what `max_live_tokens_per_gpu` leaves to a row.
+
+    Stage 0 holds the activations of its warm-up forwards and of one more: pp of them in 1F1B,
+    2 * (pp - 1) + (vpp - 1) * G + 1 chunks of 1/vpp each interleaved. A pass without backwards
+    holds one.
+    """
+    if policy.max_live_tokens_per_gpu is None or budget < 0:
+        return budget
+    chunks = 1
+    if not forward_only:
+        group = layout.pp if policy.group_size == "search" else layout.group_size
+        chunks = layout.pp
+        if layout.vpp > 1:
+            chunks = 2 * (layout.pp - 1) + (layout.vpp - 1) * group + 1
+    share = policy.max_live_tokens_per_gpu * layout.cp * layout.vpp // chunks
+    unit = layout.row_alignment
+    return min(budget, max(share // unit * unit, unit))
+
+
+def _check_combination(layout: Layout, policy: Policy, cost: CostModel | None) -> None:
+    if policy.count_rule == "per_rank" and layout.ep > 1:
+        raise ConfigError(
+            f"count_rule='per_rank' with ep={layout.ep}: experts make ranks meet in every layer, "
+            "so they need one M; set count_rule='legal'"
+        )
+    if cost is not None:
+        cost.weights_for(layout)
+
+
+def _check_oversize(batch: _Batch, budget: int, layout: Layout, policy: Policy) -> None:
+    over = np.flatnonzero(batch.aligned > budget) if budget >= 0 else np.zeros(0, dtype=np.int64)
+    if not over.size:
+        return
+    first = int(over[0])
+    length = int(batch.lengths[first])
+    what = (
+        f"{over.size} sample(s) over the budget of {budget} padded tokens per row (max_tokens_per_"
+        f"gpu * cp={layout.cp}, in units of {layout.row_alignment}); the first is sample {first}: "
+        f"{length} tokens, {layout.padded_tokens([length])} padded"
+    )
+    if policy.oversize == "error":
+        raise PlanError(f"{what}; raise max_tokens_per_gpu or set oversize='alone'")
+    _LOG.warning("%s; each goes alone in its row", what)

@@ -1,0 +1,115 @@
+"""The planner's inputs, checked and turned into arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megapack.errors import ConfigError, DataError
+from megapack.layout import Layout
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+# Sums of squared lengths must stay exact in int64 (and, as costs, in float64).
+_MAX_LENGTH = 2**28
+
+
+def read_lengths(lengths: Sequence[int] | Ints) -> Ints:
+    """Sample lengths as int64 [n].
+
+    Raises:
+        DataError: not a flat, non-empty sequence of integers of at least 1.
+    """
+    flat = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _from_sequence(lengths)
+    if flat.ndim != 1 or flat.size == 0:
+        raise DataError(f"lengths of shape {flat.shape}; give one integer per sample, at least one")
+    if flat.dtype.kind not in "iu":
+        raise DataError(f"lengths are {flat.dtype}; give integers")
+    bad = np.flatnonzero((flat < 1) | (flat > _MAX_LENGTH))
+    if bad.size:
+        raise DataError(
+            f"sample {bad[0]} has length {flat[bad[0]]}; lengths lie in [1, {_MAX_LENGTH}]"
+        )
+    return flat.astype(np.int64)
+
+
+def _from_sequence(lengths: Any) -> npt.NDArray[Any]:
+    try:
+        values = list(lengths)
+    except TypeError:
+        raise DataError(f"lengths are {type(lengths).__name__}; give a sequence") from None
+    for i, value in enumerate(values):
+        if type(value) is not int and not isinstance(value, np.integer):
+            raise DataError(f"sample {i} has length {value!r}; give an integer")
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:
+        raise DataError(f"a length is above {_MAX_LENGTH}") from None
+
+
+def read_rollout_ids(
+    rollout_ids: Sequence[int | str] | None, num_samples: int
+) -> tuple[Ints, tuple[int | str, ...] | None]:
+    """Samples' rollouts as numbers in order of first appearance, and the ids themselves.
+
+    Returns:
+        rollout_of: int64 [n], the number of each sample's rollout.
+        ids: per sample its id as int or str; None where none were given.
+
+    Raises:
+        DataError: another number of ids than samples, or an id that is neither int nor str.
+    """
+    if rollout_ids is None:
+        return np.arange(num_samples, dtype=np.int64), None
+    ids = tuple(_read_id(i, value) for i, value in enumerate(rollout_ids))
+    if len(ids) != num_samples:
+        raise DataError(f"{len(ids)} rollout_ids for {num_samples} samples; give one per sample")
+    number = {rollout: k for k, rollout in enumerate(dict.fromkeys(ids))}
+    return np.array([number[rollout] for rollout in ids], dtype=np.int64), ids
+
+
+def _read_id(sample: int, value: object) -> int | str:
+    if isinstance(value, np.integer):
+        return int(value)
+    # np.str_ is a str; JSON writes it as one.
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise DataError(f"sample {sample} has rollout id {value!r}; give an int or a str")
+
+
+def read_budget(
+    layout: Layout, max_tokens_per_gpu: int | None, micro_batch_size: int | None
+) -> int:
+    """Padded tokens that a row may hold per DP rank; -1 for count-based plans.
+
+    The budget is rounded down to the row alignment: 100 tokens with alignment 16 hold 96.
+
+    Raises:
+        ConfigError: both or neither given, not positive, or a budget below one aligned unit.
+    """
+    if (max_tokens_per_gpu is None) == (micro_batch_size is None):
+        given = "neither" if max_tokens_per_gpu is None else "both"
+        raise ConfigError(
+            f"{given} of max_tokens_per_gpu and micro_batch_size given; set exactly one of them"
+        )
+    check_count("micro_batch_size", micro_batch_size)
+    check_count("max_tokens_per_gpu", max_tokens_per_gpu)
+    if max_tokens_per_gpu is None:
+        return -1
+    return int(max_tokens_per_gpu) * layout.cp // layout.row_alignment * layout.row_alignment
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ConfigError where a size that is given is not an integer of at least 1."""
+    if value is None:
+        return
+    good = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not good or value < 1:  # type: ignore[operator]
+        raise ConfigError(f"{name}={value!r}; set an integer of at least 1")

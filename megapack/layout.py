@@ -1,0 +1,165 @@
+"""How a model is spread over GPUs, and the arithmetic that follows from it.
+
+Alignment, legal micro-batch counts and sizes are answered here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from megapack.errors import ConfigError
+
+CountRule = Literal["legal", "multiple", "per_rank"]
+Fp8 = Literal["mxfp8", "blockwise"] | bool
+
+# Tokens that a GEMM's sequence dimension must be a multiple of, by FP8 recipe.
+_FP8_UNIT_TOKENS: dict[object, int] = {False: 1, True: 16, "mxfp8": 32, "blockwise": 128}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the parallel groups of one training job.
+
+    Raises:
+        ConfigError: a size that is not a positive integer, or sizes that do not go together.
+    """
+
+    dp: int = 1
+    """Data-parallel replicas: the ranks of a plan."""
+    tp: int = 1
+    """Tensor-parallel size."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks per stage; 1 is the plain 1F1B schedule, more the interleaved one."""
+    cp: int = 1
+    """Context-parallel size: a row is cut over this many GPUs."""
+    ep: int = 1
+    """Expert-parallel size. It divides dp * cp, or dp * cp * tp where experts have no TP."""
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism: a GPU's tokens are scattered over tp. Idle with tp=1."""
+    microbatch_group_size: int | None = None
+    """Megatron's microbatch_group_size_per_vp_stage (G); None = pp. Only with vpp > 1."""
+    fp8: Fp8 = False
+    """FP8 recipe, for alignment: True (16 tokens), "mxfp8" (32) or "blockwise" (128)."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "vpp", "cp", "ep"):
+            _check_size(name, getattr(self, name))
+        if not isinstance(self.sequence_parallel, bool):
+            raise ConfigError(f"sequence_parallel={self.sequence_parallel!r}; set True or False")
+        if not isinstance(self.fp8, bool | str) or self.fp8 not in _FP8_UNIT_TOKENS:
+            raise ConfigError(f'fp8={self.fp8!r}; set False, True, "mxfp8" or "blockwise"')
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(f"vpp={self.vpp} with pp=1; set pp > 1 or vpp=1")
+        if (self.dp * self.cp * self.tp) % self.ep:
+            raise ConfigError(
+                f"ep={self.ep} does not divide dp*cp*tp={self.dp * self.cp * self.tp}; "
+                "set ep to a divisor of it"
+            )
+        self._check_group_size()
+
+    def _check_group_size(self) -> None:
+        group = self.microbatch_group_size
+        if group is None:
+            return
+        _check_size("microbatch_group_size", group)
+        if self.vpp == 1:
+            raise ConfigError(
+                f"microbatch_group_size={group} with vpp=1; only vpp > 1 has groups: set None"
+            )
+        if group < self.pp:
+            raise ConfigError(
+                f"microbatch_group_size={group} is below pp={self.pp}; set {self.pp} or more"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """GPUs (processes) of the job."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def group_size(self) -> int:
+        """G: micro-batches in a row that a stage runs through one chunk before the next chunk."""
+        return self.microbatch_group_size or self.pp
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks along the whole pipeline."""
+        return self.pp * self.vpp
+
+    @property
+    def ep_spans_dp(self) -> bool:
+        """Whether experts are exchanged between DP ranks, so that these meet in every layer."""
+        return self.ep > self.cp
+
+    @property
+    def sample_alignment(self) -> int:
+        """Each sample is padded to a multiple of this many tokens: two zigzag slices per CP rank.
+
+        The sequence-parallel scatter asks for no more: it cuts the row, not the sample.
+        """
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def row_alignment(self) -> int:
+        """Row tokens are a multiple of this.
+
+        The local length, row / cp, must be a multiple of tp under sequence parallelism and of the
+        FP8 unit: cp=2, tp=8, sequence parallel and fp8 give lcm(4, 2 * lcm(8, 16)) = 32.
+        """
+        scatter = self.tp if self.sequence_parallel else 1
+        local = math.lcm(scatter, _FP8_UNIT_TOKENS[self.fp8])
+        return math.lcm(self.sample_alignment, self.cp * local)
+
+    def padded_length(self, length: int) -> int:
+        """Tokens that a sample of `length` real tokens takes in a row."""
+        return _round_up(length, self.sample_alignment)
+
+    def padded_tokens(self, lengths: Iterable[int]) -> int:
+        """Row tokens of samples packed together: aligned samples, then the row's own alignment."""
+        return _round_up(sum(self.padded_length(n) for n in lengths), self.row_alignment)
+
+    def is_legal_count(self, num_microbatches: int, group_size: int | None = None) -> bool:
+        """Whether Megatron runs a step of `num_microbatches` per DP rank.
+
+        1F1B takes any M >= 1. Interleaved: M >= G and M % G is 0 or >= pp.
+
+        Args:
+            group_size: G; None for the layout's.
+        """
+        if self.vpp == 1:
+            return num_microbatches >= 1
+        group = group_size or self.group_size
+        tail = num_microbatches % group
+        return num_microbatches >= group and (tail == 0 or tail >= self.pp)
+
+    def next_legal_count(
+        self, num_microbatches: int, rule: CountRule = "legal", group_size: int | None = None
+    ) -> int:
+        """The smallest M >= `num_microbatches` that the rule allows.
+
+        "multiple" rounds up to a multiple of G, as other schedulers do; "legal" and "per_rank" use
+        every count that Megatron runs: with pp=4, G=8, M=9 becomes 12 and not 16.
+        """
+        count = max(1, num_microbatches)
+        if self.vpp == 1:
+            return count
+        group = group_size or self.group_size
+        count = max(count, group)
+        tail = count % group
+        if tail == 0 or (rule != "multiple" and tail >= self.pp):
+            return count
+        return count - tail + (group if rule == "multiple" else self.pp)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _check_size(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}; set an integer of at least 1")

@@ -1,0 +1,74 @@
+"""`Policy`: what the planner may do to reach a legal plan, and how hard it looks for a good one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from megapack.errors import ConfigError
+from megapack.layout import CountRule
+
+Unreachable = Literal["pad", "drop", "error"]
+Oversize = Literal["alone", "error"]
+RowShape = Literal["planned", "uniform"]
+Balance = Literal["time", "tokens"]
+StepSplit = Literal["contiguous", "balanced"]
+GroupSize = Literal["fixed", "search"]
+
+_CHOICES = {
+    "count_rule": get_args(CountRule),
+    "unreachable": get_args(Unreachable),
+    "oversize": get_args(Oversize),
+    "row_shape": get_args(RowShape),
+    "balance": get_args(Balance),
+    "step_split": get_args(StepSplit),
+    "group_size": get_args(GroupSize),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The planner's freedoms.
+
+    Raises:
+        ConfigError: an unknown choice or a number out of range.
+    """
+
+    count_rule: CountRule = "legal"
+    """"legal": every M that Megatron runs. "multiple": multiples of G only. "per_rank": each DP
+    rank its own legal M; dense layouts only, as experts make ranks meet in every layer."""
+    unreachable: Unreachable = "pad"
+    """When splitting rows reaches no legal M: add padding micro-batches, drop whole trailing
+    rollouts of the step (recorded and logged), or raise."""
+    oversize: Oversize = "alone"
+    """A sample over the budget: alone in its row, or a PlanError."""
+    row_shape: RowShape = "planned"
+    """"planned": each row is as long as its samples. "uniform": one length per step."""
+    balance: Balance = "time"
+    """Ranks and rows are balanced by the cost model's seconds, or by row tokens."""
+    step_split: StepSplit = "contiguous"
+    """Rollouts go to steps in input order, or so that the steps' tokens are balanced."""
+    search: int = 256
+    """Simulated rank-steps that one step's search may spend; 0 = construction only. A count and
+    not a time, so that every rank finds the same plan."""
+    group_size: GroupSize = "fixed"
+    """"search" also tries other G than the layout's; a larger G keeps more activations alive."""
+    max_live_tokens_per_gpu: int | None = None
+    """Cap on the row tokens, per GPU, whose activations a stage holds at once; None = no cap."""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r}; set one of {choices}")
+        _check_int("search", self.search, 0)
+        if self.max_live_tokens_per_gpu is not None:
+            _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
+
+    def to_payload(self) -> dict[str, object]:
+        """The fields as JSON types, in the order of their definition."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}; set an integer of at least {least}")

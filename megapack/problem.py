@@ -1,0 +1,127 @@
+"""One step's packing problem, and its draft before it becomes a `StepPlan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megapack.cost import TOKENS, CostModel
+from megapack.inputs import Floats, Ints
+from megapack.layout import Layout
+from megapack.plan import MicroBatch, RolloutId, StepPlan
+from megapack.policy import Policy
+
+PADDING = -1
+"""The row number of a padding micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProblem:
+    """Samples of one step that are to be packed."""
+
+    number: int
+    """Which step, for messages."""
+    samples: Ints
+    """Indices into the input, rollout after rollout."""
+    lengths: Ints
+    """Real tokens of each sample."""
+    aligned: Ints
+    """The same, sample alignment counted."""
+    capacity: int
+    """Padded tokens that a row may hold, a multiple of the row alignment; -1 without a budget."""
+    max_samples: int | None
+    """Samples that a row may hold, for count-based plans."""
+    layout: Layout
+    policy: Policy
+    cost: CostModel | None
+    forward_only: bool
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the step."""
+        return self.samples.size
+
+    @property
+    def work(self) -> Floats:
+        """Per sample what it adds to a row's forward, in seconds or tokens: what is balanced."""
+        cost = TOKENS if self.policy.balance == "tokens" or self.cost is None else self.cost
+        aligned = self.aligned.astype(np.float64)
+        return cost.per_token * aligned + cost.per_token_sq * (aligned * aligned) + cost.per_sample
+
+    def take(self, count: int) -> StepProblem:
+        """The problem of the samples whose places are below `count`."""
+        keep = slice(None, count)
+        return replace(
+            self,
+            samples=self.samples[keep],
+            lengths=self.lengths[keep],
+            aligned=self.aligned[keep],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDraft:
+    """Rows, and which rank takes which row when."""
+
+    row_of: Ints
+    """Per sample of the problem its row; rows are numbered from 0 without a gap."""
+    rank_rows: tuple[Ints, ...]
+    """Per rank its rows in order; PADDING stands for a padding micro-batch."""
+    group_size: int | None
+    """G, None with vpp = 1."""
+
+
+def build_step(
+    problem: StepProblem,
+    draft: StepDraft,
+    kept: tuple[RolloutId, ...],
+    dropped: tuple[RolloutId, ...],
+) -> StepPlan:
+    """The frozen form of a draft."""
+    policy = problem.policy
+    by_row = _micro_batches(problem, draft.row_of)
+    unit = problem.layout.row_alignment
+    by_row.append(MicroBatch((), unit, 0, 0, 0))  # found under PADDING = -1
+    if policy.row_shape == "uniform":
+        length = max(mb.row_tokens for mb in by_row)
+        by_row = [
+            MicroBatch(mb.samples, length, mb.tokens, mb.tokens_sq, mb.padded_tokens)
+            for mb in by_row
+        ]
+    per_rank = policy.count_rule == "per_rank"
+    return StepPlan(
+        ranks=tuple(tuple(by_row[row] for row in rows.tolist()) for rows in draft.rank_rows),
+        num_microbatches=None if per_rank else draft.rank_rows[0].size,
+        group_size=draft.group_size,
+        kept_rollouts=kept,
+        dropped_rollouts=dropped,
+    )
+
+
+def _micro_batches(problem: StepProblem, row_of: Ints) -> list[MicroBatch]:
+    """One planned-shape micro-batch per row; samples ascend within a row."""
+    order = np.lexsort((problem.samples, row_of))
+    num_rows = int(row_of.max()) + 1
+    tokens, padded, tokens_sq = row_sums(problem, row_of, num_rows)
+    samples = problem.samples[order].tolist()
+    ends = np.cumsum(np.bincount(row_of, minlength=num_rows)).tolist()
+    starts = [0, *ends[:-1]]
+    return [
+        MicroBatch(tuple(samples[start:end]), row, real, square, row)
+        for start, end, row, real, square in zip(
+            starts, ends, padded.tolist(), tokens.tolist(), tokens_sq.tolist(), strict=True
+        )
+    ]
+
+
+def row_sums(problem: StepProblem, row_of: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
+    """Per row: real tokens, padded tokens, sum of squared aligned lengths; int64 [num_rows]."""
+    tokens = np.zeros(num_rows, dtype=np.int64)
+    padded = np.zeros(num_rows, dtype=np.int64)
+    tokens_sq = np.zeros(num_rows, dtype=np.int64)
+    np.add.at(tokens, row_of, problem.lengths)
+    np.add.at(padded, row_of, problem.aligned)
+    np.add.at(tokens_sq, row_of, problem.aligned * problem.aligned)
+    unit = problem.layout.row_alignment
+    return tokens, -(-padded // unit) * unit, tokens_sq

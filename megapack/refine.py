@@ -1,0 +1,262 @@
+"""Local search on a draft, scored by the simulator.
+
+The slowest rank sets the step's time. A move takes a sample from one of its rows to another row, or
+exchanges two samples, or two places in its order; it stays if the ranks that it touches are then
+faster than the slowest was. Moves come from a fixed pseudo-random sequence, and their number is the
+budget: equal inputs give equal plans.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megapack.inputs import Ints
+from megapack.jit import kernel
+from megapack.pipeline_kernels import RankOps
+from megapack.scoring import RowCost, State, ops_of, row_seconds, score_rank, slowest
+
+# Exchanges with another rank are drawn this many times; the one nearest to the wanted shift is run.
+_DRAWS = 12
+
+
+@kernel
+def _next_random(random: Ints, limit: int) -> int:
+    """The next number below `limit` of a linear congruential sequence (Knuth's MMIX, 48 bits)."""
+    random[0] = (random[0] * 25214903917 + 11) & 0xFFFFFFFFFFFF
+    return int((random[0] >> 17) % limit)
+
+
+@kernel
+def _pick(state: State, random: Ints, row: int) -> int:
+    """A sample of a row."""
+    item = state.head[row]
+    for _ in range(_next_random(random, state.num[row])):
+        item = state.next[item]
+    return int(item)
+
+
+@kernel
+def _unlink(state: State, item: int) -> None:
+    row = state.row_of[item]
+    at = state.head[row]
+    if at == item:
+        state.head[row] = state.next[item]
+        return
+    while state.next[at] != item:
+        at = state.next[at]
+    state.next[at] = state.next[item]
+
+
+@kernel
+def _move(state: State, item: int, row: int) -> None:
+    """Take a sample from its row to another one."""
+    old = state.row_of[item]
+    size = state.aligned[item]
+    _unlink(state, item)
+    state.tokens[old] -= size
+    state.tokens_sq[old] -= size * size
+    state.num[old] -= 1
+    state.next[item] = state.head[row]
+    state.head[row] = item
+    state.row_of[item] = row
+    state.tokens[row] += size
+    state.tokens_sq[row] += size * size
+    state.num[row] += 1
+
+
+@kernel
+def _fits(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> bool:
+    """Whether a row may change one sample for another; -1 stands for none."""
+    tokens = state.tokens[row]
+    num = state.num[row]
+    if leaving >= 0:
+        tokens -= state.aligned[leaving]
+        num -= 1
+    if coming >= 0:
+        tokens += state.aligned[coming]
+        num += 1
+    limit = cost.capacity
+    if cost.uniform_tokens > 0:
+        limit = min(limit, cost.uniform_tokens)
+    return num >= 1 and (tokens <= limit or (num == 1 and cost.uniform_tokens == 0))
+
+
+@kernel
+def _exchange(state: State, a: int, b: int, row_a: int, row_b: int) -> None:
+    """Sample a goes to row_b and b, where there is one, to row_a."""
+    _move(state, a, row_b)
+    if b >= 0:
+        _move(state, b, row_a)
+
+
+@kernel
+def _relief(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> float:
+    """Seconds by which a row gets shorter."""
+    size = state.aligned[leaving]
+    tokens = state.tokens[row] - size
+    tokens_sq = state.tokens_sq[row] - size * size
+    num = state.num[row] - 1
+    if coming >= 0:
+        size = state.aligned[coming]
+        tokens += size
+        tokens_sq += size * size
+        num += 1
+    before = row_seconds(cost, state.tokens[row], state.tokens_sq[row], state.num[row])
+    return before - row_seconds(cost, tokens, tokens_sq, num)
+
+
+@kernel
+def _draw(
+    cost: RowCost, state: State, random: Ints, slow: int, other: int, wanted: float
+) -> tuple[int, int, int, int]:
+    """An exchange between two ranks whose relief is near `wanted`: (a, b, row of a, row of b)."""
+    found = (-1, -1, -1, -1)
+    nearest = np.inf
+    for _ in range(_DRAWS):
+        row_a = state.rows[slow, _next_random(random, state.counts[slow])]
+        row_b = state.rows[other, _next_random(random, state.counts[other])]
+        if row_a < 0 or row_b < 0 or row_a == row_b:
+            continue
+        a = _pick(state, random, row_a)
+        b = -1
+        if _next_random(random, 3) > 0:
+            b = _pick(state, random, row_b)
+        if not (_fits(cost, state, row_a, a, b) and _fits(cost, state, row_b, b, a)):
+            continue
+        miss = abs(_relief(cost, state, row_a, a, b) - wanted)
+        if miss < nearest:
+            nearest = miss
+            found = (a, b, row_a, row_b)
+        if slow == other:
+            break
+    return found
+
+
+@kernel
+def _fastest(state: State) -> int:
+    best = 0
+    for rank in range(state.seconds.size):
+        if state.seconds[rank] < state.seconds[best]:
+            best = rank
+    return best
+
+
+@kernel
+def refine(
+    cost: RowCost,
+    state: State,
+    all_ops: RankOps,
+    bounds: Ints,
+    lockstep: bool,
+    budget: int,
+    passes: float,
+) -> int:
+    """Spend `budget` simulations on moves; `state.seconds` must be scored.
+
+    Args:
+        all_ops, bounds: rank r's operations are those from bounds[r, 0] to bounds[r, 1].
+        passes: a rank's seconds over its micro-batches' forward seconds, without the bubble.
+
+    Returns:
+        Simulations spent.
+    """
+    random = np.array([88172645463325252 & 0xFFFFFFFFFFFF])
+    used = 0
+    misses = 0
+    while used < budget and misses < 4 * budget + 64:
+        slow = slowest(state)
+        if lockstep:
+            slow = _next_random(random, state.counts.size)
+        kind = _next_random(random, 8)
+        if cost.fixed_rows:
+            kind = 0
+        elif all_ops.pp == 1 and state.counts.size > 1 and not lockstep:
+            kind = 7
+        spent = 0
+        if kind < 3:
+            spent = _try_order(cost, state, all_ops, bounds, lockstep, random, slow)
+        else:
+            other = slow
+            if kind >= 6:
+                other = _fastest(state)
+                if kind == 6 or lockstep or other == slow:
+                    other = _next_random(random, state.counts.size)
+            spent = _try_exchange(
+                cost, state, all_ops, bounds, lockstep, random, slow, other, passes
+            )
+        used += spent
+        misses += 1 if spent == 0 else 0
+    return used
+
+
+@kernel
+def _try_order(
+    cost: RowCost,
+    state: State,
+    all_ops: RankOps,
+    bounds: Ints,
+    lockstep: bool,
+    random: Ints,
+    rank: int,
+) -> int:
+    """Exchange two places of a rank's order, or take one row to another place."""
+    count = state.counts[rank]
+    p = _next_random(random, count)
+    q = _next_random(random, count)
+    if p == q:
+        return 0
+    rotate = _next_random(random, 2) == 0
+    before = state.rows[rank, :count].copy()
+    state.rows[rank, p] = before[q]
+    if rotate:
+        step = 1 if p < q else -1
+        for place in range(p, q, step):
+            state.rows[rank, place] = before[place + step]
+    state.rows[rank, q] = before[p]
+    seconds = score_rank(cost, state, ops_of(all_ops, bounds, rank), rank, lockstep)
+    if seconds < state.seconds[rank]:
+        _set_seconds(state, rank, seconds, lockstep)
+    else:
+        state.rows[rank, :count] = before
+    return 1
+
+
+@kernel
+def _try_exchange(
+    cost: RowCost,
+    state: State,
+    all_ops: RankOps,
+    bounds: Ints,
+    lockstep: bool,
+    random: Ints,
+    slow: int,
+    other: int,
+    passes: float,
+) -> int:
+    wanted = (state.seconds[slow] - state.seconds[other]) / (2 * passes)
+    a, b, row_a, row_b = _draw(cost, state, random, slow, other, wanted)
+    if a < 0:
+        return 0
+    _exchange(state, a, b, row_a, row_b)
+    seconds = score_rank(cost, state, ops_of(all_ops, bounds, slow), slow, lockstep)
+    spent = 1
+    if seconds < state.seconds[slow]:
+        if other == slow or lockstep:
+            _set_seconds(state, slow, seconds, lockstep)
+            return spent
+        other_seconds = score_rank(cost, state, ops_of(all_ops, bounds, other), other, lockstep)
+        spent = 2
+        if other_seconds < state.seconds[slow]:
+            state.seconds[slow] = seconds
+            state.seconds[other] = other_seconds
+            return spent
+    _exchange(state, a, b, row_b, row_a)
+    return spent
+
+
+@kernel
+def _set_seconds(state: State, rank: int, seconds: float, lockstep: bool) -> None:
+    if lockstep:
+        state.seconds[:] = seconds
+    else:
+        state.seconds[rank] = seconds

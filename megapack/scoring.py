@@ -1,0 +1,136 @@
+"""A step's draft in arrays, and its simulated seconds; what the compiled search works on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megapack.inputs import Floats, Ints
+from megapack.jit import kernel
+from megapack.pipeline_kernels import RankOps, peak_live, rank_seconds
+
+
+class RowCost(NamedTuple):
+    """Seconds of one chunk's forward of a row, and what a row may hold."""
+
+    fixed: float
+    per_token: float
+    per_token_sq: float
+    per_sample: float
+    unit: int
+    """Row alignment in tokens."""
+    uniform_tokens: int
+    """Length of every row; 0 for planned rows."""
+    capacity: int
+    """Padded tokens per row."""
+    max_live: float
+    """Row tokens that a stage may hold, chunks counting whole; 0 for no cap."""
+    fixed_rows: bool
+    """Samples stay in their rows: only ranks' orders are searched."""
+
+
+class State(NamedTuple):
+    """A draft in arrays that the search changes in place. n samples, R rows, dp ranks, M places."""
+
+    aligned: Ints
+    row_of: Ints
+    next: Ints
+    """Per sample the next one of its row, -1 at the end."""
+    head: Ints
+    """Per row its first sample."""
+    tokens: Ints
+    """Per row: aligned tokens."""
+    tokens_sq: Ints
+    num: Ints
+    """Per row: samples."""
+    rows: Ints
+    """[dp, M]: the row at each place, -1 for padding."""
+    counts: Ints
+    """[dp]: places of each rank."""
+    seconds: Floats
+    """[dp]: simulated seconds; all alike in lockstep."""
+
+
+@kernel
+def row_seconds(cost: RowCost, tokens: int, tokens_sq: int, num: int) -> float:
+    """One chunk's forward of a row; `num` = 0 is a padding micro-batch."""
+    length = max(-(-tokens // cost.unit) * cost.unit, cost.unit)
+    if cost.uniform_tokens > 0:
+        length = cost.uniform_tokens
+    work = cost.per_token * length + cost.per_token_sq * tokens_sq
+    return cost.fixed + work + cost.per_sample * num
+
+
+@kernel
+def place_seconds(cost: RowCost, state: State, rank: int, place: int) -> float:
+    """The same for the row at a place."""
+    row = state.rows[rank, place]
+    if row < 0:
+        return row_seconds(cost, 0, 0, 0)
+    return row_seconds(cost, state.tokens[row], state.tokens_sq[row], state.num[row])
+
+
+@kernel
+def score_rank(cost: RowCost, state: State, ops: RankOps, rank: int, lockstep: bool) -> float:
+    """Simulated seconds of a rank, or in lockstep of the step; inf where the cap is broken."""
+    count = state.counts[rank]
+    forward = np.empty(count)
+    for place in range(count):
+        forward[place] = place_seconds(cost, state, rank, place)
+        if lockstep:
+            for other in range(state.counts.size):
+                seconds = place_seconds(cost, state, other, place)
+                forward[place] = max(forward[place], seconds)
+    if cost.max_live > 0 and _live(cost, state, ops, rank) > cost.max_live:
+        return np.inf
+    return rank_seconds(ops, forward, np.empty(ops.stage.size))
+
+
+@kernel
+def ops_of(all_ops: RankOps, bounds: Ints, rank: int) -> RankOps:
+    """A rank's operations among those of all ranks."""
+    first = bounds[rank, 0]
+    last = bounds[rank, 1]
+    return RankOps(
+        all_ops.stage[first:last],
+        all_ops.microbatch[first:last],
+        all_ops.backward[first:last],
+        all_ops.waits_for[first:last],
+        all_ops.scale[first:last],
+        all_ops.pp,
+        all_ops.p2p,
+    )
+
+
+@kernel
+def _live(cost: RowCost, state: State, ops: RankOps, rank: int) -> float:
+    amounts = np.empty(state.counts[rank])
+    for place in range(amounts.size):
+        row = state.rows[rank, place]
+        tokens = state.tokens[row] if row >= 0 else 0
+        amounts[place] = max(-(-tokens // cost.unit) * cost.unit, cost.unit)
+        if cost.uniform_tokens > 0:
+            amounts[place] = cost.uniform_tokens
+    return peak_live(ops, amounts)
+
+
+@kernel
+def slowest(state: State) -> int:
+    worst = 0
+    for rank in range(state.seconds.size):
+        if state.seconds[rank] > state.seconds[worst]:
+            worst = rank
+    return worst
+
+
+@kernel
+def score_all(cost: RowCost, state: State, all_ops: RankOps, bounds: Ints, lockstep: bool) -> float:
+    """Simulate every rank, write `state.seconds`, return the step's seconds."""
+    for rank in range(state.counts.size):
+        if lockstep and rank > 0:
+            state.seconds[rank] = state.seconds[0]
+        else:
+            ops = ops_of(all_ops, bounds, rank)
+            state.seconds[rank] = score_rank(cost, state, ops, rank, lockstep)
+    return float(state.seconds[slowest(state)])
