@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No deadline: a busy machine is not a failure.
+settings.register_profile("megapack", deadline=None)
+settings.load_profile("megapack")
 
 # Tests start processes of their own; more threads than cores only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

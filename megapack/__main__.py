@@ -1,0 +1,7 @@
+"""`python -m megapack`."""
+
+import sys
+
+from megapack.cli import main
+
+sys.exit(main())

@@ -1,0 +1,88 @@
+"""Ranks agree before they communicate: a difference, or one rank's error, raises on every rank.
+
+A rank that raises alone leaves the others waiting in a send or receive for ever. So what can fail
+on one rank (its plan, its samples) is done first, and one small collective tells all of them how
+it went.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megapack.errors import ScheduleError
+
+T = TypeVar("T")
+
+_DIGEST_BYTES = 16
+_MESSAGE_BYTES = 448
+
+
+def agree(
+    work: Callable[[], T], *, device: torch.device, same: Mapping[str, str] | None = None
+) -> T:
+    """Run `work` on every rank and return its result, if it succeeds on all of them.
+
+    Args:
+        work: local work without communication.
+        device: where the backend of the default process group takes its tensors.
+        same: what has to be equal on all ranks, by name; the names are the same in every call
+            that ranks may mix up.
+
+    Raises:
+        ScheduleError: on every rank, naming the ranks whose work failed and how, or the first
+            thing that differs and the ranks that differ in it. The rank that failed chains its
+            own error.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as caught:  # every local failure must reach the other ranks
+        error = caught
+    same = same or {}
+    ranks = _exchange(list(same.values()), error, device)
+    failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(ranks) if message]
+    if failed:
+        raise ScheduleError(
+            f"{len(failed)} of {len(ranks)} ranks failed: {'; '.join(failed)}"
+        ) from error
+    for part, name in enumerate(same):
+        _refuse_difference(name, [digests[part] for digests, _ in ranks])
+    return result  # type: ignore[no-any-return]
+
+
+def _exchange(
+    values: list[str], error: Exception | None, device: torch.device
+) -> list[tuple[list[bytes], str]]:
+    """Per rank the digests of its values and its error message."""
+    message = "" if error is None else f"{type(error).__name__}: {error}"
+    digests = [hashlib.sha256(value.encode()).digest()[:_DIGEST_BYTES] for value in values]
+    if not dist.is_initialized():
+        return [(digests, message)]
+    payload = b"".join(digests) + message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [_unpacked(bytes(row.tolist()), len(values)) for row in everyone]
+
+
+def _unpacked(row: bytes, num_values: int) -> tuple[list[bytes], str]:
+    end = num_values * _DIGEST_BYTES
+    digests = [row[start : start + _DIGEST_BYTES] for start in range(0, end, _DIGEST_BYTES)]
+    return digests, row[end:].rstrip(b"\0").decode(errors="replace")
+
+
+def _refuse_difference(name: str, digests: list[bytes]) -> None:
+    (common, count), *others = Counter(digests).most_common()
+    if others:
+        odd = [rank for rank, digest in enumerate(digests) if digest != common]
+        raise ScheduleError(
+            f"ranks {odd} have another {name} than the other {count}; every rank must plan from "
+            "the same lengths, rollouts, layout, budget and policy, and make the same call"
+        )

@@ -1,0 +1,132 @@
+"""Megatron-Core on a machine without CUDA.
+
+Megatron-Core names the CUDA device in its schedules, buffers, random states and optimizers.
+`enable` sends each of those calls to the CPU, so that the real package runs over gloo: tensor,
+sequence, pipeline and data parallelism, the distributed optimizer and gradient clipping included.
+It is switched on by `device: cpu` alone and never by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_FACTORIES = (
+    *("empty", "empty_like", "empty_strided", "full", "full_like", "zeros", "zeros_like"),
+    *("ones", "ones_like", "eye", "arange", "linspace", "tensor", "as_tensor"),
+    *("rand", "rand_like", "randint", "randn", "randn_like", "randperm"),
+)
+_MARKER = "_megapack_cpu"
+
+
+def enabled() -> bool:
+    """Whether `enable` was called in this process."""
+    return hasattr(torch.cuda, _MARKER)
+
+
+def enable() -> None:
+    """Send Megatron-Core's CUDA calls to the CPU, for the rest of this process.
+
+    Idempotent. Call it before the model is built. A CUDA device that is there is left unused:
+    tensors that other code puts on it explicitly through an index keep working.
+    """
+    if enabled():
+        return
+    if torch.cuda.is_available():
+        logger.warning("device: cpu was asked for, so the CUDA device of this machine stays unused")
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = _identity  # type: ignore[method-assign,assignment]
+    torch.Tensor.to = _to_cpu(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]
+    torch.nn.Module.cuda = _identity  # type: ignore[method-assign,assignment]
+    _redirect_cuda_module()
+    setattr(torch.cuda, _MARKER, True)
+
+
+def _redirect_cuda_module() -> None:
+    cpu = torch.device("cpu")
+    replacements: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: cpu,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "current_stream": lambda device=None: _NoStream(),
+        "default_stream": lambda device=None: _NoStream(),
+        "manual_seed": torch.default_generator.manual_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    torch.cuda.random.get_rng_state = replacements["get_rng_state"]
+    # Megatron's tracker sets the state through CUDA's default generators, which do not exist here.
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def set_state(state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.get_rng_state()
+
+    megatron_random._set_cuda_rng_state = set_state
+    megatron_random._get_cuda_rng_state = get_state
+
+
+class _NoStream:
+    """Stands in for a CUDA stream: the CPU runs everything in order."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def _identity(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return build
+
+
+def _to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(to)
+    def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and _is_cuda(args[0]):
+            args = ("cpu", *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return to(self, *args, **kwargs)
+
+    return move
+
+
+def _cuda_type_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(tensor_type)
+    def name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron's optimizers compare `tensor.type()` with 'torch.cuda.FloatTensor'.
+        if args or kwargs:
+            return tensor_type(self, *args, **kwargs)
+        return tensor_type(self).replace("torch.", "torch.cuda.", 1)
+
+    return name

@@ -1,0 +1,149 @@
+"""What a pipeline stage does with a packed row: the forward, and on the last stage the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megapack.attention import packed_seq_params
+from megapack.head import DeferredHead, deferred_head
+from megapack.logprobs import VocabHead, vocab_parallel_logprobs
+from megapack.loss import Objective
+from megapack.thd import PackedRow, unpack_row
+
+
+class DeviceRow:
+    """A packed row on the device, with what every model chunk needs of it made once."""
+
+    def __init__(self, row: PackedRow, device: torch.device) -> None:
+        self.row = row.to(device)
+        self.params: PackedSeqParams = packed_seq_params(
+            self.row.cu_seqlens_padded_S1, row.max_seqlen, row.row_tokens
+        )
+
+
+class LastStage:
+    """Turns hidden states into log-probs, losses and outputs, and adds up what they were.
+
+    Args:
+        objective: per-token losses; None for a pass that only collects log-probs.
+        tp_group: ranks that share the vocabulary.
+        sequence_parallel: hidden states come as slices of the row.
+        with_entropy: compute the entropy even where the objective does not ask for it.
+        chunk_tokens, temperature: see `VocabHead`.
+    """
+
+    def __init__(
+        self,
+        objective: Objective | None,
+        *,
+        tp_group: Any,
+        sequence_parallel: bool,
+        with_entropy: bool,
+        chunk_tokens: int,
+        temperature: float,
+    ) -> None:
+        self.objective = objective
+        self.sums: dict[str, Tensor] = {}
+        self.outputs: dict[str, dict[int, Tensor]] = {"logprobs": {}, "entropy": {}}
+        self._tp_group, self._sequence_parallel = tp_group, sequence_parallel
+        self._with_entropy = with_entropy
+        self._head_options = {"chunk_tokens": chunk_tokens, "temperature": temperature}
+
+    def __call__(
+        self, row: PackedRow, head: DeferredHead, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Megatron's loss function: (loss sum, token count, report).
+
+        The weights are whole already, so the token count is 0: Megatron then divides by nothing.
+        """
+        positions_R = row.loss_positions_R
+        hidden_RH = self._whole_row(hidden)[positions_R].to(head.weight_VH.dtype)
+        vocab = VocabHead(
+            weight_VH=head.weight_VH,
+            tp_group=self._tp_group,
+            with_entropy=self._with_entropy,
+            **self._head_options,  # type: ignore[arg-type]
+        )
+        logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, row.labels_T[positions_R], vocab)
+        if self.objective is None:
+            self._collect(row, positions_R, {"logprobs": logprobs_R, "entropy": entropy_R})
+            loss = logprobs_R.sum()
+        else:
+            fields = {name: values_T[positions_R] for name, values_T in row.fields.items()}
+            losses_R, metrics = self.objective(logprobs_R, entropy_R, fields)
+            if entropy_R is not None:
+                metrics = {"entropy": entropy_R, **metrics}
+            loss = self._add_up(row.weights_T[positions_R], {"loss": losses_R, **metrics})
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+    def _whole_row(self, hidden: Tensor) -> Tensor:
+        rows_TH = hidden.flatten(0, -2)
+        if not self._sequence_parallel:
+            return rows_TH
+        # The head's backward gives every rank the whole gradient: each takes its slice back.
+        return gather_from_sequence_parallel_region(  # type: ignore[no-any-return]
+            rows_TH, tensor_parallel_output_grad=False, group=self._tp_group
+        )
+
+    def _add_up(self, weights_R: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        for name, values_R in values.items():
+            weighted = (weights_R * values_R.detach()).sum(dtype=torch.float64)
+            self.sums[name] = self.sums.get(name, 0.0) + weighted
+        return (weights_R * values["loss"]).sum()
+
+    def _collect(
+        self, row: PackedRow, positions_R: Tensor, values: Mapping[str, Tensor | None]
+    ) -> None:
+        for name, values_R in values.items():
+            if values_R is None:
+                continue
+            values_T = values_R.new_zeros(row.row_tokens)
+            values_T[positions_R] = values_R
+            for sample, value in zip(row.samples, unpack_row(row, values_T), strict=True):
+                self.outputs[name][sample] = value
+
+
+class RowForward:
+    """Megatron's `forward_step_func`: one packed row through one model chunk."""
+
+    def __init__(self, last_stage: LastStage) -> None:
+        self.last_stage = last_stage
+
+    def __call__(
+        self, rows: Iterator[DeviceRow], model: Any
+    ) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
+        """The chunk's output, and on the pipeline's last chunk the loss function."""
+        device_row = next(rows)
+        row = device_row.row
+        inputs = {
+            "input_ids": row.tokens_T[None],
+            "position_ids": row.position_ids_T[None],
+            "attention_mask": None,
+            "packed_seq_params": device_row.params,
+        }
+        if not _is_last_chunk(model):
+            return model(**inputs), None
+        with deferred_head(model) as head:
+            hidden = model(**inputs)
+        return hidden, partial(self.last_stage, row, head)
+
+
+def _is_last_chunk(model: Any) -> bool:
+    while hasattr(model, "module"):
+        model = model.module
+    return bool(model.post_process)
+
+
+def metric_names(objective: Objective, with_entropy: bool) -> list[str]:
+    """Names of an objective's sums, from a call with no tokens; the same on every rank."""
+    empty = torch.zeros(0)
+    fields = dict.fromkeys(objective.required_fields, empty)
+    _, metrics = objective(empty, empty if with_entropy else None, fields)
+    return ["loss", *sorted({*metrics, *(["entropy"] if with_entropy else [])})]

@@ -1,0 +1,89 @@
+"""Weights that do not depend on the layout.
+
+Megatron draws each stage's weights from that rank's random state, so another pp, tp or vpp starts
+from another model. Here a parameter's values follow from its name in the whole model and the seed
+alone, and each rank keeps its slice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def initialize_by_name(
+    chunks: Sequence[Any], *, seed: int, std: float, num_layers: int, tp_group: Any
+) -> None:
+    """Fill every parameter of the chunks in place.
+
+    Matrices are normal with `std`, the projections back into the residual stream with
+    std / sqrt(2 * num_layers) as in GPT-2; norm weights are 1 and biases 0.
+
+    Args:
+        chunks: this rank's GPT models, not yet wrapped in DDP.
+        seed: the same on all ranks.
+        num_layers: of the whole model.
+        tp_group: gives this rank's slice of tensor-parallel parameters.
+    """
+    for chunk in chunks:
+        for name, param in global_parameters(chunk):
+            if param.dim() == 1:
+                param.data.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            scale = 1 / math.sqrt(2 * num_layers) if name.endswith(_OUTPUT_PROJECTIONS) else 1.0
+            shape = full_shape(param, tp_group.size())
+            whole = torch.randn(shape, generator=_generator(name, seed)) * (std * scale)
+            param.data.copy_(local_slice(whole, param, tp_group.rank(), tp_group.size()))
+
+
+def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of a GPT chunk by their names in the whole model.
+
+    Layers count from 0 over all stages, and a tied output layer is the embedding.
+    """
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    tied = chunk.share_embeddings_and_output_weights
+    for local_name, param in chunk.named_parameters():
+        match = _LAYER.match(local_name)
+        if match:
+            layer = chunk.decoder.layers[int(match[1])].layer_number - 1
+            yield f"decoder.layers.{layer}.{local_name[match.end() :]}", param
+        elif tied and local_name == "output_layer.weight":
+            yield "embedding.word_embeddings.weight", param
+        else:
+            yield local_name, param
+
+
+def full_shape(param: Tensor, tp: int) -> tuple[int, ...]:
+    """The parameter's shape on one rank without tensor parallelism."""
+    shape = list(param.shape)
+    if getattr(param, "tensor_model_parallel", False):
+        shape[param.partition_dim] *= tp  # type: ignore[attr-defined]
+    return tuple(shape)
+
+
+def local_slice(whole: Tensor, param: Tensor, tp_rank: int, tp: int) -> Tensor:
+    """This rank's part of a whole parameter (or gradient).
+
+    With a stride (gate and up projection in one matrix) a rank holds a piece of each.
+    """
+    if not getattr(param, "tensor_model_parallel", False) or tp == 1:
+        return whole
+    dim, stride = param.partition_dim, param.partition_stride  # type: ignore[attr-defined]
+    pieces = whole.chunk(stride * tp, dim=dim)
+    return torch.cat(pieces[tp_rank::tp], dim=dim)
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,0 +1,80 @@
+"""From the launcher's environment to a joined process group and a device."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import warnings
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megapack import cpu
+from megapack.errors import ConfigError
+
+# A rank that waits longer than this for another one is stuck; compile and file reads take less.
+_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def start(device: Literal["cuda", "cpu"]) -> torch.device:
+    """Join the job that torchrun started, or a job of one.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK the job has one
+    rank and needs no port.
+
+    Raises:
+        ConfigError: cuda is asked for and not there, or the environment is incomplete.
+    """
+    _check_environment()
+    if device == "cpu":
+        cpu.enable()
+    elif not torch.cuda.is_available():
+        raise ConfigError("device=cuda, and torch finds no CUDA device; set device=cpu")
+    else:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "gloo" if device == "cpu" else "nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT
+        )
+    return torch.device("cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}")
+
+
+def quiet_known_warnings() -> None:
+    """Silence what Megatron-Core and torch say on every rank at import and that is as it should be.
+
+    They are about packages that are optional and names that Megatron-Core still uses.
+    """
+    for message in (
+        r"(Transformer Engine and )?Apex (is|are) not installed",
+        r"full scope is deprecated",
+        r"The \.grad attribute of a Tensor that is not a leaf",
+        r"`torch\.distributed\.\w+_tensor` is deprecated",
+        r"If you are using transformer_engine as the transformer implementation",
+        r"The following imports from `dynamic_context\.py`",
+        r"The 'megatron\.core\.transformer\.custom_layers",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def stop() -> None:
+    """Leave the job."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_environment() -> None:
+    if "RANK" in os.environ:
+        names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise ConfigError(f"RANK is set but {', '.join(missing)} is not; start with torchrun")
+    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        tasks = os.environ["SLURM_STEP_NUM_TASKS"]
+        raise ConfigError(
+            f"srun started {tasks} tasks and none is told its RANK: each would train alone; let "
+            "srun start one torchrun per node"
+        )

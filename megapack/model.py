@@ -1,0 +1,274 @@
+"""A Megatron-Core GPT for packed rows: specs, chunks, data parallelism, optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
+from megapack.attention import PackedSDPA
+from megapack.errors import ConfigError
+from megapack.init import initialize_by_name
+from megapack.layout import Layout
+from megapack.train_config import ModelConfig, OptimConfig
+
+# Vocabularies are padded to a multiple that no common tp changes, so that padding is the same.
+_VOCAB_MULTIPLE = 128
+
+
+class PackedNorm(torch.nn.Module):
+    """LayerNorm or RMSNorm for the local spec, marked for sequence parallelism.
+
+    Megatron's own fallback norm refuses sequence parallelism; marking the parameters makes it sum
+    their gradients over the tensor-parallel ranks that see different tokens.
+    """
+
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> Any:
+        """A torch norm of `hidden_size`."""
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Megatron's local layer spec with attention that keeps packed samples apart."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedSDPA
+    spec.submodules.input_layernorm = PackedNorm
+    spec.submodules.pre_mlp_layernorm = PackedNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = PackedNorm
+    return spec
+
+
+def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
+    """Megatron's config of a model on a layout, with the settings that packed rows need."""
+    cuda = torch.cuda.is_available()
+    dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
+    pipelined = layout.pp > 1
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        normalization=model.normalization,
+        layernorm_epsilon=1e-5,
+        gated_linear_unit=model.gated_linear_unit,
+        activation_func=torch.nn.functional.silu
+        if model.gated_linear_unit
+        else torch.nn.functional.gelu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_std,
+        use_cpu_initialization=not cuda,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.dtype == "bf16",
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        microbatch_group_size_per_vp_stage=layout.group_size if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        # Interleaving is right with overlap alone; see settings.check_config.
+        overlap_p2p_comm=pipelined and layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        calculate_per_token_loss=True,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        **_recompute(model.recompute),
+        **_without_cuda_graphs(),
+    )
+
+
+def _without_cuda_graphs() -> dict[str, Any]:
+    """0.16.1's own default for the scope is one that it warns about."""
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    return {"cuda_graph_scope": []} if "cuda_graph_scope" in names else {}
+
+
+def _recompute(mode: Literal["none", "full", "selective"]) -> dict[str, Any]:
+    if mode == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return {"recompute_granularity": "selective"} if mode == "selective" else {}
+
+
+def initialize_parallel(layout: Layout, seed: int) -> None:
+    """Make Megatron's process groups and random states for a layout."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(
+    model: ModelConfig, layout: Layout, *, vocab_size: int, seed: int, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """This rank's chunks, wrapped in Megatron's DDP; weights depend on the seed alone.
+
+    Args:
+        vocab_size: ids that the tokenizer makes; padded to a multiple of 128.
+
+    Raises:
+        ConfigError: the sizes do not divide by the layout.
+    """
+    _check_sizes(model, layout)
+    config = transformer_config(model, layout)
+    padded_vocab = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+    chunks = [_chunk(model, layout, config, v, padded_vocab) for v in range(layout.vpp)]
+    initialize_by_name(
+        chunks,
+        seed=seed,
+        std=model.init_std,
+        num_layers=model.num_layers,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+    )
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            ddp,
+            (Float16Module(config, chunk) if config.bf16 else chunk).cuda(),
+            disable_bucketing=v > 0,
+        )
+        for v, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def _chunk(
+    model: ModelConfig, layout: Layout, config: TransformerConfig, vp: int, vocab_size: int
+) -> GPTModel:
+    vp_stage = vp if layout.vpp > 1 else None
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(model.attention, config, vp_stage),
+        vocab_size=vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=not model.untie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        vp_stage=vp_stage,
+    )
+    chunk.model_type = getattr(chunk, "model_type", None)
+    return chunk
+
+
+def _block_spec(
+    attention: Literal["auto", "te", "sdpa"], config: TransformerConfig, vp_stage: int | None
+) -> Any:
+    if choose_attention(attention) == "te":
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=[local_layer_spec(config)] * layers, layer_norm=PackedNorm
+    )
+
+
+def choose_attention(attention: Literal["auto", "te", "sdpa"]) -> Literal["te", "sdpa"]:
+    """Transformer Engine where it is installed and CUDA is there, per-sample SDPA elsewhere.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and cannot run.
+    """
+    usable = (
+        torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    )
+    if attention == "te" and not usable:
+        raise ConfigError(
+            "model.attention=te needs CUDA and the package transformer-engine; install "
+            "megapack[te], or set model.attention=sdpa"
+        )
+    return "te" if usable and attention != "sdpa" else "sdpa"
+
+
+def _check_sizes(model: ModelConfig, layout: Layout) -> None:
+    groups = model.num_query_groups or model.num_attention_heads
+    checks = {
+        f"model.num_layers={model.num_layers}": (model.num_layers, layout.pp * layout.vpp),
+        f"model.num_attention_heads={model.num_attention_heads}": (
+            model.num_attention_heads,
+            layout.tp,
+        ),
+        f"model.num_query_groups={groups}": (groups, layout.tp),
+        "the padded vocabulary (a multiple of 128)": (_VOCAB_MULTIPLE, layout.tp),
+    }
+    for what, (size, divisor) in checks.items():
+        if size % divisor:
+            raise ConfigError(f"{what} does not divide by {divisor}; change it or the layout")
+
+
+def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], bf16: bool) -> Any:
+    """Megatron's Adam for the chunks, with gradient clipping; distributed if asked for."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_eps=optim.adam_eps,
+        clip_grad=optim.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=optim.distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, chunks)

@@ -1,0 +1,174 @@
+"""What a run leaves behind: the run folder, metrics with units, and lines for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from megapack.pipeline import Simulation
+from megapack.plan import Plan, StepPlan
+
+logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float | int | str | None]
+
+
+class RunFolder:
+    """`runs/<name>/`: config.yaml, plan.json and metrics.jsonl; written by one rank.
+
+    A folder of the same name from an earlier run is kept as `<name>.1`, `<name>.2` and so on.
+    """
+
+    def __init__(self, runs_dir: str, name: str) -> None:
+        self.path = Path(runs_dir) / name
+        _keep_earlier(self.path)
+        self.path.mkdir(parents=True)
+        # Open for the whole run; `close` ends it.
+        self._metrics: TextIO = open(  # noqa: SIM115
+            self.path / "metrics.jsonl", "x", encoding="utf-8"
+        )
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file whole or not at all."""
+        part = self.path / f"{name}.part"
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, self.path / name)
+
+    def append_metrics(self, metrics: Metrics) -> None:
+        """Add a line to metrics.jsonl."""
+        self._metrics.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
+        self._metrics.flush()
+
+    def close(self) -> None:
+        """Close metrics.jsonl."""
+        self._metrics.close()
+
+
+def _finite(metrics: Metrics) -> dict[str, float | int | str | None]:
+    """JSON has no NaN and no infinity: they become text."""
+    return {
+        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in metrics.items()
+    }
+
+
+def _keep_earlier(path: Path) -> None:
+    if not path.exists():
+        return
+    number = 1
+    while (kept := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(kept)
+    logger.warning("%s of an earlier run is kept as %s", path, kept)
+
+
+def packing_metrics(step: StepPlan, simulation: Simulation) -> dict[str, Any]:
+    """How well a step is packed.
+
+    `packing_efficiency`: real over row tokens, padding micro-batches counted. `padded_share`: the
+    rest. `imbalance`: the slowest data-parallel rank's simulated seconds over the mean.
+    `bubble_fraction`: see `Simulation`.
+    """
+    rows = [mb for rank in step.ranks for mb in rank]
+    tokens, row_tokens = sum(mb.tokens for mb in rows), sum(mb.row_tokens for mb in rows)
+    seconds = simulation.rank_makespans
+    return {
+        "tokens": tokens,
+        "num_samples": len(step.kept_samples),
+        "num_dropped_rollouts": len(step.dropped_rollouts),
+        "num_microbatches_per_rank": max(len(rank) for rank in step.ranks),
+        "num_padding_microbatches": sum(not mb.samples for mb in rows),
+        "packing_efficiency": tokens / row_tokens,
+        "padded_share": 1 - tokens / row_tokens,
+        "imbalance": max(seconds) * len(seconds) / sum(seconds),
+        "bubble_fraction": simulation.bubble_fraction,
+    }
+
+
+class StepClock:
+    """Predicted step seconds: simulated units times the seconds a unit took so far in this run.
+
+    The first step has no prediction, and neither has a run whose cost model is not in seconds
+    before anything was measured.
+    """
+
+    def __init__(self) -> None:
+        self._measured_s: list[float] = []
+        self._simulated: list[float] = []
+
+    def predict(self, makespan: float) -> float | None:
+        """Seconds that a step of this simulated makespan will take; None before the first."""
+        if not self._measured_s:
+            return None
+        return makespan * sum(self._measured_s) / sum(self._simulated)
+
+    def record(self, makespan: float, measured_s: float) -> None:
+        """Learn from a step that ran."""
+        self._measured_s.append(measured_s)
+        self._simulated.append(makespan)
+
+
+class Progress:
+    """A bar on a terminal, plain lines elsewhere; silent on all ranks but one."""
+
+    def __init__(self, *, active: bool, log_interval: int) -> None:
+        self._active, self._interval = active, log_interval
+        on_terminal = active and sys.stdout.isatty()
+        self._bar = tqdm(unit="step", file=sys.stdout) if on_terminal else None
+
+    def step(self, number: int, metrics: Metrics) -> None:
+        """Show one step's metrics."""
+        if self._bar is not None:
+            self._bar.update()
+            self._bar.set_postfix_str(_short(metrics))
+        elif self._active and number % self._interval == 0:
+            print(f"step {number}: {_short(metrics)}", flush=True)
+
+    def line(self, text: str) -> None:
+        """Show a line above the bar, or as it is."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        elif self._active:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _short(metrics: Metrics) -> str:
+    shown = {
+        "loss": "loss {:.4f}",
+        "grad_norm": "grad {:.3f}",
+        "entropy_nats": "entropy {:.3f}",
+        "tokens_per_second": "{:.0f} tokens/s",
+        "packing_efficiency": "packed {:.1%}",
+        "num_microbatches_per_rank": "M {}",
+        "imbalance": "imbalance {:.2f}",
+        "step_measured_s": "{:.2f} s",
+    }
+    parts = [text.format(metrics[k]) for k, text in shown.items() if metrics.get(k) is not None]
+    return "  ".join(parts)
+
+
+def plan_line(plan: Plan) -> str:
+    """One line about a batch's plan."""
+    steps = plan.steps
+    dropped = sum(len(step.dropped_rollouts) for step in steps)
+    counts = ", ".join(str(step.num_microbatches or "per rank") for step in steps[:8])
+    return (
+        f"plan {plan.digest()[:12]}: {plan.num_samples} samples, {len(steps)} step(s), "
+        f"M = {counts}{', ...' if len(steps) > 8 else ''}, {dropped} rollout(s) dropped"
+    )

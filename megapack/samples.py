@@ -1,0 +1,243 @@
+"""A batch of samples as ragged fields: what goes into packed rows, and what comes back.
+
+A field has one value per token of its sample, about that token (a mask, a log-prob, an
+advantage), or one per sample. Frameworks keep them ragged or padded to [B, S]; both are read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapack.errors import DataError
+
+RESPONSE_MASK = "response_mask"
+
+
+class SampleBatch:
+    """Samples in input order; the index is the plan's sample index.
+
+    Args:
+        tokens: per sample, its token ids (tensor, array or list of ints), at least one.
+        fields: name -> per sample a value for each of its tokens, for each of its last tokens
+            (the response; the rest is 0), or one number. `response_mask` says which tokens count in
+            the loss; without it all do. A sample's first token never counts: nothing predicts it.
+
+    Raises:
+        DataError: naming sample, field and numbers.
+    """
+
+    def __init__(
+        self, tokens: Sequence[Any], fields: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        if len(tokens) == 0:
+            raise DataError("the batch has no samples")
+        self._tokens = [_token_tensor(i, ids) for i, ids in enumerate(tokens)]
+        self._fields: dict[str, list[Tensor]] = {}
+        self._num_loss_tokens: list[int] | None = None
+        for name, values in (fields or {}).items():
+            self.set_field(name, values)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens per sample: what a plan is made from."""
+        return [t.numel() for t in self._tokens]
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """Names of the fields, the response mask left out."""
+        return tuple(name for name in self._fields if name != RESPONSE_MASK)
+
+    def length(self, sample: int) -> int:
+        """Tokens of one sample."""
+        return self._tokens[sample].numel()
+
+    def tokens(self, sample: int) -> Tensor:
+        """Token ids of one sample, int64."""
+        return self._tokens[sample]
+
+    def field(self, name: str, sample: int) -> Tensor:
+        """A field of one sample: one value per token, or a scalar tensor."""
+        return self._fields[name][sample]
+
+    def field_dtype(self, name: str) -> torch.dtype:
+        """The dtype that a field's rows have."""
+        return self._fields[name][0].dtype
+
+    def response_mask(self, sample: int) -> Tensor:
+        """Which tokens of a sample count in the loss, bool."""
+        if RESPONSE_MASK not in self._fields:
+            return torch.ones(self.length(sample), dtype=torch.bool)
+        return self._fields[RESPONSE_MASK][sample]
+
+    @property
+    def num_loss_tokens(self) -> list[int]:
+        """Per sample, the tokens that count in the loss (its first token never does)."""
+        if self._num_loss_tokens is None:
+            self._num_loss_tokens = [int(self.response_mask(i)[1:].sum()) for i in range(len(self))]
+        return self._num_loss_tokens
+
+    def set_field(self, name: str, values: Sequence[Any]) -> None:
+        """Add or replace a field, with the checks of the constructor."""
+        if len(values) != len(self):
+            raise DataError(f"field {name!r} has {len(values)} values for {len(self)} samples")
+        tensors = [self._field_tensor(name, i, value) for i, value in enumerate(values)]
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+        self._fields[name] = [t.to(dtype) for t in tensors]
+        if name == RESPONSE_MASK:
+            self._num_loss_tokens = None
+
+    def _field_tensor(self, name: str, sample: int, value: Any) -> Tensor:
+        tensor, length = _tensor(f"sample {sample}: field {name!r}", value), self.length(sample)
+        if tensor.dtype == torch.float64:
+            tensor = tensor.float()
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise DataError(f"sample {sample}: field {name!r} holds a NaN or an infinity")
+        if name == RESPONSE_MASK:
+            tensor = tensor != 0
+            if tensor.dim() != 1:
+                raise DataError(f"sample {sample}: {name} needs one value per token")
+        if tensor.dim() == 0:
+            return tensor
+        if tensor.dim() != 1 or tensor.numel() > length:
+            raise DataError(
+                f"sample {sample}: field {name!r} has shape {tuple(tensor.shape)} for {length} "
+                "tokens; give one value per token, per response token, or one number"
+            )
+        return torch.cat([tensor.new_zeros(length - tensor.numel()), tensor])
+
+    @classmethod
+    def from_prompt_response(
+        cls,
+        prompts: Sequence[Any],
+        responses: Sequence[Any],
+        fields: Mapping[str, Sequence[Any]] | None = None,
+    ) -> SampleBatch:
+        """Prompt and response ids per sample; the response counts in the loss."""
+        if len(prompts) != len(responses):
+            raise DataError(f"{len(prompts)} prompts for {len(responses)} responses")
+        pairs = [
+            (_part(i, p), _part(i, r))
+            for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
+        ]
+        masks = [torch.cat([torch.zeros(len(p)), torch.ones(len(r))]) for p, r in pairs]
+        return cls([torch.cat(pair) for pair in pairs], {RESPONSE_MASK: masks, **(fields or {})})
+
+    @classmethod
+    def from_padded(
+        cls,
+        input_ids_BS: Tensor,
+        attention_mask_BS: Tensor,
+        fields: Mapping[str, Tensor] | None = None,
+    ) -> SampleBatch:
+        """Padded tensors, left- or right-padded, with an attention mask.
+
+        Args:
+            input_ids_BS: token ids.
+            attention_mask_BS: nonzero where a token is real; one unbroken run per sample.
+            fields: [B, S]; [B, R] for the last R columns, where responses stand alone; or [B].
+
+        Raises:
+            DataError: shapes differ, a sample is empty, or a mask has a hole.
+        """
+        if input_ids_BS.dim() != 2 or input_ids_BS.shape != attention_mask_BS.shape:
+            raise DataError(
+                f"input_ids {tuple(input_ids_BS.shape)} and attention_mask "
+                f"{tuple(attention_mask_BS.shape)} must both be [B, S]"
+            )
+        spans = padded_spans(attention_mask_BS)
+        ragged = {
+            name: _ragged(name, value, spans, input_ids_BS.shape[1])
+            for name, value in (fields or {}).items()
+        }
+        rows = zip(input_ids_BS, spans, strict=True)
+        return cls([ids[start:stop] for ids, (start, stop) in rows], ragged)
+
+
+def padded_spans(attention_mask_BS: Tensor) -> list[tuple[int, int]]:
+    """First column and the one behind the last of each sample's real tokens."""
+    spans = []
+    for b, mask in enumerate(attention_mask_BS != 0):
+        columns = mask.nonzero().squeeze(1)
+        if columns.numel() == 0:
+            raise DataError(f"row {b} of the attention mask is empty")
+        start, stop = int(columns[0]), int(columns[-1]) + 1
+        if stop - start != columns.numel():
+            raise DataError(f"row {b} of the attention mask has a hole between {start} and {stop}")
+        spans.append((start, stop))
+    return spans
+
+
+def to_padded(values: Sequence[Tensor], attention_mask_BS: Tensor, fill: float = 0.0) -> Tensor:
+    """Ragged per-token values back to [B, S]; the inverse of `SampleBatch.from_padded`.
+
+    >>> to_padded([torch.tensor([1.0, 2.0])], torch.tensor([[0, 1, 1]]))
+    tensor([[0., 1., 2.]])
+    """
+    if len(values) != len(attention_mask_BS):
+        raise DataError(f"{len(values)} samples for {len(attention_mask_BS)} rows of the mask")
+    out_BS = values[0].new_full(tuple(attention_mask_BS.shape), fill)
+    for b, (start, stop) in enumerate(padded_spans(attention_mask_BS)):
+        if values[b].numel() != stop - start:
+            raise DataError(f"row {b}: {values[b].numel()} values for {stop - start} tokens")
+        out_BS[b, start:stop] = values[b]
+    return out_BS
+
+
+def _ragged(
+    name: str, value: Tensor, spans: list[tuple[int, int]], num_columns: int
+) -> list[Tensor]:
+    if (
+        value.dim() == 0
+        or value.shape[0] != len(spans)
+        or value.dim() > 2
+        or value.shape[-1] > max(num_columns, len(spans) if value.dim() == 1 else 0)
+    ):
+        raise DataError(
+            f"field {name!r} has shape {tuple(value.shape)} for {len(spans)} samples of "
+            f"{num_columns} columns; give [B, S], [B, R] for the last R columns, or [B]"
+        )
+    if value.dim() == 1:
+        return list(value)
+    offset = num_columns - value.shape[1]
+    full = torch.nn.functional.pad(value, (offset, 0))
+    return [full[b, start:stop] for b, (start, stop) in enumerate(spans)]
+
+
+def _tensor(what: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} cannot be a tensor ({error}); give numbers") from None
+
+
+def _token_tensor(sample: int, ids: Any) -> Tensor:
+    tensor = _tensor(f"sample {sample}", ids)
+    if tensor.numel() == 0 and tensor.dim() == 1:
+        raise DataError(f"sample {sample} has no tokens; leave it out of the batch")
+    if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() != 1:
+        raise DataError(
+            f"sample {sample}: token ids are {tensor.dtype} of shape {tuple(tensor.shape)}; "
+            "give one integer per token"
+        )
+    tensor = tensor.to(torch.int64)
+    if int(tensor.min()) < 0:
+        raise DataError(f"sample {sample} has the negative token id {int(tensor.min())}")
+    return tensor
+
+
+def _part(sample: int, ids: Any) -> Tensor:
+    """A prompt or response: like a sample's ids, but it may be empty."""
+    tensor = _tensor(f"sample {sample}", ids)
+    return (
+        tensor.new_zeros(0, dtype=torch.int64)
+        if tensor.numel() == 0
+        else _token_tensor(sample, tensor)
+    )

@@ -1,0 +1,311 @@
+"""The adapter around Megatron's `forward_backward_func`: one planned step at a time.
+
+    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=16384)
+    adapter = ScheduleAdapter(model_chunks, layout=layout)
+    result = adapter.step(plan, batch, objective=PPO())       # gradients are in the model now
+
+The optimizer is yours. `forward` runs the same rows without gradients and returns per-token
+log-probs in sample order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megapack import settings
+from megapack.consensus import agree
+from megapack.errors import DataError
+from megapack.forward import DeviceRow, LastStage, RowForward, metric_names
+from megapack.layout import Layout
+from megapack.loss import LossWeighting, Objective, sample_weights
+from megapack.outputs import Scope, scatter_to_samples, sum_metrics
+from megapack.p2p import PlannedP2PCommunicator
+from megapack.plan import Plan, StepPlan, check_plan
+from megapack.samples import SampleBatch
+from megapack.thd import PackedRow, pack_row
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a training step found, the same on every rank."""
+
+    loss: float
+    """Sum of weight * loss over every token of the step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The objective's metrics, weighted like the loss."""
+
+
+class ScheduleAdapter:
+    """Runs planned steps of a Megatron-Core model.
+
+    Args:
+        model: the chunks of this rank, one per virtual stage, wrapped in DDP or not.
+        layout: the one that the plans are made for; checked against Megatron's groups.
+        logprob_chunk_tokens: positions whose logits exist at one time.
+        temperature: logits are divided by it.
+
+    Raises:
+        ScheduleError: a setting that Megatron would hang or train wrongly with, and what to set.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module] | torch.nn.Module,
+        *,
+        layout: Layout,
+        logprob_chunk_tokens: int = 1024,
+        temperature: float = 1.0,
+    ) -> None:
+        self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self.layout = layout
+        self.config = get_model_config(self.chunks[0])
+        settings.check_layout(layout, len(self.chunks))
+        settings.check_config(self.config, layout)
+        settings.check_model(self.chunks)
+        self._groups = _process_groups()
+        self._dp_group = parallel_state.get_data_parallel_group()
+        self._device = torch.device(torch.cuda.current_device())
+        self._head_options = {
+            "tp_group": self._groups.tp,
+            "sequence_parallel": layout.sequence_parallel,
+            "chunk_tokens": logprob_chunk_tokens,
+            "temperature": temperature,
+        }
+        self._checked_digest = ""
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's data-parallel rank: which of the plan's ranks it runs."""
+        return int(self._dp_group.rank())
+
+    def step(
+        self,
+        plan: Plan,
+        batch: SampleBatch,
+        *,
+        objective: Objective,
+        step: int = 0,
+        weighting: LossWeighting = "token-mean",
+        norm_constant: float | None = None,
+        entropy: bool = False,
+    ) -> StepResult:
+        """Forward and backward of one step; gradients are added to the model's.
+
+        A collective: every rank calls it with the same plan, step, objective and weighting.
+
+        Args:
+            plan: made for this layout and the lengths of `batch`.
+            batch: the samples that the plan counts.
+            objective: per-token losses; its required fields must be in the batch.
+            step: which of the plan's steps.
+            weighting, norm_constant: see `loss.sample_weights`.
+            entropy: report the entropy even where the objective does not read it.
+
+        Raises:
+            ScheduleError: on every rank, where plans differ or one rank's work failed.
+        """
+
+        def pack() -> list[PackedRow]:
+            missing = [n for n in objective.required_fields if n not in batch.field_names]
+            if missing:
+                raise DataError(
+                    f"{type(objective).__name__} reads {missing}; add them to the batch"
+                )
+            weights = sample_weights(weighting, batch.num_loss_tokens, plan, step, norm_constant)
+            return self._pack(plan, batch, step, weights.tolist(), objective.required_fields)
+
+        call = f"train {weighting} {norm_constant} {entropy} {_described(objective)}"
+        rows = self._agree(plan, batch, step, call, pack)
+        with_entropy = entropy or objective.needs_entropy
+        last = LastStage(objective, with_entropy=with_entropy, **self._head_options)
+        self._run(plan, step, rows, last, forward_only=False)
+        sums = sum_metrics(
+            last.sums,
+            metric_names(objective, with_entropy),
+            dp_group=self._dp_group,
+            pp_group=self._groups.pp,
+            device=self._device,
+        )
+        return StepResult(loss=sums.pop("loss"), metrics=sums)
+
+    def forward(
+        self,
+        plan: Plan,
+        batch: SampleBatch,
+        *,
+        step: int = 0,
+        entropy: bool = False,
+        scope: Scope = "all",
+    ) -> dict[str, list[Tensor | None]]:
+        """Log-probs of one step's responses without gradients, in sample order.
+
+        A collective, like `step`; the model is in evaluation mode meanwhile.
+
+        Args:
+            entropy: compute the entropy of each next-token distribution too.
+            scope: see `outputs.scatter_to_samples`.
+
+        Returns:
+            "logprobs" (and "entropy"): per sample of the batch one fp32 value per token on the CPU,
+            0 outside the response; None for samples that the step or the scope leaves out.
+        """
+
+        def pack() -> list[PackedRow]:
+            return self._pack(plan, batch, step, None, ())
+
+        rows = self._agree(plan, batch, step, f"forward {entropy} {scope}", pack)
+        last = LastStage(None, with_entropy=entropy, **self._head_options)
+        with torch.no_grad(), _evaluating(self.chunks):
+            self._run(plan, step, rows, last, forward_only=True)
+        return {
+            name: scatter_to_samples(
+                last.outputs[name],
+                batch.lengths,
+                plan.steps[step],
+                dp_rank=self.dp_rank,
+                dp_group=self._dp_group,
+                pp_group=self._groups.pp,
+                scope=scope,
+                device=self._device,
+            )
+            for name in ("logprobs", *(("entropy",) if entropy else ()))
+        }
+
+    def _agree(
+        self, plan: Plan, batch: SampleBatch, step: int, call: str, pack: Callable[[], T]
+    ) -> T:
+        def check_and_pack() -> T:
+            if plan.layout != self.layout:
+                raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
+            if plan.digest() != self._checked_digest:
+                check_plan(plan, batch.lengths)
+                self._checked_digest = plan.digest()
+            return pack()
+
+        same = {
+            "plan": plan.digest(),
+            "step": str(step),
+            "call": call,
+            "count of loss tokens": str(batch.num_loss_tokens),
+        }
+        return agree(check_and_pack, device=self._device, same=same)
+
+    def _pack(
+        self,
+        plan: Plan,
+        batch: SampleBatch,
+        step: int,
+        weights: Sequence[float] | None,
+        field_names: Sequence[str],
+    ) -> list[PackedRow]:
+        micro_batches = plan.steps[step].ranks[self.dp_rank]
+        return [pack_row(batch, mb, plan.layout, weights, field_names) for mb in micro_batches]
+
+    def _run(
+        self,
+        plan: Plan,
+        step_index: int,
+        rows: list[PackedRow],
+        last_stage: LastStage,
+        *,
+        forward_only: bool,
+    ) -> None:
+        layout, step = self.layout, plan.steps[step_index]
+        planned = plan.policy.row_shape == "planned"
+        device_rows = [DeviceRow(row, self._device) for row in rows]
+        communicator = None
+        if planned and layout.pp > 1:
+            settings.check_planned_rows(self.config)
+            communicator = self._communicator(rows, step, forward_only)
+        run = get_forward_backward_func()
+        with _config_for(self.config, self._overrides(step, planned)):
+            run(
+                forward_step_func=RowForward(last_stage),
+                data_iterator=[iter(device_rows) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(rows),
+                seq_length=rows[0].row_tokens,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                p2p_communicator=communicator,
+                pg_collection=None if communicator is None else self._groups,
+            )
+
+    def _communicator(
+        self, rows: list[PackedRow], step: StepPlan, forward_only: bool
+    ) -> PlannedP2PCommunicator:
+        layout = self.layout
+        shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        return PlannedP2PCommunicator(
+            self._groups.pp,
+            self.config,
+            row_lengths=[row.row_tokens // shards for row in rows],
+            vpp=layout.vpp,
+            group_size=step.group_size,
+            forward_only=forward_only,
+        )
+
+    def _overrides(self, step: StepPlan, planned: bool) -> dict[str, Any]:
+        overrides: dict[str, Any] = {"variable_seq_lengths": planned and self.layout.pp > 1}
+        if self.layout.vpp > 1:
+            overrides["microbatch_group_size_per_vp_stage"] = step.group_size
+        wrapped = isinstance(self.chunks[0], DistributedDataParallel)
+        if self.config.finalize_model_grads_func is None and wrapped:
+            overrides["finalize_model_grads_func"] = finalize_model_grads
+        return overrides
+
+
+def _described(objective: Objective) -> str:
+    """The same text on every rank: the default repr would show an address."""
+    kind = type(objective)
+    plain = kind.__repr__ is object.__repr__
+    return f"{kind.__module__}.{kind.__qualname__}" if plain else repr(objective)
+
+
+def _process_groups() -> ProcessGroupCollection:
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return groups
+
+
+@contextlib.contextmanager
+def _config_for(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
+    """Set the step's settings on Megatron's config and put the user's back."""
+    before = {name: getattr(config, name) for name in overrides}
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+@contextlib.contextmanager
+def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    modes = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in zip(chunks, modes, strict=True):
+            chunk.train(mode)

@@ -1,0 +1,214 @@
+"""Samples <-> packed THD rows.
+
+    SampleBatch + Plan -> PackedRow (one per micro-batch) -> values at its positions -> per sample
+
+A row lays the samples of a micro-batch one behind the other; `cu_seqlens` says where each begins.
+Everything about loss stands where its prediction is made: the position of token t carries the
+label, weight and fields of token t + 1 of the same sample. Shape suffixes: T row tokens, S1 samples
+(dummies included) plus one, n real samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megapack.errors import DataError
+from megapack.layout import Layout
+from megapack.plan import MicroBatch
+from megapack.samples import SampleBatch
+
+# A uniform row's tail is cut into dummies this long, so that its attention stays linear.
+DUMMY_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRow:
+    """One micro-batch as a packed row, before context parallel slicing.
+
+    With samples [5, 6, 7] and [8, 9], cp=1 and a row of 6 tokens:
+
+        tokens_T             5 6 7 8 9 0
+        position_ids_T       0 1 2 0 1 0
+        labels_T             6 7 0 9 0 0
+        cu_seqlens_S1        0 3 5 5        (real tokens; a dummy has none)
+        cu_seqlens_padded_S1 0 3 5 6        (what attention uses)
+    """
+
+    samples: tuple[int, ...]
+    """Sample indices of the plan, in row order; () for a padding micro-batch."""
+    lengths: tuple[int, ...]
+    """Real tokens of each sample."""
+    starts: tuple[int, ...]
+    """Where each sample begins in the row."""
+    tokens_T: Tensor
+    position_ids_T: Tensor
+    labels_T: Tensor
+    weights_T: Tensor
+    """float32: what the loss of the label counts in the step; 0 at prompts, ends and padding."""
+    cu_seqlens_S1: Tensor
+    cu_seqlens_padded_S1: Tensor
+    max_seqlen: int
+    """Tokens of the longest sample, alignment counted."""
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """Per-token fields [T], standing where their token is predicted; per-sample ones repeated."""
+
+    @property
+    def row_tokens(self) -> int:
+        """The row's length."""
+        return self.tokens_T.numel()
+
+    @property
+    def loss_positions_R(self) -> Tensor:
+        """Indices of the positions whose label counts in the loss."""
+        return self.weights_T.nonzero().squeeze(1)
+
+    def to(self, device: torch.device | str) -> PackedRow:
+        """The same row with its tensors on `device`."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        fields = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
+        return PackedRow(**{**vars(self), **moved, "fields": fields})
+
+
+def pack_row(
+    batch: SampleBatch,
+    micro_batch: MicroBatch,
+    layout: Layout,
+    sample_weights: Sequence[float] | None = None,
+    field_names: Sequence[str] | None = None,
+) -> PackedRow:
+    """Lay the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
+
+    Args:
+        batch: the samples that the plan counts; those of this micro-batch must be present.
+        micro_batch: of a plan's step; () makes a row of dummies.
+        layout: gives the alignment of samples.
+        sample_weights: weight of one response token, per sample of the batch (`loss.
+            sample_weights`); None gives every response token the weight 1.
+        field_names: fields to carry; None for all.
+
+    Raises:
+        DataError: the samples are not as long as the plan counts them.
+    """
+    lengths = tuple(batch.length(i) for i in micro_batch.samples)
+    aligned = [layout.padded_length(n) for n in lengths]
+    if sum(lengths) != micro_batch.tokens:
+        raise DataError(
+            f"samples {micro_batch.samples} hold {sum(lengths)} tokens, the plan counts "
+            f"{micro_batch.tokens}; plan with the lengths of this batch"
+        )
+    tail = micro_batch.row_tokens - sum(aligned)
+    if tail < 0:
+        raise DataError(
+            f"samples {micro_batch.samples} take {sum(aligned)} padded tokens, the plan's row "
+            f"holds {micro_batch.row_tokens}; pack with the layout of the plan"
+        )
+    spans = aligned + _dummy_spans(tail, layout.sample_alignment)
+    starts = tuple(sum(spans[:k]) for k in range(len(lengths)))
+    rows = _Rows(batch, micro_batch.samples, starts, micro_batch.row_tokens)
+    names = batch.field_names if field_names is None else field_names
+    real = [*lengths, *[0] * (len(spans) - len(lengths))]
+    return PackedRow(
+        samples=micro_batch.samples,
+        lengths=lengths,
+        starts=starts,
+        tokens_T=rows.tokens(),
+        position_ids_T=torch.cat([torch.arange(n) for n in spans]),
+        labels_T=rows.labels(),
+        weights_T=rows.weights(sample_weights),
+        cu_seqlens_S1=_cumulative(real),
+        cu_seqlens_padded_S1=_cumulative(spans),
+        max_seqlen=max(spans),
+        fields={name: rows.shifted(name) for name in names},
+    )
+
+
+def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[Tensor]:
+    """Values at a row's positions, back to the tokens that they are about; undoes the shift.
+
+    Args:
+        row: the packed row.
+        values_T: one value per position, about the token predicted there (a log-prob, say).
+        fill: for a sample's first token, which nothing predicts.
+
+    Returns:
+        For each sample of `row.samples` a tensor of its real length.
+
+    >>> # samples [5, 6, 7] and [8, 9]; values  a b c d e f  ->  [fill a b], [fill d]
+    """
+    out = []
+    for start, length in zip(row.starts, row.lengths, strict=True):
+        first = values_T.new_full((1,), fill)
+        out.append(torch.cat([first, values_T[start : start + length - 1]]))
+    return out
+
+
+def unpack_tokens(row: PackedRow) -> list[Tensor]:
+    """The samples' tokens; the exact inverse of `pack_row`."""
+    spans = zip(row.starts, row.lengths, strict=True)
+    return [row.tokens_T[start : start + length] for start, length in spans]
+
+
+class _Rows:
+    """Writes one quantity of a micro-batch's samples into rows of a fixed length."""
+
+    def __init__(
+        self,
+        batch: SampleBatch,
+        samples: tuple[int, ...],
+        starts: tuple[int, ...],
+        row_tokens: int,
+    ) -> None:
+        self.batch, self.row_tokens = batch, row_tokens
+        self.placed = list(zip(samples, starts, strict=True))
+
+    def tokens(self) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
+        for i, start in self.placed:
+            tokens = self.batch.tokens(i)
+            out_T[start : start + tokens.numel()] = tokens
+        return out_T
+
+    def labels(self) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
+        for i, start in self.placed:
+            tokens = self.batch.tokens(i)
+            out_T[start : start + tokens.numel() - 1] = tokens[1:]
+        return out_T
+
+    def weights(self, sample_weights: Sequence[float] | None) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=torch.float32)
+        for i, start in self.placed:
+            mask = self.batch.response_mask(i)[1:]
+            weight = 1.0 if sample_weights is None else float(sample_weights[i])
+            out_T[start : start + mask.numel()] = mask * weight
+        return out_T
+
+    def shifted(self, name: str) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=self.batch.field_dtype(name))
+        for i, start in self.placed:
+            value = self.batch.field(name, i)
+            span = slice(start, start + self.batch.length(i) - 1)
+            out_T[span] = value if value.dim() == 0 else value[1:]
+        return out_T
+
+
+def _dummy_spans(tail: int, alignment: int) -> list[int]:
+    """Cut a row's tail into short dummy samples that keep the alignment.
+
+    >>> _dummy_spans(150, 1)
+    [64, 64, 22]
+    """
+    unit = max(alignment, DUMMY_TOKENS // alignment * alignment)
+    return [unit] * (tail // unit) + ([tail % unit] if tail % unit else [])
+
+
+def _cumulative(spans: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *spans], dtype=torch.int64).cumsum(0).to(torch.int32)

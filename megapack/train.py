@@ -1,0 +1,320 @@
+"""The main job: rollouts in a file -> optimizer steps of a Megatron-Core GPT.
+
+records -> batches -> plan -> old and reference log-probs -> advantages -> steps -> metrics
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megapack import launch
+from megapack.config import dump_yaml
+from megapack.consensus import agree
+from megapack.dp_schedule import build_dp_schedule
+from megapack.generated import generate_rollouts
+from megapack.layout import Layout
+from megapack.loss import GRPO, PPO, SFT, Objective
+from megapack.model import build_model, build_optimizer, initialize_parallel
+from megapack.pipeline import simulate
+from megapack.plan import Plan
+from megapack.report import Progress, RunFolder, StepClock, packing_metrics, plan_line
+from megapack.rollouts import Rollout, batches, group_advantages, read_rollouts
+from megapack.samples import SampleBatch
+from megapack.schedule import ScheduleAdapter, StepResult
+from megapack.tokenizer import ByteTokenizer
+from megapack.train_config import ObjectiveConfig, TrainConfig
+
+
+def train(config: TrainConfig) -> Path:
+    """Run the main job on this rank, as one of all ranks of the job.
+
+    Returns:
+        The run's folder, written by rank 0.
+
+    Raises:
+        MegapackError: on every rank; what is wrong and what to set.
+    """
+    device = launch.start(config.device)
+    try:
+        return Trainer(config, device).run()
+    finally:
+        launch.stop()
+
+
+class Trainer:
+    """The state of one run on one rank."""
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.layout: Layout = config.layout.to_layout(dist.get_world_size())
+        self.records = agree(lambda: _records(config), device=device)
+        tokenizer_size = ByteTokenizer().vocab_size
+        initialize_parallel(self.layout, config.seed)
+        self.chunks = build_model(
+            config.model,
+            self.layout,
+            vocab_size=config.model.vocab_size or tokenizer_size,
+            seed=config.seed,
+            distributed_optimizer=config.optim.distributed_optimizer,
+        )
+        self.optimizer = build_optimizer(config.optim, self.chunks, config.model.dtype == "bf16")
+        self.adapter = ScheduleAdapter(
+            self.chunks,
+            layout=self.layout,
+            logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
+        )
+        self.objective = make_objective(config.objective)
+        self.reference = Reference(self.chunks) if config.objective.kl_coef else None
+        self.schedule: OptimizerParamScheduler | None = None
+        self.clock = StepClock()
+        self.num_steps = 0
+
+    def run(self) -> Path:
+        """All batches of all epochs."""
+        config, writes = self.config, dist.get_rank() == 0
+        self.folder = RunFolder(config.runs_dir, config.name) if writes else None
+        self.progress = Progress(active=writes, log_interval=config.train.log_interval)
+        if self.folder is not None:
+            self.folder.write_text("config.yaml", dump_yaml(config))
+        self.progress.line(f"{len(self.records)} samples, {self.layout}")
+        try:
+            for records in self._batches():
+                self._train_on(records)
+        finally:
+            self.progress.close()
+            if self.folder is not None:
+                self.folder.close()
+        path = Path(config.runs_dir) / config.name
+        self.progress.line(f"{self.num_steps} steps; wrote {path}")
+        return path
+
+    def _batches(self) -> Iterator[list[Rollout]]:
+        """Batches in order, as many as the config asks for; sets up the schedule first."""
+        config = self.config
+        wanted = config.train.num_batches
+        every = [
+            batch
+            for epoch in range(config.train.epochs)
+            for batch in batches(
+                self.records,
+                config.data.prompts_per_batch,
+                shuffle=config.data.shuffle,
+                seed=config.seed,
+                epoch=epoch,
+            )
+        ][:wanted]
+        self.schedule = self._lr_schedule(sum(self._steps_in(batch) for batch in every))
+        yield from every
+
+    def _steps_in(self, records: Sequence[Rollout]) -> int:
+        plan = self.config.plan
+        if plan.num_steps is not None:
+            return plan.num_steps
+        if plan.global_batch_size is None:
+            return 1
+        return -(-len({r.key for r in records}) // plan.global_batch_size)
+
+    def _lr_schedule(self, total_steps: int) -> OptimizerParamScheduler:
+        optim = self.config.optim
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=optim.lr,
+            min_lr=optim.lr if optim.decay == "constant" else optim.min_lr,
+            lr_warmup_steps=optim.warmup_steps,
+            lr_decay_steps=max(total_steps, optim.warmup_steps + 1),
+            lr_decay_style=optim.decay,
+            start_wd=optim.weight_decay,
+            end_wd=optim.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def _train_on(self, records: list[Rollout]) -> None:
+        """Plan a batch, compute what the objective reads, and take its optimizer steps."""
+        started = time.perf_counter()
+        batch, plan, forward_plan = agree(lambda: self._prepare(records), device=self.device)
+        planned = time.perf_counter()
+        if self.folder is not None:
+            self.folder.write_text("plan.json", plan.to_json())
+        self.progress.line(plan_line(plan))
+        self._add_logprobs(batch, forward_plan)
+        costs = {
+            "plan_s": planned - started,
+            "logprob_pass_s": time.perf_counter() - planned,
+        }
+        for index in range(len(plan.steps)):
+            self._step(plan, batch, index, costs)
+
+    def _prepare(self, records: list[Rollout]) -> tuple[SampleBatch, Plan, Plan]:
+        """Local work of a batch: tensors, advantages, and the plans that every rank finds alike."""
+        fields: dict[str, Any] = {}
+        if "advantages" in self.objective.required_fields:
+            norm = self.config.objective.advantage_norm
+            fields["advantages"] = torch.from_numpy(group_advantages(records, norm)).float()
+        batch = SampleBatch.from_prompt_response(
+            [torch.from_numpy(r.prompt_ids) for r in records],
+            [torch.from_numpy(r.response_ids) for r in records],
+            fields,
+        )
+        plan = self._plan(batch, records, self.config.plan.max_tokens_per_gpu)
+        larger = self.config.plan.forward_max_tokens_per_gpu
+        return batch, plan, plan if larger is None else self._plan(batch, records, larger)
+
+    def _plan(self, batch: SampleBatch, records: list[Rollout], budget: int | None) -> Plan:
+        config = self.config.plan
+        return build_dp_schedule(
+            batch.lengths,
+            layout=self.layout,
+            max_tokens_per_gpu=budget,
+            micro_batch_size=config.micro_batch_size if budget is None else None,
+            rollout_ids=_rollout_ids(records),
+            global_batch_size=config.global_batch_size,
+            num_steps=config.num_steps,
+            policy=config.to_policy(),
+        )
+
+    def _add_logprobs(self, batch: SampleBatch, plan: Plan) -> None:
+        """Fill in the log-probs that the objective reads."""
+        needed = self.objective.required_fields
+        if "old_logprobs" in needed:
+            batch.set_field("old_logprobs", self._logprobs(batch, plan))
+        if self.reference is not None and "ref_logprobs" in needed:
+            with self.reference.weights():
+                batch.set_field("ref_logprobs", self._logprobs(batch, plan))
+
+    def _logprobs(self, batch: SampleBatch, plan: Plan) -> list[torch.Tensor]:
+        """Per sample its tokens' log-probs; 0 for samples that the plan drops."""
+        merged = [torch.zeros(())] * len(batch)
+        for index in range(len(plan.steps)):
+            found = self.adapter.forward(plan, batch, step=index)["logprobs"]
+            merged = [old if new is None else new for old, new in zip(merged, found, strict=True)]
+        return merged
+
+    def _step(
+        self,
+        plan: Plan,
+        batch: SampleBatch,
+        index: int,
+        costs: dict[str, float],
+    ) -> None:
+        """One optimizer step and its line of metrics."""
+        objective, step = self.config.objective, plan.steps[index]
+        simulation = simulate(step, layout=self.layout)
+        predicted_s = self.clock.predict(simulation.makespan)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        started = time.perf_counter()
+        result = self.adapter.step(
+            plan,
+            batch,
+            objective=self.objective,
+            step=index,
+            weighting=objective.loss_weighting,
+            norm_constant=objective.norm_constant,
+            entropy=True,
+        )
+        torch.cuda.synchronize()
+        measured_s = time.perf_counter() - started
+        updated, grad_norm, _ = self.optimizer.step()
+        assert self.schedule is not None
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.schedule.step(increment=1)
+        total_s = time.perf_counter() - started
+        self.clock.record(simulation.makespan, measured_s)
+        self.num_steps += 1
+        packing = packing_metrics(step, simulation)
+        self._write(
+            {
+                "step": self.num_steps,
+                "plan_digest": plan.digest()[:12],
+                **_training_metrics(result),
+                "grad_norm": float(grad_norm),
+                "updated": int(updated),
+                "lr": lr,
+                "step_predicted_s": predicted_s,
+                "step_measured_s": measured_s,
+                "optimizer_s": total_s - measured_s,
+                **costs,
+                "tokens_per_second": packing["tokens"] / total_s,
+                **packing,
+            }
+        )
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        if self.folder is not None:
+            self.folder.append_metrics(metrics)
+        self.progress.step(self.num_steps, metrics)
+
+
+class Reference:
+    """The initial weights, to compare the trained policy with."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._params = [p for chunk in chunks for p in chunk.parameters()]
+        self._initial = [p.detach().to("cpu", copy=True) for p in self._params]
+
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[None]:
+        """Within the block the model has its initial weights."""
+        trained = [p.detach().clone() for p in self._params]
+        self._fill(self._initial)
+        try:
+            yield
+        finally:
+            self._fill(trained)
+
+    def _fill(self, values: Sequence[torch.Tensor]) -> None:
+        for param, value in zip(self._params, values, strict=True):
+            param.data.copy_(value)
+
+
+def make_objective(config: ObjectiveConfig) -> Objective:
+    """The objective that a config names."""
+    if config.kind == "sft":
+        return SFT()
+    clip: dict[str, Any] = {
+        "clip_low": config.clip_low,
+        "clip_high": config.clip_high,
+        "dual_clip": config.dual_clip,
+        "entropy_coef": config.entropy_coef,
+    }
+    if config.kind == "ppo":
+        return PPO(**clip)
+    return GRPO(**clip, kl_coef=config.kl_coef, kl_kind=config.kl_kind)
+
+
+def _records(config: TrainConfig) -> list[Rollout]:
+    data, tokenizer = config.data, ByteTokenizer()
+    if data.path is None:
+        groups = data.num_generated // data.generated_group_size
+        return generate_rollouts(groups, data.generated_group_size, data.generated_seed)
+    return read_rollouts(
+        data.path,
+        tokenizer,
+        vocab_size=config.model.vocab_size,
+        max_length=data.max_length,
+        overlong=data.overlong,
+    )
+
+
+def _rollout_ids(records: Sequence[Rollout]) -> list[int]:
+    """A number per rollout, in order of appearance: equal where group and rollout are."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(r.key, len(numbers)) for r in records]
+
+
+def _training_metrics(result: StepResult) -> dict[str, float]:
+    """The objective's metrics with their units in the key."""
+    nats = {"kl_old", "kl_ref", "entropy"}
+    named = {f"{k}_nats" if k in nats else k: v for k, v in result.metrics.items()}
+    return {"loss": result.loss, **named}

@@ -1,0 +1,119 @@
+"""The layouts and plans that are held against the reference, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megapack.dp_schedule import build_dp_schedule
+from megapack.layout import Layout
+from megapack.plan import Plan
+from megapack.policy import Policy
+from tests.dist import problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One layout and one plan of the problem's samples."""
+
+    layout: Layout
+    budget: int = 64
+    policy: Policy = field(default_factory=Policy)
+    weighting: str = "token-mean"
+    norm_constant: float | None = None
+    recompute: str = "none"
+    num_samples: int = problem.NUM_SAMPLES
+    unequal_counts: bool = False
+    """Move one micro-batch to another rank, whatever the planner found best."""
+    expect: dict[str, Any] = field(default_factory=dict)
+    """Facts about the plan that make the case what its name says."""
+
+    @property
+    def world(self) -> int:
+        """Processes that the case needs."""
+        return self.layout.world_size
+
+    def plan(self) -> Plan:
+        """The plan, found alike on every rank."""
+        plan = build_dp_schedule(
+            problem.make_batch(self.num_samples).lengths,
+            layout=self.layout,
+            max_tokens_per_gpu=self.budget,
+            rollout_ids=problem.ROLLOUT_IDS[: self.num_samples],
+            policy=self.policy,
+        )
+        return _move_one(plan) if self.unequal_counts else plan
+
+
+def _move_one(plan: Plan) -> Plan:
+    (step,) = plan.steps
+    first, second, *others = step.ranks
+    ranks = ((*first, second[-1]), second[:-1], *others)
+    return replace(plan, steps=(replace(step, ranks=ranks),))
+
+
+PP2, PP4 = Layout(pp=2), Layout(pp=4)
+PP2_VPP2, PP4_VPP2 = Layout(pp=2, vpp=2), Layout(pp=4, vpp=2)
+DP2_PP2, DP2_PP2_VPP2 = Layout(dp=2, pp=2), Layout(dp=2, pp=2, vpp=2)
+TP2, TP2_SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
+UNIFORM, PER_RANK = Policy(row_shape="uniform"), Policy(count_rule="per_rank")
+
+CASES: dict[str, Case] = {
+    "single": Case(layout=Layout()),
+    "pp2": Case(layout=PP2),
+    "pp2_uniform": Case(layout=PP2, policy=UNIFORM, expect={"dummies": True}),
+    "pp2_recompute": Case(layout=PP2, recompute="full"),
+    "pp2_vpp2": Case(layout=PP2_VPP2, expect={"chunks": 2}),
+    "pp2_vpp2_uniform": Case(layout=PP2_VPP2, policy=UNIFORM, expect={"dummies": True}),
+    "pp2_vpp2_remainder": Case(
+        layout=Layout(pp=2, vpp=2, microbatch_group_size=3),
+        expect={"remainder": True},
+    ),
+    "pp2_vpp2_pad": Case(
+        layout=Layout(pp=2, vpp=2, microbatch_group_size=8),
+        num_samples=6,
+        expect={"padding": True},
+    ),
+    "pp2_vpp2_pad_uniform": Case(
+        layout=Layout(pp=2, vpp=2, microbatch_group_size=8),
+        num_samples=6,
+        policy=UNIFORM,
+        expect={"padding": True, "dummies": True},
+    ),
+    "tp2": Case(layout=TP2),
+    "tp2_sp": Case(layout=TP2_SP),
+    "tp2_sp_recompute": Case(layout=TP2_SP, recompute="selective"),
+    "dp2": Case(layout=Layout(dp=2)),
+    "dp2_drop": Case(
+        layout=Layout(dp=2),
+        budget=16,
+        policy=Policy(unreachable="drop"),
+        num_samples=3,
+        expect={"dropped": True},
+    ),
+    "seq-mean-token-mean": Case(layout=PP2, weighting="seq-mean-token-mean"),
+    "seq-mean-token-sum": Case(layout=PP2, weighting="seq-mean-token-sum"),
+    "seq-mean-token-sum-norm": Case(
+        layout=PP2, weighting="seq-mean-token-sum-norm", norm_constant=41.0
+    ),
+    "rollout-mean": Case(layout=PP2, weighting="rollout-mean"),
+    "dp2_per_rank": Case(
+        layout=Layout(dp=2), policy=PER_RANK, unequal_counts=True, expect={"unequal": True}
+    ),
+    "pp4": Case(layout=PP4),
+    "pp4_vpp2": Case(layout=PP4_VPP2, expect={"chunks": 2}),
+    "pp4_vpp2_uniform": Case(layout=PP4_VPP2, policy=UNIFORM, expect={"chunks": 2}),
+    "dp2_pp2": Case(layout=DP2_PP2),
+    "dp2_pp2_uniform_pad": Case(
+        layout=DP2_PP2, policy=UNIFORM, num_samples=1, expect={"padding": True}
+    ),
+    "dp2_pp2_per_rank": Case(
+        layout=DP2_PP2, policy=PER_RANK, unequal_counts=True, expect={"unequal": True}
+    ),
+    "dp2_pp2_vpp2": Case(layout=DP2_PP2_VPP2, weighting="rollout-mean", expect={"chunks": 2}),
+    "dp2_pp2_vpp2_pad": Case(
+        layout=DP2_PP2_VPP2, num_samples=3, expect={"chunks": 2, "padding": True}
+    ),
+    "tp2_sp_pp2": Case(layout=Layout(tp=2, pp=2, sequence_parallel=True)),
+    "tp2_pp2_vpp2": Case(layout=Layout(tp=2, pp=2, vpp=2), expect={"chunks": 2}),
+}

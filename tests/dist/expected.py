@@ -1,0 +1,44 @@
+"""What a step must give, added up from the reference's samples by each weighting's definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapack.plan import Plan
+from tests.dist import problem
+from tests.dist.cases import Case
+
+
+def expected_step(
+    case: Case, plan: Plan, samples: list[dict[str, Any]]
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and whole gradients of the samples that the plan keeps."""
+    kept = [i for i in plan.steps[0].kept_samples if samples[i]["num_tokens"] > 0]
+    loss, grads = 0.0, {}
+    for i in kept:
+        weight = _weight(case, samples, kept, i)
+        loss += weight * samples[i]["loss"]
+        for name, grad in samples[i]["grads"].items():
+            grads[name] = grads.get(name, torch.zeros_like(grad)) + weight * grad
+    return loss, grads
+
+
+def _weight(case: Case, samples: list[dict[str, Any]], kept: list[int], index: int) -> float:
+    tokens = {i: samples[i]["num_tokens"] for i in kept}
+    if case.weighting == "token-mean":
+        return 1 / sum(tokens.values())
+    if case.weighting == "seq-mean-token-mean":
+        return 1 / len(kept) / tokens[index]
+    if case.weighting == "seq-mean-token-sum":
+        return 1 / len(kept)
+    if case.weighting == "seq-mean-token-sum-norm":
+        assert case.norm_constant is not None
+        return 1 / len(kept) / case.norm_constant
+    assert case.weighting == "rollout-mean"
+    ids = problem.ROLLOUT_IDS
+    rollouts = {ids[i] for i in kept}
+    mine = sum(tokens[i] for i in kept if ids[i] == ids[index])
+    return 1 / len(rollouts) / mine

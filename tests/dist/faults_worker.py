@@ -1,0 +1,120 @@
+"""Each rank tries something that must be refused, and writes what it was told.
+
+torchrun --nproc-per-node 2 -m tests.dist.faults_worker OUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+
+from megapack import Layout, MegapackError, Policy, build_dp_schedule, launch
+from megapack.loss import PPO, SFT
+from megapack.model import build_model, initialize_parallel
+from megapack.samples import SampleBatch
+from megapack.schedule import ScheduleAdapter
+from tests.dist import problem
+
+LAYOUT = Layout(pp=2, vpp=2)
+
+
+class Faults:
+    """One fault per method; `rank` 1 is the odd one where ranks differ."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self.chunks, self.rank = chunks, dist.get_rank()
+        self.batch = problem.make_batch()
+        self.adapter = ScheduleAdapter(chunks, layout=LAYOUT)
+        self.plan = build_dp_schedule(self.batch.lengths, layout=LAYOUT, max_tokens_per_gpu=64)
+
+    def another_plan(self) -> None:
+        budget = 64 if self.rank == 0 else 80
+        plan = build_dp_schedule(self.batch.lengths, layout=LAYOUT, max_tokens_per_gpu=budget)
+        self.adapter.step(plan, self.batch, objective=SFT())
+
+    def another_step(self) -> None:
+        plan = build_dp_schedule(
+            self.batch.lengths, layout=LAYOUT, max_tokens_per_gpu=64, num_steps=2
+        )
+        self.adapter.step(plan, self.batch, objective=SFT(), step=self.rank)
+
+    def another_objective(self) -> None:
+        objective = SFT() if self.rank == 0 else PPO()
+        self.adapter.step(self.plan, self.batch, objective=objective)
+
+    def missing_field(self) -> None:
+        batch = SampleBatch([self.batch.tokens(i) for i in range(len(self.batch))])
+        self.adapter.step(
+            self.plan, self.batch if self.rank == 0 else batch, objective=problem.OBJECTIVE
+        )
+
+    def other_lengths(self) -> None:
+        batch = self.batch if self.rank == 0 else SampleBatch([[1, 2]] * len(self.batch))
+        self.adapter.step(self.plan, batch, objective=SFT())
+
+    def other_layout(self) -> None:
+        plan = build_dp_schedule(
+            self.batch.lengths, layout=Layout(dp=2), max_tokens_per_gpu=64, policy=Policy()
+        )
+        self.adapter.step(plan, self.batch, objective=SFT())
+
+    def wrong_groups(self) -> None:
+        ScheduleAdapter(self.chunks, layout=Layout(dp=2))
+
+    def loss_divided_by_m(self) -> None:
+        self._with_setting("calculate_per_token_loss", False)
+
+    def batched_p2p(self) -> None:
+        self._with_setting("batch_p2p_comm", True)
+
+    def _with_setting(self, name: str, value: Any) -> None:
+        config = get_model_config(self.chunks[0])
+        before = getattr(config, name)
+        setattr(config, name, value)
+        try:
+            ScheduleAdapter(self.chunks, layout=LAYOUT)
+        finally:
+            setattr(config, name, before)
+
+    def nothing(self) -> None:
+        self.adapter.step(self.plan, self.batch, objective=SFT())
+
+
+FAULTS = [name for name in vars(Faults) if not name.startswith("_") and name != "nothing"]
+
+
+def told(attempt: Callable[[], None]) -> str:
+    """The error's class and message; "" where there was none."""
+    try:
+        attempt()
+    except MegapackError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(out_dir: str) -> None:
+    """Try every fault, and after all of them a sound step."""
+    launch.start("cpu")
+    initialize_parallel(LAYOUT, problem.SEED)
+    chunks = build_model(
+        problem.MODEL,
+        LAYOUT,
+        vocab_size=problem.VOCAB_SIZE,
+        seed=problem.SEED,
+        distributed_optimizer=False,
+    )
+    faults = Faults(chunks)
+    found = {name: told(getattr(faults, name)) for name in [*FAULTS, "nothing"]}
+    path = Path(out_dir) / f"rank{dist.get_rank()}.json"
+    path.write_text(json.dumps(found), encoding="utf-8")
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

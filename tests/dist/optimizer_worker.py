@@ -1,0 +1,59 @@
+"""Takes three optimizer steps on one layout; each rank writes its parameters and gradient norms.
+
+torchrun --nproc-per-node N -m tests.dist.optimizer_worker OUT_DIR DP PP VPP DISTRIBUTED
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megapack import Layout, build_dp_schedule, launch
+from megapack.init import global_parameters
+from megapack.model import build_model, build_optimizer, initialize_parallel
+from megapack.schedule import ScheduleAdapter
+from megapack.train_config import OptimConfig
+from tests.dist import problem
+
+NUM_STEPS = 3
+CLIP = 0.05
+
+
+def main(out_dir: str, dp: int, pp: int, vpp: int, distributed: bool) -> None:
+    """Train and write `OUT_DIR/rank<r>.pt`."""
+    launch.start("cpu")
+    layout = Layout(dp=dp, pp=pp, vpp=vpp)
+    initialize_parallel(layout, problem.SEED)
+    chunks = build_model(
+        problem.MODEL,
+        layout,
+        vocab_size=problem.VOCAB_SIZE,
+        seed=problem.SEED,
+        distributed_optimizer=distributed,
+    )
+    optim = OptimConfig(lr=1e-2, clip_grad=CLIP, distributed_optimizer=distributed)
+    optimizer = build_optimizer(optim, chunks, bf16=False)
+    adapter = ScheduleAdapter(chunks, layout=layout)
+    batch = problem.make_batch()
+    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=64)
+    norms = []
+    for _ in range(NUM_STEPS):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        adapter.step(plan, batch, objective=problem.OBJECTIVE)
+        updated, norm, _ = optimizer.step()
+        assert updated
+        norms.append(float(norm))
+    parameters = {n: p.detach().clone() for c in chunks for n, p in global_parameters(c)}
+    torch.save(
+        {"norms": norms, "parameters": parameters}, Path(out_dir) / f"rank{dist.get_rank()}.pt"
+    )
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *(int(value) for value in sys.argv[2:5]), sys.argv[5] == "True")

@@ -1,0 +1,59 @@
+"""The problem that every distributed case solves: one tiny GPT, one batch, one objective."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megapack.loss import GRPO
+from megapack.samples import SampleBatch
+from megapack.train_config import ModelConfig
+
+SEED = 11
+VOCAB_SIZE = 100
+NUM_LAYERS = 8
+
+MODEL = ModelConfig(
+    num_layers=NUM_LAYERS,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=48,
+    init_std=0.2,
+)
+
+OBJECTIVE = GRPO(
+    clip_low=0.2, clip_high=0.28, dual_clip=1.5, entropy_coef=0.03, kl_coef=0.1, kl_kind="k3"
+)
+
+# (prompt, response) tokens: no prompt, no response and a single token are among them.
+PAIRS = [
+    *[(5, 20), (0, 9), (4, 11), (1, 0), (0, 1), (3, 41), (12, 6), (2, 2)],
+    *[(7, 0), (9, 30), (6, 1), (1, 25), (8, 8), (10, 17), (2, 33), (5, 5)],
+]
+ROLLOUT_IDS = [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12]
+NUM_SAMPLES = len(PAIRS)
+
+
+def make_batch(num_samples: int = NUM_SAMPLES) -> SampleBatch:
+    """The samples, with random anchors near what a small model would give."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.randint(0, VOCAB_SIZE, (count,), generator=generator)
+
+    def anchors() -> list[torch.Tensor]:
+        noise = (torch.randn(r, generator=generator) * 0.5 for _, r in PAIRS)
+        return [n - math.log(VOCAB_SIZE) for n in noise]
+
+    prompts = [tokens(p) for p, _ in PAIRS]
+    responses = [tokens(r) for _, r in PAIRS]
+    fields = {
+        "advantages": list(torch.randn(NUM_SAMPLES, generator=generator)),
+        "old_logprobs": anchors(),
+        "ref_logprobs": anchors(),
+    }
+    # Drawn for all, so that fewer samples are the first of them.
+    first = {name: values[:num_samples] for name, values in fields.items()}
+    return SampleBatch.from_prompt_response(prompts[:num_samples], responses[:num_samples], first)

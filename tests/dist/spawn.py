@@ -1,0 +1,50 @@
+"""Starts a job of several processes, with a hard timeout, and ends it by its own process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_job(
+    world: int, module: str, args: Sequence[str], *, timeout_s: float, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module args` on `world` ranks; the port is the system's choice.
+
+    Raises:
+        TimeoutError: with what the job printed; no process of it is left.
+    """
+    command = [sys.executable, "-m"]
+    if world > 1:
+        command += ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += ["--nproc-per-node", str(world), "-m"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    job = subprocess.Popen(
+        [*command, module, *args],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = job.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        output, _ = job.communicate()
+        raise TimeoutError(f"{module} ran past {timeout_s} s:\n{output[-4000:]}") from None
+    return subprocess.CompletedProcess(job.args, job.returncode, output, "")
+
+
+def checked_job(world: int, module: str, args: Sequence[str], *, timeout_s: float) -> str:
+    """`run_job` that must succeed; returns its output."""
+    done = run_job(world, module, args, timeout_s=timeout_s)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout

@@ -1,0 +1,62 @@
+"""Gradients, losses and log-probs equal a single process that runs one unpadded sample at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.cases import CASES
+
+pytestmark = pytest.mark.dist
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_the_one_sample_reference(name: str, case_results: Results) -> None:
+    found = case_results[name]
+    assert found["gradient_norm"] > 1e-3
+    assert found["gradient_error"] < 1e-5
+    # A single small parameter may lose one digit more to fp32 sums than the whole gradient.
+    assert found["worst_parameter"] < 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_equals_the_one_sample_reference(name: str, case_results: Results) -> None:
+    found = case_results[name]
+    assert found["loss"] == pytest.approx(found["expected_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logprobs_equal_the_one_sample_reference(name: str, case_results: Results) -> None:
+    found = case_results[name]
+    assert found["num_logprobs"] > 10
+    assert found["logprob_mean_error"] < 1e-5
+    assert found["logprob_max_error"] < 3e-5
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.expect])
+def test_a_case_is_what_its_name_says(name: str, case_results: Results) -> None:
+    facts = case_results[name]["facts"]
+    assert {key: facts[key] for key in CASES[name].expect} == CASES[name].expect
+
+
+def test_rows_are_packed_and_of_different_lengths(case_results: Results) -> None:
+    for name in ("pp2", "pp2_vpp2", "pp4_vpp2", "dp2_pp2_vpp2", "tp2_sp_pp2"):
+        facts = case_results[name]["facts"]
+        assert facts["packed"]
+        assert facts["row_lengths"] > 1, f"{name} does not exercise planned shapes"
+
+
+def test_metrics_do_not_depend_on_packing_or_layout(case_results: Results) -> None:
+    whole = [
+        name
+        for name, case in CASES.items()
+        if case.weighting == "token-mean" and case.num_samples == CASES["single"].num_samples
+    ]
+    first = case_results[whole[0]]["metrics"]
+    assert {"ratio", "clip_fraction", "kl_old", "kl_ref", "entropy"} <= set(first)
+    assert len(whole) > 10
+    for name in whole:
+        assert case_results[name]["metrics"] == pytest.approx(first, rel=1e-5), name

@@ -1,0 +1,43 @@
+"""What is wrong is refused on every rank, before anything could wait for ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.dist.faults_worker import FAULTS
+from tests.dist.spawn import checked_job
+
+pytestmark = pytest.mark.dist
+
+SAYS = {
+    "another_plan": "another plan than the other 1",
+    "another_step": "another step than the other 1",
+    "another_objective": "another call than the other 1",
+    "missing_field": "rank 1: DataError: GRPO reads",
+    "other_lengths": "rank 1: ",
+    "other_layout": "rank 0: DataError: the plan is for Layout(dp=2",
+    "wrong_groups": "the layout has dp=2, Megatron's process groups have 1",
+    "loss_divided_by_m": "set it to True",
+    "batched_p2p": "set overlap_p2p_comm=True",
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Per rank the error of each fault."""
+    folder: Path = tmp_path_factory.mktemp("faults")
+    checked_job(2, "tests.dist.faults_worker", [str(folder)], timeout_s=120)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_rank_raises(fault: str, told: list[dict[str, str]]) -> None:
+    for rank in told:
+        assert SAYS[fault] in rank[fault]
+
+
+def test_a_sound_step_runs_after_all_of_them(told: list[dict[str, str]]) -> None:
+    assert [rank["nothing"] for rank in told] == ["", ""]

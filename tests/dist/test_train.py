@@ -1,0 +1,133 @@
+"""The main job end to end: `python -m megapack train` leaves what it promises."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack import Layout, Plan
+from megapack.config import load_config
+from megapack.train_config import TrainConfig
+from tests.dist.spawn import ROOT, run_job
+
+pytestmark = pytest.mark.dist
+
+CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
+TINY = ["data.num_generated=32", "data.prompts_per_batch=4", "plan.global_batch_size=8"]
+PP2_VPP2 = ["layout.dp=1", "layout.pp=2", "layout.vpp=2"]
+
+
+def run(tmp_path: Path, *overrides: str, world: int = 2) -> tuple[int, str]:
+    """Exit code and output of the main job in `tmp_path`."""
+    args = ["train", str(CONFIG), "name=run", *overrides]
+    done = run_job(world, "megapack", args, timeout_s=200, cwd=tmp_path)
+    return done.returncode, done.stdout
+
+
+def metrics(tmp_path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    text = (tmp_path / "runs/run/metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
+    code, output = run(tmp_path, *TINY, *PP2_VPP2, "objective.entropy_coef=0.001")
+    assert code == 0, output
+    lines = metrics(tmp_path)
+    assert len(lines) == 4
+    assert f"4 steps; wrote {Path('runs/run')}" in output
+    for line in lines:
+        for key in ("loss", "grad_norm", "entropy_nats", "kl_old_nats", "kl_ref_nats"):
+            assert math.isfinite(line[key])
+        assert 0 < line["packing_efficiency"] <= 1
+        assert line["padded_share"] == pytest.approx(1 - line["packing_efficiency"])
+        assert line["imbalance"] >= 1
+        assert line["tokens_per_second"] > 0
+        assert line["step_measured_s"] > 0
+        assert line["updated"] == 1
+    # The first step of a batch is on policy: its log-probs are the old ones.
+    assert lines[0]["kl_old_nats"] == pytest.approx(0, abs=1e-6)
+    assert lines[0]["step_predicted_s"] is None
+    assert lines[1]["step_predicted_s"] > 0
+    assert lines[-1]["kl_ref_nats"] > 0, "the policy did not move from the reference"
+
+
+def test_the_run_folder_holds_the_resolved_config_and_the_plan(tmp_path: Path) -> None:
+    code, output = run(tmp_path, *TINY, "layout.dp=2", "layout.pp=1", "layout.vpp=1")
+    assert code == 0, output
+    config = load_config(tmp_path / "runs/run/config.yaml", [], TrainConfig)
+    assert config.layout.dp == 2
+    assert config.data.num_generated == 32
+    plan = Plan.from_json((tmp_path / "runs/run/plan.json").read_text())
+    assert plan.layout == Layout(dp=2)
+    assert metrics(tmp_path)[-1]["plan_digest"] == plan.digest()[:12]
+
+
+def test_sft_learns(tmp_path: Path) -> None:
+    sft = ["objective.kind=sft", "objective.kl_coef=0", "train.epochs=3", "optim.lr=3e-3"]
+    code, output = run(tmp_path, *TINY, *sft, "layout.dp=1", "layout.pp=1", "layout.vpp=1", world=1)
+    assert code == 0, output
+    losses = [line["loss"] for line in metrics(tmp_path)]
+    assert losses[0] == pytest.approx(math.log(384), rel=0.1)
+    assert losses[-1] < losses[0] - 0.5
+    assert "kl_old_nats" not in metrics(tmp_path)[0]
+
+
+def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    layouts = {
+        "one": ["layout.dp=1", "layout.pp=1", "layout.vpp=1"],
+        "two": [*PP2_VPP2, "plan.row_shape=uniform", "plan.forward_max_tokens_per_gpu=4096"],
+    }
+    found = {}
+    for name, layout in layouts.items():
+        (tmp_path / name).mkdir()
+        code, output = run(tmp_path / name, *TINY, *layout, world=1 if name == "one" else 2)
+        assert code == 0, output
+        found[name] = metrics(tmp_path / name)
+    for one, two in zip(found["one"], found["two"], strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert two["entropy_nats"] == pytest.approx(one["entropy_nats"], rel=1e-4)
+
+
+def test_real_rollouts(tmp_path: Path, shared_dir: Path) -> None:
+    path = shared_dir / "rollouts" / "skythought_math500_128x4.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is absent")
+    limits = ["data.max_length=1024", "data.overlong=truncate", "train.num_batches=1"]
+    batch = [
+        "data.prompts_per_batch=4",
+        "plan.global_batch_size=16",
+        "plan.max_tokens_per_gpu=2048",
+    ]
+    code, output = run(tmp_path, f"data.path={path}", *limits, *batch, *PP2_VPP2)
+    assert code == 0, output
+    (line,) = metrics(tmp_path)
+    assert line["num_samples"] == 16
+    assert line["grad_norm"] > 0
+
+
+ONE = ("layout.dp=1", "layout.pp=1", "layout.vpp=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((*ONE, "plan.max_tokens=4"), "plan.max_tokens_per_gpu"),
+        ((*ONE, "data.path=absent.jsonl"), "absent.jsonl"),
+        (("layout.dp=3", "layout.pp=1", "layout.vpp=1"), "ranks, the job has 1"),
+        (("model.num_layers=3",), "model.num_layers=3"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_code_2(
+    tmp_path: Path, overrides: tuple[str, ...], says: str
+) -> None:
+    code, output = run(tmp_path, *overrides, world=1)
+    assert code == 2, output
+    (line,) = [line for line in output.splitlines() if line.startswith("megapack: ")]
+    assert says in line
+    assert "Traceback" not in output

@@ -1,0 +1,132 @@
+"""Runs every case of one world size on this rank and writes what it found.
+
+torchrun --nproc-per-node 2 -m tests.dist.worker REFERENCE OUT [CASE ...]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megapack import launch
+from megapack.init import global_parameters, local_slice
+from megapack.model import build_model, initialize_parallel
+from megapack.plan import Plan
+from megapack.schedule import ScheduleAdapter
+from tests.dist import problem
+from tests.dist.cases import CASES, Case
+from tests.dist.expected import expected_step
+
+
+def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Forward and step of a case, compared with the reference; facts about what was run."""
+    initialize_parallel(case.layout, problem.SEED)
+    model = dataclasses.replace(problem.MODEL, recompute=case.recompute)
+    chunks = build_model(
+        model,
+        case.layout,
+        vocab_size=problem.VOCAB_SIZE,
+        seed=problem.SEED,
+        distributed_optimizer=False,
+    )
+    adapter = ScheduleAdapter(chunks, layout=case.layout, logprob_chunk_tokens=16)
+    batch, plan = problem.make_batch(case.num_samples), case.plan()
+    outputs = adapter.forward(plan, batch, entropy=True)
+    result = adapter.step(
+        plan,
+        batch,
+        objective=problem.OBJECTIVE,
+        weighting=case.weighting,
+        norm_constant=case.norm_constant,
+    )
+    loss, grads = expected_step(case, plan, samples)
+    return {
+        "loss": result.loss,
+        "expected_loss": loss,
+        "metrics": result.metrics,
+        **_gradient_errors(chunks, grads),
+        **_logprob_errors(outputs, plan, batch, samples),
+        "facts": _facts(plan, chunks),
+    }
+
+
+def _gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, float]:
+    tp = parallel_state.get_tensor_model_parallel_group()
+    sums, worst = torch.zeros(2, dtype=torch.float64), 0.0
+    for chunk in chunks:
+        for name, param in global_parameters(chunk):
+            want = local_slice(grads[name], param, tp.rank(), tp.size())
+            error = (param.main_grad.double() - want).norm()
+            sums += torch.stack([error**2, want.norm() ** 2])
+            worst = max(worst, float(error / grads[name].norm()))
+    dist.all_reduce(sums)
+    error, norm = sums.sqrt().tolist()
+    return {"gradient_error": error / norm, "gradient_norm": norm, "worst_parameter": worst}
+
+
+def _logprob_errors(
+    outputs: dict[str, list[Tensor | None]], plan: Plan, batch: Any, samples: list[dict[str, Any]]
+) -> dict[str, float]:
+    kept, differences = set(plan.steps[0].kept_samples), []
+    for name in ("logprobs", "entropy"):
+        for i, value in enumerate(outputs[name]):
+            assert (value is not None) == (i in kept)
+            if value is None:
+                continue
+            mask = batch.response_mask(i).clone()
+            mask[0] = False
+            assert not value[~mask].any()
+            differences.append((value[1:] - samples[i][name])[mask[1:]].abs())
+    every = torch.cat(differences)
+    return {
+        "logprob_mean_error": float(every.mean()),
+        "logprob_max_error": float(every.max()),
+        "num_logprobs": every.numel(),
+    }
+
+
+def _facts(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
+    step = plan.steps[0]
+    rows = [mb for rank in step.ranks for mb in rank]
+    counts = [len(rank) for rank in step.ranks]
+    group = step.group_size or 1
+    return {
+        "chunks": len(chunks),
+        "counts": counts,
+        "padding": any(not mb.samples for mb in rows),
+        "dummies": any(mb.samples and mb.row_tokens > mb.padded_tokens for mb in rows),
+        "dropped": bool(step.dropped_rollouts),
+        "unequal": len(set(counts)) > 1,
+        "remainder": counts[0] % group > 0,
+        "packed": any(len(mb.samples) > 1 for mb in rows),
+        "row_lengths": len({mb.row_tokens for mb in rows}),
+    }
+
+
+def main(reference: str, out: str, names: list[str]) -> None:
+    """Run the named cases, or all of this world size; rank 0 writes `out`."""
+    launch.start("cpu")
+    world, samples = dist.get_world_size(), torch.load(reference)
+    found = {}
+    for name in names or [name for name, case in CASES.items() if case.world == world]:
+        found[name] = run_case(CASES[name], samples)
+        worst = torch.tensor(found[name]["worst_parameter"])
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        found[name]["worst_parameter"] = float(worst)
+        parallel_state.destroy_model_parallel()
+    if os.environ.get("RANK", "0") == "0":
+        with open(out, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,149 @@
+"""Packing and unpacking are inverses, and loss stands nowhere but at response tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack.layout import Layout
+from megapack.plan import MicroBatch
+from megapack.samples import SampleBatch, to_padded
+from megapack.thd import DUMMY_TOKENS, PackedRow, pack_row, unpack_row, unpack_tokens
+
+pytestmark = pytest.mark.property
+
+LAYOUTS = [
+    Layout(),
+    Layout(cp=2),
+    Layout(cp=4),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(cp=2, tp=2, sequence_parallel=True, fp8=True),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples of (prompt, response) tokens and where they stand."""
+
+    pairs: list[tuple[int, int]]
+    samples: tuple[int, ...]
+    layout: Layout
+    tail_units: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    pair = st.tuples(st.integers(0, 12), st.integers(0, 12)).filter(lambda p: sum(p) > 0)
+    pairs = draw(st.lists(pair, min_size=1, max_size=8))
+    order = draw(st.permutations(range(len(pairs))))
+    kept = draw(st.integers(0, len(pairs)))
+    layout = draw(st.sampled_from(LAYOUTS))
+    return Case(pairs, tuple(order[:kept]), layout, draw(st.integers(0 if kept else 1, 30)))
+
+
+def data(case: Case) -> SampleBatch:
+    """Ids, old log-probs and weights that no two tokens share."""
+    total = sum(sum(pair) for pair in case.pairs)
+    ids = (torch.arange(total) + 1000).split([sum(pair) for pair in case.pairs])
+    old = [x.float() / 7 for x in ids]
+    mask = [torch.arange(p + r) >= p for p, r in case.pairs]
+    reward = torch.arange(len(ids)).float() + 0.5
+    return SampleBatch(ids, {"response_mask": mask, "old": old, "reward": reward})
+
+
+def pack(case: Case, batch: SampleBatch) -> PackedRow:
+    lengths = [batch.length(i) for i in case.samples]
+    row_tokens = case.layout.padded_tokens(lengths) + case.tail_units * case.layout.row_alignment
+    micro_batch = MicroBatch(case.samples, row_tokens, sum(lengths), 0, row_tokens)
+    weights = [1.0 / (i + 2) for i in range(len(batch))]
+    return pack_row(batch, micro_batch, case.layout, weights)
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(cases())
+def test_unpacking_undoes_packing(case: Case) -> None:
+    batch = data(case)
+    row = pack(case, batch)
+    assert row.samples == case.samples
+    tokens, old = unpack_tokens(row), unpack_row(row, row.fields["old"], fill=-1.0)
+    reward = unpack_row(row, row.fields["reward"], fill=-1.0)
+    for place, i in enumerate(case.samples):
+        assert torch.equal(tokens[place], batch.tokens(i))
+        assert torch.equal(old[place][1:], batch.field("old", i)[1:])
+        assert torch.equal(reward[place][1:], batch.field("reward", i).expand(len(old[place]) - 1))
+        assert old[place][0] == reward[place][0] == -1.0
+
+
+@settings(deadline=None)
+@given(cases())
+def test_positions_restart_at_every_sample_and_dummy(case: Case) -> None:
+    row = pack(case, data(case))
+    cu_seqlens = row.cu_seqlens_padded_S1.tolist()
+    assert cu_seqlens[0] == 0
+    assert cu_seqlens[-1] == row.row_tokens == row.position_ids_T.numel()
+    spans = torch.diff(row.cu_seqlens_padded_S1).tolist()
+    assert row.position_ids_T.tolist() == [t for span in spans for t in range(span)]
+    assert row.max_seqlen == max(spans)
+    assert cu_seqlens[: len(case.samples)] == list(row.starts)
+    assert min(spans) > 0
+    assert all(span % case.layout.sample_alignment == 0 for span in spans)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_each_label_is_the_next_token_of_the_same_sample(case: Case) -> None:
+    batch = data(case)
+    row = pack(case, batch)
+    expected = torch.zeros(row.row_tokens, dtype=torch.int64)
+    for start, i in zip(row.starts, case.samples, strict=True):
+        for t in range(1, batch.length(i)):
+            expected[start + t - 1] = batch.tokens(i)[t]
+    assert torch.equal(row.labels_T, expected)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_weights_stand_at_response_tokens_alone(case: Case) -> None:
+    batch = data(case)
+    row = pack(case, batch)
+    expected = torch.zeros(row.row_tokens)
+    for start, i in zip(row.starts, case.samples, strict=True):
+        prompt, response = case.pairs[i]
+        # A response that opens its sample has one token that nothing predicts.
+        first = max(prompt, 1)
+        expected[start + first - 1 : start + prompt + response - 1] = 1.0 / (i + 2)
+    assert torch.equal(row.weights_T, expected)
+    counts = [batch.num_loss_tokens[i] for i in case.samples]
+    assert row.loss_positions_R.numel() == sum(counts)
+    assert counts == [max(0, r - (p == 0)) for p, r in (case.pairs[i] for i in case.samples)]
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_tail_costs_attention_no_more_than_its_length(case: Case) -> None:
+    row = pack(case, data(case))
+    tail = torch.diff(row.cu_seqlens_padded_S1)[len(case.samples) :]
+    assert tail.square().sum() <= max(DUMMY_TOKENS, case.layout.sample_alignment) * tail.sum()
+    assert not row.cu_seqlens_S1.diff()[len(case.samples) :].any()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=6),
+    st.integers(0, 5),
+)
+def test_padded_tensors_and_back(spans: list[tuple[int, int]], right: int) -> None:
+    columns = max(start + length for start, length in spans) + right
+    mask = torch.zeros(len(spans), columns, dtype=torch.int64)
+    for b, (start, length) in enumerate(spans):
+        mask[b, start : start + length] = 1
+    ids = torch.arange(mask.numel()).view_as(mask) * mask
+    batch = SampleBatch.from_padded(ids, mask, {"old": ids.float() / 3})
+    assert batch.lengths == [length for _, length in spans]
+    everyone = range(len(batch))
+    assert torch.equal(to_padded([batch.tokens(i) for i in everyone], mask), ids)
+    assert torch.equal(to_padded([batch.field("old", i) for i in everyone], mask), ids.float() / 3)

@@ -1,0 +1,88 @@
+"""The wheel, installed and used far from the checkout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+USE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+
+import megapack
+from megapack import Layout, build_dp_schedule, check_plan
+from megapack.config import find_config, load_config
+from megapack.train_config import TrainConfig
+
+assert Path(megapack.__file__).is_relative_to(sys.argv[1]), megapack.__file__
+lengths = [700, 300, 500, 900, 100, 250, 800, 640]
+plan = build_dp_schedule(lengths, layout=Layout(dp=2, pp=2, vpp=2), max_tokens_per_gpu=1024)
+check_plan(plan, lengths)
+path = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
+assert path.is_relative_to(sys.argv[1]), path
+load_config(path, [], TrainConfig)
+assert "torch" not in sys.modules
+print(plan.steps[0].num_microbatches)
+"""
+
+
+def pip(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
+    """Built from a copy: a build folder left in the checkout must not leak into it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=repo_root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = [name for name in listed.stdout.split("\0") if (repo_root / name).is_file()]
+    assert "setup.py" in names
+    for name in names:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((repo_root / name).read_bytes())
+    pip("wheel", "--no-deps", "--wheel-dir", out, source)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_it_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"megapack"}
+    modules = {str(path.relative_to(repo_root)) for path in repo_root.glob("megapack/**/*.py")}
+    configs = {f"megapack/configs/{path.name}" for path in repo_root.glob("configs/*.yaml")}
+    assert modules
+    assert configs
+    assert {"megapack/py.typed", *modules, *configs} <= set(names)
+    assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_it_plans_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip("install", "--no-deps", "--target", target, wheel)
+    assert (target / "bin" / "megapack").is_file()
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(target)],
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 2

@@ -1,0 +1,121 @@
+"""Commands: exit codes, one line for what is wrong, and no heavy import before it is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapack import cli
+from megapack.errors import ScheduleError
+
+pytestmark = pytest.mark.unit
+
+CONFIG = "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
+
+
+def run(repo_root: Path, *args: str, rank: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m megapack` with these arguments, telling at its end whether torch was imported."""
+    code = (
+        "import atexit, runpy, sys\n"
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
+        f"sys.argv = ['megapack', *{list(args)!r}]\n"
+        "runpy.run_module('megapack', run_name='__main__')\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "RANK"}
+    if rank is not None:
+        env["RANK"] = rank
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=repo_root,
+        env=env,
+    )
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Lines on stderr, after checking that the last one says that torch was not imported."""
+    *said, imported = done.stderr.splitlines()
+    assert imported == "False"
+    return said
+
+
+@pytest.mark.parametrize("args", [("--help",), ("train", "--help")])
+def test_help_is_there_without_torch(repo_root: Path, args: tuple[str, ...]) -> None:
+    done = run(repo_root, *args)
+    assert done.returncode == 0
+    assert lines(done) == []
+    assert "usage: megapack" in done.stdout
+    assert "train" in done.stdout
+
+
+def test_an_unknown_config_is_one_line_with_the_shipped_ones(repo_root: Path) -> None:
+    done = run(repo_root, "train", "no_such_config.yaml")
+    assert done.returncode == 2
+    (line,) = lines(done)
+    assert line.startswith("megapack: no_such_config.yaml: no such file")
+    assert CONFIG in line
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("plan.max_token_per_gpu=4", ["max_token_per_gpu", "max_tokens_per_gpu"]),
+        ("plan.max_tokens_per_gpu=many", ["plan.max_tokens_per_gpu", "many"]),
+        ("layout.pp=0", ["pp", "0"]),
+        ("nothing", ["nothing"]),
+    ],
+)
+def test_a_bad_override_is_one_line_that_names_it(
+    repo_root: Path, override: str, words: list[str]
+) -> None:
+    done = run(repo_root, "train", CONFIG, override)
+    assert done.returncode == 2
+    (line,) = lines(done)
+    assert line.startswith("megapack: ")
+    assert all(word in line for word in words)
+
+
+def test_other_ranks_leave_the_line_to_the_first(repo_root: Path) -> None:
+    done = run(repo_root, "train", "no_such_config.yaml", rank="3")
+    assert done.returncode == 2
+    assert lines(done) == []
+
+
+@pytest.mark.parametrize("args", [(), ("fly",), ("train",)])
+def test_a_command_line_that_says_nothing_is_refused(
+    args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(args)
+    assert exit_.value.code == 2
+    assert "usage: megapack" in capsys.readouterr().err
+
+
+def test_an_error_of_a_command_is_one_line_and_exit_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> int:
+        raise ScheduleError("ranks [1] have another plan")
+
+    monkeypatch.setattr(cli, "_train", fail)
+    assert cli.main(["train", "config.yaml"]) == 2
+    assert capsys.readouterr().err == "megapack: ranks [1] have another plan\n"
+
+
+def test_an_error_that_is_ours_to_fix_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(args: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_train", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", "config.yaml"])

@@ -1,0 +1,106 @@
+"""Ranks agree before they communicate; here one process, and the messages about many."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from megapack import consensus
+from megapack.consensus import agree
+from megapack.errors import DataError, MegapackError, ScheduleError
+
+pytestmark = pytest.mark.unit
+
+CPU = torch.device("cpu")
+Rank = tuple[list[bytes], str]
+
+
+def rank(*values: str, error: str = "") -> Rank:
+    """What one rank sends: a digest per value, and its error."""
+    return [hashlib.sha256(value.encode()).digest() for value in values], error
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *ranks: Rank) -> None:
+    """Make the exchange answer with these ranks."""
+    monkeypatch.setattr(consensus, "_exchange", lambda *_: list(ranks))
+
+
+def test_one_process_gets_the_result_of_its_work() -> None:
+    assert agree(lambda: [1, 2], device=CPU) == [1, 2]
+    assert agree(lambda: [1, 2], device=CPU, same={"plan": "a"}) == [1, 2]
+
+
+def test_work_runs_once() -> None:
+    calls: list[int] = []
+    agree(lambda: calls.append(1), device=CPU)
+    assert calls == [1]
+
+
+def test_the_error_of_a_rank_is_named_and_chained() -> None:
+    def work() -> None:
+        raise DataError("sample 3 has no tokens")
+
+    with pytest.raises(ScheduleError, match=r"1 of 1 ranks.*rank 0: DataError: sample 3") as caught:
+        agree(work, device=CPU)
+    assert isinstance(caught.value, MegapackError)
+    assert isinstance(caught.value.__cause__, DataError)
+
+
+def test_an_error_without_a_message_is_an_error_still() -> None:
+    def work() -> None:
+        raise AssertionError
+
+    with pytest.raises(ScheduleError, match="rank 0: AssertionError"):
+        agree(work, device=CPU)
+
+
+def test_ctrl_c_is_not_an_error_of_the_work() -> None:
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        agree(work, device=CPU)
+
+
+def test_a_rank_that_succeeded_raises_for_those_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, rank(), rank(error="DataError: a"), rank(), rank(error="OSError: b"))
+    with pytest.raises(ScheduleError, match=r"2 of 4 ranks.*rank 1: DataError: a; rank 3: OSErr"):
+        agree(lambda: 1, device=CPU)
+
+
+def test_a_failure_is_told_before_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, rank("a"), rank("b", error="OSError: disk"))
+    with pytest.raises(ScheduleError, match="disk"):
+        agree(lambda: 1, device=CPU, same={"plan": "a"})
+
+
+def test_the_ranks_that_differ_are_named_with_the_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, *[rank("same", text) for text in ("a", "b", "a", "c", "a")])
+    with pytest.raises(ScheduleError, match=r"ranks \[1, 3\] have another call than the other 3"):
+        agree(lambda: 1, device=CPU, same={"plan": "same", "call": "a"})
+
+
+def test_the_first_thing_that_differs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, rank("a", "x"), rank("a", "x"), rank("b", "y"))
+    with pytest.raises(ScheduleError, match=r"ranks \[2\] have another plan than the other 2"):
+        agree(lambda: 1, device=CPU, same={"plan": "a", "call": "x"})
+
+
+def test_equal_values_of_many_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, *[rank("a", "x")] * 3)
+    assert agree(lambda: 7, device=CPU, same={"plan": "a", "call": "x"}) == 7
+
+
+@pytest.mark.parametrize("message", ["", "OSError: disk", "DataError: é" + "é" * 1000])
+def test_what_a_rank_sends_is_read_back(message: str) -> None:
+    size, digests = consensus._DIGEST_BYTES, [b"\x00" * 16, bytes(range(16))]
+    text = message.encode()[: consensus._MESSAGE_BYTES]
+    row = b"".join(digests) + text.ljust(consensus._MESSAGE_BYTES, b"\0")
+    found, read = consensus._unpacked(row, 2)
+    assert size == 16
+    assert found == digests
+    assert read == text.decode(errors="replace")

@@ -1,0 +1,172 @@
+"""Imports run the way the data runs; read from the import statements of megapack/."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
+
+# A module imports its own layer and lower ones. 0 to 2 plan, without torch; 3 packs, without
+# Megatron; 4 and 5 run; 6 is what people start. A plan is data that the simulator reads, so it
+# stands beside it, and what makes plans stands above both.
+LAYERS = [
+    "errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl",
+    "cost packing packing_balance packing_kk scoring refine pipeline pipeline_order "
+    "pipeline_kernels plan plan_check plan_text steps rollouts generated",
+    "problem counts deal per_rank profile state search dp_schedule __init__",
+    "thd samples train_config",
+    "attention p2p schedule cpu loss logprobs outputs consensus forward head init settings",
+    "model train launch report",
+    "cli __main__",
+]
+LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
+
+# Who speaks with Megatron.
+MEGATRON = {"attention", "cpu", "forward", "model", "p2p", "schedule", "settings", "train"}
+
+# Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
+FRAMEWORKS = (
+    "accelerate deepspeed lightning miles nemo nemo_rl openrlhf ray sglang skyrl skyrl_train slime "
+    "torchtitan transformers trl verl vllm megatron.training megatron.rl megatron.bridge"
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `from megapack.plan import Plan` is `megapack.plan.Plan`."""
+
+    name: str
+    line: int
+    top: bool
+    """At import time, not inside a function or under TYPE_CHECKING."""
+
+    def of(self, package: str) -> bool:
+        return self.name == package or self.name.startswith(package + ".")
+
+
+def modules() -> dict[str, Path]:
+    """Dotted names below megapack, `plan` or `hosts.slime`, and their files."""
+    files = (path for path in PACKAGE.rglob("*.py"))
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files}
+
+
+def imports(path: Path) -> list[Import]:
+    return list(_imports(ast.parse(path.read_text(), str(path)).body, top=True))
+
+
+def _imports(body: list[ast.stmt], top: bool) -> Iterator[Import]:
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            for alias in node.names:
+                yield Import(f"{node.module}.{alias.name}", node.lineno, top)
+        else:
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+                inner = getattr(node, field, [])
+                inner_top = top and not function and not (typing_only and field == "body")
+                yield from _imports(inner if isinstance(inner, list) else [], inner_top)
+
+
+def imported_module(imported: Import, known: dict[str, Path]) -> str | None:
+    """Which module of megapack an import loads: `plan` for megapack.plan.Plan."""
+    if not imported.of("megapack"):
+        return None
+    parts = imported.name.split(".")[1:]
+    for end in range(len(parts), 0, -1):
+        for name in (".".join(parts[:end]), ".".join([*parts[:end], "__init__"])):
+            if name in known:
+                return name
+    return "__init__"
+
+
+def complaints(module: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    layer = LAYER[module]
+    for found in imports(path):
+        where = f"{path.name}:{found.line} (layer {layer}) imports {found.name}"
+        own = imported_module(found, known)
+        if own is not None and found.top and LAYER[own] > layer:
+            yield f"{where}, layer {LAYER[own]}"
+        if layer <= 2 and (found.of("torch") or found.of("megatron")):
+            yield f"{where}: what plans needs no torch"
+        if found.of("megatron") and module not in MEGATRON:
+            yield f"{where}: not among the modules that speak with Megatron"
+        foreign = any(found.of(framework) for framework in FRAMEWORKS.split())
+        if foreign and not module.startswith("hosts."):
+            yield f"{where}: another framework, which is for hosts/"
+
+
+def test_the_table_lists_every_module_once() -> None:
+    listed = [name for names in LAYERS for name in names.split()]
+    assert sorted(listed) == sorted(modules())
+    assert set(LAYER) >= MEGATRON
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_of_a_module(module: str) -> None:
+    known = modules()
+    assert list(complaints(module, known[module], known)) == []
+
+
+@pytest.mark.parametrize("module", sorted(MEGATRON))
+def test_what_may_import_megatron_does(module: str) -> None:
+    """A name that stays in the table without need would let an import in unseen."""
+    assert any(found.of("megatron") for found in imports(modules()[module]))
+
+
+def test_no_cycles() -> None:
+    known = modules()
+    edges = {
+        module: {
+            own
+            for found in imports(path)
+            if found.top and (own := imported_module(found, known)) not in (None, module)
+        }
+        for module, path in known.items()
+    }
+    assert sum(map(len, edges.values())) > 20
+    while leaves := {module for module, to in edges.items() if not to & edges.keys()}:
+        edges = {module: to for module, to in edges.items() if module not in leaves}
+    assert edges == {}
+
+
+def test_the_reader_sees_every_form_of_import(tmp_path: Path) -> None:
+    path = tmp_path / "plan.py"
+    path.write_text(
+        "import torch.nn as nn\nfrom megapack import thd, Layout\n"
+        "try:\n    import megatron\nexcept ImportError:\n    import slime\n"
+        "if TYPE_CHECKING:\n    from megapack.train import Trainer\n"
+        "class A:\n    import ray\n"
+        "    def f(self):\n        with x:\n            import verl.trainer\n"
+    )
+    found = [(imported.name, imported.top) for imported in imports(path)]
+    assert found == [
+        ("torch.nn", True),
+        ("megapack.thd", True),
+        ("megapack.Layout", True),
+        ("megatron", True),
+        ("slime", True),
+        ("megapack.train.Trainer", False),
+        ("ray", True),
+        ("verl.trainer", False),
+    ]
+    assert len(list(complaints("plan", path, modules()))) == 8
+
+
+@pytest.mark.parametrize("module", ["megapack.cli", "megapack.train_config", "megapack.generated"])
+def test_planning_leaves_torch_alone(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

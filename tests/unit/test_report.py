@@ -1,0 +1,186 @@
+"""What a run leaves behind, and what people see meanwhile."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack.dp_schedule import build_dp_schedule
+from megapack.layout import Layout
+from megapack.pipeline import simulate
+from megapack.report import Progress, RunFolder, StepClock, packing_metrics, plan_line
+
+pytestmark = pytest.mark.unit
+
+
+def folder(path: Path, name: str = "run") -> RunFolder:
+    """A run folder whose file is closed again."""
+    made = RunFolder(str(path), name)
+    made.close()
+    return made
+
+
+def test_a_folder_holds_metrics_as_lines_of_json(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path / "runs"), "run")
+    run.append_metrics({"step": 1, "loss": 0.5, "step_predicted_s": None})
+    # A run that is killed keeps the lines so far.
+    before_close = (run.path / "metrics.jsonl").read_text()
+    run.append_metrics({"step": 2, "loss": 0.25, "plan_digest": "ab"})
+    run.close()
+    assert [json.loads(line) for line in before_close.splitlines()] == [
+        {"step": 1, "loss": 0.5, "step_predicted_s": None}
+    ]
+    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_loss_that_is_no_number_leaves_the_line_json(tmp_path: Path, value: float) -> None:
+    run = RunFolder(str(tmp_path), "run")
+    run.append_metrics({"step": 1, "loss": value})
+    run.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = (run.path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=refuse)["step"] == 1
+
+
+def test_earlier_runs_are_kept_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(3):
+        folder(tmp_path).write_text("config.yaml", f"run {number}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
+    texts = {p.name: (p / "config.yaml").read_text() for p in tmp_path.iterdir()}
+    assert texts == {"run.1": "run 0", "run.2": "run 1", "run": "run 2"}
+    assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
+    assert "run.2" in caplog.records[1].getMessage()
+
+
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder(tmp_path)
+    run.write_text("plan.json", "first")
+    run.write_text("plan.json", "second")
+    assert (run.path / "plan.json").read_text() == "second"
+
+    def fail(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        run.write_text("plan.json", "third")
+    assert (run.path / "plan.json").read_text() == "second"
+
+
+def test_no_part_of_a_file_is_left_after_writing(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    run.write_text("config.yaml", "name: ü\n")
+    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    assert (run.path / "config.yaml").read_bytes() == "name: ü\n".encode()
+
+
+def metrics_of(lengths: list[int], layout: Layout, **kwargs: Any) -> dict[str, Any]:
+    plan = build_dp_schedule(lengths, layout=layout, **kwargs)
+    return packing_metrics(plan.steps[0], simulate(plan.steps[0], layout=layout))
+
+
+def test_full_equal_rows_are_packed_perfectly() -> None:
+    found = metrics_of([8, 8], Layout(dp=2), max_tokens_per_gpu=8)
+    assert found["tokens"] == 16
+    assert found["num_samples"] == 2
+    assert found["num_microbatches_per_rank"] == 1
+    assert found["num_padding_microbatches"] == found["num_dropped_rollouts"] == 0
+    assert found["packing_efficiency"] == 1.0
+    assert found["padded_share"] == 0.0
+    assert found["imbalance"] == pytest.approx(1.0)
+    assert found["bubble_fraction"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_padding_micro_batches_and_unequal_ranks_are_seen() -> None:
+    # One sample for two ranks: the other one runs a padding micro-batch.
+    found = metrics_of([64], Layout(dp=2), max_tokens_per_gpu=64)
+    assert found["num_padding_microbatches"] == 1
+    assert 0 < found["packing_efficiency"] < 1
+    assert found["padded_share"] == pytest.approx(1 - found["packing_efficiency"])
+    assert 1.5 < found["imbalance"] <= 2
+
+
+def test_alignment_counts_as_padding() -> None:
+    found = metrics_of([5, 3], Layout(cp=2), max_tokens_per_gpu=6)
+    assert found["tokens"] == 8
+    assert found["packing_efficiency"] == pytest.approx(8 / 12)
+
+
+def test_the_clock_learns_the_seconds_of_a_simulated_unit() -> None:
+    clock = StepClock()
+    assert clock.predict(100.0) is None
+    clock.record(100.0, 2.0)
+    assert clock.predict(50.0) == pytest.approx(1.0)
+    clock.record(300.0, 10.0)
+    # 12 seconds for 400 units.
+    assert clock.predict(100.0) == pytest.approx(3.0)
+
+
+METRICS = {
+    "loss": 0.5,
+    "grad_norm": 1.25,
+    "tokens_per_second": 1234.5,
+    "packing_efficiency": 0.987,
+    "num_microbatches_per_rank": 6,
+    "step_measured_s": 0.5,
+    "step_predicted_s": None,
+    "kl_ref_nats": 0.1,
+}
+
+
+def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(active=True, log_interval=2)
+    progress.line("starting")
+    for number in range(1, 5):
+        progress.step(number, METRICS)
+    progress.close()
+    out, err = capsys.readouterr()
+    line = "loss 0.5000  grad 1.250  1234 tokens/s  packed 98.7%  M 6  0.50 s"
+    assert out.splitlines() == ["starting", f"step 2: {line}", f"step 4: {line}"]
+    assert "\r" not in out
+    assert err == ""
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(active=False, log_interval=1)
+    progress.line("starting")
+    progress.step(1, METRICS)
+    progress.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    progress = Progress(active=True, log_interval=10)
+    progress.line("starting")
+    progress.step(1, METRICS)
+    progress.close()
+    assert "starting\n" in screen.getvalue()
+    assert "\r" in screen.getvalue()
+    assert "loss 0.5000" in screen.getvalue()
+
+
+def test_one_line_about_a_plan() -> None:
+    plan = build_dp_schedule([4] * 20, layout=Layout(), micro_batch_size=1, global_batch_size=2)
+    line = plan_line(plan)
+    assert "\n" not in line
+    assert line.startswith(f"plan {plan.digest()[:12]}: 20 samples, 10 step(s), M = 2, 2, ")
+    assert line.endswith("2, ..., 0 rollout(s) dropped")

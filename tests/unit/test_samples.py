@@ -1,0 +1,271 @@
+"""Samples as ragged fields: every way in, the way back to [B, S], and every refusal."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megapack.samples
+from megapack.errors import DataError
+from megapack.samples import SampleBatch, padded_spans, to_padded
+
+pytestmark = pytest.mark.unit
+
+# [5 6 7] and [8 9] in a [2, 5] tensor, left-padded, right-padded and in the middle.
+LEFT_MASK = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]])
+RIGHT_MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
+MIDDLE_MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 0]])
+MASKS = pytest.mark.parametrize("mask", [LEFT_MASK, RIGHT_MASK, MIDDLE_MASK])
+
+
+def padded(mask: torch.Tensor, *rows: list[float]) -> torch.Tensor:
+    """The rows' values where the mask is set, and 99, which is nobody's value, elsewhere."""
+    out = torch.full(mask.shape, 99.0)
+    for row, values, columns in zip(out, rows, mask, strict=True):
+        row[columns.bool()] = torch.tensor(values, dtype=row.dtype)
+    return out
+
+
+def batch_of(**fields: list[Any]) -> SampleBatch:
+    return SampleBatch([[5, 6, 7], [8, 9]], fields)
+
+
+def test_doctests_of_the_module() -> None:
+    result = doctest.testmod(megapack.samples)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_tokens_come_in_any_sequence_and_go_out_as_int64(kind: Callable[[Any], Any]) -> None:
+    batch = SampleBatch([kind([5, 6, 7]), kind([8])])
+    assert batch.lengths == [3, 1]
+    assert (len(batch), batch.length(0)) == (2, 3)
+    assert batch.tokens(0).dtype == torch.int64
+    assert batch.tokens(0).tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "uint32", "int64"])
+def test_every_integer_dtype_of_a_token_file_is_read(dtype: str) -> None:
+    batch = SampleBatch([np.array([5, 200], dtype=dtype)])
+    assert batch.tokens(0).tolist() == [5, 200]
+
+
+def test_without_a_mask_all_tokens_but_the_first_count() -> None:
+    batch = SampleBatch([[5, 6, 7], [8]])
+    assert batch.response_mask(0).tolist() == [True, True, True]
+    assert batch.num_loss_tokens == [2, 0]
+    assert batch.field_names == ()
+
+
+def test_prompt_and_response_make_the_mask() -> None:
+    batch = SampleBatch.from_prompt_response([[1, 2], [], [3]], [[4], [5, 6], []])
+    assert [batch.tokens(i).tolist() for i in range(3)] == [[1, 2, 4], [5, 6], [3]]
+    assert batch.response_mask(0).tolist() == [False, False, True]
+    # The first token of a sample without prompt counts by its mask, yet nothing predicts it.
+    assert batch.response_mask(1).tolist() == [True, True]
+    assert batch.num_loss_tokens == [1, 1, 0]
+    assert batch.field_names == ()
+
+
+def test_a_field_of_the_response_is_laid_over_the_last_tokens() -> None:
+    batch = batch_of(advantages=[[0.5, 2.0], [3.0]], old=[[1.0, 2.0, 3.0], []], reward=[1.5, 2.5])
+    assert batch.field("advantages", 0).tolist() == [0.0, 0.5, 2.0]
+    assert batch.field("advantages", 1).tolist() == [0.0, 3.0]
+    assert batch.field("old", 0).tolist() == [1.0, 2.0, 3.0]
+    assert batch.field("old", 1).tolist() == [0.0, 0.0]
+    assert batch.field("reward", 1).dim() == 0
+    assert batch.field("reward", 1).item() == 2.5
+    assert batch.field_names == ("advantages", "old", "reward")
+
+
+def test_a_mask_of_the_response_leaves_the_prompt_out() -> None:
+    batch = batch_of(response_mask=[[1.0, 0.0], [1]])
+    assert batch.response_mask(0).tolist() == [False, True, False]
+    assert batch.num_loss_tokens == [1, 1]
+    assert batch.field_names == ()
+
+
+def test_one_sample_with_fractions_keeps_them_for_the_whole_field() -> None:
+    batch = batch_of(advantages=[1, -0.5])
+    assert [batch.field("advantages", i).item() for i in range(2)] == [1.0, -0.5]
+    assert batch.field_dtype("advantages") == torch.float32
+
+
+def test_double_precision_becomes_single() -> None:
+    batch = batch_of(old=[np.array([0.5, 1.0]), np.array([2.0])])
+    assert batch.field_dtype("old") == torch.float32
+
+
+def test_integer_fields_stay_integers() -> None:
+    batch = batch_of(kind=[[1, 2], [3]])
+    assert batch.field_dtype("kind") == torch.int64
+    assert batch.field("kind", 0).tolist() == [0, 1, 2]
+
+
+def test_fields_carry_no_graph() -> None:
+    values = torch.ones(3, requires_grad=True) * 2
+    assert not batch_of(old=[values, [1.0]]).field("old", 0).requires_grad
+
+
+def test_set_field_replaces() -> None:
+    batch = batch_of(old=[[1.0], [1.0]])
+    batch.set_field("old", [[2.0], [3.0]])
+    assert batch.field("old", 0).tolist() == [0.0, 0.0, 2.0]
+    assert batch.field_names == ("old",)
+
+
+@MASKS
+def test_padded_tensors_become_ragged(mask: torch.Tensor) -> None:
+    ids = padded(mask, [5, 6, 7], [8, 9]).long()
+    fields = {
+        "response_mask": padded(mask, [0, 1, 1], [0, 1]),
+        "old": padded(mask, [0, 0.5, 0.25], [0, 2]),
+        "reward": torch.tensor([1.0, -1.0]),
+    }
+    batch = SampleBatch.from_padded(ids, mask, fields)
+    assert [batch.tokens(i).tolist() for i in range(2)] == [[5, 6, 7], [8, 9]]
+    assert batch.response_mask(0).tolist() == [False, True, True]
+    assert batch.field("old", 0).tolist() == [0.0, 0.5, 0.25]
+    assert batch.field("old", 1).tolist() == [0.0, 2.0]
+    assert batch.field("reward", 1).item() == -1.0
+
+
+@MASKS
+def test_padded_and_back_is_the_identity(mask: torch.Tensor) -> None:
+    values = padded(mask, [5, 6, 7], [8, 9])
+    batch = SampleBatch.from_padded(values.long(), mask, {"old": values})
+    tokens = to_padded([batch.tokens(i) for i in range(2)], mask, fill=99)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens, values.long())
+    assert torch.equal(to_padded([batch.field("old", i) for i in range(2)], mask, 99.0), values)
+
+
+def test_response_columns_alone_are_the_last_ones() -> None:
+    # Two prompt columns padded on the left, three response columns padded on the right.
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
+    old_BR = torch.tensor([[0.5, 99.0, 99.0], [1.0, 2.0, 3.0]])
+    batch = SampleBatch.from_padded(torch.ones(2, 5).long(), mask, {"old": old_BR})
+    assert batch.field("old", 0).tolist() == [0.0, 0.0, 0.5]
+    assert batch.field("old", 1).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_more_samples_than_columns_still_take_one_number_each() -> None:
+    reward_B = torch.arange(6.0)
+    batch = SampleBatch.from_padded(torch.ones(6, 2).long(), torch.ones(6, 2), {"r": reward_B})
+    assert [batch.field("r", i).item() for i in range(6)] == reward_B.tolist()
+
+
+def test_spans_of_a_mask() -> None:
+    assert padded_spans(LEFT_MASK) == [(2, 5), (3, 5)]
+    assert padded_spans(RIGHT_MASK.bool()) == [(0, 3), (0, 2)]
+
+
+FIELD_ERRORS: dict[str, tuple[Any, str]] = {
+    "too few values": ([[1.0]], r"'x' has 1 values for 2 samples"),
+    "longer than its sample": ([[1.0], [1.0, 2.0, 3.0]], r"sample 1.*'x'.*\(3,\) for 2 tokens"),
+    "two dimensions": ([[[1.0]], [1.0]], r"sample 0.*'x'.*\(1, 1\)"),
+    "NaN": ([[1.0], [float("nan")]], r"sample 1.*'x' holds a NaN or an infinity"),
+    "infinity": ([float("-inf"), 1.0], r"sample 0.*'x' holds a NaN or an infinity"),
+    "beyond fp32": ([1.0, np.float64(1e300)], r"sample 1.*'x' holds a NaN or an infinity"),
+    "None, as for a dropped sample": ([[1.0], None], r"sample 1.*'x'"),
+    "text": (["one", 1.0], r"sample 0.*'x'"),
+}
+
+
+@pytest.mark.parametrize("name", FIELD_ERRORS)
+def test_a_field_that_does_not_fit_is_refused(name: str) -> None:
+    values, message = FIELD_ERRORS[name]
+    with pytest.raises(DataError, match=message):
+        batch_of(x=values)
+
+
+MASK_ERRORS: dict[str, tuple[Any, str]] = {
+    "one number": ([1, 1], r"sample 0: response_mask needs one value per token"),
+    "longer than its sample": ([[1], [1, 1, 1]], r"sample 1.*response_mask.*\(3,\) for 2 tokens"),
+    "NaN": ([[1.0], [float("nan")]], r"sample 1.*response_mask"),
+}
+
+
+@pytest.mark.parametrize("name", MASK_ERRORS)
+def test_a_response_mask_that_does_not_fit_is_refused(name: str) -> None:
+    values, message = MASK_ERRORS[name]
+    with pytest.raises(DataError, match=message):
+        batch_of(response_mask=values)
+
+
+TOKEN_ERRORS: dict[str, tuple[Any, str]] = {
+    "no samples": ([], r"no samples"),
+    "empty list": ([[1], []], r"sample 1 has no tokens"),
+    "empty tensor": ([[1], torch.empty(0, dtype=torch.int64)], r"sample 1 has no tokens"),
+    "negative": ([[1], [2, -7]], r"sample 1.*negative token id -7"),
+    "float": ([[1.0, 2.0]], r"sample 0.*float32.*\(2,\)"),
+    "bool": ([[True]], r"sample 0.*bool"),
+    "a single number": ([7], r"sample 0.*\(\)"),
+    "two dimensions": ([[[1, 2]]], r"sample 0.*\(1, 2\)"),
+}
+
+
+@pytest.mark.parametrize("name", TOKEN_ERRORS)
+def test_tokens_that_cannot_be_are_refused(name: str) -> None:
+    tokens, message = TOKEN_ERRORS[name]
+    with pytest.raises(DataError, match=message):
+        SampleBatch(tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "message"),
+    [
+        ([[1]], [[2], [3]], r"1 prompts for 2 responses"),
+        ([[]], [[]], r"sample 0 has no tokens"),
+        ([[1], [1]], [[2], [2.7]], r"sample 1.*float"),
+        ([[[1, 2], [3, 4]]], [[5]], r"sample 0.*\(2, 2\)"),
+    ],
+)
+def test_prompts_and_responses_that_cannot_be_are_refused(
+    prompts: list[Any], responses: list[Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        SampleBatch.from_prompt_response(prompts, responses)
+
+
+def test_a_hole_in_the_mask_is_refused() -> None:
+    with pytest.raises(DataError, match=r"row 1.*hole between 0 and 3"):
+        padded_spans(torch.tensor([[1, 1, 1], [1, 0, 1]]))
+
+
+def test_an_empty_row_of_the_mask_is_refused() -> None:
+    with pytest.raises(DataError, match=r"row 1.*empty"):
+        SampleBatch.from_padded(torch.ones(2, 2).long(), torch.tensor([[1, 1], [0, 0]]))
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 5), (10,)])
+def test_ids_and_mask_of_different_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match=r"\(2, 5\).*must both be \[B, S\]"):
+        SampleBatch.from_padded(torch.ones(2, 5).long(), torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 5), (2, 6), (2, 5, 1), ()])
+def test_a_padded_field_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match=r"'x' has shape .* for 2 samples of 5 columns"):
+        SampleBatch.from_padded(torch.ones(2, 5).long(), LEFT_MASK, {"x": torch.ones(shape)})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([torch.ones(3), torch.ones(3)], r"row 1: 3 values for 2 tokens"),
+        ([torch.ones(3)], r"1 .*2"),
+        ([torch.ones(3), torch.ones(2), torch.ones(2)], r"3 .*2"),
+    ],
+)
+def test_values_that_do_not_fit_the_mask_are_refused(
+    values: list[torch.Tensor], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        to_padded(values, LEFT_MASK)

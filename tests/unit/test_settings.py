@@ -1,0 +1,238 @@
+"""Every setting that Megatron runs wrongly with is refused, and the message says what to set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from megapack.attention import PackedSDPA
+from megapack.errors import MegapackError, ScheduleError
+from megapack.layout import Layout
+from megapack.settings import check_config, check_layout, check_model, check_planned_rows
+
+pytestmark = pytest.mark.unit
+
+INTERLEAVED = Layout(pp=2, vpp=2)
+
+
+def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
+    """Megatron's own config with what the adapter asks for, and then the changes."""
+    vpp = layout.vpp if layout.vpp > 1 else None
+    made = TransformerConfig(
+        num_layers=8,
+        hidden_size=16,
+        num_attention_heads=4,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        pipeline_dtype=torch.float32,
+        sequence_parallel=layout.sequence_parallel,
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        calculate_per_token_loss=True,
+        cuda_graph_scope=[],  # the default of 0.16.1 warns that it is deprecated
+    )
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True), Layout(dp=8)],
+)
+def test_the_right_settings_pass(layout: Layout) -> None:
+    check_config(config(layout), layout)
+    check_planned_rows(config(layout))
+
+
+def test_the_settings_of_our_own_models_pass() -> None:
+    from megapack.model import transformer_config
+    from megapack.train_config import ModelConfig
+
+    model = ModelConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
+    for layout in (Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True)):
+        made = transformer_config(model, layout)
+        check_config(made, layout)
+        check_planned_rows(made)
+
+
+REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
+    "sequence parallelism differs": (
+        Layout(),
+        {"sequence_parallel": True},
+        r"sequence_parallel=True.*layout's False.*set both alike",
+    ),
+    "a loss divided by M": (
+        Layout(),
+        {"calculate_per_token_loss": False},
+        r"calculate_per_token_loss is False.*set it to True",
+    ),
+    "interleaved with batched p2p": (
+        INTERLEAVED,
+        {"batch_p2p_comm": True},
+        r"vpp=2 .*batch_p2p_comm=True.*set overlap_p2p_comm=True and batch_p2p_comm=False",
+    ),
+    "interleaved without overlap": (
+        INTERLEAVED,
+        {"overlap_p2p_comm": False},
+        r"vpp=2 with overlap_p2p_comm=False.*set overlap_p2p_comm=True",
+    ),
+    "interleaved with neither right": (
+        INTERLEAVED,
+        {"overlap_p2p_comm": False, "batch_p2p_comm": True},
+        r"set overlap_p2p_comm=True and batch_p2p_comm=False",
+    ),
+    "interleaved by a virtual size of 1": (
+        Layout(pp=2),
+        {"virtual_pipeline_model_parallel_size": 1},
+        r"virtual_pipeline_model_parallel_size=1 .*set it to None where vpp=1",
+    ),
+    "context parallelism": (Layout(cp=2), {}, r"cp=2; set cp=1"),
+    "multi-token prediction": (
+        Layout(),
+        {"mtp_num_layers": 1},
+        r"mtp_num_layers=1.*set it to None",
+    ),
+    "partial checkpoints": (
+        Layout(),
+        {"num_microbatches_with_partial_activation_checkpoints": 2},
+        r"num_microbatches_with_partial_activation_checkpoints=2.*set it to None",
+    ),
+    "overlapped experts": (
+        Layout(),
+        {"overlap_moe_expert_parallel_comm": True},
+        r"overlap_moe_expert_parallel_comm=True.*set it to False",
+    ),
+    "hybrid context parallelism": (
+        Layout(),
+        {"hybrid_context_parallel": True},
+        r"hybrid_context_parallel=True.*set it to False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_setting_is_refused_with_what_to_set(name: str) -> None:
+    layout, changes, message = REFUSED[name]
+    with pytest.raises(ScheduleError, match=message) as caught:
+        check_config(config(layout, **changes), layout)
+    assert isinstance(caught.value, MegapackError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
+            r"'allgather'.*set 'alltoall', or plan with Policy\(row_shape='uniform'\)",
+        ),
+        (
+            {"cuda_graph_impl": "local"},
+            r"cuda_graph_impl='local'.*'none'.*Policy\(row_shape='uniform'\)",
+        ),
+    ],
+)
+def test_rows_of_different_lengths_are_refused_where_they_hang(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check_planned_rows(config(**changes))
+
+
+def test_a_dense_model_may_keep_the_default_dispatcher() -> None:
+    made = config(num_moe_experts=None, moe_token_dispatcher_type="allgather")
+    check_planned_rows(made)
+    check_planned_rows(config(num_moe_experts=4, moe_token_dispatcher_type="alltoall"))
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Sizes of Megatron's process groups, to be changed by a test."""
+    sizes = {"data": 2, "tensor_model": 2, "pipeline_model": 4, "context": 1, "expert_model": 1}
+
+    def size_of(name: str) -> Callable[..., int]:
+        return lambda *_, **__: sizes[name]
+
+    for name in tuple(sizes):
+        monkeypatch.setattr(parallel_state, f"get_{name}_parallel_world_size", size_of(name))
+    return sizes
+
+
+def test_a_layout_like_the_groups_passes(groups: dict[str, int]) -> None:
+    check_layout(Layout(dp=2, tp=2, pp=4), 1)
+    check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
+
+
+@pytest.mark.parametrize(
+    ("group", "axis", "size"),
+    [
+        ("data", "dp", 4),
+        ("tensor_model", "tp", 4),
+        ("pipeline_model", "pp", 2),
+        ("context", "cp", 2),
+        ("expert_model", "ep", 2),
+    ],
+)
+def test_a_layout_unlike_the_groups_is_refused(
+    groups: dict[str, int], group: str, axis: str, size: int
+) -> None:
+    layout = Layout(dp=2, tp=2, pp=4)
+    groups[group] = size
+    found = getattr(layout, axis)
+    with pytest.raises(
+        ScheduleError, match=rf"has {axis}={found}.*{size}; set Layout\({axis}={size}"
+    ):
+        check_layout(layout, 1)
+
+
+def test_as_many_chunks_as_virtual_stages_are_needed(groups: dict[str, int]) -> None:
+    with pytest.raises(ScheduleError, match=r"1 chunk\(s\).*vpp=2; build one chunk per virtual"):
+        check_layout(Layout(dp=2, tp=2, pp=4, vpp=2), 1)
+    with pytest.raises(ScheduleError, match=r"2 chunk\(s\).*vpp=1"):
+        check_layout(Layout(dp=2, tp=2, pp=4), 2)
+
+
+class DotProductAttention(torch.nn.Module):
+    """Named like Megatron's, which has no packed attention."""
+
+
+class TEDotProductAttention(torch.nn.Module):
+    """Named like Megatron's wrapper of Transformer Engine."""
+
+
+def chunk(*cores: torch.nn.Module) -> torch.nn.Module:
+    layers = []
+    for core in cores:
+        layer = torch.nn.Module()
+        layer.self_attention = torch.nn.Module()
+        layer.self_attention.core_attention = core
+        layers.append(layer)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(layers)
+    return model
+
+
+def packed() -> PackedSDPA:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    settings = SimpleNamespace(attention_dropout=0.0, kv_channels=4, context_parallel_size=1)
+    return PackedSDPA(settings, 1, AttnMaskType.causal, "self")
+
+
+def test_packed_attention_in_every_layer_passes() -> None:
+    check_model([chunk(packed(), packed()), chunk(TEDotProductAttention()), chunk()])
+
+
+def test_one_layer_with_unpacked_attention_is_refused_by_its_name() -> None:
+    wrong = chunk(packed(), DotProductAttention())
+    message = r"layers.1.self_attention.core_attention is DotProductAttention.*local_layer_spec"
+    with pytest.raises(ScheduleError, match=message):
+        check_model([chunk(packed()), wrong])

@@ -1,0 +1,190 @@
+"""Times a training step on the same samples: one per micro-batch, padded dense, and packed.
+
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+        tools/bench_step.py [--rollouts FILE.jsonl] [--markdown OUT.md]
+
+All ways run in one process group, in turns, on one model of pp2 x vpp2; the table gives medians as
+ratios to packed rows with planned shapes. A padded dense batch is a row whose samples are all
+padded to the longest of their micro-batch: attention then runs as one [B, heads, S, d] batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megapack import Layout, Plan, Policy, build_dp_schedule, launch
+from megapack.generated import generate_rollouts
+from megapack.loss import SFT
+from megapack.model import build_model, initialize_parallel
+from megapack.rollouts import Rollout, read_rollouts
+from megapack.samples import SampleBatch
+from megapack.schedule import ScheduleAdapter
+from megapack.tokenizer import ByteTokenizer
+from megapack.train_config import ModelConfig
+
+LAYOUT = Layout(pp=2, vpp=2)
+MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2)
+
+
+class ExchangingAdapter(ScheduleAdapter):
+    """The same rows with Megatron's own exchange of shapes."""
+
+    def _communicator(self, *_: object) -> P2PCommunicator:
+        return P2PCommunicator(self._groups.pp, self.config)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the samples."""
+
+    name: str
+    adapter: ScheduleAdapter
+    plan: Plan
+    batch: SampleBatch
+
+    def step(self) -> float:
+        """Seconds of one forward and backward, the slowest rank's."""
+        for chunk in self.adapter.chunks:
+            chunk.zero_grad_buffer()
+        dist.barrier()
+        started = time.perf_counter()
+        self.adapter.step(self.plan, self.batch, objective=SFT())
+        seconds = torch.tensor(time.perf_counter() - started)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds)
+
+
+def sample_batch(records: Sequence[Rollout], pad_to: Sequence[int] | None = None) -> SampleBatch:
+    """The rollouts as samples; `pad_to` appends tokens that no loss falls on."""
+    prompts, responses, masks = [], [], []
+    for i, record in enumerate(records):
+        pad = 0 if pad_to is None else pad_to[i] - record.num_tokens
+        prompts.append(torch.from_numpy(record.prompt_ids))
+        response = torch.from_numpy(record.response_ids)
+        responses.append(torch.cat([response, response.new_zeros(pad)]))
+        masks.append(torch.tensor([0] * len(prompts[-1]) + [1] * len(response) + [0] * pad))
+    return SampleBatch.from_prompt_response(prompts, responses, {"response_mask": masks})
+
+
+def make_ways(records: Sequence[Rollout], chunks: list, budget: int, dense: int) -> list[Way]:
+    """Every way of running `records`; rows of packed ones hold `budget` tokens."""
+    adapter = ScheduleAdapter(chunks, layout=LAYOUT)
+    exchanging = ExchangingAdapter(chunks, layout=LAYOUT)
+    batch = sample_batch(records)
+    longest = [
+        max(r.num_tokens for r in records[i // dense * dense : i // dense * dense + dense])
+        for i in range(len(records))
+    ]
+    padded = sample_batch(records, longest)
+
+    def plan(of: SampleBatch, policy: Policy, **budget: int) -> Plan:
+        return build_dp_schedule(of.lengths, layout=LAYOUT, policy=policy, **budget)
+
+    planned, uniform = Policy(), Policy(row_shape="uniform")
+    packed = plan(batch, planned, max_tokens_per_gpu=budget)
+    return [
+        Way("packed, planned shapes", adapter, packed, batch),
+        Way("packed, Megatron's shape exchange", exchanging, packed, batch),
+        Way(
+            "packed, uniform rows",
+            adapter,
+            plan(batch, uniform, max_tokens_per_gpu=budget),
+            batch,
+        ),
+        Way(
+            f"padded dense, {dense} samples",
+            exchanging,
+            plan(padded, planned, micro_batch_size=dense),
+            padded,
+        ),
+        Way(
+            "one sample per micro-batch",
+            exchanging,
+            plan(batch, planned, micro_batch_size=1),
+            batch,
+        ),
+    ]
+
+
+def medians(ways: Sequence[Way], rounds: int) -> list[tuple[Way, float]]:
+    """Median seconds of each way; every round runs each of them once, after a warm-up round."""
+    seconds = [[way.step() for way in ways] for _ in range(rounds + 1)][1:]
+    columns = zip(*seconds, strict=True)
+    return [(way, statistics.median(c)) for way, c in zip(ways, columns, strict=True)]
+
+
+def table(title: str, records: Sequence[Rollout], results: list[tuple[Way, float]]) -> str:
+    """A Markdown table of ratios to the first way."""
+    tokens = sum(r.num_tokens for r in records)
+    lines = [
+        f"### {title}: {len(records)} samples, {tokens} tokens",
+        "",
+        "| way | M | real / row tokens | step time, packed = 1 |",
+        "|---|---|---|---|",
+    ]
+    base = results[0][1]
+    for way, seconds in results:
+        step = way.plan.steps[0]
+        row_tokens = sum(mb.row_tokens for rank in step.ranks for mb in rank)
+        lines.append(
+            f"| {way.name} | {step.num_microbatches} | {tokens / row_tokens:.3f} | "
+            f"{seconds / base:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    return (
+        f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, {dist.get_world_size()} processes over gloo, "
+        f"{torch.get_num_threads()} thread(s) each"
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rollouts", type=Path, help="JSON Lines; also measured if given")
+    parser.add_argument("--num-rollouts", type=int, default=32, help="lines of it to use")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    args = parser.parse_args()
+    launch.start("cpu")
+    initialize_parallel(LAYOUT, seed=1)
+    tokenizer = ByteTokenizer()
+    chunks = build_model(
+        MODEL, LAYOUT, vocab_size=tokenizer.vocab_size, seed=1, distributed_optimizer=False
+    )
+    data: list[tuple[str, Callable[[], list[Rollout]], int, int]] = [
+        ("generated rollouts", lambda: generate_rollouts(32, 4, seed=0), 1024, 8)
+    ]
+    if args.rollouts is not None:
+        read = lambda: read_rollouts(args.rollouts, tokenizer)[: args.num_rollouts]  # noqa: E731
+        data.append((args.rollouts.stem, read, 16384, 4))
+    tables = []
+    for title, make, budget, dense in data:
+        records = make()
+        ways = make_ways(records, chunks, budget, dense)
+        tables.append(table(title, records, medians(ways, args.rounds)))
+    if dist.get_rank() == 0:
+        text = "\n\n".join([machine(), *tables])
+        print(text)
+        if args.markdown:
+            args.markdown.write_text(text + "\n", encoding="utf-8")
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main()
