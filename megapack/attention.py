@@ -29,7 +29,7 @@ _RECURRENT = ("MambaMixer", "GatedDeltaNet")
 def seqlen_bucket(max_seqlen: int, row_tokens: int) -> int:
     """Round a row's longest sample up to one of few sizes, never exactly the row's length.
 
-    Megatron-Core 0.16 reads a rotary table that is as long as the row as one table for the whole
+    Megatron-Core reads a rotary table that is as long as the row as one table for the whole
     row and shifts every sample's positions by its offset, hence a bucket that equals the row's
     length is stepped over.
     """
@@ -60,7 +60,8 @@ def packed_seq_params(cu_seqlens_S1: Tensor, max_seqlen: int, row_tokens: int) -
         "cu_seqlens_kv_padded": cu_seqlens_S1,
         "max_seqlen_q": bucket,
         "max_seqlen_kv": bucket,
-        "total_tokens": row_tokens,
+        # Newer versions pass it on to Transformer Engine, which would else compare the arrays.
+        "pad_between_seqs": False,
     }
     names = {field.name for field in dataclasses.fields(PackedSeqParams)}
     return PackedSeqParams(**{k: v for k, v in values.items() if k in names})

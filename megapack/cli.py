@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megapack.errors import MegapackError
+from megapack.errors import MegapackError, ScheduleError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,9 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except MegapackError as error:
-        # Errors that concern all ranks are raised on all of them; one line of them is enough.
         if on_first_rank:
             print(f"megapack: {error}", file=sys.stderr)
+        elif isinstance(error, ScheduleError) and not error.on_all_ranks:
+            print(f"megapack: rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return 2
 
 

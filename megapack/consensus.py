@@ -37,7 +37,7 @@ def agree(
     Raises:
         ScheduleError: on every rank, naming the ranks whose work failed and how, or the first
             thing that differs and the ranks that differ in it. The rank that failed chains its
-            own error.
+            own error. Where all ranks fail alike, each raises its own error as it is.
     """
     error: Exception | None = None
     result: Any = None
@@ -48,10 +48,10 @@ def agree(
     same = same or {}
     ranks = _exchange(list(same.values()), error, device)
     failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(ranks) if message]
+    if error is not None and len({message for _, message in ranks}) == 1:
+        raise error
     if failed:
-        raise ScheduleError(
-            f"{len(failed)} of {len(ranks)} ranks failed: {'; '.join(failed)}"
-        ) from error
+        raise _shared(f"{len(failed)} of {len(ranks)} ranks failed: {'; '.join(failed)}") from error
     for part, name in enumerate(same):
         _refuse_difference(name, [digests[part] for digests, _ in ranks])
     return result  # type: ignore[no-any-return]
@@ -78,11 +78,17 @@ def _unpacked(row: bytes, num_values: int) -> tuple[list[bytes], str]:
     return digests, row[end:].rstrip(b"\0").decode(errors="replace")
 
 
+def _shared(message: str) -> ScheduleError:
+    error = ScheduleError(message)
+    error.on_all_ranks = True
+    return error
+
+
 def _refuse_difference(name: str, digests: list[bytes]) -> None:
     (common, count), *others = Counter(digests).most_common()
     if others:
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
-        raise ScheduleError(
+        raise _shared(
             f"ranks {odd} have another {name} than the other {count}; every rank must plan from "
             "the same lengths, rollouts, layout, budget and policy, and make the same call"
         )

@@ -59,6 +59,7 @@ def _redirect_cuda_module() -> None:
         "empty_cache": lambda: None,
         "current_stream": lambda device=None: _NoStream(),
         "default_stream": lambda device=None: _NoStream(),
+        "Stream": lambda *args, **kwargs: _NoStream(),
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -84,6 +85,13 @@ class _NoStream:
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> _NoStream:
+        """An event that has happened already."""
+        return self
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -24,3 +24,6 @@ class DataError(MegapackError, ValueError):
 
 class ScheduleError(MegapackError, RuntimeError):
     """A step that cannot be run, or that ranks do not agree on."""
+
+    on_all_ranks = False
+    """Whether every rank raises this same error, so that one of them may speak for all."""

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megapack.attention import packed_seq_params
-from megapack.head import DeferredHead, deferred_head
+from megapack.head import DeferredHead, deferred_head, unwrapped
 from megapack.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.loss import Objective
 from megapack.thd import PackedRow, unpack_row
@@ -61,7 +61,8 @@ class LastStage:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's loss function: (loss sum, token count, report).
 
-        The weights are whole already, so the token count is 0: Megatron then divides by nothing.
+        The weights are whole already, so the token count is 0: Megatron then divides by nothing
+        (later versions by max(0, 1)).
         """
         positions_R = row.loss_positions_R
         hidden_RH = self._whole_row(hidden)[positions_R].to(head.weight_VH.dtype)
@@ -128,17 +129,11 @@ class RowForward:
             "attention_mask": None,
             "packed_seq_params": device_row.params,
         }
-        if not _is_last_chunk(model):
+        if not unwrapped(model).post_process:
             return model(**inputs), None
         with deferred_head(model) as head:
             hidden = model(**inputs)
         return hidden, partial(self.last_stage, row, head)
-
-
-def _is_last_chunk(model: Any) -> bool:
-    while hasattr(model, "module"):
-        model = model.module
-    return bool(model.post_process)
 
 
 def metric_names(objective: Objective, with_entropy: bool) -> list[str]:

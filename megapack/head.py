@@ -55,13 +55,19 @@ def deferred_head(model: Any) -> Iterator[DeferredHead]:
             layer.forward = patched
 
 
-def find_output_layer(model: Any) -> Any:
-    """The vocabulary projection of a pipeline's last chunk."""
+def unwrapped(model: Any) -> Any:
+    """The model inside DDP, Float16Module and the like."""
     while hasattr(model, "module"):
         model = model.module
-    layer = getattr(model, "output_layer", None)
+    return model
+
+
+def find_output_layer(model: Any) -> Any:
+    """The vocabulary projection of a pipeline's last chunk."""
+    gpt = unwrapped(model)
+    layer = getattr(gpt, "output_layer", None)
     if layer is None:
-        raise ScheduleError(f"{type(model).__name__} has no output_layer; a GPTModel has one")
+        raise ScheduleError(f"{type(gpt).__name__} has no output_layer; a GPTModel has one")
     if getattr(layer, "bias", None) is not None:
         raise ScheduleError("the output layer has a bias, which chunked log-probs do not add")
     return layer

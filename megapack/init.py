@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapack.head import unwrapped
+
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 
@@ -50,8 +52,7 @@ def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
     Layers count from 0 over all stages, and a tied output layer is the embedding.
     """
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
+    chunk = unwrapped(chunk)
     tied = chunk.share_embeddings_and_output_weights
     for local_name, param in chunk.named_parameters():
         match = _LAYER.match(local_name)

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 
+from megapack import cpu
 from megapack.attention import PackedSDPA
 from megapack.errors import ConfigError
 from megapack.init import initialize_by_name
@@ -72,7 +73,6 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
     """Megatron's config of a model on a layout, with the settings that packed rows need."""
-    cuda = torch.cuda.is_available()
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     pipelined = layout.pp > 1
     return TransformerConfig(
@@ -93,7 +93,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
-        use_cpu_initialization=not cuda,
+        use_cpu_initialization=not _uses_cuda(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=model.dtype == "bf16",
@@ -110,7 +110,8 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         batch_p2p_comm=layout.vpp == 1,
         calculate_per_token_loss=True,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        # Transformer Engine's rope reads cu_seqlens on the device, the unfused one on the host.
+        apply_rope_fusion=choose_attention(model.attention) == "te",
         gradient_accumulation_fusion=False,
         **_recompute(model.recompute),
         **_without_cuda_graphs(),
@@ -118,9 +119,12 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
 
 
 def _without_cuda_graphs() -> dict[str, Any]:
-    """0.16.1's own default for the scope is one that it warns about."""
+    """0.16.1's own default for the scope is one that it warns about; 0.19 has another name."""
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
-    return {"cuda_graph_scope": []} if "cuda_graph_scope" in names else {}
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        if name in names:
+            return {name: []}
+    return {}
 
 
 def _recompute(mode: Literal["none", "full", "selective"]) -> dict[str, Any]:
@@ -188,7 +192,7 @@ def _chunk(
 ) -> GPTModel:
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
-    chunk = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=_block_spec(model.attention, config, vp_stage),
         vocab_size=vocab_size,
@@ -200,8 +204,6 @@ def _chunk(
         rotary_base=model.rotary_base,
         vp_stage=vp_stage,
     )
-    chunk.model_type = getattr(chunk, "model_type", None)
-    return chunk
 
 
 def _block_spec(
@@ -229,15 +231,17 @@ def choose_attention(attention: Literal["auto", "te", "sdpa"]) -> Literal["te", 
     Raises:
         ConfigError: Transformer Engine is asked for and cannot run.
     """
-    usable = (
-        torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    )
+    usable = _uses_cuda() and importlib.util.find_spec("transformer_engine") is not None
     if attention == "te" and not usable:
         raise ConfigError(
             "model.attention=te needs CUDA and the package transformer-engine; install "
             "megapack[te], or set model.attention=sdpa"
         )
     return "te" if usable and attention != "sdpa" else "sdpa"
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and not cpu.enabled()
 
 
 def _check_sizes(model: ModelConfig, layout: Layout) -> None:

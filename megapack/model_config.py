@@ -80,7 +80,7 @@ class DataConfig:
     prompts_per_batch: int = 32
     """Groups (prompts with all their rollouts) per batch; a batch is planned as a whole."""
     max_length: int | None = None
-    """Tokens that a sample may have, prompt and response; null = any number."""
+    """Tokens that a sample may have, prompt and response; null = model.max_position_embeddings."""
     overlong: Literal["error", "truncate", "skip"] = "error"
     """A sample above `max_length`: an error, its first tokens only, or left out with a warning."""
     tokenizer: Literal["bytes"] = "bytes"

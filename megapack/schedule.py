@@ -11,13 +11,14 @@ log-probs in sample order.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -74,7 +75,7 @@ class ScheduleAdapter:
         self.config = get_model_config(self.chunks[0])
         settings.check_layout(layout, len(self.chunks))
         settings.check_config(self.config, layout)
-        settings.check_model(self.chunks)
+        settings.check_chunks(self.chunks)
         self._groups = _process_groups()
         self._dp_group = parallel_state.get_data_parallel_group()
         self._device = torch.device(torch.cuda.current_device())
@@ -118,8 +119,11 @@ class ScheduleAdapter:
             ScheduleError: on every rank, where plans differ or one rank's work failed.
         """
 
+        with_entropy, names = entropy or objective.needs_entropy, list[str]()
+
         def pack() -> list[PackedRow]:
             missing = [n for n in objective.required_fields if n not in batch.field_names]
+            names.extend(metric_names(objective, with_entropy))
             if missing:
                 raise DataError(
                     f"{type(objective).__name__} reads {missing}; add them to the batch"
@@ -127,14 +131,14 @@ class ScheduleAdapter:
             weights = sample_weights(weighting, batch.num_loss_tokens, plan, step, norm_constant)
             return self._pack(plan, batch, step, weights.tolist(), objective.required_fields)
 
+        settings.check_reduction(self.config, self.chunks, self.layout)
         call = f"train {weighting} {norm_constant} {entropy} {_described(objective)}"
         rows = self._agree(plan, batch, step, call, pack)
-        with_entropy = entropy or objective.needs_entropy
         last = LastStage(objective, with_entropy=with_entropy, **self._head_options)
         self._run(plan, step, rows, last, forward_only=False)
         sums = sum_metrics(
             last.sums,
-            metric_names(objective, with_entropy),
+            names,
             dp_group=self._dp_group,
             pp_group=self._groups.pp,
             device=self._device,
@@ -190,6 +194,8 @@ class ScheduleAdapter:
         def check_and_pack() -> T:
             if plan.layout != self.layout:
                 raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
+            if plan.policy.row_shape == "planned":
+                settings.check_planned_rows(self.config)
             if plan.digest() != self._checked_digest:
                 check_plan(plan, batch.lengths)
                 self._checked_digest = plan.digest()
@@ -228,7 +234,6 @@ class ScheduleAdapter:
         device_rows = [DeviceRow(row, self._device) for row in rows]
         communicator = None
         if planned and layout.pp > 1:
-            settings.check_planned_rows(self.config)
             communicator = self._communicator(rows, step, forward_only)
         run = get_forward_backward_func()
         with _config_for(self.config, self._overrides(step, planned)):
@@ -243,6 +248,7 @@ class ScheduleAdapter:
                 p2p_communicator=communicator,
                 pg_collection=None if communicator is None else self._groups,
             )
+        assert communicator is None or communicator.num_pending == 0, "a planned receive is missing"
 
     def _communicator(
         self, rows: list[PackedRow], step: StepPlan, forward_only: bool
@@ -262,17 +268,16 @@ class ScheduleAdapter:
         overrides: dict[str, Any] = {"variable_seq_lengths": planned and self.layout.pp > 1}
         if self.layout.vpp > 1:
             overrides["microbatch_group_size_per_vp_stage"] = step.group_size
-        wrapped = isinstance(self.chunks[0], DistributedDataParallel)
-        if self.config.finalize_model_grads_func is None and wrapped:
+            # Megatron-Core before 0.19 frees a stage's output while its isend still reads it.
+            overrides["deallocate_pipeline_outputs"] = False
+        if self.config.finalize_model_grads_func is None and settings.reduces(self.chunks):
             overrides["finalize_model_grads_func"] = finalize_model_grads
         return overrides
 
 
 def _described(objective: Objective) -> str:
-    """The same text on every rank: the default repr would show an address."""
-    kind = type(objective)
-    plain = kind.__repr__ is object.__repr__
-    return f"{kind.__module__}.{kind.__qualname__}" if plain else repr(objective)
+    """The same text on every rank: addresses in it differ between processes."""
+    return f"{type(objective).__module__}.{re.sub(r' at 0x[0-9a-f]+', '', repr(objective))}"
 
 
 def _process_groups() -> ProcessGroupCollection:
@@ -282,6 +287,9 @@ def _process_groups() -> ProcessGroupCollection:
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    # Megatron-Core 0.19 asks for these two as well.
+    groups.dp = parallel_state.get_data_parallel_group()
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return groups
 
@@ -301,11 +309,12 @@ def _config_for(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    modes = [chunk.training for chunk in chunks]
+    # Per module: a user may have frozen some of them in evaluation mode.
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()
     try:
         yield
     finally:
-        for chunk, mode in zip(chunks, modes, strict=True):
-            chunk.train(mode)
+        for module, mode in modes:
+            module.training = mode

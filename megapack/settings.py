@@ -1,6 +1,7 @@
 """Settings that Megatron-Core accepts and then hangs, crashes or trains wrongly with.
 
-All of them are refused when the adapter is built, on every rank alike and before any collective.
+All of them are refused on every rank alike and before any collective: what concerns the model when
+the adapter is built, what concerns a plan when its step begins.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ def check_layout(layout: Layout, num_chunks: int) -> None:
             f"the model has {num_chunks} chunk(s) on this rank, the layout has vpp={layout.vpp}; "
             "build one chunk per virtual stage"
         )
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if virtual != (layout.vpp if layout.vpp > 1 else None):
+        raise ScheduleError(
+            f"Megatron's virtual_pipeline_model_parallel_size is {virtual}, the layout has "
+            f"vpp={layout.vpp}; pass it to initialize_model_parallel, None where vpp=1"
+        )
 
 
 def check_config(config: Any, layout: Layout) -> None:
@@ -47,7 +54,8 @@ def check_config(config: Any, layout: Layout) -> None:
     if not config.calculate_per_token_loss:
         raise ScheduleError(
             "config.calculate_per_token_loss is False: Megatron would divide each micro-batch's "
-            "loss by M, and the gradient would depend on the packing; set it to True"
+            "loss by M, and the gradient would depend on the packing; set it to True "
+            "before the model is wrapped in DDP"
         )
     if layout.vpp > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
         raise ScheduleError(
@@ -64,13 +72,20 @@ def check_config(config: Any, layout: Layout) -> None:
         raise ScheduleError(
             f"rows are not sliced over context-parallel ranks: cp={layout.cp}; set cp=1"
         )
-    balancing = getattr(config, "moe_router_load_balancing_type", None)
-    if config.num_moe_experts and "seq_aux_loss" in (balancing or ()):
-        raise ScheduleError(
-            "moe_router_load_balancing_type='seq_aux_loss' takes a packed row for one sequence; "
-            "set 'aux_loss'"
-        )
+    if config.num_moe_experts:
+        _check_auxiliary_losses(config)
     _check_features(config)
+
+
+def _check_auxiliary_losses(config: Any) -> None:
+    """Megatron scales them for a division by tokens, which planned weights do without."""
+    coefficients = config.moe_aux_loss_coeff
+    every = coefficients if isinstance(coefficients, list) else [coefficients]
+    if any(every) or config.moe_z_loss_coeff:
+        raise ScheduleError(
+            f"moe_aux_loss_coeff={coefficients}, moe_z_loss_coeff={config.moe_z_loss_coeff}: these "
+            "losses would count per token and depend on the packing; set 0 and None"
+        )
 
 
 def _check_features(config: Any) -> None:
@@ -80,6 +95,8 @@ def _check_features(config: Any) -> None:
         "overlap_moe_expert_parallel_comm": "it runs another schedule; set it to False",
         "hybrid_context_parallel": "it runs another schedule; set it to False",
         "mtp_standalone": "set it to False",
+        "defer_embedding_wgrad_compute": "the vocabulary projection runs outside its layer; set it "
+        "to False",
     }
     for name, advice in unsupported.items():
         if getattr(config, name, None):
@@ -100,7 +117,35 @@ def check_planned_rows(config: Any) -> None:
         )
 
 
-def check_model(chunks: Sequence[Any]) -> None:
-    """Raise ScheduleError where a chunk would let packed samples attend to each other."""
+def check_chunks(chunks: Sequence[Any]) -> None:
+    """Raise ScheduleError where a chunk mixes packed samples or scales gradients."""
     for chunk in chunks:
         refuse_unpacked_attention(chunk)
+        for buffer in _gradient_buffers(chunk):
+            if buffer.gradient_scaling_factor != 1.0:
+                raise ScheduleError(
+                    "DDP was built without calculate_per_token_loss and scales gradients by "
+                    f"{buffer.gradient_scaling_factor}; set it to True before wrapping the model"
+                )
+
+
+def _gradient_buffers(chunk: Any) -> list[Any]:
+    """DDP's buffers; on a bare module `buffers` is a method."""
+    found = (getattr(chunk, name, None) for name in ("buffers", "expert_parallel_buffers"))
+    return [buffer for buffers in found if isinstance(buffers, list) for buffer in buffers]
+
+
+def reduces(chunks: Sequence[Any]) -> bool:
+    """Whether the chunks are wrapped so that Megatron can reduce their gradients."""
+    return all(hasattr(chunk, "finish_grad_sync") for chunk in chunks)
+
+
+def check_reduction(config: Any, chunks: Sequence[Any], layout: Layout) -> None:
+    """Raise ScheduleError where gradients of several ranks belong together and nobody adds them."""
+    alone = layout.dp == layout.pp == 1 and not layout.sequence_parallel
+    if config.finalize_model_grads_func is None and not reduces(chunks) and not alone:
+        raise ScheduleError(
+            f"{type(chunks[0]).__name__} does not reduce gradients over dp={layout.dp}, "
+            f"pp={layout.pp}; wrap each chunk in Megatron's DistributedDataParallel, or set "
+            "config.finalize_model_grads_func"
+        )

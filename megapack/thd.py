@@ -10,6 +10,7 @@ label, weight and fields of token t + 1 of the same sample. Shape suffixes: T ro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -53,6 +54,8 @@ class PackedRow:
     cu_seqlens_padded_S1: Tensor
     max_seqlen: int
     """Tokens of the longest sample, alignment counted."""
+    loss_positions_R: Tensor
+    """Indices of the positions whose label counts in the loss."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-token fields [T], standing where their token is predicted; per-sample ones repeated."""
 
@@ -60,11 +63,6 @@ class PackedRow:
     def row_tokens(self) -> int:
         """The row's length."""
         return self.tokens_T.numel()
-
-    @property
-    def loss_positions_R(self) -> Tensor:
-        """Indices of the positions whose label counts in the loss."""
-        return self.weights_T.nonzero().squeeze(1)
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`."""
@@ -111,9 +109,10 @@ def pack_row(
             f"holds {micro_batch.row_tokens}; pack with the layout of the plan"
         )
     spans = aligned + _dummy_spans(tail, layout.sample_alignment)
-    starts = tuple(sum(spans[:k]) for k in range(len(lengths)))
+    starts = tuple(itertools.accumulate(aligned, initial=0))[: len(lengths)]
     rows = _Rows(batch, micro_batch.samples, starts, micro_batch.row_tokens)
     names = batch.field_names if field_names is None else field_names
+    weights_T = rows.weights(sample_weights)
     real = [*lengths, *[0] * (len(spans) - len(lengths))]
     return PackedRow(
         samples=micro_batch.samples,
@@ -122,10 +121,12 @@ def pack_row(
         tokens_T=rows.tokens(),
         position_ids_T=torch.cat([torch.arange(n) for n in spans]),
         labels_T=rows.labels(),
-        weights_T=rows.weights(sample_weights),
+        weights_T=weights_T,
         cu_seqlens_S1=_cumulative(real),
         cu_seqlens_padded_S1=_cumulative(spans),
         max_seqlen=max(spans),
+        # Found on the host: on the device the pipeline would wait for the count.
+        loss_positions_R=weights_T.nonzero().squeeze(1),
         fields={name: rows.shifted(name) for name in names},
     )
 
@@ -141,7 +142,12 @@ def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[T
     Returns:
         For each sample of `row.samples` a tensor of its real length.
 
-    >>> # samples [5, 6, 7] and [8, 9]; values  a b c d e f  ->  [fill a b], [fill d]
+    >>> from megapack import Layout, MicroBatch
+    >>> batch = SampleBatch([[5, 6, 7], [8, 9]])
+    >>> micro_batch = MicroBatch((0, 1), row_tokens=6, tokens=5, tokens_sq=13, padded_tokens=5)
+    >>> row = pack_row(batch, micro_batch, Layout())
+    >>> unpack_row(row, torch.tensor([10, 11, 12, 13, 14, 15]))
+    [tensor([ 0, 10, 11]), tensor([ 0, 13])]
     """
     out = []
     for start, length in zip(row.starts, row.lengths, strict=True):

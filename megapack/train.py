@@ -1,11 +1,12 @@
 """The main job: rollouts in a file -> optimizer steps of a Megatron-Core GPT.
 
-records -> batches -> plan -> old and reference log-probs -> advantages -> steps -> metrics
+records -> batches -> advantages, plan -> old and reference log-probs -> steps -> metrics
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -165,21 +166,34 @@ class Trainer:
             [torch.from_numpy(r.response_ids) for r in records],
             fields,
         )
-        plan = self._plan(batch, records, self.config.plan.max_tokens_per_gpu)
-        larger = self.config.plan.forward_max_tokens_per_gpu
-        return batch, plan, plan if larger is None else self._plan(batch, records, larger)
+        plan = self._plan(batch, records)
+        return batch, plan, self._forward_plan(batch) or plan
 
-    def _plan(self, batch: SampleBatch, records: list[Rollout], budget: int | None) -> Plan:
+    def _plan(self, batch: SampleBatch, records: list[Rollout]) -> Plan:
         config = self.config.plan
         return build_dp_schedule(
             batch.lengths,
             layout=self.layout,
-            max_tokens_per_gpu=budget,
-            micro_batch_size=config.micro_batch_size if budget is None else None,
+            max_tokens_per_gpu=config.max_tokens_per_gpu,
+            micro_batch_size=config.micro_batch_size,
             rollout_ids=_rollout_ids(records),
             global_batch_size=config.global_batch_size,
             num_steps=config.num_steps,
             policy=config.to_policy(),
+        )
+
+    def _forward_plan(self, batch: SampleBatch) -> Plan | None:
+        """One pass over all samples with the larger budget of passes without a backward."""
+        config = self.config.plan
+        if config.forward_max_tokens_per_gpu is None:
+            return None
+        return build_dp_schedule(
+            batch.lengths,
+            layout=self.layout,
+            max_tokens_per_gpu=config.forward_max_tokens_per_gpu,
+            # Every sample's log-probs are needed, also of those that a step may drop.
+            policy=dataclasses.replace(config.to_policy(), unreachable="pad"),
+            forward_only=True,
         )
 
     def _add_logprobs(self, batch: SampleBatch, plan: Plan) -> None:
@@ -302,7 +316,7 @@ def _records(config: TrainConfig) -> list[Rollout]:
         data.path,
         tokenizer,
         vocab_size=config.model.vocab_size,
-        max_length=data.max_length,
+        max_length=data.max_length or config.model.max_position_embeddings,
         overlong=data.overlong,
     )
 

@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         tools/bench_step.py [--rollouts FILE.jsonl] [--markdown OUT.md]
 
-All ways run in one process group, in turns, on one model of pp2 x vpp2; the table gives medians as
-ratios to packed rows with planned shapes. A padded dense batch is a row whose samples are all
-padded to the longest of their micro-batch: attention then runs as one [B, heads, S, d] batch.
+All ways run in one process group, in turns, on one model of pp2 x vpp2; the table gives medians of
+ratios to packed rows with planned shapes in the same round. A padded dense batch is a row whose
+samples are all padded to the longest of their micro-batch: attention then runs as one
+[B, heads, S, d] batch.
 """
 
 from __future__ import annotations
@@ -117,10 +118,14 @@ def make_ways(records: Sequence[Rollout], chunks: list, budget: int, dense: int)
     ]
 
 
-def medians(ways: Sequence[Way], rounds: int) -> list[tuple[Way, float]]:
-    """Median seconds of each way; every round runs each of them once, after a warm-up round."""
+def ratios(ways: Sequence[Way], rounds: int) -> list[tuple[Way, float]]:
+    """Median over rounds of each way's seconds over the first way's in the same round.
+
+    Every round runs each way once, so that a machine that slows down slows all of them; the first
+    round warms up and does not count.
+    """
     seconds = [[way.step() for way in ways] for _ in range(rounds + 1)][1:]
-    columns = zip(*seconds, strict=True)
+    columns = zip(*[[s / row[0] for s in row] for row in seconds], strict=True)
     return [(way, statistics.median(c)) for way, c in zip(ways, columns, strict=True)]
 
 
@@ -133,13 +138,11 @@ def table(title: str, records: Sequence[Rollout], results: list[tuple[Way, float
         "| way | M | real / row tokens | step time, packed = 1 |",
         "|---|---|---|---|",
     ]
-    base = results[0][1]
-    for way, seconds in results:
+    for way, ratio in results:
         step = way.plan.steps[0]
         row_tokens = sum(mb.row_tokens for rank in step.ranks for mb in rank)
         lines.append(
-            f"| {way.name} | {step.num_microbatches} | {tokens / row_tokens:.3f} | "
-            f"{seconds / base:.2f} |"
+            f"| {way.name} | {step.num_microbatches} | {tokens / row_tokens:.3f} | {ratio:.2f} |"
         )
     return "\n".join(lines)
 
@@ -158,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=Path, help="JSON Lines; also measured if given")
     parser.add_argument("--num-rollouts", type=int, default=32, help="lines of it to use")
+    parser.add_argument("--max-length", type=int, default=8192, help="leave longer ones out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     args = parser.parse_args()
@@ -167,17 +171,26 @@ def main() -> None:
     chunks = build_model(
         MODEL, LAYOUT, vocab_size=tokenizer.vocab_size, seed=1, distributed_optimizer=False
     )
+
+    def generate() -> list[Rollout]:
+        return generate_rollouts(32, 4, seed=0)
+
     data: list[tuple[str, Callable[[], list[Rollout]], int, int]] = [
-        ("generated rollouts", lambda: generate_rollouts(32, 4, seed=0), 1024, 8)
+        ("generated rollouts", generate, 1024, 8),
+        ("generated rollouts", generate, 640, 8),
     ]
     if args.rollouts is not None:
-        read = lambda: read_rollouts(args.rollouts, tokenizer)[: args.num_rollouts]  # noqa: E731
-        data.append((args.rollouts.stem, read, 16384, 4))
+
+        def read() -> list[Rollout]:
+            longest = {"max_length": args.max_length, "overlong": "skip"}
+            return read_rollouts(args.rollouts, tokenizer, **longest)[: args.num_rollouts]
+
+        data.append((args.rollouts.stem, read, args.max_length, 4))
     tables = []
     for title, make, budget, dense in data:
         records = make()
         ways = make_ways(records, chunks, budget, dense)
-        tables.append(table(title, records, medians(ways, args.rounds)))
+        tables.append(table(f"{title}, rows of {budget}", records, ratios(ways, args.rounds)))
     if dist.get_rank() == 0:
         text = "\n\n".join([machine(), *tables])
         print(text)

@@ -22,6 +22,8 @@ class Case:
     weighting: str = "token-mean"
     norm_constant: float | None = None
     recompute: str = "none"
+    config: dict[str, Any] = field(default_factory=dict)
+    """Settings of Megatron's config to change once the model is built."""
     num_samples: int = problem.NUM_SAMPLES
     unequal_counts: bool = False
     """Move one micro-batch to another rank, whatever the planner found best."""
@@ -64,6 +66,9 @@ CASES: dict[str, Case] = {
     "pp2_uniform": Case(layout=PP2, policy=UNIFORM, expect={"dummies": True}),
     "pp2_recompute": Case(layout=PP2, recompute="full"),
     "pp2_vpp2": Case(layout=PP2_VPP2, expect={"chunks": 2}),
+    "pp2_vpp2_deallocating": Case(
+        layout=PP2_VPP2, config={"deallocate_pipeline_outputs": True}, expect={"chunks": 2}
+    ),
     "pp2_vpp2_uniform": Case(layout=PP2_VPP2, policy=UNIFORM, expect={"dummies": True}),
     "pp2_vpp2_remainder": Case(
         layout=Layout(pp=2, vpp=2, microbatch_group_size=3),

@@ -1,4 +1,4 @@
-"""One launch per world size serves all cases of it: starting four ranks takes longer than a case."""
+"""One launch per world size serves all its cases: starting four ranks takes longer than a case."""
 
 from __future__ import annotations
 

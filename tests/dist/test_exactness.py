@@ -1,4 +1,4 @@
-"""Gradients, losses and log-probs equal a single process that runs one unpadded sample at a time."""
+"""Gradients, losses, log-probs equal a single process that runs one unpadded sample at a time."""
 
 from __future__ import annotations
 

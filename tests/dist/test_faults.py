@@ -18,7 +18,7 @@ SAYS = {
     "another_objective": "another call than the other 1",
     "missing_field": "rank 1: DataError: GRPO reads",
     "other_lengths": "rank 1: ",
-    "other_layout": "rank 0: DataError: the plan is for Layout(dp=2",
+    "other_layout": "DataError: the plan is for Layout(dp=2",
     "wrong_groups": "the layout has dp=2, Megatron's process groups have 1",
     "loss_divided_by_m": "set it to True",
     "batched_p2p": "set overlap_p2p_comm=True",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import launch
@@ -37,6 +38,8 @@ def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
         seed=problem.SEED,
         distributed_optimizer=False,
     )
+    for name, value in case.config.items():
+        setattr(get_model_config(chunks[0]), name, value)
     adapter = ScheduleAdapter(chunks, layout=case.layout, logprob_chunk_tokens=16)
     batch, plan = problem.make_batch(case.num_samples), case.plan()
     outputs = adapter.forward(plan, batch, entropy=True)
@@ -60,15 +63,17 @@ def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, float]:
     tp = parallel_state.get_tensor_model_parallel_group()
-    sums, worst = torch.zeros(2, dtype=torch.float64), 0.0
+    sums, errors = torch.zeros(2, dtype=torch.float64), []
     for chunk in chunks:
         for name, param in global_parameters(chunk):
             want = local_slice(grads[name], param, tp.rank(), tp.size())
             error = (param.main_grad.double() - want).norm()
             sums += torch.stack([error**2, want.norm() ** 2])
-            worst = max(worst, float(error / grads[name].norm()))
+            errors.append(error / grads[name].norm())
     dist.all_reduce(sums)
     error, norm = sums.sqrt().tolist()
+    # Python's max would pass over a NaN.
+    worst = float(torch.stack(errors).max())
     return {"gradient_error": error / norm, "gradient_norm": norm, "worst_parameter": worst}
 
 

@@ -232,11 +232,11 @@ def test_params_have_the_fields_of_the_installed_version() -> None:
 def test_a_field_of_a_later_version_is_filled_and_one_of_an_earlier_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fields = [(name, Any, None) for name in ("qkv_format", "cu_seqlens_q", "total_tokens")]
+    fields = [(name, Any, None) for name in ("qkv_format", "cu_seqlens_q", "pad_between_seqs")]
     later = dataclasses.make_dataclass("Later", fields)
     monkeypatch.setattr(attention, "PackedSeqParams", later)
     found = packed_seq_params(torch.tensor([0, 5], dtype=torch.int32), 5, 5)
-    assert found.total_tokens == 5
+    assert found.pad_between_seqs is False
 
 
 def test_lengths_are_read_from_the_device_once_per_row(monkeypatch: pytest.MonkeyPatch) -> None:

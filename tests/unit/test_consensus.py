@@ -38,20 +38,34 @@ def test_work_runs_once() -> None:
     assert calls == [1]
 
 
-def test_the_error_of_a_rank_is_named_and_chained() -> None:
+def test_the_error_of_a_rank_is_named_and_chained(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         raise DataError("sample 3 has no tokens")
 
-    with pytest.raises(ScheduleError, match=r"1 of 1 ranks.*rank 0: DataError: sample 3") as caught:
+    pretend(monkeypatch, rank(error="DataError: sample 3 has no tokens"), rank())
+    with pytest.raises(ScheduleError, match=r"1 of 2 ranks.*rank 0: DataError: sample 3") as caught:
         agree(work, device=CPU)
     assert isinstance(caught.value, MegapackError)
     assert isinstance(caught.value.__cause__, DataError)
+    assert caught.value.on_all_ranks
 
 
-def test_an_error_without_a_message_is_an_error_still() -> None:
+def test_an_error_of_all_ranks_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        raise DataError("bad line")
+
+    pretend(monkeypatch, *[rank(error="DataError: bad line")] * 3)
+    with pytest.raises(DataError, match="^bad line$"):
+        agree(work, device=CPU)
+
+
+def test_an_error_without_a_message_is_an_error_still(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         raise AssertionError
 
+    with pytest.raises(AssertionError):
+        agree(work, device=CPU)
+    pretend(monkeypatch, rank(error="AssertionError: "), rank())
     with pytest.raises(ScheduleError, match="rank 0: AssertionError"):
         agree(work, device=CPU)
 

@@ -14,7 +14,13 @@ from megatron.core.transformer import TransformerConfig
 from megapack.attention import PackedSDPA
 from megapack.errors import MegapackError, ScheduleError
 from megapack.layout import Layout
-from megapack.settings import check_config, check_layout, check_model, check_planned_rows
+from megapack.settings import (
+    check_chunks,
+    check_config,
+    check_layout,
+    check_planned_rows,
+    check_reduction,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -154,9 +160,10 @@ def test_a_dense_model_may_keep_the_default_dispatcher() -> None:
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
     """Sizes of Megatron's process groups, to be changed by a test."""
-    sizes = {"data": 2, "tensor_model": 2, "pipeline_model": 4, "context": 1, "expert_model": 1}
+    sizes: dict[str, int | None] = {"data": 2, "tensor_model": 2, "pipeline_model": 4}
+    sizes |= {"context": 1, "expert_model": 1, "virtual_pipeline_model": None}
 
     def size_of(name: str) -> Callable[..., int]:
         return lambda *_, **__: sizes[name]
@@ -166,9 +173,18 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return sizes
 
 
-def test_a_layout_like_the_groups_passes(groups: dict[str, int]) -> None:
+def test_a_layout_like_the_groups_passes(groups: dict[str, int | None]) -> None:
     check_layout(Layout(dp=2, tp=2, pp=4), 1)
+    groups["virtual_pipeline_model"] = 3
     check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
+
+
+def test_megatron_must_know_the_virtual_stages(groups: dict[str, int | None]) -> None:
+    with pytest.raises(ScheduleError, match=r"is None, the layout has vpp=3"):
+        check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
+    groups["virtual_pipeline_model"] = 1
+    with pytest.raises(ScheduleError, match=r"is 1, the layout has vpp=1.*None where vpp=1"):
+        check_layout(Layout(dp=2, tp=2, pp=4), 1)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +198,7 @@ def test_a_layout_like_the_groups_passes(groups: dict[str, int]) -> None:
     ],
 )
 def test_a_layout_unlike_the_groups_is_refused(
-    groups: dict[str, int], group: str, axis: str, size: int
+    groups: dict[str, int | None], group: str, axis: str, size: int
 ) -> None:
     layout = Layout(dp=2, tp=2, pp=4)
     groups[group] = size
@@ -193,7 +209,7 @@ def test_a_layout_unlike_the_groups_is_refused(
         check_layout(layout, 1)
 
 
-def test_as_many_chunks_as_virtual_stages_are_needed(groups: dict[str, int]) -> None:
+def test_as_many_chunks_as_virtual_stages_are_needed(groups: dict[str, int | None]) -> None:
     with pytest.raises(ScheduleError, match=r"1 chunk\(s\).*vpp=2; build one chunk per virtual"):
         check_layout(Layout(dp=2, tp=2, pp=4, vpp=2), 1)
     with pytest.raises(ScheduleError, match=r"2 chunk\(s\).*vpp=1"):
@@ -228,11 +244,36 @@ def packed() -> PackedSDPA:
 
 
 def test_packed_attention_in_every_layer_passes() -> None:
-    check_model([chunk(packed(), packed()), chunk(TEDotProductAttention()), chunk()])
+    check_chunks([chunk(packed(), packed()), chunk(TEDotProductAttention()), chunk()])
 
 
 def test_one_layer_with_unpacked_attention_is_refused_by_its_name() -> None:
     wrong = chunk(packed(), DotProductAttention())
     message = r"layers.1.self_attention.core_attention is DotProductAttention.*local_layer_spec"
     with pytest.raises(ScheduleError, match=message):
-        check_model([chunk(packed()), wrong])
+        check_chunks([chunk(packed()), wrong])
+
+
+def test_gradients_that_ddp_would_average_are_refused() -> None:
+    wrapped = chunk(packed())
+    wrapped.buffers = [SimpleNamespace(gradient_scaling_factor=0.5)]  # type: ignore[assignment]
+    with pytest.raises(ScheduleError, match=r"by 0.5; set it to True before wrapping"):
+        check_chunks([wrapped])
+
+
+def test_gradients_that_nobody_would_add_up_are_refused() -> None:
+    bare, made = [chunk(packed())], config(Layout(dp=2))
+    with pytest.raises(ScheduleError, match=r"dp=2, pp=1; wrap each chunk"):
+        check_reduction(made, bare, Layout(dp=2))
+    check_reduction(config(Layout()), bare, Layout())
+    made.finalize_model_grads_func = print
+    check_reduction(made, bare, Layout(dp=2))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"moe_aux_loss_coeff": [0.0, 0.1]}, {"moe_z_loss_coeff": 1e-3}]
+)
+def test_auxiliary_losses_that_depend_on_the_packing_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ScheduleError, match="depend on the packing"):
+        check_config(config(num_moe_experts=4, **changes), INTERLEAVED)
+    check_config(config(num_moe_experts=4), INTERLEAVED)
