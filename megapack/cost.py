@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
+from megapack.cost_fit import Measurement, fit_coefficients
+from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 
@@ -42,6 +45,8 @@ class CostModel:
     """Relative cost of the pp*vpp chunks in model order, mean 1; None = all alike."""
     p2p: float = 0.0
     """Seconds between the end of a chunk and the moment when the next chunk may begin."""
+    fit_error: float | None = field(default=None, compare=False)
+    """Mean relative error of the forward seconds that `fit` saw; None where nothing was fitted."""
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -106,7 +111,70 @@ class CostModel:
         unknown = sorted(set(payload) - known)
         if unknown:
             raise ConfigError(f"unknown cost model fields {unknown}; known are {sorted(known)}")
+        if isinstance(payload.get("stage_weights"), list):
+            payload["stage_weights"] = tuple(payload["stage_weights"])
         return cls(**payload)
+
+    @classmethod
+    def from_model(
+        cls,
+        sizes: ModelSizes,
+        *,
+        layout: Layout,
+        flops_per_gpu: float,
+        fixed: float = 0.0,
+        mean_length: float = 4096.0,
+    ) -> CostModel:
+        """What a model's sizes say, for one TP group of the layout.
+
+        Args:
+            sizes: dense or with experts.
+            layout: tp shares the work; pp*vpp chunks share the layers, with the embedding on the
+                first and the vocabulary head on the last.
+            flops_per_gpu: operations per second that are reached, 4e14 for one.
+            fixed: seconds per chunk and micro-batch that sizes do not tell.
+            mean_length: tokens of a typical sample, for the weights of the stages.
+
+        Raises:
+            ConfigError: sizes that do not divide, or no speed.
+        """
+        _check_number("flops_per_gpu", flops_per_gpu)
+        if flops_per_gpu == 0:
+            raise ConfigError("flops_per_gpu=0; set the operations per second that are reached")
+        speed = flops_per_gpu * layout.tp
+        layers = sizes.num_layers
+        per_token = layers * sizes.layer_flops_per_token() + sizes.head_flops_per_token()
+        return cls(
+            fixed=fixed,
+            per_token=(per_token + sizes.embedding_flops_per_token()) / speed,
+            per_token_sq=layers * sizes.layer_flops_per_token_sq() / speed,
+            stage_weights=sizes.stage_weights(layout, mean_length),
+        )
+
+    @classmethod
+    def fit(cls, measurements: Sequence[Measurement], *, layout: Layout | None = None) -> CostModel:
+        """The model nearest to measured seconds of single chunks, by non-negative least squares.
+
+        Args:
+            measurements: (row_tokens, tokens_sq, num_samples, forward_seconds, backward_seconds)
+                of micro-batches of different sizes; the last may be left out.
+            layout: the one that was measured; None for one chunk on one GPU.
+
+        Returns:
+            The model, with the mean relative error in `fit_error`.
+
+        Raises:
+            DataError: no measurements, or seconds that are not positive.
+        """
+        found = fit_coefficients(measurements, layout or Layout())
+        return cls(
+            fixed=found.fixed,
+            per_token=found.per_token,
+            per_token_sq=found.per_token_sq,
+            per_sample=found.per_sample,
+            backward_ratio=found.backward_ratio,
+            fit_error=found.relative_error,
+        )
 
 
 def _check_number(name: str, value: object) -> None:

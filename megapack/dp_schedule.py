@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from megapack.cost import CostModel
-from megapack.counts import keep_reachable
 from megapack.errors import ConfigError, PlanError
 from megapack.inputs import Ints, read_budget, read_lengths, read_rollout_ids
 from megapack.layout import Layout
 from megapack.plan import Plan, RolloutId, StepPlan
 from megapack.policy import Policy
-from megapack.problem import StepProblem, build_step
 from megapack.search import plan_rows
-from megapack.steps import split_rollouts
+from megapack.search_counts import keep_reachable
+from megapack.search_problem import StepProblem, build_step
+from megapack.step_split import split_rollouts
 
 _LOG = logging.getLogger(__name__)
 

@@ -31,62 +31,27 @@ def pack_to_targets(sizes: Ints, work: Floats, targets: Floats, capacity: int) -
     """
     order = np.lexsort((-sizes, -work))
     row_of = np.empty(sizes.size, dtype=np.int64)
-    return row_of if _pack(sizes, work, order, targets.copy(), capacity, row_of) else None
-
-
-@kernel
-def make_room(targets: Floats, work: Floats) -> None:
-    """Rows for samples that are heavier than any row should be, out of their ranks' shares.
-
-    The heaviest sample takes the largest place of the rank with most left; what its rank still has
-    to get shrinks the rank's other rows. Without that a rank with one huge sample would get full
-    rows beside it.
-
-    Args:
-        targets: float64 [dp, M], changed in place; a rank's targets keep their sum where its huge
-            samples leave something.
-        work: float64 [n], falling.
-    """
-    dp, count = targets.shape
-    taken = np.zeros((dp, count), dtype=np.bool_)
-    left = np.zeros(dp)
-    for rank in range(dp):
-        for place in range(count):
-            left[rank] += targets[rank, place]
-    for item in range(work.size):
-        rank = int(np.argmax(left))
-        best = -1
-        open_places = 0
-        for place in range(count):
-            if not taken[rank, place]:
-                open_places += 1
-                if best < 0 or targets[rank, place] > targets[rank, best]:
-                    best = place
-        if open_places < 2 or work[item] <= targets[rank, best]:
-            break
-        taken[rank, best] = True
-        rest = 0.0
-        for place in range(count):
-            if not taken[rank, place]:
-                rest += targets[rank, place]
-        left[rank] -= work[item]
-        targets[rank, best] = work[item]
-        scale = max(left[rank], 0.0) / rest if rest > 0 else 0.0
-        for place in range(count):
-            if not taken[rank, place]:
-                targets[rank, place] *= scale
+    # A max-heap of rows by what is missing: a falling list is one.
+    heap = np.argsort(-targets, kind="stable")
+    fits = _pack(sizes, work, order, targets.copy(), heap, capacity, row_of)
+    return row_of if fits else None
 
 
 @kernel
 def _pack(
-    sizes: Ints, work: Floats, order: Ints, missing: Floats, capacity: int, row_of: Ints
+    sizes: Ints,
+    work: Floats,
+    order: Ints,
+    missing: Floats,
+    heap: Ints,
+    capacity: int,
+    row_of: Ints,
 ) -> bool:
     num_rows = missing.size
     free = np.full(num_rows, capacity, dtype=np.int64)
     empty = num_rows
     used = np.zeros(num_rows, dtype=np.bool_)
-    # A max-heap of rows by what is missing, and where each row stands in it.
-    heap = np.argsort(-missing, kind="mergesort")
+    # Where each row stands in the heap.
     where = np.empty(num_rows, dtype=np.int64)
     for place in range(num_rows):
         where[heap[place]] = place

@@ -53,19 +53,18 @@ def karmarkar_karp(sizes: Ints, num_parts: int, *, equal_size: bool = False) -> 
     head, following = _largest_differencing(sizes, order, num_parts, equal_size)
     parts: list[list[int]] = []
     after = following.tolist()
-    for first in head.tolist():
+    for item in head.tolist():
         part = []
-        while first >= 0:
-            part.append(first)
-            first = after[first]
+        at = item
+        while at >= 0:
+            part.append(at)
+            at = after[at]
         parts.append(part)
     return parts
 
 
 @kernel
-def _largest_differencing(
-    sizes: Ints, order: Ints, k: int, equal_size: bool
-) -> tuple[Ints, Ints]:
+def _largest_differencing(sizes: Ints, order: Ints, k: int, equal_size: bool) -> tuple[Ints, Ints]:
     step = k if equal_size else 1
     count = sizes.size // step
     sets = _Tuples(

@@ -10,6 +10,7 @@ is a canned one, at a count from the closed form of equal micro-batches.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,16 +19,17 @@ from itertools import islice
 import numpy as np
 
 from megapack.cost import TOKENS
-from megapack.counts import fewest_rows, least_count, rank_counts, split_heaviest
-from megapack.deal import deal, place_by_target
 from megapack.errors import PlanError
 from megapack.inputs import Floats, Ints
-from megapack.packing_balance import make_room, pack_to_targets
-from megapack.per_rank import adjust_counts
+from megapack.packing import first_fit
+from megapack.packing_balance import pack_to_targets
 from megapack.pipeline import Runner
-from megapack.problem import StepDraft, StepProblem
-from megapack.profile import Profile, canned_profile, find_profile
-from megapack.state import Scored, score_draft
+from megapack.search_counts import fewest_rows, least_count, rank_counts, split_heaviest
+from megapack.search_deal import deal, place_by_target
+from megapack.search_per_rank import adjust_counts
+from megapack.search_problem import StepDraft, StepProblem
+from megapack.search_profile import Profile, canned_profile, find_profile
+from megapack.search_state import Scored, score_draft
 
 _MAX_COUNTS = 8
 _MAX_PACKED = 4
@@ -46,6 +48,8 @@ class _Shape:
     counts: Ints
     """int64 [dp], micro-batches of each rank."""
     group: int
+    huge: list[Floats]
+    """Per rank the work of samples that take a place of their own, falling."""
     profile: Profile
 
 
@@ -69,7 +73,12 @@ class _Search:
         if self.uniform:
             # Every row is as long as the longest: what is to be even is tokens.
             self.work = problem.aligned.astype(np.float64)
+        # Ranks that meet, or rows of one length: targets are the same on all of them.
+        self.alike = self.lockstep or self.uniform
         self.falling = np.sort(self.work)[::-1]
+        self.total = float(np.cumsum(self.work)[-1])
+        # What a full row works, if its samples are like the others.
+        self.cap = self.total * problem.capacity / int(problem.aligned.sum())
         self.runner = Runner(self.layout, self.cost, problem.forward_only)
         self.left = self.policy.search
         self.fewest, self.num_fewest = fewest_rows(problem)
@@ -79,29 +88,48 @@ class _Search:
         if self.left < 2 * self.layout.dp and not capped:
             # Not enough to score two drafts.
             return next(self._drafts())[1]
-        best = self._best_scored()
+        found = self._scored_drafts()
+        best = self._best(found)
         if best.seconds == math.inf:
             raise self._over_live_cap()
         if self.policy.count_rule == "per_rank" and not self.uniform and self.left > 0:
             best = self._with_own_counts(best)
-        if self.left > 0:
-            best.refine(self.runner, self.left, self.lockstep)
-        return best.draft
+            found.append(best)
+        return self._refined(best, found).draft
 
-    def _best_scored(self) -> Scored:
-        # Where more micro-batches save no bubble that is counted, they must balance better.
-        least_gain = _LEAST_GAIN if self.by_tokens or self.layout.pp == 1 else 0.0
-        best: Scored | None = None
+    def _scored_drafts(self) -> list[Scored]:
+        found: list[Scored] = []
         for shape, draft in self._drafts():
             scored = self._score(draft)
-            if shape is not None and not self.lockstep:
+            if shape is not None and not self.alike:
                 scored = self._evened(shape, scored)
-            if best is None or scored.seconds < best.seconds * (1 - least_gain):
-                best = scored
-            if self.left < 2 * self.layout.dp and best.seconds < math.inf:
+            found.append(scored)
+            if self.left < 2 * self.layout.dp and self._best(found).seconds < math.inf:
                 break
-        assert best is not None, "the last draft can always be made"
+        return found
+
+    def _best(self, found: list[Scored]) -> Scored:
+        """Least seconds; more micro-batches must gain something where no bubble is counted."""
+        if self.layout.pp > 1 and not self.by_tokens:
+            return min(found, key=lambda s: s.seconds)
+        fewest = min(s.num_microbatches for s in found)
+        extra = {False: 1.0, True: 1 + _LEAST_GAIN}
+        return min(found, key=lambda s: s.seconds * extra[s.num_microbatches > fewest])
+
+    def _refined(self, best: Scored, found: list[Scored]) -> Scored:
+        """Moves on the best draft and on the best of those with the fewest micro-batches."""
+        fewest = min(s.num_microbatches for s in found)
+        other = min((s for s in found if s.num_microbatches == fewest), key=lambda s: s.seconds)
+        if other is not best and other.seconds < math.inf:
+            for contender in (best, other):
+                self._refine(contender, self.left // 4)
+            best = self._best([best, other])
+        self._refine(best, self.left)
         return best
+
+    def _refine(self, scored: Scored, budget: int) -> None:
+        if budget > 0:
+            self.left -= scored.refine(self.runner, budget, self.lockstep)
 
     def _score(self, draft: StepDraft) -> Scored:
         self.left -= self.layout.dp
@@ -109,20 +137,22 @@ class _Search:
 
     def _evened(self, shape: _Shape, best: Scored) -> Scored:
         """Pack again with less work for slow ranks while that helps."""
-        shares = np.ones(self.layout.dp)
-        scored = best
+        shares, scored, misses = np.ones(self.layout.dp), best, 0
         for _ in range(_MAX_EVENED):
             seconds = scored.state.seconds
+            if not np.isfinite(seconds).all() or not seconds.max() > 0:
+                break
             mean = float(np.cumsum(seconds)[-1]) / seconds.size
-            if self.left < 2 * self.layout.dp or float(seconds.max()) < mean * _EVEN:
+            even = float(seconds.max()) < mean * _EVEN
+            if even or misses > 1 or self.left < 2 * self.layout.dp:
                 break
             shares = np.maximum(shares * (1 - (seconds - mean) / seconds.max()), 0.01)
             draft = self._pack(shape, shares * (shares.size / float(np.cumsum(shares)[-1])))
             if draft is None:
                 break
             scored = self._score(draft)
-            if scored.seconds < best.seconds:
-                best = scored
+            misses += scored.seconds >= best.seconds
+            best = min(best, scored, key=lambda s: s.seconds)
         return best
 
     def _with_own_counts(self, best: Scored) -> Scored:
@@ -137,7 +167,13 @@ class _Search:
         pairs = ((shape, self._pack(shape, even)) for shape in self._shapes())
         packed = ((shape, draft) for shape, draft in pairs if draft is not None)
         yield from islice(packed, _MAX_PACKED)
-        yield from ((None, self._split(group)) for group in self._groups())
+        rows = [(self.fewest, self.num_fewest)]
+        if self.layout.pp == 1 and self.problem.max_samples is None:
+            # In input order rows are mixtures, and so more alike than sorted ones.
+            mixed = first_fit(self.problem.aligned, self.problem.capacity)
+            if mixed[1] <= int(rank_counts(self.problem, self.num_fewest, 1).sum()):
+                rows.insert(0, mixed)
+        yield from ((None, self._split(*row, group)) for row in rows for group in self._groups())
 
     def _shapes(self) -> list[_Shape]:
         """Shapes by the seconds that their profile would take."""
@@ -169,8 +205,9 @@ class _Search:
             wanted = [max(least, min(best, most, 2 * least)), least]
         else:
             top = max(least, min(most, 2 * best, _MAX_GROWTH * least))
-            ratio = (top / least) ** (1 / (_MAX_COUNTS - 1))
-            wanted = [round(least * ratio**k) for k in range(_MAX_COUNTS)]
+            # Closer where they are small; in integers, as a power may differ between machines.
+            last = _MAX_COUNTS - 1
+            wanted = [least + (top - least) * k * k // (last * last) for k in range(last + 1)]
         if layout.pp == 1 or self.by_tokens:
             wanted = [least, least + 1, least + 2 + least // 16]
         legal = [layout.next_legal_count(count, rule, group) for count in wanted]
@@ -182,65 +219,72 @@ class _Search:
         overhead = self.cost.fixed * layout.vpp
         if overhead <= 0:
             return self.problem.num_samples
-        work = self._rank_work()
+        work = self.total / (layout.num_chunks * layout.cp * layout.dp)
         return max(1, round(math.sqrt(work * (layout.pp - 1) / overhead)))
 
-    def _rank_work(self) -> float:
-        """Seconds of one chunk's forward of a rank's share of all samples, `fixed` left out."""
-        layout = self.layout
-        work = float(np.cumsum(self.problem.work)[-1])
-        return work / (layout.num_chunks * layout.cp * layout.dp)
-
-    def _huge(self, above: float) -> Floats:
-        """Every dp-th sample from the heaviest, while above a rank's mean row: one rank's share."""
-        seconds = self.falling[:: self.layout.dp] / (self.layout.num_chunks * self.layout.cp)
-        return seconds[seconds > above]
+    def _huge(self, count: int) -> list[Floats]:
+        """Per rank the work of samples above a mean row, falling: heaviest first to the rank with
+        least of them. None where ranks are to be alike."""
+        ranks: list[list[float]] = [[] for _ in range(self.layout.dp)]
+        loads = [(0.0, rank) for rank in range(self.layout.dp)]
+        mean = self.total / (self.layout.dp * count)
+        huge = self.falling[self.falling > mean].tolist() if not self.alike else []
+        for work in huge:
+            load, rank = loads[0]
+            # Two places are left for the others.
+            if len(ranks[rank]) < count - 2:
+                ranks[rank].append(work)
+            heapq.heapreplace(loads, (load + work, rank))
+        return [np.array(rank) for rank in ranks]
 
     def _shape(self, count: int, group: int, rounds: int | None) -> _Shape:
-        counts = np.full(self.layout.dp, count, dtype=np.int64)
-        if self.uniform or self.layout.pp == 1:
-            return _Shape(counts, group, Profile(np.ones(count), math.inf, 0))
-        if rounds is None:
-            return _Shape(counts, group, canned_profile(self.runner, count, group))
-        work = self._rank_work()
-        tokens = int(self.problem.aligned.sum())
+        layout, huge = self.layout, self._huge(count)
+        counts = np.full(layout.dp, count, dtype=np.int64)
+        if rounds is None or self.uniform or layout.pp == 1:
+            profile = canned_profile(layout, count, group, huge[0].size)
+            return _Shape(counts, group, huge, profile)
+        share = 1.0 / (layout.num_chunks * layout.cp)
         profile = find_profile(
             self.runner,
             count,
             group,
-            work=work,
+            work=share * self.total / layout.dp,
             fixed=self.cost.fixed,
-            cap=work * self.layout.dp * self.problem.capacity / tokens,
-            huge=self._huge(work / count),
+            cap=share * self.cap,
+            huge=share * huge[0],
             rounds=rounds,
         )
         self.left -= profile.evaluations
-        return _Shape(counts, group, profile)
+        return _Shape(counts, group, huge, profile)
 
     def _pack(self, shape: _Shape, shares: Floats) -> StepDraft | None:
         """Samples packed to a shape; `shares` of work per rank have mean 1."""
-        levels, count = shape.profile.levels, shape.profile.levels.size
-        dp, total = self.layout.dp, float(np.cumsum(self.work)[-1])
-        targets = np.outer(shares, levels) * (total / (dp * count))
-        if not (self.lockstep or self.uniform):
-            make_room(targets, self.falling)
+        dp, count = self.layout.dp, int(shape.counts[0])
+        targets = np.array(
+            [
+                shape.profile.targets(share * self.total / dp, huge, self.cap)
+                for share, huge in zip(shares.tolist(), shape.huge, strict=True)
+            ]
+        )
+        if self.uniform:
+            targets[:] = self.total / (dp * count)
         row_of = pack_to_targets(
             self.problem.aligned, self.work, targets.ravel(), self.problem.capacity
         )
         if row_of is None:
             return None
-        if self.lockstep or self.uniform:
-            return self._dealt(row_of, dp * count, shape.counts, shape.group, levels)
+        if self.alike:
+            return self._dealt(row_of, dp * count, shape.counts, shape.group, targets[0])
         row_work = self._row_work(row_of, dp * count).reshape(dp, count)
         heaviest_first = np.argsort(-row_work, axis=1, kind="stable")
         ranks = heaviest_first + np.arange(dp)[:, None] * count
-        return self._draft(row_of, place_by_target(ranks, levels), shape.group)
+        rows = (place_by_target(*pair) for pair in zip(ranks, targets, strict=True))
+        return self._draft(row_of, rows, shape.group)
 
-    def _split(self, group: int) -> StepDraft:
+    def _split(self, row_of: Ints, num_rows: int, group: int) -> StepDraft:
+        """Rows split up to the counts of the fewest rows."""
         counts = rank_counts(self.problem, self.num_fewest, group)
-        row_of, num_rows = split_heaviest(
-            self.fewest, self.num_fewest, int(counts.sum()), self.work
-        )
+        row_of, num_rows = split_heaviest(row_of, num_rows, int(counts.sum()), self.work)
         return self._dealt(row_of, num_rows, counts, group, None)
 
     def _dealt(
@@ -248,7 +292,7 @@ class _Search:
     ) -> StepDraft:
         ranks = deal(self._row_work(row_of, num_rows), counts, in_rounds=self.lockstep)
         rank_rows = [
-            place_by_target(rows[None], np.ones(count) if levels is None else levels)[0]
+            place_by_target(rows, np.ones(count) if levels is None else levels)
             for rows, count in zip(ranks, counts.tolist(), strict=True)
         ]
         return self._draft(row_of, rank_rows, group)

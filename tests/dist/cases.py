@@ -22,6 +22,8 @@ class Case:
     weighting: str = "token-mean"
     norm_constant: float | None = None
     recompute: str = "none"
+    variant: str = "plain"
+    """Which of `problem.MODELS`."""
     config: dict[str, Any] = field(default_factory=dict)
     """Settings of Megatron's config to change once the model is built."""
     num_samples: int = problem.NUM_SAMPLES
@@ -63,6 +65,7 @@ UNIFORM, PER_RANK = Policy(row_shape="uniform"), Policy(count_rule="per_rank")
 CASES: dict[str, Case] = {
     "single": Case(layout=Layout()),
     "pp2": Case(layout=PP2),
+    "pp2_other_model": Case(layout=PP2, variant="other"),
     "pp2_uniform": Case(layout=PP2, policy=UNIFORM, expect={"dummies": True}),
     "pp2_recompute": Case(layout=PP2, recompute="full"),
     "pp2_vpp2": Case(layout=PP2_VPP2, expect={"chunks": 2}),
@@ -87,6 +90,7 @@ CASES: dict[str, Case] = {
     ),
     "tp2": Case(layout=TP2),
     "tp2_sp": Case(layout=TP2_SP),
+    "tp2_sp_other_model": Case(layout=TP2_SP, variant="other"),
     "tp2_sp_recompute": Case(layout=TP2_SP, recompute="selective"),
     "dp2": Case(layout=Layout(dp=2)),
     "dp2_drop": Case(

@@ -1,6 +1,6 @@
 """Takes three optimizer steps on one layout; each rank writes its parameters and gradient norms.
 
-torchrun --nproc-per-node N -m tests.dist.optimizer_worker OUT_DIR DP PP VPP DISTRIBUTED
+torchrun --nproc-per-node N -m tests.dist.optimizer_worker OUT_DIR DP TP PP VPP DISTRIBUTED
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.init import global_parameters
@@ -22,10 +23,10 @@ NUM_STEPS = 3
 CLIP = 0.05
 
 
-def main(out_dir: str, dp: int, pp: int, vpp: int, distributed: bool) -> None:
+def main(out_dir: str, dp: int, tp: int, pp: int, vpp: int, distributed: bool) -> None:
     """Train and write `OUT_DIR/rank<r>.pt`."""
     launch.start("cpu")
-    layout = Layout(dp=dp, pp=pp, vpp=vpp)
+    layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp)
     initialize_parallel(layout, problem.SEED)
     chunks = build_model(
         problem.MODEL,
@@ -48,12 +49,23 @@ def main(out_dir: str, dp: int, pp: int, vpp: int, distributed: bool) -> None:
         updated, norm, _ = optimizer.step()
         assert updated
         norms.append(float(norm))
-    parameters = {n: p.detach().clone() for c in chunks for n, p in global_parameters(c)}
-    torch.save(
-        {"norms": norms, "parameters": parameters}, Path(out_dir) / f"rank{dist.get_rank()}.pt"
-    )
+    # Parameters keep their partition, so that a whole one can be sliced like them.
+    parameters = {n: p for c in chunks for n, p in global_parameters(c)}
+    found = {
+        "norms": norms,
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "parameters": {n: p.detach().clone() for n, p in parameters.items()},
+        "partitions": {n: _partition(p) for n, p in parameters.items()},
+    }
+    torch.save(found, Path(out_dir) / f"rank{dist.get_rank()}.pt")
     launch.stop()
 
 
+def _partition(param: torch.Tensor) -> tuple[int, int] | None:
+    if not getattr(param, "tensor_model_parallel", False):
+        return None
+    return param.partition_dim, param.partition_stride
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(value) for value in sys.argv[2:5]), sys.argv[5] == "True")
+    main(sys.argv[1], *(int(value) for value in sys.argv[2:6]), sys.argv[6] == "True")

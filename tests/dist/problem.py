@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -22,6 +23,13 @@ MODEL = ModelConfig(
     ffn_hidden_size=48,
     init_std=0.2,
 )
+
+# Everything that MODEL is not: the reference solves both.
+OTHER_MODEL = dataclasses.replace(
+    MODEL, untie_embeddings=True, normalization="LayerNorm", gated_linear_unit=False
+)
+MODELS = {"plain": (MODEL, 1.0), "other": (OTHER_MODEL, 0.7)}
+"""Model and temperature by variant."""
 
 OBJECTIVE = GRPO(
     clip_low=0.2, clip_high=0.28, dual_clip=1.5, entropy_coef=0.03, kl_coef=0.1, kl_kind="k3"

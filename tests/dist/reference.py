@@ -21,39 +21,40 @@ from megapack.init import global_parameters, initialize_by_name
 from megapack.layout import Layout
 from megapack.model import initialize_parallel, transformer_config
 from megapack.samples import SampleBatch
+from megapack.train_config import ModelConfig
 from tests.dist import problem
 
 
-def build() -> GPTModel:
+def build(settings: ModelConfig) -> GPTModel:
     """The stock model with the same weights."""
-    layout = Layout()
-    initialize_parallel(layout, problem.SEED)
-    config = transformer_config(problem.MODEL, layout)
+    config = transformer_config(settings, Layout())
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
         vocab_size=128,
-        max_sequence_length=problem.MODEL.max_position_embeddings,
-        share_embeddings_and_output_weights=True,
+        max_sequence_length=settings.max_position_embeddings,
+        share_embeddings_and_output_weights=not settings.untie_embeddings,
         position_embedding_type="rope",
-        rotary_base=problem.MODEL.rotary_base,
+        rotary_base=settings.rotary_base,
     )
     initialize_by_name(
         [model],
         seed=problem.SEED,
-        std=problem.MODEL.init_std,
+        std=settings.init_std,
         num_layers=problem.NUM_LAYERS,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
     return model
 
 
-def logprobs_and_entropy(model: GPTModel, tokens_L: Tensor) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(
+    model: GPTModel, tokens_L: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each token but the first given those before it, and the entropy there."""
     length = tokens_L.numel()
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     logits = model(tokens_L[None], torch.arange(length)[None], mask)[0, :-1].float()
-    log_p = logits.log_softmax(-1)
+    log_p = (logits / temperature).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     return log_p.gather(1, tokens_L[1:, None])[:, 0], entropy
 
@@ -72,7 +73,9 @@ def token_losses(logp: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Te
     return policy + objective.kl_coef * k3 - objective.entropy_coef * entropy
 
 
-def run_sample(model: GPTModel, batch: SampleBatch, index: int) -> dict[str, Any]:
+def run_sample(
+    model: GPTModel, batch: SampleBatch, index: int, temperature: float
+) -> dict[str, Any]:
     """One sample alone: its summed loss, the gradient of that, and its log-probs."""
     model.zero_grad()
     tokens, mask = batch.tokens(index), batch.response_mask(index)[1:]
@@ -82,7 +85,7 @@ def run_sample(model: GPTModel, batch: SampleBatch, index: int) -> dict[str, Any
     if tokens.numel() == 1:
         none = torch.zeros(0)
         return {"loss": 0.0, "num_tokens": 0, "grads": {}, "logprobs": none, "entropy": none}
-    logp, entropy = logprobs_and_entropy(model, tokens)
+    logp, entropy = logprobs_and_entropy(model, tokens, temperature)
     loss = (token_losses(logp, entropy, at) * mask).sum()
     loss.backward()
     return {
@@ -97,8 +100,12 @@ def run_sample(model: GPTModel, batch: SampleBatch, index: int) -> dict[str, Any
 def main(path: str) -> None:
     """Write the reference to `path`."""
     launch.start("cpu")
-    model, batch = build(), problem.make_batch()
-    torch.save([run_sample(model, batch, i) for i in range(len(batch))], path)
+    initialize_parallel(Layout(), problem.SEED)
+    batch, found = problem.make_batch(), {}
+    for variant, (settings, temperature) in problem.MODELS.items():
+        model = build(settings)
+        found[variant] = [run_sample(model, batch, i, temperature) for i in range(len(batch))]
+    torch.save(found, path)
     launch.stop()
 
 

@@ -30,7 +30,8 @@ from tests.dist.expected import expected_step
 def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Forward and step of a case, compared with the reference; facts about what was run."""
     initialize_parallel(case.layout, problem.SEED)
-    model = dataclasses.replace(problem.MODEL, recompute=case.recompute)
+    model, temperature = problem.MODELS[case.variant]
+    model = dataclasses.replace(model, recompute=case.recompute)
     chunks = build_model(
         model,
         case.layout,
@@ -40,7 +41,9 @@ def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
     )
     for name, value in case.config.items():
         setattr(get_model_config(chunks[0]), name, value)
-    adapter = ScheduleAdapter(chunks, layout=case.layout, logprob_chunk_tokens=16)
+    adapter = ScheduleAdapter(
+        chunks, layout=case.layout, logprob_chunk_tokens=16, temperature=temperature
+    )
     batch, plan = problem.make_batch(case.num_samples), case.plan()
     outputs = adapter.forward(plan, batch, entropy=True)
     result = adapter.step(
@@ -122,7 +125,7 @@ def main(reference: str, out: str, names: list[str]) -> None:
     world, samples = dist.get_world_size(), torch.load(reference)
     found = {}
     for name in names or [name for name, case in CASES.items() if case.world == world]:
-        found[name] = run_case(CASES[name], samples)
+        found[name] = run_case(CASES[name], samples[CASES[name].variant])
         worst = torch.tensor(found[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         found[name]["worst_parameter"] = float(worst)

@@ -55,7 +55,7 @@ def test_an_error_of_all_ranks_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatc
         raise DataError("bad line")
 
     pretend(monkeypatch, *[rank(error="DataError: bad line")] * 3)
-    with pytest.raises(DataError, match="^bad line$"):
+    with pytest.raises(DataError, match=r"^bad line$"):
         agree(work, device=CPU)
 
 

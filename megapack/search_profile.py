@@ -28,21 +28,45 @@ _SLOPES = (1.8, 1.4, 1.15)
 
 @dataclass(frozen=True)
 class Profile:
-    """Target sizes of one rank's M micro-batches."""
+    """Target sizes of one rank's M micro-batches, relative until work is given."""
 
+    classes: Ints
+    """int64 [M]: places of one class have one level."""
     levels: Floats
-    """float64 [M], mean 1: work of each place over the mean."""
+    """Relative size per class."""
+    places: Ints
+    """Places in the order in which huge samples take them."""
     seconds: float
-    """Simulated seconds if work were divisible to these sizes; inf where not simulated."""
+    """Simulated seconds for divisible work; inf where not simulated."""
     evaluations: int
     """Simulations spent."""
 
+    def targets(self, work: float, huge: Floats, cap: float) -> Floats:
+        """Work of each place.
 
-def canned_profile(runner: Runner, count: int, group: int) -> Profile:
-    """A profile without simulation."""
-    classes, levels, _ = _classes(runner.layout, count, group, 0)
-    sizes = levels[classes]
-    return Profile(sizes / sizes.mean(), np.inf, 0)
+        Args:
+            work: of all places together, in any unit.
+            huge: falling, work of samples that take a place of their own.
+            cap: most work of a place without a huge sample.
+
+        Returns:
+            float64 [M]; its sum is `work`, or that of `huge` where this is more.
+        """
+        sizes = np.empty(self.classes.size)
+        floors = _floors(self.places, huge)
+        _fill(self.classes, self.levels, floors, work, max(cap, work / sizes.size), sizes)
+        return sizes
+
+
+def canned_profile(layout: Layout, count: int, group: int, num_huge: int) -> Profile:
+    """A profile without simulation.
+
+    Args:
+        count: M.
+        group: G.
+        num_huge: samples that take a place of their own.
+    """
+    return Profile(*_classes(layout, count, group, num_huge), np.inf, 0)
 
 
 def find_profile(
@@ -64,19 +88,21 @@ def find_profile(
         work: seconds of one chunk's forward of all of a rank's work, without `fixed`.
         fixed: seconds that each micro-batch adds.
         cap: most work of one micro-batch (what its row holds).
-        huge: falling, work of the samples that are larger than a mean row: each takes a place.
+        huge: falling, work of samples that take a place of their own.
         rounds: sweeps of the pattern search.
     """
-    huge = huge[: max(0, count - 2)]
     classes, levels, places = _classes(runner.layout, count, group, huge.size)
-    floors = np.zeros(count)
-    floors[places[: huge.size]] = huge[: places.size]
-    ops = runner.ops(count, group)
+    ops, floors = runner.ops(count, group), _floors(places, huge)
     cap = max(cap, work / count)
     seconds, used = _search(ops, classes, levels, floors, work, cap, fixed, rounds)
-    sizes = np.empty(count)
-    _fill(classes, levels, floors, work, cap, sizes)
-    return Profile(sizes / sizes.mean(), float(seconds), int(used))
+    return Profile(classes, levels, places, float(seconds), int(used))
+
+
+def _floors(places: Ints, huge: Floats) -> Floats:
+    floors = np.zeros(places.size)
+    huge = huge[: places.size]
+    floors[places[: huge.size]] = huge
+    return floors
 
 
 def _classes(layout: Layout, count: int, group: int, num_huge: int) -> tuple[Ints, Floats, Ints]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from megapack.counts import halves
 from megapack.inputs import Ints
 from megapack.pipeline import Runner
 from megapack.pipeline_kernels import rank_seconds
-from megapack.problem import StepDraft, StepProblem
-from megapack.scoring import row_seconds
-from megapack.state import Scored
+from megapack.search_counts import halves
+from megapack.search_problem import StepDraft, StepProblem
+from megapack.search_scoring import row_seconds
+from megapack.search_state import Scored
 
 
 def adjust_counts(problem: StepProblem, scored: Scored, runner: Runner, budget: int) -> StepDraft:

@@ -10,9 +10,9 @@ from megapack.cost import CostModel
 from megapack.inputs import Ints
 from megapack.pipeline import Runner
 from megapack.pipeline_kernels import RankOps
-from megapack.problem import PADDING, StepDraft, StepProblem
-from megapack.refine import refine
-from megapack.scoring import RowCost, State, score_all
+from megapack.search_problem import PADDING, StepDraft, StepProblem
+from megapack.search_refine import refine
+from megapack.search_scoring import RowCost, State, score_all
 
 _UNCAPPED = 2**62
 
@@ -28,6 +28,11 @@ class Scored:
     bounds: Ints
     seconds: float
     """Simulated seconds of the step; inf where a cap is broken."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of all ranks, padding counted."""
+        return int(self.state.counts.sum())
 
     def refine(self, runner: Runner, budget: int, lockstep: bool) -> int:
         """Improve it in place by `budget` simulations; returns those spent."""

@@ -6,11 +6,18 @@ import numpy as np
 
 from megapack.inputs import Floats, Ints
 from megapack.jit import kernel
-from megapack.problem import PADDING
+from megapack.packing_kk import karmarkar_karp
+from megapack.search_problem import PADDING
+
+# More rows are dealt: differencing keeps a tuple of all ranks per rows / ranks.
+_MAX_DIFFERENCED = 4096
 
 
 def deal(row_work: Floats, counts: Ints, *, in_rounds: bool = False) -> list[Ints]:
-    """Heaviest row first to the rank of least work that has room.
+    """Rows to ranks of about equal work.
+
+    Karmarkar-Karp where ranks get equally many, else the heaviest row first to the rank of least
+    work that has room.
 
     With fewer rows than places, ranks get shares of real rows that differ by one at most, so that
     no rank has only padding while another has two rows.
@@ -26,9 +33,23 @@ def deal(row_work: Floats, counts: Ints, *, in_rounds: bool = False) -> list[Int
     """
     order = np.argsort(-row_work, kind="stable")
     quota = _quotas(counts, row_work.size)
+    if not in_rounds and row_work.size <= _MAX_DIFFERENCED and np.all(quota == quota[0]):
+        return _differenced(row_work, order, counts.size)
     rank_of = _deal(row_work, order, quota, counts.size if in_rounds else 0)
     by_rank = order[np.argsort(rank_of[order], kind="stable")]
     return np.split(by_rank, np.cumsum(quota)[:-1])
+
+
+def _differenced(row_work: Floats, order: Ints, num_ranks: int) -> list[Ints]:
+    """Karmarkar-Karp with equally many rows for each rank: sums are nearer than by dealing."""
+    largest = float(row_work.max())
+    # A cost model of zeros weighs nothing.
+    scaled = row_work / largest if largest > 0 else np.zeros(row_work.size)
+    units = np.round(scaled * 2**40).astype(np.int64)
+    rank_of = np.empty(row_work.size, dtype=np.int64)
+    for rank, rows in enumerate(karmarkar_karp(units, num_ranks, equal_size=True)):
+        rank_of[rows] = rank
+    return [order[rank_of[order] == rank] for rank in range(num_ranks)]
 
 
 def _quotas(counts: Ints, num_rows: int) -> Ints:
@@ -71,23 +92,22 @@ def _deal(row_work: Floats, order: Ints, quota: Ints, round_size: int) -> Ints:
     return rank_of
 
 
-def place_by_target(ranks: Ints, targets: Floats) -> Ints:
-    """Rows in pipeline order: a rank's heaviest where the target is largest.
+def place_by_target(rows: Ints, targets: Floats) -> Ints:
+    """A rank's rows in pipeline order: the heaviest where the target is largest.
 
     Places of equal target fill from the middle, so that what is small stands first and last.
 
     Args:
-        ranks: int64 [dp, rows], heaviest first; fewer than places leave PADDING at the smallest
-            targets.
+        rows: heaviest first; fewer than places leave PADDING at the smallest targets.
         targets: float64 [M].
 
     Returns:
-        int64 [dp, M].
+        int64 [M].
     """
     count = targets.size
     place = np.arange(count)
     from_end = np.minimum(place, count - 1 - place)
     order = np.lexsort((place, -from_end, -targets))
-    out = np.full((ranks.shape[0], count), PADDING, dtype=np.int64)
-    out[:, order[: ranks.shape[1]]] = ranks
+    out = np.full(count, PADDING, dtype=np.int64)
+    out[order[: rows.size]] = rows
     return out

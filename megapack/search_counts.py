@@ -14,7 +14,7 @@ import numpy as np
 from megapack.errors import PlanError
 from megapack.inputs import Floats, Ints
 from megapack.packing import first_fit_decreasing
-from megapack.problem import StepProblem
+from megapack.search_problem import StepProblem
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,8 +86,12 @@ def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> int:
         raise PlanError(
             f"{_reach(problem, wanted)}; set unreachable='pad' or 'drop', another budget, dp or G"
         )
+    least_rows = _least_rows(problem)
     for kept in range(rollout_ends.size - 1, 0, -1):
-        prefix = problem.take(int(rollout_ends[kept - 1]))
+        size = int(rollout_ends[kept - 1])
+        if size < int(rank_counts(problem, least_rows[size - 1], reach_group(problem)).sum()):
+            continue  # without packing it
+        prefix = problem.take(size)
         if prefix.num_samples >= _slots(prefix):
             _LOG.warning(
                 "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)",
@@ -101,6 +105,18 @@ def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> int:
         f"{_reach(problem, wanted)}, and no prefix of its rollouts reaches one "
         f"(align count {_align_count(problem)}); set unreachable='pad' or give more samples"
     )
+
+
+def _least_rows(problem: StepProblem) -> list[int]:
+    """Rows that the first sample, the first two, and so on cannot do without."""
+    places = np.arange(1, problem.num_samples + 1)
+    if problem.max_samples is not None:
+        return [int(n) for n in -(-places // problem.max_samples)]
+    capacity = max(problem.capacity, 1)  # 0 where the budget is below the alignment
+    by_tokens = -(-np.cumsum(np.minimum(problem.aligned, capacity)) // capacity)
+    # No two samples over half a row share one.
+    by_halves = np.cumsum(2 * problem.aligned > problem.capacity)
+    return [int(n) for n in np.maximum(by_tokens, by_halves)]
 
 
 def _slots(problem: StepProblem) -> int:

@@ -13,10 +13,12 @@ import numpy as np
 from megapack.inputs import Ints
 from megapack.jit import kernel
 from megapack.pipeline_kernels import RankOps
-from megapack.scoring import RowCost, State, ops_of, row_seconds, score_rank, slowest
+from megapack.search_scoring import RowCost, State, ops_of, row_seconds, score_rank, slowest
 
 # Exchanges with another rank are drawn this many times; the one nearest to the wanted shift is run.
-_DRAWS = 12
+_DRAWS = 24
+# Without a pipeline only the balance counts: ranks this near to each other are left alone.
+_EVEN = 1e-6
 
 
 @kernel
@@ -165,13 +167,17 @@ def refine(
     misses = 0
     while used < budget and misses < 4 * budget + 64:
         slow = slowest(state)
+        if all_ops.pp == 1:
+            spread = state.seconds[slow] - state.seconds[_fastest(state)]
+            if spread < _EVEN * state.seconds[slow] and not lockstep:
+                break
         if lockstep:
             slow = _next_random(random, state.counts.size)
         kind = _next_random(random, 8)
         if cost.fixed_rows:
             kind = 0
         elif all_ops.pp == 1 and state.counts.size > 1 and not lockstep:
-            kind = 7
+            kind = 6 + kind % 2
         spent = 0
         if kind < 3:
             spent = _try_order(cost, state, all_ops, bounds, lockstep, random, slow)

@@ -1,0 +1,94 @@
+"""Floating-point operations of a transformer, from its sizes.
+
+Multiply and add count as two. Attention is causal: a sample of L tokens has L^2 / 2 pairs, and each
+costs two products of the head width per head, in scores and in values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapack.errors import ConfigError
+from megapack.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """A GPT with grouped-query attention, dense or with experts."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    """Of a dense layer; of one expert where `num_experts` is set."""
+    num_attention_heads: int
+    vocab_size: int
+    num_query_groups: int | None = None
+    """None: as many as heads."""
+    kv_channels: int | None = None
+    """Head width; None: hidden_size / num_attention_heads."""
+    gated: bool = True
+    """Three matrices per feed-forward (SwiGLU), not two."""
+    num_experts: int | None = None
+    """None: dense."""
+    experts_per_token: int = 1
+    """Experts that a token goes through."""
+    shared_expert_ffn_hidden_size: int = 0
+    """Of an expert that every token goes through."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 0 if name == "shared_expert_ffn_hidden_size" else 1
+            if name != "gated" and value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"{name}={value!r}; set an integer of at least {least}")
+
+    @property
+    def head_width(self) -> int:
+        """Channels of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def layer_flops_per_token(self) -> float:
+        """One layer's matrices, forward."""
+        queries = self.num_attention_heads * self.head_width
+        keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
+        attention = 2 * self.hidden_size * (2 * queries + 2 * keys)
+        matrices = 3 if self.gated else 2
+        width = self.ffn_hidden_size
+        router = 0
+        if self.num_experts is not None:
+            width = width * self.experts_per_token + self.shared_expert_ffn_hidden_size
+            router = 2 * self.hidden_size * self.num_experts
+        return float(attention + router + 2 * self.hidden_size * matrices * width)
+
+    def layer_flops_per_token_sq(self) -> float:
+        """One layer's attention, forward, per squared token of a sample."""
+        return 2.0 * self.num_attention_heads * self.head_width
+
+    def head_flops_per_token(self) -> float:
+        """The vocabulary projection, forward."""
+        return 2.0 * self.hidden_size * self.vocab_size
+
+    def embedding_flops_per_token(self) -> float:
+        """The lookup, counted as one addition per channel."""
+        return float(self.hidden_size)
+
+    def stage_weights(self, layout: Layout, mean_length: float) -> tuple[float, ...]:
+        """Cost of the pp*vpp chunks over their mean: the embedding first, the head last.
+
+        Args:
+            mean_length: tokens of a typical sample, for the share of attention.
+
+        Raises:
+            ConfigError: layers that do not divide into chunks.
+        """
+        chunks = layout.num_chunks
+        if self.num_layers % chunks:
+            raise ConfigError(
+                f"num_layers={self.num_layers} do not divide into pp*vpp={chunks} chunks; set "
+                "stage_weights by hand, or another pp or vpp"
+            )
+        layer = self.layer_flops_per_token() + self.layer_flops_per_token_sq() * mean_length
+        cost = [layer * self.num_layers / chunks] * chunks
+        cost[0] += self.embedding_flops_per_token()
+        cost[-1] += self.head_flops_per_token()
+        mean = sum(cost) / chunks
+        return tuple(c / mean for c in cost)

@@ -1,0 +1,56 @@
+"""The six inputs whose plans are pinned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megapack import CostModel, Layout, Policy
+
+COST = CostModel(fixed=64.0, per_token=1.0, per_token_sq=1 / 12288)
+
+
+def spread(count: int, longest: int) -> list[int]:
+    """Lengths without a pattern: many short, few long."""
+    return [1 + (i * i * 7919 + 31 * i) % longest * ((i * 17) % 11 + 1) // 11 for i in range(count)]
+
+
+CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "dp4": (spread(40, 900), {"layout": Layout(dp=4), "max_tokens_per_gpu": 1024}),
+    "dp2_pp4": (
+        spread(48, 900),
+        {"layout": Layout(dp=2, pp=4), "max_tokens_per_gpu": 1024, "cost": COST},
+    ),
+    "dp2_pp2_vpp2_groups": (
+        spread(60, 700),
+        {
+            "layout": Layout(dp=2, pp=2, vpp=2, microbatch_group_size=3),
+            "max_tokens_per_gpu": 1024,
+            "cost": COST,
+            "rollout_ids": [f"r{i // 3}" for i in range(60)],
+            "num_steps": 2,
+            "policy": Policy(step_split="balanced"),
+        },
+    ),
+    "dp4_pp2_per_rank_cp2_fp8": (
+        spread(30, 900),
+        {
+            "layout": Layout(dp=4, pp=2, cp=2, fp8=True),
+            "max_tokens_per_gpu": 512,
+            "cost": COST,
+            "policy": Policy(count_rule="per_rank"),
+        },
+    ),
+    "dp2_experts_uniform_drop": (
+        [300] * 21,
+        {
+            "layout": Layout(dp=2, ep=2, pp=2, vpp=2),
+            "max_tokens_per_gpu": 512,
+            "cost": COST,
+            "policy": Policy(row_shape="uniform", unreachable="drop"),
+        },
+    ),
+    "dp2_count_based_oversize": (
+        [5000, *spread(13, 300)],
+        {"layout": Layout(dp=2, pp=2), "micro_batch_size": 3},
+    ),
+}

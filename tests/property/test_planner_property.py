@@ -1,0 +1,163 @@
+"""Random inputs: a plan keeps its invariants, or the documented error comes."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megapack import (
+    CostModel,
+    DataError,
+    Layout,
+    MegapackError,
+    Plan,
+    PlanError,
+    Policy,
+    build_dp_schedule,
+    check_plan,
+    simulate,
+)
+
+pytestmark = pytest.mark.property
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
+    vpp = draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1
+    group = draw(st.none() | st.integers(pp, 2 * pp + 2)) if vpp > 1 else None
+    dp, cp = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 3, 8]))
+    return Layout(
+        dp=dp,
+        tp=draw(st.sampled_from([1, 2, 8])),
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        ep=draw(st.sampled_from([1, 1, dp * cp])),
+        sequence_parallel=draw(st.booleans()),
+        microbatch_group_size=group,
+        fp8=draw(st.sampled_from([False, False, True, "mxfp8", "blockwise"])),
+    )
+
+
+policies = st.builds(
+    Policy,
+    count_rule=st.sampled_from(["legal", "multiple", "per_rank"]),
+    unreachable=st.sampled_from(["pad", "drop", "error"]),
+    oversize=st.sampled_from(["alone", "alone", "error"]),
+    row_shape=st.sampled_from(["planned", "uniform"]),
+    balance=st.sampled_from(["time", "tokens"]),
+    step_split=st.sampled_from(["contiguous", "balanced"]),
+    search=st.sampled_from([0, 1, 40, 300]),
+    group_size=st.sampled_from(["fixed", "search"]),
+    max_live_tokens_per_gpu=st.none() | st.integers(200, 5000),
+)
+
+costs = st.none() | st.builds(
+    CostModel,
+    fixed=st.sampled_from([0.0, 1.0, 1e3]),
+    per_token=st.sampled_from([0.0, 1.0, 1e-6]),
+    per_token_sq=st.sampled_from([0.0, 1e-3]),
+    per_sample=st.sampled_from([0.0, 3.0]),
+    backward_ratio=st.sampled_from([0.0, 2.0, 2.5]),
+    p2p=st.sampled_from([0.0, 2.0]),
+)
+
+
+@st.composite
+def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, object]]:
+    longest = draw(st.sampled_from([1, 17, 300]))
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=60))
+    rollouts = st.integers(0, max(1, len(lengths) // 2)) | st.sampled_from(["a", "b"])
+    ids = st.lists(rollouts, min_size=len(lengths), max_size=len(lengths))
+    budget = draw(st.none() | st.integers(1, 600))
+    size = draw(st.integers(1, 5)) if budget is None else None
+    steps = draw(st.sampled_from(["one", "size", "count"]))
+    return lengths, {
+        "layout": draw(layouts()),
+        "max_tokens_per_gpu": budget,
+        "micro_batch_size": size,
+        "rollout_ids": draw(st.none() | ids),
+        "global_batch_size": draw(st.integers(1, 20)) if steps == "size" else None,
+        "num_steps": draw(st.integers(1, 5)) if steps == "count" else None,
+        "cost": draw(costs),
+        "policy": draw(policies),
+        "forward_only": draw(st.booleans()),
+    }
+
+
+def hold(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
+    """Plan, and hold the plan against everything that is promised; None where it is refused."""
+    layout, policy = arguments["layout"], arguments["policy"]
+    assert isinstance(layout, Layout)
+    assert isinstance(policy, Policy)
+    try:
+        plan = build_dp_schedule(lengths, **arguments)  # type: ignore[arg-type]
+    except MegapackError as error:
+        if len(str(error).splitlines()) != 1:
+            raise
+        return None
+    check_plan(plan, lengths)
+    for step in plan.steps:
+        real = [mb for rank in step.ranks for mb in rank if mb.samples]
+        has_padding = len(real) < sum(map(len, step.ranks))
+        # Padding only where there is nothing to split.
+        assert not has_padding or all(len(mb.samples) == 1 for mb in real)
+        assert len(real) < layout.dp or all(any(mb.samples for mb in rank) for rank in step.ranks)
+        simulation = simulate(step, layout=layout, forward_only=plan.forward_only)
+        cap = policy.max_live_tokens_per_gpu
+        assert cap is None or simulation.peak_live_tokens <= cap
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_text(str(plan)) == plan
+    assert build_dp_schedule(lengths, **arguments).digest() == plan.digest()  # type: ignore[arg-type]
+    return plan
+
+
+@given(inputs())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_plan_keeps_its_invariants_or_says_why(drawn: tuple[list[int], dict[str, object]]) -> None:
+    logging.disable(logging.WARNING)
+    hold(*drawn)
+
+
+@pytest.mark.slow
+@given(inputs())
+@settings(
+    max_examples=int(os.environ.get("MEGAPACK_EXAMPLES", "10000")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_ten_thousand_plans(drawn: tuple[list[int], dict[str, object]]) -> None:
+    logging.disable(logging.WARNING)
+    hold(*drawn)
+
+
+@given(st.lists(st.one_of(st.integers(-3, 5), st.floats(), st.text(), st.none(), st.booleans())))
+@settings(max_examples=100, deadline=None)
+def test_lengths_that_are_none_are_refused(lengths: list[object]) -> None:
+    good = lengths and all(type(n) is int and n > 0 for n in lengths)
+    if good:
+        return
+    with pytest.raises(DataError):
+        build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=8)  # type: ignore[arg-type]
+
+
+@given(st.text(max_size=40), st.integers(0, 3000), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_damaged_forms_are_refused_with_the_place(noise: str, at: int, as_json: bool) -> None:
+    plan = build_dp_schedule(
+        list(range(1, 30)), layout=Layout(dp=2, pp=2), max_tokens_per_gpu=64, rollout_ids=None
+    )
+    text = plan.to_json() if as_json else str(plan)
+    at = min(at, len(text))
+    damaged = text[:at] + noise + text[at + len(noise) :]
+    parse = Plan.from_json if as_json else Plan.from_text
+    try:
+        parse(damaged)
+    except PlanError as error:
+        if "not a plan" not in str(error):
+            raise

@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapack import (
+    ConfigError,
+    CostModel,
+    DataError,
+    Layout,
+    Plan,
+    PlanError,
+    Policy,
+    build_dp_schedule,
+    check_plan,
+)
+
+pytestmark = pytest.mark.unit
+
+INTERLEAVED = Layout(dp=2, pp=4, vpp=2, microbatch_group_size=8)
+
+
+def planned(lengths: list[int], **arguments: Any) -> Plan:
+    plan = build_dp_schedule(lengths, **arguments)
+    check_plan(plan, lengths)
+    return plan
+
+
+def rollouts(sizes: list[int]) -> list[int]:
+    return [rollout for rollout, size in enumerate(sizes) for _ in range(size)]
+
+
+def num_padding(plan: Plan) -> int:
+    return sum(not mb.samples for step in plan.steps for rank in step.ranks for mb in rank)
+
+
+# What others got wrong.
+
+
+def test_514_singletons_at_dp4() -> None:
+    lengths = [10] * 514
+    plan = planned(lengths, layout=Layout(dp=4), max_tokens_per_gpu=10)
+    assert plan.steps[0].num_microbatches == 129
+    assert num_padding(plan) == 2
+    dropped = planned(
+        lengths, layout=Layout(dp=4), max_tokens_per_gpu=10, policy=Policy(unreachable="drop")
+    )
+    assert dropped.steps[0].num_microbatches == 128
+    assert dropped.steps[0].dropped_rollouts == (512, 513)
+    own = planned(
+        lengths, layout=Layout(dp=4), max_tokens_per_gpu=10, policy=Policy(count_rule="per_rank")
+    )
+    assert sorted(map(len, own.steps[0].ranks)) == [128, 128, 129, 129]
+    assert own.steps[0].num_microbatches is None
+
+
+@pytest.mark.parametrize(("sizes", "kept"), [([3, 2, 3, 1, 2], 3), ([2, 1, 1, 3], 3)])
+def test_ragged_rollouts_at_dp4(
+    sizes: list[int], kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = [8] * sum(sizes)
+    arguments: dict[str, Any] = {
+        "layout": Layout(dp=4),
+        "max_tokens_per_gpu": 8,
+        "rollout_ids": rollouts(sizes),
+    }
+    assert num_padding(planned(lengths, **arguments)) == -sum(sizes) % 4
+    with caplog.at_level(logging.WARNING, logger="megapack"):
+        step = planned(lengths, policy=Policy(unreachable="drop"), **arguments).steps[0]
+    assert step.kept_rollouts == tuple(range(kept))
+    assert step.dropped_rollouts == tuple(range(kept, len(sizes)))
+    assert step.kept_samples == tuple(range(sum(sizes[:kept])))
+    message = f"step 0: dropped {len(sizes) - kept} trailing rollout(s) ({kept} kept, "
+    assert message + f"{sum(sizes[:kept])} samples)" in caplog.text
+
+
+def test_rollouts_of_which_no_prefix_fits_dp4() -> None:
+    sizes = [1, 1, 4, 1, 3, 1]
+    arguments: dict[str, Any] = {"layout": Layout(dp=4), "rollout_ids": rollouts(sizes)}
+    policy = Policy(unreachable="drop")
+    with pytest.raises(PlanError, match=r"step 0: 11 samples .* no prefix .*align count 4"):
+        planned([8] * 11, max_tokens_per_gpu=8, policy=policy, **arguments)
+    # With room for two in a row no sample needs to go.
+    plan = planned([8] * 11, max_tokens_per_gpu=16, policy=policy, **arguments)
+    assert plan.steps[0].kept_samples == tuple(range(11))
+
+
+def test_12_samples_at_dp2_and_groups_of_8() -> None:
+    plan = planned([5] * 12, layout=INTERLEAVED, max_tokens_per_gpu=100)
+    assert plan.steps[0].num_microbatches == 8
+    assert num_padding(plan) == 4
+    for policy in (Policy(unreachable="error"), Policy(unreachable="drop")):
+        with pytest.raises(PlanError, match=r"12 samples cannot fill 16 .*set") as caught:
+            planned([5] * 12, layout=INTERLEAVED, max_tokens_per_gpu=100, policy=policy)
+        assert "step 0" in str(caught.value)
+    with pytest.raises(PlanError, match="align count 16"):
+        planned(
+            [5] * 12, layout=INTERLEAVED, max_tokens_per_gpu=99, policy=Policy(unreachable="drop")
+        )
+
+
+def test_17_token_samples_at_cp8_are_counted_with_their_alignment() -> None:
+    plan = planned([17] * 64, layout=Layout(cp=8), max_tokens_per_gpu=16)
+    assert max(mb.row_tokens for mb in plan.steps[0].ranks[0]) == 128
+    assert plan.steps[0].num_microbatches == 16
+
+
+def test_seven_sevens_with_a_budget_of_eight() -> None:
+    plan = planned([7] * 8, layout=Layout(dp=2), max_tokens_per_gpu=8)
+    assert {mb.row_tokens for rank in plan.steps[0].ranks for mb in rank} == {7}
+
+
+def test_interleaved_ids_stay_together() -> None:
+    ids = ["a", "b", "a", "b"]
+    plan = planned(
+        [4, 5, 6, 7],
+        layout=Layout(),
+        max_tokens_per_gpu=100,
+        rollout_ids=ids,
+        global_batch_size=1,
+    )
+    assert [step.kept_samples for step in plan.steps] == [(0, 2), (1, 3)]
+    assert [step.kept_rollouts for step in plan.steps] == [("a",), ("b",)]
+
+
+def test_length_and_budget_of_1000_with_alignment_64() -> None:
+    layout = Layout(cp=2, tp=32, sequence_parallel=True)
+    assert layout.row_alignment == 64
+    plan = planned([1000, 3], layout=layout, max_tokens_per_gpu=500)
+    assert sorted(mb.row_tokens for mb in plan.steps[0].ranks[0]) == [64, 1024]
+    with pytest.raises(PlanError, match="sample 0: 1000 tokens, 1024 padded"):
+        planned([1000, 3], layout=layout, max_tokens_per_gpu=500, policy=Policy(oversize="error"))
+
+
+def test_44_packs_in_16_steps_stay_16_steps() -> None:
+    for split in ("contiguous", "balanced"):
+        plan = planned(
+            [10] * 44,
+            layout=Layout(),
+            max_tokens_per_gpu=10,
+            num_steps=16,
+            policy=Policy(step_split=split),
+        )
+        assert len(plan.steps) == 16
+        assert {step.num_microbatches for step in plan.steps} == {2, 3}
+
+
+def test_eight_samples_in_one_bin_at_dp4() -> None:
+    plan = planned([5] * 8, layout=Layout(dp=4), max_tokens_per_gpu=100)
+    assert [[len(mb.samples) for mb in rank] for rank in plan.steps[0].ranks] == [[2]] * 4
+
+
+@pytest.mark.parametrize("row_shape", ["planned", "uniform"])
+def test_an_oversized_first_sample_makes_no_empty_micro_batch(
+    row_shape: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="megapack"):
+        plan = planned(
+            [99, 5, 5, 5],
+            layout=Layout(dp=2),
+            max_tokens_per_gpu=20,
+            policy=Policy(row_shape=row_shape),
+        )
+    assert num_padding(plan) == 0
+    assert [(0,)] in [
+        [mb.samples for mb in rank if 0 in mb.samples] for rank in plan.steps[0].ranks
+    ]
+    assert caplog.text.count("alone in its row") == 1
+
+
+# Counts and shapes.
+
+
+def test_fewer_samples_than_ranks() -> None:
+    plan = planned([5, 6], layout=Layout(dp=4), max_tokens_per_gpu=10)
+    assert num_padding(plan) == 2
+    for unreachable in ("error", "drop"):
+        with pytest.raises(PlanError, match="2 samples cannot fill 4 micro-batches"):
+            planned(
+                [5, 6],
+                layout=Layout(dp=4),
+                max_tokens_per_gpu=10,
+                policy=Policy(unreachable=unreachable),
+            )
+
+
+def test_padding_is_one_aligned_unit_or_the_uniform_row() -> None:
+    layout = Layout(dp=4, cp=2)
+    by_shape = {
+        shape: planned(
+            [50], layout=layout, max_tokens_per_gpu=60, policy=Policy(row_shape=shape)
+        ).steps[0]
+        for shape in ("planned", "uniform")
+    }
+    rows = {
+        shape: sorted(mb.row_tokens for rank in step.ranks for mb in rank)
+        for shape, step in by_shape.items()
+    }
+    assert rows == {"planned": [4, 4, 4, 52], "uniform": [52] * 4}
+
+
+def test_no_rank_has_only_padding_while_another_has_two_samples() -> None:
+    layout = Layout(dp=3, pp=2, vpp=2)
+    plan = planned([9, 1, 1, 1], layout=layout, max_tokens_per_gpu=100)
+    real = [sum(bool(mb.samples) for mb in rank) for rank in plan.steps[0].ranks]
+    assert sorted(real) == [1, 1, 2]
+
+
+def test_multiple_and_legal() -> None:
+    counts = {
+        rule: planned(
+            [10] * 18,
+            layout=INTERLEAVED,
+            max_tokens_per_gpu=10,
+            policy=Policy(count_rule=rule),
+        )
+        .steps[0]
+        .num_microbatches
+        for rule in ("legal", "multiple")
+    }
+    assert counts == {"legal": 12, "multiple": 16}
+
+
+def test_count_based_plans_follow_the_input() -> None:
+    plan = planned([5, 6, 7, 8, 9], layout=Layout(), micro_batch_size=2)
+    assert sorted(mb.samples for mb in plan.steps[0].ranks[0]) == [(0, 1), (2, 3), (4,)]
+    plan = planned([5, 6, 7, 8, 9], layout=Layout(dp=4), micro_batch_size=2)
+    assert num_padding(plan) == 0
+    assert plan.max_tokens_per_gpu is None
+
+
+def test_the_last_step_takes_what_is_left() -> None:
+    for split in ("contiguous", "balanced"):
+        plan = planned(
+            [5] * 10,
+            layout=Layout(),
+            max_tokens_per_gpu=100,
+            global_batch_size=4,
+            policy=Policy(step_split=split),
+        )
+        sizes = [len(step.kept_rollouts) for step in plan.steps]
+        assert sum(sizes) == 10
+        assert max(sizes) == 4
+        assert split == "balanced" or sizes == [4, 4, 2]
+
+
+def test_steps_of_about_equal_tokens() -> None:
+    lengths = [100, 1, 1, 1, 1, 96, 50, 50]
+    by_split = {
+        split: planned(
+            lengths,
+            layout=Layout(),
+            max_tokens_per_gpu=200,
+            num_steps=3,
+            policy=Policy(step_split=split),
+        )
+        for split in ("contiguous", "balanced")
+    }
+    tokens = {
+        split: [sum(lengths[i] for i in step.kept_samples) for step in plan.steps]
+        for split, plan in by_split.items()
+    }
+    assert tokens == {"contiguous": [100, 100, 100], "balanced": [100, 100, 100]}
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, ConfigError),
+        ({"max_tokens_per_gpu": 8, "micro_batch_size": 1}, ConfigError),
+        ({"max_tokens_per_gpu": 0}, ConfigError),
+        ({"max_tokens_per_gpu": 8.0}, ConfigError),
+        ({"micro_batch_size": True}, ConfigError),
+        ({"max_tokens_per_gpu": 8, "num_steps": 2, "global_batch_size": 2}, ConfigError),
+        ({"max_tokens_per_gpu": 8, "global_batch_size": 0}, ConfigError),
+        ({"max_tokens_per_gpu": 8, "num_steps": 4}, PlanError),
+        ({"max_tokens_per_gpu": 8, "rollout_ids": [1, 2]}, DataError),
+        ({"max_tokens_per_gpu": 8, "rollout_ids": [1, 2, None]}, DataError),
+        ({"max_tokens_per_gpu": 8, "cost": CostModel(stage_weights=(1.0, 1.0))}, ConfigError),
+    ],
+)
+def test_arguments_that_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        build_dp_schedule([1, 2, 3], layout=Layout(), **arguments)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[], [0], [-1], [1.0], ["3"], [None], [True], [2**40], [2**70], [[1]], 5, np.ones((2, 2))],
+)
+def test_lengths_that_are_refused(lengths: Any) -> None:
+    with pytest.raises(DataError):
+        build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=8)
+
+
+def test_per_rank_is_for_layouts_without_experts() -> None:
+    with pytest.raises(ConfigError, match="per_rank"):
+        build_dp_schedule(
+            [1] * 9,
+            layout=Layout(dp=2, ep=2),
+            max_tokens_per_gpu=8,
+            policy=Policy(count_rule="per_rank"),
+        )
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"search": -1}, {"search": 1.5}, {"balance": "flops"}, {"max_live_tokens_per_gpu": 0}],
+)
+def test_policies_that_are_refused(choice: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Policy(**choice)
+
+
+# Determinism.
+
+
+def test_kinds_of_input_do_not_matter() -> None:
+    lengths = np.random.default_rng(0).integers(1, 900, 200)
+    plans = [
+        build_dp_schedule(kind, layout=Layout(dp=2, pp=2), max_tokens_per_gpu=2000)
+        for kind in (lengths, lengths.tolist(), tuple(lengths), lengths.astype(np.uint16))
+    ]
+    assert len({plan.digest() for plan in plans}) == 1
+    ids = np.arange(200) // 2
+    with_ids = [
+        build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=2000, rollout_ids=kind)
+        for kind in (ids, ids.tolist())
+    ]
+    assert with_ids[0].to_json() == with_ids[1].to_json()
+
+
+def test_hash_seeds_do_not_matter(repo_root: Path) -> None:
+    code = (
+        "from megapack import *\n"
+        "lengths = [(i * 7919) % 997 + 1 for i in range(300)]\n"
+        "ids = [f'r{(i * 31) % 97}' for i in range(300)]\n"
+        "layout = Layout(dp=4, pp=2, vpp=2)\n"
+        "plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=3000,\n"
+        "    rollout_ids=ids, num_steps=2, cost=CostModel(fixed=50, per_token=1),\n"
+        "    policy=Policy(step_split='balanced', count_rule='per_rank'))\n"
+        "print(plan.digest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(repo_root), "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in ("0", "1", "777")
+    }
+    assert len(digests) == 1
+    assert len(digests.pop().strip()) == 64
+
+
+def test_planning_needs_no_torch(repo_root: Path) -> None:
+    code = (
+        "import sys, megapack\n"
+        "megapack.build_dp_schedule([5] * 9, layout=megapack.Layout(), max_tokens_per_gpu=9)\n"
+        "assert not {'torch', 'megatron'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(repo_root)}, check=True, timeout=120
+    )

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from megapack import ConfigError, Layout
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sample", "row"),
+    [
+        ({}, 1, 1),
+        ({"cp": 2}, 4, 4),
+        ({"cp": 8}, 16, 16),
+        ({"tp": 8, "sequence_parallel": True}, 1, 8),
+        ({"tp": 8}, 1, 1),
+        ({"cp": 3, "tp": 2, "sequence_parallel": True}, 6, 6),
+        ({"cp": 2, "tp": 8, "sequence_parallel": True, "fp8": True}, 4, 32),
+        ({"cp": 4, "fp8": "mxfp8"}, 8, 128),
+        ({"fp8": "blockwise"}, 1, 128),
+        ({"tp": 3, "sequence_parallel": True, "fp8": True}, 1, 48),
+    ],
+)
+def test_alignment(sizes: dict[str, object], sample: int, row: int) -> None:
+    layout = Layout(**sizes)  # type: ignore[arg-type]
+    assert (layout.sample_alignment, layout.row_alignment) == (sample, row)
+    local = layout.row_alignment // layout.cp
+    assert local * layout.cp == layout.row_alignment
+    assert not layout.sequence_parallel or local % layout.tp == 0
+
+
+def test_padded_tokens_count_sample_and_row_alignment() -> None:
+    layout = Layout(cp=8, fp8=True)
+    assert layout.padded_length(17) == 32
+    assert layout.padded_tokens([17, 17]) == 128
+    assert layout.padded_tokens([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "group", "legal"),
+    [
+        (4, 1, None, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]),
+        (4, 2, None, [4, 8, 12]),
+        (2, 2, 3, [3, 5, 6, 8, 9, 11, 12]),
+        (4, 2, 8, [8, 12, 13]),
+    ],
+)
+def test_legal_counts(pp: int, vpp: int, group: int | None, legal: list[int]) -> None:
+    layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group)
+    assert [m for m in range(14) if layout.is_legal_count(m)] == legal
+    for m in range(legal[-1] + 1):
+        assert layout.next_legal_count(m) == min(n for n in legal if n >= m)
+        assert layout.next_legal_count(m, "per_rank") == layout.next_legal_count(m)
+        rounded = layout.next_legal_count(m, "multiple")
+        assert rounded >= m
+        assert vpp == 1 or rounded % layout.group_size == 0
+
+
+def test_the_count_that_multiple_misses() -> None:
+    layout = Layout(pp=4, vpp=2, microbatch_group_size=8)
+    assert layout.next_legal_count(9) == 12
+    assert layout.next_legal_count(9, "multiple") == 16
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp": 0},
+        {"tp": 1.0},
+        {"pp": True},
+        {"vpp": 2},
+        {"pp": 4, "microbatch_group_size": 4},
+        {"pp": 4, "vpp": 2, "microbatch_group_size": 3},
+        {"ep": 3, "dp": 4},
+        {"fp8": "e4m3"},
+        {"fp8": 1},
+        {"sequence_parallel": 1},
+    ],
+)
+def test_sizes_that_do_not_go_together(sizes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Layout(**sizes)  # type: ignore[arg-type]
+
+
+def test_sizes() -> None:
+    layout = Layout(dp=2, tp=2, pp=4, vpp=2, cp=2, ep=4)
+    assert (layout.world_size, layout.num_chunks, layout.group_size) == (32, 8, 4)
+    assert layout.ep_spans_dp
+    assert not Layout(dp=2, cp=2, ep=2).ep_spans_dp

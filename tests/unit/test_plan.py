@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megapack import Layout, Plan, PlanError, Policy, StepPlan, build_dp_schedule, check_plan
+
+pytestmark = pytest.mark.unit
+
+LENGTHS = [5, 9, 30, 2, 17, 8, 8, 21, 3, 12, 40, 6]
+IDS = ["a", "b", "a", 7, 7, "c", "c", "d", "d", "d", "e", "f"]
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return build_dp_schedule(
+        LENGTHS, layout=Layout(dp=2, pp=2), max_tokens_per_gpu=40, rollout_ids=IDS
+    )
+
+
+def test_forms_are_exact_inverses(plan: Plan) -> None:
+    for policy in (Policy(), Policy(row_shape="uniform"), Policy(count_rule="per_rank")):
+        for steps in (1, 3):
+            again = build_dp_schedule(
+                LENGTHS,
+                layout=Layout(dp=3, pp=2, vpp=2),
+                max_tokens_per_gpu=40,
+                num_steps=steps,
+                policy=policy,
+            )
+            assert Plan.from_json(again.to_json()) == again
+            assert Plan.from_text(str(again)) == again
+            assert Plan.from_text(str(again)).digest() == again.digest()
+    assert Plan.from_text(str(plan)).rollout_ids == tuple(IDS)
+
+
+def test_text_is_for_people(plan: Plan) -> None:
+    rank = next(line for line in str(plan).splitlines() if line.startswith("rank 0 | "))
+    cells = rank.removeprefix("rank 0 | ").split()
+    assert len(cells) == plan.steps[0].num_microbatches
+    first = plan.steps[0].ranks[0][0]
+    assert cells[0].startswith(",".join(map(str, first.samples)) + f":{first.row_tokens}:")
+    assert "\n" not in repr(plan)
+
+
+def test_digest_tells_plans_apart(plan: Plan) -> None:
+    assert plan.digest() == Plan.from_json(plan.to_json()).digest()
+    assert plan.digest() != dataclasses.replace(plan, max_tokens_per_gpu=41).digest()
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("", "line 1"),
+        ("{}", "line 1"),
+        ("megapack plan\nlayout 3", "line 3"),
+        ("megapack plan\npolicy {}", "line 2"),
+    ],
+)
+def test_text_errors_say_where(text: str, place: str) -> None:
+    with pytest.raises(PlanError, match=place):
+        Plan.from_text(text)
+
+
+def test_damaged_cell_says_where(plan: Plan) -> None:
+    lines = str(plan).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("rank 1"))
+    lines[at] += " 3,x:4:4:4"
+    with pytest.raises(PlanError, match=f"line {at + 1}: cell .*3,x:4:4:4"):
+        Plan.from_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [
+        (lambda text: text[:-2], "JSON"),
+        (lambda text: text.replace('"steps"', '"stops"'), "plan must be"),
+        (lambda text: text.replace('"dp":2', '"dp":0'), "dp=0"),
+        (lambda text: text.replace('"dp":2', '"pd":2'), "pd"),
+        (lambda text: text.replace('"group_size":null', '"group_size":"x"'), "steps.0.*group_size"),
+        (lambda text: text.replace('"ranks":[[[[', '"ranks":[[[["a",'), r"steps.0..ranks.0..0."),
+        (lambda text: "[1]", "object"),
+    ],
+)
+def test_json_errors_say_where(plan: Plan, damage: Any, place: str) -> None:
+    with pytest.raises(PlanError, match=place):
+        Plan.from_json(damage(plan.to_json()))
+
+
+def _step(plan: Plan, **changes: Any) -> Plan:
+    return dataclasses.replace(plan, steps=(_changed(plan.steps[0], **changes), *plan.steps[1:]))
+
+
+def _changed(step: StepPlan, **changes: Any) -> StepPlan:
+    return dataclasses.replace(step, **changes)
+
+
+def _mb(plan: Plan, **changes: Any) -> Plan:
+    ranks = plan.steps[0].ranks
+    first = dataclasses.replace(ranks[0][0], **changes)
+    return _step(plan, ranks=((first, *ranks[0][1:]), *ranks[1:]))
+
+
+def _breakages(plan: Plan) -> dict[str, tuple[int, Plan]]:
+    step = plan.steps[0]
+    ranks = step.ranks
+    row = ranks[0][0]
+    return {
+        "a rank with another M": (1, _step(plan, ranks=(ranks[0][:-1], ranks[1]))),
+        "an empty rank": (1, _step(plan, ranks=((), ()), num_microbatches=0)),
+        "a rank too many": (1, _step(plan, ranks=(*ranks, ranks[0]))),
+        "another M than it says": (1, _step(plan, num_microbatches=99)),
+        "a group size without chunks": (1, _step(plan, group_size=2)),
+        "a sample twice": (2, _step(plan, ranks=(ranks[0], ranks[0]))),
+        "a sample from nowhere": (2, _mb(plan, samples=(*row.samples, 99))),
+        "a dropped stranger": (2, _step(plan, dropped_rollouts=("z",))),
+        "a rollout forgotten": (3, _step(plan, kept_rollouts=step.kept_rollouts[1:])),
+        "rollouts out of order": (3, _step(plan, kept_rollouts=step.kept_rollouts[::-1])),
+        "wrong tokens": (4, _mb(plan, tokens=row.tokens + 1)),
+        "wrong squares": (4, _mb(plan, tokens_sq=1)),
+        "a row over the budget": (4, dataclasses.replace(plan, max_tokens_per_gpu=39)),
+        "a planned row that is longer": (5, _mb(plan, row_tokens=row.row_tokens + 1)),
+        "a row too short": (5, _mb(plan, row_tokens=row.row_tokens - 1)),
+    }
+
+
+def test_each_broken_invariant_is_named(plan: Plan) -> None:
+    check_plan(plan, LENGTHS)
+    for number, broken in _breakages(plan).values():
+        strict = dataclasses.replace(broken, policy=Policy(oversize="error"))
+        with pytest.raises(PlanError, match=f"invariant {number} "):
+            check_plan(strict, LENGTHS)
+
+
+def test_uniform_rows_have_one_length(plan: Plan) -> None:
+    uniform = dataclasses.replace(plan, policy=Policy(row_shape="uniform"))
+    with pytest.raises(PlanError, match="invariant 5"):
+        check_plan(uniform, LENGTHS)
+
+
+def test_drop_must_be_allowed_and_trailing() -> None:
+    plan = build_dp_schedule(
+        [4] * 5, layout=Layout(dp=2), max_tokens_per_gpu=4, policy=Policy(unreachable="drop")
+    )
+    assert plan.steps[0].dropped_rollouts == (4,)
+    check_plan(plan, [4] * 5)
+    with pytest.raises(PlanError, match="invariant 3"):
+        check_plan(dataclasses.replace(plan, policy=Policy()), [4] * 5)
+
+
+def test_check_wants_the_lengths_that_were_planned(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="12 samples"):
+        check_plan(plan, LENGTHS[:-1])
+    with pytest.raises(PlanError, match="invariant 4"):
+        check_plan(plan, [n + 1 for n in LENGTHS])

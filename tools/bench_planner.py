@@ -1,0 +1,338 @@
+"""Measure the planner: quality against other strategies, and milliseconds.
+
+    python tools/bench_planner.py                      # prints the tables, writes docs/planner.md
+    python tools/bench_planner.py --peer verl          # with the installed package's own functions
+    python tools/bench_planner.py --only-speed
+
+Quality is time over equal work: a step's simulated seconds over those of its samples' work spread
+evenly over all GPUs without a bubble, without alignment and without fixed costs. 1 is out of reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from planner_baselines import BASELINES, Ranks, Strategy
+
+from megapack import CostModel, Layout, MicroBatch, Policy, StepPlan, build_dp_schedule, simulate
+
+ROOT = Path(__file__).resolve().parents[1]
+# Samples of an optimizer step.
+BATCHES = (512, 2048)
+MARKS = ("<!-- measured -->", "<!-- end -->")
+# A micro-batch costs this many tokens whatever it holds: launches, small GEMMs, p2p.
+FIXED_TOKENS = 256
+
+LAYOUTS = {
+    "dp8": Layout(dp=8),
+    "dp4 pp4": Layout(dp=4, pp=4),
+    "dp4 pp4 vpp2": Layout(dp=4, pp=4, vpp=2),
+    "dp2 pp8 vpp4": Layout(dp=2, pp=8, vpp=4),
+}
+# Seconds per squared token over seconds per token.
+MODELS = {"7B": 1 / 49152, "30B-A3B": 1 / 12288}
+TRACES = {
+    "servegen": ("servegen_deepseek_r1_resampled.csv", 65536),
+    "aime24": ("skythought_aime24_longcot_g16.csv", 51200),
+    "math500": ("skythought_math500_g4.csv", 36864),
+    "azure": ("azure2023_conv.csv", 16384),
+    "openchat": ("openchat_v1_sft.csv", 32768),
+}
+SPEED = [(2048, 8, 0, 5.0), (2048, 8, None, 30.0), (32768, 64, None, 200.0)]
+SPEED.append((1_000_000, 1024, None, 4000.0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the table."""
+
+    data: str
+    lengths: np.ndarray
+    budget: int
+    layout_name: str
+    model: str
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.layout_name]
+
+    @property
+    def cost(self) -> CostModel:
+        per_token = 1e-6
+        fixed = FIXED_TOKENS * per_token / self.layout.num_chunks
+        return CostModel(
+            fixed=fixed, per_token=per_token, per_token_sq=per_token * MODELS[self.model]
+        )
+
+    @property
+    def work(self) -> np.ndarray:
+        return self.lengths + self.lengths.astype(float) ** 2 * MODELS[self.model]
+
+    @property
+    def equal_seconds(self) -> float:
+        layout = self.layout
+        return 1e-6 * float(self.work.sum()) * 3 / (layout.dp * layout.pp)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a strategy did with a case."""
+
+    ratio: float
+    """Time over equal work."""
+    num_over: int
+    """Rows over the budget."""
+    worst_row: float
+    """The longest row over the budget."""
+    num_microbatches: int
+    milliseconds: float
+
+
+def load(folder: Path, num_samples: int) -> dict[str, tuple[np.ndarray, int]]:
+    """Lengths and budget per data set: the traces, or generated ones where they are absent."""
+    if folder.is_dir():
+        data = {}
+        for name, (file, budget) in TRACES.items():
+            columns = np.loadtxt(folder / file, delimiter=",", skiprows=1, dtype=np.int64)
+            data[name] = (columns[:num_samples, :2].sum(axis=1), budget)
+        return data
+    rng = np.random.default_rng(0)
+    lognormal = np.clip(rng.lognormal(7, 1, num_samples), 1, 32768).astype(np.int64)
+    short = rng.integers(200, 1500, num_samples)
+    long = rng.integers(12000, 30000, num_samples)
+    bimodal = np.where(rng.random(num_samples) < 0.8, short, long)
+    return {"lognormal": (lognormal, 32768), "bimodal": (bimodal, 32768)}
+
+
+def cases(data: dict[str, tuple[np.ndarray, int]]) -> Iterator[Case]:
+    for name, (lengths, budget) in data.items():
+        for layout in LAYOUTS:
+            for model in MODELS:
+                yield Case(name, lengths, budget, layout, model)
+
+
+def run_ours(case: Case, policy: Policy) -> Result:
+    start = time.perf_counter()
+    plan = build_dp_schedule(
+        case.lengths,
+        layout=case.layout,
+        max_tokens_per_gpu=case.budget,
+        cost=case.cost,
+        policy=policy,
+    )
+    return judge(case, plan.steps[0], time.perf_counter() - start)
+
+
+def run_strategy(case: Case, strategy: Strategy) -> Result:
+    start = time.perf_counter()
+    ranks = strategy(case.lengths, case.work, case.layout, case.budget)
+    seconds = time.perf_counter() - start
+    return judge(case, as_step(case, ranks), seconds)
+
+
+def as_step(case: Case, ranks: Ranks) -> StepPlan:
+    def micro_batch(row: list[int]) -> MicroBatch:
+        sizes = case.lengths[row]
+        tokens = int(sizes.sum())
+        return MicroBatch(tuple(row), tokens, tokens, int((sizes * sizes).sum()), tokens)
+
+    rows = tuple(tuple(map(micro_batch, rank)) for rank in ranks)
+    group = case.layout.group_size if case.layout.vpp > 1 else None
+    return StepPlan(rows, len(rows[0]), group, (), ())
+
+
+def judge(case: Case, step: StepPlan, seconds: float) -> Result:
+    simulation = simulate(step, layout=case.layout, cost=case.cost)
+    rows = [mb.row_tokens for rank in step.ranks for mb in rank]
+    over = [r for r in rows if r > case.budget]
+    samples = sorted(i for rank in step.ranks for mb in rank for i in mb.samples)
+    assert samples == list(range(case.lengths.size)), "a strategy lost samples"
+    return Result(
+        ratio=simulation.makespan / case.equal_seconds,
+        num_over=len(over),
+        worst_row=max(rows) / case.budget,
+        num_microbatches=max(map(len, step.ranks)),
+        milliseconds=1e3 * seconds,
+    )
+
+
+def verl_strategy() -> Strategy:
+    """`kk_per_rank` by the installed package's own functions."""
+    from verl.utils import seqlen_balancing as verl  # type: ignore[import-not-found]
+
+    def plan(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:
+        weight = [int(w) for w in work]
+        even = lengths.size % layout.dp == 0
+        ranks = verl.get_seqlen_balanced_partitions(weight, layout.dp, equal_size=even)
+        count = max(-(-int(lengths[part].sum()) // budget) for part in ranks)
+        count = layout.next_legal_count(count, "multiple")
+        out: Ranks = []
+        for part in ranks:
+            rows = verl.get_seqlen_balanced_partitions(
+                [weight[i] for i in part], count, equal_size=False
+            )
+            rows = [[part[i] for i in row] for row in rows]
+            rows.sort(key=lambda row: -sum(weight[i] for i in row))
+            out.append(rows[::2][::-1] + rows[1::2])
+        return out
+
+    return plan
+
+
+def mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def quality(data: dict[str, tuple[np.ndarray, int]], peers: dict[str, Strategy]) -> list[str]:
+    """The table, one line per cell, and what it says."""
+    strategies = {**BASELINES, **peers}
+    ours: dict[str, Callable[[Case], Result]] = {
+        "search=0": lambda case: run_ours(case, Policy(search=0)),
+        "megapack": lambda case: run_ours(case, Policy()),
+    }
+    names = [*strategies, *ours]
+    lines = [f"| data | layout | model | {' | '.join(names)} | M | over | ms |"]
+    lines.append("|---" * (len(names) + 6) + "|")
+    results: list[dict[str, Result]] = []
+    for case in cases(data):
+        row = {name: run_strategy(case, strategy) for name, strategy in strategies.items()}
+        row |= {name: run(case) for name, run in ours.items()}
+        results.append(row)
+        mine = row["megapack"]
+        cells = " | ".join(
+            f"{row[name].ratio:.3f}{'*' * bool(row[name].num_over)}" for name in names
+        )
+        lines.append(
+            f"| {case.data} | {case.layout_name} | {case.model} | {cells} | "
+            f"{mine.num_microbatches} | {mine.num_over} | {mine.milliseconds:.0f} |"
+        )
+    means = {name: mean([row[name].ratio for row in results]) for name in names}
+    cells = " | ".join(f"**{means[name]:.3f}**" for name in names)
+    lines += [f"| geometric mean | | | {cells} | | | |", "", *summary(results, list(strategies))]
+    return lines
+
+
+def summary(results: list[dict[str, Result]], strategies: list[str]) -> list[str]:
+    """How far below the others, and whether ever above one that holds the budget."""
+
+    def below(pick: Callable[[dict[str, Result]], float]) -> float:
+        return 100 * (1 - mean([row["megapack"].ratio / pick(row) for row in results]))
+
+    def best(row: dict[str, Result], holding: bool) -> float:
+        return min(row[s].ratio for s in strategies if not (holding and row[s].num_over))
+
+    slower = sum(row["megapack"].ratio > best(row, True) * (1 + 1e-9) for row in results)
+    worst = max(row[s].worst_row for row in results for s in strategies)
+    soft, hard = below(lambda r: best(r, False)), below(lambda r: best(r, True))
+    first, next_ = below(lambda r: r["first_fit"].ratio), below(lambda r: r["next_fit"].ratio)
+    return [
+        f"- below the best strategy of each cell, soft budgets included: {soft:.1f} %",
+        f"- below the best strategy of each cell that holds the budget: {hard:.1f} %",
+        f"- below first_fit: {first:.1f} %, below next_fit: {next_:.1f} %",
+        f"- cells where a strategy that holds the budget is faster: {slower} of {len(results)}",
+        f"- rows over the budget: megapack {sum(row['megapack'].num_over for row in results)}; "
+        f"the longest row of the others is {worst:.2f} times the budget (marked *)",
+    ]
+
+
+def speed(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
+    """Milliseconds per plan, medians after the first call."""
+    lengths, budget = next(iter(data.values()))
+    rng = np.random.default_rng(1)
+    lines = ["| samples | dp | search | median ms | target ms | peak RSS GiB |", "|---" * 6 + "|"]
+    cost = CostModel(fixed=3e-4, per_token=1e-6, per_token_sq=1e-6 / 49152)
+    for n, dp, search, target in SPEED:
+        drawn = rng.choice(lengths, n)
+        policy = Policy() if search is None else Policy(search=search)
+        times = []
+        for _ in range(3 if n > 100_000 else 9):
+            start = time.perf_counter()
+            build_dp_schedule(
+                drawn, layout=Layout(dp=dp), max_tokens_per_gpu=budget, cost=cost, policy=policy
+            )
+            times.append(1e3 * (time.perf_counter() - start))
+        median = statistics.median(times[1:])
+        lines.append(
+            f"| {n} | {dp} | {policy.search} | {median:.1f} | {target:.0f} | {peak_gib():.2f} |"
+        )
+    return lines
+
+
+def peak_gib() -> float:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def first_call(cached: bool) -> float:
+    """Seconds of a fresh process's first plan, import left out."""
+    code = (
+        "import time, megapack\n"
+        "start = time.perf_counter()\n"
+        "megapack.build_dp_schedule([5, 6, 7] * 9, layout=megapack.Layout(dp=2, pp=2),\n"
+        "    max_tokens_per_gpu=20, cost=megapack.CostModel(fixed=1.0, per_token=1.0))\n"
+        "print(time.perf_counter() - start)"
+    )
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as empty:
+        env = dict(os.environ, PYTHONPATH=str(ROOT))
+        if not cached:
+            env["NUMBA_CACHE_DIR"] = empty
+        out = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+    return float(out.stdout)
+
+
+def machine() -> str:
+    model = platform.processor() or "unknown processor"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
+
+
+def write_between_marks(page: Path, tables: str) -> None:
+    """Replace what stands between the page's marks; a page without them becomes the tables."""
+    text = page.read_text(encoding="utf-8") if page.exists() else MARKS[0] + MARKS[1]
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    page.write_text(f"{before}{MARKS[0]}\n{tables}\n{MARKS[1]}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces")
+    parser.add_argument("--peer", choices=["verl"], action="append", default=[])
+    parser.add_argument("--only-speed", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
+    options = parser.parse_args()
+    peers = {name: verl_strategy() for name in options.peer}
+    command = " ".join(["python tools/bench_planner.py", *(f"--peer {p}" for p in peers)])
+    lines = [f"Measured with `{command}` on {machine()}.", ""]
+    for batch in () if options.only_speed else BATCHES:
+        table = quality(load(options.traces, batch), peers)
+        lines += [f"### Steps of up to {batch} samples", "", *table, ""]
+    lines += ["### Speed", "", *speed(load(options.traces, max(BATCHES)))]
+    lines += ["", f"First call of a process: {first_call(cached=False):.1f} s to compile, "]
+    lines[-1] += f"{first_call(cached=True):.2f} s from the cache."
+    print("\n".join(lines))
+    if not options.only_speed:
+        write_between_marks(options.out, "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Holds the simulator against real steps: fit a cost model, predict, compare.
+
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+        tools/bench_simulator.py [--vpp 2]
+
+Steps of equal single rows give the measurements: their makespan is a known multiple of one chunk's
+forward. The model fitted to them then predicts steps of many unequal rows. Prints the relative
+error of each and their mean; nothing is asserted, as the seconds are the machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megapack import CostModel, Layout, Measurement, Plan, build_dp_schedule, launch, simulate
+from megapack.loss import SFT
+from megapack.model import build_model, initialize_parallel
+from megapack.samples import SampleBatch
+from megapack.schedule import ScheduleAdapter
+from megapack.train_config import ModelConfig
+
+MODEL = ModelConfig(num_layers=8, hidden_size=128, num_attention_heads=4, num_query_groups=2)
+ROUNDS = 5
+
+
+class TimedAdapter(ScheduleAdapter):
+    """Keeps the seconds of the schedule alone, packing and agreement left out."""
+
+    seconds = 0.0
+
+    def _run(self, *args: Any, **kwargs: Any) -> None:
+        dist.barrier()
+        started = time.perf_counter()
+        super()._run(*args, **kwargs)
+        seconds = torch.tensor(time.perf_counter() - started)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        self.seconds = float(seconds)
+
+
+def batch_of(lengths: list[int]) -> SampleBatch:
+    tokens = [torch.randint(0, 256, (n,)) for n in lengths]
+    return SampleBatch.from_prompt_response([t[:1] for t in tokens], [t[1:] for t in tokens], {})
+
+
+def measured(adapter: TimedAdapter, plan: Plan, lengths: list[int]) -> float:
+    """Median seconds of a step after one that warms up."""
+    batch = batch_of(lengths)
+    times = []
+    for _ in range(ROUNDS + 1):
+        for chunk in adapter.chunks:
+            chunk.zero_grad_buffer()
+        adapter.step(plan, batch, objective=SFT())
+        times.append(adapter.seconds)
+    return statistics.median(times[1:])
+
+
+def equal_rows(adapter: TimedAdapter, layout: Layout) -> list[Measurement]:
+    unit = CostModel(fixed=1.0)
+    out = []
+    for num, length in [(1, 64), (8, 64), (1, 512), (4, 256), (1, 1024), (16, 64), (2, 768)]:
+        lengths = [length] * (num * 4 * layout.group_size)
+        plan = build_dp_schedule(lengths, layout=layout, micro_batch_size=num)
+        multiple = simulate(plan.steps[0], layout=layout, cost=unit).makespan
+        seconds = measured(adapter, plan, lengths) / multiple
+        out.append(Measurement(num * length, num * length**2, num, seconds))
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vpp", type=int, default=1)
+    layout = Layout(pp=2, vpp=parser.parse_args().vpp)
+    launch.quiet_known_warnings()
+    launch.start("cpu")
+    torch.manual_seed(0)
+    initialize_parallel(layout, 0)
+    chunks = build_model(MODEL, layout, vocab_size=256, seed=0, distributed_optimizer=False)
+    adapter = TimedAdapter(chunks, layout=layout)
+    cost = CostModel.fit(equal_rows(adapter, layout), layout=layout)
+    say = print if dist.get_rank() == 0 else lambda *_: None
+    say(f"pp2 vpp{layout.vpp}: {cost.to_json()}")
+    errors = []
+    rng = np.random.default_rng(0)
+    for budget in (512, 1024, 2048):
+        lengths = np.clip(rng.lognormal(5, 0.8, 48), 8, 500).astype(int).tolist()
+        plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=budget)
+        real = measured(adapter, plan, lengths)
+        predicted = simulate(plan.steps[0], layout=layout, cost=cost).makespan
+        errors.append(predicted / real - 1)
+        say(
+            f"  M={plan.steps[0].num_microbatches}: predicted {predicted:.3f} s, "
+            f"measured {real:.3f} s, error {errors[-1]:+.1%}"
+        )
+    say(f"  mean absolute error {statistics.mean(map(abs, errors)):.1%}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
