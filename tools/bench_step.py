@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from megapack import Layout, Plan, Policy, build_dp_schedule, launch
 from megapack.generated import generate_rollouts
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
+from megapack.p2p import PlannedP2PCommunicator
 from megapack.rollouts import Rollout, read_rollouts
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
@@ -38,11 +40,21 @@ LAYOUT = Layout(pp=2, vpp=2)
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2)
 
 
+class ExchangingCommunicator(PlannedP2PCommunicator):
+    """Asks the other stage for every shape, as Megatron does, though the plan knows it."""
+
+    def _communicate_shapes(self, *args: Any) -> tuple[list[int], list[int]]:
+        super()._communicate_shapes(*args)
+        return P2PCommunicator._communicate_shapes(self, *args)
+
+
 class ExchangingAdapter(ScheduleAdapter):
     """The same rows with Megatron's own exchange of shapes."""
 
-    def _communicator(self, *_: object) -> P2PCommunicator:
-        return P2PCommunicator(self._groups.pp, self.config)
+    def _communicator(self, *args: Any) -> PlannedP2PCommunicator:
+        communicator = super()._communicator(*args)
+        communicator.__class__ = ExchangingCommunicator
+        return communicator
 
 
 @dataclass(frozen=True)
