@@ -17,7 +17,8 @@ class Case:
     """One layout and one plan of the problem's samples."""
 
     layout: Layout
-    budget: int = 64
+    budget: int | None = 64
+    micro_batch_size: int | None = None
     policy: Policy = field(default_factory=Policy)
     weighting: str = "token-mean"
     norm_constant: float | None = None
@@ -43,6 +44,7 @@ class Case:
             problem.make_batch(self.num_samples).lengths,
             layout=self.layout,
             max_tokens_per_gpu=self.budget,
+            micro_batch_size=self.micro_batch_size,
             rollout_ids=problem.ROLLOUT_IDS[: self.num_samples],
             policy=self.policy,
         )
@@ -65,6 +67,7 @@ UNIFORM, PER_RANK = Policy(row_shape="uniform"), Policy(count_rule="per_rank")
 CASES: dict[str, Case] = {
     "single": Case(layout=Layout()),
     "pp2": Case(layout=PP2),
+    "pp2_count_based": Case(layout=PP2, budget=None, micro_batch_size=3),
     "pp2_other_model": Case(layout=PP2, variant="other"),
     "pp2_uniform": Case(layout=PP2, policy=UNIFORM, expect={"dummies": True}),
     "pp2_recompute": Case(layout=PP2, recompute="full"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -117,10 +118,17 @@ def hold(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
     return plan
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    """Thousands of plans warn thousands of times."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @given(inputs())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_plan_keeps_its_invariants_or_says_why(drawn: tuple[list[int], dict[str, object]]) -> None:
-    logging.disable(logging.WARNING)
     hold(*drawn)
 
 
@@ -132,7 +140,6 @@ def test_plan_keeps_its_invariants_or_says_why(drawn: tuple[list[int], dict[str,
     suppress_health_check=list(HealthCheck),
 )
 def test_ten_thousand_plans(drawn: tuple[list[int], dict[str, object]]) -> None:
-    logging.disable(logging.WARNING)
     hold(*drawn)
 
 
