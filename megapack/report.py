@@ -127,6 +127,11 @@ class Progress:
         on_terminal = active and sys.stdout.isatty()
         self._bar = tqdm(unit="step", file=sys.stdout) if on_terminal else None
 
+    def expect(self, num_steps: int) -> None:
+        """How many steps the run will take."""
+        if self._bar is not None:
+            self._bar.reset(total=num_steps)
+
     def step(self, number: int, metrics: Metrics) -> None:
         """Show one step's metrics."""
         if self._bar is not None:

@@ -112,7 +112,9 @@ class Trainer:
                 epoch=epoch,
             )
         ][:wanted]
-        self.schedule = self._lr_schedule(sum(self._steps_in(batch) for batch in every))
+        total_steps = sum(self._steps_in(batch) for batch in every)
+        self.progress.expect(total_steps)
+        self.schedule = self._lr_schedule(total_steps)
         yield from every
 
     def _steps_in(self, records: Sequence[Rollout]) -> int:
