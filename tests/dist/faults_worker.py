@@ -16,10 +16,10 @@ from megatron.core.utils import get_model_config
 
 from megapack import Layout, MegapackError, Policy, build_dp_schedule, launch
 from megapack.loss import PPO, SFT
-from megapack.model import build_model, initialize_parallel
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
+from tests.dist.setup import build_chunks
 
 LAYOUT = Layout(pp=2, vpp=2)
 
@@ -101,15 +101,7 @@ def told(attempt: Callable[[], None]) -> str:
 def main(out_dir: str) -> None:
     """Try every fault, and after all of them a sound step."""
     launch.start("cpu")
-    initialize_parallel(LAYOUT, problem.SEED)
-    chunks = build_model(
-        problem.MODEL,
-        LAYOUT,
-        vocab_size=problem.VOCAB_SIZE,
-        seed=problem.SEED,
-        distributed_optimizer=False,
-    )
-    faults = Faults(chunks)
+    faults = Faults(build_chunks(LAYOUT))
     found = {name: told(getattr(faults, name)) for name in [*FAULTS, "nothing"]}
     path = Path(out_dir) / f"rank{dist.get_rank()}.json"
     path.write_text(json.dumps(found), encoding="utf-8")

@@ -14,10 +14,11 @@ from megatron.core import parallel_state
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.init import global_parameters
-from megapack.model import build_model, build_optimizer, initialize_parallel
+from megapack.model import build_optimizer
 from megapack.schedule import ScheduleAdapter
 from megapack.train_config import OptimConfig
 from tests.dist import problem
+from tests.dist.setup import build_chunks
 
 NUM_STEPS = 3
 CLIP = 0.05
@@ -27,14 +28,7 @@ def main(out_dir: str, dp: int, tp: int, pp: int, vpp: int, distributed: bool) -
     """Train and write `OUT_DIR/rank<r>.pt`."""
     launch.start("cpu")
     layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp)
-    initialize_parallel(layout, problem.SEED)
-    chunks = build_model(
-        problem.MODEL,
-        layout,
-        vocab_size=problem.VOCAB_SIZE,
-        seed=problem.SEED,
-        distributed_optimizer=distributed,
-    )
+    chunks = build_chunks(layout, distributed_optimizer=distributed)
     # Adam divides by the gradient's size: a large eps keeps rounding of tiny ones tiny.
     optim = OptimConfig(lr=1e-1, clip_grad=CLIP, adam_eps=1e-3, distributed_optimizer=distributed)
     optimizer = build_optimizer(optim, chunks, bf16=False)

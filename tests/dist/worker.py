@@ -19,26 +19,18 @@ from torch import Tensor
 
 from megapack import launch
 from megapack.init import global_parameters, local_slice
-from megapack.model import build_model, initialize_parallel
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.cases import CASES, Case
 from tests.dist.expected import expected_step
+from tests.dist.setup import build_chunks
 
 
 def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Forward and step of a case, compared with the reference; facts about what was run."""
-    initialize_parallel(case.layout, problem.SEED)
     model, temperature = problem.MODELS[case.variant]
-    model = dataclasses.replace(model, recompute=case.recompute)
-    chunks = build_model(
-        model,
-        case.layout,
-        vocab_size=problem.VOCAB_SIZE,
-        seed=problem.SEED,
-        distributed_optimizer=False,
-    )
+    chunks = build_chunks(case.layout, model=dataclasses.replace(model, recompute=case.recompute))
     for name, value in case.config.items():
         setattr(get_model_config(chunks[0]), name, value)
     adapter = ScheduleAdapter(
@@ -46,6 +38,7 @@ def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
     )
     batch, plan = problem.make_batch(case.num_samples), case.plan()
     outputs = adapter.forward(plan, batch, entropy=True)
+    _check_own_outputs(adapter, plan, batch, outputs["logprobs"])
     result = adapter.step(
         plan,
         batch,
@@ -62,6 +55,16 @@ def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
         **_logprob_errors(outputs, plan, batch, samples),
         "facts": _facts(plan, chunks),
     }
+
+
+def _check_own_outputs(
+    adapter: ScheduleAdapter, plan: Plan, batch: Any, every: list[Tensor | None]
+) -> None:
+    """The scope "dp_rank" gives each stage the samples of its own rank, and no others."""
+    own = {i for mb in plan.steps[0].ranks[adapter.dp_rank] for i in mb.samples}
+    for i, value in enumerate(adapter.forward(plan, batch, scope="dp_rank")["logprobs"]):
+        assert (value is not None) == (i in own)
+        assert value is None or torch.equal(value, every[i])
 
 
 def _gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, float]:

@@ -1,0 +1,24 @@
+"""The problem's model on a layout, as every worker builds it."""
+
+from __future__ import annotations
+
+from megatron.core.distributed import DistributedDataParallel
+
+from megapack import Layout
+from megapack.model import build_model, initialize_parallel
+from megapack.train_config import ModelConfig
+from tests.dist import problem
+
+
+def build_chunks(
+    layout: Layout, *, model: ModelConfig = problem.MODEL, distributed_optimizer: bool = False
+) -> list[DistributedDataParallel]:
+    """Make Megatron's groups for a layout, and this rank's chunks."""
+    initialize_parallel(layout, problem.SEED)
+    return build_model(
+        model,
+        layout,
+        vocab_size=problem.VOCAB_SIZE,
+        seed=problem.SEED,
+        distributed_optimizer=distributed_optimizer,
+    )
