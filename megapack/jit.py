@@ -5,7 +5,10 @@ No fastmath and no parallel reductions: equal inputs give equal bits on every ra
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -21,8 +24,32 @@ def kernel(function: F) -> F:
     checks for division by zero, which no kernel needs; machine code is a good deal shorter.
     """
     try:
-        return numba.njit(cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+        compiled = numba.njit(cache=True, error_model="numpy")(function)
     except RuntimeError as error:
         if "cache" not in str(error):
             raise
-        return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
+    else:
+        if _stamp(compiled):
+            return compiled  # type: ignore[no-any-return]
+    return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+def _stamp(compiled: Any) -> bool:
+    """Tie a kernel's cached code to the sources of all of them; whether that worked.
+
+    numba looks at the kernel's own file only, yet the code of the kernels that it calls is compiled
+    into it: after an upgrade a rank could run old ones, and find another plan than its peers.
+    """
+    file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if not hasattr(file, "_source_stamp"):
+        return False
+    file._source_stamp = (file._source_stamp, _sources())
+    return True
+
+
+@cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -48,7 +48,7 @@ class Policy:
     """Ranks and rows are balanced by the cost model's seconds, or by row tokens."""
     step_split: StepSplit = "contiguous"
     """Rollouts go to steps in input order, or so that the steps' tokens are balanced."""
-    search: int = 1024
+    search: int = 2048
     """Simulated rank-steps that one step's search may spend; 0 = construction only. A count and
     not a time, so that every rank finds the same plan."""
     group_size: GroupSize = "fixed"

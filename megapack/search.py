@@ -25,7 +25,7 @@ from megapack.packing import first_fit
 from megapack.packing_balance import pack_to_targets
 from megapack.pipeline import Runner
 from megapack.search_counts import fewest_rows, least_count, rank_counts, split_heaviest
-from megapack.search_deal import deal, place_by_target
+from megapack.search_deal import deal, deal_samples, place_by_target
 from megapack.search_per_rank import adjust_counts
 from megapack.search_problem import StepDraft, StepProblem
 from megapack.search_profile import Profile, canned_profile, find_profile
@@ -167,6 +167,7 @@ class _Search:
         pairs = ((shape, self._pack(shape, even)) for shape in self._shapes())
         packed = ((shape, draft) for shape, draft in pairs if draft is not None)
         yield from islice(packed, _MAX_PACKED)
+        yield from self._dealt_by_sample()
         rows = [(self.fewest, self.num_fewest)]
         if self.layout.pp == 1 and self.problem.max_samples is None:
             # In input order rows are mixtures, and so more alike than sorted ones.
@@ -174,6 +175,17 @@ class _Search:
             if mixed[1] <= int(rank_counts(self.problem, self.num_fewest, 1).sum()):
                 rows.insert(0, mixed)
         yield from ((None, self._split(*row, group)) for row in rows for group in self._groups())
+
+    def _dealt_by_sample(self) -> Iterator[tuple[None, StepDraft]]:
+        """Without a pipeline ranks' sums are all that counts."""
+        problem, dp = self.problem, self.layout.dp
+        if self.layout.pp > 1 or self.alike or problem.max_samples is not None:
+            return
+        count = least_count(problem, self.num_fewest, self.layout.group_size)
+        row_of = deal_samples(problem.aligned, self.work, dp, count, problem.capacity)
+        if row_of is not None:
+            ranks = np.arange(dp * count).reshape(dp, count)
+            yield None, self._draft(row_of, ranks, self.layout.group_size)
 
     def _shapes(self) -> list[_Shape]:
         """Shapes by the seconds that their profile would take."""

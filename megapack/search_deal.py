@@ -6,10 +6,11 @@ import numpy as np
 
 from megapack.inputs import Floats, Ints
 from megapack.jit import kernel
+from megapack.packing_balance import pack_to_targets
 from megapack.packing_kk import karmarkar_karp
 from megapack.search_problem import PADDING
 
-# More rows are dealt: differencing keeps a tuple of all ranks per rows / ranks.
+# More rows or samples are dealt: differencing keeps a tuple of all ranks per rows / ranks.
 _MAX_DIFFERENCED = 4096
 
 
@@ -42,14 +43,46 @@ def deal(row_work: Floats, counts: Ints, *, in_rounds: bool = False) -> list[Int
 
 def _differenced(row_work: Floats, order: Ints, num_ranks: int) -> list[Ints]:
     """Karmarkar-Karp with equally many rows for each rank: sums are nearer than by dealing."""
-    largest = float(row_work.max())
-    # A cost model of zeros weighs nothing.
-    scaled = row_work / largest if largest > 0 else np.zeros(row_work.size)
-    units = np.round(scaled * 2**40).astype(np.int64)
     rank_of = np.empty(row_work.size, dtype=np.int64)
-    for rank, rows in enumerate(karmarkar_karp(units, num_ranks, equal_size=True)):
+    for rank, rows in enumerate(karmarkar_karp(_units(row_work), num_ranks, equal_size=True)):
         rank_of[rows] = rank
     return [order[rank_of[order] == rank] for rank in range(num_ranks)]
+
+
+def deal_samples(
+    sizes: Ints, work: Floats, num_ranks: int, count: int, capacity: int
+) -> Ints | None:
+    """Samples to ranks of about equal work by Karmarkar-Karp, then each rank's into rows.
+
+    Args:
+        sizes: int64 [n], padded tokens.
+        work: float64 [n].
+        count: rows of each rank.
+        capacity: tokens per row.
+
+    Returns:
+        row_of: int64 [n], rank r has the rows from r * count on; None where they do not fit or are
+        too few or too many to be differenced.
+    """
+    if not num_ranks <= sizes.size <= _MAX_DIFFERENCED:
+        return None
+    row_of = np.empty(sizes.size, dtype=np.int64)
+    for rank, part in enumerate(karmarkar_karp(_units(work), num_ranks, equal_size=False)):
+        samples = np.array(part, dtype=np.int64)
+        targets = np.full(count, float(np.cumsum(work[samples])[-1]) / count)
+        rows = pack_to_targets(sizes[samples], work[samples], targets, capacity)
+        if rows is None or samples.size < count:
+            return None
+        row_of[samples] = rank * count + rows
+    return row_of
+
+
+def _units(work: Floats) -> Ints:
+    """Whole numbers in proportion to work: sums of floats would depend on their order."""
+    largest = float(work.max())
+    # A cost model of zeros weighs nothing.
+    scaled = work / largest if largest > 0 else np.zeros(work.size)
+    return np.round(scaled * 2**40).astype(np.int64)
 
 
 def _quotas(counts: Ints, num_rows: int) -> Ints:

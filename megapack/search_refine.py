@@ -13,19 +13,22 @@ import numpy as np
 from megapack.inputs import Ints
 from megapack.jit import kernel
 from megapack.pipeline_kernels import RankOps
+from megapack.search_even import even_ranks
+from megapack.search_moves import exchange, fits
 from megapack.search_scoring import RowCost, State, ops_of, row_seconds, score_rank, slowest
 
 # Exchanges with another rank are drawn this many times; the one nearest to the wanted shift is run.
-_DRAWS = 24
-# Without a pipeline only the balance counts: ranks this near to each other are left alone.
-_EVEN = 1e-6
+_DRAWS = 64
 
 
 @kernel
 def _next_random(random: Ints, limit: int) -> int:
-    """The next number below `limit` of a linear congruential sequence (Knuth's MMIX, 48 bits)."""
+    """The next number below `limit` of a linear congruential sequence (that of drand48).
+
+    Scaled from its upper 32 bits: the lower ones repeat after few numbers.
+    """
     random[0] = (random[0] * 25214903917 + 11) & 0xFFFFFFFFFFFF
-    return int((random[0] >> 17) % limit)
+    return int(((random[0] >> 16) * limit) >> 32)
 
 
 @kernel
@@ -35,60 +38,6 @@ def _pick(state: State, random: Ints, row: int) -> int:
     for _ in range(_next_random(random, state.num[row])):
         item = state.next[item]
     return int(item)
-
-
-@kernel
-def _unlink(state: State, item: int) -> None:
-    row = state.row_of[item]
-    at = state.head[row]
-    if at == item:
-        state.head[row] = state.next[item]
-        return
-    while state.next[at] != item:
-        at = state.next[at]
-    state.next[at] = state.next[item]
-
-
-@kernel
-def _move(state: State, item: int, row: int) -> None:
-    """Take a sample from its row to another one."""
-    old = state.row_of[item]
-    size = state.aligned[item]
-    _unlink(state, item)
-    state.tokens[old] -= size
-    state.tokens_sq[old] -= size * size
-    state.num[old] -= 1
-    state.next[item] = state.head[row]
-    state.head[row] = item
-    state.row_of[item] = row
-    state.tokens[row] += size
-    state.tokens_sq[row] += size * size
-    state.num[row] += 1
-
-
-@kernel
-def _fits(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> bool:
-    """Whether a row may change one sample for another; -1 stands for none."""
-    tokens = state.tokens[row]
-    num = state.num[row]
-    if leaving >= 0:
-        tokens -= state.aligned[leaving]
-        num -= 1
-    if coming >= 0:
-        tokens += state.aligned[coming]
-        num += 1
-    limit = cost.capacity
-    if cost.uniform_tokens > 0:
-        limit = min(limit, cost.uniform_tokens)
-    return num >= 1 and (tokens <= limit or (num == 1 and cost.uniform_tokens == 0))
-
-
-@kernel
-def _exchange(state: State, a: int, b: int, row_a: int, row_b: int) -> None:
-    """Sample a goes to row_b and b, where there is one, to row_a."""
-    _move(state, a, row_b)
-    if b >= 0:
-        _move(state, b, row_a)
 
 
 @kernel
@@ -123,7 +72,7 @@ def _draw(
         b = -1
         if _next_random(random, 3) > 0:
             b = _pick(state, random, row_b)
-        if not (_fits(cost, state, row_a, a, b) and _fits(cost, state, row_b, b, a)):
+        if not (fits(cost, state, row_a, a, b) and fits(cost, state, row_b, b, a)):
             continue
         miss = abs(_relief(cost, state, row_a, a, b) - wanted)
         if miss < nearest:
@@ -162,22 +111,18 @@ def refine(
     Returns:
         Simulations spent.
     """
+    if all_ops.pp == 1 and not lockstep and not cost.fixed_rows:
+        return even_ranks(cost, state, budget, passes)
     random = np.array([88172645463325252 & 0xFFFFFFFFFFFF])
     used = 0
     misses = 0
     while used < budget and misses < 4 * budget + 64:
         slow = slowest(state)
-        if all_ops.pp == 1:
-            spread = state.seconds[slow] - state.seconds[_fastest(state)]
-            if spread < _EVEN * state.seconds[slow] and not lockstep:
-                break
         if lockstep:
             slow = _next_random(random, state.counts.size)
         kind = _next_random(random, 8)
         if cost.fixed_rows:
             kind = 0
-        elif all_ops.pp == 1 and state.counts.size > 1 and not lockstep:
-            kind = 6 + kind % 2
         spent = 0
         if kind < 3:
             spent = _try_order(cost, state, all_ops, bounds, lockstep, random, slow)
@@ -243,7 +188,7 @@ def _try_exchange(
     a, b, row_a, row_b = _draw(cost, state, random, slow, other, wanted)
     if a < 0:
         return 0
-    _exchange(state, a, b, row_a, row_b)
+    exchange(state, a, b, row_a, row_b)
     seconds = score_rank(cost, state, ops_of(all_ops, bounds, slow), slow, lockstep)
     spent = 1
     if seconds < state.seconds[slow]:
@@ -256,7 +201,7 @@ def _try_exchange(
             state.seconds[slow] = seconds
             state.seconds[other] = other_seconds
             return spent
-    _exchange(state, a, b, row_b, row_a)
+    exchange(state, a, b, row_b, row_a)
     return spent
 
 

@@ -29,7 +29,7 @@ from megapack import CostModel, Layout, MicroBatch, Policy, StepPlan, build_dp_s
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples of an optimizer step.
-BATCHES = (512, 2048)
+BATCHES = (512, 1024, 2048)
 MARKS = ("<!-- measured -->", "<!-- end -->")
 # A micro-batch costs this many tokens whatever it holds: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256

@@ -28,6 +28,8 @@ from megapack.train_config import ModelConfig
 
 MODEL = ModelConfig(num_layers=8, hidden_size=128, num_attention_heads=4, num_query_groups=2)
 ROUNDS = 5
+# Samples per row and their length, of the steps that the model is fitted to.
+EQUAL = [(1, 64), (8, 64), (1, 512), (4, 256), (1, 1024), (16, 64), (2, 768)]
 
 
 class TimedAdapter(ScheduleAdapter):
@@ -49,28 +51,54 @@ def batch_of(lengths: list[int]) -> SampleBatch:
     return SampleBatch.from_prompt_response([t[:1] for t in tokens], [t[1:] for t in tokens], {})
 
 
-def measured(adapter: TimedAdapter, plan: Plan, lengths: list[int]) -> float:
-    """Median seconds of a step after one that warms up."""
-    batch = batch_of(lengths)
-    times = []
+Case = tuple[Plan, list[int]]
+
+
+def measured(adapter: TimedAdapter, cases: list[Case]) -> list[float]:
+    """Median seconds of each case's steps, after a round that warms up.
+
+    Rounds run every case once, so that a machine that slows down for a while slows down all.
+    """
+    batches = [(plan, batch_of(lengths)) for plan, lengths in cases]
+    rounds = []
     for _ in range(ROUNDS + 1):
-        for chunk in adapter.chunks:
-            chunk.zero_grad_buffer()
-        adapter.step(plan, batch, objective=SFT())
-        times.append(adapter.seconds)
-    return statistics.median(times[1:])
+        seconds = []
+        for plan, batch in batches:
+            for chunk in adapter.chunks:
+                chunk.zero_grad_buffer()
+            adapter.step(plan, batch, objective=SFT())
+            seconds.append(adapter.seconds)
+        rounds.append(seconds)
+    return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
 
 
-def equal_rows(adapter: TimedAdapter, layout: Layout) -> list[Measurement]:
-    unit = CostModel(fixed=1.0)
-    out = []
-    for num, length in [(1, 64), (8, 64), (1, 512), (4, 256), (1, 1024), (16, 64), (2, 768)]:
+def equal_cases(layout: Layout) -> list[Case]:
+    """Steps whose rows all hold `num` samples of `length` tokens."""
+    cases = []
+    for num, length in EQUAL:
         lengths = [length] * (num * 4 * layout.group_size)
-        plan = build_dp_schedule(lengths, layout=layout, micro_batch_size=num)
-        multiple = simulate(plan.steps[0], layout=layout, cost=unit).makespan
-        seconds = measured(adapter, plan, lengths) / multiple
-        out.append(Measurement(num * length, num * length**2, num, seconds))
-    return out
+        cases.append((build_dp_schedule(lengths, layout=layout, micro_batch_size=num), lengths))
+    return cases
+
+
+def unequal_cases(layout: Layout) -> list[Case]:
+    rng = np.random.default_rng(0)
+    cases = []
+    for budget in (512, 1024, 2048):
+        lengths = np.clip(rng.lognormal(5, 0.8, 48), 8, 500).astype(int).tolist()
+        plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=budget)
+        cases.append((plan, lengths))
+    return cases
+
+
+def measurements(layout: Layout, cases: list[Case], seconds: list[float]) -> list[Measurement]:
+    """Seconds of one chunk's forward: an equal step takes a known multiple of them."""
+    unit = CostModel(fixed=1.0)
+    multiples = [simulate(plan.steps[0], layout=layout, cost=unit).makespan for plan, _ in cases]
+    return [
+        Measurement(num * length, num * length**2, num, taken / multiple)
+        for (num, length), taken, multiple in zip(EQUAL, seconds, multiples, strict=True)
+    ]
 
 
 def main() -> None:
@@ -82,16 +110,14 @@ def main() -> None:
     torch.manual_seed(0)
     initialize_parallel(layout, 0)
     chunks = build_model(MODEL, layout, vocab_size=256, seed=0, distributed_optimizer=False)
-    adapter = TimedAdapter(chunks, layout=layout)
-    cost = CostModel.fit(equal_rows(adapter, layout), layout=layout)
+    equal, unequal = equal_cases(layout), unequal_cases(layout)
+    seconds = measured(TimedAdapter(chunks, layout=layout), equal + unequal)
+    known = measurements(layout, equal, seconds[: len(equal)])
+    cost = CostModel.fit(known, layout=layout)
     say = print if dist.get_rank() == 0 else lambda *_: None
     say(f"pp2 vpp{layout.vpp}: {cost.to_json()}")
     errors = []
-    rng = np.random.default_rng(0)
-    for budget in (512, 1024, 2048):
-        lengths = np.clip(rng.lognormal(5, 0.8, 48), 8, 500).astype(int).tolist()
-        plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=budget)
-        real = measured(adapter, plan, lengths)
+    for (plan, _), real in zip(unequal, seconds[len(equal) :], strict=True):
         predicted = simulate(plan.steps[0], layout=layout, cost=cost).makespan
         errors.append(predicted / real - 1)
         say(

@@ -20,9 +20,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
     "errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl",
-    "cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring search_refine "
-    "pipeline pipeline_order pipeline_kernels plan plan_check plan_text step_split rollouts "
-    "generated",
+    "cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring search_moves "
+    "search_even search_refine pipeline pipeline_order pipeline_kernels plan plan_check plan_text "
+    "step_split rollouts generated",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_report __init__",
     "thd samples train_config",

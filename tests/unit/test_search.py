@@ -18,7 +18,7 @@ from megapack import (
     simulate,
 )
 from megapack.pipeline import Runner
-from megapack.search_deal import deal, place_by_target
+from megapack.search_deal import deal, deal_samples, place_by_target
 from megapack.search_profile import canned_profile, find_profile
 
 pytestmark = pytest.mark.unit
@@ -187,3 +187,38 @@ def test_traces_hold_their_budgets(shared_dir: Path) -> None:
     for layout in LAYOUTS:
         plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=36864, cost=COST)
         check_plan(plan, lengths)
+
+
+@pytest.mark.parametrize("dp", [2, 3, 8])
+def test_ranks_without_a_pipeline_end_even(dp: int) -> None:
+    """400 samples leave exchanges enough to bring every rank within a token or two of the mean."""
+    plan = build_dp_schedule(LONG_TAILED, layout=Layout(dp=dp), max_tokens_per_gpu=16384, cost=COST)
+    check_plan(plan, LONG_TAILED)
+    ranks = simulate(plan.steps[0], layout=Layout(dp=dp), cost=COST).rank_makespans
+    assert max(ranks) / (sum(ranks) / dp) < 1 + 1e-4
+
+
+def test_dealing_by_sample_keeps_rows_within_the_budget() -> None:
+    sizes = np.array(LONG_TAILED)
+    work = sizes + sizes**2 / 12288
+    row_of = deal_samples(sizes, work, num_ranks=4, count=12, capacity=16384)
+    assert row_of is not None
+    tokens = np.zeros(48, dtype=int)
+    np.add.at(tokens, row_of, sizes)
+    assert tokens.max() <= 16384
+    assert tokens.min() > 0
+    load = np.zeros(4)
+    np.add.at(load, row_of // 12, work)
+    assert load.max() / load.mean() < 1 + 1e-4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "count", "capacity"),
+    [([5, 5, 5], 4, 1, 8), ([5, 5, 5, 5], 2, 1, 8), ([5, 5, 5], 2, 2, 8)],
+    ids=["fewer samples than ranks", "rows too few", "fewer samples than rows"],
+)
+def test_dealing_by_sample_gives_up(
+    sizes: list[int], num_ranks: int, count: int, capacity: int
+) -> None:
+    array = np.array(sizes)
+    assert deal_samples(array, array.astype(float), num_ranks, count, capacity) is None
