@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import (
 from megapack import cpu
 from megapack.attention import PackedSDPA
 from megapack.errors import ConfigError
+from megapack.frozen import freeze
 from megapack.init import initialize_by_name
 from megapack.layout import Layout
 from megapack.train_config import ModelConfig, OptimConfig
@@ -171,6 +172,7 @@ def build_model(
         num_layers=model.num_layers,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
+    freeze(chunks, model.freeze)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )

@@ -52,6 +52,9 @@ class ModelConfig:
     """Activations that the backward computes again: none, whole layers, or attention only."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: globs of names in the whole model, `embedding.*` or
+    `decoder.layers.0.*` for example."""
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")

@@ -28,6 +28,7 @@ from megapack import settings
 from megapack.consensus import agree
 from megapack.errors import DataError
 from megapack.forward import DeviceRow, LastStage, RowForward, metric_names
+from megapack.frozen import keep_gradients_through_recompute
 from megapack.layout import Layout
 from megapack.loss import LossWeighting, Objective, sample_weights
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
@@ -76,6 +77,7 @@ class ScheduleAdapter:
         settings.check_layout(layout, len(self.chunks))
         settings.check_config(self.config, layout)
         settings.check_chunks(self.chunks)
+        keep_gradients_through_recompute(self.chunks, self.config)
         self._groups = _process_groups()
         self._dp_group = parallel_state.get_data_parallel_group()
         self._device = torch.device(torch.cuda.current_device())

@@ -25,6 +25,10 @@ class Case:
     recompute: str = "none"
     variant: str = "plain"
     """Which of `problem.MODELS`."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained, as in `ModelConfig.freeze`."""
+    forward_budget: int | None = None
+    """Run the forward pass by a plan of its own, with this budget."""
     config: dict[str, Any] = field(default_factory=dict)
     """Settings of Megatron's config to change once the model is built."""
     num_samples: int = problem.NUM_SAMPLES
@@ -49,6 +53,17 @@ class Case:
             policy=self.policy,
         )
         return _move_one(plan) if self.unequal_counts else plan
+
+    def forward_plan(self) -> Plan:
+        """One for passes without a backward, where the case has a budget of its own for them."""
+        if self.forward_budget is None:
+            return self.plan()
+        return build_dp_schedule(
+            problem.make_batch(self.num_samples).lengths,
+            layout=self.layout,
+            max_tokens_per_gpu=self.forward_budget,
+            forward_only=True,
+        )
 
 
 def _move_one(plan: Plan) -> Plan:
@@ -91,10 +106,29 @@ CASES: dict[str, Case] = {
         policy=UNIFORM,
         expect={"padding": True, "dummies": True},
     ),
+    "pp2_frozen_stage": Case(
+        layout=PP2, frozen=("embedding.*", "decoder.layers.[0-3].*"), expect={"frozen_ranks": 1}
+    ),
+    "pp2_frozen_head_recompute": Case(
+        layout=PP2,
+        variant="other",
+        recompute="full",
+        frozen=("embedding.*", "output_layer.*", "decoder.layers.*.mlp.*"),
+    ),
+    "pp2_vpp2_frozen_chunks": Case(
+        layout=PP2_VPP2,
+        frozen=("embedding.*", "decoder.layers.[0145].*", "decoder.final_layernorm.weight"),
+        expect={"chunks": 2, "frozen_ranks": 1},
+    ),
+    "pp2_forward_plan": Case(layout=PP2, forward_budget=128),
+    "pp2_vpp2_forward_plan": Case(layout=PP2_VPP2, forward_budget=128),
+    "pp2_bf16": Case(layout=PP2, variant="bf16"),
+    "tp2_sp_bf16_recompute": Case(layout=TP2_SP, variant="bf16", recompute="full"),
     "tp2": Case(layout=TP2),
     "tp2_sp": Case(layout=TP2_SP),
     "tp2_sp_other_model": Case(layout=TP2_SP, variant="other"),
     "tp2_sp_recompute": Case(layout=TP2_SP, recompute="selective"),
+    "tp2_sp_recompute_full": Case(layout=TP2_SP, recompute="full"),
     "dp2": Case(layout=Layout(dp=2)),
     "dp2_drop": Case(
         layout=Layout(dp=2),
@@ -127,5 +161,13 @@ CASES: dict[str, Case] = {
         layout=DP2_PP2_VPP2, num_samples=3, expect={"chunks": 2, "padding": True}
     ),
     "tp2_sp_pp2": Case(layout=Layout(tp=2, pp=2, sequence_parallel=True)),
+    "tp2_sp_pp2_recompute": Case(
+        layout=Layout(tp=2, pp=2, sequence_parallel=True), recompute="full"
+    ),
+    "tp2_sp_pp2_recompute_selective": Case(
+        layout=Layout(tp=2, pp=2, sequence_parallel=True), recompute="selective"
+    ),
+    "dp2_frozen_embedding": Case(layout=Layout(dp=2), recompute="full", frozen=("embedding.*",)),
+    "dp2_pp2_vpp2_bf16": Case(layout=DP2_PP2_VPP2, variant="bf16", expect={"chunks": 2}),
     "tp2_pp2_vpp2": Case(layout=Layout(tp=2, pp=2, vpp=2), expect={"chunks": 2}),
 }

@@ -28,8 +28,11 @@ MODEL = ModelConfig(
 OTHER_MODEL = dataclasses.replace(
     MODEL, untie_embeddings=True, normalization="LayerNorm", gated_linear_unit=False
 )
-MODELS = {"plain": (MODEL, 1.0), "other": (OTHER_MODEL, 0.7)}
+BF16_MODEL = dataclasses.replace(MODEL, dtype="bf16")
+MODELS = {"plain": (MODEL, 1.0), "other": (OTHER_MODEL, 0.7), "bf16": (BF16_MODEL, 1.0)}
 """Model and temperature by variant."""
+PRECISE = {"bf16": "plain"}
+"""Variants of lower precision, and the one in fp32 that they approximate."""
 
 OBJECTIVE = GRPO(
     clip_low=0.2, clip_high=0.28, dual_clip=1.5, entropy_coef=0.03, kl_coef=0.1, kl_kind="k3"

@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 
 from tests.dist.cases import CASES
+from tests.dist.problem import PRECISE
 
 pytestmark = pytest.mark.dist
 
 Results = dict[str, dict[str, Any]]
 
 
-@pytest.mark.parametrize("name", CASES)
+EXACT = [name for name, case in CASES.items() if case.variant not in PRECISE]
+ROUNDED = [name for name in CASES if name not in EXACT]
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_gradients_equal_the_one_sample_reference(name: str, case_results: Results) -> None:
     found = case_results[name]
     assert found["gradient_norm"] > 1e-3
@@ -22,13 +27,13 @@ def test_gradients_equal_the_one_sample_reference(name: str, case_results: Resul
     assert found["worst_parameter"] < 1e-4
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EXACT)
 def test_the_loss_equals_the_one_sample_reference(name: str, case_results: Results) -> None:
     found = case_results[name]
     assert found["loss"] == pytest.approx(found["expected_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EXACT)
 def test_logprobs_equal_the_one_sample_reference(name: str, case_results: Results) -> None:
     found = case_results[name]
     assert found["num_logprobs"] > 10
@@ -40,6 +45,31 @@ def test_logprobs_equal_the_one_sample_reference(name: str, case_results: Result
 def test_a_case_is_what_its_name_says(name: str, case_results: Results) -> None:
     facts = case_results[name]["facts"]
     assert {key: facts[key] for key in CASES[name].expect} == CASES[name].expect
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_packing_adds_little_to_the_error_of_bf16(name: str, case_results: Results) -> None:
+    """bf16 is far from fp32 with one sample at a time already; packed rows stay as near."""
+    found = case_results[name]
+    assert 0 < found["gradient_error"] < 2 * found["one_sample_gradient_error"]
+    assert found["loss"] == pytest.approx(found["expected_loss"], rel=1e-2)
+    assert found["logprob_mean_error"] < 0.02
+
+
+# A forward of the plan's own rows is the training step's forward: the first ratios are 1.
+SAME_ROWS = [name for name, case in CASES.items() if case.forward_budget is None]
+
+
+@pytest.mark.parametrize("name", SAME_ROWS)
+def test_old_logprobs_of_the_same_rows_are_equal_bit_by_bit(
+    name: str, case_results: Results
+) -> None:
+    assert case_results[name]["square_to_forward"] == 0
+
+
+def test_old_logprobs_of_other_rows_serve_as_well(case_results: Results) -> None:
+    for name in set(CASES) - set(SAME_ROWS):
+        assert case_results[name]["square_to_forward"] < 1e-10
 
 
 def test_rows_are_packed_and_of_different_lengths(case_results: Results) -> None:

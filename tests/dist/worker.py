@@ -19,26 +19,37 @@ from torch import Tensor
 
 from megapack import launch
 from megapack.init import global_parameters, local_slice
+from megapack.loss import GRPO
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
+from tests.dist.problem import PRECISE
 from tests.dist.cases import CASES, Case
 from tests.dist.expected import expected_step
 from tests.dist.setup import build_chunks
 
 
-def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Forward and step of a case, compared with the reference; facts about what was run."""
+def run_case(
+    case: Case, samples: list[dict[str, Any]], own_precision: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Forward and step of a case, compared with the reference; facts about what was run.
+
+    Args:
+        samples: the reference's samples, in fp32.
+        own_precision: the same in the case's own precision, where that is another one.
+    """
     model, temperature = problem.MODELS[case.variant]
-    chunks = build_chunks(case.layout, model=dataclasses.replace(model, recompute=case.recompute))
+    model = dataclasses.replace(model, recompute=case.recompute, freeze=case.frozen)
+    chunks = build_chunks(case.layout, model=model)
     for name, value in case.config.items():
         setattr(get_model_config(chunks[0]), name, value)
     adapter = ScheduleAdapter(
         chunks, layout=case.layout, logprob_chunk_tokens=16, temperature=temperature
     )
     batch, plan = problem.make_batch(case.num_samples), case.plan()
-    outputs = adapter.forward(plan, batch, entropy=True)
-    _check_own_outputs(adapter, plan, batch, outputs["logprobs"])
+    forward_plan = case.forward_plan()
+    outputs = adapter.forward(forward_plan, batch, entropy=True)
+    _check_own_outputs(adapter, forward_plan, batch, outputs["logprobs"])
     result = adapter.step(
         plan,
         batch,
@@ -47,11 +58,15 @@ def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
         norm_constant=case.norm_constant,
     )
     loss, grads = expected_step(case, plan, samples)
+    errors = _gradient_errors(chunks, grads)
+    if own_precision is not None:
+        errors |= _own_errors(expected_step(case, plan, own_precision)[1], grads)
     return {
         "loss": result.loss,
         "expected_loss": loss,
         "metrics": result.metrics,
-        **_gradient_errors(chunks, grads),
+        **errors,
+        "square_to_forward": _square_to(adapter, plan, batch, outputs["logprobs"]),
         **_logprob_errors(outputs, plan, batch, samples),
         "facts": _facts(plan, chunks),
     }
@@ -72,15 +87,26 @@ def _gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, f
     sums, errors = torch.zeros(2, dtype=torch.float64), []
     for chunk in chunks:
         for name, param in global_parameters(chunk):
+            if not param.requires_grad:
+                assert param.grad is None, f"{name} is frozen and has a gradient"
+                continue
             want = local_slice(grads[name], param, tp.rank(), tp.size())
+            assert param.main_grad.dtype == torch.float32
             error = (param.main_grad.double() - want).norm()
             sums += torch.stack([error**2, want.norm() ** 2])
             errors.append(error / grads[name].norm())
     dist.all_reduce(sums)
     error, norm = sums.sqrt().tolist()
     # Python's max would pass over a NaN.
-    worst = float(torch.stack(errors).max())
+    worst = float(torch.stack(errors).max()) if errors else 0.0
     return {"gradient_error": error / norm, "gradient_norm": norm, "worst_parameter": worst}
+
+
+def _own_errors(own: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
+    """What the lower precision alone does to one sample at a time."""
+    error = torch.stack([(own[name] - want).norm() for name, want in grads.items()]).norm()
+    norm = torch.stack([want.norm() for want in grads.values()]).norm()
+    return {"one_sample_gradient_error": float(error / norm)}
 
 
 def _logprob_errors(
@@ -104,6 +130,25 @@ def _logprob_errors(
     }
 
 
+def _square_to(
+    adapter: ScheduleAdapter, plan: Plan, batch: Any, logprobs: list[Tensor | None]
+) -> float:
+    """Mean square of log-probs in a training step less those of a forward pass before it; 0 only
+    where all bits are equal."""
+    anchored = [torch.zeros(()) if value is None else value for value in logprobs]
+    batch.set_field("ref_logprobs", anchored)
+    squares = GRPO(kl_coef=1.0, kl_kind="k2")
+    return 2 * adapter.step(plan, batch, objective=squares).metrics["kl_ref"]
+
+
+def _num_frozen_ranks(chunks: list[Any]) -> int:
+    """Ranks that train nothing."""
+    params = [param for chunk in chunks for param in chunk.parameters()]
+    frozen = torch.tensor(float(not any(param.requires_grad for param in params)))
+    dist.all_reduce(frozen)
+    return int(frozen)
+
+
 def _facts(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
     step = plan.steps[0]
     rows = [mb for rank in step.ranks for mb in rank]
@@ -117,6 +162,7 @@ def _facts(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
         "dropped": bool(step.dropped_rollouts),
         "unequal": len(set(counts)) > 1,
         "remainder": counts[0] % group > 0,
+        "frozen_ranks": _num_frozen_ranks(chunks),
         "packed": any(len(mb.samples) > 1 for mb in rows),
         "row_lengths": len({mb.row_tokens for mb in rows}),
     }
@@ -128,7 +174,11 @@ def main(reference: str, out: str, names: list[str]) -> None:
     world, samples = dist.get_world_size(), torch.load(reference)
     found = {}
     for name in names or [name for name, case in CASES.items() if case.world == world]:
-        found[name] = run_case(CASES[name], samples[CASES[name].variant])
+        variant, exact = CASES[name].variant, PRECISE.get(CASES[name].variant)
+        if exact is None:
+            found[name] = run_case(CASES[name], samples[variant])
+        else:
+            found[name] = run_case(CASES[name], samples[exact], samples[variant])
         worst = torch.tensor(found[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         found[name]["worst_parameter"] = float(worst)
