@@ -1,10 +1,11 @@
 """Takes three optimizer steps on one layout; each rank writes its parameters and gradient norms.
 
-torchrun --nproc-per-node N -m tests.dist.optimizer_worker OUT_DIR DP TP PP VPP DISTRIBUTED
+torchrun --nproc-per-node N -m tests.dist.optimizer_worker OUT_DIR DP TP PP VPP DISTRIBUTED FROZEN
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -22,13 +23,16 @@ from tests.dist.setup import build_chunks
 
 NUM_STEPS = 3
 CLIP = 0.05
+# All that the first of two stages has.
+FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 
 
-def main(out_dir: str, dp: int, tp: int, pp: int, vpp: int, distributed: bool) -> None:
+def main(out_dir: str, dp: int, tp: int, pp: int, vpp: int, distributed: bool, frozen: bool) -> None:
     """Train and write `OUT_DIR/rank<r>.pt`."""
     launch.start("cpu")
     layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp)
-    chunks = build_chunks(layout, distributed_optimizer=distributed)
+    model = dataclasses.replace(problem.MODEL, freeze=FROZEN if frozen else ())
+    chunks = build_chunks(layout, model=model, distributed_optimizer=distributed)
     # Adam divides by the gradient's size: a large eps keeps rounding of tiny ones tiny.
     optim = OptimConfig(lr=1e-1, clip_grad=CLIP, adam_eps=1e-3, distributed_optimizer=distributed)
     optimizer = build_optimizer(optim, chunks, bf16=False)
@@ -49,6 +53,7 @@ def main(out_dir: str, dp: int, tp: int, pp: int, vpp: int, distributed: bool) -
     found = {
         "norms": norms,
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "trained": [n for n, p in parameters.items() if p.requires_grad],
         "parameters": {n: p.detach().clone() for n, p in parameters.items()},
         "partitions": {n: _partition(p) for n, p in parameters.items()},
     }
@@ -63,4 +68,4 @@ def _partition(param: torch.Tensor) -> tuple[int, int] | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(value) for value in sys.argv[2:6]), sys.argv[6] == "True")
+    main(sys.argv[1], *(int(v) for v in sys.argv[2:6]), *(v == "True" for v in sys.argv[6:]))

@@ -14,10 +14,12 @@ from tests.dist.spawn import checked_job
 pytestmark = pytest.mark.dist
 
 
-def train(folder: Path, dp: int, tp: int, pp: int, vpp: int, distributed: bool) -> list[Any]:
+def train(
+    folder: Path, dp: int, tp: int, pp: int, vpp: int, distributed: bool, frozen: bool = False
+) -> list[Any]:
     """What each rank wrote."""
     folder.mkdir()
-    args = [str(folder), str(dp), str(tp), str(pp), str(vpp), str(distributed)]
+    args = [str(folder), str(dp), str(tp), str(pp), str(vpp), str(distributed), str(frozen)]
     checked_job(dp * tp * pp, "tests.dist.optimizer_worker", args, timeout_s=180)
     ranks = [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
     assert len(ranks) == dp * tp * pp
@@ -48,6 +50,11 @@ def test_three_clipped_steps_reach_the_same_weights(
     ranks = train(tmp_path / "out", dp, tp, pp, vpp, distributed)
     assert min(single["norms"]) > CLIP, "nothing would be clipped"
     assert len(set(single["norms"])) == 3, "the weights did not move"
+    check_weights(ranks, single, tp)
+
+
+def check_weights(ranks: list[dict[str, Any]], single: dict[str, Any], tp: int) -> None:
+    """Gradient norms and parameters of all ranks are those of one process."""
     assert {name for rank in ranks for name in rank["parameters"]} == set(single["parameters"])
     for rank in ranks:
         assert rank["norms"][0] == pytest.approx(single["norms"][0], rel=1e-5)
@@ -55,3 +62,12 @@ def test_three_clipped_steps_reach_the_same_weights(
         for name, value in rank["parameters"].items():
             whole = piece(single["parameters"][name], rank, name, tp)
             assert torch.allclose(value, whole, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_stage_that_trains_nothing(distributed: bool, tmp_path: Path) -> None:
+    (single,) = train(tmp_path / "single", 1, 1, 1, 1, False, frozen=True)
+    ranks = train(tmp_path / "pp2", 1, 1, 2, 1, distributed, frozen=True)
+    assert not ranks[0]["trained"]
+    assert ranks[1]["trained"]
+    check_weights(ranks, single, tp=1)
