@@ -30,6 +30,11 @@ def enabled() -> bool:
     return hasattr(torch.cuda, _MARKER)
 
 
+def uses_cuda() -> bool:
+    """Whether models run on CUDA: it is there and `enable` was not called."""
+    return torch.cuda.is_available() and not enabled()
+
+
 def enable() -> None:
     """Send Megatron-Core's CUDA calls to the CPU, for the rest of this process.
 

@@ -65,7 +65,7 @@ def vocab_parallel_logprobs(
 
 def _logits(hidden_CH: Tensor, head: VocabHead) -> Tensor:
     logits_CV = (hidden_CH @ head.weight_VH.t()).float()
-    return logits_CV if head.temperature == 1.0 else logits_CV / head.temperature
+    return logits_CV if head.temperature == 1.0 else logits_CV.div_(head.temperature)
 
 
 def _local_labels(labels_C: Tensor, head: VocabHead) -> tuple[Tensor, Tensor]:
@@ -96,12 +96,14 @@ class _Logprobs(torch.autograd.Function):
             logits_CV = _logits(hidden_RH[chunk], head)
             max_C = head.all_reduce(logits_CV.amax(1), dist.ReduceOp.MAX)
             local_C, here_C = _local_labels(labels_R[chunk], head)
-            label_logit_C = logits_CV.gather(1, local_C[:, None])[:, 0] - max_C
-            exp_CV = (logits_CV - max_C[:, None]).exp_()
+            # In place from here on: a second and third [C, V] would double and treble the peak.
+            logits_CV.sub_(max_C[:, None])
+            label_logit_C = logits_CV.gather(1, local_C[:, None])[:, 0]
+            exp_CV = logits_CV.exp() if head.with_entropy else logits_CV.exp_()
             sums = torch.stack([exp_CV.sum(1), torch.where(here_C, label_logit_C, 0.0)])
             if head.with_entropy:
-                weighted_C = (exp_CV * (logits_CV - max_C[:, None])).sum(1)
-                sums = torch.cat([sums, weighted_C[None]])
+                sums = torch.cat([sums, logits_CV.mul_(exp_CV).sum(1)[None]])
+            del logits_CV, exp_CV
             head.all_reduce(sums)
             # A label that is no token must not look like a sound log-prob; NaN needs no sync.
             foreign_C = ~_in_vocabulary(labels_R[chunk], head)
@@ -117,26 +119,58 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs_R: Tensor | None, grad_entropy_R: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None]:
         hidden_RH, weight_VH, labels_R, log_z_R, entropy_R = ctx.saved_tensors
         head: VocabHead = ctx.head
         label_grad_R = torch.zeros_like(log_z_R) if grad_logprobs_R is None else grad_logprobs_R
         grad_hidden_RH = torch.zeros_like(hidden_RH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        grad_weight_VH = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         for start in range(0, hidden_RH.shape[0], head.chunk_tokens):
             chunk = slice(start, start + head.chunk_tokens)
-            log_p_CV = _logits(hidden_RH[chunk], head) - log_z_R[chunk, None]
-            p_CV = log_p_CV.exp()
-            grad_C = label_grad_R[chunk]
-            # d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
-            grad_CV = p_CV * -grad_C[:, None]
-            if grad_entropy_R is not None:
-                log_p_CV.add_(entropy_R[chunk, None]).mul_(p_CV)
-                grad_CV.sub_(log_p_CV.mul_(grad_entropy_R[chunk, None]))
-            local_C, here_C = _local_labels(labels_R[chunk], head)
-            grad_CV.scatter_add_(1, local_C[:, None], torch.where(here_C, grad_C, 0.0)[:, None])
-            grad_logits_CV = (grad_CV / head.temperature).to(weight_VH.dtype)
+            grad_logits_CV = _grad_logits(
+                _logits(hidden_RH[chunk], head),
+                labels_R[chunk],
+                log_z_R[chunk, None],
+                label_grad_R[chunk, None],
+                None
+                if grad_entropy_R is None
+                else (entropy_R[chunk, None], grad_entropy_R[chunk, None]),
+                head,
+            )
             grad_hidden_RH[chunk] = grad_logits_CV @ weight_VH
-            grad_weight_VH += (grad_logits_CV.t() @ hidden_RH[chunk]).float()
+            if grad_weight_VH is not None:
+                grad_weight_VH += (grad_logits_CV.t() @ hidden_RH[chunk]).float()
+            # Before the next chunk's logits are made.
+            del grad_logits_CV
         head.all_reduce(grad_hidden_RH)
-        return grad_hidden_RH, grad_weight_VH.to(weight_VH.dtype), None, None
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        return grad_hidden_RH, grad_weight_VH, None, None
+
+
+def _grad_logits(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    log_z_C1: Tensor,
+    grad_C1: Tensor,
+    entropy_and_grad_C1: tuple[Tensor, Tensor] | None,
+    head: VocabHead,
+) -> Tensor:
+    """The gradient with respect to the logits, in their memory.
+
+    d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
+    """
+    log_p_CV = logits_CV.sub_(log_z_C1)
+    if entropy_and_grad_C1 is None:
+        grad_CV = log_p_CV.exp_().mul_(-grad_C1)
+    else:
+        entropy_C1, grad_entropy_C1 = entropy_and_grad_C1
+        p_CV = log_p_CV.exp()
+        grad_CV = log_p_CV.add_(entropy_C1).mul_(grad_entropy_C1).add_(grad_C1).mul_(p_CV).neg_()
+    local_C, here_C = _local_labels(labels_C, head)
+    grad_CV.scatter_add_(1, local_C[:, None], torch.where(here_C[:, None], grad_C1, 0.0))
+    if head.temperature != 1.0:
+        grad_CV.div_(head.temperature)
+    return grad_CV.to(head.weight_VH.dtype)

@@ -94,7 +94,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
-        use_cpu_initialization=not _uses_cuda(),
+        use_cpu_initialization=not cpu.uses_cuda(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=model.dtype == "bf16",
@@ -233,17 +233,13 @@ def choose_attention(attention: Literal["auto", "te", "sdpa"]) -> Literal["te", 
     Raises:
         ConfigError: Transformer Engine is asked for and cannot run.
     """
-    usable = _uses_cuda() and importlib.util.find_spec("transformer_engine") is not None
+    usable = cpu.uses_cuda() and importlib.util.find_spec("transformer_engine") is not None
     if attention == "te" and not usable:
         raise ConfigError(
             "model.attention=te needs CUDA and the package transformer-engine; install "
             "megapack[te], or set model.attention=sdpa"
         )
     return "te" if usable and attention != "sdpa" else "sdpa"
-
-
-def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and not cpu.enabled()
 
 
 def _check_sizes(model: ModelConfig, layout: Layout) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from tqdm import tqdm
 
+from megapack import cpu
 from megapack.pipeline import Simulation
 from megapack.plan import Plan, StepPlan
 
@@ -78,7 +80,8 @@ def packing_metrics(step: StepPlan, simulation: Simulation) -> dict[str, Any]:
 
     `packing_efficiency`: real over row tokens, padding micro-batches counted. `padded_share`: the
     rest. `imbalance`: the slowest data-parallel rank's simulated seconds over the mean.
-    `bubble_fraction`: see `Simulation`.
+    `bubble_fraction`: see `Simulation`. `peak_live_row_tokens`: most row tokens per GPU whose
+    activations one stage holds at a time.
     """
     rows = [mb for rank in step.ranks for mb in rank]
     tokens, row_tokens = sum(mb.tokens for mb in rows), sum(mb.row_tokens for mb in rows)
@@ -93,7 +96,28 @@ def packing_metrics(step: StepPlan, simulation: Simulation) -> dict[str, Any]:
         "padded_share": 1 - tokens / row_tokens,
         "imbalance": max(seconds) * len(seconds) / sum(seconds),
         "bubble_fraction": simulation.bubble_fraction,
+        "peak_live_row_tokens": simulation.peak_live_tokens,
     }
+
+
+def reset_memory_peaks() -> None:
+    """Begin to watch a step's memory; does nothing without CUDA."""
+    if cpu.uses_cuda():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def memory_peaks() -> dict[str, float]:
+    """Peaks since `reset_memory_peaks` of the GPU that has most; nothing without CUDA.
+
+    A collective over all ranks: pipeline stages hold different amounts.
+    """
+    if not cpu.uses_cuda():
+        return {}
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    most = torch.tensor(peaks, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    allocated, reserved = (most / 2**30).tolist()
+    return {"memory_peak_allocated_gib": allocated, "memory_peak_reserved_gib": reserved}
 
 
 class StepClock:

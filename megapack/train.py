@@ -26,7 +26,15 @@ from megapack.loss import GRPO, PPO, SFT, Objective
 from megapack.model import build_model, build_optimizer, initialize_parallel
 from megapack.pipeline import simulate
 from megapack.plan import Plan
-from megapack.report import Progress, RunFolder, StepClock, packing_metrics, plan_line
+from megapack.report import (
+    Progress,
+    RunFolder,
+    StepClock,
+    memory_peaks,
+    packing_metrics,
+    plan_line,
+    reset_memory_peaks,
+)
 from megapack.rollouts import Rollout, batches, group_advantages, read_rollouts
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter, StepResult
@@ -229,6 +237,7 @@ class Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        reset_memory_peaks()
         started = time.perf_counter()
         result = self.adapter.step(
             plan,
@@ -261,6 +270,7 @@ class Trainer:
                 "step_measured_s": measured_s,
                 "optimizer_s": total_s - measured_s,
                 **costs,
+                **memory_peaks(),
                 "tokens_per_second": packing["tokens"] / total_s,
                 **packing,
             }

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megapack import report
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.pipeline import simulate
@@ -102,6 +104,7 @@ def test_full_equal_rows_are_packed_perfectly() -> None:
     assert found["padded_share"] == 0.0
     assert found["imbalance"] == pytest.approx(1.0)
     assert found["bubble_fraction"] == pytest.approx(0.0, abs=1e-9)
+    assert found["peak_live_row_tokens"] > 0
 
 
 def test_padding_micro_batches_and_unequal_ranks_are_seen() -> None:
@@ -184,3 +187,27 @@ def test_one_line_about_a_plan() -> None:
     assert "\n" not in line
     assert line.startswith(f"plan {plan.digest()[:12]}: 20 samples, 10 step(s), M = 2, 2, ")
     assert line.endswith("2, ..., 0 rollout(s) dropped")
+
+
+def test_memory_peaks_are_those_of_the_fullest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has 3 of 4 GiB; another one 5 allocated."""
+    monkeypatch.setattr(report.cpu, "uses_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 4 * 2**30)
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda v, dtype, device: tensor(v, dtype=dtype))
+
+    def with_other_rank(most: torch.Tensor, op: Any) -> None:
+        most.copy_(torch.maximum(most, tensor([5.0, 1.0], dtype=torch.float64) * 2**30))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", with_other_rank)
+    assert report.memory_peaks() == {
+        "memory_peak_allocated_gib": 5.0,
+        "memory_peak_reserved_gib": 4.0,
+    }
+
+
+def test_no_memory_peaks_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.cpu, "uses_cuda", lambda: False)
+    report.reset_memory_peaks()
+    assert report.memory_peaks() == {}

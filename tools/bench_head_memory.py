@@ -1,0 +1,96 @@
+"""Peak memory of the vocabulary head, forward and backward: whole logits against chunks.
+
+    python tools/bench_head_memory.py [--device cuda] [--chunk-tokens 1024]
+
+Each way runs in a process of its own and reports what its peak is above what it began with: the
+resident set on a CPU, allocated memory on CUDA.
+
+Shape suffixes: T row tokens, R response positions, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+
+import torch
+import torch.nn.functional as F
+
+from megapack.logprobs import VocabHead, vocab_parallel_logprobs
+
+MIB = 2**20
+
+
+def whole(hidden_RH: torch.Tensor, weight_VH: torch.Tensor, labels_R: torch.Tensor) -> torch.Tensor:
+    """Log-probs through logits of all positions at once."""
+    logits_RV = (hidden_RH @ weight_VH.t()).float()
+    return -F.cross_entropy(logits_RV, labels_R, reduction="none")
+
+
+def peak_bytes(device: str) -> int:
+    if device == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(way: str, options: argparse.Namespace) -> float:
+    """MiB above the start of one forward and backward."""
+    chunked, response_only = "chunks" in way, "response" in way
+    torch.manual_seed(0)
+    place = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    hidden_TH = torch.randn(options.tokens, options.hidden, **place).requires_grad_()
+    weight_VH = torch.randn(options.vocab, options.hidden, **place).requires_grad_()
+    labels_T = torch.randint(options.vocab, (options.tokens,), device=options.device)
+    # Gradients exist before: a training step has their buffers anyway.
+    for leaf in (hidden_TH, weight_VH):
+        leaf.grad = torch.zeros_like(leaf)
+    # So that libraries are loaded and what is measured is the head.
+    head = VocabHead(weight_VH=weight_VH, chunk_tokens=options.chunk_tokens)
+    vocab_parallel_logprobs(hidden_TH[:8], labels_T[:8], head)[0].sum().backward()
+    num = int(options.tokens * options.response) if response_only else options.tokens
+    before = peak_bytes(options.device)
+    hidden_RH, labels_R = hidden_TH[-num:], labels_T[-num:]
+    if chunked:
+        logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    else:
+        logprobs_R = whole(hidden_RH, weight_VH, labels_R)
+    logprobs_R.mean().backward()
+    return (peak_bytes(options.device) - before) / MIB
+
+
+WAYS = ["whole", "whole, response only", "chunks", "chunks, response only"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--tokens", type=int, default=4096, help="row tokens")
+    parser.add_argument("--response", type=float, default=0.5, help="share that is response")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=65536)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--way", choices=WAYS, help="measure one way in this process")
+    options = parser.parse_args()
+    if options.way:
+        print(measure(options.way, options))
+        return
+    found = {}
+    for way in WAYS:
+        command = [sys.executable, *sys.argv, "--way", way]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[way] = float(run.stdout)
+    print(
+        f"{options.tokens} tokens, vocabulary {options.vocab}, hidden {options.hidden}, "
+        f"{options.dtype}, chunks of {options.chunk_tokens} tokens, {options.device}\n"
+    )
+    print("| way | peak MiB | of whole |")
+    print("|---|---|---|")
+    for way, mib in found.items():
+        print(f"| {way} | {mib:.0f} | {mib / found['whole']:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
