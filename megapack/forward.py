@@ -106,7 +106,8 @@ class LastStage:
             if values_R is None:
                 continue
             values_T = values_R.new_zeros(row.row_tokens)
-            values_T[positions_R] = values_R
+            # Zeros where other context-parallel ranks have values: the sum over them is whole.
+            values_T[row.row_positions_T[positions_R]] = values_R
             for sample, value in zip(row.samples, unpack_row(row, values_T), strict=True):
                 self.outputs[name][sample] = value
 

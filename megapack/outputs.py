@@ -1,7 +1,8 @@
 """Per-token results of the last pipeline stage, back to sample order on the ranks that ask.
 
 Every rank holds the plan and all lengths, so every rank knows who holds which sample and how long
-it is: nothing but the values travels.
+it is: nothing but the values travels. Context-parallel ranks hold parts of one sample, with zeros
+where another has the value: a sum over the ranks puts it together, exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def scatter_to_samples(
     step: StepPlan,
     *,
     dp_rank: int,
-    dp_group: Any,
+    dp_cp_group: Any,
+    cp_group: Any,
     pp_group: Any,
     scope: Scope,
     device: torch.device,
@@ -33,7 +35,8 @@ def scatter_to_samples(
 
     Args:
         local: sample index -> one fp32 value per token; the samples of this data-parallel rank,
-            on the last pipeline stage; anything (an empty mapping) on other stages.
+            on the last pipeline stage; anything (an empty mapping) on other stages. Of each token
+            one context-parallel rank has the value, the others 0.
         lengths: tokens per sample of the whole batch.
         scope: "dp_rank": the samples of this data-parallel rank, on each of its pipeline stages;
             "all": every sample of the step on every rank.
@@ -50,8 +53,8 @@ def scatter_to_samples(
             flat[start : start + lengths[i]] = local[i]
         start += lengths[i]
     last = pp_group.size() - 1
-    if scope == "all" and pp_group.rank() == last:
-        dist.all_reduce(flat, group=dp_group)
+    if pp_group.rank() == last:
+        dist.all_reduce(flat, group=dp_cp_group if scope == "all" else cp_group)
     if last > 0:
         dist.broadcast(flat, src=dist.get_global_rank(pp_group, last), group=pp_group)
     out: list[Tensor | None] = [None] * len(lengths)
@@ -65,11 +68,11 @@ def sum_metrics(
     local: Mapping[str, Tensor],
     names: Sequence[str],
     *,
-    dp_group: Any,
+    dp_cp_group: Any,
     pp_group: Any,
     device: torch.device,
 ) -> dict[str, float]:
-    """Weighted sums of the last stages, added over data-parallel ranks, known on every rank.
+    """Weighted sums of the last stages, added over data and context-parallel ranks, on every rank.
 
     Args:
         local: name -> scalar sum over this rank's micro-batches; read on the last stage only.
@@ -79,7 +82,7 @@ def sum_metrics(
     values = torch.stack([local.get(name, zero).to(torch.float64) for name in names])
     last = pp_group.size() - 1
     if pp_group.rank() == last:
-        dist.all_reduce(values, group=dp_group)
+        dist.all_reduce(values, group=dp_cp_group)
     if last > 0:
         dist.broadcast(values, src=dist.get_global_rank(pp_group, last), group=pp_group)
     return dict(zip(names, values.tolist(), strict=True))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megapack import settings
 from megapack.consensus import agree
+from megapack.cp_slices import slice_row
 from megapack.errors import DataError
 from megapack.forward import DeviceRow, LastStage, RowForward, metric_names
 from megapack.frozen import keep_gradients_through_recompute
@@ -141,7 +142,7 @@ class ScheduleAdapter:
         sums = sum_metrics(
             last.sums,
             names,
-            dp_group=self._dp_group,
+            dp_cp_group=self._groups.dp_cp,
             pp_group=self._groups.pp,
             device=self._device,
         )
@@ -182,7 +183,8 @@ class ScheduleAdapter:
                 batch.lengths,
                 plan.steps[step],
                 dp_rank=self.dp_rank,
-                dp_group=self._dp_group,
+                dp_cp_group=self._groups.dp_cp,
+                cp_group=self._groups.cp,
                 pp_group=self._groups.pp,
                 scope=scope,
                 device=self._device,
@@ -219,8 +221,12 @@ class ScheduleAdapter:
         weights: Sequence[float] | None,
         field_names: Sequence[str],
     ) -> list[PackedRow]:
-        micro_batches = plan.steps[step].ranks[self.dp_rank]
-        return [pack_row(batch, mb, plan.layout, weights, field_names) for mb in micro_batches]
+        cp = self._groups.cp
+        rows = (
+            pack_row(batch, micro_batch, plan.layout, weights, field_names)
+            for micro_batch in plan.steps[step].ranks[self.dp_rank]
+        )
+        return [slice_row(row, cp.size(), cp.rank()) for row in rows]
 
     def _run(
         self,

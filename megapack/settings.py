@@ -68,9 +68,15 @@ def check_config(config: Any, layout: Layout) -> None:
             f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} "
             "selects the interleaved schedule; set it to None where vpp=1"
         )
-    if layout.cp > 1:
+    if config.context_parallel_size != layout.cp:
         raise ScheduleError(
-            f"rows are not sliced over context-parallel ranks: cp={layout.cp}; set cp=1"
+            f"config.context_parallel_size={config.context_parallel_size} and the layout's "
+            f"cp={layout.cp} differ; set both alike"
+        )
+    if layout.cp > 1 and "a2a+p2p" in (config.cp_comm_type or ()):
+        raise ScheduleError(
+            f"cp_comm_type={config.cp_comm_type!r}: Transformer Engine has no packed rows with "
+            "'a2a+p2p'; set 'p2p'"
         )
     if config.num_moe_experts:
         _check_auxiliary_losses(config)
@@ -142,10 +148,10 @@ def reduces(chunks: Sequence[Any]) -> bool:
 
 def check_reduction(config: Any, chunks: Sequence[Any], layout: Layout) -> None:
     """Raise ScheduleError where gradients of several ranks belong together and nobody adds them."""
-    alone = layout.dp == layout.pp == 1 and not layout.sequence_parallel
+    alone = layout.dp == layout.cp == layout.pp == 1 and not layout.sequence_parallel
     if config.finalize_model_grads_func is None and not reduces(chunks) and not alone:
         raise ScheduleError(
             f"{type(chunks[0]).__name__} does not reduce gradients over dp={layout.dp}, "
-            f"pp={layout.pp}; wrap each chunk in Megatron's DistributedDataParallel, or set "
-            "config.finalize_model_grads_func"
+            f"cp={layout.cp}, pp={layout.pp}; wrap each chunk in Megatron's "
+            "DistributedDataParallel, or set config.finalize_model_grads_func"
         )

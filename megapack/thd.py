@@ -28,7 +28,9 @@ DUMMY_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRow:
-    """One micro-batch as a packed row, before context parallel slicing.
+    """One micro-batch as a packed row: whole, or one context-parallel rank's slice of it.
+
+    `cp_slices.slice_row` cuts the tensors named `*_T` and the fields; the rest is of the whole row.
 
     With samples [5, 6, 7] and [8, 9], cp=1 and a row of 6 tokens:
 
@@ -54,15 +56,14 @@ class PackedRow:
     cu_seqlens_padded_S1: Tensor
     max_seqlen: int
     """Tokens of the longest sample, alignment counted."""
+    row_tokens: int
+    """The whole row's length."""
+    row_positions_T: Tensor
+    """Where each position stands in the whole row."""
     loss_positions_R: Tensor
     """Indices of the positions whose label counts in the loss."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-token fields [T], standing where their token is predicted; per-sample ones repeated."""
-
-    @property
-    def row_tokens(self) -> int:
-        """The row's length."""
-        return self.tokens_T.numel()
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`."""
@@ -125,6 +126,8 @@ def pack_row(
         cu_seqlens_S1=_cumulative(real),
         cu_seqlens_padded_S1=_cumulative(spans),
         max_seqlen=max(spans),
+        row_tokens=micro_batch.row_tokens,
+        row_positions_T=torch.arange(micro_batch.row_tokens),
         # Found on the host: on the device the pipeline would wait for the count.
         loss_positions_R=weights_T.nonzero().squeeze(1),
         fields={name: rows.shifted(name) for name in names},
@@ -135,8 +138,9 @@ def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[T
     """Values at a row's positions, back to the tokens that they are about; undoes the shift.
 
     Args:
-        row: the packed row.
-        values_T: one value per position, about the token predicted there (a log-prob, say).
+        row: the packed row, whole or a slice of it.
+        values_T: one value per position of the whole row, about the token predicted there (a
+            log-prob, say).
         fill: for a sample's first token, which nothing predicts.
 
     Returns:
@@ -157,7 +161,7 @@ def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[T
 
 
 def unpack_tokens(row: PackedRow) -> list[Tensor]:
-    """The samples' tokens; the exact inverse of `pack_row`."""
+    """The samples' tokens of a whole row; the exact inverse of `pack_row`."""
     spans = zip(row.starts, row.lengths, strict=True)
     return [row.tokens_T[start : start + length] for start, length in spans]
 

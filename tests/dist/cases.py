@@ -169,5 +169,23 @@ CASES: dict[str, Case] = {
     ),
     "dp2_frozen_embedding": Case(layout=Layout(dp=2), recompute="full", frozen=("embedding.*",)),
     "dp2_pp2_vpp2_bf16": Case(layout=DP2_PP2_VPP2, variant="bf16", expect={"chunks": 2}),
+    "cp2": Case(layout=Layout(cp=2)),
+    "cp2_uniform": Case(layout=Layout(cp=2), policy=UNIFORM, expect={"dummies": True}),
+    "cp2_recompute": Case(layout=Layout(cp=2), recompute="full"),
+    "cp2_recompute_attention": Case(layout=Layout(cp=2), recompute="selective"),
+    "cp2_pp2": Case(layout=Layout(cp=2, pp=2)),
+    "cp2_pp2_vpp2": Case(layout=Layout(cp=2, pp=2, vpp=2), expect={"chunks": 2}),
+    "cp2_pp2_vpp2_uniform": Case(
+        layout=Layout(cp=2, pp=2, vpp=2), policy=UNIFORM, expect={"chunks": 2, "dummies": True}
+    ),
+    "cp2_pp2_vpp2_pad": Case(
+        layout=Layout(cp=2, pp=2, vpp=2, microbatch_group_size=8),
+        num_samples=6,
+        expect={"padding": True},
+    ),
+    "cp2_tp2": Case(layout=Layout(cp=2, tp=2)),
+    "cp2_tp2_sp": Case(layout=Layout(cp=2, tp=2, sequence_parallel=True)),
+    "dp2_cp2": Case(layout=Layout(dp=2, cp=2), weighting="rollout-mean"),
+    "cp4": Case(layout=Layout(cp=4)),
     "tp2_pp2_vpp2": Case(layout=Layout(tp=2, pp=2, vpp=2), expect={"chunks": 2}),
 }

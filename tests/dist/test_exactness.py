@@ -73,7 +73,7 @@ def test_old_logprobs_of_other_rows_serve_as_well(case_results: Results) -> None
 
 
 def test_rows_are_packed_and_of_different_lengths(case_results: Results) -> None:
-    for name in ("pp2", "pp2_vpp2", "pp4_vpp2", "dp2_pp2_vpp2", "tp2_sp_pp2"):
+    for name in ("pp2", "pp2_vpp2", "pp4_vpp2", "dp2_pp2_vpp2", "tp2_sp_pp2", "cp2_pp2"):
         facts = case_results[name]["facts"]
         assert facts["packed"]
         assert facts["row_lengths"] > 1, f"{name} does not exercise planned shapes"

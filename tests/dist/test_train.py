@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -81,6 +82,7 @@ def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     layouts = {
         "one": ["layout.dp=1", "layout.pp=1", "layout.vpp=1"],
         "two": [*PP2_VPP2, "plan.row_shape=uniform", "plan.forward_max_tokens_per_gpu=4096"],
+        "context": ["layout.dp=1", "layout.pp=1", "layout.vpp=1", "layout.cp=2"],
     }
     found = {}
     for name, layout in layouts.items():
@@ -88,10 +90,11 @@ def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
         code, output = run(tmp_path / name, *TINY, *layout, world=1 if name == "one" else 2)
         assert code == 0, output
         found[name] = metrics(tmp_path / name)
-    for one, two in zip(found["one"], found["two"], strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-5)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
-        assert two["entropy_nats"] == pytest.approx(one["entropy_nats"], rel=1e-4)
+    pairs = [zip(found["one"], found[name], strict=True) for name in ("two", "context")]
+    for one, other in itertools.chain(*pairs):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert other["entropy_nats"] == pytest.approx(one["entropy_nats"], rel=1e-4)
 
 
 def test_real_rollouts(tmp_path: Path, shared_dir: Path) -> None:

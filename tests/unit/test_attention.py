@@ -26,6 +26,7 @@ from megapack.attention import (
     packed_seq_params,
     seqlen_bucket,
 )
+from megapack.cp_slices import slice_positions
 from megapack.errors import ConfigError, ScheduleError
 
 pytestmark = pytest.mark.unit
@@ -118,6 +119,25 @@ def test_packed_equals_one_sample_at_a_time(lengths: list[int]) -> None:
     torch.testing.assert_close(out, torch.cat(alone), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
+def test_slices_attend_as_the_whole_row_does(cp: int, heads: int, groups: int) -> None:
+    lengths = [2 * cp * units for units in (1, 3, 2, 2, 1)]
+    q, k, v = (x.double().requires_grad_() for x in qkv(lengths, heads, groups))
+    weights = torch.linspace(-1, 1, q.numel()).view_as(q)
+    whole = packed_causal_attention(q, k, v, lengths, SCALE)
+    wanted = torch.autograd.grad((whole * weights).sum(), (q, k, v))
+    parts = []
+    for rank in range(cp):
+        mine = slice_positions(lengths, cp, rank)
+        out = packed_causal_attention(q[mine], k, v, lengths, SCALE, cp=cp, cp_rank=rank)
+        torch.testing.assert_close(out, whole[mine])
+        parts.append(torch.autograd.grad((out * weights[mine]).sum(), (q, k, v)))
+    # Keys and values get a part of their gradient from every rank's queries.
+    for of_ranks, want in zip(zip(*parts, strict=True), wanted, strict=True):
+        torch.testing.assert_close(torch.stack(of_ranks).sum(0), want)
+
+
 def test_neighbours_of_equal_length_run_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
     sdpa = attention.F.scaled_dot_product_attention
@@ -188,7 +208,14 @@ def test_a_row_that_is_not_packed_is_refused(given_params: PackedSeqParams | Non
     [
         ({"kind": "cross"}, "self attention only, not 'cross'"),
         ({"mask": AttnMaskType.no_mask}, "causal; the spec asks for attn_mask_type=.*no_mask"),
-        ({"context_parallel_size": 2}, "cp=2; set layout.cp=1"),
+        (
+            {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+            "cp_comm_type='p2p'.*set 'all_gather' or None",
+        ),
+        (
+            {"context_parallel_size": 2, "cp_comm_type": ["all_gather", "a2a"]},
+            r"cp_comm_type=\['all_gather', 'a2a'\].*set 'all_gather' or None",
+        ),
         ({"window_size": (128, 0)}, "set window_size=None"),
         ({"softmax_type": "learnable"}, "'learnable'; use 'vanilla'"),
     ],

@@ -38,6 +38,7 @@ def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=vpp,
         pipeline_dtype=torch.float32,
+        context_parallel_size=layout.cp,
         sequence_parallel=layout.sequence_parallel,
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
@@ -51,7 +52,10 @@ def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True), Layout(dp=8)],
+    [
+        *[Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True)],
+        *[Layout(dp=8), Layout(cp=2), Layout(cp=2, pp=2, vpp=2)],
+    ],
 )
 def test_the_right_settings_pass(layout: Layout) -> None:
     check_config(config(layout), layout)
@@ -63,7 +67,8 @@ def test_the_settings_of_our_own_models_pass() -> None:
     from megapack.train_config import ModelConfig
 
     model = ModelConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
-    for layout in (Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True)):
+    layouts = [Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True)]
+    for layout in (*layouts, Layout(cp=2)):
         made = transformer_config(model, layout)
         check_config(made, layout)
         check_planned_rows(made)
@@ -100,7 +105,21 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"virtual_pipeline_model_parallel_size": 1},
         r"virtual_pipeline_model_parallel_size=1 .*set it to None where vpp=1",
     ),
-    "context parallelism": (Layout(cp=2), {}, r"cp=2; set cp=1"),
+    "context parallelism differs": (
+        Layout(cp=2),
+        {"context_parallel_size": 1},
+        r"context_parallel_size=1 and the layout's cp=2 differ; set both alike",
+    ),
+    "hierarchical context parallelism of packed rows": (
+        Layout(cp=2),
+        {"cp_comm_type": "a2a+p2p"},
+        r"cp_comm_type='a2a\+p2p'.*set 'p2p'",
+    ),
+    "hierarchical context parallelism in one layer": (
+        Layout(cp=2),
+        {"cp_comm_type": ["p2p"] * 7 + ["a2a+p2p"]},
+        r"'a2a\+p2p'\].*set 'p2p'",
+    ),
     "multi-token prediction": (
         Layout(),
         {"mtp_num_layers": 1},
@@ -263,8 +282,10 @@ def test_gradients_that_ddp_would_average_are_refused() -> None:
 
 def test_gradients_that_nobody_would_add_up_are_refused() -> None:
     bare, made = [chunk(packed())], config(Layout(dp=2))
-    with pytest.raises(ScheduleError, match=r"dp=2, pp=1; wrap each chunk"):
+    with pytest.raises(ScheduleError, match=r"dp=2, cp=1, pp=1; wrap each chunk"):
         check_reduction(made, bare, Layout(dp=2))
+    with pytest.raises(ScheduleError, match=r"dp=1, cp=2, pp=1; wrap each chunk"):
+        check_reduction(made, bare, Layout(cp=2))
     check_reduction(config(Layout()), bare, Layout())
     made.finalize_model_grads_func = print
     check_reduction(made, bare, Layout(dp=2))

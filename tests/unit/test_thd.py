@@ -203,7 +203,7 @@ def test_moving_a_row_keeps_everything() -> None:
     assert moved.samples == row.samples
     assert moved.max_seqlen == row.max_seqlen
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 7
+    assert len(tensors) == 8
     assert {t.device.type for t in [*tensors, *moved.fields.values()]} == {"meta"}
     assert row.tokens_T.device.type == row.fields["old"].device.type == "cpu"
 

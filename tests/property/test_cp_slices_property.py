@@ -1,0 +1,106 @@
+"""Slices of all context-parallel ranks are the row, cut as Transformer Engine cuts it."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack.cp_slices import assembly_order, slice_positions, slice_row
+from megapack.layout import Layout
+from megapack.plan import MicroBatch
+from megapack.samples import SampleBatch
+from megapack.thd import PackedRow, pack_row, unpack_row
+
+pytestmark = pytest.mark.property
+
+RANKS = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def te_positions(spans: list[int], cp: int, rank: int) -> list[int]:
+    """Transformer Engine's index arithmetic for one rank, token by token.
+
+    From its kernel behind `thd_get_partitioned_indices`: `cu_seqlens` divided by cp find a local
+    token's sample; its first half is moved by `rank` half-samples, the second by 2 * (cp-1) - rank.
+    """
+    starts = [0, *itertools.accumulate(spans)]
+    local_starts = [start // cp for start in starts]
+    found = []
+    for token in range(starts[-1] // cp):
+        sample = bisect.bisect_right(local_starts, token) - 1
+        local_length = local_starts[sample + 1] - local_starts[sample]
+        index = token - local_starts[sample]
+        halves = rank if index < local_length // 2 else 2 * (cp - 1) - rank
+        found.append(starts[sample] + index + halves * (local_length // 2))
+    return found
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), RANKS)
+def test_positions_are_those_of_transformer_engine(units: list[int], cp: int) -> None:
+    spans = [2 * cp * unit for unit in units]
+    for rank in range(cp):
+        assert slice_positions(spans, cp, rank).tolist() == te_positions(spans, cp, rank)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[PackedRow, int]:
+    """A whole row whose values no two tokens share, and the ranks to cut it for."""
+    cp = draw(RANKS)
+    pair = st.tuples(st.integers(0, 30), st.integers(0, 30)).filter(lambda p: sum(p) > 0)
+    pairs = draw(st.lists(pair, max_size=5))
+    layout = Layout(cp=cp, tp=2, sequence_parallel=draw(st.booleans()))
+    lengths = [p + r for p, r in pairs]
+    ids = (torch.arange(sum(lengths)) + 1).split(lengths)
+    mask = [torch.arange(p + r) >= p for p, r in pairs]
+    # A batch is never empty; the last sample is in no row.
+    values = [x / 7 for x in [*ids, torch.ones(1)]]
+    masks = [*mask, torch.ones(1, dtype=torch.bool)]
+    batch = SampleBatch([*ids, torch.ones(1).long()], {"response_mask": masks, "old": values})
+    tail = draw(st.integers(0 if pairs else 1, 20)) * layout.row_alignment
+    tokens = layout.padded_tokens(lengths) + tail
+    micro_batch = MicroBatch(tuple(range(len(pairs))), tokens, sum(lengths), 0, tokens)
+    return pack_row(batch, micro_batch, layout, [1 / (i + 2) for i in range(len(batch))]), cp
+
+
+@settings(deadline=None)
+@given(rows())
+def test_the_slices_of_all_ranks_are_the_row(row_and_cp: tuple[PackedRow, int]) -> None:
+    row, cp = row_and_cp
+    parts = [slice_row(row, cp, rank) for rank in range(cp)]
+    order = assembly_order(row.cu_seqlens_padded_S1.diff().tolist(), cp)
+    names = [name for name in vars(row) if name.endswith("_T")]
+    assert {"tokens_T", "position_ids_T", "labels_T", "weights_T"} <= set(names)
+    for name in names:
+        sliced = [getattr(part, name) for part in parts]
+        assert {len(x) for x in sliced} == {row.row_tokens // cp}
+        assert torch.equal(torch.cat(sliced)[order], getattr(row, name)), name
+    for name, values_T in row.fields.items():
+        assert torch.equal(torch.cat([p.fields[name] for p in parts])[order], values_T), name
+
+
+@settings(deadline=None)
+@given(rows())
+def test_each_loss_position_is_on_one_rank(row_and_cp: tuple[PackedRow, int]) -> None:
+    row, cp = row_and_cp
+    parts = [slice_row(row, cp, rank) for rank in range(cp)]
+    found = torch.cat([part.row_positions_T[part.loss_positions_R] for part in parts])
+    assert torch.equal(found.sort().values, row.loss_positions_R)
+
+
+@settings(deadline=None)
+@given(rows())
+def test_values_of_all_ranks_add_up_to_the_samples(row_and_cp: tuple[PackedRow, int]) -> None:
+    row, cp = row_and_cp
+    values_T = torch.arange(row.row_tokens).float() + 1
+    whole_T = torch.zeros(row.row_tokens)
+    for part in (slice_row(row, cp, rank) for rank in range(cp)):
+        whole_T[part.row_positions_T] += values_T[part.row_positions_T]
+        assert part.row_tokens == row.row_tokens
+    expected = unpack_row(row, values_T)
+    for found, want in zip(unpack_row(row, whole_T), expected, strict=True):
+        assert torch.equal(found, want)
