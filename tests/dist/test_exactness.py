@@ -42,6 +42,30 @@ def test_a_case_is_what_its_name_says(name: str, case_results: Results) -> None:
     assert {key: facts[key] for key in CASES[name].expect} == CASES[name].expect
 
 
+MOE = [name for name, case in CASES.items() if case.variant.startswith("moe")]
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_auxiliary_losses_equal_the_one_sample_reference(
+    name: str, case_results: Results
+) -> None:
+    found = case_results[name]
+    # Their part of the gradient, which the first test holds, is not lost in the rest of it.
+    assert found["auxiliary_share"] > 0.1
+    assert found["metrics"]["moe_balance_loss"] == pytest.approx(
+        found["expected_metrics"]["moe_balance_loss"], rel=1e-5
+    )
+    if CASES[name].variant == "moe":
+        z_loss = found["expected_metrics"]["moe_z_loss"]
+        assert found["metrics"]["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MOE if CASES[name].variant == "moe_bias"])
+def test_the_expert_bias_follows_real_tokens_alone(name: str, case_results: Results) -> None:
+    assert case_results[name]["num_biases"] > 0
+    assert case_results[name]["wrong_biases"] == 0
+
+
 def test_rows_are_packed_and_of_different_lengths(case_results: Results) -> None:
     for name in ("pp2", "pp2_vpp2", "pp4_vpp2", "dp2_pp2_vpp2", "tp2_sp_pp2"):
         facts = case_results[name]["facts"]
