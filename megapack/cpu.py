@@ -83,6 +83,21 @@ def _redirect_cuda_module() -> None:
 
     megatron_random._set_cuda_rng_state = set_state
     megatron_random._get_cuda_rng_state = get_state
+    _redirect_experts()
+
+
+def _redirect_experts() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # Without Transformer Engine the routers of 0.16.1 look up a name that was never bound.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """Split sizes as numpy, which Megatron makes of CUDA tensors alone."""
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
 class _NoStream:

@@ -15,14 +15,18 @@ from megapack.attention import packed_seq_params
 from megapack.head import DeferredHead, deferred_head, unwrapped
 from megapack.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.loss import Objective
+from megapack.routing import RoutingPass, RoutingRow
 from megapack.thd import PackedRow, unpack_row
 
 
 class DeviceRow:
     """A packed row on the device, with what every model chunk needs of it made once."""
 
-    def __init__(self, row: PackedRow, device: torch.device) -> None:
+    def __init__(
+        self, row: PackedRow, device: torch.device, routing: RoutingRow | None = None
+    ) -> None:
         self.row = row.to(device)
+        self.routing = None if routing is None else routing.to(device)
         self.params: PackedSeqParams = packed_seq_params(
             self.row.cu_seqlens_padded_S1, row.max_seqlen, row.row_tokens
         )
@@ -115,15 +119,15 @@ class LastStage:
 class RowForward:
     """Megatron's `forward_step_func`: one packed row through one model chunk."""
 
-    def __init__(self, last_stage: LastStage) -> None:
-        self.last_stage = last_stage
+    def __init__(self, last_stage: LastStage, routing: RoutingPass) -> None:
+        self.last_stage, self.routing = last_stage, routing
 
     def __call__(
         self, rows: Iterator[DeviceRow], model: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
         """The chunk's output, and on the pipeline's last chunk the loss function."""
         device_row = next(rows)
-        row = device_row.row
+        row, self.routing.row = device_row.row, device_row.routing
         inputs = {
             "input_ids": row.tokens_T[None],
             "position_ids": row.position_ids_T[None],

@@ -19,6 +19,8 @@ from torch import Tensor
 from megapack.head import unwrapped
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+# SequentialMLP's `local_experts.3.` and the grouped experts' `linear_fc1.weight3`.
+_EXPERT = re.compile(r"^(.*)\.experts\.(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -50,11 +52,13 @@ def initialize_by_name(
 def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of a GPT chunk by their names in the whole model.
 
-    Layers count from 0 over all stages, and a tied output layer is the embedding.
+    Layers count from 0 over all stages, experts over all expert-parallel ranks, and a tied output
+    layer is the embedding.
     """
     chunk = unwrapped(chunk)
     tied = chunk.share_embeddings_and_output_weights
-    for local_name, param in chunk.named_parameters():
+    for stored_name, param in chunk.named_parameters():
+        local_name = _with_global_expert(chunk, stored_name)
         match = _LAYER.match(local_name)
         if match:
             layer = chunk.decoder.layers[int(match[1])].layer_number - 1
@@ -63,6 +67,14 @@ def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
             yield "embedding.word_embeddings.weight", param
         else:
             yield local_name, param
+
+
+def _with_global_expert(chunk: Any, name: str) -> str:
+    match = _EXPERT.match(name)
+    if match is None:
+        return name
+    indices = chunk.get_submodule(match[1]).local_expert_indices
+    return f"{match[1]}.experts.{match[2]}{indices[int(match[3])]}{name[match.end() :]}"
 
 
 def full_shape(param: Tensor, tp: int) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from megapack.errors import ConfigError
 from megapack.frozen import freeze
 from megapack.init import initialize_by_name
 from megapack.layout import Layout
+from megapack.moe import PackedRouter
 from megapack.train_config import ModelConfig, OptimConfig
 
 # Vocabularies are padded to a multiple that no common tp changes, so that padding is the same.
@@ -65,6 +66,8 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     )
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedSDPA
+    if config.num_moe_experts:
+        spec.submodules.mlp.submodules.router = PackedRouter
     spec.submodules.input_layernorm = PackedNorm
     spec.submodules.pre_mlp_layernorm = PackedNorm
     if config.qk_layernorm:
@@ -114,9 +117,33 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         # Transformer Engine's rope reads cu_seqlens on the device, the unfused one on the host.
         apply_rope_fusion=choose_attention(model.attention) == "te",
         gradient_accumulation_fusion=False,
+        **_experts(model),
         **_recompute(model.recompute),
         **_without_cuda_graphs(),
     )
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.moe_top_k,
+        # Softmax over a single choice would be 1 whatever the logits.
+        "moe_router_pre_softmax": model.moe_top_k == 1 and model.moe_score_function == "softmax",
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size
+        or model.ffn_hidden_size
+        or 4 * model.hidden_size,
+        "moe_router_score_function": model.moe_score_function,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": model.moe_balance_loss_coef,
+        "moe_z_loss_coeff": model.moe_z_loss_coef or None,
+        "moe_router_enable_expert_bias": model.moe_bias_update_rate > 0,
+        "moe_router_bias_update_rate": model.moe_bias_update_rate,
+        # The default, allgather, needs rows of one length on all ranks.
+        "moe_token_dispatcher_type": "alltoall",
+    }
 
 
 def _without_cuda_graphs() -> dict[str, Any]:
@@ -216,11 +243,14 @@ def _block_spec(
             get_gpt_layer_with_transformer_engine_spec,
         )
 
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        if config.num_moe_experts:
+            spec.submodules.mlp.submodules.router = PackedRouter
+        return spec
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(
         layer_specs=[local_layer_spec(config)] * layers, layer_norm=PackedNorm

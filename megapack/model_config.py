@@ -55,8 +55,24 @@ class ModelConfig:
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: globs of names in the whole model, `embedding.*` or
     `decoder.layers.0.*` for example."""
+    num_experts: int | None = None
+    """Experts in the MLP of every layer, a multiple of layout.ep; null = a dense model."""
+    moe_top_k: int = 2
+    """Experts that each token runs through; none is dropped for want of capacity."""
+    moe_ffn_hidden_size: int | None = None
+    """Width inside an expert; null = the MLP's ffn_hidden_size."""
+    moe_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """A router's scores from its logits: softmax over the chosen experts, or normalised sigmoids
+    (DeepSeek-V3)."""
+    moe_balance_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of each sample, see `megapack.routing`; 0 = none."""
+    moe_z_loss_coef: float = 0.0
+    """Weight of the router z-loss per token; 0 = none."""
+    moe_bias_update_rate: float = 0.0
+    """Step of the expert bias that balances without a loss; needs sigmoid scores. 0 = no bias."""
 
     def __post_init__(self) -> None:
+        self._check_experts()
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
         at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
         at_least(self, "model", 1, "max_position_embeddings")
@@ -71,6 +87,21 @@ class ModelConfig:
             raise ConfigError(
                 f"model.num_attention_heads={heads} does not divide over model.num_query_groups="
                 f"{groups}; set a divisor of {heads}"
+            )
+
+    def _check_experts(self) -> None:
+        coefficients = ("moe_balance_loss_coef", "moe_z_loss_coef", "moe_bias_update_rate")
+        at_least(self, "model", 1, "num_experts", "moe_top_k", "moe_ffn_hidden_size")
+        at_least(self, "model", 0, *coefficients)
+        if self.num_experts is not None and self.moe_top_k > self.num_experts:
+            raise ConfigError(
+                f"model.moe_top_k={self.moe_top_k} is above model.num_experts={self.num_experts}; "
+                f"set {self.num_experts} or less"
+            )
+        if self.moe_bias_update_rate and self.moe_score_function != "sigmoid":
+            raise ConfigError(
+                f"model.moe_bias_update_rate={self.moe_bias_update_rate} needs "
+                "model.moe_score_function=sigmoid; set it, or moe_bias_update_rate=0"
             )
 
 

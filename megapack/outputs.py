@@ -45,7 +45,7 @@ def scatter_to_samples(
         Per sample of the batch a CPU tensor of its length; None where the step does not hold the
         sample (dropped, or in another step) or the scope leaves it out.
     """
-    samples = step.kept_samples if scope == "all" else _samples_of_rank(step, dp_rank)
+    samples = samples_in_scope(step, dp_rank, scope)
     flat = torch.zeros(sum(lengths[i] for i in samples), dtype=torch.float32, device=device)
     start = 0
     for i in samples:
@@ -88,5 +88,8 @@ def sum_metrics(
     return dict(zip(names, values.tolist(), strict=True))
 
 
-def _samples_of_rank(step: StepPlan, dp_rank: int) -> tuple[int, ...]:
+def samples_in_scope(step: StepPlan, dp_rank: int, scope: Scope) -> tuple[int, ...]:
+    """Sample indices that a scope asks for, ascending."""
+    if scope == "all":
+        return step.kept_samples
     return tuple(sorted(i for mb in step.ranks[dp_rank] for i in mb.samples))

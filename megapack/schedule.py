@@ -32,13 +32,17 @@ from megapack.forward import DeviceRow, LastStage, RowForward, metric_names
 from megapack.frozen import keep_gradients_through_recompute
 from megapack.layout import Layout
 from megapack.loss import LossWeighting, Objective, sample_weights
+from megapack.moe import ModelRouting
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.p2p import PlannedP2PCommunicator
 from megapack.plan import Plan, StepPlan, check_plan
+from megapack.routing import RoutingPass, RoutingRow, collect_routing, token_weight
 from megapack.samples import SampleBatch
 from megapack.thd import PackedRow, pack_row
 
 T = TypeVar("T")
+Rows = tuple[list[PackedRow], list[RoutingRow | None]]
+"""The packed rows of a step on this rank, and how routers see each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,7 @@ class ScheduleAdapter:
         settings.check_chunks(self.chunks)
         keep_gradients_through_recompute(self.chunks, self.config)
         self._groups = _process_groups()
+        self._routing = ModelRouting(self.chunks, self.config, layout, self._groups.tp.rank())
         self._dp_group = parallel_state.get_data_parallel_group()
         self._device = torch.device(torch.cuda.current_device())
         self._head_options = {
@@ -105,6 +110,7 @@ class ScheduleAdapter:
         weighting: LossWeighting = "token-mean",
         norm_constant: float | None = None,
         entropy: bool = False,
+        routing: Sequence[Tensor | None] | None = None,
     ) -> StepResult:
         """Forward and backward of one step; gradients are added to the model's.
 
@@ -117,6 +123,9 @@ class ScheduleAdapter:
             step: which of the plan's steps.
             weighting, norm_constant: see `loss.sample_weights`.
             entropy: report the entropy even where the objective does not read it.
+            routing: experts to take, per sample [tokens, MoE layers, experts per token] of the
+                samples of this data-parallel rank, as `forward(record_routing=True)` gives them;
+                None lets the routers choose. Probabilities are those of the current logits.
 
         Raises:
             ScheduleError: on every rank, where plans differ or one rank's work failed.
@@ -124,7 +133,7 @@ class ScheduleAdapter:
 
         with_entropy, names = entropy or objective.needs_entropy, list[str]()
 
-        def pack() -> list[PackedRow]:
+        def pack() -> Rows:
             missing = [n for n in objective.required_fields if n not in batch.field_names]
             names.extend(metric_names(objective, with_entropy))
             if missing:
@@ -132,13 +141,17 @@ class ScheduleAdapter:
                     f"{type(objective).__name__} reads {missing}; add them to the batch"
                 )
             weights = sample_weights(weighting, batch.num_loss_tokens, plan, step, norm_constant)
-            return self._pack(plan, batch, step, weights.tolist(), objective.required_fields)
+            rows = self._pack(plan, batch, step, weights.tolist(), objective.required_fields)
+            return rows, self._routing.rows(rows, routing, record=False)
 
         settings.check_reduction(self.config, self.chunks, self.layout)
-        call = f"train {weighting} {norm_constant} {entropy} {_described(objective)}"
+        call = (
+            f"train {weighting} {norm_constant} {entropy} {routing is None} {_described(objective)}"
+        )
         rows = self._agree(plan, batch, step, call, pack)
         last = LastStage(objective, with_entropy=with_entropy, **self._head_options)
-        self._run(plan, step, rows, last, forward_only=False)
+        routers = RoutingPass(token_weight=token_weight(plan.steps[step]))
+        self._run(plan, step, rows, last, routers, forward_only=False)
         sums = sum_metrics(
             last.sums,
             names,
@@ -146,6 +159,7 @@ class ScheduleAdapter:
             pp_group=self._groups.pp,
             device=self._device,
         )
+        sums |= self._routing.metrics(routers, self._device)
         return StepResult(loss=sums.pop("loss"), metrics=sums)
 
     def forward(
@@ -156,6 +170,8 @@ class ScheduleAdapter:
         step: int = 0,
         entropy: bool = False,
         scope: Scope = "all",
+        routing: Sequence[Tensor | None] | None = None,
+        record_routing: bool = False,
     ) -> dict[str, list[Tensor | None]]:
         """Log-probs of one step's responses without gradients, in sample order.
 
@@ -164,20 +180,26 @@ class ScheduleAdapter:
         Args:
             entropy: compute the entropy of each next-token distribution too.
             scope: see `outputs.scatter_to_samples`.
+            routing: see `step`.
+            record_routing: return the experts that were taken, too.
 
         Returns:
             "logprobs" (and "entropy"): per sample of the batch one fp32 value per token on the CPU,
             0 outside the response; None for samples that the step or the scope leaves out.
+            "routing": see `routing.collect_routing`.
         """
 
-        def pack() -> list[PackedRow]:
-            return self._pack(plan, batch, step, None, ())
+        def pack() -> Rows:
+            rows = self._pack(plan, batch, step, None, ())
+            return rows, self._routing.rows(rows, routing, record_routing)
 
-        rows = self._agree(plan, batch, step, f"forward {entropy} {scope}", pack)
+        call = f"forward {entropy} {scope} {routing is None} {record_routing}"
+        rows = self._agree(plan, batch, step, call, pack)
         last = LastStage(None, with_entropy=entropy, **self._head_options)
         with torch.no_grad(), _evaluating(self.chunks):
-            self._run(plan, step, rows, last, forward_only=True)
-        return {
+            routers = RoutingPass(record=record_routing)
+            self._run(plan, step, rows, last, routers, forward_only=True)
+        outputs = {
             name: scatter_to_samples(
                 last.outputs[name],
                 batch.lengths,
@@ -191,6 +213,26 @@ class ScheduleAdapter:
             )
             for name in ("logprobs", *(("entropy",) if entropy else ()))
         }
+        if record_routing:
+            outputs["routing"] = self._recorded(plan, batch, step, rows, scope)
+        return outputs
+
+    def _recorded(
+        self, plan: Plan, batch: SampleBatch, step: int, rows: Rows, scope: Scope
+    ) -> list[Tensor | None]:
+        groups = [self._groups.pp]
+        groups += [self._groups.tp] if self.layout.sequence_parallel else []
+        groups += [self._dp_group] if scope == "all" else []
+        return collect_routing(
+            [row for row in rows[1] if row is not None],
+            batch.lengths,
+            plan.steps[step],
+            self._routing.shape,
+            dp_rank=self.dp_rank,
+            scope=scope,
+            groups=groups,
+            device=self._device,
+        )
 
     def _agree(
         self, plan: Plan, batch: SampleBatch, step: int, call: str, pack: Callable[[], T]
@@ -200,6 +242,7 @@ class ScheduleAdapter:
                 raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
             if plan.policy.row_shape == "planned":
                 settings.check_planned_rows(self.config)
+            settings.check_counts(plan)
             if plan.digest() != self._checked_digest:
                 check_plan(plan, batch.lengths)
                 self._checked_digest = plan.digest()
@@ -232,21 +275,26 @@ class ScheduleAdapter:
         self,
         plan: Plan,
         step_index: int,
-        rows: list[PackedRow],
+        packed: Rows,
         last_stage: LastStage,
+        routers: RoutingPass,
         *,
         forward_only: bool,
     ) -> None:
         layout, step = self.layout, plan.steps[step_index]
         planned = plan.policy.row_shape == "planned"
-        device_rows = [DeviceRow(row, self._device) for row in rows]
+        rows, routing = packed
+        device_rows = [
+            DeviceRow(row, self._device, seen) for row, seen in zip(rows, routing, strict=True)
+        ]
         communicator = None
         if planned and layout.pp > 1:
             communicator = self._communicator(rows, step, forward_only)
         run = get_forward_backward_func()
-        with _config_for(self.config, self._overrides(step, planned)):
+        overrides = self._overrides(step, planned)
+        with _config_for(self.config, overrides), self._routing.following(routers):
             run(
-                forward_step_func=RowForward(last_stage),
+                forward_step_func=RowForward(last_stage, routers),
                 data_iterator=[iter(device_rows) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(rows),

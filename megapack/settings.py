@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from megapack.attention import refuse_unpacked_attention
 from megapack.errors import ScheduleError
 from megapack.layout import Layout
+from megapack.moe import check_experts
+from megapack.plan import Plan
 
 
 def check_layout(layout: Layout, num_chunks: int) -> None:
@@ -79,19 +81,8 @@ def check_config(config: Any, layout: Layout) -> None:
             "'a2a+p2p'; set 'p2p'"
         )
     if config.num_moe_experts:
-        _check_auxiliary_losses(config)
+        check_experts(config, layout)
     _check_features(config)
-
-
-def _check_auxiliary_losses(config: Any) -> None:
-    """Megatron scales them for a division by tokens, which planned weights do without."""
-    coefficients = config.moe_aux_loss_coeff
-    every = coefficients if isinstance(coefficients, list) else [coefficients]
-    if any(every) or config.moe_z_loss_coeff:
-        raise ScheduleError(
-            f"moe_aux_loss_coeff={coefficients}, moe_z_loss_coeff={config.moe_z_loss_coeff}: these "
-            "losses would count per token and depend on the packing; set 0 and None"
-        )
 
 
 def _check_features(config: Any) -> None:
@@ -107,6 +98,15 @@ def _check_features(config: Any) -> None:
     for name, advice in unsupported.items():
         if getattr(config, name, None):
             raise ScheduleError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
+
+
+def check_counts(plan: Plan) -> None:
+    """Raise ScheduleError for counts per rank where experts make ranks meet in every layer."""
+    if plan.policy.count_rule == "per_rank" and plan.layout.ep > 1:
+        raise ScheduleError(
+            f"count_rule='per_rank' with ep={plan.layout.ep}: the experts' all-to-all in each "
+            "layer needs one M on all ranks; plan with count_rule='legal'"
+        )
 
 
 def check_planned_rows(config: Any) -> None:

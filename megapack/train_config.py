@@ -244,5 +244,15 @@ class TrainConfig:
                     f"model.{name}={value} does not divide over layout.tp={layout.tp}; set a "
                     f"multiple of {layout.tp}"
                 )
+        if (model.num_experts or 1) % layout.ep:
+            raise ConfigError(
+                f"model.num_experts={model.num_experts} does not divide over layout.ep="
+                f"{layout.ep}; set a multiple of {layout.ep}"
+            )
+        if model.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+            raise ConfigError(
+                f"model.num_experts={model.num_experts} with layout.tp={layout.tp} needs "
+                "layout.sequence_parallel=true: Megatron routes each token on one rank; set it"
+            )
         if layout.sequence_parallel and layout.tp == 1:
             raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")

@@ -77,6 +77,7 @@ PP2, PP4 = Layout(pp=2), Layout(pp=4)
 PP2_VPP2, PP4_VPP2 = Layout(pp=2, vpp=2), Layout(pp=4, vpp=2)
 DP2_PP2, DP2_PP2_VPP2 = Layout(dp=2, pp=2), Layout(dp=2, pp=2, vpp=2)
 TP2, TP2_SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
+DP2_EP2 = Layout(dp=2, ep=2)
 UNIFORM, PER_RANK = Policy(row_shape="uniform"), Policy(count_rule="per_rank")
 
 CASES: dict[str, Case] = {
@@ -145,6 +146,25 @@ CASES: dict[str, Case] = {
     "rollout-mean": Case(layout=PP2, weighting="rollout-mean"),
     "dp2_per_rank": Case(
         layout=Layout(dp=2), policy=PER_RANK, unequal_counts=True, expect={"unequal": True}
+    ),
+    "moe": Case(layout=Layout(), variant="moe"),
+    "moe_dp2": Case(layout=Layout(dp=2), variant="moe"),
+    "moe_dp2_ep2": Case(layout=DP2_EP2, variant="moe"),
+    "moe_dp2_ep2_uniform": Case(
+        layout=DP2_EP2, variant="moe", policy=UNIFORM, expect={"dummies": True}
+    ),
+    "moe_pp2": Case(layout=PP2, variant="moe"),
+    "moe_pp2_vpp2": Case(layout=PP2_VPP2, variant="moe", expect={"chunks": 2}),
+    "moe_pp2_vpp2_recompute": Case(layout=PP2_VPP2, variant="moe", recompute="full"),
+    "moe_tp2_sp": Case(layout=TP2_SP, variant="moe"),
+    "moe_bias_dp2_ep2": Case(layout=DP2_EP2, variant="moe_bias"),
+    "moe_bias_pp2_recompute": Case(layout=PP2, variant="moe_bias", recompute="full"),
+    "moe_dp2_pp2_ep2": Case(layout=Layout(dp=2, pp=2, ep=2), variant="moe"),
+    "moe_dp2_pp2_vpp2_ep2_pad": Case(
+        layout=Layout(dp=2, pp=2, vpp=2, ep=2),
+        variant="moe",
+        num_samples=3,
+        expect={"chunks": 2, "padding": True},
     ),
     "pp4": Case(layout=PP4),
     "pp4_vpp2": Case(layout=PP4_VPP2, expect={"chunks": 2}),

@@ -23,7 +23,39 @@ def expected_step(
         loss += weight * samples[i]["loss"]
         for name, grad in samples[i]["grads"].items():
             grads[name] = grads.get(name, torch.zeros_like(grad)) + weight * grad
+    for name, grad in auxiliary_gradients(plan, samples).items():
+        grads[name] = grads[name] + grad
     return loss, grads
+
+
+def auxiliary_gradients(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Of the experts' losses, which are means over all real tokens; {} for a dense model."""
+    grads: dict[str, Tensor] = {}
+    for sample in _with_experts(plan, samples):
+        for name, grad in sample["grads"].items():
+            grads[name] = grads.get(name, torch.zeros_like(grad)) + grad / _tokens(plan, samples)
+    return grads
+
+
+def auxiliary_metrics(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, float]:
+    """What the step reports of the experts' losses."""
+    return {
+        name: sum(sample[name] for sample in _with_experts(plan, samples)) / _tokens(plan, samples)
+        for name in ("moe_balance_loss", "moe_z_loss")
+    }
+
+
+def tokens_per_expert(plan: Plan, samples: list[dict[str, Any]]) -> Tensor:
+    """Choices [layers, experts] of all real tokens."""
+    return torch.stack([s["tokens_per_expert"] for s in _with_experts(plan, samples)]).sum(0)
+
+
+def _with_experts(plan: Plan, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [samples[i]["auxiliary"] for i in plan.steps[0].kept_samples if "auxiliary" in samples[i]]
+
+
+def _tokens(plan: Plan, samples: list[dict[str, Any]]) -> int:
+    return sum(sample["num_tokens"] for sample in _with_experts(plan, samples))
 
 
 def _weight(case: Case, samples: list[dict[str, Any]], kept: list[int], index: int) -> float:

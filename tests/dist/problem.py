@@ -29,7 +29,29 @@ OTHER_MODEL = dataclasses.replace(
     MODEL, untie_embeddings=True, normalization="LayerNorm", gated_linear_unit=False
 )
 BF16_MODEL = dataclasses.replace(MODEL, dtype="bf16")
-MODELS = {"plain": (MODEL, 1.0), "other": (OTHER_MODEL, 0.7), "bf16": (BF16_MODEL, 1.0)}
+
+MOE_MODEL = dataclasses.replace(
+    MODEL,
+    num_experts=4,
+    moe_top_k=2,
+    moe_ffn_hidden_size=24,
+    moe_balance_loss_coef=0.3,
+    moe_z_loss_coef=0.03,
+)
+MOE_BIAS_MODEL = dataclasses.replace(
+    MOE_MODEL,
+    moe_score_function="sigmoid",
+    moe_balance_loss_coef=0.2,
+    moe_z_loss_coef=0.0,
+    moe_bias_update_rate=0.01,
+)
+MODELS = {
+    "plain": (MODEL, 1.0),
+    "other": (OTHER_MODEL, 0.7),
+    "bf16": (BF16_MODEL, 1.0),
+    "moe": (MOE_MODEL, 1.0),
+    "moe_bias": (MOE_BIAS_MODEL, 1.0),
+}
 """Model and temperature by variant."""
 PRECISE = {"bf16": "plain"}
 """Variants of lower precision, and the one in fp32 that they approximate."""

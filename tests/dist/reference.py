@@ -28,9 +28,14 @@ from tests.dist import problem
 def build(settings: ModelConfig) -> GPTModel:
     """The stock model with the same weights."""
     config = transformer_config(settings, Layout())
+    # Written out below; Megatron's own would come on top.
+    config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, None
+    spec = get_gpt_layer_local_spec(
+        num_experts=settings.num_experts, normalization=config.normalization
+    )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
+        transformer_layer_spec=spec,
         vocab_size=128,
         max_sequence_length=settings.max_position_embeddings,
         share_embeddings_and_output_weights=not settings.untie_embeddings,
@@ -73,6 +78,63 @@ def token_losses(logp: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Te
     return policy + objective.kl_coef * k3 - objective.entropy_coef * entropy
 
 
+class Routers:
+    """Logits and choices of each layer's router in the last forward."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self.logits: list[Tensor] = []
+        self.chosen: list[Tensor] = []
+        for layer in model.decoder.layers:
+            layer.mlp.router.register_forward_hook(self._keep)
+
+    def _keep(self, router: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+        self.logits.append(inputs[0].flatten(0, 1).float() @ router.weight.float().T)
+        self.chosen.append(output[1])
+
+    def auxiliary(self, settings: ModelConfig) -> tuple[Tensor, Tensor]:
+        """One sample's load-balancing loss and z-loss, times its tokens, over all layers."""
+        balance, z = torch.zeros(()), torch.zeros(())
+        for logits in self.logits:
+            scores = logits.softmax(-1)
+            if settings.moe_score_function == "sigmoid":
+                scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+            chosen = torch.zeros_like(scores)
+            for token, best in enumerate(scores.topk(settings.moe_top_k).indices):
+                chosen[token, best] = 1.0 / settings.moe_top_k
+            product = chosen.mean(0) * scores.mean(0)
+            balance = balance + settings.num_experts * product.sum() * len(logits)
+            z = z + logits.exp().sum(-1).log().pow(2).sum()
+        return balance, z
+
+
+def run_auxiliary(model: GPTModel, tokens: Tensor, settings: ModelConfig) -> dict[str, Any]:
+    """The auxiliary losses of one sample alone, weighted by its tokens, and their gradient."""
+    model.zero_grad()
+    routers = Routers(model)
+    logprobs_and_entropy(model, tokens, 1.0)
+    balance, z = routers.auxiliary(settings)
+    loss = settings.moe_balance_loss_coef * balance + settings.moe_z_loss_coef * z
+    loss.backward()
+    for layer in model.decoder.layers:
+        layer.mlp.router._forward_hooks.clear()
+    return {
+        "num_tokens": tokens.numel(),
+        "moe_balance_loss": float(balance.detach()) / problem.NUM_LAYERS,
+        "moe_z_loss": float(z.detach()) / problem.NUM_LAYERS,
+        "tokens_per_expert": torch.stack([chosen.sum(0) for chosen in routers.chosen]),
+        "grads": gradients(model),
+    }
+
+
+def gradients(model: GPTModel) -> dict[str, Tensor]:
+    """Of every parameter that was used."""
+    return {
+        name: param.grad.double().clone()
+        for name, param in global_parameters(model)
+        if param.grad is not None
+    }
+
+
 def run_sample(
     model: GPTModel, batch: SampleBatch, index: int, temperature: float
 ) -> dict[str, Any]:
@@ -91,7 +153,7 @@ def run_sample(
     return {
         "loss": float(loss.detach()),
         "num_tokens": int(mask.sum()),
-        "grads": {n: p.grad.double().clone() for n, p in global_parameters(model)},
+        "grads": gradients(model),
         "logprobs": logp.detach(),
         "entropy": entropy.detach(),
     }
@@ -105,6 +167,9 @@ def main(path: str) -> None:
     for variant, (settings, temperature) in problem.MODELS.items():
         model = build(settings)
         found[variant] = [run_sample(model, batch, i, temperature) for i in range(len(batch))]
+        for i, sample in enumerate(found[variant]):
+            if settings.num_experts:
+                sample["auxiliary"] = run_auxiliary(model, batch.tokens(i), settings)
     torch.save(found, path)
     launch.stop()
 

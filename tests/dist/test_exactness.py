@@ -56,8 +56,13 @@ def test_packing_adds_little_to_the_error_of_bf16(name: str, case_results: Resul
     assert found["logprob_mean_error"] < 0.02
 
 
-# A forward of the plan's own rows is the training step's forward: the first ratios are 1.
-SAME_ROWS = [name for name, case in CASES.items() if case.forward_budget is None]
+# A forward of the plan's own rows is the training step's forward: the first ratios are 1. A step
+# moves an expert bias, so that the worker's second step is another model's.
+SAME_ROWS = [
+    name
+    for name, case in CASES.items()
+    if case.forward_budget is None and case.variant != "moe_bias"
+]
 
 
 @pytest.mark.parametrize("name", SAME_ROWS)
@@ -68,8 +73,32 @@ def test_old_logprobs_of_the_same_rows_are_equal_bit_by_bit(
 
 
 def test_old_logprobs_of_other_rows_serve_as_well(case_results: Results) -> None:
-    for name in set(CASES) - set(SAME_ROWS):
+    for name in ("pp2_forward_plan", "pp2_vpp2_forward_plan"):
         assert case_results[name]["square_to_forward"] < 1e-10
+
+
+MOE = [name for name, case in CASES.items() if case.variant.startswith("moe")]
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_auxiliary_losses_equal_the_one_sample_reference(
+    name: str, case_results: Results
+) -> None:
+    found = case_results[name]
+    # Their part of the gradient, which the first test holds, is not lost in the rest of it.
+    assert found["auxiliary_share"] > 0.1
+    assert found["metrics"]["moe_balance_loss"] == pytest.approx(
+        found["expected_metrics"]["moe_balance_loss"], rel=1e-5
+    )
+    if CASES[name].variant == "moe":
+        z_loss = found["expected_metrics"]["moe_z_loss"]
+        assert found["metrics"]["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MOE if CASES[name].variant == "moe_bias"])
+def test_the_expert_bias_follows_real_tokens_alone(name: str, case_results: Results) -> None:
+    assert case_results[name]["num_biases"] > 0
+    assert case_results[name]["wrong_biases"] == 0
 
 
 def test_rows_are_packed_and_of_different_lengths(case_results: Results) -> None:

@@ -18,14 +18,20 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import launch
+from megapack.head import unwrapped
 from megapack.init import global_parameters, local_slice
 from megapack.loss import GRPO
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.problem import PRECISE
 from tests.dist.cases import CASES, Case
-from tests.dist.expected import expected_step
+from tests.dist.expected import (
+    auxiliary_gradients,
+    auxiliary_metrics,
+    expected_step,
+    tokens_per_expert,
+)
+from tests.dist.problem import PRECISE
 from tests.dist.setup import build_chunks
 
 
@@ -66,10 +72,41 @@ def run_case(
         "expected_loss": loss,
         "metrics": result.metrics,
         **errors,
-        "square_to_forward": _square_to(adapter, plan, batch, outputs["logprobs"]),
         **_logprob_errors(outputs, plan, batch, samples),
+        **_expert_facts(chunks, plan, samples, grads),
+        # Another step, so after all that is read of the first one.
+        "square_to_forward": _square_to(adapter, plan, batch, outputs["logprobs"]),
         "facts": _facts(plan, chunks),
     }
+
+
+def _expert_facts(
+    chunks: list[Any], plan: Plan, samples: list[dict[str, Any]], grads: dict[str, Tensor]
+) -> dict[str, Any]:
+    auxiliary = auxiliary_gradients(plan, samples)
+    if not auxiliary:
+        return {}
+    parts = [torch.cat([g.flatten() for g in gs.values()]).norm() for gs in (auxiliary, grads)]
+    return {
+        "expected_metrics": auxiliary_metrics(plan, samples),
+        "auxiliary_share": float(parts[0] / parts[1]),
+        **_bias_facts(chunks, tokens_per_expert(plan, samples)),
+    }
+
+
+def _bias_facts(chunks: list[Any], counts: Tensor) -> dict[str, int]:
+    """Experts with a bias, and those whose bias did not move towards equal counts."""
+    moved, wrong = 0, 0
+    for chunk in chunks:
+        for layer in unwrapped(chunk).decoder.layers:
+            router = layer.mlp.router
+            if router.expert_bias is None:
+                continue
+            count = counts[layer.layer_number - 1].float()
+            want = (count.mean() - count).sign() * router.config.moe_router_bias_update_rate
+            moved += int(want.count_nonzero())
+            wrong += int((router.expert_bias - want).abs().gt(1e-7).sum())
+    return {"num_biases": moved, "wrong_biases": wrong}
 
 
 def _check_own_outputs(

@@ -103,6 +103,28 @@ def test_names_count_layers_over_all_stages() -> None:
     assert not any(name.startswith(("decoder.layers.0", "decoder.layers.1")) for name in names)
 
 
+@pytest.mark.parametrize(
+    ("stored", "whole"),
+    [
+        ("local_experts.1.linear_fc1.weight", "local_experts.5.linear_fc1.weight"),
+        ("linear_fc1.weight1", "linear_fc1.weight5"),
+    ],
+)
+def test_names_count_experts_over_all_expert_parallel_ranks(stored: str, whole: str) -> None:
+    """Expert 1 of the rank that holds experts 4 and 5, one by one or grouped."""
+    chunk = Chunk([3])
+    mlp = chunk.decoder.layers[0].mlp = torch.nn.Module()
+    mlp.local_expert_indices = [4, 5]  # type: ignore[assignment]
+    *path, last = ["experts", *stored.split(".")]
+    module = mlp
+    for name in path:
+        module.add_module(name, torch.nn.Module())
+        module = module.get_submodule(name)
+    module.register_parameter(last, shard(6, 2))
+    names = [name for name, _ in global_parameters(chunk)]
+    assert f"decoder.layers.2.mlp.experts.{whole}" in names
+
+
 def test_wrappers_are_looked_through() -> None:
     chunk = Chunk([1])
     wrapped = SimpleNamespace(module=SimpleNamespace(module=chunk))

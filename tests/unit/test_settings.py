@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from megapack.attention import PackedSDPA
+from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import MegapackError, ScheduleError
 from megapack.layout import Layout
+from megapack.policy import Policy
 from megapack.settings import (
     check_chunks,
     check_config,
+    check_counts,
     check_layout,
     check_planned_rows,
     check_reduction,
@@ -291,10 +295,50 @@ def test_gradients_that_nobody_would_add_up_are_refused() -> None:
     check_reduction(made, bare, Layout(dp=2))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"moe_aux_loss_coeff": [0.0, 0.1]}, {"moe_z_loss_coeff": 1e-3}]
-)
-def test_auxiliary_losses_that_depend_on_the_packing_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ScheduleError, match="depend on the packing"):
-        check_config(config(num_moe_experts=4, **changes), INTERLEAVED)
-    check_config(config(num_moe_experts=4), INTERLEAVED)
+REFUSED_EXPERTS: list[tuple[Layout, dict[str, Any], str]] = [
+    (
+        INTERLEAVED,
+        {"moe_aux_loss_coeff": 0.1},
+        r"'aux_loss' with moe_aux_loss_coeff=0.1.*depend on the packing; set 'seq_aux_loss'",
+    ),
+    (
+        INTERLEAVED,
+        {
+            "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+            "moe_aux_loss_coeff": [0.1, 0.2],
+        },
+        r"'global_aux_loss' with moe_aux_loss_coeff=0.2",
+    ),
+    (INTERLEAVED, {"moe_router_load_balancing_type": "sinkhorn"}, "by what is packed with it"),
+    (INTERLEAVED, {"moe_expert_capacity_factor": 1.5}, "set it to None"),
+    (INTERLEAVED, {"moe_enable_routing_replay": True}, "one micro-batch at a time"),
+    (Layout(tp=2), {}, r"tp=2 train with sequence parallelism only"),
+]
+
+
+@pytest.mark.parametrize(("layout", "changes", "says"), REFUSED_EXPERTS)
+def test_expert_settings_that_depend_on_the_packing_are_refused(
+    layout: Layout, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ScheduleError, match=says):
+        check_config(config(layout, num_moe_experts=4, **changes), layout)
+    check_config(config(layout, **changes), layout)
+
+
+def test_losses_of_tokens_and_of_single_samples_pass() -> None:
+    made = config(
+        num_moe_experts=4,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.1,
+        moe_z_loss_coeff=1e-3,
+    )
+    check_config(made, INTERLEAVED)
+
+
+def test_counts_per_rank_are_refused_where_experts_span_ranks() -> None:
+    lengths = [5, 6, 7, 8]
+    policy = Policy(count_rule="per_rank")
+    plan = build_dp_schedule(lengths, layout=Layout(dp=2), max_tokens_per_gpu=8, policy=policy)
+    check_counts(plan)
+    with pytest.raises(ScheduleError, match=r"ep=2: the experts.*count_rule='legal'"):
+        check_counts(replace(plan, layout=Layout(dp=2, ep=2)))
