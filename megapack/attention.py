@@ -98,8 +98,11 @@ class PackedSDPA(MegatronModule):  # type: ignore[misc]
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = None
         if config.context_parallel_size > 1:
-            cp = getattr(pg_collection, "cp", None)
-            self.cp_group = cp or parallel_state.get_context_parallel_group()
+            self.cp_group = (
+                parallel_state.get_context_parallel_group()
+                if pg_collection is None
+                else pg_collection.cp
+            )
 
     def forward(
         self,
@@ -197,7 +200,8 @@ def _causal_to_the_end(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: f
     num_queries, num_keys = q.shape[2], k.shape[2]
     mask = None
     if num_queries < num_keys:
-        # `is_causal` would let the first query see the first key alone.
+        # `is_causal` would let the first query see the first key alone. A mask is L^2 / (2 * cp)
+        # bytes at most for a sample of L tokens: 256 MiB for 32768 at cp=2.
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
         mask = mask.tril(num_keys - num_queries)
     return F.scaled_dot_product_attention(
