@@ -51,7 +51,9 @@ def tokens_per_expert(plan: Plan, samples: list[dict[str, Any]]) -> Tensor:
 
 
 def _with_experts(plan: Plan, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [samples[i]["auxiliary"] for i in plan.steps[0].kept_samples if "auxiliary" in samples[i]]
+    return [
+        samples[i]["auxiliary"] for i in plan.steps[0].kept_samples if "auxiliary" in samples[i]
+    ]
 
 
 def _tokens(plan: Plan, samples: list[dict[str, Any]]) -> int:

@@ -27,7 +27,9 @@ CLIP = 0.05
 FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 
 
-def main(out_dir: str, dp: int, tp: int, pp: int, vpp: int, distributed: bool, frozen: bool) -> None:
+def main(
+    out_dir: str, dp: int, tp: int, pp: int, vpp: int, distributed: bool, frozen: bool
+) -> None:
     """Train and write `OUT_DIR/rank<r>.pt`."""
     launch.start("cpu")
     layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp)

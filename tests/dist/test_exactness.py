@@ -81,9 +81,7 @@ MOE = [name for name, case in CASES.items() if case.variant.startswith("moe")]
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_auxiliary_losses_equal_the_one_sample_reference(
-    name: str, case_results: Results
-) -> None:
+def test_auxiliary_losses_equal_the_one_sample_reference(name: str, case_results: Results) -> None:
     found = case_results[name]
     # Their part of the gradient, which the first test holds, is not lost in the rest of it.
     assert found["auxiliary_share"] > 0.1
