@@ -1,0 +1,143 @@
+"""Measure every layout and feature against one unpadded sample at a time; writes docs/exactness.md.
+
+    python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN]
+
+Runs the reference and then each case of `tests/dist/cases.py` on 1, 2 and 4 processes over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import platform
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.dist import problem  # noqa: E402
+from tests.dist.cases import CASES, Case  # noqa: E402
+from tests.dist.spawn import checked_job  # noqa: E402
+
+MARKS = ("<!-- measured -->", "<!-- end -->")
+VARIANTS = {
+    "plain": "tied, RMSNorm, SwiGLU",
+    "other": "untied, LayerNorm, GELU, temperature 0.7",
+    "bf16": "bf16, fp32 main gradients",
+    "moe": "4 experts, top 2, balance and z-loss",
+    "moe_bias": "4 experts, sigmoid scores, expert bias",
+}
+
+
+def layout_text(case: Case) -> str:
+    layout = case.layout
+    parts = [f"{name}{getattr(layout, name)}" for name in ("dp", "tp", "pp", "vpp", "cp", "ep")]
+    text = " ".join(part for part in parts if not part.endswith("p1"))
+    group = layout.microbatch_group_size
+    extras = ["SP"] * layout.sequence_parallel + [f"G={group}"] * (group is not None)
+    return " ".join([text or "one process", *extras])
+
+
+def feature_text(case: Case) -> str:
+    """What a case has that the plainest one has not."""
+    features = [] if case.variant == "plain" else [VARIANTS.get(case.variant, case.variant)]
+    features += [f"recompute {case.recompute}"] * (case.recompute != "none")
+    features += [f"{case.policy.row_shape} rows"] * (case.policy.row_shape != "planned")
+    features += [f"count-based, {case.micro_batch_size} a row"] * (case.budget is None)
+    features += [case.weighting] * (case.weighting != "token-mean")
+    features += [f"frozen {', '.join(case.frozen)}"] * bool(case.frozen)
+    features += ["forward pass by its own plan"] * (case.forward_budget is not None)
+    features += ["counts differ by rank"] * case.unequal_counts
+    names = {
+        "padding": "padding micro-batches",
+        "dropped": "dropped rollouts",
+        "remainder": "M % G",
+    }
+    features += [text for fact, text in names.items() if case.expect.get(fact)]
+    return "; ".join(features) or "-"
+
+
+def measure(names: list[str]) -> dict[str, dict[str, Any]]:
+    """What the workers found, by case, one launch per number of processes."""
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        reference = f"{folder}/samples.pt"
+        checked_job(1, "tests.dist.reference", [reference], timeout_s=300)
+        for world in sorted({CASES[name].world for name in names}):
+            out = Path(folder) / f"world{world}.json"
+            mine = [name for name in names if CASES[name].world == world]
+            args = [reference, str(out), *mine]
+            checked_job(world, "tests.dist.worker", args, timeout_s=900)
+            found |= json.loads(out.read_text())
+    return found
+
+
+def table(found: dict[str, dict[str, Any]]) -> list[str]:
+    lines = [
+        "| layout | feature | M | gradient | worst parameter | log-probs mean | log-probs max |"
+    ]
+    lines.append("|---" * 7 + "|")
+    for name, case in CASES.items():
+        if name not in found or case.variant in problem.PRECISE:
+            continue
+        result = found[name]
+        counts = "/".join(map(str, dict.fromkeys(result["facts"]["counts"])))
+        errors = " | ".join(
+            f"{result[key]:.1e}"
+            for key in (
+                "gradient_error",
+                "worst_parameter",
+                "logprob_mean_error",
+                "logprob_max_error",
+            )
+        )
+        lines.append(f"| {layout_text(case)} | {feature_text(case)} | {counts} | {errors} |")
+    return lines
+
+
+def rounded_table(found: dict[str, dict[str, Any]]) -> list[str]:
+    lines = ["| layout | feature | gradient, packed | gradient, one sample | log-probs mean |"]
+    lines.append("|---" * 5 + "|")
+    for name, result in found.items():
+        if CASES[name].variant in problem.PRECISE:
+            errors = " | ".join(
+                f"{result[key]:.3f}"
+                for key in ("gradient_error", "one_sample_gradient_error", "logprob_mean_error")
+            )
+            lines.append(f"| {layout_text(CASES[name])} | {feature_text(CASES[name])} | {errors} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "exactness.md")
+    parser.add_argument("--cases", default="*", help="glob of case names; others are left out")
+    options = parser.parse_args()
+    found = measure(fnmatch.filter(CASES, options.cases))
+    exact = [r for name, r in found.items() if CASES[name].variant not in problem.PRECISE]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "torch"))
+    lines = [
+        f"Measured with `python {' '.join(['tools/exactness.py', *sys.argv[1:]])}`: {packages}, "
+        f"Python {platform.python_version()}, gloo. {len(exact)} cases in fp32; largest gradient "
+        f"error {max(r['gradient_error'] for r in exact):.1e}, largest log-prob error "
+        f"{max(r['logprob_max_error'] for r in exact):.1e} nats.",
+        "",
+        *table(found),
+    ]
+    if len(exact) < len(found):
+        lines += ["", "In bf16, against the same fp32 reference:", "", *rounded_table(found)]
+    print("\n".join(lines))
+    text = options.out.read_text(encoding="utf-8")
+    before, _, rest = text.partition(MARKS[0])
+    body = "\n".join(lines)
+    after = rest.partition(MARKS[1])[2]
+    options.out.write_text(f"{before}{MARKS[0]}\n{body}\n{MARKS[1]}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
