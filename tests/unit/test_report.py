@@ -184,3 +184,18 @@ def test_one_line_about_a_plan() -> None:
     assert "\n" not in line
     assert line.startswith(f"plan {plan.digest()[:12]}: 20 samples, 10 step(s), M = 2, 2, ")
     assert line.endswith("2, ..., 0 rollout(s) dropped")
+
+
+def test_a_resumed_run_loses_the_lines_after_its_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path), "run")
+    for step in (1, 2, 3):
+        run.append_metrics({"step": step})
+    run.close()
+    with open(run.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 4, "lo')
+    resumed = RunFolder(str(tmp_path), "run", continue_after=2)
+    resumed.append_metrics({"step": 3})
+    resumed.close()
+    lines = (resumed.path / "metrics.jsonl").read_text().splitlines()
+    assert lines == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
