@@ -7,7 +7,14 @@ from megapack.cost import CostModel
 from megapack.cost_fit import Measurement
 from megapack.cost_sizes import ModelSizes
 from megapack.dp_schedule import build_dp_schedule
-from megapack.errors import ConfigError, DataError, MegapackError, PlanError, ScheduleError
+from megapack.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MegapackError,
+    PlanError,
+    ScheduleError,
+)
 from megapack.layout import Layout
 from megapack.pipeline import simulate
 from megapack.plan import MicroBatch, Plan, StepPlan, check_plan
@@ -34,6 +41,7 @@ __all__ = [
     "PlanError",
     "DataError",
     "ScheduleError",
+    "CheckpointError",
 ]
 
 __version__ = "0.1.0"

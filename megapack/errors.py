@@ -27,3 +27,7 @@ class ScheduleError(MegapackError, RuntimeError):
 
     on_all_ranks = False
     """Whether every rank raises this same error, so that one of them may speak for all."""
+
+
+class CheckpointError(MegapackError, RuntimeError):
+    """A checkpoint that cannot be written, or that does not fit the run that would resume it."""

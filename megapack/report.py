@@ -27,15 +27,22 @@ class RunFolder:
     """`runs/<name>/`: config.yaml, plan.json and metrics.jsonl; written by one rank.
 
     A folder of the same name from an earlier run is kept as `<name>.1`, `<name>.2` and so on.
+
+    Args:
+        continue_after: go on in the folder that is there, after this many steps: lines of later
+            steps are cut from its metrics.jsonl. None = a new folder.
     """
 
-    def __init__(self, runs_dir: str, name: str) -> None:
+    def __init__(self, runs_dir: str, name: str, *, continue_after: int | None = None) -> None:
         self.path = Path(runs_dir) / name
-        _keep_earlier(self.path)
-        self.path.mkdir(parents=True)
+        if continue_after is None:
+            _keep_earlier(self.path)
+            self.path.mkdir(parents=True)
+        else:
+            self.write_text("metrics.jsonl", _lines_until(self.path, continue_after))
         # Open for the whole run; `close` ends it.
         self._metrics: TextIO = open(  # noqa: SIM115
-            self.path / "metrics.jsonl", "x", encoding="utf-8"
+            self.path / "metrics.jsonl", "a", encoding="utf-8"
         )
 
     def write_text(self, name: str, text: str) -> None:
@@ -55,6 +62,14 @@ class RunFolder:
     def close(self) -> None:
         """Close metrics.jsonl."""
         self._metrics.close()
+
+
+def _lines_until(folder: Path, num_steps: int) -> str:
+    """The lines of metrics.jsonl of the first steps; a run that was killed may end in half one."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= num_steps]
+    return "".join(f"{line}\n" for line in kept)
 
 
 def _finite(metrics: Metrics) -> dict[str, float | int | str | None]:
@@ -151,10 +166,11 @@ class Progress:
         on_terminal = active and sys.stdout.isatty()
         self._bar = tqdm(unit="step", file=sys.stdout) if on_terminal else None
 
-    def expect(self, num_steps: int) -> None:
-        """How many steps the run will take."""
+    def expect(self, num_steps: int, num_done: int = 0) -> None:
+        """How many steps the run will take, and has taken before it was resumed."""
         if self._bar is not None:
             self._bar.reset(total=num_steps)
+            self._bar.update(num_done)
 
     def step(self, number: int, metrics: Metrics) -> None:
         """Show one step's metrics."""

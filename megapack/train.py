@@ -5,8 +5,8 @@ records -> batches -> advantages, plan -> old and reference log-probs -> steps -
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +17,9 @@ import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megapack import launch
+from megapack.checkpoint import Checkpoints
+from megapack.checkpoint_files import Checkpoint, Position, drop_after
+from megapack.checkpoint_state import RunState
 from megapack.config import dump_yaml
 from megapack.consensus import agree
 from megapack.dp_schedule import build_dp_schedule
@@ -26,6 +29,7 @@ from megapack.loss import GRPO, PPO, SFT, Objective
 from megapack.model import build_model, build_optimizer, initialize_parallel
 from megapack.pipeline import simulate
 from megapack.plan import Plan
+from megapack.reference import Reference
 from megapack.report import (
     Progress,
     RunFolder,
@@ -84,19 +88,39 @@ class Trainer:
         self.reference = Reference(self.chunks) if config.objective.kl_coef else None
         self.schedule: OptimizerParamScheduler | None = None
         self.clock = StepClock()
-        self.num_steps = 0
+        self.position = Position()
+        self.resumed: Checkpoint | None = None
+        self._last: tuple[Plan, SampleBatch] | None = None
+        self.checkpoints = Checkpoints(
+            config,
+            self.layout,
+            RunState(
+                self.chunks,
+                self.optimizer,
+                None if self.reference is None else self.reference.initial,
+            ),
+            has_reference=self.reference is not None,
+            data_digest=_data_digest(self.records),
+            device=device,
+        )
 
     def run(self) -> Path:
         """All batches of all epochs."""
         config, writes = self.config, dist.get_rank() == 0
-        self.folder = RunFolder(config.runs_dir, config.name) if writes else None
+        self.resumed = self.checkpoints.find()
+        self.folder = self._open_folder() if writes else None
         self.progress = Progress(active=writes, log_interval=config.train.log_interval)
         if self.folder is not None:
             self.folder.write_text("config.yaml", dump_yaml(config))
         self.progress.line(f"{len(self.records)} samples, {self.layout}")
+        if self.resumed is not None:
+            self.position = self.checkpoints.load(self.resumed)
+            self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
             for records in self._batches():
                 self._train_on(records)
+            if config.train.save_interval is not None and self._last is not None:
+                self.checkpoints.save(self.position, *self._last, self._computed_fields())
         finally:
             self.progress.close()
             if self.folder is not None:
@@ -105,25 +129,46 @@ class Trainer:
         self.progress.line(f"{self.num_steps} steps; wrote {path}")
         return path
 
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps since the run began."""
+        return self.position.num_steps
+
+    def _open_folder(self) -> RunFolder:
+        """The run's folder; the one that is there where its own checkpoint is resumed."""
+        config, resumed = self.config, self.resumed
+        if resumed is None or not self.checkpoints.is_own(resumed):
+            return RunFolder(config.runs_dir, config.name)
+        num_steps = resumed.manifest.position.num_steps
+        drop_after(resumed.path.parent, num_steps)
+        return RunFolder(config.runs_dir, config.name, continue_after=num_steps)
+
     def _batches(self) -> Iterator[list[Rollout]]:
-        """Batches in order, as many as the config asks for; sets up the schedule first."""
+        """Batches in order, as many as the config asks for and from where the run stands; sets up
+        the schedule first."""
         config = self.config
         wanted = config.train.num_batches
         every = [
-            batch
+            (epoch, index, batch)
             for epoch in range(config.train.epochs)
-            for batch in batches(
-                self.records,
-                config.data.prompts_per_batch,
-                shuffle=config.data.shuffle,
-                seed=config.seed,
-                epoch=epoch,
+            for index, batch in enumerate(
+                batches(
+                    self.records,
+                    config.data.prompts_per_batch,
+                    shuffle=config.data.shuffle,
+                    seed=config.seed,
+                    epoch=epoch,
+                )
             )
         ][:wanted]
-        total_steps = sum(self._steps_in(batch) for batch in every)
-        self.progress.expect(total_steps)
+        total_steps = sum(self._steps_in(batch) for _, _, batch in every)
+        self.progress.expect(total_steps, self.num_steps)
         self.schedule = self._lr_schedule(total_steps)
-        yield from every
+        self.schedule.step(increment=self.num_steps)
+        for epoch, index, batch in every:
+            if (epoch, index) >= (self.position.epoch, self.position.batch):
+                self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
+                yield batch
 
     def _steps_in(self, records: Sequence[Rollout]) -> int:
         plan = self.config.plan
@@ -157,13 +202,21 @@ class Trainer:
         if self.folder is not None:
             self.folder.write_text("plan.json", plan.to_json())
         self.progress.line(plan_line(plan))
-        self._add_logprobs(batch, forward_plan)
+        first_step = self.position.step_in_batch
+        if first_step and self.resumed is not None:
+            resumed = self.resumed
+            agree(lambda: self.checkpoints.load_batch(resumed, batch, plan), device=self.device)
+        else:
+            self._add_logprobs(batch, forward_plan)
         costs = {
             "plan_s": planned - started,
             "logprob_pass_s": time.perf_counter() - planned,
         }
-        for index in range(len(plan.steps)):
+        self._last = plan, batch
+        for index in range(first_step, len(plan.steps)):
             self._step(plan, batch, index, costs)
+            if self.checkpoints.due(self.num_steps):
+                self.checkpoints.save(self.position, plan, batch, self._computed_fields())
 
     def _prepare(self, records: list[Rollout]) -> tuple[SampleBatch, Plan, Plan]:
         """Local work of a batch: tensors, advantages, and the plans that every rank finds alike."""
@@ -215,6 +268,11 @@ class Trainer:
             with self.reference.weights():
                 batch.set_field("ref_logprobs", self._logprobs(batch, plan))
 
+    def _computed_fields(self) -> list[str]:
+        """Fields of a batch that `_add_logprobs` fills in."""
+        names = ["old_logprobs", *(["ref_logprobs"] if self.reference is not None else [])]
+        return [name for name in names if name in self.objective.required_fields]
+
     def _logprobs(self, batch: SampleBatch, plan: Plan) -> list[torch.Tensor]:
         """Per sample its tokens' log-probs; 0 for samples that the plan drops."""
         merged = [torch.zeros(())] * len(batch)
@@ -256,7 +314,7 @@ class Trainer:
         self.schedule.step(increment=1)
         total_s = time.perf_counter() - started
         self.clock.record(simulation.makespan, measured_s)
-        self.num_steps += 1
+        self.position = self._after_step(index + 1, len(plan.steps), bool(updated))
         packing = packing_metrics(step, simulation)
         self._write(
             {
@@ -276,32 +334,21 @@ class Trainer:
             }
         )
 
+    def _after_step(self, done: int, of: int, updated: bool) -> Position:
+        """Where the run stands with `done` steps of its batch's `of` taken."""
+        at, batch_over = self.position, done == of
+        return dataclasses.replace(
+            at,
+            num_steps=at.num_steps + 1,
+            num_updates=at.num_updates + updated,
+            batch=at.batch + batch_over,
+            step_in_batch=0 if batch_over else done,
+        )
+
     def _write(self, metrics: dict[str, Any]) -> None:
         if self.folder is not None:
             self.folder.append_metrics(metrics)
         self.progress.step(self.num_steps, metrics)
-
-
-class Reference:
-    """The initial weights, to compare the trained policy with."""
-
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self._params = [p for chunk in chunks for p in chunk.parameters()]
-        self._initial = [p.detach().to("cpu", copy=True) for p in self._params]
-
-    @contextlib.contextmanager
-    def weights(self) -> Iterator[None]:
-        """Within the block the model has its initial weights."""
-        trained = [p.detach().clone() for p in self._params]
-        self._fill(self._initial)
-        try:
-            yield
-        finally:
-            self._fill(trained)
-
-    def _fill(self, values: Sequence[torch.Tensor]) -> None:
-        for param, value in zip(self._params, values, strict=True):
-            param.data.copy_(value)
 
 
 def make_objective(config: ObjectiveConfig) -> Objective:
@@ -331,6 +378,12 @@ def _records(config: TrainConfig) -> list[Rollout]:
         max_length=data.max_length or config.model.max_position_embeddings,
         overlong=data.overlong,
     )
+
+
+def _data_digest(records: Sequence[Rollout]) -> str:
+    """Of all samples' lengths and groups: what the order of batches depends on."""
+    rows = [(len(r.prompt_ids), len(r.response_ids), r.key) for r in records]
+    return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 def _rollout_ids(records: Sequence[Rollout]) -> list[int]:

@@ -184,9 +184,20 @@ class LoopConfig:
     """Passes over the data."""
     log_interval: int = 1
     """A line is logged every this many optimizer steps; `metrics.jsonl` gets every step."""
+    save_interval: int | None = None
+    """A checkpoint is saved every this many optimizer steps, and after the last; null = none. All
+    ranks must see the run's folder."""
+    keep_checkpoints: int | None = 2
+    """Complete checkpoints that stay, the latest; null = all."""
+    resume: str | None = None
+    """Go on from a checkpoint: its folder, the folder of a run (its latest), or auto (the latest
+    of this run, and from the start where there is none); null = from the start."""
 
     def __post_init__(self) -> None:
-        at_least(self, "train", 1, "num_batches", "epochs", "log_interval")
+        at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
+        at_least(self, "train", 1, "keep_checkpoints")
+        if self.resume == "":
+            raise ConfigError("train.resume is empty; set a folder, auto, or null")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

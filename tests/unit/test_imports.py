@@ -25,16 +25,17 @@ LAYERS = [
     "step_split rollouts generated",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_report __init__",
-    "thd cp_slices samples train_config",
+    "thd cp_slices samples train_config checkpoint_files",
     "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
-    "moe routing",
-    "model train launch report",
+    "moe routing checkpoint_state reference",
+    "model train checkpoint launch report",
     "cli __main__",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
 # Who speaks with Megatron.
-MEGATRON = {"attention", "cpu", "forward", "model", "moe", "p2p", "schedule", "settings", "train"}
+MEGATRON = {"attention", "checkpoint_state", "cpu", "forward", "model", "moe", "p2p", "schedule"}
+MEGATRON |= {"settings", "train"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
 FRAMEWORKS = (

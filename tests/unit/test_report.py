@@ -211,3 +211,18 @@ def test_no_memory_peaks_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.cpu, "uses_cuda", lambda: False)
     report.reset_memory_peaks()
     assert report.memory_peaks() == {}
+
+
+def test_a_resumed_run_loses_the_lines_after_its_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path), "run")
+    for step in (1, 2, 3):
+        run.append_metrics({"step": step})
+    run.close()
+    with open(run.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 4, "lo')
+    resumed = RunFolder(str(tmp_path), "run", continue_after=2)
+    resumed.append_metrics({"step": 3})
+    resumed.close()
+    lines = (resumed.path / "metrics.jsonl").read_text().splitlines()
+    assert lines == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

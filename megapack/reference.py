@@ -1,0 +1,34 @@
+"""The reference policy: weights that the trained ones are compared with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+
+class Reference:
+    """The weights that a model has now, kept on the CPU.
+
+    Attributes:
+        initial: the kept value of each parameter.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        params = [p for chunk in chunks for p in chunk.parameters()]
+        self.initial = {p: p.detach().to("cpu", copy=True) for p in params}
+
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[None]:
+        """Within the block the model has its initial weights."""
+        trained = {p: p.detach().clone() for p in self.initial}
+        self._fill(self.initial)
+        try:
+            yield
+        finally:
+            self._fill(trained)
+
+    def _fill(self, values: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        for param, value in values.items():
+            param.data.copy_(value)

@@ -1,0 +1,208 @@
+"""A run that is killed and resumed takes the steps of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.spawn import ROOT, run_job
+
+pytestmark = pytest.mark.dist
+
+CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
+# Four batches of two steps: a checkpoint after 3 steps stands inside a batch.
+SETTINGS = [
+    *("name=run", "data.num_generated=64", "data.prompts_per_batch=4", "plan.global_batch_size=8"),
+    *("data.shuffle=true", "train.save_interval=3", "train.keep_checkpoints=null"),
+]
+NUM_STEPS = 8
+DP2 = ("layout.dp=2", "layout.pp=1", "layout.vpp=1")
+PP2_VPP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=2")
+TP2 = ("layout.dp=1", "layout.tp=2", "layout.pp=1", "layout.vpp=1")
+DP2_PP2 = ("layout.dp=2", "layout.pp=2", "layout.vpp=1")
+PP4 = ("layout.dp=1", "layout.pp=4", "layout.vpp=1")
+
+
+def job(folder: Path, *overrides: str, world: int = 2) -> tuple[int, str]:
+    """Exit code and output of the main job in `folder`."""
+    args = ["train", str(CONFIG), *SETTINGS, *overrides]
+    done = run_job(world, "megapack", args, timeout_s=240, cwd=folder)
+    return done.returncode, done.stdout
+
+
+def finished(folder: Path, *overrides: str, world: int = 2) -> list[dict[str, Any]]:
+    """The metrics of a job that must succeed."""
+    code, output = job(folder, *overrides, world=world)
+    assert code == 0, output[-6000:]
+    return metrics(folder)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    path = folder / "runs/run/metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def killed(folder: Path, *overrides: str, after_steps: int, world: int = 2) -> None:
+    """Run until some steps are written, then SIGKILL every rank."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launch += ["--nproc-per-node", str(world), "-m", "megapack", "train", str(CONFIG), *SETTINGS]
+    launcher = subprocess.Popen(
+        [sys.executable, *launch, *overrides],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while len(metrics(folder)) < after_steps:
+            assert launcher.poll() is None, "the job ended before it was killed"
+            assert time.monotonic() < deadline, "the job takes no steps"
+            time.sleep(0.01)
+        for pid in children(launcher.pid):
+            os.kill(pid, signal.SIGKILL)
+        assert launcher.wait(60) != 0
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+
+
+def assert_same_steps(
+    found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], rel: float
+) -> None:
+    assert [line["step"] for line in found] == list(range(1, NUM_STEPS + 1))
+    for one, other in zip(found, expected, strict=True):
+        assert one["lr"] == other["lr"]
+        for key in ("loss", "grad_norm", "entropy_nats", "kl_ref_nats", "kl_old_nats"):
+            assert one[key] == pytest.approx(other[key], rel=rel, abs=rel / 10), (one["step"], key)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    lines = finished(folder, *DP2)
+    assert len(lines) == NUM_STEPS
+    assert len({line["loss"] for line in lines}) == NUM_STEPS
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs/run/checkpoints").iterdir())
+
+
+def copy_of_run(undisturbed: Path, folder: Path, *, until: int) -> Path:
+    """The run's folder as it was when the checkpoint after `until` steps was its last."""
+    run = folder / "runs/run"
+    shutil.copytree(undisturbed / "runs/run", run)
+    for path in (run / "checkpoints").iterdir():
+        if path.name > f"step-{until:08d}":
+            shutil.rmtree(path)
+    return run
+
+
+def test_killed_and_resumed_bit_by_bit(undisturbed: Path, tmp_path: Path) -> None:
+    killed(tmp_path, *DP2, "train.resume=auto", after_steps=5)
+    assert len(metrics(tmp_path)) < NUM_STEPS
+    lines = finished(tmp_path, *DP2, "train.resume=auto")
+    assert_same_steps(lines, metrics(undisturbed), rel=0.0)
+    assert names(tmp_path) == ["step-00000003", "step-00000006", "step-00000008"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("layout", [PP2_VPP2, TP2], ids=["pp2_vpp2", "tp2"])
+def test_resumed_on_another_layout(
+    undisturbed: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    copy_of_run(undisturbed, tmp_path, until=3)
+    lines = finished(tmp_path, *layout, "train.resume=auto")
+    assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
+
+
+def test_killed_on_four_ranks_and_resumed_as_another_pipeline(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    killed(tmp_path, *DP2_PP2, "train.resume=auto", after_steps=4, world=4)
+    lines = finished(tmp_path, *PP4, "train.resume=auto", world=4)
+    assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
+
+
+def test_tensor_parallel_state_resumed_as_a_pipeline(undisturbed: Path, tmp_path: Path) -> None:
+    plain = "optim.distributed_optimizer=false"
+    killed(tmp_path, *TP2, plain, "train.resume=auto", after_steps=4)
+    lines = finished(tmp_path, *PP2_VPP2, plain, "train.resume=auto")
+    assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
+
+
+def test_damaged_checkpoints_are_passed_over(undisturbed: Path, tmp_path: Path) -> None:
+    run = copy_of_run(undisturbed, tmp_path, until=8)
+    tensors = max((run / "checkpoints/step-00000006/state").iterdir(), key=_size)
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    shutil.rmtree(run / "checkpoints/step-00000008/state")
+    (run / "checkpoints/step-00000009.part").mkdir()
+    code, output = job(tmp_path, *DP2, "train.resume=auto")
+    assert code == 0, output[-6000:]
+    assert f"checkpoint ignored: {tensors.relative_to(tmp_path)} has" in output
+    assert "step-00000008/state" in output
+    assert "is missing" in output
+    assert "resumed after step 3" in output
+    assert_same_steps(metrics(tmp_path), metrics(undisturbed), rel=0.0)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.hidden_size=128", "model.hidden_size=128, was 64"),
+        ("data.generated_seed=7", "set the section data as it was"),
+        ("train.resume=absent", "train.resume=absent holds no complete checkpoint"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused(
+    undisturbed: Path, tmp_path: Path, override: str, says: str
+) -> None:
+    copy_of_run(undisturbed, tmp_path, until=8)
+    before = names(tmp_path), metrics(tmp_path)
+    code, output = job(tmp_path, *DP2, "train.resume=auto", override)
+    assert code != 0
+    assert says in output
+    assert (names(tmp_path), metrics(tmp_path)) == before
+
+
+def test_a_disk_that_is_full_leaves_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk: writes fail half-way."""
+    import resource
+
+    copy_of_run(undisturbed, tmp_path, until=3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
+        code, output = job(tmp_path, *DP2, "train.resume=auto")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code != 0
+    assert "cannot be written" in output, output[-3000:]
+    assert names(tmp_path) == ["step-00000003"]
+    lines = finished(tmp_path, *DP2, "train.resume=auto")
+    assert_same_steps(lines, metrics(undisturbed), rel=0.0)
