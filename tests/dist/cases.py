@@ -125,6 +125,12 @@ CASES: dict[str, Case] = {
     "moe_tp2_sp": Case(layout=TP2_SP, variant="moe"),
     "moe_bias_dp2_ep2": Case(layout=DP2_EP2, variant="moe_bias"),
     "moe_bias_pp2_recompute": Case(layout=PP2, variant="moe_bias", recompute="full"),
+    "moe_replay": Case(layout=Layout(), variant="moe_replay"),
+    "moe_replay_dp2_ep2": Case(layout=DP2_EP2, variant="moe_replay"),
+    "moe_replay_tp2_sp": Case(layout=TP2_SP, variant="moe_replay"),
+    "moe_replay_pp2_vpp2_recompute": Case(
+        layout=PP2_VPP2, variant="moe_replay", recompute="full", expect={"chunks": 2}
+    ),
     "moe_dp2_pp2_ep2": Case(layout=Layout(dp=2, pp=2, ep=2), variant="moe"),
     "moe_dp2_pp2_vpp2_ep2_pad": Case(
         layout=Layout(dp=2, pp=2, vpp=2, ep=2),

@@ -47,7 +47,7 @@ def auxiliary_metrics(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, fl
 
 def tokens_per_expert(plan: Plan, samples: list[dict[str, Any]]) -> Tensor:
     """Choices [layers, experts] of all real tokens."""
-    return torch.stack([s["tokens_per_expert"] for s in _with_experts(plan, samples)]).sum(0)
+    return sum(sample["chosen"].sum(0) for sample in _with_experts(plan, samples))
 
 
 def _with_experts(plan: Plan, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -49,8 +49,9 @@ MODELS = {
     "other": (OTHER_MODEL, 0.7),
     "moe": (MOE_MODEL, 1.0),
     "moe_bias": (MOE_BIAS_MODEL, 1.0),
+    "moe_replay": (MOE_MODEL, 1.0),
 }
-"""Model and temperature by variant."""
+"""Model and temperature by variant; `moe_replay` takes `choices` in place of its routers' own."""
 
 OBJECTIVE = GRPO(
     clip_low=0.2, clip_high=0.28, dual_clip=1.5, entropy_coef=0.03, kl_coef=0.1, kl_kind="k3"
@@ -63,6 +64,15 @@ PAIRS = [
 ]
 ROLLOUT_IDS = [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12]
 NUM_SAMPLES = len(PAIRS)
+
+
+def choices() -> list[torch.Tensor]:
+    """Per sample [tokens, layers, top k] experts drawn at random."""
+    generator = torch.Generator().manual_seed(SEED)
+    assert MOE_MODEL.num_experts is not None
+    sizes = (NUM_LAYERS, MOE_MODEL.num_experts)
+    noise = [torch.rand(p + r, *sizes, generator=generator) for p, r in PAIRS]
+    return [value.argsort(-1)[..., : MOE_MODEL.moe_top_k] for value in noise]
 
 
 def make_batch(num_samples: int = NUM_SAMPLES) -> SampleBatch:

@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
 from megapack import launch
@@ -30,6 +31,7 @@ def build(settings: ModelConfig) -> GPTModel:
     config = transformer_config(settings, Layout())
     # Written out below; Megatron's own would come on top.
     config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, None
+    config.moe_enable_routing_replay = True
     spec = get_gpt_layer_local_spec(
         num_experts=settings.num_experts, normalization=config.normalization
     )
@@ -78,6 +80,13 @@ def token_losses(logp: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Te
     return policy + objective.kl_coef * k3 - objective.entropy_coef * entropy
 
 
+def replay(model: GPTModel, choices: Tensor) -> None:
+    """Make Megatron's own replay take these experts [tokens, layers, top k] of one sample."""
+    for number, layer in enumerate(model.decoder.layers):
+        layer.mlp.router.router_replay.set_target_indices(choices[:, number])
+        layer.mlp.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+
 class Routers:
     """Logits and choices of each layer's router in the last forward."""
 
@@ -121,7 +130,7 @@ def run_auxiliary(model: GPTModel, tokens: Tensor, settings: ModelConfig) -> dic
         "num_tokens": tokens.numel(),
         "moe_balance_loss": float(balance.detach()) / problem.NUM_LAYERS,
         "moe_z_loss": float(z.detach()) / problem.NUM_LAYERS,
-        "tokens_per_expert": torch.stack([chosen.sum(0) for chosen in routers.chosen]),
+        "chosen": torch.stack(routers.chosen, 1),
         "grads": gradients(model),
     }
 
@@ -166,10 +175,14 @@ def main(path: str) -> None:
     batch, found = problem.make_batch(), {}
     for variant, (settings, temperature) in problem.MODELS.items():
         model = build(settings)
-        found[variant] = [run_sample(model, batch, i, temperature) for i in range(len(batch))]
-        for i, sample in enumerate(found[variant]):
+        found[variant] = []
+        for i in range(len(batch)):
+            if variant == "moe_replay":
+                replay(model, problem.choices()[i])
+            sample = run_sample(model, batch, i, temperature)
             if settings.num_experts:
                 sample["auxiliary"] = run_auxiliary(model, batch.tokens(i), settings)
+            found[variant].append(sample)
     torch.save(found, path)
     launch.stop()
 

@@ -43,14 +43,18 @@ def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
         chunks, layout=case.layout, logprob_chunk_tokens=16, temperature=temperature
     )
     batch, plan = problem.make_batch(case.num_samples), case.plan()
-    outputs = adapter.forward(plan, batch, entropy=True)
-    _check_own_outputs(adapter, plan, batch, outputs["logprobs"])
+    routing = problem.choices() if case.variant == "moe_replay" else None
+    outputs = adapter.forward(plan, batch, entropy=True, routing=routing)
+    if routing is None:
+        _check_own_outputs(adapter, plan, batch, outputs["logprobs"])
+    replayed = _replay_facts(adapter, case, samples) if model.num_experts else {}
     result = adapter.step(
         plan,
         batch,
         objective=problem.OBJECTIVE,
         weighting=case.weighting,
         norm_constant=case.norm_constant,
+        routing=routing,
     )
     loss, grads = expected_step(case, plan, samples)
     return {
@@ -60,7 +64,33 @@ def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
         **_gradient_errors(chunks, grads),
         **_logprob_errors(outputs, plan, batch, samples),
         **_expert_facts(chunks, plan, samples, grads),
+        **replayed,
         "facts": _facts(plan, chunks),
+    }
+
+
+def _replay_facts(
+    adapter: ScheduleAdapter, case: Case, samples: list[dict[str, Any]]
+) -> dict[str, float]:
+    """Choices recorded in one plan, compared with the reference's, and followed in another."""
+    batch, plan = problem.make_batch(case.num_samples), case.plan()
+    other = dataclasses.replace(case, budget=90, unequal_counts=False).plan()
+    first = adapter.forward(plan, batch, record_routing=True)
+    again = adapter.forward(other, batch, routing=first["routing"], record_routing=True)
+    wrong, differences = 0, []
+    for i in plan.steps[0].kept_samples:
+        one, two = first["routing"][i], again["routing"][i]
+        assert one is not None
+        assert two is not None
+        assert torch.equal(one, two)
+        if case.variant != "moe_replay":
+            chosen = samples[i]["auxiliary"]["chosen"]
+            wrong += int(chosen.gather(2, one.long()).logical_not().sum())
+        differences.append((first["logprobs"][i] - again["logprobs"][i]).abs().max())
+    return {
+        "plans_differ": float(plan.digest() != other.digest()),
+        "wrong_choices": wrong,
+        "replay_error": float(torch.stack(differences).max()),
     }
 
 
