@@ -44,12 +44,16 @@ MOE_BIAS_MODEL = dataclasses.replace(
     moe_z_loss_coef=0.0,
     moe_bias_update_rate=0.01,
 )
+MTP_MODEL = dataclasses.replace(MODEL, mtp_num_layers=2, mtp_loss_coef=0.6)
 MODELS = {
     "plain": (MODEL, 1.0),
     "other": (OTHER_MODEL, 0.7),
     "moe": (MOE_MODEL, 1.0),
     "moe_bias": (MOE_BIAS_MODEL, 1.0),
     "moe_replay": (MOE_MODEL, 1.0),
+    "mtp": (MTP_MODEL, 0.8),
+    "mtp_other": (dataclasses.replace(MTP_MODEL, untie_embeddings=True), 0.8),
+    "mtp_moe": (dataclasses.replace(MOE_MODEL, mtp_num_layers=1), 1.0),
 }
 """Model and temperature by variant; `moe_replay` takes `choices` in place of its routers' own."""
 

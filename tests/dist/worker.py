@@ -27,6 +27,7 @@ from tests.dist.cases import CASES, Case
 from tests.dist.expected import (
     auxiliary_gradients,
     auxiliary_metrics,
+    expected_mtp,
     expected_step,
     tokens_per_expert,
 )
@@ -65,6 +66,7 @@ def run_case(case: Case, samples: list[dict[str, Any]]) -> dict[str, Any]:
         **_logprob_errors(outputs, plan, batch, samples),
         **_expert_facts(chunks, plan, samples, grads),
         **replayed,
+        "expected_mtp": expected_mtp(case, plan, samples),
         "facts": _facts(plan, chunks),
     }
 

@@ -27,7 +27,7 @@ LAYERS = [
     "dp_schedule plan_report __init__",
     "thd samples train_config",
     "attention p2p schedule cpu loss logprobs outputs consensus forward head init settings "
-    "moe routing",
+    "moe mtp routing",
     "model train launch report",
     "cli __main__",
 ]

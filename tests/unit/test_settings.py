@@ -105,10 +105,10 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
         r"virtual_pipeline_model_parallel_size=1 .*set it to None where vpp=1",
     ),
     "context parallelism": (Layout(cp=2), {}, r"cp=2; set cp=1"),
-    "multi-token prediction": (
+    "multi-token prediction with full recompute": (
         Layout(),
-        {"mtp_num_layers": 1},
-        r"mtp_num_layers=1.*set it to None",
+        {"mtp_num_layers": 1, "recompute_granularity": "full"},
+        r"mtp_num_layers=1.*set recompute_granularity='selective' or None",
     ),
     "partial checkpoints": (
         Layout(),
