@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from megapack.attention import packed_seq_params
 from megapack.head import DeferredHead, deferred_head, unwrapped
 from megapack.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.loss import Objective
+from megapack.mtp import loss_name, row_ahead
 from megapack.routing import RoutingPass, RoutingRow
 from megapack.thd import PackedRow, unpack_row
 
@@ -23,9 +24,14 @@ class DeviceRow:
     """A packed row on the device, with what every model chunk needs of it made once."""
 
     def __init__(
-        self, row: PackedRow, device: torch.device, routing: RoutingRow | None = None
+        self,
+        row: PackedRow,
+        device: torch.device,
+        routing: RoutingRow | None = None,
+        num_depths: int = 0,
     ) -> None:
         self.row = row.to(device)
+        self.ahead = [row_ahead(row, depth + 1).to(device) for depth in range(num_depths)]
         self.routing = None if routing is None else routing.to(device)
         self.params: PackedSeqParams = packed_seq_params(
             self.row.cu_seqlens_padded_S1, row.max_seqlen, row.row_tokens
@@ -41,6 +47,7 @@ class LastStage:
         sequence_parallel: hidden states come as slices of the row.
         with_entropy: compute the entropy even where the objective does not ask for it.
         chunk_tokens, temperature: see `VocabHead`.
+        mtp_coefs: weight of the loss of each depth of multi-token prediction.
     """
 
     def __init__(
@@ -52,16 +59,18 @@ class LastStage:
         with_entropy: bool,
         chunk_tokens: int,
         temperature: float,
+        mtp_coefs: Sequence[float] = (),
     ) -> None:
         self.objective = objective
         self.sums: dict[str, Tensor] = {}
         self.outputs: dict[str, dict[int, Tensor]] = {"logprobs": {}, "entropy": {}}
         self._tp_group, self._sequence_parallel = tp_group, sequence_parallel
         self._with_entropy = with_entropy
+        self._mtp_coefs = mtp_coefs
         self._head_options = {"chunk_tokens": chunk_tokens, "temperature": temperature}
 
     def __call__(
-        self, row: PackedRow, head: DeferredHead, hidden: Tensor
+        self, row: PackedRow, head: DeferredHead, ahead: Sequence[PackedRow], hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's loss function: (loss sum, token count, report).
 
@@ -69,14 +78,8 @@ class LastStage:
         (later versions by max(0, 1)).
         """
         positions_R = row.loss_positions_R
-        hidden_RH = self._whole_row(hidden)[positions_R].to(head.weight_VH.dtype)
-        vocab = VocabHead(
-            weight_VH=head.weight_VH,
-            tp_group=self._tp_group,
-            with_entropy=self._with_entropy,
-            **self._head_options,  # type: ignore[arg-type]
-        )
-        logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, row.labels_T[positions_R], vocab)
+        hidden, *hidden_ahead = hidden.flatten(0, -2).chunk(1 + len(self._mtp_coefs))
+        logprobs_R, entropy_R = self._logprobs(row, head, hidden, self._with_entropy)
         if self.objective is None:
             self._collect(row, positions_R, {"logprobs": logprobs_R, "entropy": entropy_R})
             loss = logprobs_R.sum()
@@ -86,7 +89,35 @@ class LastStage:
             if entropy_R is not None:
                 metrics = {"entropy": entropy_R, **metrics}
             loss = self._add_up(row.weights_T[positions_R], {"loss": losses_R, **metrics})
+            loss = loss + self._losses_ahead(ahead, head, hidden_ahead)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+    def _logprobs(
+        self, row: PackedRow, head: DeferredHead, hidden: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        positions_R = row.loss_positions_R
+        hidden_RH = self._whole_row(hidden)[positions_R].to(head.weight_VH.dtype)
+        vocab = VocabHead(
+            weight_VH=head.weight_VH,
+            tp_group=self._tp_group,
+            with_entropy=with_entropy,
+            **self._head_options,  # type: ignore[arg-type]
+        )
+        return vocab_parallel_logprobs(hidden_RH, row.labels_T[positions_R], vocab)
+
+    def _losses_ahead(
+        self, ahead: Sequence[PackedRow], head: DeferredHead, hidden: Sequence[Tensor]
+    ) -> Tensor | float:
+        total: Tensor | float = 0.0
+        for depth, coef in enumerate(self._mtp_coefs):
+            row = ahead[depth]
+            logprobs_R, _ = self._logprobs(row, head, hidden[depth], with_entropy=False)
+            weights_R = row.weights_T[row.loss_positions_R]
+            loss = -(weights_R * logprobs_R).sum()
+            name = loss_name(depth + 1)
+            self.sums[name] = self.sums.get(name, 0.0) + loss.detach().double()
+            total = total + coef * loss
+        return total
 
     def _whole_row(self, hidden: Tensor) -> Tensor:
         rows_TH = hidden.flatten(0, -2)
@@ -138,7 +169,7 @@ class RowForward:
             return model(**inputs), None
         with deferred_head(model) as head:
             hidden = model(**inputs)
-        return hidden, partial(self.last_stage, row, head)
+        return hidden, partial(self.last_stage, row, head, device_row.ahead)
 
 
 def metric_names(objective: Objective, with_entropy: bool) -> list[str]:

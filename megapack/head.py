@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,8 @@ class DeferredHead:
 def deferred_head(model: Any) -> Iterator[DeferredHead]:
     """Within the block the model's last stage returns hidden states in place of logits.
 
+    With n layers of multi-token prediction they are [(1 + n) * tokens, ...], depth after depth.
+
     Args:
         model: a pipeline's last chunk, wrapped (DDP, Float16Module) or not.
 
@@ -47,12 +50,29 @@ def deferred_head(model: Any) -> Iterator[DeferredHead]:
     patched = vars(layer).get("forward")
     layer.forward = head.capture
     try:
-        yield head
+        with _without_mtp_losses(unwrapped(model)):
+            yield head
     finally:
         if patched is None:
             del layer.forward
         else:
             layer.forward = patched
+
+
+@contextlib.contextmanager
+def _without_mtp_losses(gpt: Any) -> Iterator[None]:
+    """With no MTP layers in its config the model asks for no labels; its MTP block runs all the
+    same, and what it makes is kept behind the model's own hidden states."""
+    config = getattr(gpt, "config", None)
+    if not getattr(config, "mtp_num_layers", None):
+        yield
+        return
+    gpt.config = copy.copy(config)
+    gpt.config.mtp_num_layers = None
+    try:
+        yield
+    finally:
+        gpt.config = config
 
 
 def unwrapped(model: Any) -> Any:

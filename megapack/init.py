@@ -64,7 +64,9 @@ def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
             layer = chunk.decoder.layers[int(match[1])].layer_number - 1
             yield f"decoder.layers.{layer}.{local_name[match.end() :]}", param
         elif tied and local_name == "output_layer.weight":
-            yield "embedding.word_embeddings.weight", param
+            # A last stage with MTP has the embedding as well, and projects with that.
+            if not getattr(chunk, "mtp_process", False):
+                yield "embedding.word_embeddings.weight", param
         else:
             yield local_name, param
 

@@ -14,7 +14,10 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -117,6 +120,8 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         # Transformer Engine's rope reads cu_seqlens on the device, the unfused one on the host.
         apply_rope_fusion=choose_attention(model.attention) == "te",
         gradient_accumulation_fusion=False,
+        mtp_num_layers=model.mtp_num_layers or None,
+        mtp_loss_scaling_factor=model.mtp_loss_coef,
         **_experts(model),
         **_recompute(model.recompute),
         **_without_cuda_graphs(),
@@ -221,9 +226,11 @@ def _chunk(
 ) -> GPTModel:
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    spec = _block_spec(model.attention, config, vp_stage)
     return GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(model.attention, config, vp_stage),
+        transformer_layer_spec=spec,
+        mtp_block_spec=_mtp_spec(model.attention, config, spec, vp_stage),
         vocab_size=vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -255,6 +262,19 @@ def _block_spec(
     return TransformerBlockSubmodules(
         layer_specs=[local_layer_spec(config)] * layers, layer_norm=PackedNorm
     )
+
+
+def _mtp_spec(
+    attention: Literal["auto", "te", "sdpa"], config: TransformerConfig, spec: Any, vp_stage: Any
+) -> Any:
+    if not config.mtp_num_layers:
+        return None
+    te = choose_attention(attention) == "te"
+    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=te, vp_stage=vp_stage)
+    for layer in block.layer_specs if block is not None and not te else ():
+        layer.submodules.enorm = layer.submodules.hnorm = PackedNorm
+        layer.submodules.layer_norm = PackedNorm
+    return block
 
 
 def choose_attention(attention: Literal["auto", "te", "sdpa"]) -> Literal["te", "sdpa"]:

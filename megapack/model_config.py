@@ -70,9 +70,19 @@ class ModelConfig:
     """Weight of the router z-loss per token; 0 = none."""
     moe_bias_update_rate: float = 0.0
     """Step of the expert bias that balances without a loss; needs sigmoid scores. 0 = no bias."""
+    mtp_num_layers: int = 0
+    """Layers on the last stage that predict tokens further ahead, each one more; 0 = none."""
+    mtp_loss_coef: float = 0.1
+    """Weight of the mean of their losses."""
 
     def __post_init__(self) -> None:
         self._check_experts()
+        at_least(self, "model", 0, "mtp_num_layers", "mtp_loss_coef")
+        if self.mtp_num_layers and self.recompute == "full":
+            raise ConfigError(
+                f"model.mtp_num_layers={self.mtp_num_layers} does not run with model.recompute="
+                "full; set model.recompute=selective"
+            )
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
         at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
         at_least(self, "model", 1, "max_position_embeddings")

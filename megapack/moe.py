@@ -201,7 +201,7 @@ class ModelRouting:
             self._check_replay()
         if not self.shape.num_layers:
             return [None] * len(rows)
-        positions = (self._positions(row.row_tokens) for row in rows)
+        positions = (self._positions(row) for row in rows)
         return [
             routing_row(row, at, choices, self.shape)
             for row, at in zip(rows, positions, strict=True)
@@ -217,12 +217,11 @@ class ModelRouting:
                 "router=PackedRouter in the layer spec's MoESubmodules"
             )
 
-    def _positions(self, row_tokens: int) -> Tensor:
-        """Where the tokens of this rank's routers stand in the row."""
-        positions_T = torch.arange(row_tokens)
+    def _positions(self, row: PackedRow) -> Tensor:
+        """Where the tokens of this rank's routers stand in the whole row."""
         if not self._layout.sequence_parallel:
-            return positions_T
-        return positions_T.chunk(self._layout.tp)[self._tp_rank]
+            return row.row_positions_T
+        return row.row_positions_T.chunk(self._layout.tp)[self._tp_rank]
 
     @contextlib.contextmanager
     def following(self, routing: RoutingPass) -> Iterator[None]:

@@ -33,6 +33,7 @@ from megapack.frozen import keep_gradients_through_recompute
 from megapack.layout import Layout
 from megapack.loss import LossWeighting, Objective, sample_weights
 from megapack.moe import ModelRouting
+from megapack.mtp import loss_coefs, loss_names, num_depths
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.p2p import PlannedP2PCommunicator
 from megapack.plan import Plan, StepPlan, check_plan
@@ -92,6 +93,7 @@ class ScheduleAdapter:
             "sequence_parallel": layout.sequence_parallel,
             "chunk_tokens": logprob_chunk_tokens,
             "temperature": temperature,
+            "mtp_coefs": loss_coefs(self.config),
         }
         self._checked_digest = ""
 
@@ -135,7 +137,7 @@ class ScheduleAdapter:
 
         def pack() -> Rows:
             missing = [n for n in objective.required_fields if n not in batch.field_names]
-            names.extend(metric_names(objective, with_entropy))
+            names.extend([*metric_names(objective, with_entropy), *loss_names(self.config)])
             if missing:
                 raise DataError(
                     f"{type(objective).__name__} reads {missing}; add them to the batch"
@@ -220,7 +222,7 @@ class ScheduleAdapter:
     def _recorded(
         self, plan: Plan, batch: SampleBatch, step: int, rows: Rows, scope: Scope
     ) -> list[Tensor | None]:
-        groups = [self._groups.pp]
+        groups = [self._groups.pp, self._groups.cp]
         groups += [self._groups.tp] if self.layout.sequence_parallel else []
         groups += [self._dp_group] if scope == "all" else []
         return collect_routing(
@@ -285,7 +287,8 @@ class ScheduleAdapter:
         planned = plan.policy.row_shape == "planned"
         rows, routing = packed
         device_rows = [
-            DeviceRow(row, self._device, seen) for row, seen in zip(rows, routing, strict=True)
+            DeviceRow(row, self._device, seen, 0 if forward_only else num_depths(self.config))
+            for row, seen in zip(rows, routing, strict=True)
         ]
         communicator = None
         if planned and layout.pp > 1:

@@ -15,6 +15,7 @@ from megapack.attention import refuse_unpacked_attention
 from megapack.errors import ScheduleError
 from megapack.layout import Layout
 from megapack.moe import check_experts
+from megapack.mtp import check_mtp
 from megapack.plan import Plan
 
 
@@ -82,12 +83,12 @@ def check_config(config: Any, layout: Layout) -> None:
         )
     if config.num_moe_experts:
         check_experts(config, layout)
+    check_mtp(config, layout.cp)
     _check_features(config)
 
 
 def _check_features(config: Any) -> None:
     unsupported = {
-        "mtp_num_layers": "multi-token prediction needs labels inside the model; set it to None",
         "num_microbatches_with_partial_activation_checkpoints": "set it to None",
         "overlap_moe_expert_parallel_comm": "it runs another schedule; set it to False",
         "hybrid_context_parallel": "it runs another schedule; set it to False",

@@ -156,9 +156,23 @@ CASES: dict[str, Case] = {
     "moe_pp2": Case(layout=PP2, variant="moe"),
     "moe_pp2_vpp2": Case(layout=PP2_VPP2, variant="moe", expect={"chunks": 2}),
     "moe_pp2_vpp2_recompute": Case(layout=PP2_VPP2, variant="moe", recompute="full"),
+    "moe_cp2": Case(layout=Layout(cp=2), variant="moe"),
+    "moe_replay_cp2": Case(layout=Layout(cp=2), variant="moe_replay"),
+    "moe_bias_cp2_recompute": Case(layout=Layout(cp=2), variant="moe_bias", recompute="full"),
     "moe_tp2_sp": Case(layout=TP2_SP, variant="moe"),
     "moe_bias_dp2_ep2": Case(layout=DP2_EP2, variant="moe_bias"),
     "moe_bias_pp2_recompute": Case(layout=PP2, variant="moe_bias", recompute="full"),
+    "moe_replay": Case(layout=Layout(), variant="moe_replay"),
+    "moe_replay_dp2_ep2": Case(layout=DP2_EP2, variant="moe_replay"),
+    "moe_replay_tp2_sp": Case(layout=TP2_SP, variant="moe_replay"),
+    "moe_replay_pp2_vpp2_recompute": Case(
+        layout=PP2_VPP2, variant="moe_replay", recompute="full", expect={"chunks": 2}
+    ),
+    "moe_cp2_pp2_vpp2": Case(layout=Layout(cp=2, pp=2, vpp=2), variant="moe", expect={"chunks": 2}),
+    "moe_dp2_cp2_ep2": Case(layout=Layout(dp=2, cp=2, ep=2), variant="moe"),
+    "moe_replay_tp2_sp_cp2": Case(
+        layout=Layout(tp=2, cp=2, sequence_parallel=True), variant="moe_replay"
+    ),
     "moe_dp2_pp2_ep2": Case(layout=Layout(dp=2, pp=2, ep=2), variant="moe"),
     "moe_dp2_pp2_vpp2_ep2_pad": Case(
         layout=Layout(dp=2, pp=2, vpp=2, ep=2),
@@ -166,6 +180,14 @@ CASES: dict[str, Case] = {
         num_samples=3,
         expect={"chunks": 2, "padding": True},
     ),
+    "mtp": Case(layout=Layout(), variant="mtp"),
+    "mtp_dp2": Case(layout=Layout(dp=2), variant="mtp", weighting="seq-mean-token-mean"),
+    "mtp_pp2": Case(layout=PP2, variant="mtp"),
+    "mtp_pp2_uniform": Case(layout=PP2, variant="mtp", policy=UNIFORM, expect={"dummies": True}),
+    "mtp_pp2_vpp2": Case(layout=PP2_VPP2, variant="mtp", expect={"chunks": 2}),
+    "mtp_pp2_untied": Case(layout=PP2, variant="mtp_other"),
+    "mtp_tp2_sp": Case(layout=TP2_SP, variant="mtp"),
+    "mtp_moe_dp2_ep2": Case(layout=DP2_EP2, variant="mtp_moe"),
     "pp4": Case(layout=PP4),
     "pp4_vpp2": Case(layout=PP4_VPP2, expect={"chunks": 2}),
     "pp4_vpp2_uniform": Case(layout=PP4_VPP2, policy=UNIFORM, expect={"chunks": 2}),

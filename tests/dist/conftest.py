@@ -15,7 +15,7 @@ from tests.dist.spawn import checked_job
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The one-sample reference's per-sample gradients and log-probs."""
     path = tmp_path_factory.mktemp("reference") / "samples.pt"
-    checked_job(1, "tests.dist.reference", [str(path)], timeout_s=180)
+    checked_job(1, "tests.dist.reference", [str(path)], timeout_s=300)
     return path
 
 
@@ -28,6 +28,6 @@ def case_results(
     folder = tmp_path_factory.mktemp("cases")
     for world in (1, 2, 4):
         out = folder / f"world{world}.json"
-        checked_job(world, "tests.dist.worker", [str(reference), str(out)], timeout_s=300)
+        checked_job(world, "tests.dist.worker", [str(reference), str(out)], timeout_s=600)
         results.update(json.loads(out.read_text()))
     return results

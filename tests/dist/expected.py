@@ -28,6 +28,17 @@ def expected_step(
     return loss, grads
 
 
+def expected_mtp(case: Case, plan: Plan, samples: list[dict[str, Any]]) -> dict[str, float]:
+    """The weighted loss of each depth of multi-token prediction."""
+    kept = [i for i in plan.steps[0].kept_samples if samples[i]["num_tokens"] > 0]
+    losses: dict[str, float] = {}
+    for i in kept:
+        for depth, loss in enumerate(samples[i]["mtp_losses"], start=1):
+            name = f"mtp_{depth}_loss"
+            losses[name] = losses.get(name, 0.0) + _weight(case, samples, kept, i) * loss
+    return losses
+
+
 def auxiliary_gradients(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Of the experts' losses, which are means over all real tokens; {} for a dense model."""
     grads: dict[str, Tensor] = {}
@@ -47,7 +58,7 @@ def auxiliary_metrics(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, fl
 
 def tokens_per_expert(plan: Plan, samples: list[dict[str, Any]]) -> Tensor:
     """Choices [layers, experts] of all real tokens."""
-    return torch.stack([s["tokens_per_expert"] for s in _with_experts(plan, samples)]).sum(0)
+    return sum(sample["chosen"].sum(0) for sample in _with_experts(plan, samples))
 
 
 def _with_experts(plan: Plan, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:

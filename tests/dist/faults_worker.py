@@ -64,6 +64,9 @@ class Faults:
         )
         self.adapter.step(plan, self.batch, objective=SFT())
 
+    def routing_of_a_dense_model(self) -> None:
+        self.adapter.forward(self.plan, self.batch, record_routing=True)
+
     def wrong_groups(self) -> None:
         ScheduleAdapter(self.chunks, layout=Layout(dp=2))
 

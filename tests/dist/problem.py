@@ -45,14 +45,19 @@ MOE_BIAS_MODEL = dataclasses.replace(
     moe_z_loss_coef=0.0,
     moe_bias_update_rate=0.01,
 )
+MTP_MODEL = dataclasses.replace(MODEL, mtp_num_layers=2, mtp_loss_coef=0.6)
 MODELS = {
     "plain": (MODEL, 1.0),
     "other": (OTHER_MODEL, 0.7),
     "bf16": (BF16_MODEL, 1.0),
     "moe": (MOE_MODEL, 1.0),
     "moe_bias": (MOE_BIAS_MODEL, 1.0),
+    "moe_replay": (MOE_MODEL, 1.0),
+    "mtp": (MTP_MODEL, 0.8),
+    "mtp_other": (dataclasses.replace(MTP_MODEL, untie_embeddings=True), 0.8),
+    "mtp_moe": (dataclasses.replace(MOE_MODEL, mtp_num_layers=1), 1.0),
 }
-"""Model and temperature by variant."""
+"""Model and temperature by variant; `moe_replay` takes `choices` in place of its routers' own."""
 PRECISE = {"bf16": "plain"}
 """Variants of lower precision, and the one in fp32 that they approximate."""
 
@@ -67,6 +72,15 @@ PAIRS = [
 ]
 ROLLOUT_IDS = [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12]
 NUM_SAMPLES = len(PAIRS)
+
+
+def choices() -> list[torch.Tensor]:
+    """Per sample [tokens, layers, top k] experts drawn at random."""
+    generator = torch.Generator().manual_seed(SEED)
+    assert MOE_MODEL.num_experts is not None
+    sizes = (NUM_LAYERS, MOE_MODEL.num_experts)
+    noise = [torch.rand(p + r, *sizes, generator=generator) for p, r in PAIRS]
+    return [value.argsort(-1)[..., : MOE_MODEL.moe_top_k] for value in noise]
 
 
 def make_batch(num_samples: int = NUM_SAMPLES) -> SampleBatch:

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from megapack import launch
@@ -30,12 +36,15 @@ def build(settings: ModelConfig) -> GPTModel:
     config = transformer_config(settings, Layout())
     # Written out below; Megatron's own would come on top.
     config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, None
+    config.moe_enable_routing_replay = True
     spec = get_gpt_layer_local_spec(
         num_experts=settings.num_experts, normalization=config.normalization
     )
+    block = TransformerBlockSubmodules([spec] * settings.num_layers, layer_norm=WrappedTorchNorm)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, block, use_transformer_engine=False),
         vocab_size=128,
         max_sequence_length=settings.max_position_embeddings,
         share_embeddings_and_output_weights=not settings.untie_embeddings,
@@ -56,12 +65,34 @@ def logprobs_and_entropy(
     model: GPTModel, tokens_L: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each token but the first given those before it, and the entropy there."""
-    length = tokens_L.numel()
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    logits = model(tokens_L[None], torch.arange(length)[None], mask)[0, :-1].float()
-    log_p = (logits / temperature).log_softmax(-1)
+    log_p = log_distributions(model, tokens_L, temperature)[0][:-1]
     entropy = -(log_p.exp() * log_p).sum(-1)
     return log_p.gather(1, tokens_L[1:, None])[:, 0], entropy
+
+
+def log_distributions(model: GPTModel, tokens_L: Tensor, temperature: float) -> list[Tensor]:
+    """Of the next token at each position, and of those further ahead by MTP's layers."""
+    length, hidden = tokens_L.numel(), []
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    found = model.mtp if model.config.mtp_num_layers else model.decoder
+    hook = found.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    # The labels are for Megatron's own losses, which are left unused.
+    model(tokens_L[None], torch.arange(length)[None], mask, labels=tokens_L[None])
+    hook.remove()
+    tied = model.share_embeddings_and_output_weights
+    head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
+    parts = hidden[0][:, 0].split(length)
+    return [(part @ head.T / temperature).float().log_softmax(-1) for part in parts]
+
+
+def mtp_losses(model: GPTModel, tokens: Tensor, mask: Tensor, temperature: float) -> list[Tensor]:
+    """Per depth the summed negative log-likelihood of the response tokens that it predicts."""
+    losses = []
+    for depth, log_p in enumerate(log_distributions(model, tokens, temperature)[1:], start=1):
+        first = depth + 1
+        at = [t for t in range(first, tokens.numel()) if mask[t]]
+        losses.append(sum((-log_p[t - first, tokens[t]] for t in at), torch.zeros(())))
+    return losses
 
 
 def token_losses(logp: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Tensor:
@@ -78,14 +109,29 @@ def token_losses(logp: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Te
     return policy + objective.kl_coef * k3 - objective.entropy_coef * entropy
 
 
+def replay(model: GPTModel, choices: Tensor) -> None:
+    """Make Megatron's own replay take these experts [tokens, layers, top k] of one sample."""
+    for number, layer in enumerate(model.decoder.layers):
+        layer.mlp.router.router_replay.set_target_indices(choices[:, number])
+        layer.mlp.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+
 class Routers:
     """Logits and choices of each layer's router in the last forward."""
 
     def __init__(self, model: GPTModel) -> None:
         self.logits: list[Tensor] = []
         self.chosen: list[Tensor] = []
-        for layer in model.decoder.layers:
-            layer.mlp.router.register_forward_hook(self._keep)
+        self._hooks = [
+            module.register_forward_hook(self._keep)
+            for name, module in model.named_modules()
+            if name.endswith("mlp.router")
+        ]
+
+    def remove(self) -> None:
+        """Keep nothing of later forwards."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _keep(self, router: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
         self.logits.append(inputs[0].flatten(0, 1).float() @ router.weight.float().T)
@@ -115,13 +161,12 @@ def run_auxiliary(model: GPTModel, tokens: Tensor, settings: ModelConfig) -> dic
     balance, z = routers.auxiliary(settings)
     loss = settings.moe_balance_loss_coef * balance + settings.moe_z_loss_coef * z
     loss.backward()
-    for layer in model.decoder.layers:
-        layer.mlp.router._forward_hooks.clear()
+    routers.remove()
     return {
         "num_tokens": tokens.numel(),
         "moe_balance_loss": float(balance.detach()) / problem.NUM_LAYERS,
         "moe_z_loss": float(z.detach()) / problem.NUM_LAYERS,
-        "tokens_per_expert": torch.stack([chosen.sum(0) for chosen in routers.chosen]),
+        "chosen": torch.stack(routers.chosen[: problem.NUM_LAYERS], 1),
         "grads": gradients(model),
     }
 
@@ -149,9 +194,12 @@ def run_sample(
         return {"loss": 0.0, "num_tokens": 0, "grads": {}, "logprobs": none, "entropy": none}
     logp, entropy = logprobs_and_entropy(model, tokens, temperature)
     loss = (token_losses(logp, entropy, at) * mask).sum()
-    loss.backward()
+    ahead = mtp_losses(model, tokens, batch.response_mask(index), temperature)
+    coef = model.config.mtp_loss_scaling_factor / max(1, len(ahead))
+    (loss + coef * sum(ahead)).backward()
     return {
         "loss": float(loss.detach()),
+        "mtp_losses": [float(value.detach()) for value in ahead],
         "num_tokens": int(mask.sum()),
         "grads": gradients(model),
         "logprobs": logp.detach(),
@@ -166,10 +214,14 @@ def main(path: str) -> None:
     batch, found = problem.make_batch(), {}
     for variant, (settings, temperature) in problem.MODELS.items():
         model = build(settings)
-        found[variant] = [run_sample(model, batch, i, temperature) for i in range(len(batch))]
-        for i, sample in enumerate(found[variant]):
+        found[variant] = []
+        for i in range(len(batch)):
+            if variant == "moe_replay":
+                replay(model, problem.choices()[i])
+            sample = run_sample(model, batch, i, temperature)
             if settings.num_experts:
                 sample["auxiliary"] = run_auxiliary(model, batch.tokens(i), settings)
+            found[variant].append(sample)
     torch.save(found, path)
     launch.stop()
 

@@ -99,6 +99,26 @@ def test_the_expert_bias_follows_real_tokens_alone(name: str, case_results: Resu
     assert case_results[name]["wrong_biases"] == 0
 
 
+@pytest.mark.parametrize("name", MOE)
+def test_choices_of_one_plan_are_followed_in_another(name: str, case_results: Results) -> None:
+    found = case_results[name]
+    assert found["wrong_choices"] == 0
+    assert found["replay_error"] < 1e-5
+
+
+def test_replay_is_between_different_plans(case_results: Results) -> None:
+    assert sum(case_results[name]["plans_differ"] for name in MOE) > len(MOE) / 2
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if "mtp" in case.variant])
+def test_predictions_further_ahead_equal_the_reference(name: str, case_results: Results) -> None:
+    found = case_results[name]
+    assert len(found["expected_mtp"]) > 0
+    for depth, loss in found["expected_mtp"].items():
+        assert loss > 0.1
+        assert found["metrics"][depth] == pytest.approx(loss, rel=1e-5)
+
+
 def test_rows_are_packed_and_of_different_lengths(case_results: Results) -> None:
     for name in ("pp2", "pp2_vpp2", "pp4_vpp2", "dp2_pp2_vpp2", "tp2_sp_pp2", "cp2_pp2"):
         facts = case_results[name]["facts"]

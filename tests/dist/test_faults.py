@@ -19,6 +19,7 @@ SAYS = {
     "missing_field": "rank 1: DataError: GRPO reads",
     "other_lengths": "rank 1: ",
     "other_layout": "DataError: the plan is for Layout(dp=2",
+    "routing_of_a_dense_model": "the model has no experts",
     "wrong_groups": "the layout has dp=2, Megatron's process groups have 1",
     "loss_divided_by_m": "set it to True",
     "batched_p2p": "set overlap_p2p_comm=True",

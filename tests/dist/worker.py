@@ -28,6 +28,7 @@ from tests.dist.cases import CASES, Case
 from tests.dist.expected import (
     auxiliary_gradients,
     auxiliary_metrics,
+    expected_mtp,
     expected_step,
     tokens_per_expert,
 )
@@ -53,15 +54,19 @@ def run_case(
         chunks, layout=case.layout, logprob_chunk_tokens=16, temperature=temperature
     )
     batch, plan = problem.make_batch(case.num_samples), case.plan()
+    routing = problem.choices() if case.variant == "moe_replay" else None
     forward_plan = case.forward_plan()
-    outputs = adapter.forward(forward_plan, batch, entropy=True)
-    _check_own_outputs(adapter, forward_plan, batch, outputs["logprobs"])
+    outputs = adapter.forward(forward_plan, batch, entropy=True, routing=routing)
+    if routing is None:
+        _check_own_outputs(adapter, forward_plan, batch, outputs["logprobs"])
+    replayed = _replay_facts(adapter, case, samples) if model.num_experts else {}
     result = adapter.step(
         plan,
         batch,
         objective=problem.OBJECTIVE,
         weighting=case.weighting,
         norm_constant=case.norm_constant,
+        routing=routing,
     )
     loss, grads = expected_step(case, plan, samples)
     errors = _gradient_errors(chunks, grads)
@@ -74,9 +79,36 @@ def run_case(
         **errors,
         **_logprob_errors(outputs, plan, batch, samples),
         **_expert_facts(chunks, plan, samples, grads),
+        **replayed,
+        "expected_mtp": expected_mtp(case, plan, samples),
         # Another step, so after all that is read of the first one.
-        "square_to_forward": _square_to(adapter, plan, batch, outputs["logprobs"]),
+        "square_to_forward": _square_to(adapter, plan, batch, outputs["logprobs"], routing),
         "facts": _facts(plan, chunks),
+    }
+
+
+def _replay_facts(
+    adapter: ScheduleAdapter, case: Case, samples: list[dict[str, Any]]
+) -> dict[str, float]:
+    """Choices recorded in one plan, compared with the reference's, and followed in another."""
+    batch, plan = problem.make_batch(case.num_samples), case.plan()
+    other = dataclasses.replace(case, budget=90, unequal_counts=False).plan()
+    first = adapter.forward(plan, batch, record_routing=True)
+    again = adapter.forward(other, batch, routing=first["routing"], record_routing=True)
+    wrong, differences = 0, []
+    for i in plan.steps[0].kept_samples:
+        one, two = first["routing"][i], again["routing"][i]
+        assert one is not None
+        assert two is not None
+        assert torch.equal(one, two)
+        if case.variant != "moe_replay":
+            chosen = samples[i]["auxiliary"]["chosen"]
+            wrong += int(chosen.gather(2, one.long()).logical_not().sum())
+        differences.append((first["logprobs"][i] - again["logprobs"][i]).abs().max())
+    return {
+        "plans_differ": float(plan.digest() != other.digest()),
+        "wrong_choices": wrong,
+        "replay_error": float(torch.stack(differences).max()),
     }
 
 
@@ -168,14 +200,18 @@ def _logprob_errors(
 
 
 def _square_to(
-    adapter: ScheduleAdapter, plan: Plan, batch: Any, logprobs: list[Tensor | None]
+    adapter: ScheduleAdapter,
+    plan: Plan,
+    batch: Any,
+    logprobs: list[Tensor | None],
+    routing: list[Tensor] | None,
 ) -> float:
     """Mean square of log-probs in a training step less those of a forward pass before it; 0 only
     where all bits are equal."""
     anchored = [torch.zeros(()) if value is None else value for value in logprobs]
     batch.set_field("ref_logprobs", anchored)
     squares = GRPO(kl_coef=1.0, kl_kind="k2")
-    return 2 * adapter.step(plan, batch, objective=squares).metrics["kl_ref"]
+    return 2 * adapter.step(plan, batch, objective=squares, routing=routing).metrics["kl_ref"]
 
 
 def _num_frozen_ranks(chunks: list[Any]) -> int:

@@ -124,10 +124,10 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"cp_comm_type": ["p2p"] * 7 + ["a2a+p2p"]},
         r"'a2a\+p2p'\].*set 'p2p'",
     ),
-    "multi-token prediction": (
+    "multi-token prediction with full recompute": (
         Layout(),
-        {"mtp_num_layers": 1},
-        r"mtp_num_layers=1.*set it to None",
+        {"mtp_num_layers": 1, "recompute_granularity": "full"},
+        r"mtp_num_layers=1.*set recompute_granularity='selective' or None",
     ),
     "partial checkpoints": (
         Layout(),
