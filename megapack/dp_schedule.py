@@ -12,7 +12,7 @@ import numpy as np
 
 from megapack.cost import CostModel
 from megapack.errors import ConfigError, PlanError
-from megapack.inputs import Ints, read_budget, read_lengths, read_rollout_ids
+from megapack.inputs import Ids, Ints, read_budget, read_lengths, read_sets
 from megapack.layout import Layout
 from megapack.plan import Plan, RolloutId, StepPlan
 from megapack.policy import Policy
@@ -31,6 +31,7 @@ def build_dp_schedule(
     max_tokens_per_gpu: int | None = None,
     micro_batch_size: int | None = None,
     rollout_ids: Sequence[RolloutId] | None = None,
+    colocate_ids: Sequence[RolloutId] | None = None,
     global_batch_size: int | None = None,
     num_steps: int | None = None,
     cost: CostModel | None = None,
@@ -49,7 +50,9 @@ def build_dp_schedule(
             holds at most this times cp. None makes a count-based plan.
         micro_batch_size: samples per micro-batch of a count-based plan.
         rollout_ids: per sample an int or str; samples that share one stay in one step. None: each
-            sample is its own rollout, its index the id.
+            sample is its own rollout, its index the id (or each colocated set).
+        colocate_ids: per sample an int or str; samples that share one stay in one micro-batch, as
+            pairs of a preference loss must. They belong to one rollout. None: each goes alone.
         global_batch_size: rollouts per step; the last step takes what is left.
         num_steps: exactly this many steps of about equal tokens instead. Neither: one step.
         cost: seconds of a micro-batch; None counts tokens.
@@ -64,7 +67,8 @@ def build_dp_schedule(
     policy = policy or Policy()
     _check_combination(layout, policy, cost)
     budget = read_budget(layout, max_tokens_per_gpu, micro_batch_size)
-    batch = _read_batch(lengths, rollout_ids, layout)
+    batch = _read_batch(lengths, rollout_ids, colocate_ids, layout)
+    _check_set_sizes(batch, micro_batch_size)
     _check_oversize(batch, budget, layout, policy)
     steps = split_rollouts(
         batch.rollout_tokens(),
@@ -89,6 +93,7 @@ def build_dp_schedule(
         micro_batch_size=None if micro_batch_size is None else int(micro_batch_size),
         num_samples=batch.lengths.size,
         rollout_ids=batch.ids,
+        colocate_ids=batch.colocate_ids,
         forward_only=forward_only,
     )
 
@@ -101,8 +106,12 @@ class _Batch:
     aligned: Ints
     rollout_of: Ints
     """int64 [n], numbers in order of first appearance."""
-    ids: tuple[RolloutId, ...] | None
+    ids: Ids | None
     """Per sample its rollout's id, where ids were given."""
+    item_of: Ints
+    """int64 [n], numbers in order of first appearance: what shares one is packed together."""
+    colocate_ids: Ids | None
+    """Per sample its colocate id, where ids were given."""
 
     @cached_property
     def names(self) -> Sequence[RolloutId]:
@@ -116,34 +125,42 @@ class _Batch:
         return tokens
 
     def problems(self, steps: list[Ints], **settings: Any) -> Iterator[StepProblem]:
-        """One problem per step. Samples stand rollout after rollout, so that a prefix of the
-        step's rollouts is a prefix of its samples."""
+        """One problem per step. Items stand rollout after rollout, so that a prefix of the step's
+        rollouts is a prefix of its items."""
         step_of = np.empty(len(self.names), dtype=np.int64)
         for number, rollouts in enumerate(steps):
             step_of[rollouts] = number
-        order = np.lexsort((self.rollout_of, step_of[self.rollout_of]))
+        order = np.lexsort((self.item_of, self.rollout_of, step_of[self.rollout_of]))
         sizes = np.bincount(step_of[self.rollout_of], minlength=len(steps))
         for number, samples in enumerate(np.split(order, np.cumsum(sizes)[:-1])):
+            starts = np.flatnonzero(np.diff(self.item_of[samples], prepend=-1))
+            aligned = self.aligned[samples]
             yield StepProblem(
                 number=number,
                 samples=samples,
-                lengths=self.lengths[samples],
-                aligned=self.aligned[samples],
+                num=np.diff(starts, append=samples.size),
+                lengths=np.add.reduceat(self.lengths[samples], starts),
+                aligned=np.add.reduceat(aligned, starts),
+                aligned_sq=np.add.reduceat(aligned * aligned, starts),
                 **settings,
             )
 
 
 def _read_batch(
-    lengths: Sequence[int] | Ints, rollout_ids: Sequence[RolloutId] | None, layout: Layout
+    lengths: Sequence[int] | Ints,
+    rollout_ids: Sequence[RolloutId] | None,
+    colocate_ids: Sequence[RolloutId] | None,
+    layout: Layout,
 ) -> _Batch:
     flat = read_lengths(lengths)
-    rollout_of, ids = read_rollout_ids(rollout_ids, flat.size)
     align = layout.sample_alignment
-    return _Batch(flat, -(-flat // align) * align, rollout_of, ids)
+    sets = read_sets(rollout_ids, colocate_ids, flat.size)
+    return _Batch(flat, -(-flat // align) * align, *sets)
 
 
 def _plan_step(problem: StepProblem, batch: _Batch) -> StepPlan:
-    rollouts, sizes = np.unique(batch.rollout_of[problem.samples], return_counts=True)
+    firsts = problem.samples[np.cumsum(problem.num) - problem.num]
+    rollouts, sizes = np.unique(batch.rollout_of[firsts], return_counts=True)
     ends = np.cumsum(sizes)
     num_kept = keep_reachable(problem, ends)
     problem = problem.take(int(ends[num_kept - 1]))
@@ -181,16 +198,37 @@ def _check_combination(layout: Layout, policy: Policy, cost: CostModel | None) -
         cost.weights_for(layout)
 
 
+def _check_set_sizes(batch: _Batch, micro_batch_size: int | None) -> None:
+    if micro_batch_size is None or batch.colocate_ids is None:
+        return
+    sizes = np.bincount(batch.item_of)
+    if int(sizes.max()) > micro_batch_size:
+        samples = np.flatnonzero(batch.item_of == sizes.argmax()).tolist()
+        raise ConfigError(
+            f"{len(samples)} samples share the colocate id {batch.colocate_ids[samples[0]]!r} "
+            f"(the first is sample {samples[0]}), micro_batch_size={micro_batch_size}; set it to "
+            f"{len(samples)} or more"
+        )
+
+
 def _check_oversize(batch: _Batch, budget: int, layout: Layout, policy: Policy) -> None:
-    over = np.flatnonzero(batch.aligned > budget) if budget >= 0 else np.zeros(0, dtype=np.int64)
+    if budget < 0:
+        return
+    tokens = np.zeros(int(batch.item_of.max()) + 1, dtype=np.int64)
+    np.add.at(tokens, batch.item_of, batch.aligned)
+    over = np.flatnonzero(tokens > budget)
     if not over.size:
         return
-    first = int(over[0])
-    length = int(batch.lengths[first])
+    samples = np.flatnonzero(batch.item_of == over[0]).tolist()
+    name, kind = f"sample {samples[0]}", "sample(s)"
+    if batch.colocate_ids is not None:
+        name = f"samples {samples} of colocate id {batch.colocate_ids[samples[0]]!r}"
+        kind = "set(s) by colocate_ids"
+    lengths = batch.lengths[samples].tolist()
     what = (
-        f"{over.size} sample(s) over the budget of {budget} padded tokens per row (max_tokens_per_"
-        f"gpu * cp={layout.cp}, in units of {layout.row_alignment}); the first is sample {first}: "
-        f"{length} tokens, {layout.padded_tokens([length])} padded"
+        f"{over.size} {kind} over the budget of {budget} padded tokens per row (max_tokens_per_"
+        f"gpu * cp={layout.cp}, in units of {layout.row_alignment}); the first is {name}: "
+        f"{sum(lengths)} tokens, {layout.padded_tokens(lengths)} padded"
     )
     if policy.oversize == "error":
         raise PlanError(f"{what}; raise max_tokens_per_gpu or set oversize='alone'")

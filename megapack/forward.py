@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,10 +15,12 @@ from torch import Tensor
 from megapack.attention import packed_seq_params
 from megapack.head import DeferredHead, deferred_head, unwrapped
 from megapack.logprobs import VocabHead, vocab_parallel_logprobs
-from megapack.loss import Objective
 from megapack.mtp import loss_name, row_ahead
+from megapack.objectives import AnyObjective, call_objective
 from megapack.routing import RoutingPass, RoutingRow
+from megapack.segments import row_segments
 from megapack.thd import PackedRow, unpack_row
+from megapack.value_head import ValueHead, row_scores
 
 
 class DeviceRow:
@@ -39,11 +42,12 @@ class DeviceRow:
 
 
 class LastStage:
-    """Turns hidden states into log-probs, losses and outputs, and adds up what they were.
+    """Turns hidden states into log-probs or values, losses and outputs, and adds up what they were.
 
     Args:
-        objective: per-token losses; None for a pass that only collects log-probs.
+        objective: per-token losses; None for a pass that only collects log-probs or values.
         tp_group: ranks that share the vocabulary.
+        cp_group: ranks that share the row.
         sequence_parallel: hidden states come as slices of the row.
         with_entropy: compute the entropy even where the objective does not ask for it.
         chunk_tokens, temperature: see `VocabHead`.
@@ -52,9 +56,10 @@ class LastStage:
 
     def __init__(
         self,
-        objective: Objective | None,
+        objective: AnyObjective | None,
         *,
         tp_group: Any,
+        cp_group: Any,
         sequence_parallel: bool,
         with_entropy: bool,
         chunk_tokens: int,
@@ -63,8 +68,9 @@ class LastStage:
     ) -> None:
         self.objective = objective
         self.sums: dict[str, Tensor] = {}
-        self.outputs: dict[str, dict[int, Tensor]] = {"logprobs": {}, "entropy": {}}
-        self._tp_group, self._sequence_parallel = tp_group, sequence_parallel
+        self.outputs: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self._tp_group, self._cp_group = tp_group, cp_group
+        self._sequence_parallel = sequence_parallel
         self._with_entropy = with_entropy
         self._mtp_coefs = mtp_coefs
         self._head_options = {"chunk_tokens": chunk_tokens, "temperature": temperature}
@@ -77,6 +83,8 @@ class LastStage:
         The weights are whole already, so the token count is 0: Megatron then divides by nothing
         (later versions by max(0, 1)).
         """
+        if isinstance(head.output_layer, ValueHead):
+            return self._values(row, head.output_layer, self._whole_row(hidden))
         positions_R = row.loss_positions_R
         hidden, *hidden_ahead = hidden.flatten(0, -2).chunk(1 + len(self._mtp_coefs))
         logprobs_R, entropy_R = self._logprobs(row, head, hidden, self._with_entropy)
@@ -84,13 +92,39 @@ class LastStage:
             self._collect(row, positions_R, {"logprobs": logprobs_R, "entropy": entropy_R})
             loss = logprobs_R.sum()
         else:
-            fields = {name: values_T[positions_R] for name, values_T in row.fields.items()}
-            losses_R, metrics = self.objective(logprobs_R, entropy_R, fields)
-            if entropy_R is not None:
-                metrics = {"entropy": entropy_R, **metrics}
-            loss = self._add_up(row.weights_T[positions_R], {"loss": losses_R, **metrics})
+            loss = self._loss(row, logprobs_R, entropy_R, None)
             loss = loss + self._losses_ahead(ahead, head, hidden_ahead)
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+        return _without_division(loss)
+
+    def _values(
+        self, row: PackedRow, layer: ValueHead, hidden_TH: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        positions_R = row.loss_positions_R
+        values_T = layer(hidden_TH)[0][:, 0]
+        values_R, scores_n = values_T[positions_R], row_scores(row, values_T, self._cp_group)
+        if self.objective is not None:
+            return _without_division(self._loss(row, values_R, None, scores_n))
+        self._collect(row, positions_R, {"values": values_R})
+        # Every context-parallel rank has the scores, and outputs are summed over these ranks.
+        if self._cp_group.rank() == 0:
+            self.outputs["scores"].update(zip(row.samples, scores_n.unbind(), strict=True))
+        return _without_division(values_R.sum())
+
+    def _loss(
+        self,
+        row: PackedRow,
+        values_R: Tensor,
+        entropy_R: Tensor | None,
+        scores_n: Tensor | None,
+    ) -> Tensor:
+        assert self.objective is not None
+        positions_R = row.loss_positions_R
+        fields = {name: values_T[positions_R] for name, values_T in row.fields.items()}
+        segments = row_segments(row, positions_R, scores_n=scores_n, cp_group=self._cp_group)
+        losses_R, metrics = call_objective(self.objective, values_R, entropy_R, fields, segments)
+        if entropy_R is not None:
+            metrics = {"entropy": entropy_R, **metrics}
+        return self._add_up(row.weights_T[positions_R], {"loss": losses_R, **metrics})
 
     def _logprobs(
         self, row: PackedRow, head: DeferredHead, hidden: Tensor, with_entropy: bool
@@ -172,9 +206,5 @@ class RowForward:
         return hidden, partial(self.last_stage, row, head, device_row.ahead)
 
 
-def metric_names(objective: Objective, with_entropy: bool) -> list[str]:
-    """Names of an objective's sums, from a call with no tokens; the same on every rank."""
-    empty = torch.zeros(0)
-    fields = dict.fromkeys(objective.required_fields, empty)
-    _, metrics = objective(empty, empty if with_entropy else None, fields)
-    return ["loss", *sorted({*metrics, *(["entropy"] if with_entropy else [])})]
+def _without_division(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}

@@ -52,28 +52,69 @@ def _from_sequence(lengths: Any) -> npt.NDArray[Any]:
         raise DataError(f"a length is above {_MAX_LENGTH}") from None
 
 
-def read_rollout_ids(
-    rollout_ids: Sequence[int | str] | None, num_samples: int
-) -> tuple[Ints, tuple[int | str, ...] | None]:
-    """Samples' rollouts as numbers in order of first appearance, and the ids themselves.
+Ids = tuple[int | str, ...]
+
+
+def read_ids(
+    kind: str, given: Sequence[int | str] | None, num_samples: int
+) -> tuple[Ints, Ids | None]:
+    """Samples' sets as numbers in order of first appearance, and the ids themselves.
+
+    Args:
+        kind: "rollout" or "colocate", for messages.
+        given: per sample an id; None: each sample is its own set.
 
     Returns:
-        rollout_of: int64 [n], the number of each sample's rollout.
+        set_of: int64 [n], the number of each sample's set.
         ids: per sample its id as int or str; None where none were given.
 
     Raises:
         DataError: another number of ids than samples, or an id that is neither int nor str.
     """
-    if rollout_ids is None:
+    if given is None:
         return np.arange(num_samples, dtype=np.int64), None
-    ids = tuple(_read_id(i, value) for i, value in enumerate(rollout_ids))
+    ids = tuple(_read_id(kind, i, value) for i, value in enumerate(given))
     if len(ids) != num_samples:
-        raise DataError(f"{len(ids)} rollout_ids for {num_samples} samples; give one per sample")
-    number = {rollout: k for k, rollout in enumerate(dict.fromkeys(ids))}
-    return np.array([number[rollout] for rollout in ids], dtype=np.int64), ids
+        raise DataError(f"{len(ids)} {kind}_ids for {num_samples} samples; give one per sample")
+    number = {name: k for k, name in enumerate(dict.fromkeys(ids))}
+    return np.array([number[name] for name in ids], dtype=np.int64), ids
 
 
-def _read_id(sample: int, value: object) -> int | str:
+def read_sets(
+    rollout_ids: Sequence[int | str] | None,
+    colocate_ids: Sequence[int | str] | None,
+    num_samples: int,
+) -> tuple[Ints, Ids | None, Ints, Ids | None]:
+    """Rollouts and colocated sets of the samples, each as `read_ids` gives them.
+
+    Without rollout ids a colocated set is a rollout.
+
+    Returns:
+        rollout_of, rollout ids, colocated_of, colocate ids.
+
+    Raises:
+        DataError: ids that are none, or a colocated set in more than one rollout.
+    """
+    colocated_of, colocate = read_ids("colocate", colocate_ids, num_samples)
+    rollout_of, rollouts = read_ids("rollout", rollout_ids, num_samples)
+    if rollouts is None:
+        return colocated_of, colocate, colocated_of, colocate
+    if colocate is None:
+        return rollout_of, rollouts, colocated_of, None
+    _, first = np.unique(colocated_of, return_index=True)
+    torn = np.flatnonzero(rollout_of != rollout_of[first[colocated_of]])
+    if torn.size:
+        sample = int(torn[0])
+        other = int(first[colocated_of[sample]])
+        raise DataError(
+            f"samples {other} and {sample} share the colocate id {colocate[sample]!r} but not the "
+            f"rollout: {rollouts[other]!r} and {rollouts[sample]!r} may train in different steps; "
+            "give them one rollout id, or leave rollout_ids out"
+        )
+    return rollout_of, rollouts, colocated_of, colocate
+
+
+def _read_id(kind: str, sample: int, value: object) -> int | str:
     if isinstance(value, np.integer):
         return int(value)
     # np.str_ is a str; JSON writes it as one.
@@ -81,7 +122,7 @@ def _read_id(sample: int, value: object) -> int | str:
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise DataError(f"sample {sample} has rollout id {value!r}; give an int or a str")
+    raise DataError(f"sample {sample} has {kind} id {value!r}; give an int or a str")
 
 
 def read_budget(

@@ -102,7 +102,15 @@ def _denominators(
 
 
 class Objective(Protocol):
-    """Per-token losses from log-probs; what a user's own objective implements."""
+    """Per-token losses from log-probs; what a user's own objective implements.
+
+    An objective may also have:
+
+    - `needs_segments = True`: it is called with a fourth argument, the row's `segments.Segments`.
+    - `reads = "values"`: it is called with a value head's fp32 values in place of log-probs.
+    - `check(batch, plan, step)`: raises DataError for samples that it cannot take; it is called on
+      every rank before anything runs.
+    """
 
     @property
     def required_fields(self) -> tuple[str, ...]:
@@ -174,8 +182,12 @@ class PPO:
         self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; metrics: ratio, clip_fraction, kl_old (k3)."""
-        advantages_R, old_R = fields["advantages"], fields["old_logprobs"]
-        log_ratio_R = logprobs_R - old_R
+        log_ratio_R = logprobs_R - fields["old_logprobs"]
+        return self._clipped(log_ratio_R, fields["advantages"], entropy_R)
+
+    def _clipped(
+        self, log_ratio_R: Tensor, advantages_R: Tensor, entropy_R: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         ratio_R = log_ratio_R.exp()
         clipped_R = ratio_R.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss_R = torch.maximum(-advantages_R * ratio_R, -advantages_R * clipped_R)

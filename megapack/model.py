@@ -36,6 +36,7 @@ from megapack.init import initialize_by_name
 from megapack.layout import Layout
 from megapack.moe import PackedRouter
 from megapack.train_config import ModelConfig, OptimConfig
+from megapack.value_head import keep_fp32, replace_output_layer
 
 # Vocabularies are padded to a multiple that no common tp changes, so that padding is the same.
 _VOCAB_MULTIPLE = 128
@@ -183,20 +184,30 @@ def initialize_parallel(layout: Layout, seed: int) -> None:
 
 
 def build_model(
-    model: ModelConfig, layout: Layout, *, vocab_size: int, seed: int, distributed_optimizer: bool
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    vocab_size: int,
+    seed: int,
+    distributed_optimizer: bool,
+    value_head: bool = False,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks, wrapped in Megatron's DDP; weights depend on the seed alone.
 
     Args:
         vocab_size: ids that the tokenizer makes; padded to a multiple of 128.
+        value_head: one fp32 value per token in place of logits; needs untied embeddings.
 
     Raises:
-        ConfigError: the sizes do not divide by the layout.
+        ConfigError: the sizes do not divide by the layout, or a value head on tied embeddings.
     """
     _check_sizes(model, layout)
     config = transformer_config(model, layout)
     padded_vocab = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     chunks = [_chunk(model, layout, config, v, padded_vocab) for v in range(layout.vpp)]
+    if value_head:
+        for chunk in chunks:
+            replace_output_layer(chunk)
     initialize_by_name(
         chunks,
         seed=seed,
@@ -212,13 +223,21 @@ def build_model(
         DistributedDataParallel(
             config,
             ddp,
-            (Float16Module(config, chunk) if config.bf16 else chunk).cuda(),
+            _in_dtype(config, chunk).cuda(),
             disable_bucketing=v > 0,
         )
         for v, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped
+
+
+def _in_dtype(config: TransformerConfig, chunk: GPTModel) -> torch.nn.Module:
+    if not config.bf16:
+        return chunk  # type: ignore[no-any-return]
+    half = Float16Module(config, chunk)
+    keep_fp32(half)
+    return half  # type: ignore[no-any-return]
 
 
 def _chunk(

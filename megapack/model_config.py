@@ -154,8 +154,9 @@ class DataConfig:
 class ObjectiveConfig:
     """What is minimised, and how tokens are weighted."""
 
-    kind: Literal["sft", "ppo", "grpo"] = "grpo"
-    """Negative log-likelihood, the clipped policy loss, or that with a KL penalty in the loss."""
+    kind: Literal["sft", "ppo", "grpo", "gspo"] = "grpo"
+    """Negative log-likelihood, the clipped policy loss, that with a KL penalty in the loss, or with
+    one ratio per sample (gspo: set seq-mean-token-mean, and clips near 3e-4)."""
     loss_weighting: Literal[
         "token-mean",
         "seq-mean-token-mean",
@@ -176,6 +177,8 @@ class ObjectiveConfig:
     """Weight of the KL to the reference policy (the initial weights); 0 = no reference pass."""
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
     """The KL's estimator."""
+    kl_level: Literal["token", "sequence"] = "token"
+    """Under gspo: the estimator of each token's log-ratio, or of their mean over a sample."""
     entropy_coef: float = 0.0
     """Weight of the entropy that is subtracted from the loss; 0 = entropy is only reported."""
     advantage_norm: Literal["group", "group-std", "none"] = "group"
@@ -196,7 +199,12 @@ class ObjectiveConfig:
                 f"objective.loss_weighting={self.loss_weighting} with norm_constant="
                 f"{self.norm_constant}; set objective.norm_constant above 0"
             )
-        if self.kl_coef and self.kind != "grpo":
+        if self.kl_level != "token" and self.kind != "gspo":
+            raise ConfigError(
+                f"objective.kl_level={self.kl_level} has no effect under kind={self.kind}; set "
+                "objective.kind=gspo or kl_level=token"
+            )
+        if self.kl_coef and self.kind not in ("grpo", "gspo"):
             raise ConfigError(
                 f"objective.kl_coef={self.kl_coef} has no effect under kind={self.kind}; set "
                 "objective.kind=grpo or kl_coef=0"

@@ -76,6 +76,8 @@ class Plan:
     """Samples that were planned, dropped ones counted."""
     rollout_ids: tuple[RolloutId, ...] | None
     """Per sample the rollout that it belongs to; None: each is its own, its index the id."""
+    colocate_ids: tuple[RolloutId, ...] | None = None
+    """Per sample the set whose samples share a micro-batch; None: each goes alone."""
     forward_only: bool = False
     """Made for passes without a backward."""
 
@@ -118,6 +120,8 @@ class Plan:
 
     @property
     def _payload(self) -> dict[str, Any]:
+        # Only where there are any: plans without them keep their digests.
+        colocate = {} if self.colocate_ids is None else {"colocate_ids": self.colocate_ids}
         return {
             "layout": asdict(self.layout),
             "policy": self.policy.to_payload(),
@@ -126,6 +130,7 @@ class Plan:
             "forward_only": self.forward_only,
             "num_samples": self.num_samples,
             "rollout_ids": self.rollout_ids,
+            **colocate,
             "steps": [_step_payload(step) for step in self.steps],
         }
 
@@ -145,7 +150,7 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
 
 def _build(payload: dict[str, Any]) -> Plan:
     """A plan of a payload whose types were checked."""
-    ids = payload["rollout_ids"]
+    ids, colocate_ids = payload["rollout_ids"], payload.get("colocate_ids")
     return Plan(
         steps=tuple(_build_step(step) for step in payload["steps"]),
         layout=Layout(**payload["layout"]),
@@ -155,6 +160,7 @@ def _build(payload: dict[str, Any]) -> Plan:
         forward_only=payload["forward_only"],
         num_samples=payload["num_samples"],
         rollout_ids=None if ids is None else tuple(ids),
+        colocate_ids=None if colocate_ids is None else tuple(colocate_ids),
     )
 
 

@@ -9,6 +9,7 @@
 5. Under "uniform" one row length per step; under "planned" each row is its padded tokens, and a
    padding micro-batch one aligned unit.
 6. Equal inputs give an equal digest (held by tests).
+7. Samples that share a colocate id stand in one micro-batch. For rule 4 they are one sample.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megapack.errors import PlanError
-from megapack.inputs import Ints, read_budget, read_lengths, read_rollout_ids
+from megapack.inputs import Ints, read_budget, read_lengths, read_sets
 
 if TYPE_CHECKING:
     from megapack.plan import MicroBatch, Plan, StepPlan
@@ -48,7 +49,8 @@ class _Checker:
         self.lengths = lengths
         self.aligned = -(-lengths // align) * align
         self.budget = read_budget(self.layout, plan.max_tokens_per_gpu, plan.micro_batch_size)
-        self.rollout_of, ids = read_rollout_ids(plan.rollout_ids, plan.num_samples)
+        sets = read_sets(plan.rollout_ids, plan.colocate_ids, plan.num_samples)
+        self.rollout_of, ids, self.set_of, _ = sets
         self.ids = tuple(dict.fromkeys(ids)) if ids is not None else tuple(range(lengths.size))
 
     def run(self) -> None:
@@ -58,6 +60,7 @@ class _Checker:
         for number, step in enumerate(self.plan.steps):
             self._check_rollouts(step, f"step {number}")
             self._check_rows(step, f"step {number}")
+        self._check_colocated()
 
     def _check_counts(self, step: StepPlan, place: str) -> None:
         layout, rule = self.layout, self.policy.count_rule
@@ -136,20 +139,41 @@ class _Checker:
         right = (int(self.lengths[samples].sum()), int((aligned * aligned).sum()), padded)
         if found != right:
             raise _broken(4, f"{place} says tokens, tokens_sq, padded_tokens {found}, not {right}")
-        self._check_budget(len(samples), padded, place)
+        self._check_budget(samples, padded, place)
         least = padded or unit
         if mb.row_tokens % unit or mb.row_tokens < least:
             raise _broken(5, f"{place}: a row of {mb.row_tokens} for {padded} padded tokens")
         if self.policy.row_shape == "planned" and mb.row_tokens != least:
             raise _broken(5, f"{place}: a planned row of {mb.row_tokens}, not {least}")
 
-    def _check_budget(self, num_samples: int, padded: int, place: str) -> None:
-        size = self.plan.micro_batch_size
+    def _check_colocated(self) -> None:
+        ids = self.plan.colocate_ids
+        if ids is None:
+            return
+        place_of = [""] * self.plan.num_samples
+        for number, step in enumerate(self.plan.steps):
+            for rank, row in enumerate(step.ranks):
+                for k, mb in enumerate(row):
+                    for i in mb.samples:
+                        place_of[i] = f"step {number} rank {rank} micro-batch {k}"
+        first: dict[int | str, int] = {}
+        for i, name in enumerate(ids):
+            other = first.setdefault(name, i)
+            if place_of[i] != place_of[other]:
+                raise _broken(
+                    7,
+                    f"samples {other} and {i} share the colocate id {name!r} and stand in "
+                    f"{place_of[other]} and in {place_of[i]}",
+                )
+
+    def _check_budget(self, samples: list[int], padded: int, place: str) -> None:
+        size, num_samples = self.plan.micro_batch_size, len(samples)
         if size is not None and num_samples > size:
             raise _broken(4, f"{place} holds {num_samples} samples, micro_batch_size={size}")
         if size is not None or padded <= self.budget:
             return
-        if num_samples > 1 or self.policy.oversize == "error":
+        alone = np.unique(self.set_of[samples]).size == 1
+        if not alone or self.policy.oversize == "error":
             raise _broken(
                 4,
                 f"{place} holds {padded} padded tokens in {num_samples} samples, the budget is "

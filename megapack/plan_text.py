@@ -7,7 +7,8 @@ per micro-batch. A cell reads
     samples:row_tokens:tokens:tokens_sq:padded   where the row is longer than its padded tokens
     -:row_tokens                                 a padding micro-batch
 
-Rollouts that are numbered in one run stand as `0..2047`.
+Rollouts that are numbered in one run stand as `0..2047`. The line of
+`colocate_ids` is left out where a plan has none.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ _HEADER = (
     "num_samples",
     "rollout_ids",
 )
+_COLOCATE = "colocate_ids"
 _STEP = ("num_microbatches", "group_size", "kept_rollouts", "dropped_rollouts")
 
 
 def format_plan(payload: dict[str, Any]) -> str:
     """The text form of a payload."""
-    lines = [_TITLE, *(f"{key} {json.dumps(payload[key])}" for key in _HEADER), _CELLS]
+    header = [key for key in (*_HEADER, _COLOCATE) if key in payload]
+    lines = [_TITLE, *(f"{key} {json.dumps(payload[key])}" for key in header), _CELLS]
     for number, step in enumerate(payload["steps"]):
         lines.append(f"step {number}")
         lines += [f"{key} {_format_value(step[key])}" for key in _STEP]
@@ -110,12 +113,17 @@ class _TextReader:
         if self._line() != _TITLE:
             raise self._error(f"a plan begins with {_TITLE!r}")
         payload = {key: self._value(key) for key in _HEADER}
+        if self._comes(f"{_COLOCATE} "):
+            payload[_COLOCATE] = self._value(_COLOCATE)
         if self._line() != _CELLS:
             raise self._error(f"expected {_CELLS!r}")
         payload["steps"] = []
         while self.next_line < len(self.lines):
             payload["steps"].append(self._step(len(payload["steps"])))
         return payload
+
+    def _comes(self, start: str) -> bool:
+        return self.next_line < len(self.lines) and self.lines[self.next_line].startswith(start)
 
     def _line(self) -> str:
         self.next_line += 1
@@ -137,7 +145,7 @@ class _TextReader:
             raise self._error(f"expected 'step {number}'")
         step = {key: self._value(key) for key in _STEP}
         step["ranks"] = []
-        while self.next_line < len(self.lines) and self.lines[self.next_line].startswith("rank "):
+        while self._comes("rank "):
             step["ranks"].append(self._rank(len(step["ranks"])))
         return step
 
@@ -174,7 +182,8 @@ def _build_checked(payload: Any, build: Build[P]) -> P:
 
 
 def _check_payload(payload: Any) -> None:
-    _keys(payload, "plan", {*_HEADER, "steps"})
+    _require(isinstance(payload, dict), "plan", "an object")
+    _keys(payload, "plan", {*_HEADER, "steps", *({_COLOCATE} & set(payload))})
     for key in ("layout", "policy"):
         _require(isinstance(payload[key], dict), key, "an object")
     for key in ("max_tokens_per_gpu", "micro_batch_size"):
@@ -183,6 +192,8 @@ def _check_payload(payload: Any) -> None:
     _require(_is_count(payload["num_samples"]), "num_samples", "an integer")
     if payload["rollout_ids"] is not None:
         _check_ids(payload["rollout_ids"], "rollout_ids")
+    if _COLOCATE in payload:
+        _check_ids(payload[_COLOCATE], _COLOCATE)
     _require(isinstance(payload["steps"], list), "steps", "a list")
     for number, step in enumerate(payload["steps"]):
         _check_step(step, f"steps[{number}]")

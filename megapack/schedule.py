@@ -28,12 +28,13 @@ from megapack import settings
 from megapack.consensus import agree
 from megapack.cp_slices import slice_row
 from megapack.errors import DataError
-from megapack.forward import DeviceRow, LastStage, RowForward, metric_names
+from megapack.forward import DeviceRow, LastStage, RowForward
 from megapack.frozen import keep_gradients_through_recompute
 from megapack.layout import Layout
-from megapack.loss import LossWeighting, Objective, sample_weights
+from megapack.loss import LossWeighting, sample_weights
 from megapack.moe import ModelRouting
 from megapack.mtp import loss_coefs, loss_names, num_depths
+from megapack.objectives import AnyObjective, metric_names
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.p2p import PlannedP2PCommunicator
 from megapack.plan import Plan, StepPlan, check_plan
@@ -64,6 +65,7 @@ class ScheduleAdapter:
         layout: the one that the plans are made for; checked against Megatron's groups.
         logprob_chunk_tokens: positions whose logits exist at one time.
         temperature: logits are divided by it.
+        head: "value" where the last chunk has a value head (`value_head.replace_output_layer`).
 
     Raises:
         ScheduleError: a setting that Megatron would hang or train wrongly with, and what to set.
@@ -76,9 +78,10 @@ class ScheduleAdapter:
         layout: Layout,
         logprob_chunk_tokens: int = 1024,
         temperature: float = 1.0,
+        head: settings.Head = "vocabulary",
     ) -> None:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self.layout = layout
+        self.layout, self.head = layout, head
         self.config = get_model_config(self.chunks[0])
         settings.check_layout(layout, len(self.chunks))
         settings.check_config(self.config, layout)
@@ -90,6 +93,7 @@ class ScheduleAdapter:
         self._device = torch.device(torch.cuda.current_device())
         self._head_options = {
             "tp_group": self._groups.tp,
+            "cp_group": self._groups.cp,
             "sequence_parallel": layout.sequence_parallel,
             "chunk_tokens": logprob_chunk_tokens,
             "temperature": temperature,
@@ -107,7 +111,7 @@ class ScheduleAdapter:
         plan: Plan,
         batch: SampleBatch,
         *,
-        objective: Objective,
+        objective: AnyObjective,
         step: int = 0,
         weighting: LossWeighting = "token-mean",
         norm_constant: float | None = None,
@@ -133,15 +137,20 @@ class ScheduleAdapter:
             ScheduleError: on every rank, where plans differ or one rank's work failed.
         """
 
-        with_entropy, names = entropy or objective.needs_entropy, list[str]()
+        reads_logprobs = self.head == "vocabulary"
+        with_entropy = reads_logprobs and (entropy or objective.needs_entropy)
+        names = list[str]()
 
         def pack() -> Rows:
+            settings.check_objective(objective, self.head)
             missing = [n for n in objective.required_fields if n not in batch.field_names]
             names.extend([*metric_names(objective, with_entropy), *loss_names(self.config)])
             if missing:
                 raise DataError(
                     f"{type(objective).__name__} reads {missing}; add them to the batch"
                 )
+            if hasattr(objective, "check"):
+                objective.check(batch, plan, step)
             weights = sample_weights(weighting, batch.num_loss_tokens, plan, step, norm_constant)
             rows = self._pack(plan, batch, step, weights.tolist(), objective.required_fields)
             return rows, self._routing.rows(rows, routing, record=False)
@@ -175,7 +184,7 @@ class ScheduleAdapter:
         routing: Sequence[Tensor | None] | None = None,
         record_routing: bool = False,
     ) -> dict[str, list[Tensor | None]]:
-        """Log-probs of one step's responses without gradients, in sample order.
+        """Log-probs (or values) of one step's responses without gradients, in sample order.
 
         A collective, like `step`; the model is in evaluation mode meanwhile.
 
@@ -186,8 +195,9 @@ class ScheduleAdapter:
             record_routing: return the experts that were taken, too.
 
         Returns:
-            "logprobs" (and "entropy"): per sample of the batch one fp32 value per token on the CPU,
-            0 outside the response; None for samples that the step or the scope leaves out.
+            "logprobs" (and "entropy"), from a value head "values": per sample of the batch one fp32
+            value per token on the CPU, 0 outside the response; None for samples that the step or
+            the scope leaves out. From a value head also "scores": one number per sample, [1].
             "routing": see `routing.collect_routing`.
         """
 
@@ -198,13 +208,16 @@ class ScheduleAdapter:
         call = f"forward {entropy} {scope} {routing is None} {record_routing}"
         rows = self._agree(plan, batch, step, call, pack)
         last = LastStage(None, with_entropy=entropy, **self._head_options)
+        names = ("logprobs", "entropy") if entropy else ("logprobs",)
+        if self.head == "value":
+            names = ("values", "scores")
         with torch.no_grad(), _evaluating(self.chunks):
             routers = RoutingPass(record=record_routing)
             self._run(plan, step, rows, last, routers, forward_only=True)
         outputs = {
             name: scatter_to_samples(
                 last.outputs[name],
-                batch.lengths,
+                [1] * len(batch) if name == "scores" else batch.lengths,
                 plan.steps[step],
                 dp_rank=self.dp_rank,
                 dp_cp_group=self._groups.dp_cp,
@@ -213,7 +226,7 @@ class ScheduleAdapter:
                 scope=scope,
                 device=self._device,
             )
-            for name in ("logprobs", *(("entropy",) if entropy else ()))
+            for name in names
         }
         if record_routing:
             outputs["routing"] = self._recorded(plan, batch, step, rows, scope)
@@ -242,6 +255,7 @@ class ScheduleAdapter:
         def check_and_pack() -> T:
             if plan.layout != self.layout:
                 raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
+            settings.check_head(self.chunks, self.head)
             if plan.policy.row_shape == "planned":
                 settings.check_planned_rows(self.config)
             settings.check_counts(plan)
@@ -266,9 +280,9 @@ class ScheduleAdapter:
         weights: Sequence[float] | None,
         field_names: Sequence[str],
     ) -> list[PackedRow]:
-        cp = self._groups.cp
+        cp, ids = self._groups.cp, plan.colocate_ids
         rows = (
-            pack_row(batch, micro_batch, plan.layout, weights, field_names)
+            pack_row(batch, micro_batch, plan.layout, weights, field_names, ids)
             for micro_batch in plan.steps[step].ranks[self.dp_rank]
         )
         return [slice_row(row, cp.size(), cp.rank()) for row in rows]
@@ -334,7 +348,7 @@ class ScheduleAdapter:
         return overrides
 
 
-def _described(objective: Objective) -> str:
+def _described(objective: AnyObjective) -> str:
     """The same text on every rank: addresses in it differ between processes."""
     return f"{type(objective).__module__}.{re.sub(r' at 0x[0-9a-f]+', '', repr(objective))}"
 

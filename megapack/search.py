@@ -209,7 +209,7 @@ class _Search:
         """Legal counts from the fewest up to where more cannot pay, at most _MAX_COUNTS."""
         layout, rule = self.layout, self.policy.count_rule
         least = least_count(self.problem, self.num_fewest, group)
-        most = self.problem.num_samples // layout.dp
+        most = self.problem.num_items // layout.dp
         if least > most:
             return []
         best = least if self.by_tokens or layout.pp == 1 else self._closed_form()
@@ -230,7 +230,7 @@ class _Search:
         layout = self.layout
         overhead = self.cost.fixed * layout.vpp
         if overhead <= 0:
-            return self.problem.num_samples
+            return self.problem.num_items
         work = self.total / (layout.num_chunks * layout.cp * layout.dp)
         return max(1, round(math.sqrt(work * (layout.pp - 1) / overhead)))
 

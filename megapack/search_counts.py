@@ -13,7 +13,7 @@ import numpy as np
 
 from megapack.errors import PlanError
 from megapack.inputs import Floats, Ints
-from megapack.packing import first_fit_decreasing
+from megapack.packing import first_fit, first_fit_decreasing
 from megapack.search_problem import StepProblem
 
 _LOG = logging.getLogger(__name__)
@@ -22,11 +22,10 @@ _LOG = logging.getLogger(__name__)
 def fewest_rows(problem: StepProblem) -> tuple[Ints, int]:
     """Rows that respect the budget, as few as first-fit-decreasing finds.
 
-    Count-based problems are cut into runs of `max_samples` in input order.
+    Count-based problems fill rows of `max_samples` in input order.
     """
     if problem.max_samples is not None:
-        row_of = np.arange(problem.num_samples) // problem.max_samples
-        return row_of, int(row_of[-1]) + 1
+        return first_fit(problem.num, problem.max_samples)
     return first_fit_decreasing(problem.aligned, problem.capacity)
 
 
@@ -67,8 +66,8 @@ def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> int:
     """How many of the step's rollouts can be planned under `unreachable`.
 
     Args:
-        problem: its samples stand rollout after rollout.
-        rollout_ends: int64 [R], samples of the first rollout, the first two, and so on.
+        problem: its items stand rollout after rollout.
+        rollout_ends: int64 [R], items of the first rollout, the first two, and so on.
 
     Returns:
         R, unless "drop" leaves trailing rollouts out.
@@ -80,7 +79,7 @@ def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> int:
     if policy.unreachable == "pad":
         return int(rollout_ends.size)
     wanted = _slots(problem)
-    if problem.num_samples >= wanted:
+    if problem.num_items >= wanted:
         return int(rollout_ends.size)
     if policy.unreachable == "error":
         raise PlanError(
@@ -92,13 +91,13 @@ def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> int:
         if size < int(rank_counts(problem, least_rows[size - 1], reach_group(problem)).sum()):
             continue  # without packing it
         prefix = problem.take(size)
-        if prefix.num_samples >= _slots(prefix):
+        if prefix.num_items >= _slots(prefix):
             _LOG.warning(
                 "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)",
                 problem.number,
                 rollout_ends.size - kept,
                 kept,
-                prefix.num_samples,
+                prefix.samples.size,
             )
             return kept
     raise PlanError(
@@ -108,13 +107,12 @@ def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> int:
 
 
 def _least_rows(problem: StepProblem) -> list[int]:
-    """Rows that the first sample, the first two, and so on cannot do without."""
-    places = np.arange(1, problem.num_samples + 1)
+    """Rows that the first item, the first two, and so on cannot do without."""
     if problem.max_samples is not None:
-        return [int(n) for n in -(-places // problem.max_samples)]
+        return [int(n) for n in -(-np.cumsum(problem.num) // problem.max_samples)]
     capacity = max(problem.capacity, 1)  # 0 where the budget is below the alignment
     by_tokens = -(-np.cumsum(np.minimum(problem.aligned, capacity)) // capacity)
-    # No two samples over half a row share one.
+    # No two items over half a row share one.
     by_halves = np.cumsum(2 * problem.aligned > problem.capacity)
     return [int(n) for n in np.maximum(by_tokens, by_halves)]
 
@@ -131,8 +129,11 @@ def _align_count(problem: StepProblem) -> int:
 def _reach(problem: StepProblem, wanted: int) -> str:
     layout = problem.layout
     group = f", G={layout.group_size}" if layout.vpp > 1 else ""
+    what = f"{problem.num_items} samples"
+    if problem.samples.size > problem.num_items:
+        what = f"{problem.samples.size} samples, {problem.num_items} sets of them by colocate_ids,"
     return (
-        f"step {problem.number}: {problem.num_samples} samples cannot fill {wanted} micro-batches "
+        f"step {problem.number}: {what} cannot fill {wanted} micro-batches "
         f"on dp={layout.dp} ranks{group}"
     )
 

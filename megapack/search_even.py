@@ -72,10 +72,10 @@ def _narrow(cost: RowCost, state: State, slow: int, other: int, passes: float) -
 def _best_exchange(
     cost: RowCost, state: State, slow: int, other: int, gap: float
 ) -> tuple[int, int, int]:
-    """Samples a and b that halve the gap best, and b's row; a = -1 where none makes it smaller,
+    """Items a and b that halve the gap best, and b's row; a = -1 where none makes it smaller,
     b = -1 where a goes without return."""
-    givers = _samples(state, slow)
-    takers = _samples(state, other)
+    givers = _items(state, slow)
+    takers = _items(state, other)
     given = _seconds(cost, state, givers)
     taken = _seconds(cost, state, takers)
     rising = np.argsort(taken)
@@ -105,8 +105,8 @@ def _best_exchange(
 
 
 @kernel
-def _samples(state: State, rank: int) -> Ints:
-    """Samples of a rank, row after row."""
+def _items(state: State, rank: int) -> Ints:
+    """Items of a rank, row after row."""
     size = 0
     for place in range(state.counts[rank]):
         row = state.rows[rank, place]
@@ -124,12 +124,14 @@ def _samples(state: State, rank: int) -> Ints:
 
 
 @kernel
-def _seconds(cost: RowCost, state: State, samples: Ints) -> Floats:
-    """What each sample adds to its row; the row's own alignment is left out."""
-    out = np.empty(samples.size)
-    for k in range(samples.size):
-        size = state.aligned[samples[k]]
-        out[k] = cost.per_token * size + cost.per_token_sq * size * size + cost.per_sample
+def _seconds(cost: RowCost, state: State, items: Ints) -> Floats:
+    """What each item adds to its row; the row's own alignment is left out."""
+    out = np.empty(items.size)
+    for k in range(items.size):
+        item = items[k]
+        work = cost.per_token * state.item_tokens[item]
+        work += cost.per_token_sq * state.item_tokens_sq[item]
+        out[k] = work + cost.per_sample * state.item_samples[item]
     return out
 
 

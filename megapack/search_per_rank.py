@@ -42,7 +42,7 @@ class _Adjuster:
         # Rows that were merged away leave gaps; number the others again.
         used = [row for rows in self.ranks for row in rows if row >= 0]
         number = {row: k for k, row in enumerate(used)}
-        row_of = np.empty(self.problem.num_samples, dtype=np.int64)
+        row_of = np.empty(self.problem.num_items, dtype=np.int64)
         for row, k in number.items():
             row_of[self.members[row]] = k
         ranks = tuple(np.array([number.get(row, -1) for row in rows]) for rows in self.ranks)
@@ -98,9 +98,10 @@ class _Adjuster:
         return int(self.problem.aligned[self.members[row]].sum()) if row >= 0 else 0
 
     def _row_seconds(self, row: int) -> float:
-        aligned: Ints = self.problem.aligned[self.members[row]] if row >= 0 else np.zeros(0, int)
-        sums = int(aligned.sum()), int((aligned * aligned).sum()), aligned.size
-        return float(row_seconds(self.scored.cost, *sums))
+        items: Ints = self.members[row] if row >= 0 else np.zeros(0, dtype=np.int64)
+        problem = self.problem
+        parts = (problem.aligned, problem.aligned_sq, problem.num)
+        return float(row_seconds(self.scored.cost, *(int(part[items].sum()) for part in parts)))
 
     def _seconds(self, rows: list[int]) -> float:
         self.left -= 1

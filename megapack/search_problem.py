@@ -23,11 +23,16 @@ class StepProblem:
     number: int
     """Which step, for messages."""
     samples: Ints
-    """Indices into the input, rollout after rollout."""
+    """int64 [n]: indices into the input, rollout after rollout, item after item."""
+    num: Ints
+    """int64 [I]: samples of each item. An item is packed whole: a sample, or the samples that share
+    a colocate id."""
     lengths: Ints
-    """Real tokens of each sample."""
+    """int64 [I]: real tokens."""
     aligned: Ints
-    """The same, sample alignment counted."""
+    """int64 [I]: the same, sample alignment counted."""
+    aligned_sq: Ints
+    """int64 [I]: sum of the samples' squared aligned lengths."""
     capacity: int
     """Padded tokens that a row may hold, a multiple of the row alignment; -1 without a budget."""
     max_samples: int | None
@@ -38,25 +43,27 @@ class StepProblem:
     forward_only: bool
 
     @property
-    def num_samples(self) -> int:
-        """Samples of the step."""
-        return self.samples.size
+    def num_items(self) -> int:
+        """What can be packed: rows that the step can fill at most."""
+        return self.num.size
 
     @property
     def work(self) -> Floats:
-        """Per sample what it adds to a row's forward, in seconds or tokens: what is balanced."""
+        """Per item what it adds to a row's forward, in seconds or tokens: what is balanced."""
         cost = TOKENS if self.policy.balance == "tokens" or self.cost is None else self.cost
-        aligned = self.aligned.astype(np.float64)
-        return cost.per_token * aligned + cost.per_token_sq * (aligned * aligned) + cost.per_sample
+        work = cost.per_token * self.aligned.astype(np.float64)
+        work += cost.per_token_sq * self.aligned_sq.astype(np.float64)
+        return work + cost.per_sample * self.num
 
     def take(self, count: int) -> StepProblem:
-        """The problem of the samples whose places are below `count`."""
-        keep = slice(None, count)
+        """The problem of the first `count` items."""
         return replace(
             self,
-            samples=self.samples[keep],
-            lengths=self.lengths[keep],
-            aligned=self.aligned[keep],
+            samples=self.samples[: int(self.num[:count].sum())],
+            num=self.num[:count],
+            lengths=self.lengths[:count],
+            aligned=self.aligned[:count],
+            aligned_sq=self.aligned_sq[:count],
         )
 
 
@@ -65,7 +72,7 @@ class StepDraft:
     """Rows, and which rank takes which row when."""
 
     row_of: Ints
-    """Per sample of the problem its row; rows are numbered from 0 without a gap."""
+    """Per item of the problem its row; rows are numbered from 0 without a gap."""
     rank_rows: tuple[Ints, ...]
     """Per rank its rows in order; PADDING stands for a padding micro-batch."""
     group_size: int | None
@@ -101,11 +108,12 @@ def build_step(
 
 def _micro_batches(problem: StepProblem, row_of: Ints) -> list[MicroBatch]:
     """One planned-shape micro-batch per row; samples ascend within a row."""
-    order = np.lexsort((problem.samples, row_of))
+    sample_row = np.repeat(row_of, problem.num)
+    order = np.lexsort((problem.samples, sample_row))
     num_rows = int(row_of.max()) + 1
     tokens, padded, tokens_sq = row_sums(problem, row_of, num_rows)
     samples = problem.samples[order].tolist()
-    ends = np.cumsum(np.bincount(row_of, minlength=num_rows)).tolist()
+    ends = np.cumsum(np.bincount(sample_row, minlength=num_rows)).tolist()
     starts = [0, *ends[:-1]]
     return [
         MicroBatch(tuple(samples[start:end]), row, real, square, row)
@@ -122,6 +130,6 @@ def row_sums(problem: StepProblem, row_of: Ints, num_rows: int) -> tuple[Ints, I
     tokens_sq = np.zeros(num_rows, dtype=np.int64)
     np.add.at(tokens, row_of, problem.lengths)
     np.add.at(padded, row_of, problem.aligned)
-    np.add.at(tokens_sq, row_of, problem.aligned * problem.aligned)
+    np.add.at(tokens_sq, row_of, problem.aligned_sq)
     unit = problem.layout.row_alignment
     return tokens, -(-padded // unit) * unit, tokens_sq

@@ -33,7 +33,7 @@ def _next_random(random: Ints, limit: int) -> int:
 
 @kernel
 def _pick(state: State, random: Ints, row: int) -> int:
-    """A sample of a row."""
+    """An item of a row."""
     item = state.head[row]
     for _ in range(_next_random(random, state.num[row])):
         item = state.next[item]
@@ -43,17 +43,15 @@ def _pick(state: State, random: Ints, row: int) -> int:
 @kernel
 def _relief(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> float:
     """Seconds by which a row gets shorter."""
-    size = state.aligned[leaving]
-    tokens = state.tokens[row] - size
-    tokens_sq = state.tokens_sq[row] - size * size
-    num = state.num[row] - 1
+    tokens = state.tokens[row] - state.item_tokens[leaving]
+    tokens_sq = state.tokens_sq[row] - state.item_tokens_sq[leaving]
+    samples = state.samples[row] - state.item_samples[leaving]
     if coming >= 0:
-        size = state.aligned[coming]
-        tokens += size
-        tokens_sq += size * size
-        num += 1
-    before = row_seconds(cost, state.tokens[row], state.tokens_sq[row], state.num[row])
-    return before - row_seconds(cost, tokens, tokens_sq, num)
+        tokens += state.item_tokens[coming]
+        tokens_sq += state.item_tokens_sq[coming]
+        samples += state.item_samples[coming]
+    before = row_seconds(cost, state.tokens[row], state.tokens_sq[row], state.samples[row])
+    return before - row_seconds(cost, tokens, tokens_sq, samples)
 
 
 @kernel

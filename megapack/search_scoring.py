@@ -31,19 +31,23 @@ class RowCost(NamedTuple):
 
 
 class State(NamedTuple):
-    """A draft in arrays that the search changes in place. n samples, R rows, dp ranks, M places."""
+    """A draft in arrays that the search changes in place. I items, R rows, dp ranks, M places."""
 
-    aligned: Ints
+    item_tokens: Ints
+    """Per item: aligned tokens."""
+    item_tokens_sq: Ints
+    item_samples: Ints
     row_of: Ints
     next: Ints
-    """Per sample the next one of its row, -1 at the end."""
+    """Per item the next one of its row, -1 at the end."""
     head: Ints
-    """Per row its first sample."""
+    """Per row its first item."""
     tokens: Ints
     """Per row: aligned tokens."""
     tokens_sq: Ints
+    samples: Ints
     num: Ints
-    """Per row: samples."""
+    """Per row: items."""
     rows: Ints
     """[dp, M]: the row at each place, -1 for padding."""
     counts: Ints
@@ -53,13 +57,13 @@ class State(NamedTuple):
 
 
 @kernel
-def row_seconds(cost: RowCost, tokens: int, tokens_sq: int, num: int) -> float:
-    """One chunk's forward of a row; `num` = 0 is a padding micro-batch."""
+def row_seconds(cost: RowCost, tokens: int, tokens_sq: int, samples: int) -> float:
+    """One chunk's forward of a row; `samples` = 0 is a padding micro-batch."""
     length = max(-(-tokens // cost.unit) * cost.unit, cost.unit)
     if cost.uniform_tokens > 0:
         length = cost.uniform_tokens
     work = cost.per_token * length + cost.per_token_sq * tokens_sq
-    return cost.fixed + work + cost.per_sample * num
+    return cost.fixed + work + cost.per_sample * samples
 
 
 @kernel
@@ -68,7 +72,7 @@ def place_seconds(cost: RowCost, state: State, rank: int, place: int) -> float:
     row = state.rows[rank, place]
     if row < 0:
         return row_seconds(cost, 0, 0, 0)
-    return row_seconds(cost, state.tokens[row], state.tokens_sq[row], state.num[row])
+    return row_seconds(cost, state.tokens[row], state.tokens_sq[row], state.samples[row])
 
 
 @kernel

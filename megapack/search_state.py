@@ -60,12 +60,11 @@ def score_draft(
 
 
 def _state(problem: StepProblem, draft: StepDraft) -> State:
-    row_of, aligned = draft.row_of.copy(), problem.aligned
+    row_of = draft.row_of.copy()
     num = np.bincount(row_of)
-    tokens, tokens_sq = np.zeros_like(num), np.zeros_like(num)
-    np.add.at(tokens, row_of, aligned)
-    np.add.at(tokens_sq, row_of, aligned * aligned)
-    # Samples of a row follow each other in `order`; each points to the one after it.
+    items = (problem.aligned, problem.aligned_sq, problem.num)
+    tokens, tokens_sq, samples = (_row_sums(part, row_of, num.size) for part in items)
+    # Items of a row follow each other in `order`; each points to the one after it.
     order = np.argsort(row_of, kind="stable")
     after = np.full(row_of.size, -1, dtype=np.int64)
     same_row = row_of[order[:-1]] == row_of[order[1:]]
@@ -76,7 +75,14 @@ def _state(problem: StepProblem, draft: StepDraft) -> State:
     for rank, places in enumerate(draft.rank_rows):
         rows[rank, : places.size] = places
     seconds = np.zeros(counts.size)
-    return State(aligned, row_of, after, head, tokens, tokens_sq, num, rows, counts, seconds)
+    in_rows = (tokens, tokens_sq, samples, num)
+    return State(*items, row_of, after, head, *in_rows, rows, counts, seconds)
+
+
+def _row_sums(part: Ints, row_of: Ints, num_rows: int) -> Ints:
+    total = np.zeros(num_rows, dtype=np.int64)
+    np.add.at(total, row_of, part)
+    return total
 
 
 def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:

@@ -7,16 +7,21 @@ the adapter is built, what concerns a plan when its step begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core import parallel_state
 
 from megapack.attention import refuse_unpacked_attention
-from megapack.errors import ScheduleError
+from megapack.errors import ConfigError, ScheduleError
+from megapack.head import unwrapped
 from megapack.layout import Layout
 from megapack.moe import check_experts
 from megapack.mtp import check_mtp
 from megapack.plan import Plan
+from megapack.value_head import ValueHead
+
+Head = Literal["vocabulary", "value"]
+"""What the last chunk makes of hidden states: log-probs, or one value per token."""
 
 
 def check_layout(layout: Layout, num_chunks: int) -> None:
@@ -134,6 +139,30 @@ def check_chunks(chunks: Sequence[Any]) -> None:
                     "DDP was built without calculate_per_token_loss and scales gradients by "
                     f"{buffer.gradient_scaling_factor}; set it to True before wrapping the model"
                 )
+
+
+def check_head(chunks: Sequence[Any], head: Head) -> None:
+    """Raise ScheduleError where the last chunk has another head than the adapter was told."""
+    for chunk in map(unwrapped, chunks):
+        if getattr(chunk, "post_process", False):
+            layer = getattr(chunk, "output_layer", None)
+            found = "value" if isinstance(layer, ValueHead) else "vocabulary"
+            if found != head:
+                raise ScheduleError(
+                    f"the model has a {found} head, the adapter was made for a {head} head; set "
+                    f"ScheduleAdapter(head={found!r})"
+                )
+
+
+def check_objective(objective: object, head: Head) -> None:
+    """Raise ConfigError where an objective reads what the head does not give."""
+    reads = getattr(objective, "reads", "logprobs")
+    gives = {"vocabulary": "logprobs", "value": "values"}[head]
+    if reads != gives:
+        raise ConfigError(
+            f"{type(objective).__name__} reads {reads}, a {head} head gives {gives}; set "
+            "another objective or another head"
+        )
 
 
 def _gradient_buffers(chunk: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class PackedRow:
         tokens_T             5 6 7 8 9 0
         position_ids_T       0 1 2 0 1 0
         labels_T             6 7 0 9 0 0
+        sample_of_T          0 0 0 1 1 -1
+        ends_T               0 0 1 0 1 0
         cu_seqlens_S1        0 3 5 5        (real tokens; a dummy has none)
         cu_seqlens_padded_S1 0 3 5 6        (what attention uses)
     """
@@ -52,6 +55,12 @@ class PackedRow:
     labels_T: Tensor
     weights_T: Tensor
     """float32: what the loss of the label counts in the step; 0 at prompts, ends and padding."""
+    sample_of_T: Tensor
+    """int64: index of each real token's sample among `samples`; -1 at padding."""
+    ends_T: Tensor
+    """bool: the last real token of each sample."""
+    set_of_n: Tensor
+    """int64 [n]: which of the row's colocated sets a sample is in."""
     cu_seqlens_S1: Tensor
     cu_seqlens_padded_S1: Tensor
     max_seqlen: int
@@ -64,16 +73,22 @@ class PackedRow:
     """Indices of the positions whose label counts in the loss."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-token fields [T], standing where their token is predicted; per-sample ones repeated."""
+    sample_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those of one number per sample again, [n]."""
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        fields = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
-        return PackedRow(**{**vars(self), **moved, "fields": fields})
+        for group in ("fields", "sample_fields"):
+            moved[group] = {
+                name: value.to(device, non_blocking=True)
+                for name, value in getattr(self, group).items()
+            }
+        return PackedRow(**{**vars(self), **moved})
 
 
 def pack_row(
@@ -82,6 +97,7 @@ def pack_row(
     layout: Layout,
     sample_weights: Sequence[float] | None = None,
     field_names: Sequence[str] | None = None,
+    colocate_ids: Sequence[int | str] | None = None,
 ) -> PackedRow:
     """Lay the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
 
@@ -92,6 +108,7 @@ def pack_row(
         sample_weights: weight of one response token, per sample of the batch (`loss.
             sample_weights`); None gives every response token the weight 1.
         field_names: fields to carry; None for all.
+        colocate_ids: the plan's; None where each sample is its own set.
 
     Raises:
         DataError: the samples are not as long as the plan counts them.
@@ -123,6 +140,9 @@ def pack_row(
         position_ids_T=torch.cat([torch.arange(n) for n in spans]),
         labels_T=rows.labels(),
         weights_T=weights_T,
+        sample_of_T=rows.sample_of(),
+        ends_T=rows.ends(),
+        set_of_n=_sets(micro_batch.samples, colocate_ids),
         cu_seqlens_S1=_cumulative(real),
         cu_seqlens_padded_S1=_cumulative(spans),
         max_seqlen=max(spans),
@@ -131,6 +151,7 @@ def pack_row(
         # Found on the host: on the device the pipeline would wait for the count.
         loss_positions_R=weights_T.nonzero().squeeze(1),
         fields={name: rows.shifted(name) for name in names},
+        sample_fields={name: rows.per_sample(name) for name in names if rows.is_per_sample(name)},
     )
 
 
@@ -193,6 +214,25 @@ class _Rows:
             out_T[start : start + tokens.numel() - 1] = tokens[1:]
         return out_T
 
+    def sample_of(self) -> Tensor:
+        out_T = torch.full((self.row_tokens,), -1, dtype=torch.int64)
+        for place, (i, start) in enumerate(self.placed):
+            out_T[start : start + self.batch.length(i)] = place
+        return out_T
+
+    def ends(self) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=torch.bool)
+        for i, start in self.placed:
+            out_T[start + self.batch.length(i) - 1] = True
+        return out_T
+
+    def is_per_sample(self, name: str) -> bool:
+        return all(self.batch.field(name, i).dim() == 0 for i, _ in self.placed)
+
+    def per_sample(self, name: str) -> Tensor:
+        values = [self.batch.field(name, i) for i, _ in self.placed]
+        return torch.stack([torch.zeros((), dtype=self.batch.field_dtype(name)), *values])[1:]
+
     def weights(self, sample_weights: Sequence[float] | None) -> Tensor:
         out_T = torch.zeros(self.row_tokens, dtype=torch.float32)
         for i, start in self.placed:
@@ -208,6 +248,12 @@ class _Rows:
             span = slice(start, start + self.batch.length(i) - 1)
             out_T[span] = value if value.dim() == 0 else value[1:]
         return out_T
+
+
+def _sets(samples: tuple[int, ...], colocate_ids: Sequence[int | str] | None) -> Tensor:
+    number: dict[int | str, int] = {}
+    ids = samples if colocate_ids is None else [colocate_ids[i] for i in samples]
+    return torch.tensor([number.setdefault(name, len(number)) for name in ids], dtype=torch.int64)
 
 
 def _dummy_spans(tail: int, alignment: int) -> list[int]:

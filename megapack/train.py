@@ -25,8 +25,9 @@ from megapack.consensus import agree
 from megapack.dp_schedule import build_dp_schedule
 from megapack.generated import generate_rollouts
 from megapack.layout import Layout
-from megapack.loss import GRPO, PPO, SFT, Objective
+from megapack.loss import GRPO, PPO, SFT
 from megapack.model import build_model, build_optimizer, initialize_parallel
+from megapack.objectives import GSPO, AnyObjective
 from megapack.pipeline import simulate
 from megapack.plan import Plan
 from megapack.reference import Reference
@@ -351,7 +352,7 @@ class Trainer:
         self.progress.step(self.num_steps, metrics)
 
 
-def make_objective(config: ObjectiveConfig) -> Objective:
+def make_objective(config: ObjectiveConfig) -> AnyObjective:
     """The objective that a config names."""
     if config.kind == "sft":
         return SFT()
@@ -363,7 +364,10 @@ def make_objective(config: ObjectiveConfig) -> Objective:
     }
     if config.kind == "ppo":
         return PPO(**clip)
-    return GRPO(**clip, kl_coef=config.kl_coef, kl_kind=config.kl_kind)
+    penalty: dict[str, Any] = {"kl_coef": config.kl_coef, "kl_kind": config.kl_kind}
+    if config.kind == "gspo":
+        return GSPO(**clip, **penalty, kl_level=config.kl_level)
+    return GRPO(**clip, **penalty)
 
 
 def _records(config: TrainConfig) -> list[Rollout]:

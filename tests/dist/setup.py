@@ -11,7 +11,11 @@ from tests.dist import problem
 
 
 def build_chunks(
-    layout: Layout, *, model: ModelConfig = problem.MODEL, distributed_optimizer: bool = False
+    layout: Layout,
+    *,
+    model: ModelConfig = problem.MODEL,
+    distributed_optimizer: bool = False,
+    value_head: bool = False,
 ) -> list[DistributedDataParallel]:
     """Make Megatron's groups for a layout, and this rank's chunks."""
     initialize_parallel(layout, problem.SEED)
@@ -21,4 +25,5 @@ def build_chunks(
         vocab_size=problem.VOCAB_SIZE,
         seed=problem.SEED,
         distributed_optimizer=distributed_optimizer,
+        value_head=value_head,
     )

@@ -76,13 +76,24 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, object]]:
     rollouts = st.integers(0, max(1, len(lengths) // 2)) | st.sampled_from(["a", "b"])
     ids = st.lists(rollouts, min_size=len(lengths), max_size=len(lengths))
     budget = draw(st.none() | st.integers(1, 600))
+    rollout_ids = draw(st.none() | ids)
+    colocate_ids = draw(st.none() | st.just("pairs") | st.just("torn"))
+    if colocate_ids is not None:
+        size = draw(st.integers(1, 4))
+        sets = [draw(st.integers(0, len(lengths) // size)) for _ in lengths]
+        # Most sets lie in one rollout; torn ones are refused.
+        keep = rollout_ids is not None and colocate_ids == "pairs"
+        colocate_ids = (
+            [f"{s} {r}" for s, r in zip(sets, rollout_ids, strict=True)] if keep else sets
+        )
     size = draw(st.integers(1, 5)) if budget is None else None
     steps = draw(st.sampled_from(["one", "size", "count"]))
     return lengths, {
         "layout": draw(layouts()),
         "max_tokens_per_gpu": budget,
         "micro_batch_size": size,
-        "rollout_ids": draw(st.none() | ids),
+        "rollout_ids": rollout_ids,
+        "colocate_ids": colocate_ids,
         "global_batch_size": draw(st.integers(1, 20)) if steps == "size" else None,
         "num_steps": draw(st.integers(1, 5)) if steps == "count" else None,
         "cost": draw(costs),
@@ -107,7 +118,13 @@ def hold(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
         real = [mb for rank in step.ranks for mb in rank if mb.samples]
         has_padding = len(real) < sum(map(len, step.ranks))
         # Padding only where there is nothing to split.
-        assert not has_padding or all(len(mb.samples) == 1 for mb in real)
+        sets = (
+            [{plan.colocate_ids[i] for i in mb.samples} for mb in real]
+            if plan.colocate_ids
+            else [set(mb.samples) for mb in real]
+        )
+        assert not has_padding or all(len(names) == 1 for names in sets)
+        assert len(set().union(*sets)) == sum(map(len, sets))
         assert len(real) < layout.dp or all(any(mb.samples for mb in rank) for rank in step.ranks)
         simulation = simulate(step, layout=layout, forward_only=plan.forward_only)
         cap = policy.max_live_tokens_per_gpu

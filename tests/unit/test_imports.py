@@ -27,7 +27,7 @@ LAYERS = [
     "dp_schedule plan_report __init__",
     "thd cp_slices samples train_config checkpoint_files",
     "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
-    "moe mtp routing checkpoint_state reference",
+    "moe mtp routing segments objectives preference value_head checkpoint_state reference",
     "model train checkpoint launch report",
     "cli __main__",
 ]

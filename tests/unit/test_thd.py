@@ -55,12 +55,14 @@ def test_doctests_of_the_module() -> None:
 def test_the_row_of_the_docstring_is_the_row_that_is_packed() -> None:
     example = inspect.getdoc(PackedRow)
     assert example is not None
-    lines = re.findall(r"^\s+(\w+)\s+((?:\d+ )*\d+)\s*(?:\(.*\))?$", example, re.MULTILINE)
+    lines = re.findall(r"^\s+(\w+)\s+((?:-?\d+ )*-?\d+)\s*(?:\(.*\))?$", example, re.MULTILINE)
     row = row_of((0, 1), 6)
     assert [name for name, _ in lines] == [
         "tokens_T",
         "position_ids_T",
         "labels_T",
+        "sample_of_T",
+        "ends_T",
         "cu_seqlens_S1",
         "cu_seqlens_padded_S1",
     ]
@@ -73,6 +75,7 @@ def test_the_rest_of_that_row() -> None:
     assert (row.samples, row.lengths, row.starts) == ((0, 1), (3, 2), (0, 3))
     assert row.weights_T.tolist() == [1, 1, 0, 1, 0, 0]
     assert row.loss_positions_R.tolist() == [0, 1, 3]
+    assert row.set_of_n.tolist() == [0, 1]
     assert (row.max_seqlen, row.row_tokens) == (3, 6)
     assert row.tokens_T.dtype == row.labels_T.dtype == row.position_ids_T.dtype == torch.int64
     assert row.cu_seqlens_S1.dtype == row.cu_seqlens_padded_S1.dtype == torch.int32
@@ -203,7 +206,7 @@ def test_moving_a_row_keeps_everything() -> None:
     assert moved.samples == row.samples
     assert moved.max_seqlen == row.max_seqlen
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 8
+    assert len(tensors) == 11
     assert {t.device.type for t in [*tensors, *moved.fields.values()]} == {"meta"}
     assert row.tokens_T.device.type == row.fields["old"].device.type == "cpu"
 
@@ -212,3 +215,21 @@ def test_packing_copies() -> None:
     data = batch()
     row_of((0,), 3, data=data).tokens_T.zero_()
     assert data.tokens(0).tolist() == TOKENS[0]
+
+
+def test_colocated_samples_share_a_set_number() -> None:
+    data = SampleBatch([[1, 2]] * 4)
+    row = row_of((0, 1, 2, 3), 8, data=data, colocate_ids=["b", "a", "b", 7])
+    assert row.set_of_n.tolist() == [0, 1, 0, 2]
+    assert row_of((), 1, data=data, colocate_ids=["b", "a", "b", 7]).set_of_n.tolist() == []
+
+
+def test_fields_of_one_number_per_sample_stand_per_sample_too() -> None:
+    data = SampleBatch([[1, 2], [3], [4, 5, 6]], {"sign": [1, -1, 1], "token": [[1, 2], [3], [4]]})
+    row = row_of((2, 1), 4, data=data)
+    assert set(row.sample_fields) == {"sign"}
+    assert row.sample_fields["sign"].tolist() == [1, -1]
+    assert row.to("cpu").sample_fields["sign"].tolist() == [1, -1]
+    padding = row_of((), 1, data=data)
+    assert padding.sample_fields["sign"].shape == (0,)
+    assert padding.sample_fields["sign"].dtype == torch.int64

@@ -1,0 +1,135 @@
+"""The judge of sequence-level objectives: one unpadded sample at a time, pairs where they count.
+
+Losses are written as their papers write them, as means over samples or pairs, without per-token
+weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megapack import launch
+from megapack.init import global_parameters, initialize_by_name
+from megapack.layout import Layout
+from megapack.model import initialize_parallel
+from megapack.samples import SampleBatch
+from tests.dist import problem
+from tests.dist.reference import build, logprobs_and_entropy
+from tests.dist.sequence_problem import KINDS, PAIRS, make_batch
+
+
+class _Score(torch.nn.Linear):
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(hidden), None
+
+
+class Judge:
+    """A stock model, and what each sample gives on it."""
+
+    def __init__(self, value_head: bool) -> None:
+        self.batch: SampleBatch = make_batch()
+        self.model: GPTModel = build(problem.OTHER_MODEL if value_head else problem.MODEL)
+        if value_head:
+            self.model.output_layer = _Score(self.model.config.hidden_size, 1, bias=False)
+            group = torch.distributed.group.WORLD
+            initialize_by_name(
+                [self.model],
+                seed=problem.SEED,
+                std=problem.MODEL.init_std,
+                num_layers=problem.NUM_LAYERS,
+                tp_group=group,
+            )
+
+    def response(self, name: str, i: int) -> Tensor:
+        """A field at response tokens; one number stays one."""
+        value = self.batch.field(name, i)
+        return value if value.dim() == 0 else value[1:][self.mask(i)]
+
+    def mask(self, i: int) -> Tensor:
+        return self.batch.response_mask(i)[1:]
+
+    def logprobs(self, i: int) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy at response tokens."""
+        logp, entropy = logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
+        return logp[self.mask(i)], entropy[self.mask(i)]
+
+    def values(self, i: int) -> Tensor:
+        """Of every position of the sample."""
+        tokens = self.batch.tokens(i)
+        length = tokens.numel()
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        values: Tensor = self.model(tokens[None], torch.arange(length)[None], mask)[0, :, 0]
+        return values
+
+    def gspo(self) -> Tensor:
+        losses = []
+        for i in range(len(self.batch)):
+            logp, entropy = self.logprobs(i)
+            a = self.response("advantages", i)
+            s = (logp - self.response("old_logprobs", i)).mean().exp()
+            loss = -torch.min(s * a, s.clip(0.4, 2.0) * a)
+            if a < 0:
+                loss = torch.min(loss, -1.5 * a)
+            x = (self.response("ref_logprobs", i) - logp).mean()
+            losses.append(loss + 0.1 * (x.exp() - x - 1) - 0.03 * entropy.mean())
+        return torch.stack(losses).mean()
+
+    def gspo_token(self) -> Tensor:
+        """The advantages being one number per sample, as GSPO: the gradient is the same."""
+        losses = []
+        for i in range(len(self.batch)):
+            logp, _ = self.logprobs(i)
+            a = self.response("advantages", i)
+            s = (logp - self.response("old_logprobs", i)).mean().exp()
+            losses.append(-torch.min(s * a, s.clip(0.4, 2.0) * a))
+        return torch.stack(losses).mean()
+
+    def dpo(self) -> Tensor:
+        losses = []
+        for pair in PAIRS:
+            won, lost = (
+                (self.logprobs(i)[0] - self.response("ref_logprobs", i)).sum() for i in pair
+            )
+            p = torch.sigmoid(0.2 * (won - lost))
+            losses.append(-0.9 * p.log() - 0.1 * (1 - p).log())
+        return torch.stack(losses).mean()
+
+    def value(self) -> Tensor:
+        losses = []
+        for i in range(len(self.batch)):
+            v, target = self.values(i)[:-1][self.mask(i)], self.response("returns", i)
+            old = self.response("old_values", i)
+            clipped = torch.clip(v, old - 0.4, old + 0.4)
+            losses.append(0.5 * torch.max((v - target) ** 2, (clipped - target) ** 2))
+        return torch.cat(losses).mean()
+
+    def reward(self) -> Tensor:
+        margins = [self.values(i)[-1] - self.values(k)[-1] for i, k in PAIRS]
+        return -torch.sigmoid(torch.stack(margins)).log().mean()
+
+
+def main(path: str) -> None:
+    """Write loss and gradient of every kind, and a value head's outputs."""
+    launch.start("cpu")
+    initialize_parallel(Layout(), problem.SEED)
+    found: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        judge = Judge(kind.value_head)
+        loss = getattr(judge, name)()
+        loss.backward()
+        grads = {n: p.grad.double().clone() for n, p in global_parameters(judge.model)}
+        found[name] = {"loss": float(loss.detach()), "grads": grads}
+        if kind.value_head:
+            with torch.no_grad():
+                found[name]["values"] = [judge.values(i) for i in range(len(judge.batch))]
+    torch.save(found, path)
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,68 @@
+"""Objectives of whole samples and pairs, and value heads, equal the one-sample reference."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.dist.sequence_problem import KINDS, LAYOUTS
+from tests.dist.spawn import checked_job
+
+pytestmark = pytest.mark.dist
+
+NAMES = [f"{place} {name}" for place in LAYOUTS for name in KINDS]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sequence")
+    reference = str(folder / "reference.pt")
+    checked_job(1, "tests.dist.sequence_reference", [reference], timeout_s=180)
+    found: dict[str, dict[str, Any]] = {}
+    for world in (1, 2, 4):
+        out = folder / f"world{world}.json"
+        checked_job(world, "tests.dist.sequence_worker", [reference, str(out)], timeout_s=300)
+        found.update(json.loads(out.read_text()))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients_equal_the_reference(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    found = results[name]
+    assert found["loss"] == pytest.approx(found["expected_loss"], rel=1e-5)
+    assert found["gradient_norm"] > 1e-3
+    assert found["gradient_error"] < 1e-5
+    # A reward's margins leave the last norm's bias without a gradient, to which nothing is small.
+    assert name.endswith("reward") or found["worst_parameter"] < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.split()[1] in ("value", "reward")])
+def test_values_and_scores_equal_the_reference(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    assert results[name]["output_error"] < 1e-5
+
+
+def test_rows_hold_several_pairs_and_ratios_are_clipped(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    assert max(found["sets_packed"] for found in results.values()) > 1
+    for name in NAMES:
+        # A row over two context-parallel ranks holds twice the budget.
+        assert results[name]["num_rows"] > 1
+        if name.endswith("gspo"):
+            assert 0.05 < results[name]["metrics"]["clip_fraction"] < 0.8
+    fractions = results["pp2 value"]["metrics"]["value_clip_fraction"]
+    assert 0.05 < fractions < 0.95
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_do_not_depend_on_the_layout(kind: str, results: dict[str, dict[str, Any]]) -> None:
+    first = results[f"single {kind}"]["metrics"]
+    assert first
+    for place in LAYOUTS:
+        assert results[f"{place} {kind}"]["metrics"] == pytest.approx(first, rel=1e-4, abs=1e-6)

@@ -1,0 +1,162 @@
+"""Samples that share a colocate id stay in one micro-batch, wherever plans are made and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megapack import (
+    ConfigError,
+    CostModel,
+    DataError,
+    Layout,
+    Plan,
+    PlanError,
+    Policy,
+    build_dp_schedule,
+    check_plan,
+)
+
+pytestmark = pytest.mark.unit
+
+COST = CostModel(fixed=64.0, per_token=1.0, per_token_sq=1e-3, per_sample=3.0)
+LENGTHS = [1 + (i * 31) % 43 for i in range(48)]
+PAIRS = [i // 2 for i in range(48)]
+# The members of a pair far from each other in the input.
+SPREAD = [i % 24 for i in range(48)]
+
+
+def together(plan: Plan) -> bool:
+    assert plan.colocate_ids is not None
+    rows = [mb.samples for step in plan.steps for rank in step.ranks for mb in rank]
+    row_of = {i: row for row, samples in enumerate(rows) for i in samples}
+    found: dict[Any, set[int]] = {}
+    for i, row in row_of.items():
+        found.setdefault(plan.colocate_ids[i], set()).add(row)
+    return all(len(rows) == 1 for rows in found.values())
+
+
+@pytest.mark.parametrize("ids", [PAIRS, SPREAD], ids=["neighbours", "spread"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(),
+        Policy(search=0),
+        Policy(count_rule="per_rank"),
+        Policy(row_shape="uniform"),
+        Policy(balance="tokens"),
+    ],
+    ids=lambda p: f"{p.count_rule}-{p.row_shape}-{p.balance}-{p.search}",
+)
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2), Layout(pp=4), Layout(dp=2, pp=2, vpp=2), Layout(dp=2, cp=2)], ids=str
+)
+def test_pairs_stay_together(layout: Layout, policy: Policy, ids: list[int]) -> None:
+    plan = build_dp_schedule(
+        LENGTHS,
+        layout=layout,
+        max_tokens_per_gpu=200,
+        cost=COST,
+        policy=policy,
+        colocate_ids=ids,
+    )
+    check_plan(plan, LENGTHS)
+    assert together(plan)
+    assert any(len(mb.samples) > 2 for rank in plan.steps[0].ranks for mb in rank)
+
+
+def test_a_set_counts_its_samples_in_a_count_based_plan() -> None:
+    plan = build_dp_schedule(
+        LENGTHS, layout=Layout(dp=2), micro_batch_size=5, colocate_ids=[i // 3 for i in range(48)]
+    )
+    check_plan(plan, LENGTHS)
+    assert together(plan)
+    sizes = {len(mb.samples) for rank in plan.steps[0].ranks for mb in rank}
+    assert sizes == {3}
+
+
+def test_a_set_larger_than_the_micro_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"3 samples share the colocate id 'a'.*set it to 3"):
+        build_dp_schedule(
+            [4] * 4, layout=Layout(), micro_batch_size=2, colocate_ids=["b", "a", "a", "a"]
+        )
+
+
+def test_without_rollout_ids_a_set_is_a_rollout() -> None:
+    plan = build_dp_schedule(
+        [4] * 8,
+        layout=Layout(),
+        max_tokens_per_gpu=64,
+        colocate_ids=["a", "b", "a", "b", "c", "c", "d", "d"],
+        global_batch_size=2,
+    )
+    check_plan(plan, [4] * 8)
+    assert [step.kept_rollouts for step in plan.steps] == [("a", "b"), ("c", "d")]
+
+
+def test_a_set_in_two_rollouts_is_refused() -> None:
+    with pytest.raises(DataError, match=r"samples 0 and 2 share the colocate id 7 .* 'x' and 'y'"):
+        build_dp_schedule(
+            [4] * 3,
+            layout=Layout(),
+            max_tokens_per_gpu=64,
+            rollout_ids=["x", "x", "y"],
+            colocate_ids=[7, 8, 7],
+        )
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [([1], "1 colocate_ids for 3 samples"), ([1, None, 2], "sample 1 has colocate id None")],
+)
+def test_ids_that_are_none_are_refused(ids: list[Any], match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        build_dp_schedule([4] * 3, layout=Layout(), max_tokens_per_gpu=9, colocate_ids=ids)
+
+
+def test_a_set_over_the_budget_is_alone_in_its_row() -> None:
+    arguments: dict[str, Any] = {
+        "layout": Layout(dp=2, pp=2),
+        "max_tokens_per_gpu": 64,
+        "colocate_ids": [0, 0, *range(1, 20)],
+    }
+    lengths = [40, 50, *[8] * 19]
+    plan = build_dp_schedule(lengths, **arguments)
+    check_plan(plan, lengths)
+    assert (0, 1) in [mb.samples for rank in plan.steps[0].ranks for mb in rank]
+    with pytest.raises(PlanError, match=r"samples \[0, 1\] of colocate id 0: 90 tokens"):
+        build_dp_schedule(lengths, **arguments, policy=Policy(oversize="error"))
+
+
+def test_a_torn_set_breaks_invariant_7() -> None:
+    plan = build_dp_schedule([4] * 4, layout=Layout(dp=2), max_tokens_per_gpu=64)
+    torn = [plan.steps[0].ranks[0][0].samples[0], plan.steps[0].ranks[1][0].samples[0]]
+    ids = tuple("pair" if i in torn else f"{i}" for i in range(4))
+    step = dataclasses.replace(plan.steps[0], kept_rollouts=tuple(dict.fromkeys(ids)))
+    broken = dataclasses.replace(plan, colocate_ids=ids, steps=(step,))
+    place = r"invariant 7 .* 'pair' .* step 0 rank 0 micro-batch 0 .* step 0 rank 1 micro-batch 0"
+    with pytest.raises(PlanError, match=place):
+        check_plan(broken, [4] * 4)
+
+
+def test_forms_hold_the_ids_and_leave_them_out_where_there_are_none() -> None:
+    plain = build_dp_schedule([4] * 4, layout=Layout(), max_tokens_per_gpu=64)
+    assert "colocate" not in plain.to_json() + str(plain)
+    plan = build_dp_schedule(
+        [4] * 4, layout=Layout(), max_tokens_per_gpu=64, colocate_ids=["a", 1, "a", 1]
+    )
+    assert plan.colocate_ids == ("a", 1, "a", 1)
+    assert plan.digest() != plain.digest()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_text(str(plan)) == plan
+    with pytest.raises(PlanError, match="colocate_ids must be"):
+        Plan.from_json(plan.to_json().replace('"colocate_ids":["a"', '"colocate_ids":[null'))
+
+
+def test_sets_of_one_plan_as_without_ids() -> None:
+    arguments: dict[str, Any] = {"layout": Layout(dp=2, pp=4), "max_tokens_per_gpu": 200}
+    plain = build_dp_schedule(LENGTHS, **arguments, cost=COST)
+    alone = build_dp_schedule(LENGTHS, **arguments, cost=COST, colocate_ids=list(range(48)))
+    assert [s.ranks for s in alone.steps] == [s.ranks for s in plain.steps]
