@@ -21,6 +21,7 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
+from megapack.ragged import RowTensor
 from megapack.samples import SampleBatch
 
 # A uniform row's tail is cut into dummies this long, so that its attention stays linear.
@@ -69,6 +70,8 @@ class PackedRow:
     """Per-token fields [T], standing where their token is predicted; per-sample ones repeated."""
     sample_fields: Mapping[str, Tensor] = field(default_factory=dict)
     """Those of one number per sample again, [n]."""
+    tensors: Mapping[str, RowTensor] = field(default_factory=dict)
+    """The samples' tensors of other shapes; whole on every context-parallel rank."""
 
     @property
     def row_tokens(self) -> int:
@@ -87,6 +90,7 @@ class PackedRow:
                 name: value.to(device, non_blocking=True)
                 for name, value in getattr(self, group).items()
             }
+        moved["tensors"] = {name: _moved(value, device) for name, value in self.tensors.items()}
         return PackedRow(**{**vars(self), **moved})
 
 
@@ -149,6 +153,7 @@ def pack_row(
         loss_positions_R=weights_T.nonzero().squeeze(1),
         fields={name: rows.shifted(name) for name in names},
         sample_fields={name: rows.per_sample(name) for name in names if rows.is_per_sample(name)},
+        tensors=batch.row_tensors(micro_batch.samples),
     )
 
 
@@ -244,6 +249,12 @@ class _Rows:
             span = slice(start, start + self.batch.length(i) - 1)
             out_T[span] = value if value.dim() == 0 else value[1:]
         return out_T
+
+
+def _moved(value: RowTensor, device: torch.device | str) -> RowTensor:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return tuple(tensor.to(device, non_blocking=True) for tensor in value)
 
 
 def _sets(samples: tuple[int, ...], colocate_ids: Sequence[int | str] | None) -> Tensor:

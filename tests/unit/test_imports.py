@@ -25,7 +25,7 @@ LAYERS = [
     "step_split rollouts generated",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_report __init__",
-    "thd samples train_config",
+    "thd samples ragged train_config",
     "attention p2p schedule cpu loss logprobs outputs consensus forward head init settings "
     "segments objectives preference value_head",
     "model train launch report",
