@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +55,15 @@ def agree(
     for part, name in enumerate(same):
         _refuse_difference(name, [digests[part] for digests, _ in ranks])
     return result  # type: ignore[no-any-return]
+
+
+def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
+    """For each flag whether it is set on any rank; a collective of all ranks."""
+    if not dist.is_initialized() or not flags:
+        return list(flags)
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in found.tolist()]
 
 
 def _exchange(

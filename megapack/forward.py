@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -198,12 +199,24 @@ class RowForward:
             "position_ids": row.position_ids_T[None],
             "attention_mask": None,
             "packed_seq_params": device_row.params,
+            **{name: row.tensors[name] for name in taken_inputs(model, tuple(row.tensors))},
         }
         if not unwrapped(model).post_process:
             return model(**inputs), None
         with deferred_head(model) as head:
             hidden = model(**inputs)
         return hidden, partial(self.last_stage, row, head, device_row.ahead)
+
+
+def taken_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the names that the forward of a model chunk has as arguments.
+
+    Only arguments of their own count: what `**kwargs` are passed on to cannot be seen.
+    """
+    if not names:
+        return ()
+    known = inspect.signature(unwrapped(model).forward).parameters
+    return tuple(name for name in names if name in known)
 
 
 def _without_division(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

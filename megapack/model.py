@@ -191,12 +191,14 @@ def build_model(
     seed: int,
     distributed_optimizer: bool,
     value_head: bool = False,
+    model_class: type[GPTModel] = GPTModel,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks, wrapped in Megatron's DDP; weights depend on the seed alone.
 
     Args:
         vocab_size: ids that the tokenizer makes; padded to a multiple of 128.
         value_head: one fp32 value per token in place of logits; needs untied embeddings.
+        model_class: a subclass of GPTModel, one whose forward takes more inputs for one.
 
     Raises:
         ConfigError: the sizes do not divide by the layout, or a value head on tied embeddings.
@@ -204,7 +206,9 @@ def build_model(
     _check_sizes(model, layout)
     config = transformer_config(model, layout)
     padded_vocab = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    chunks = [_chunk(model, layout, config, v, padded_vocab) for v in range(layout.vpp)]
+    chunks = [
+        _chunk(model_class, model, layout, config, v, padded_vocab) for v in range(layout.vpp)
+    ]
     if value_head:
         for chunk in chunks:
             replace_output_layer(chunk)
@@ -241,12 +245,17 @@ def _in_dtype(config: TransformerConfig, chunk: GPTModel) -> torch.nn.Module:
 
 
 def _chunk(
-    model: ModelConfig, layout: Layout, config: TransformerConfig, vp: int, vocab_size: int
+    model_class: type[GPTModel],
+    model: ModelConfig,
+    layout: Layout,
+    config: TransformerConfig,
+    vp: int,
+    vocab_size: int,
 ) -> GPTModel:
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     spec = _block_spec(model.attention, config, vp_stage)
-    return GPTModel(
+    return model_class(
         config=config,
         transformer_layer_spec=spec,
         mtp_block_spec=_mtp_spec(model.attention, config, spec, vp_stage),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapack.errors import DataError
+from megapack.ragged import RaggedTensor, RowTensor, TensorField
 
 RESPONSE_MASK = "response_mask"
 
@@ -26,13 +27,19 @@ class SampleBatch:
         fields: name -> per sample a value for each of its tokens, for each of its last tokens
             (the response; the rest is 0), or one number. `response_mask` says which tokens count in
             the loss; without it all do. A sample's first token never counts: nothing predicts it.
+        tensors: name -> tensors that are no per-token values, which the model's forward takes as
+            keyword inputs of these names.
 
     Raises:
         DataError: naming sample, field and numbers.
     """
 
     def __init__(
-        self, tokens: Sequence[Any], fields: Mapping[str, Sequence[Any]] | None = None
+        self,
+        tokens: Sequence[Any],
+        fields: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        tensors: Mapping[str, TensorField] | None = None,
     ) -> None:
         if len(tokens) == 0:
             raise DataError("the batch has no samples")
@@ -41,6 +48,9 @@ class SampleBatch:
         self._num_loss_tokens: list[int] | None = None
         for name, values in (fields or {}).items():
             self.set_field(name, values)
+        self._tensors = {
+            name: RaggedTensor(name, values, len(self)) for name, values in (tensors or {}).items()
+        }
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -70,6 +80,20 @@ class SampleBatch:
     def field_dtype(self, name: str) -> torch.dtype:
         """The dtype that a field's rows have."""
         return self._fields[name][0].dtype
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the tensors that are no per-token values."""
+        return tuple(self._tensors)
+
+    def row_tensors(self, samples: Sequence[int]) -> dict[str, RowTensor]:
+        """These tensors of a micro-batch's samples, each combined as it was declared."""
+        return {name: tensor.row(samples) for name, tensor in self._tensors.items()}
+
+    @property
+    def tensor_signature(self) -> str:
+        """Their names, dtypes and shapes: what ranks must agree on."""
+        return "; ".join(tensor.signature for tensor in self._tensors.values())
 
     def response_mask(self, sample: int) -> Tensor:
         """Which tokens of a sample count in the loss, bool."""
@@ -119,6 +143,8 @@ class SampleBatch:
         prompts: Sequence[Any],
         responses: Sequence[Any],
         fields: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        tensors: Mapping[str, TensorField] | None = None,
     ) -> SampleBatch:
         """Prompt and response ids per sample; the response counts in the loss."""
         if len(prompts) != len(responses):
@@ -128,7 +154,8 @@ class SampleBatch:
             for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
         ]
         masks = [torch.cat([torch.zeros(len(p)), torch.ones(len(r))]) for p, r in pairs]
-        return cls([torch.cat(pair) for pair in pairs], {RESPONSE_MASK: masks, **(fields or {})})
+        masked = {RESPONSE_MASK: masks, **(fields or {})}
+        return cls([torch.cat(pair) for pair in pairs], masked, tensors=tensors)
 
     @classmethod
     def from_padded(

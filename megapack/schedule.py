@@ -25,10 +25,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import settings
-from megapack.consensus import agree
+from megapack.consensus import agree, on_any_rank
 from megapack.cp_slices import slice_row
-from megapack.errors import DataError
-from megapack.forward import DeviceRow, LastStage, RowForward
+from megapack.errors import DataError, ScheduleError
+from megapack.forward import DeviceRow, LastStage, RowForward, taken_inputs
 from megapack.frozen import keep_gradients_through_recompute
 from megapack.layout import Layout
 from megapack.loss import LossWeighting, sample_weights
@@ -100,6 +100,8 @@ class ScheduleAdapter:
             "mtp_coefs": loss_coefs(self.config),
         }
         self._checked_digest = ""
+        # Agreed on already: no tensors need no word with the others.
+        self._checked_inputs: set[tuple[str, ...]] = {()}
 
     @property
     def dp_rank(self) -> int:
@@ -269,8 +271,27 @@ class ScheduleAdapter:
             "step": str(step),
             "call": call,
             "count of loss tokens": str(batch.num_loss_tokens),
+            "tensor fields": batch.tensor_signature,
         }
-        return agree(check_and_pack, device=self._device, same=same)
+        packed = agree(check_and_pack, device=self._device, same=same)
+        self._check_inputs(batch.tensor_names)
+        return packed
+
+    def _check_inputs(self, names: tuple[str, ...]) -> None:
+        """A tensor that no chunk of any rank takes would be left out in silence."""
+        if names in self._checked_inputs:
+            return
+        taken = {name for chunk in self.chunks for name in taken_inputs(chunk, names)}
+        found = on_any_rank([name in taken for name in names], device=self._device)
+        for name, is_taken in zip(names, found, strict=True):
+            if not is_taken:
+                error = ScheduleError(
+                    f"no model chunk's forward takes {name!r}, which the batch has as a tensor; "
+                    "add the argument to the model's forward, or leave the tensor out"
+                )
+                error.on_all_ranks = True
+                raise error
+        self._checked_inputs.add(names)
 
     def _pack(
         self,

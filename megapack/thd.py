@@ -21,6 +21,7 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
+from megapack.ragged import RowTensor
 from megapack.samples import SampleBatch
 
 # A uniform row's tail is cut into dummies this long, so that its attention stays linear.
@@ -75,6 +76,8 @@ class PackedRow:
     """Per-token fields [T], standing where their token is predicted; per-sample ones repeated."""
     sample_fields: Mapping[str, Tensor] = field(default_factory=dict)
     """Those of one number per sample again, [n]."""
+    tensors: Mapping[str, RowTensor] = field(default_factory=dict)
+    """The samples' tensors of other shapes; whole on every context-parallel rank."""
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`."""
@@ -88,6 +91,7 @@ class PackedRow:
                 name: value.to(device, non_blocking=True)
                 for name, value in getattr(self, group).items()
             }
+        moved["tensors"] = {name: _moved(value, device) for name, value in self.tensors.items()}
         return PackedRow(**{**vars(self), **moved})
 
 
@@ -152,6 +156,7 @@ def pack_row(
         loss_positions_R=weights_T.nonzero().squeeze(1),
         fields={name: rows.shifted(name) for name in names},
         sample_fields={name: rows.per_sample(name) for name in names if rows.is_per_sample(name)},
+        tensors=batch.row_tensors(micro_batch.samples),
     )
 
 
@@ -248,6 +253,12 @@ class _Rows:
             span = slice(start, start + self.batch.length(i) - 1)
             out_T[span] = value if value.dim() == 0 else value[1:]
         return out_T
+
+
+def _moved(value: RowTensor, device: torch.device | str) -> RowTensor:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return tuple(tensor.to(device, non_blocking=True) for tensor in value)
 
 
 def _sets(samples: tuple[int, ...], colocate_ids: Sequence[int | str] | None) -> Tensor:

@@ -11,11 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from megapack import Layout, MegapackError, Policy, build_dp_schedule, launch
 from megapack.loss import PPO, SFT
+from megapack.objectives import ValueLoss
+from megapack.preference import DPO
+from megapack.ragged import TensorField
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
@@ -75,6 +79,25 @@ class Faults:
 
     def batched_p2p(self) -> None:
         self._with_setting("batch_p2p_comm", True)
+
+    def another_head(self) -> None:
+        """Only the last stage can see it."""
+        adapter = ScheduleAdapter(self.chunks, layout=LAYOUT, head="value")
+        adapter.step(self.plan, self.batch, objective=SFT())
+
+    def values_of_a_vocabulary(self) -> None:
+        self.adapter.step(self.plan, self.batch, objective=ValueLoss())
+
+    def pairs_apart(self) -> None:
+        batch = problem.make_batch()
+        batch.set_field("pair_sign", [1.0, -1.0] * (len(batch) // 2))
+        self.adapter.step(self.plan, batch, objective=DPO())
+
+    def other_tensors(self) -> None:
+        tokens = [self.batch.tokens(i) for i in range(len(self.batch))]
+        shapes = [torch.zeros(1 + self.rank, 2)] * len(tokens)
+        batch = SampleBatch(tokens, tensors={"pixels": TensorField(shapes)})
+        self.adapter.step(self.plan, batch, objective=SFT())
 
     def _with_setting(self, name: str, value: Any) -> None:
         config = get_model_config(self.chunks[0])

@@ -78,6 +78,19 @@ def test_sft_learns(tmp_path: Path) -> None:
     assert "kl_old_nats" not in metrics(tmp_path)[0]
 
 
+def test_gspo_on_generated_rollouts(tmp_path: Path) -> None:
+    gspo = ["objective.kind=gspo", "objective.kl_level=sequence", "objective.kl_coef=0.01"]
+    code, output = run(
+        tmp_path, *TINY, *PP2_VPP2, *gspo, "objective.loss_weighting=seq-mean-token-mean"
+    )
+    assert code == 0, output
+    lines = metrics(tmp_path)
+    assert len(lines) == 4
+    assert lines[0]["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert lines[0]["kl_ref_nats"] == pytest.approx(0.0, abs=1e-6)
+    assert all(line["grad_norm"] > 0 for line in lines)
+
+
 def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     layouts = {
         "one": ["layout.dp=1", "layout.pp=1", "layout.vpp=1"],

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
+from megapack.ragged import TensorField
 from megapack.samples import SampleBatch, to_padded
 from megapack.thd import DUMMY_TOKENS, PackedRow, pack_row, unpack_row, unpack_tokens
 
@@ -52,7 +53,14 @@ def data(case: Case) -> SampleBatch:
     old = [x.float() / 7 for x in ids]
     mask = [torch.arange(p + r) >= p for p, r in case.pairs]
     reward = torch.arange(len(ids)).float() + 0.5
-    return SampleBatch(ids, {"response_mask": mask, "old": old, "reward": reward})
+    # Sample i has i % 3 images, each filled with its number.
+    images = [torch.full((i % 3, 2), i, dtype=torch.int16) for i in range(len(ids))]
+    tensors = {
+        "images": TensorField(images),
+        "sizes": TensorField([torch.ones(i, 1 + i) for i in range(len(ids))], combine="list"),
+    }
+    fields = {"response_mask": mask, "old": old, "reward": reward}
+    return SampleBatch(ids, fields, tensors=tensors)
 
 
 def pack(case: Case, batch: SampleBatch) -> PackedRow:
@@ -76,6 +84,25 @@ def test_unpacking_undoes_packing(case: Case) -> None:
         assert torch.equal(old[place][1:], batch.field("old", i)[1:])
         assert torch.equal(reward[place][1:], batch.field("reward", i).expand(len(old[place]) - 1))
         assert old[place][0] == reward[place][0] == -1.0
+
+
+@settings(deadline=None)
+@given(cases())
+def test_tensors_and_sample_numbers_follow_their_samples(case: Case) -> None:
+    batch = data(case)
+    row = pack(case, batch)
+    images, sizes = row.tensors["images"], row.tensors["sizes"]
+    assert isinstance(images, torch.Tensor)
+    assert (images.dtype, images.shape[1:]) == (torch.int16, (2,))
+    assert images[:, 0].tolist() == [i for i in case.samples for _ in range(i % 3)]
+    assert [tuple(size.shape) for size in sizes] == [(i, 1 + i) for i in case.samples]
+    assert torch.bincount(row.sample_of_T + 1, minlength=len(case.samples) + 1).tolist() == [
+        row.row_tokens - sum(row.lengths),
+        *row.lengths,
+    ]
+    assert row.tokens_T[row.ends_T].tolist() == [int(batch.tokens(i)[-1]) for i in case.samples]
+    assert (row.sample_of_T[row.loss_positions_R] >= 0).all()
+    assert row.sample_fields["reward"].tolist() == [i + 0.5 for i in case.samples]
 
 
 @settings(deadline=None)

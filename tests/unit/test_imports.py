@@ -25,7 +25,7 @@ LAYERS = [
     "step_split rollouts generated",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_report __init__",
-    "thd cp_slices samples train_config checkpoint_files",
+    "thd cp_slices samples ragged train_config checkpoint_files",
     "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
     "moe mtp routing segments objectives preference value_head checkpoint_state reference",
     "model train checkpoint launch report",
