@@ -27,10 +27,10 @@ from torch import Tensor
 from megapack import settings
 from megapack.consensus import agree
 from megapack.errors import DataError
+from megapack.experts import ModelRouting
 from megapack.forward import DeviceRow, LastStage, RowForward, metric_names
 from megapack.layout import Layout
 from megapack.loss import LossWeighting, Objective, sample_weights
-from megapack.moe import ModelRouting
 from megapack.mtp import loss_coefs, loss_names, num_depths
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.p2p import PlannedP2PCommunicator
@@ -218,7 +218,7 @@ class ScheduleAdapter:
     def _recorded(
         self, plan: Plan, batch: SampleBatch, step: int, rows: Rows, scope: Scope
     ) -> list[Tensor | None]:
-        groups = [self._groups.pp]
+        groups = [self._groups.pp, self._groups.cp]
         groups += [self._groups.tp] if self.layout.sequence_parallel else []
         groups += [self._dp_group] if scope == "all" else []
         return collect_routing(

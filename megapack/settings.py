@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 
 from megapack.attention import refuse_unpacked_attention
 from megapack.errors import ScheduleError
+from megapack.experts import check_experts
 from megapack.layout import Layout
-from megapack.moe import check_experts
 from megapack.mtp import check_mtp
 from megapack.plan import Plan
 

@@ -27,14 +27,25 @@ LAYERS = [
     "dp_schedule plan_report __init__",
     "thd samples train_config",
     "attention p2p schedule cpu loss logprobs outputs consensus forward head init settings "
-    "moe mtp routing",
+    "experts moe mtp routing",
     "model train launch report",
     "cli __main__",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
 # Who speaks with Megatron.
-MEGATRON = {"attention", "cpu", "forward", "model", "moe", "p2p", "schedule", "settings", "train"}
+MEGATRON = {
+    "attention",
+    "cpu",
+    "experts",
+    "forward",
+    "model",
+    "moe",
+    "p2p",
+    "schedule",
+    "settings",
+    "train",
+}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
 FRAMEWORKS = (
