@@ -1,4 +1,4 @@
-"""Mixtures of experts on packed rows: the router, and what the adapter does with all of them.
+"""The router of a mixture of experts on packed rows.
 
 Megatron's router takes a micro-batch for one sequence: its statistics and auxiliary losses would
 depend on what is packed together. `PackedRouter` reads the samples from the row that is being run,
@@ -7,13 +7,11 @@ and takes the place of `TopKRouter` in `MoESubmodules.router`.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     compute_routing_scores_for_aux_loss,
@@ -21,18 +19,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megapack.errors import DataError, ScheduleError
-from megapack.head import unwrapped
-from megapack.layout import Layout
-from megapack.routing import (
-    RoutingPass,
-    RoutingRow,
-    RoutingShape,
-    balance_loss,
-    routing_row,
-    z_loss,
-)
-from megapack.thd import PackedRow
+from megapack.routing import RoutingPass, RoutingRow, balance_loss, z_loss
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -157,136 +144,3 @@ def moe_layers(config: Any) -> list[int]:
     if isinstance(every, int):
         return list(range(0, config.num_layers, every))
     return [layer for layer, has_experts in enumerate(every) if has_experts]
-
-
-class ModelRouting:
-    """All routers of this rank's chunks.
-
-    Args:
-        tp_rank: the sequence-parallel slice that this rank's routers see.
-    """
-
-    def __init__(self, chunks: Sequence[Any], config: Any, layout: Layout, tp_rank: int) -> None:
-        self._config, self._layout, self._tp_rank = config, layout, tp_rank
-        modules = [module for chunk in chunks for module in unwrapped(chunk).modules()]
-        self._routers = [module for module in modules if isinstance(module, PackedRouter)]
-        self._stock = any(type(module) is TopKRouter for module in modules)
-        self.shape = RoutingShape(
-            num_layers=len(moe_layers(config)),
-            num_experts=config.num_moe_experts or 0,
-            top_k=config.moe_router_topk,
-        )
-        self._check_routers()
-
-    def _check_routers(self) -> None:
-        config = self._config
-        asks = has_balance_loss(config) or config.moe_z_loss_coeff
-        if self._stock and (asks or config.moe_router_enable_expert_bias):
-            raise ScheduleError(
-                "with Megatron's TopKRouter auxiliary losses and the expert bias count padding "
-                "and depend on the packing; set router=megapack.moe.PackedRouter in the layer "
-                "spec's MoESubmodules"
-            )
-
-    def rows(
-        self, rows: Sequence[PackedRow], choices: Sequence[Tensor | None] | None, record: bool
-    ) -> list[RoutingRow | None]:
-        """The packed rows as routers see them; None each where the model has no experts.
-
-        Raises:
-            DataError: choices for a model without experts, or that do not fit it.
-            ScheduleError: routers that cannot record or replay.
-        """
-        if choices is not None or record:
-            self._check_replay()
-        if not self.shape.num_layers:
-            return [None] * len(rows)
-        positions = (self._positions(row) for row in rows)
-        return [
-            routing_row(row, at, choices, self.shape)
-            for row, at in zip(rows, positions, strict=True)
-        ]
-
-    def _check_replay(self) -> None:
-        if not self.shape.num_layers:
-            raise DataError("the model has no experts, so it has no routing to record or replay")
-        if self._stock or self._config.moe_router_fusion:
-            raise ScheduleError(
-                "routing is recorded and replayed by megapack.moe.PackedRouter without "
-                f"moe_router_fusion (it is {self._config.moe_router_fusion}); set it to False and "
-                "router=PackedRouter in the layer spec's MoESubmodules"
-            )
-
-    def _positions(self, row: PackedRow) -> Tensor:
-        """Where the tokens of this rank's routers stand in the whole row."""
-        if not self._layout.sequence_parallel:
-            return row.row_positions_T
-        return row.row_positions_T.chunk(self._layout.tp)[self._tp_rank]
-
-    @contextlib.contextmanager
-    def following(self, routing: RoutingPass) -> Iterator[None]:
-        """Within the block the routers take their rows from this pass."""
-        for router in self._routers:
-            router.follow(routing)
-        try:
-            yield
-        finally:
-            for router in self._routers:
-                router.follow(None)
-
-    def metrics(self, routing: RoutingPass, device: torch.device) -> dict[str, float]:
-        """The pass's auxiliary losses without coefficients, mean over layers. A collective.
-
-        Each rank holds other tokens or other layers: tensor-parallel ranks too, for experts under
-        tensor parallelism train with sequence parallelism only.
-        """
-        names = ["moe_balance_loss"] if has_balance_loss(self._config) else []
-        names += ["moe_z_loss"] if self._config.moe_z_loss_coeff else []
-        if not names or not self.shape.num_layers:
-            return {}
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        sums = torch.stack([routing.sums.get(name, zero) for name in names])
-        dist.all_reduce(sums)
-        return dict(zip(names, (sums / self.shape.num_layers).tolist(), strict=True))
-
-
-def has_balance_loss(config: Any) -> bool:
-    """Whether some load-balancing loss has a weight."""
-    coefficients = config.moe_aux_loss_coeff
-    return any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
-
-
-def check_experts(config: Any, layout: Layout) -> None:
-    """Raise ScheduleError naming the first MoE setting that makes the gradient depend on packing.
-
-    Called for models with experts, before any collective.
-    """
-    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    if not isinstance(kinds, list):
-        kinds, coefficients = [kinds], [coefficients]
-    for kind, coefficient in zip(kinds, coefficients, strict=True):
-        if coefficient and kind != "seq_aux_loss":
-            raise ScheduleError(
-                f"moe_router_load_balancing_type={kind!r} with moe_aux_loss_coeff={coefficient} "
-                "balances what happens to be packed together, so the gradient would depend on the "
-                "packing; set 'seq_aux_loss' (each sample by itself), or the coefficient to 0"
-            )
-    unsupported = {
-        "moe_expert_capacity_factor": "which tokens are dropped would depend on the packing; set "
-        "it to None",
-        "moe_enable_routing_replay": "it holds one micro-batch at a time; set it to False and use "
-        "forward(record_routing=True) and step(routing=...)",
-    }
-    for name, advice in unsupported.items():
-        if getattr(config, name, None):
-            raise ScheduleError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
-    if "sinkhorn" in kinds:
-        raise ScheduleError(
-            "moe_router_load_balancing_type='sinkhorn' routes a token by what is packed with it; "
-            "set 'seq_aux_loss' or 'none'"
-        )
-    if layout.tp > 1 and not layout.sequence_parallel:
-        raise ScheduleError(
-            f"experts with tp={layout.tp} train with sequence parallelism only; set "
-            "Layout(sequence_parallel=True) and config.sequence_parallel=True"
-        )

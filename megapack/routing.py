@@ -43,6 +43,11 @@ class RoutingShape:
     num_experts: int
     top_k: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest type of an expert's number that every backend adds up."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int32
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingRow:
@@ -109,12 +114,12 @@ def routing_row(
 def _lay(row: PackedRow, choices: Sequence[Tensor | None], shape: RoutingShape) -> Tensor:
     first_T1 = torch.arange(row.row_tokens)[:, None] * shape.top_k
     robin_TK = (first_T1 + torch.arange(shape.top_k)) % shape.num_experts
-    out_TLK = robin_TK.to(torch.int32)[:, None].repeat(1, shape.num_layers, 1)
+    out_TLK = robin_TK.to(shape.dtype)[:, None].repeat(1, shape.num_layers, 1)
     for sample, start, length in zip(row.samples, row.starts, row.lengths, strict=True):
         value = choices[sample]
         check_choices(value, sample, length, shape)
         assert value is not None
-        out_TLK[start : start + value.shape[0]] = value.to(torch.int32)
+        out_TLK[start : start + value.shape[0]] = value.to(shape.dtype)
     return out_TLK
 
 
@@ -215,8 +220,8 @@ def collect_routing(
     samples = samples_in_scope(step, dp_rank, scope)
     starts = dict(zip(samples, _starts([lengths[i] for i in samples]), strict=True))
     num_tokens = sum(lengths[i] for i in samples)
-    dtype = torch.uint8 if shape.num_experts <= 256 else torch.int32
-    flat = torch.zeros(num_tokens, shape.num_layers, shape.top_k, dtype=dtype, device=device)
+    sizes = (num_tokens, shape.num_layers, shape.top_k)
+    flat = torch.zeros(sizes, dtype=shape.dtype, device=device)
     for row in rows:
         _place(row, starts, flat)
     for group in groups:

@@ -28,11 +28,11 @@ from megapack import settings
 from megapack.consensus import agree, on_any_rank
 from megapack.cp_slices import slice_row
 from megapack.errors import DataError, ScheduleError
+from megapack.experts import ModelRouting
 from megapack.forward import DeviceRow, LastStage, RowForward, taken_inputs
 from megapack.frozen import keep_gradients_through_recompute
 from megapack.layout import Layout
 from megapack.loss import LossWeighting, sample_weights
-from megapack.moe import ModelRouting
 from megapack.mtp import loss_coefs, loss_names, num_depths
 from megapack.objectives import AnyObjective, metric_names
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics

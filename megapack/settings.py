@@ -13,9 +13,9 @@ from megatron.core import parallel_state
 
 from megapack.attention import refuse_unpacked_attention
 from megapack.errors import ConfigError, ScheduleError
+from megapack.experts import check_experts
 from megapack.head import unwrapped
 from megapack.layout import Layout
-from megapack.moe import check_experts
 from megapack.mtp import check_mtp
 from megapack.plan import Plan
 from megapack.value_head import ValueHead

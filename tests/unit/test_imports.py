@@ -27,15 +27,15 @@ LAYERS = [
     "dp_schedule plan_report __init__",
     "thd cp_slices samples ragged train_config checkpoint_files",
     "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
-    "moe mtp routing segments objectives preference value_head checkpoint_state reference",
+    "experts moe mtp routing segments objectives preference value_head checkpoint_state reference",
     "model train checkpoint launch report",
     "cli __main__",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
 # Who speaks with Megatron.
-MEGATRON = {"attention", "checkpoint_state", "cpu", "forward", "model", "moe", "p2p", "schedule"}
-MEGATRON |= {"settings", "train"}
+MEGATRON = {"attention", "checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
+MEGATRON |= {"schedule", "settings", "train"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
 FRAMEWORKS = (
