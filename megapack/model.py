@@ -34,7 +34,7 @@ from megapack.errors import ConfigError
 from megapack.frozen import freeze
 from megapack.init import initialize_by_name
 from megapack.layout import Layout
-from megapack.moe import PackedRouter
+from megapack.moe import use_packed_router
 from megapack.train_config import ModelConfig, OptimConfig
 from megapack.value_head import keep_fp32, replace_output_layer
 
@@ -71,7 +71,7 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedSDPA
     if config.num_moe_experts:
-        spec.submodules.mlp.submodules.router = PackedRouter
+        use_packed_router(spec.submodules.mlp)
     spec.submodules.input_layernorm = PackedNorm
     spec.submodules.pre_mlp_layernorm = PackedNorm
     if config.qk_layernorm:
@@ -284,7 +284,7 @@ def _block_spec(
             qk_layernorm=config.qk_layernorm,
         )
         if config.num_moe_experts:
-            spec.submodules.mlp.submodules.router = PackedRouter
+            use_packed_router(spec.submodules.mlp)
         return spec
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(

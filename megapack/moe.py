@@ -136,6 +136,17 @@ class _Choice:
         )
 
 
+def use_packed_router(mlp: Any) -> None:
+    """Give an MoE layer's spec the router for packed rows.
+
+    Args:
+        mlp: `submodules.mlp` of a layer spec with experts: a ModuleSpec, or from Megatron-Core 0.19
+            on a partial of MoELayer.
+    """
+    submodules = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
+    submodules.router = PackedRouter
+
+
 def moe_layers(config: Any) -> list[int]:
     """Which layers of the whole model, counted from 0, have experts."""
     if not config.num_moe_experts:
