@@ -188,6 +188,9 @@ CASES: dict[str, Case] = {
     "mtp_pp2_untied": Case(layout=PP2, variant="mtp_other"),
     "mtp_tp2_sp": Case(layout=TP2_SP, variant="mtp"),
     "mtp_moe_dp2_ep2": Case(layout=DP2_EP2, variant="mtp_moe"),
+    "mtp_moe_dp2_pp2_vpp2_ep2": Case(
+        layout=Layout(dp=2, pp=2, vpp=2, ep=2), variant="mtp_moe", expect={"chunks": 2}
+    ),
     "pp4": Case(layout=PP4),
     "pp4_vpp2": Case(layout=PP4_VPP2, expect={"chunks": 2}),
     "pp4_vpp2_uniform": Case(layout=PP4_VPP2, policy=UNIFORM, expect={"chunks": 2}),
