@@ -125,12 +125,11 @@ class ScheduleAdapter:
             ScheduleError: on every rank, where plans differ or one rank's work failed.
         """
 
-        reads_logprobs = self.head == "vocabulary"
-        with_entropy = reads_logprobs and (entropy or objective.needs_entropy)
-        names = list[str]()
+        with_entropy, names = entropy or objective.needs_entropy, list[str]()
 
         def pack() -> list[PackedRow]:
             settings.check_objective(objective, self.head)
+            settings.check_entropy(with_entropy, self.head)
             missing = [n for n in objective.required_fields if n not in batch.field_names]
             names.extend(metric_names(objective, with_entropy))
             if missing:
@@ -180,6 +179,7 @@ class ScheduleAdapter:
         """
 
         def pack() -> list[PackedRow]:
+            settings.check_entropy(entropy, self.head)
             return self._pack(plan, batch, step, None, ())
 
         rows = self._agree(plan, batch, step, f"forward {entropy} {scope}", pack)
