@@ -60,7 +60,7 @@ class DPO(_Pairs):
 
     The loss of a pair is -log sigmoid(beta * margin), the margin being what the preferred sample's
     response gained in log-prob over the reference, less what the other one's gained. Reads
-    `ref_logprobs` and `pair_sign`.
+    `pair_sign` and `ref_logprobs`: per token, or one number per sample, the sum over its response.
     """
 
     required_fields = ("ref_logprobs", PAIR_SIGN)
@@ -77,6 +77,16 @@ class DPO(_Pairs):
                 "[0, 0.5)"
             )
 
+    def check(self, batch: SampleBatch, plan: Plan, step: int) -> None:
+        """The pairs' check; and reference log-probs are all sums, or all per token."""
+        super().check(batch, plan, step)
+        kept = plan.steps[step].kept_samples
+        if len({batch.field("ref_logprobs", i).dim() for i in kept}) > 1:
+            raise DataError(
+                "ref_logprobs is one number for some samples and one per token for others; give "
+                "all of them alike"
+            )
+
     def __call__(
         self,
         logprobs_R: Tensor,
@@ -85,7 +95,10 @@ class DPO(_Pairs):
         segments: Segments,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; metrics: preferred_fraction, margin (nats)."""
-        gain_n = segments.sum(logprobs_R - fields["ref_logprobs"])
+        if "ref_logprobs" in segments.fields:
+            gain_n = segments.sum(logprobs_R) - segments.fields["ref_logprobs"]
+        else:
+            gain_n = segments.sum(logprobs_R - fields["ref_logprobs"])
         margin_n = segments.sum_sets(segments.fields[PAIR_SIGN] * gain_n)
         right_n, wrong_n = logsigmoid(self.beta * margin_n), logsigmoid(-self.beta * margin_n)
         loss_n = -(1 - self.label_smoothing) * right_n - self.label_smoothing * wrong_n

@@ -10,9 +10,8 @@ log-probs in sample order.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -39,6 +37,7 @@ from megapack.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.p2p import PlannedP2PCommunicator
 from megapack.plan import Plan, StepPlan, check_plan
 from megapack.routing import RoutingPass, RoutingRow, collect_routing, token_weight
+from megapack.run_context import config_for, evaluating, process_groups
 from megapack.samples import SampleBatch
 from megapack.thd import PackedRow, pack_row
 
@@ -87,7 +86,7 @@ class ScheduleAdapter:
         settings.check_config(self.config, layout)
         settings.check_chunks(self.chunks)
         keep_gradients_through_recompute(self.chunks, self.config)
-        self._groups = _process_groups()
+        self._groups = process_groups()
         self._routing = ModelRouting(self.chunks, self.config, layout, self._groups.tp.rank())
         self._dp_group = parallel_state.get_data_parallel_group()
         self._device = torch.device(torch.cuda.current_device())
@@ -139,12 +138,11 @@ class ScheduleAdapter:
             ScheduleError: on every rank, where plans differ or one rank's work failed.
         """
 
-        reads_logprobs = self.head == "vocabulary"
-        with_entropy = reads_logprobs and (entropy or objective.needs_entropy)
-        names = list[str]()
+        with_entropy, names = entropy or objective.needs_entropy, list[str]()
 
         def pack() -> Rows:
             settings.check_objective(objective, self.head)
+            settings.check_entropy(with_entropy, self.head)
             missing = [n for n in objective.required_fields if n not in batch.field_names]
             names.extend([*metric_names(objective, with_entropy), *loss_names(self.config)])
             if missing:
@@ -204,6 +202,7 @@ class ScheduleAdapter:
         """
 
         def pack() -> Rows:
+            settings.check_entropy(entropy, self.head)
             rows = self._pack(plan, batch, step, None, ())
             return rows, self._routing.rows(rows, routing, record_routing)
 
@@ -213,7 +212,7 @@ class ScheduleAdapter:
         names = ("logprobs", "entropy") if entropy else ("logprobs",)
         if self.head == "value":
             names = ("values", "scores")
-        with torch.no_grad(), _evaluating(self.chunks):
+        with torch.no_grad(), evaluating(self.chunks):
             routers = RoutingPass(record=record_routing)
             self._run(plan, step, rows, last, routers, forward_only=True)
         outputs = {
@@ -330,7 +329,7 @@ class ScheduleAdapter:
             communicator = self._communicator(rows, step, forward_only)
         run = get_forward_backward_func()
         overrides = self._overrides(step, planned)
-        with _config_for(self.config, overrides), self._routing.following(routers):
+        with config_for(self.config, overrides), self._routing.following(routers):
             run(
                 forward_step_func=RowForward(last_stage, routers),
                 data_iterator=[iter(device_rows) for _ in self.chunks],
@@ -372,43 +371,3 @@ class ScheduleAdapter:
 def _described(objective: AnyObjective) -> str:
     """The same text on every rank: addresses in it differ between processes."""
     return f"{type(objective).__module__}.{re.sub(r' at 0x[0-9a-f]+', '', repr(objective))}"
-
-
-def _process_groups() -> ProcessGroupCollection:
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    # Megatron-Core 0.19 asks for these two as well.
-    groups.dp = parallel_state.get_data_parallel_group()
-    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return groups
-
-
-@contextlib.contextmanager
-def _config_for(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
-    """Set the step's settings on Megatron's config and put the user's back."""
-    before = {name: getattr(config, name) for name in overrides}
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
-
-
-@contextlib.contextmanager
-def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    # Per module: a user may have frozen some of them in evaluation mode.
-    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -165,6 +165,12 @@ def check_objective(objective: object, head: Head) -> None:
         )
 
 
+def check_entropy(with_entropy: bool, head: Head) -> None:
+    """Raise ConfigError where an entropy is asked of a head that has no distribution."""
+    if with_entropy and head == "value":
+        raise ConfigError("a value head has no entropy; set entropy=False")
+
+
 def _gradient_buffers(chunk: Any) -> list[Any]:
     """DDP's buffers; on a bare module `buffers` is a method."""
     found = (getattr(chunk, name, None) for name in ("buffers", "expert_parallel_buffers"))

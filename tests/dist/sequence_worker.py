@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m tests.dist.sequence_worker REFERENCE OUT
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -14,9 +15,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megapack import launch
+from megapack import ConfigError, launch
+from megapack.head import unwrapped
 from megapack.layout import Layout
+from megapack.model import build_optimizer
+from megapack.objectives import ValueLoss
 from megapack.schedule import ScheduleAdapter
+from megapack.train_config import OptimConfig
 from tests.dist import problem
 from tests.dist.sequence_problem import KINDS, LAYOUTS, Kind, make_batch, make_plan
 from tests.dist.setup import build_chunks
@@ -46,6 +51,50 @@ def run_kind(layout: Layout, kind: Kind, want: dict[str, Any]) -> dict[str, Any]
     }
 
 
+def train_critic(layout: Layout, dtype: Any, distributed_optimizer: bool) -> dict[str, Any]:
+    """Five optimizer steps of a value model, and what became of its head."""
+    model = dataclasses.replace(problem.OTHER_MODEL, dtype=dtype)
+    chunks = build_chunks(
+        layout, model=model, distributed_optimizer=distributed_optimizer, value_head=True
+    )
+    optim = OptimConfig(distributed_optimizer=distributed_optimizer)
+    optimizer = build_optimizer(optim, chunks, dtype == "bf16")
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    adapter = ScheduleAdapter(chunks, layout=layout, head="value")
+    batch, plan, losses = make_batch(), make_plan(layout), []
+    for _ in range(5):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses.append(adapter.step(plan, batch, objective=ValueLoss()).loss)
+        optimizer.step()
+    last = unwrapped(chunks[-1])
+    facts: dict[str, Any] = {"losses": losses}
+    if last.post_process:
+        facts["dtype"] = str(last.output_layer.weight.dtype)
+        facts["in_checkpoint"] = "output_layer.weight" in last.sharded_state_dict()
+    return facts
+
+
+def _tied(layout: Layout) -> str:
+    try:
+        build_chunks(layout, model=problem.MODEL, value_head=True)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _critics(layout: Layout) -> dict[str, Any]:
+    found: dict[str, Any] = {"tied": _tied(layout)}
+    parallel_state.destroy_model_parallel()
+    for dtype in ("fp32", "bf16"):
+        for distributed in (False, True):
+            found[f"{dtype} {distributed}"] = train_critic(layout, dtype, distributed)
+            parallel_state.destroy_model_parallel()
+    return found
+
+
 def _output_error(outputs: dict[str, Any], values: list[Tensor], batch: Any) -> float:
     worst = 0.0
     for i, value in enumerate(values):
@@ -72,6 +121,7 @@ def main(reference: str, out: str) -> None:
             result["worst_parameter"], result["output_error"] = worst.tolist()
             found[f"{place} {name}"] = result
             parallel_state.destroy_model_parallel()
+    found["critics"] = _critics(Layout(dp=dist.get_world_size()))
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)

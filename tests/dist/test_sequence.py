@@ -25,6 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         out = folder / f"world{world}.json"
         checked_job(world, "tests.dist.sequence_worker", [reference, str(out)], timeout_s=300)
         found.update(json.loads(out.read_text()))
+        found[f"critics {world}"] = found.pop("critics")
     return found
 
 
@@ -50,7 +51,7 @@ def test_values_and_scores_equal_the_reference(
 def test_rows_hold_several_pairs_and_ratios_are_clipped(
     results: dict[str, dict[str, Any]],
 ) -> None:
-    assert max(found["sets_packed"] for found in results.values()) > 1
+    assert max(results[name]["sets_packed"] for name in NAMES) > 1
     for name in NAMES:
         # A row over two context-parallel ranks holds twice the budget.
         assert results[name]["num_rows"] > 1
@@ -66,3 +67,23 @@ def test_metrics_do_not_depend_on_the_layout(kind: str, results: dict[str, dict[
     assert first
     for place in LAYOUTS:
         assert results[f"{place} {kind}"]["metrics"] == pytest.approx(first, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_value_head_is_trained_in_fp32_and_saved(
+    dtype: str, world: int, results: dict[str, dict[str, Any]]
+) -> None:
+    plain, split = (results[f"critics {world}"][f"{dtype} {split}"] for split in (False, True))
+    for found in (plain, split):
+        assert found["dtype"] == "torch.float32"
+        assert found["in_checkpoint"]
+        assert found["losses"][-1] < 0.8 * found["losses"][0]
+    near = {"fp32": 1e-4, "bf16": 2e-2}[dtype]
+    assert split["losses"] == pytest.approx(plain["losses"], rel=near)
+    assert plain["losses"] == pytest.approx(results["critics 1"]["fp32 False"]["losses"], rel=0.05)
+
+
+def test_a_value_head_on_tied_embeddings_is_refused(results: dict[str, dict[str, Any]]) -> None:
+    for world in (1, 2, 4):
+        assert "untie_embeddings=true" in results[f"critics {world}"]["tied"]

@@ -27,7 +27,8 @@ LAYERS = [
     "dp_schedule plan_report __init__",
     "thd cp_slices samples ragged train_config checkpoint_files",
     "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
-    "experts moe mtp routing segments objectives preference value_head checkpoint_state reference",
+    "experts moe mtp routing run_context segments objectives preference value_head "
+    "checkpoint_state reference",
     "model train checkpoint launch report",
     "cli __main__",
 ]
@@ -35,7 +36,7 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.spl
 
 # Who speaks with Megatron.
 MEGATRON = {"attention", "checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
-MEGATRON |= {"schedule", "settings", "train"}
+MEGATRON |= {"run_context", "schedule", "settings", "train"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
 FRAMEWORKS = (

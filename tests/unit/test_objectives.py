@@ -15,7 +15,7 @@ from megapack.objectives import GSPO, ValueLoss, call_objective, metric_names
 from megapack.preference import DPO, PairwiseReward, pair_signs
 from megapack.samples import SampleBatch
 from megapack.segments import Segments
-from megapack.settings import check_objective
+from megapack.settings import check_entropy, check_objective
 
 pytestmark = pytest.mark.unit
 
@@ -127,6 +127,15 @@ def test_dpo_pays_for_the_margin_over_the_reference() -> None:
     assert metrics["preferred_fraction"].tolist() == [float(margin > 0)] * 5
 
 
+def test_dpo_takes_sums_of_the_reference_too() -> None:
+    signs = {"pair_sign": torch.tensor([-1.0, 1.0])}
+    sums = {"ref_logprobs": segments().sum(REF)}
+    spread = {"ref_logprobs": segments().spread(sums["ref_logprobs"])}
+    found, _ = DPO()(NEW, None, spread, segments(fields={**signs, **sums}))
+    wanted, _ = DPO()(NEW, None, {"ref_logprobs": REF}, segments(fields=signs))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_pairwise_reward_reads_scores() -> None:
     signs = {"pair_sign": torch.tensor([1.0, -1.0])}
     scored = segments(fields=signs, scores_n=torch.tensor([0.2, 0.9]))
@@ -136,8 +145,10 @@ def test_a_pairwise_reward_reads_scores() -> None:
         PairwiseReward()(torch.zeros(5), None, {}, segments(fields=signs))
 
 
-def check(objective: Any, signs: list[Any], ids: Any, masks: Any = None) -> None:
-    fields = {"pair_sign": signs, **({"response_mask": masks} if masks else {})}
+def check(objective: Any, signs: list[Any], ids: Any, masks: Any = None, ref: Any = 0.0) -> None:
+    refs = [ref] + [0.0] * (len(signs) - 1)
+    masked = {"response_mask": masks} if masks else {}
+    fields = {"pair_sign": signs, "ref_logprobs": refs, **masked}
     batch = SampleBatch([[1, 2, 3]] * len(signs), fields)
     plan = build_dp_schedule(
         batch.lengths, layout=Layout(), max_tokens_per_gpu=64, colocate_ids=ids
@@ -153,6 +164,8 @@ def test_sets_that_are_no_pairs_are_refused() -> None:
         check(PairwiseReward(), [1, -1, 1, 1], ["a", "a", "b", "b"])
     with pytest.raises(DataError, match=r"'a' holds samples .0, 1, 2."):
         check(DPO(), [1, -1, -1], ["a"] * 3)
+    with pytest.raises(DataError, match="one number for some samples"):
+        check(DPO(), [1, -1], [5, 5], ref=[0.0, 1.0])
     with pytest.raises(DataError, match="sample 1 of the pair 5 has no response token"):
         check(DPO(), [1, -1], [5, 5], [[0, 1, 1], [1, 0, 0]])
 
@@ -177,5 +190,7 @@ def test_an_objective_and_a_head_that_do_not_fit_are_refused() -> None:
     check_objective(ValueLoss(), "value")
     with pytest.raises(ConfigError, match="GRPO reads logprobs, a value head gives values"):
         check_objective(GRPO(), "value")
+    with pytest.raises(ConfigError, match="a value head has no entropy"):
+        check_entropy(True, "value")
     with pytest.raises(ConfigError, match="ValueLoss reads values"):
         check_objective(ValueLoss(), "vocabulary")
