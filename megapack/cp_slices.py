@@ -100,4 +100,5 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
         **per_token,
         loss_positions_R=places_R[places_R >= 0],
         fields={name: values_T[positions_T] for name, values_T in row.fields.items()},
+        ahead=tuple(slice_row(other, cp, rank) for other in row.ahead),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from megapack.attention import packed_seq_params
 from megapack.head import DeferredHead, deferred_head, unwrapped
 from megapack.logprobs import VocabHead, vocab_parallel_logprobs
-from megapack.mtp import loss_name, row_ahead
+from megapack.mtp import loss_name
 from megapack.objectives import AnyObjective, call_objective
 from megapack.routing import RoutingPass, RoutingRow
 from megapack.segments import row_segments
@@ -32,10 +32,8 @@ class DeviceRow:
         row: PackedRow,
         device: torch.device,
         routing: RoutingRow | None = None,
-        num_depths: int = 0,
     ) -> None:
         self.row = row.to(device)
-        self.ahead = [row_ahead(row, depth + 1).to(device) for depth in range(num_depths)]
         self.routing = None if routing is None else routing.to(device)
         self.params: PackedSeqParams = packed_seq_params(
             self.row.cu_seqlens_padded_S1, row.max_seqlen, row.row_tokens
@@ -205,7 +203,7 @@ class RowForward:
             return model(**inputs), None
         with deferred_head(model) as head:
             hidden = model(**inputs)
-        return hidden, partial(self.last_stage, row, head, device_row.ahead)
+        return hidden, partial(self.last_stage, row, head, row.ahead)
 
 
 def taken_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:

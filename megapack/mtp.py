@@ -20,6 +20,12 @@ from megapack.errors import ScheduleError
 from megapack.thd import PackedRow
 
 
+def with_rows_ahead(row: PackedRow, num_depths: int) -> PackedRow:
+    """The row, carrying the rows of the first depths."""
+    ahead = tuple(row_ahead(row, depth) for depth in range(1, num_depths + 1))
+    return replace(row, ahead=ahead)
+
+
 def row_ahead(row: PackedRow, depth: int) -> PackedRow:
     """The row whose labels stand `depth` tokens further ahead; a sample's end has none.
 
@@ -68,7 +74,7 @@ def loss_coefs(config: Any) -> list[float]:
     return [config.mtp_loss_scaling_factor / depths for _ in range(depths)]
 
 
-def check_mtp(config: Any, context_parallel_size: int) -> None:
+def check_mtp(config: Any) -> None:
     """Raise ScheduleError where multi-token prediction would fail or be wrong."""
     if not num_depths(config):
         return
@@ -77,10 +83,4 @@ def check_mtp(config: Any, context_parallel_size: int) -> None:
             f"config.mtp_num_layers={config.mtp_num_layers} with recompute_granularity='full': "
             "Megatron's MTP layers save packed_seq_params as if it were a tensor; set "
             "recompute_granularity='selective' or None, or mtp_num_layers=None"
-        )
-    if context_parallel_size > 1:
-        raise ScheduleError(
-            f"config.mtp_num_layers={config.mtp_num_layers} with cp={context_parallel_size}: the "
-            "labels further ahead are not sliced over context-parallel ranks; set cp=1 or "
-            "mtp_num_layers=None"
         )

@@ -31,7 +31,7 @@ from megapack.forward import DeviceRow, LastStage, RowForward, taken_inputs
 from megapack.frozen import keep_gradients_through_recompute
 from megapack.layout import Layout
 from megapack.loss import LossWeighting, sample_weights
-from megapack.mtp import loss_coefs, loss_names, num_depths
+from megapack.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
 from megapack.objectives import AnyObjective, metric_names
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.p2p import PlannedP2PCommunicator
@@ -152,7 +152,14 @@ class ScheduleAdapter:
             if hasattr(objective, "check"):
                 objective.check(batch, plan, step)
             weights = sample_weights(weighting, batch.num_loss_tokens, plan, step, norm_constant)
-            rows = self._pack(plan, batch, step, weights.tolist(), objective.required_fields)
+            rows = self._pack(
+                plan,
+                batch,
+                step,
+                weights.tolist(),
+                objective.required_fields,
+                num_depths(self.config),
+            )
             return rows, self._routing.rows(rows, routing, record=False)
 
         settings.check_reduction(self.config, self.chunks, self.layout)
@@ -299,13 +306,14 @@ class ScheduleAdapter:
         step: int,
         weights: Sequence[float] | None,
         field_names: Sequence[str],
+        num_depths: int = 0,
     ) -> list[PackedRow]:
         cp, ids = self._groups.cp, plan.colocate_ids
         rows = (
             pack_row(batch, micro_batch, plan.layout, weights, field_names, ids)
             for micro_batch in plan.steps[step].ranks[self.dp_rank]
         )
-        return [slice_row(row, cp.size(), cp.rank()) for row in rows]
+        return [slice_row(with_rows_ahead(row, num_depths), cp.size(), cp.rank()) for row in rows]
 
     def _run(
         self,
@@ -321,8 +329,7 @@ class ScheduleAdapter:
         planned = plan.policy.row_shape == "planned"
         rows, routing = packed
         device_rows = [
-            DeviceRow(row, self._device, seen, 0 if forward_only else num_depths(self.config))
-            for row, seen in zip(rows, routing, strict=True)
+            DeviceRow(row, self._device, seen) for row, seen in zip(rows, routing, strict=True)
         ]
         communicator = None
         if planned and layout.pp > 1:

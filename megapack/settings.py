@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megapack.attention import refuse_unpacked_attention
 from megapack.errors import ConfigError, ScheduleError
 from megapack.experts import check_experts
 from megapack.head import unwrapped
 from megapack.layout import Layout
-from megapack.mtp import check_mtp
+from megapack.mtp import check_mtp, num_depths
 from megapack.plan import Plan
 from megapack.value_head import ValueHead
 
@@ -88,7 +89,7 @@ def check_config(config: Any, layout: Layout) -> None:
         )
     if config.num_moe_experts:
         check_experts(config, layout)
-    check_mtp(config, layout.cp)
+    check_mtp(config)
     _check_features(config)
 
 
@@ -151,6 +152,11 @@ def check_head(chunks: Sequence[Any], head: Head) -> None:
                 raise ScheduleError(
                     f"the model has a {found} head, the adapter was made for a {head} head; set "
                     f"ScheduleAdapter(head={found!r})"
+                )
+            if head == "value" and num_depths(get_model_config(chunk)):
+                raise ScheduleError(
+                    "a value head predicts no tokens, so it has none further ahead; set "
+                    "mtp_num_layers=None"
                 )
 
 

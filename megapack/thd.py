@@ -78,6 +78,8 @@ class PackedRow:
     """Those of one number per sample again, [n]."""
     tensors: Mapping[str, RowTensor] = field(default_factory=dict)
     """The samples' tensors of other shapes; whole on every context-parallel rank."""
+    ahead: tuple[PackedRow, ...] = ()
+    """The same row with labels further ahead, one for each depth of multi-token prediction."""
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`."""
@@ -92,6 +94,7 @@ class PackedRow:
                 for name, value in getattr(self, group).items()
             }
         moved["tensors"] = {name: _moved(value, device) for name, value in self.tensors.items()}
+        moved["ahead"] = tuple(row.to(device) for row in self.ahead)
         return PackedRow(**{**vars(self), **moved})
 
 

@@ -187,6 +187,8 @@ CASES: dict[str, Case] = {
     "mtp_pp2_vpp2": Case(layout=PP2_VPP2, variant="mtp", expect={"chunks": 2}),
     "mtp_pp2_untied": Case(layout=PP2, variant="mtp_other"),
     "mtp_tp2_sp": Case(layout=TP2_SP, variant="mtp"),
+    "mtp_cp2": Case(layout=Layout(cp=2), variant="mtp"),
+    "mtp_cp2_pp2_vpp2": Case(layout=Layout(cp=2, pp=2, vpp=2), variant="mtp", expect={"chunks": 2}),
     "mtp_moe_dp2_ep2": Case(layout=DP2_EP2, variant="mtp_moe"),
     "mtp_moe_dp2_pp2_vpp2_ep2": Case(
         layout=Layout(dp=2, pp=2, vpp=2, ep=2), variant="mtp_moe", expect={"chunks": 2}
