@@ -48,10 +48,12 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        "parquet": ["pyarrow>=15"],
         "plot": ["matplotlib>=3.8"],
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.11",
+            "pyarrow>=15",
             "pytest>=8.0",
             "ruff>=0.6",
             "types-PyYAML",

@@ -211,9 +211,13 @@ def _write_small(part: Path, batch: SampleBatch, field_names: Sequence[str]) -> 
     """What is no part of Megatron's format: random states, and the batch in progress."""
     _write_tensors(part / "rng" / _rng_name(), rng_state())
     if dist.get_rank() == 0 and field_names:
-        samples = range(len(batch))
-        flat = {name: torch.cat([batch.field(name, i) for i in samples]) for name in field_names}
-        _write_tensors(part / "batch.pt", flat)
+        _write_tensors(part / "batch.pt", {name: _flat(batch, name) for name in field_names})
+
+
+def _flat(batch: SampleBatch, name: str) -> torch.Tensor:
+    """A field of all samples in a row; dropped samples have one number for all their tokens."""
+    values = [batch.field(name, i).expand(batch.length(i)) for i in range(len(batch))]
+    return torch.cat(values)
 
 
 def _rng_name() -> str:

@@ -7,7 +7,9 @@ it went.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ T = TypeVar("T")
 
 _DIGEST_BYTES = 16
 _MESSAGE_BYTES = 448
+_PATIENCE = datetime.timedelta(days=7)
 
 
 def agree(
@@ -64,6 +67,33 @@ def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
     found = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [bool(flag) for flag in found.tolist()]
+
+
+def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> T:
+    """`agree`, where each node's first rank works alone before the others.
+
+    For work that leaves a file which makes it cheap for the others. It may take as long as it
+    needs: the others wait without the process group's timeout.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return agree(work, device=device)
+    done: list[T] = []
+    error: Exception | None = None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            done.append(work())
+        except Exception as caught:  # raised below, where all ranks hear of it
+            error = caught
+    waiting = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    dist.barrier(group=waiting)
+    dist.destroy_process_group(waiting)
+
+    def finish() -> T:
+        if error is not None:
+            raise error
+        return done[0] if done else work()
+
+    return agree(finish, device=device)
 
 
 def _exchange(

@@ -25,14 +25,17 @@ class LineParser:
     vocab_size: int
     """Token ids must be below it."""
 
-    def parse(self, line: bytes) -> dict[str, Any]:
-        """The fields of one line: `prompt_ids` and `response_ids` (int64), and those given of
-        `reward`, `advantage` (finite floats), `group`, `rollout` (int or str).
+    def parse(self, line: bytes | dict[str, Any]) -> dict[str, Any]:
+        """The fields of one line, or of a row that is parsed already.
+
+        Returns:
+            `prompt_ids` and `response_ids` (int64), and those given of `reward`, `advantage`
+            (finite floats), `group`, `rollout` (int or str).
 
         Raises:
             BadLine: the line is no such object.
         """
-        row = _json_object(line)
+        row = _json_object(line) if isinstance(line, bytes) else line
         prompt_ids, response_ids = self._tokens(row)
         if len(prompt_ids) + len(response_ids) == 0:
             raise BadLine("the sample is empty: neither prompt nor response has a token")
@@ -93,7 +96,7 @@ class LineParser:
 def _json_object(line: bytes) -> dict[str, Any]:
     cut_off = "" if line.endswith(b"\n") else "; the last line is cut off"
     try:
-        row = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
+        row = _DECODER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadLine(f"byte {error.start} is not UTF-8{cut_off}") from None
     except json.JSONDecodeError as error:
@@ -112,6 +115,10 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             raise BadLine(f"key {key} stands twice")
         row[key] = value
     return row
+
+
+# `json.loads` would make a decoder for every line.
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _number(key: str, value: Any) -> float:
@@ -133,5 +140,5 @@ def _identity(key: str, value: Any) -> int | str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=repr)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -120,7 +120,8 @@ class DataConfig:
     """Where rollouts come from."""
 
     path: str | None = None
-    """JSON Lines, see `megapack.rollouts`; null = generated rollouts."""
+    """JSON Lines, see `megapack.rollouts`, Parquet with the same columns, or a folder of such
+    files, which count as one; null = generated rollouts."""
     prompts_per_batch: int = 32
     """Groups (prompts with all their rollouts) per batch; a batch is planned as a whole."""
     max_length: int | None = None

@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -94,18 +94,12 @@ def read_rollouts(
         try:
             fields = parser.parse(line)
             own = f"line-{number}"
-            record = Rollout(**{"group": own, "rollout": own, **fields})
-            if max_length is not None and record.num_tokens > max_length:
-                if overlong == "error":
-                    raise BadLine(
-                        f"{record.num_tokens} tokens, max_length is {max_length}; raise it, or "
-                        "set overlong to truncate or skip"
-                    )
-                if overlong == "skip":
-                    skipped += 1
-                    continue
-                record = _truncated(record, max_length)
-                cut += 1
+            whole = Rollout(**{"group": own, "rollout": own, **fields})
+            record = fitted(whole, max_length, overlong)
+            if record is None:
+                skipped += 1
+                continue
+            cut += record is not whole
         except BadLine as bad:
             raise DataError(f"{path}:{number}: {bad}") from None
         records.append(record)
@@ -151,8 +145,21 @@ def batches(
         yield [record for group in ordered[start : start + prompts_per_batch] for record in group]
 
 
+class Judged(Protocol):
+    """What an advantage is computed from; `Rollout` has it."""
+
+    @property
+    def group(self) -> int | str: ...
+    @property
+    def rollout(self) -> int | str: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def advantage(self) -> float | None: ...
+
+
 def group_advantages(
-    records: Sequence[Rollout], mode: AdvantageNorm = "group"
+    records: Sequence[Judged], mode: AdvantageNorm = "group"
 ) -> npt.NDArray[np.float64]:
     """One advantage per record, shape [len(records)].
 
@@ -210,7 +217,21 @@ def _mean(values: Sequence[float]) -> float:
     return first + math.fsum(value - first for value in values) / len(values)
 
 
-def _truncated(record: Rollout, max_length: int) -> Rollout:
+def fitted(record: Rollout, max_length: int | None, overlong: Overlong) -> Rollout | None:
+    """The record itself, its first `max_length` tokens, or None where it is left out.
+
+    Raises:
+        BadLine: it is too long, and that is an error.
+    """
+    if max_length is None or record.num_tokens <= max_length:
+        return record
+    if overlong == "error":
+        raise BadLine(
+            f"{record.num_tokens} tokens, max_length is {max_length}; raise it, or set overlong to "
+            "truncate or skip"
+        )
+    if overlong == "skip":
+        return None
     prompt_ids = record.prompt_ids[:max_length]
     response_ids = record.response_ids[: max_length - len(prompt_ids)]
     return dataclasses.replace(record, prompt_ids=prompt_ids, response_ids=response_ids)

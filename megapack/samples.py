@@ -43,7 +43,8 @@ class SampleBatch:
     ) -> None:
         if len(tokens) == 0:
             raise DataError("the batch has no samples")
-        self._tokens = [_token_tensor(i, ids) for i, ids in enumerate(tokens)]
+        self._tokens = {i: _token_tensor(i, ids) for i, ids in enumerate(tokens)}
+        self._lengths = [t.numel() for t in self._tokens.values()]
         self._fields: dict[str, list[Tensor]] = {}
         self._num_loss_tokens: list[int] | None = None
         for name, values in (fields or {}).items():
@@ -53,12 +54,12 @@ class SampleBatch:
         }
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._lengths)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens per sample: what a plan is made from."""
-        return [t.numel() for t in self._tokens]
+        return self._lengths
 
     @property
     def field_names(self) -> tuple[str, ...]:
@@ -67,11 +68,36 @@ class SampleBatch:
 
     def length(self, sample: int) -> int:
         """Tokens of one sample."""
-        return self._tokens[sample].numel()
+        return self._lengths[sample]
 
     def tokens(self, sample: int) -> Tensor:
-        """Token ids of one sample, int64."""
+        """Token ids of one sample, int64.
+
+        Raises:
+            DataError: the batch is one of lengths, and the sample's tokens were not set.
+        """
+        if sample not in self._tokens:
+            raise DataError(f"sample {sample} has no tokens on this rank; call set_tokens first")
         return self._tokens[sample]
+
+    @property
+    def samples_with_tokens(self) -> tuple[int, ...]:
+        """Samples whose tokens are here; all, but in a batch of lengths."""
+        return tuple(sorted(self._tokens))
+
+    def set_tokens(self, sample: int, prompt: Any, response: Any) -> None:
+        """Give a batch of lengths the tokens of one sample.
+
+        Raises:
+            DataError: there are more or fewer of them than the batch counts.
+        """
+        tokens = _token_tensor(sample, torch.cat([_part(sample, prompt), _part(sample, response)]))
+        if tokens.numel() != self.length(sample):
+            raise DataError(
+                f"sample {sample} has {tokens.numel()} tokens, the batch counts "
+                f"{self.length(sample)}"
+            )
+        self._tokens[sample] = tokens
 
     def field(self, name: str, sample: int) -> Tensor:
         """A field of one sample: one value per token, or a scalar tensor."""
@@ -156,6 +182,30 @@ class SampleBatch:
         masks = [torch.cat([torch.zeros(len(p)), torch.ones(len(r))]) for p, r in pairs]
         masked = {RESPONSE_MASK: masks, **(fields or {})}
         return cls([torch.cat(pair) for pair in pairs], masked, tensors=tensors)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        prompt_tokens: Sequence[int],
+        response_tokens: Sequence[int],
+        fields: Mapping[str, Sequence[Any]] | None = None,
+    ) -> SampleBatch:
+        """Samples of which only the lengths are known: enough to plan and to weigh.
+
+        A rank gives the tokens of its own samples with `set_tokens` before they are packed.
+        """
+        batch = cls([[0]])
+        batch._tokens, batch._lengths = {}, []
+        pairs = enumerate(zip(prompt_tokens, response_tokens, strict=True))
+        masks = []
+        for sample, (prompt, response) in pairs:
+            if prompt + response < 1:
+                raise DataError(f"sample {sample} has no tokens; leave it out of the batch")
+            batch._lengths.append(prompt + response)
+            masks.append(torch.cat([torch.zeros(prompt), torch.ones(response)]))
+        for name, values in {RESPONSE_MASK: masks, **(fields or {})}.items():
+            batch.set_field(name, values)
+        return batch
 
     @classmethod
     def from_padded(

@@ -40,12 +40,16 @@ class ByteTokenizer:
 
     def encode_prompt(self, text: str) -> Ids:
         """`bos` and the bytes."""
-        return np.concatenate([np.array([self.bos], dtype=np.int64), self.encode(text)])
+        return np.concatenate([_BOS, self.encode(text)])
 
     def encode_response(self, text: str) -> Ids:
         """The bytes and `eos`."""
-        return np.concatenate([self.encode(text), np.array([self.eos], dtype=np.int64)])
+        return np.concatenate([self.encode(text), _EOS])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; specials are left out, broken UTF-8 shows as U+FFFD."""
         return bytes(token for token in map(int, ids) if 0 <= token < 256).decode(errors="replace")
+
+
+_BOS = np.array([ByteTokenizer.bos], dtype=np.int64)
+_EOS = np.array([ByteTokenizer.eos], dtype=np.int64)

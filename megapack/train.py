@@ -6,7 +6,6 @@ records -> batches -> advantages, plan -> old and reference log-probs -> steps -
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,9 @@ from megapack.checkpoint import Checkpoints
 from megapack.checkpoint_files import Checkpoint, Position, drop_after
 from megapack.checkpoint_state import RunState
 from megapack.config import dump_yaml
-from megapack.consensus import agree
+from megapack.consensus import agree, agree_one_per_node_first
+from megapack.data_index import ReadSettings
+from megapack.dataset import Dataset, Rows
 from megapack.dp_schedule import build_dp_schedule
 from megapack.generated import generate_rollouts
 from megapack.layout import Layout
@@ -40,7 +41,7 @@ from megapack.report import (
     plan_line,
     reset_memory_peaks,
 )
-from megapack.rollouts import Rollout, batches, group_advantages, read_rollouts
+from megapack.rollouts import group_advantages
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter, StepResult
 from megapack.tokenizer import ByteTokenizer
@@ -69,7 +70,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.layout: Layout = config.layout.to_layout(dist.get_world_size())
-        self.records = agree(lambda: _records(config), device=device)
+        self.data = agree_one_per_node_first(lambda: _dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
         initialize_parallel(self.layout, config.seed)
         self.chunks = build_model(
@@ -101,7 +102,7 @@ class Trainer:
                 None if self.reference is None else self.reference.initial,
             ),
             has_reference=self.reference is not None,
-            data_digest=_data_digest(self.records),
+            data_digest=self.data.digest(),
             device=device,
         )
 
@@ -113,13 +114,13 @@ class Trainer:
         self.progress = Progress(active=writes, log_interval=config.train.log_interval)
         if self.folder is not None:
             self.folder.write_text("config.yaml", dump_yaml(config))
-        self.progress.line(f"{len(self.records)} samples, {self.layout}")
+        self.progress.line(f"{len(self.data)} samples, {self.layout}")
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed)
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
-            for records in self._batches():
-                self._train_on(records)
+            for rows in self._batches():
+                self._train_on(rows)
             if config.train.save_interval is not None and self._last is not None:
                 self.checkpoints.save(self.position, *self._last, self._computed_fields())
         finally:
@@ -144,7 +145,7 @@ class Trainer:
         drop_after(resumed.path.parent, num_steps)
         return RunFolder(config.runs_dir, config.name, continue_after=num_steps)
 
-    def _batches(self) -> Iterator[list[Rollout]]:
+    def _batches(self) -> Iterator[Rows]:
         """Batches in order, as many as the config asks for and from where the run stands; sets up
         the schedule first."""
         config = self.config
@@ -153,8 +154,7 @@ class Trainer:
             (epoch, index, batch)
             for epoch in range(config.train.epochs)
             for index, batch in enumerate(
-                batches(
-                    self.records,
+                self.data.batches(
                     config.data.prompts_per_batch,
                     shuffle=config.data.shuffle,
                     seed=config.seed,
@@ -171,13 +171,13 @@ class Trainer:
                 self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
                 yield batch
 
-    def _steps_in(self, records: Sequence[Rollout]) -> int:
+    def _steps_in(self, rows: Rows) -> int:
         plan = self.config.plan
         if plan.num_steps is not None:
             return plan.num_steps
         if plan.global_batch_size is None:
             return 1
-        return -(-len({r.key for r in records}) // plan.global_batch_size)
+        return -(-self.data.num_rollouts(rows) // plan.global_batch_size)
 
     def _lr_schedule(self, total_steps: int) -> OptimizerParamScheduler:
         optim = self.config.optim
@@ -195,10 +195,10 @@ class Trainer:
             wd_incr_style="constant",
         )
 
-    def _train_on(self, records: list[Rollout]) -> None:
+    def _train_on(self, rows: Rows) -> None:
         """Plan a batch, compute what the objective reads, and take its optimizer steps."""
         started = time.perf_counter()
-        batch, plan, forward_plan = agree(lambda: self._prepare(records), device=self.device)
+        batch, plan, forward_plan = agree(lambda: self._prepare(rows), device=self.device)
         planned = time.perf_counter()
         if self.folder is not None:
             self.folder.write_text("plan.json", plan.to_json())
@@ -219,28 +219,31 @@ class Trainer:
             if self.checkpoints.due(self.num_steps):
                 self.checkpoints.save(self.position, plan, batch, self._computed_fields())
 
-    def _prepare(self, records: list[Rollout]) -> tuple[SampleBatch, Plan, Plan]:
+    def _prepare(self, rows: Rows) -> tuple[SampleBatch, Plan, Plan]:
         """Local work of a batch: tensors, advantages, and the plans that every rank finds alike."""
         fields: dict[str, Any] = {}
         if "advantages" in self.objective.required_fields:
             norm = self.config.objective.advantage_norm
-            fields["advantages"] = torch.from_numpy(group_advantages(records, norm)).float()
-        batch = SampleBatch.from_prompt_response(
-            [torch.from_numpy(r.prompt_ids) for r in records],
-            [torch.from_numpy(r.response_ids) for r in records],
-            fields,
+            fields["advantages"] = torch.from_numpy(
+                group_advantages(self.data.judged(rows), norm)
+            ).float()
+        batch = SampleBatch.from_lengths(
+            self.data.prompt_tokens(rows), self.data.response_tokens(rows), fields
         )
-        plan = self._plan(batch, records)
-        return batch, plan, self._forward_plan(batch) or plan
+        plan = self._plan(batch, rows)
+        forward_plan = self._forward_plan(batch) or plan
+        for sample in own_samples((plan, forward_plan), self.adapter.dp_rank):
+            batch.set_tokens(sample, *self.data.tokens(int(rows[sample])))
+        return batch, plan, forward_plan
 
-    def _plan(self, batch: SampleBatch, records: list[Rollout]) -> Plan:
+    def _plan(self, batch: SampleBatch, rows: Rows) -> Plan:
         config = self.config.plan
         return build_dp_schedule(
             batch.lengths,
             layout=self.layout,
             max_tokens_per_gpu=config.max_tokens_per_gpu,
             micro_batch_size=config.micro_batch_size,
-            rollout_ids=_rollout_ids(records),
+            rollout_ids=self.data.rollout_ids(rows),
             global_batch_size=config.global_batch_size,
             num_steps=config.num_steps,
             policy=config.to_policy(),
@@ -370,30 +373,25 @@ def make_objective(config: ObjectiveConfig) -> AnyObjective:
     return GRPO(**clip, **penalty)
 
 
-def _records(config: TrainConfig) -> list[Rollout]:
-    data, tokenizer = config.data, ByteTokenizer()
+def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:
+    """Samples whose tokens a data-parallel rank needs under any of the plans, in order."""
+    steps = [step for plan in plans for step in plan.steps]
+    return sorted({i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples})
+
+
+def _dataset(config: TrainConfig) -> Dataset:
+    data = config.data
     if data.path is None:
         groups = data.num_generated // data.generated_group_size
-        return generate_rollouts(groups, data.generated_group_size, data.generated_seed)
-    return read_rollouts(
-        data.path,
-        tokenizer,
+        return Dataset.from_rollouts(
+            generate_rollouts(groups, data.generated_group_size, data.generated_seed)
+        )
+    settings = ReadSettings(
         vocab_size=config.model.vocab_size,
         max_length=data.max_length or config.model.max_position_embeddings,
         overlong=data.overlong,
     )
-
-
-def _data_digest(records: Sequence[Rollout]) -> str:
-    """Of all samples' lengths and groups: what the order of batches depends on."""
-    rows = [(len(r.prompt_ids), len(r.response_ids), r.key) for r in records]
-    return hashlib.sha256(repr(rows).encode()).hexdigest()
-
-
-def _rollout_ids(records: Sequence[Rollout]) -> list[int]:
-    """A number per rollout, in order of appearance: equal where group and rollout are."""
-    numbers: dict[Any, int] = {}
-    return [numbers.setdefault(r.key, len(numbers)) for r in records]
+    return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")
 
 
 def _training_metrics(result: StepResult) -> dict[str, float]:

@@ -118,3 +118,15 @@ def test_what_a_rank_sends_is_read_back(message: str) -> None:
     assert size == 16
     assert found == digests
     assert read == text.decode(errors="replace")
+
+
+def test_one_process_goes_first_and_alone() -> None:
+    calls: list[int] = []
+    assert consensus.agree_one_per_node_first(lambda: calls.append(1) or 7, device=CPU) == 7
+    assert calls == [1]
+    with pytest.raises(DataError, match="bad line"):
+        consensus.agree_one_per_node_first(_fail, device=CPU)
+
+
+def _fail() -> None:
+    raise DataError("bad line")

@@ -19,10 +19,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # Megatron; 4 and 5 run; 6 is what people start. A plan is data that the simulator reads, so it
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
-    "errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl",
+    "errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl data_files",
     "cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring search_moves "
     "search_even search_refine pipeline pipeline_order pipeline_kernels plan plan_check plan_text "
-    "step_split rollouts generated",
+    "step_split rollouts generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_report __init__",
     "thd cp_slices samples ragged train_config checkpoint_files",

@@ -269,3 +269,23 @@ def test_values_that_do_not_fit_the_mask_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         to_padded(values, LEFT_MASK)
+
+
+def test_a_batch_of_lengths_takes_tokens_later() -> None:
+    whole = SampleBatch.from_prompt_response([[1, 2], []], [[3], [4, 5]], {"advantages": [1, 2]})
+    batch = SampleBatch.from_lengths([2, 0], [1, 2], {"advantages": [1, 2]})
+    assert batch.lengths == whole.lengths == [3, 2]
+    assert batch.num_loss_tokens == whole.num_loss_tokens
+    assert batch.samples_with_tokens == ()
+    batch.set_tokens(1, [], [4, 5])
+    assert batch.samples_with_tokens == (1,)
+    assert batch.tokens(1).tolist() == [4, 5]
+    assert batch.response_mask(0).tolist() == [False, False, True]
+    batch.set_field("old_logprobs", [[0.5], [0.1, 0.2]])
+    assert batch.field("old_logprobs", 0).tolist() == [0, 0, 0.5]
+    with pytest.raises(DataError, match="sample 0 has no tokens on this rank"):
+        batch.tokens(0)
+    with pytest.raises(DataError, match="sample 0 has 2 tokens, the batch counts 3"):
+        batch.set_tokens(0, [1], [2])
+    with pytest.raises(DataError, match="sample 1 has no tokens; leave it out"):
+        SampleBatch.from_lengths([1, 0], [0, 0])

@@ -1,0 +1,177 @@
+"""A data set: what planning needs of all samples, and tokens of those that are asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megapack.data_files import SampleFile, list_files, open_file
+from megapack.data_index import INDEX_DTYPE, Index, ReadSettings, load_index
+from megapack.errors import ConfigError, DataError
+from megapack.jsonl import BadLine
+from megapack.rollouts import Rollout
+from megapack.tokenizer import Ids
+
+Rows = npt.NDArray[np.int64]
+
+
+class TokenSource(Protocol):
+    """Gives the tokens of single samples."""
+
+    def tokens(self, row: int) -> tuple[Ids, Ids]:
+        """Prompt and response of one sample."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What advantages are computed from, see `rollouts.group_advantages`."""
+
+    group: int
+    rollout: int
+    reward: float | None
+    advantage: float | None
+
+
+class Dataset:
+    """Samples by number, in the order of their files.
+
+    Args:
+        index: one row per sample, see `data_index`.
+        source: where tokens come from.
+    """
+
+    def __init__(self, index: Index, source: TokenSource) -> None:
+        self._index, self._source = index, source
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @classmethod
+    def from_files(cls, path: str | Path, settings: ReadSettings, spare_folder: Path) -> Dataset:
+        """The samples of `data.path`; see `data_index.load_index`."""
+        index = load_index(path, settings, spare_folder)
+        return cls(index, _Files(list_files(path), index, settings))
+
+    @classmethod
+    def from_rollouts(cls, records: Sequence[Rollout]) -> Dataset:
+        """Samples that are in memory."""
+        groups: dict[object, int] = {}
+        rollouts: dict[object, int] = {}
+        nan = float("nan")
+        rows = [
+            (
+                *(0, number, number + 1, len(record.prompt_ids), len(record.response_ids)),
+                groups.setdefault(record.group, len(groups)),
+                rollouts.setdefault(record.key, len(rollouts)),
+                nan if record.reward is None else record.reward,
+                nan if record.advantage is None else record.advantage,
+            )
+            for number, record in enumerate(records)
+        ]
+        return cls(np.array(rows, dtype=INDEX_DTYPE), _Memory(records))
+
+    def digest(self) -> str:
+        """Of all samples' lengths, groups and rollouts: what batches and plans depend on."""
+        digest = hashlib.sha256()
+        for name in ("prompt_tokens", "response_tokens", "group", "rollout"):
+            digest.update(self._index[name].tobytes())
+        return digest.hexdigest()
+
+    def batches(
+        self, prompts_per_batch: int, *, shuffle: bool = False, seed: int = 0, epoch: int = 0
+    ) -> Iterator[Rows]:
+        """Sample numbers in batches of whole groups, as `rollouts.batches` has them."""
+        if prompts_per_batch < 1:
+            raise ConfigError(f"data.prompts_per_batch is {prompts_per_batch}; set 1 or more")
+        group = self._index["group"]
+        # Groups are numbered by first appearance: sorted by number they stand in file order.
+        rows = np.argsort(group, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(np.bincount(group))])
+        order = np.arange(len(starts) - 1)
+        if shuffle:
+            keys = np.random.PCG64([seed, epoch]).random_raw(len(order))
+            order = np.argsort(keys, kind="stable")
+        for first in range(0, len(order), prompts_per_batch):
+            chosen = order[first : first + prompts_per_batch]
+            yield np.concatenate([rows[starts[g] : starts[g + 1]] for g in chosen])
+
+    def prompt_tokens(self, rows: Rows) -> list[int]:
+        """Tokens of these samples' prompts."""
+        return self._index["prompt_tokens"][rows].tolist()  # type: ignore[no-any-return]
+
+    def response_tokens(self, rows: Rows) -> list[int]:
+        """Tokens of these samples' responses."""
+        return self._index["response_tokens"][rows].tolist()  # type: ignore[no-any-return]
+
+    def rollout_ids(self, rows: Rows) -> list[int]:
+        """A number per sample, by first appearance among these: equal where rollouts are."""
+        numbers: dict[int, int] = {}
+        ids = self._index["rollout"][rows].tolist()
+        return [numbers.setdefault(rollout, len(numbers)) for rollout in ids]
+
+    def num_rollouts(self, rows: Rows) -> int:
+        """Rollouts among these samples."""
+        return len(np.unique(self._index["rollout"][rows]))
+
+    def judged(self, rows: Rows) -> list[Judged]:
+        """Groups, rollouts, rewards and advantages of these samples."""
+        names = ("group", "rollout", "reward", "advantage")
+        columns = [self._index[name][rows].tolist() for name in names]
+        return [
+            Judged(group, rollout, _given(reward), _given(advantage))
+            for group, rollout, reward, advantage in zip(*columns, strict=True)
+        ]
+
+    def tokens(self, row: int) -> tuple[Ids, Ids]:
+        """Prompt and response of one sample, read now.
+
+        Raises:
+            DataError: the file has changed since it was indexed.
+        """
+        return self._source.tokens(row)
+
+
+class _Memory:
+    def __init__(self, records: Sequence[Rollout]) -> None:
+        self._records = records
+
+    def tokens(self, row: int) -> tuple[Ids, Ids]:
+        return self._records[row].prompt_ids, self._records[row].response_ids
+
+
+class _Files:
+    """Reads single samples at the places that the index has."""
+
+    def __init__(self, files: Sequence[Path], index: Index, settings: ReadSettings) -> None:
+        self._files, self._index, self._settings = files, index, settings
+        self._parser = settings.parser()
+        self._readers: dict[int, SampleFile] = {}
+
+    def tokens(self, row: int) -> tuple[Ids, Ids]:
+        at = self._index[row]
+        file = int(at["file"])
+        if file not in self._readers:
+            self._readers[file] = open_file(self._files[file])
+        try:
+            raw = self._readers[file].read(int(at["place"]))
+            record = self._settings.read(self._parser, raw, "")
+        except BadLine:
+            record = None
+        lengths = (int(at["prompt_tokens"]), int(at["response_tokens"]))
+        if record is None or (len(record.prompt_ids), len(record.response_ids)) != lengths:
+            raise DataError(
+                f"{self._files[file]}:{at['number']}: is not the sample that was indexed; the "
+                "file has changed during the run, start again"
+            )
+        return record.prompt_ids, record.response_ids
+
+
+def _given(value: float) -> float | None:
+    return None if value != value else value

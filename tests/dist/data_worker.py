@@ -1,0 +1,65 @@
+"""Runs the main job and writes which samples' tokens this rank has read.
+
+torchrun -m tests.dist.data_worker CONFIG OUT_DIR [overrides]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from megapack import launch
+from megapack.config import load_config
+from megapack.dataset import Dataset
+from megapack.samples import SampleBatch
+from megapack.train import Trainer
+from megapack.train_config import TrainConfig
+
+
+class Watched(Trainer):
+    """The main job, which keeps what it has read and what its plans give it."""
+
+    def run(self) -> Path:
+        """The job with its reads written down."""
+        self.read: list[int] = []
+        self.planned: list[int] = []
+        tokens = self.data.tokens
+
+        def watched(row: int) -> tuple[np.ndarray, np.ndarray]:
+            self.read.append(row)
+            return tokens(row)
+
+        self.data.tokens = watched  # type: ignore[method-assign]
+        return super().run()
+
+    def _prepare(self, rows: np.ndarray) -> tuple[SampleBatch, object, object]:  # type: ignore[override]
+        batch, plan, forward_plan = super()._prepare(rows)
+        own = [mb for p in (plan, forward_plan) for s in p.steps for mb in s.ranks[self._dp_rank()]]
+        samples = sorted({i for mb in own for i in mb.samples})
+        assert list(batch.samples_with_tokens) == samples
+        self.planned += rows[samples].tolist()
+        return batch, plan, forward_plan
+
+    def _dp_rank(self) -> int:
+        return self.adapter.dp_rank
+
+
+def main(config_path: str, out_dir: str, *overrides: str) -> None:
+    """Train, and write what was read."""
+    config = load_config(config_path, overrides, TrainConfig)
+    device = launch.start("cpu")
+    trainer = Watched(config, device)
+    assert isinstance(trainer.data, Dataset)
+    trainer.run()
+    found = {"read": trainer.read, "planned": trainer.planned, "num_samples": len(trainer.data)}
+    path = Path(out_dir) / f"rank{dist.get_rank()}.json"
+    path.write_text(json.dumps(found), encoding="utf-8")
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""Random samples, written in any of the formats, come back as they were."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack.data_index import ReadSettings
+from megapack.dataset import Dataset
+from megapack.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.property
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+ids = st.lists(st.integers(0, 258), max_size=8)
+labels = {
+    "group": st.integers(0, 3),
+    "rollout": st.integers(0, 2),
+    "reward": st.floats(-4, 4, width=32),
+}
+as_text = st.fixed_dictionaries({"prompt": text, "response": text}, optional=labels)
+as_ids = st.fixed_dictionaries({"prompt_ids": ids, "response_ids": ids}, optional=labels).filter(
+    lambda row: row["prompt_ids"] or row["response_ids"]
+)
+rows = st.lists(as_text | as_ids, min_size=1, max_size=12)
+
+
+def write(folder: Path, files: list[list[dict[str, Any]]], parquet: bool) -> None:
+    for number, rows in enumerate(files):
+        path = folder / f"{number:02d}.{'parquet' if parquet else 'jsonl'}"
+        if not parquet:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            continue
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet as pq
+
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        pq.write_table(table, path, row_group_size=3)
+
+
+def tokens(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    if "prompt_ids" in row:
+        return row["prompt_ids"], row["response_ids"]
+    tokenizer = ByteTokenizer()
+    encoded = tokenizer.encode_prompt(row["prompt"]), tokenizer.encode_response(row["response"])
+    return encoded[0].tolist(), encoded[1].tolist()
+
+
+@given(files=st.lists(rows, min_size=1, max_size=3), parquet=st.booleans(), order=st.randoms())
+@settings(max_examples=60, deadline=None)
+def test_round_trip(files: list[list[dict[str, Any]]], parquet: bool, order: Any) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, files, parquet)
+        data = Dataset.from_files(folder, ReadSettings(), folder / "spare")
+        written = [row for rows in files for row in rows]
+        numbers = list(range(len(written)))
+        order.shuffle(numbers)
+        for number in numbers:
+            found = data.tokens(number)
+            assert [part.tolist() for part in found] == list(tokens(written[number]))
+        found_rewards = [one.reward for one in data.judged(np.arange(len(written)))]
+        assert found_rewards == [row.get("reward") for row in written]
+        batches = list(data.batches(2, shuffle=True, seed=1))
+        assert sorted(np.concatenate(batches).tolist()) == list(range(len(written)))
+        for batch in batches:
+            assert len({one.group for one in data.judged(batch)}) <= 2

@@ -1,0 +1,121 @@
+"""From launch to the first optimizer step on a file of many samples, and each rank's peak memory.
+
+    python tools/bench_data.py [--rows 1000000] [--ranks 2] [--folder /tmp/megapack_bench_data]
+
+Runs the main job twice: the first run indexes the file, the second finds the index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
+NUM_STEPS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/megapack_bench_data"))
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    path = args.folder / f"{args.rows}.jsonl"
+    if not path.exists():
+        write_rows(path, args.rows)
+    for index in args.folder.glob(f".{path.name}.*.npy"):
+        index.unlink()
+    print(f"{args.rows} rows, {path.stat().st_size / 2**20:.0f} MiB")
+    for name in ("first run", "second run"):
+        seconds, cpu_s, peaks = run(path, args.ranks, args.folder)
+        ranks = ", ".join(f"{peak:.0f}" for peak in peaks)
+        print(
+            f"{name}: first step after {seconds:.1f} s ({cpu_s:.1f} s of CPU on the busiest rank); "
+            f"peak MiB per rank: {ranks}",
+            flush=True,
+        )
+
+
+def write_rows(path: Path, num_rows: int) -> None:
+    """Short prompts with four answers each."""
+    rng = random.Random(0)
+    with open(path, "w", encoding="utf-8") as file:
+        for row in range(num_rows):
+            sample = {
+                "group": row // 4,
+                "rollout": row % 4,
+                "prompt": f"Add {row // 4} and {rng.randrange(100)}.",
+                "response": "x" * rng.randrange(1, 40),
+                "reward": rng.random(),
+            }
+            file.write(json.dumps(sample) + "\n")
+
+
+def run(path: Path, ranks: int, folder: Path) -> tuple[float, float, list[float]]:
+    """Seconds and CPU seconds of the busiest rank until the first line of metrics, and the ranks'
+    peak resident MiB at the end."""
+    settings = [f"data.path={path}", f"layout.dp={ranks}", "layout.pp=1", "layout.vpp=1"]
+    settings += ["name=bench", f"runs_dir={folder}/runs", f"train.num_batches={NUM_STEPS}"]
+    settings += ["data.shuffle=true", "plan.global_batch_size=128"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launch += ["--nproc-per-node", str(ranks), "-m", "megapack", "train", str(CONFIG)]
+    metrics = folder / "runs/bench/metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    started = time.monotonic()
+    job = subprocess.Popen(
+        [sys.executable, "-W", "ignore", *launch, *settings],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    peaks: dict[int, float] = {}
+    first_step, cpu_s = None, 0.0
+    try:
+        while job.poll() is None:
+            if first_step is None and metrics.exists() and metrics.stat().st_size:
+                first_step = time.monotonic() - started
+                cpu_s = max((_cpu_s(pid) for pid in _children(job.pid)), default=0.0)
+            for pid in _children(job.pid):
+                peaks[pid] = max(peaks.get(pid, 0.0), _peak_mib(pid))
+            time.sleep(0.05)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    if job.returncode or first_step is None:
+        raise SystemExit(f"the job failed with exit code {job.returncode}")
+    return first_step, cpu_s, list(peaks.values())
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in text.split()]
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_mib(pid: int) -> float:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return max((int(line.split()[1]) / 1024 for line in lines if line[:6] == "VmHWM:"), default=0)
+
+
+if __name__ == "__main__":
+    main()
