@@ -26,9 +26,8 @@ from megapack.dataset import Dataset, Rows
 from megapack.dp_schedule import build_dp_schedule
 from megapack.generated import generate_rollouts
 from megapack.layout import Layout
-from megapack.loss import GRPO, PPO, SFT
 from megapack.model import build_model, build_optimizer, initialize_parallel
-from megapack.objectives import GSPO, AnyObjective
+from megapack.objectives import make_objective
 from megapack.pipeline import simulate
 from megapack.plan import Plan
 from megapack.reference import Reference
@@ -45,7 +44,7 @@ from megapack.rollouts import group_advantages
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter, StepResult
 from megapack.tokenizer import ByteTokenizer
-from megapack.train_config import ObjectiveConfig, TrainConfig
+from megapack.train_config import TrainConfig
 
 
 def train(config: TrainConfig) -> Path:
@@ -353,24 +352,6 @@ class Trainer:
         if self.folder is not None:
             self.folder.append_metrics(metrics)
         self.progress.step(self.num_steps, metrics)
-
-
-def make_objective(config: ObjectiveConfig) -> AnyObjective:
-    """The objective that a config names."""
-    if config.kind == "sft":
-        return SFT()
-    clip: dict[str, Any] = {
-        "clip_low": config.clip_low,
-        "clip_high": config.clip_high,
-        "dual_clip": config.dual_clip,
-        "entropy_coef": config.entropy_coef,
-    }
-    if config.kind == "ppo":
-        return PPO(**clip)
-    penalty: dict[str, Any] = {"kl_coef": config.kl_coef, "kl_kind": config.kl_kind}
-    if config.kind == "gspo":
-        return GSPO(**clip, **penalty, kl_level=config.kl_level)
-    return GRPO(**clip, **penalty)
 
 
 def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:
