@@ -6,7 +6,8 @@ holds (learning rates, betas) follows from the config and the number of updates,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,10 @@ class RunState:
         model = self._model()
         sharded = dict(model)
         if _inner_optimizers(self._optimizer):
-            state = self._optimizer.sharded_state_dict(
-                model, is_loading=is_loading, metadata=dict(_METADATA)
-            )
+            with _step_counts(self._optimizer):
+                state = self._optimizer.sharded_state_dict(
+                    model, is_loading=is_loading, metadata=dict(_METADATA)
+                )
             sharded["optimizer"] = dict_list_map_outplace(_tensors_only, state)
         if self._reference is not None:
             tensors = _by_name(model)
@@ -215,6 +217,23 @@ def _inner_optimizers(optimizer: Any) -> list[Any]:
     """Megatron's optimizers that hold parameters; none on a stage where all are frozen."""
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
     return [one for one in inner if not getattr(one, "is_stub_optimizer", False)]
+
+
+@contextlib.contextmanager
+def _step_counts(optimizer: Any) -> Iterator[None]:
+    """Within the block optimizers without parameters on this rank have a step count, too.
+
+    A rank may hold none of a small or frozen stage. With torch's Adam, Megatron's distributed
+    optimizer (0.16.1) reads the count from the parameters' states, and fails where there are none.
+    """
+    empty = [one for one in _inner_optimizers(optimizer) if not one.optimizer.state]
+    for one in empty:
+        one.optimizer.state["no parameter"] = {"step": torch.tensor(0.0)}
+    try:
+        yield
+    finally:
+        for one in empty:
+            del one.optimizer.state["no parameter"]
 
 
 def _load_optimizer(inner: Any, state: dict[str, Any], num_updates: int) -> None:

@@ -30,6 +30,8 @@ DP2 = ("layout.dp=2", "layout.pp=1", "layout.vpp=1")
 PP2_VPP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=2")
 TP2 = ("layout.dp=1", "layout.tp=2", "layout.pp=1", "layout.vpp=1")
 DP2_PP2 = ("layout.dp=2", "layout.pp=2", "layout.vpp=1")
+PP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=1")
+FIRST_STAGE = "[embedding.*, decoder.layers.0.*, decoder.layers.1.*]"
 PP4 = ("layout.dp=1", "layout.pp=4", "layout.vpp=1")
 
 
@@ -150,6 +152,22 @@ def test_tensor_parallel_state_resumed_as_a_pipeline(undisturbed: Path, tmp_path
     killed(tmp_path, *TP2, plain, "train.resume=auto", after_steps=4)
     lines = finished(tmp_path, *PP2_VPP2, plain, "train.resume=auto")
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
+
+
+def test_experts_and_a_frozen_stage_resumed_as_expert_parallel(tmp_path: Path) -> None:
+    """The first of two stages trains nothing; experts and their biases move to other ranks."""
+    settings = [
+        *(
+            "model.num_experts=4",
+            "model.moe_balance_loss_coef=0.1",
+            "model.moe_bias_update_rate=0.1",
+        ),
+        *("model.moe_score_function=sigmoid", f"model.freeze={FIRST_STAGE}", "optim.lr=0.01"),
+    ]
+    whole = finished(tmp_path, *PP2, *settings)
+    copy_of_run(tmp_path, tmp_path / "other", until=3)
+    lines = finished(tmp_path / "other", *DP2, *settings, "layout.ep=2", "train.resume=auto")
+    assert_same_steps(lines, whole, rel=1e-5)
 
 
 def test_damaged_checkpoints_are_passed_over(undisturbed: Path, tmp_path: Path) -> None:
