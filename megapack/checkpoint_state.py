@@ -57,7 +57,7 @@ class RunState:
         self,
         chunks: Sequence[Any],
         optimizer: Any,
-        reference: Mapping[torch.nn.Parameter, Tensor] | None = None,
+        reference: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         self._chunks, self._optimizer, self._reference = chunks, optimizer, reference
 

@@ -15,6 +15,7 @@ from megapack.errors import DataError, ScheduleError
 from megapack.head import unwrapped
 from megapack.layout import Layout
 from megapack.moe import PackedRouter, moe_layers
+from megapack.mtp import num_depths
 from megapack.routing import RoutingPass, RoutingRow, RoutingShape, routing_row
 from megapack.thd import PackedRow
 
@@ -31,8 +32,9 @@ class ModelRouting:
         modules = [module for chunk in chunks for module in unwrapped(chunk).modules()]
         self._routers = [module for module in modules if isinstance(module, PackedRouter)]
         self._stock = any(type(module) is TopKRouter for module in modules)
+        self._layers = moe_layers(config)
         self.shape = RoutingShape(
-            num_layers=len(moe_layers(config)),
+            num_layers=len(self._layers),
             num_experts=config.num_moe_experts or 0,
             top_k=config.moe_router_topk,
         )
@@ -107,7 +109,10 @@ class ModelRouting:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         sums = torch.stack([routing.sums.get(name, zero) for name in names])
         dist.all_reduce(sums)
-        return dict(zip(names, (sums / self.shape.num_layers).tolist(), strict=True))
+        # Layers of multi-token prediction are built like the last one.
+        ahead = num_depths(self._config) if self._config.num_layers - 1 in self._layers else 0
+        means = sums / (self.shape.num_layers + ahead)
+        return dict(zip(names, means.tolist(), strict=True))
 
 
 def has_balance_loss(config: Any) -> bool:

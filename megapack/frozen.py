@@ -45,16 +45,18 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
 
 
 def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None:
-    """Let trainable layers behind a frozen embedding get their gradients under full recompute.
+    """Let what is recomputed behind a frozen embedding get its gradients.
 
-    A recomputed layer sees gradients only where its input asks for one. A frozen embedding's output
-    does not, and the layers behind it would train on nothing, in silence.
+    A recomputed layer, MLP or mixture of experts sees gradients only where its input asks for one.
+    A frozen embedding's output does not, and what stands behind it would train on nothing, in
+    silence.
     """
     for chunk in chunks:
         embedding = getattr(unwrapped(chunk), "embedding", None)
-        if embedding is None or config.recompute_granularity != "full":
+        if embedding is None or config.recompute_granularity is None:
             continue
-        if not any(param.requires_grad for param in embedding.parameters()):
+        asks = _ask_for_gradient in embedding._forward_hooks.values()
+        if not asks and not any(param.requires_grad for param in embedding.parameters()):
             embedding.register_forward_hook(_ask_for_gradient)
 
 

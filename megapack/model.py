@@ -255,7 +255,7 @@ def _chunk(
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     spec = _block_spec(model.attention, config, vp_stage)
-    return model_class(
+    chunk = model_class(
         config=config,
         transformer_layer_spec=spec,
         mtp_block_spec=_mtp_spec(model.attention, config, spec, vp_stage),
@@ -268,6 +268,16 @@ def _chunk(
         rotary_base=model.rotary_base,
         vp_stage=vp_stage,
     )
+    _drop_unused_weight(chunk)
+    return chunk
+
+
+def _drop_unused_weight(chunk: GPTModel) -> None:
+    """A last stage with MTP layers has the embedding, and uses it where weights are tied; Megatron
+    makes an output weight there all the same, which nobody trains and checkpoints trip over."""
+    tied_to_own = chunk.share_embeddings_and_output_weights and hasattr(chunk, "embedding")
+    if tied_to_own and chunk.post_process and chunk.output_layer.weight is not None:
+        chunk.output_layer.register_parameter("weight", None)
 
 
 def _block_spec(

@@ -58,7 +58,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         go backward through a chunk in the order in which they went forward.
         """
         assert self._pass is not None
-        if self.training and not torch.is_grad_enabled():
+        if self._pass.token_weight is not None and not torch.is_grad_enabled():
             self._checkpointed.append(self._pass.row)
         elif self._checkpointed:
             return self._checkpointed.popleft()
@@ -68,11 +68,12 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         """Attach both auxiliary losses to the logits, before experts are chosen from them."""
         if self._row is None:
             return super().apply_z_loss(logits, padding_mask)  # type: ignore[no-any-return]
-        if not (self.training and torch.is_grad_enabled()):
-            return logits
         assert self._pass is not None
+        token_weight = self._pass.token_weight
+        if token_weight is None or not torch.is_grad_enabled():
+            return logits
         for name, coefficient, loss_sum in self._losses(logits, self._row):
-            loss = loss_sum * self._pass.token_weight
+            loss = loss_sum * token_weight
             self._pass.add(name, loss)
             logits = MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
         return logits

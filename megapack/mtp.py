@@ -42,6 +42,8 @@ def row_ahead(row: PackedRow, depth: int) -> PackedRow:
         weights_T=weights_T,
         loss_positions_R=weights_T.nonzero().squeeze(1),
         fields={},
+        sample_fields={},
+        tensors={},
     )
 
 

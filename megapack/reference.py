@@ -1,4 +1,7 @@
-"""The reference policy: weights that the trained ones are compared with."""
+"""The reference policy: weights that the trained ones are compared with.
+
+An expert bias is a buffer that training moves, and it decides about routes: it belongs to them.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+_BIAS = "router.expert_bias"
+
 
 class Reference:
     """The weights that a model has now, kept on the CPU.
 
     Attributes:
-        initial: the kept value of each parameter.
+        initial: the kept value of each parameter and expert bias.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        params = [p for chunk in chunks for p in chunk.parameters()]
+        params: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
+        params += [b for chunk in chunks for n, b in chunk.named_buffers() if n.endswith(_BIAS)]
         self.initial = {p: p.detach().to("cpu", copy=True) for p in params}
 
     @contextlib.contextmanager
@@ -29,6 +35,6 @@ class Reference:
         finally:
             self._fill(trained)
 
-    def _fill(self, values: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+    def _fill(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
         for param, value in values.items():
             param.data.copy_(value)

@@ -154,11 +154,12 @@ class RoutingPass:
     """One run of the schedule as the routers see it.
 
     Args:
-        token_weight: 1 / N, what a real token counts in the auxiliary losses.
+        token_weight: 1 / N, what a real token counts in the auxiliary losses of a training pass;
+            None for a pass without a backward.
         record: keep the choices in the rows.
     """
 
-    def __init__(self, *, token_weight: float = 0.0, record: bool = False) -> None:
+    def __init__(self, *, token_weight: float | None = None, record: bool = False) -> None:
         self.token_weight, self.record = token_weight, record
         self.row: RoutingRow | None = None
         """The row that is being run forward."""

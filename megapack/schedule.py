@@ -57,7 +57,7 @@ class StepResult:
 
 
 class ScheduleAdapter:
-    """Runs planned steps of a Megatron-Core model.
+    """Runs planned steps of a Megatron-Core model. Made on all ranks together: a collective.
 
     Args:
         model: the chunks of this rank, one per virtual stage, wrapped in DDP or not.
@@ -82,14 +82,12 @@ class ScheduleAdapter:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.layout, self.head = layout, head
         self.config = get_model_config(self.chunks[0])
-        settings.check_layout(layout, len(self.chunks))
-        settings.check_config(self.config, layout)
-        settings.check_chunks(self.chunks)
+        self._device = torch.device(torch.cuda.current_device())
+        # Stages differ in their layers: what one refuses, all do.
+        self._routing = agree(self._checked, device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
         self._groups = process_groups()
-        self._routing = ModelRouting(self.chunks, self.config, layout, self._groups.tp.rank())
         self._dp_group = parallel_state.get_data_parallel_group()
-        self._device = torch.device(torch.cuda.current_device())
         self._head_options = {
             "tp_group": self._groups.tp,
             "cp_group": self._groups.cp,
@@ -101,6 +99,13 @@ class ScheduleAdapter:
         self._checked_digest = ""
         # Agreed on already: no tensors need no word with the others.
         self._checked_inputs: set[tuple[str, ...]] = {()}
+
+    def _checked(self) -> ModelRouting:
+        settings.check_layout(self.layout, len(self.chunks))
+        settings.check_config(self.config, self.layout)
+        settings.check_chunks(self.chunks)
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        return ModelRouting(self.chunks, self.config, self.layout, tp_rank)
 
     @property
     def dp_rank(self) -> int:

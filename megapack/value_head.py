@@ -62,5 +62,5 @@ def keep_fp32(model: Any) -> None:
 
 def row_scores(row: PackedRow, values_T: Tensor, cp_group: Any = None) -> Tensor:
     """Each sample's value at its last token, [n]; a collective of the CP group."""
-    at_end_T = torch.where(row.ends_T, values_T, 0.0)
-    return sum_by_sample(at_end_T, row.sample_of_T.clamp(min=0), len(row.samples), cp_group)
+    at_end = row.ends_T
+    return sum_by_sample(values_T[at_end], row.sample_of_T[at_end], len(row.samples), cp_group)

@@ -53,6 +53,7 @@ LAYOUTS = {
     "single": Layout(),
     "pp2": Layout(pp=2),
     "pp2_vpp2": Layout(pp=2, vpp=2),
+    "pp2_vpp2_pad": Layout(pp=2, vpp=2, microbatch_group_size=12),
     "dp2": Layout(dp=2),
     "tp2_sp": Layout(tp=2, sequence_parallel=True),
     "cp2": Layout(cp=2),

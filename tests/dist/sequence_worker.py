@@ -47,6 +47,7 @@ def run_kind(layout: Layout, kind: Kind, want: dict[str, Any]) -> dict[str, Any]
         "output_error": worst,
         "sets_packed": max(len(mb.samples) for mb in rows) // 2,
         "num_rows": len(rows),
+        "num_padding_rows": sum(not mb.samples for mb in rows),
         **_gradient_errors(chunks, want["grads"]),
     }
 

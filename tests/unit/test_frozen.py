@@ -56,8 +56,10 @@ def test_a_glob_that_matches_nothing_is_told() -> None:
         frozen.freeze([Chunk()], ("head.*", "haed.*"))
 
 
-@pytest.mark.parametrize(("granularity", "asks"), [("full", True), (None, False)])
-def test_a_frozen_embedding_asks_for_gradients_under_full_recompute(
+@pytest.mark.parametrize(
+    ("granularity", "asks"), [("full", True), ("selective", True), (None, False)]
+)
+def test_a_frozen_embedding_asks_for_gradients_under_recompute(
     granularity: str | None, asks: bool
 ) -> None:
     chunk = Chunk()

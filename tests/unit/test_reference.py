@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapack.reference import Reference
+
+pytestmark = pytest.mark.unit
+
+
+class Router(torch.nn.Module):
+    """A router's state: a weight, a bias that steps move, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("expert_bias", torch.zeros(2))
+        self.register_buffer("local_tokens_per_expert", torch.zeros(2), persistent=False)
+
+
+def test_the_expert_bias_is_part_of_the_policy() -> None:
+    chunk = torch.nn.ModuleDict({"router": Router()})
+    reference = Reference([chunk])
+    state = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
+    for value in state.values():
+        value.data.add_(5.0)
+    with reference.weights():
+        assert state["router.weight"].tolist() == [1.0, 1.0]
+        assert state["router.expert_bias"].tolist() == [0.0, 0.0]
+        assert state["router.local_tokens_per_expert"].tolist() == [5.0, 5.0]
+    assert state["router.weight"].tolist() == [6.0, 6.0]
+    assert state["router.expert_bias"].tolist() == [5.0, 5.0]
