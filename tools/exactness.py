@@ -31,6 +31,10 @@ VARIANTS = {
     "bf16": "bf16, fp32 main gradients",
     "moe": "4 experts, top 2, balance and z-loss",
     "moe_bias": "4 experts, sigmoid scores, expert bias",
+    "moe_replay": "4 experts, routes replayed that are not the routers' own",
+    "mtp": "multi-token prediction, 2 depths, temperature 0.8",
+    "mtp_other": "multi-token prediction, 2 depths, untied, temperature 0.8",
+    "mtp_moe": "multi-token prediction, 1 depth, and 4 experts",
 }
 
 
