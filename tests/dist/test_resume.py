@@ -170,6 +170,16 @@ def test_experts_and_a_frozen_stage_resumed_as_expert_parallel(tmp_path: Path) -
     assert_same_steps(lines, whole, rel=1e-5)
 
 
+def test_experts_alone_resumed(tmp_path: Path) -> None:
+    """All but the experts is frozen: the optimizer for it is empty on every rank."""
+    frozen = "[embedding.*, '*.self_attention.*', '*norm*', '*.router.*']"
+    settings = [*DP2, "model.num_experts=4", "layout.ep=2", f"model.freeze={frozen}"]
+    whole = finished(tmp_path, *settings)
+    copy_of_run(tmp_path, tmp_path / "other", until=3)
+    lines = finished(tmp_path / "other", *settings, "train.resume=auto")
+    assert_same_steps(lines, whole, rel=0.0)
+
+
 def test_damaged_checkpoints_are_passed_over(undisturbed: Path, tmp_path: Path) -> None:
     run = copy_of_run(undisturbed, tmp_path, until=8)
     tensors = max((run / "checkpoints/step-00000006/state").iterdir(), key=_size)
