@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
+from megapack.consensus import agree
 from megapack.errors import CheckpointError
 from megapack.head import unwrapped
 
@@ -69,16 +70,19 @@ class RunState:
         adam = sum(t.data.numel() * 12 for t in model if is_main_replica(t.replica_id))
         return mine * (2 if self._reference else 1) + adam
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, device: torch.device) -> None:
         """Write into an empty folder, which all ranks see. A collective.
+
+        Args:
+            device: see `agree`.
 
         Raises:
             CheckpointError: on every rank, where one could not write (a full disk).
         """
+        # Gathers within data-parallel groups: an error must reach the ranks of the others too.
+        sharded = agree(lambda: self._sharded(is_loading=False), device=device)
         try:
-            dist_checkpointing.save(
-                self._sharded(is_loading=False), str(folder), _SaveInProcess("torch_dist", 1)
-            )
+            dist_checkpointing.save(sharded, str(folder), _SaveInProcess("torch_dist", 1))
         except torch_checkpoint.CheckpointException as error:
             failed = {rank: " ".join(str(why[0]).split()) for rank, why in error.failures.items()}
             raise CheckpointError(f"{folder} cannot be written (by rank: {failed})") from error

@@ -25,6 +25,7 @@ SETTINGS = [
     *("name=run", "data.num_generated=64", "data.prompts_per_batch=4", "plan.global_batch_size=8"),
     *("data.shuffle=true", "train.save_interval=3", "train.keep_checkpoints=null"),
 ]
+SFT = ("objective.kind=sft", "objective.kl_coef=0.0")
 NUM_STEPS = 8
 DP2 = ("layout.dp=2", "layout.pp=1", "layout.vpp=1")
 PP2_VPP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=2")
@@ -216,6 +217,21 @@ def test_a_run_that_does_not_fit_is_refused(
     assert code != 0
     assert says in output
     assert (names(tmp_path), metrics(tmp_path)) == before
+
+
+def test_inside_a_batch_the_objective_stays(tmp_path: Path) -> None:
+    """SFT has no log-probs of older weights: it resumes without, another objective does not."""
+    settings = [*DP2, *SFT]
+    whole = finished(tmp_path, *settings)
+    copy_of_run(tmp_path, tmp_path / "other", until=3)
+    before = names(tmp_path / "other"), metrics(tmp_path / "other")
+    code, output = job(tmp_path / "other", *DP2, "train.resume=auto")
+    assert code != 0
+    assert "has no old_logprobs" in output, output[-3000:]
+    assert 'was "sft"' in output
+    assert (names(tmp_path / "other"), metrics(tmp_path / "other")) == before
+    lines = finished(tmp_path / "other", *settings, "train.resume=auto")
+    assert [line["loss"] for line in lines] == [line["loss"] for line in whole]
 
 
 def test_a_disk_that_is_full_leaves_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
