@@ -234,6 +234,19 @@ def test_inside_a_batch_the_objective_stays(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines] == [line["loss"] for line in whole]
 
 
+def test_a_resume_that_fails_leaves_later_checkpoints(undisturbed: Path, tmp_path: Path) -> None:
+    """Tensors of the right size and the wrong content are found only when they are read."""
+    shutil.copytree(undisturbed / "runs", tmp_path / "runs")
+    bad = tmp_path / "runs/run/checkpoints/step-00000003"
+    for path in (bad / "state").glob("*.distcp"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    before = names(tmp_path), metrics(tmp_path)
+    code, output = job(tmp_path, *DP2, f"train.resume={bad}")
+    assert code != 0
+    assert "cannot be loaded" in output, output[-3000:]
+    assert (names(tmp_path), metrics(tmp_path)) == before
+
+
 def test_a_disk_that_is_full_leaves_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands in for the full disk: writes fail half-way."""
     import resource
