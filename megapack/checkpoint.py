@@ -33,6 +33,7 @@ from megapack.train_config import TrainConfig
 # What a run cannot change on its way: tensors, or the order of the data, would not fit.
 _FIXED = ("seed", "model", "data.prompts_per_batch", "data.shuffle", "optim.distributed_optimizer")
 _FREE = ("model.recompute", "model.attention")
+_BATCH_FILE = "batch.pt"
 
 
 class Checkpoints:
@@ -80,9 +81,18 @@ class Checkpoints:
         """Whether a checkpoint lies in this run's folder, so that the run goes on in it."""
         return checkpoint.path.resolve().parent == self.folder.resolve()
 
-    def load(self, checkpoint: Checkpoint) -> Position:
-        """Fill the model, the optimizer, the reference and the random states. A collective."""
+    def load(self, checkpoint: Checkpoint, field_names: Sequence[str]) -> Position:
+        """Fill the model, the optimizer, the reference and the random states. A collective.
+
+        Args:
+            checkpoint: one that `find` gave.
+            field_names: see `save`; inside a batch the checkpoint must have them.
+
+        Raises:
+            CheckpointError: on every rank; nothing in the run's folder has changed.
+        """
         manifest = checkpoint.manifest
+        agree(lambda: self._check_batch(checkpoint, field_names), device=self.device)
         self.state.load(
             checkpoint.path / "state",
             num_updates=manifest.position.num_updates,
@@ -92,11 +102,14 @@ class Checkpoints:
         self._saved_at = manifest.position.num_steps if self.is_own(checkpoint) else -1
         return manifest.position
 
-    def load_batch(self, checkpoint: Checkpoint, batch: SampleBatch, plan: Plan) -> None:
+    def load_batch(
+        self, checkpoint: Checkpoint, batch: SampleBatch, plan: Plan, field_names: Sequence[str]
+    ) -> None:
         """Give the batch in progress the log-probs that it had.
 
         Raises:
-            CheckpointError: the plan's first steps are not those that were taken.
+            CheckpointError: the plan's first steps are not those that were taken, or the
+                checkpoint lacks one of these fields.
         """
         manifest = checkpoint.manifest
         if samples_done_digest(plan, manifest.position.step_in_batch) != (
@@ -107,8 +120,9 @@ class Checkpoints:
                 f"the plan for {self.layout} has in them; resume with the layout and the plan "
                 "settings of its config, or from a checkpoint at a batch's end"
             )
-        for name, flat in _read_tensors(checkpoint.path / "batch.pt").items():
-            batch.set_field(name, list(flat.split(batch.lengths)))
+        fields = self._check_batch(checkpoint, field_names)
+        for name in field_names:
+            batch.set_field(name, list(fields[name].split(batch.lengths)))
 
     def due(self, num_steps: int) -> bool:
         """Whether to save after this many steps."""
@@ -135,7 +149,7 @@ class Checkpoints:
         try:
             num_bytes = self._num_bytes()
             agree(lambda: self._on_first_rank(_open, path, num_bytes), device=self.device)
-            self.state.save(part / "state")
+            self.state.save(part / "state", device=self.device)
             fields = field_names if position.step_in_batch else ()
             agree(lambda: _write_small(part, batch, fields), device=self.device)
             manifest = self._manifest(position, plan)
@@ -167,6 +181,24 @@ class Checkpoints:
                 f"{self.config.data.path} gives; set the section data as it was, or "
                 "train.resume=null"
             )
+
+    def _check_batch(
+        self, checkpoint: Checkpoint, field_names: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """The fields of the batch in progress, of which the run needs these."""
+        manifest = checkpoint.manifest
+        # An objective without log-probs of older weights (SFT) has no such file.
+        has_file = _BATCH_FILE in manifest.files
+        fields = _read_tensors(checkpoint.path / _BATCH_FILE) if has_file else {}
+        missing = [name for name in field_names if name not in fields]
+        if manifest.position.step_in_batch and missing:
+            changed = files.differences(manifest.config, to_dict(self.config), ("objective",))
+            raise CheckpointError(
+                f"{checkpoint.path} stands inside a batch and has no {', '.join(missing)} for it, "
+                f"which {', '.join(changed)} needs; set the section objective as it was, or resume "
+                "from a checkpoint at a batch's end"
+            )
+        return fields
 
     def _load_rng(self, checkpoint: Checkpoint) -> None:
         # Another layout has other streams: they begin anew, from the seed.
@@ -211,7 +243,7 @@ def _write_small(part: Path, batch: SampleBatch, field_names: Sequence[str]) -> 
     """What is no part of Megatron's format: random states, and the batch in progress."""
     _write_tensors(part / "rng" / _rng_name(), rng_state())
     if dist.get_rank() == 0 and field_names:
-        _write_tensors(part / "batch.pt", {name: _flat(batch, name) for name in field_names})
+        _write_tensors(part / _BATCH_FILE, {name: _flat(batch, name) for name in field_names})
 
 
 def _flat(batch: SampleBatch, name: str) -> torch.Tensor:

@@ -149,9 +149,13 @@ def find_checkpoint(resume: str, own_folder: Path) -> Checkpoint | None:
 
 
 def open_part(path: Path) -> Path:
-    """An empty folder to write the checkpoint `path` into; one left behind is removed."""
+    """An empty folder to write the checkpoint `path` into; all that were left behind are removed.
+
+    A run that was killed leaves its half-written one, which no later step may ever reuse.
+    """
+    for left in path.parent.glob("step-*.part"):
+        shutil.rmtree(left, ignore_errors=True)
     part = path.with_name(f"{path.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
     for name in ("state", "rng"):
         (part / name).mkdir(parents=True)
     return part

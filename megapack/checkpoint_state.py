@@ -7,7 +7,7 @@ holds (learning rates, betas) follows from the config and the number of updates,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
+from megapack.consensus import agree
 from megapack.errors import CheckpointError
 from megapack.head import unwrapped
 
@@ -69,16 +70,19 @@ class RunState:
         adam = sum(t.data.numel() * 12 for t in model if is_main_replica(t.replica_id))
         return mine * (2 if self._reference else 1) + adam
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, device: torch.device) -> None:
         """Write into an empty folder, which all ranks see. A collective.
+
+        Args:
+            device: see `agree`.
 
         Raises:
             CheckpointError: on every rank, where one could not write (a full disk).
         """
+        # Gathers within data-parallel groups: an error must reach the ranks of the others too.
+        sharded = agree(lambda: self._sharded(is_loading=False), device=device)
         try:
-            dist_checkpointing.save(
-                self._sharded(is_loading=False), str(folder), _SaveInProcess("torch_dist", 1)
-            )
+            dist_checkpointing.save(sharded, str(folder), _SaveInProcess("torch_dist", 1))
         except torch_checkpoint.CheckpointException as error:
             failed = {rank: " ".join(str(why[0]).split()) for rank, why in error.failures.items()}
             raise CheckpointError(f"{folder} cannot be written (by rank: {failed})") from error
@@ -93,14 +97,16 @@ class RunState:
         Raises:
             CheckpointError: a tensor is missing, has another shape, or cannot be read.
         """
-        for inner in _inner_optimizers(self._optimizer):
-            _set_update_count(inner, num_updates)
+        inner = _inner_optimizers(self._optimizer)
+        for one in inner.values():
+            _set_update_count(one, num_updates)
         sharded = self._sharded(is_loading=True)
         if not with_reference:
             sharded.pop("reference", None)
         try:
             loaded = dist_checkpointing.load(sharded, str(folder))
-        except Exception as error:
+        except (Exception, torch_checkpoint.CheckpointException) as error:
+            # The second is no Exception: it is torch's for what failed on some rank.
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(
                 f"{folder} cannot be loaded ({type(error).__name__}: {reason}); set train.resume "
@@ -109,21 +115,23 @@ class RunState:
         for v, chunk in enumerate(self._chunks):
             # Not strict: no tensor was missed, and extra states (FP8 scales) are not in it.
             unwrapped(chunk).load_state_dict(loaded[f"model{v}"], strict=False)
-        inner = _inner_optimizers(self._optimizer)
-        state = loaded.get("optimizer", {})
-        for index, one in enumerate(inner):
-            _load_optimizer(one, state if len(inner) == 1 else state[index], num_updates)
+        for index, one in inner.items():
+            _load_optimizer(one, loaded["optimizer"][index], num_updates)
         for name, value in loaded.get("reference", {}).items():
             self._reference_tensors()[name].data.copy_(value)
 
     def _sharded(self, is_loading: bool) -> dict[str, Any]:
         model = self._model()
         sharded = dict(model)
-        if _inner_optimizers(self._optimizer):
-            with _step_counts(self._optimizer):
-                state = self._optimizer.sharded_state_dict(
-                    model, is_loading=is_loading, metadata=dict(_METADATA)
-                )
+        inner = _inner_optimizers(self._optimizer)
+        if inner:
+            with _step_counts(inner.values()):
+                state = {
+                    index: one.sharded_state_dict(
+                        model, is_loading=is_loading, metadata=dict(_METADATA)
+                    )
+                    for index, one in inner.items()
+                }
             sharded["optimizer"] = dict_list_map_outplace(_tensors_only, state)
         if self._reference is not None:
             tensors = _by_name(model)
@@ -213,20 +221,24 @@ def _tensors_only(value: Any) -> Any:
     return LocalNonpersistentObject(value)
 
 
-def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers that hold parameters; none on a stage where all are frozen."""
+def _inner_optimizers(optimizer: Any) -> dict[int, Any]:
+    """Megatron's optimizers that hold parameters, by their place in the chain.
+
+    A chain of experts and all else has both places on every rank, also where one is empty because
+    all of its parameters are frozen. Megatron's own state dict of a chain (0.16.1) fails there.
+    """
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [one for one in inner if not getattr(one, "is_stub_optimizer", False)]
+    return {i: one for i, one in enumerate(inner) if not getattr(one, "is_stub_optimizer", False)}
 
 
 @contextlib.contextmanager
-def _step_counts(optimizer: Any) -> Iterator[None]:
+def _step_counts(inner: Iterable[Any]) -> Iterator[None]:
     """Within the block optimizers without parameters on this rank have a step count, too.
 
     A rank may hold none of a small or frozen stage. With torch's Adam, Megatron's distributed
     optimizer (0.16.1) reads the count from the parameters' states, and fails where there are none.
     """
-    empty = [one for one in _inner_optimizers(optimizer) if not one.optimizer.state]
+    empty = [one for one in inner if not one.optimizer.state]
     for one in empty:
         one.optimizer.state["no parameter"] = {"step": torch.tensor(0.0)}
     try:

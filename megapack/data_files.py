@@ -102,7 +102,7 @@ class ParquetFile:
             self._file = parquet.ParquetFile(path)
         except self._errors as error:
             raise _unreadable(path, error) from None
-        # Samples are read in the order of their places: one row group at a time is enough.
+        # One row group is kept: whoever reads in the order of places reads each group once.
         self._group, self._rows = -1, None
         self._columns = [name for name in self._file.schema_arrow.names if name in COLUMNS]
         groups = range(self._file.metadata.num_row_groups)

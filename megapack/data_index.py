@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ _FORMAT = 1
 _KEY_CHARS = 16
 _SUFFIX = ".megapack-index.npy"
 _ROWS_AT_A_TIME = 1 << 16
+# Temporary files are for their owner alone; an index is for all who read the data.
+_MODE = 0o644
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,18 @@ class ReadSettings:
         Raises:
             BadLine: the row cannot be taken.
         """
-        record = Rollout(**{"group": own_id, "rollout": own_id, **parser.parse(row)})
+        return self.fit(self.parse(parser, row, own_id))
+
+    def parse(self, parser: LineParser, row: Any, own_id: str) -> Rollout:
+        """A row as a sample of any length.
+
+        Raises:
+            BadLine: the row cannot be taken.
+        """
+        return Rollout(**{"group": own_id, "rollout": own_id, **parser.parse(row)})
+
+    def fit(self, record: Rollout) -> Rollout | None:
+        """The sample with at most `max_length` tokens, see `rollouts.fitted`."""
         return fitted(record, self.max_length, self.overlong)
 
 
@@ -142,17 +156,19 @@ class _Builder:
         self._groups: dict[Any, int] = {}
         self._rollouts: dict[Any, int] = {}
         self._rows: list[tuple[Any, ...]] = []
-        self.num_samples = self.num_skipped = 0
+        self.num_samples = self.num_skipped = self.num_truncated = 0
 
     def pieces(self, file: int, path: Path, reader: SampleFile) -> Iterator[Index]:
         for place, number, row in reader.scan():
             try:
-                record = self._settings.read(self._parser, row, f"{file} line-{number}")
+                whole = self._settings.parse(self._parser, row, f"{file} line-{number}")
+                record = self._settings.fit(whole)
             except BadLine as bad:
                 raise DataError(f"{path}:{number}: {bad}") from None
             if record is None:
                 self.num_skipped += 1
                 continue
+            self.num_truncated += record.num_tokens < whole.num_tokens
             self._rows.append((file, place, number, *self._columns(record)))
             if len(self._rows) == _ROWS_AT_A_TIME:
                 yield self.piece()
@@ -168,6 +184,8 @@ class _Builder:
         most = self._settings.max_length
         if self.num_skipped:
             logger.warning("%s: %d samples above %s tokens skipped", path, self.num_skipped, most)
+        if self.num_truncated:
+            logger.warning("%s: %d samples truncated to %s tokens", path, self.num_truncated, most)
         if self.num_samples == 0:
             raise DataError(
                 f"{path} has no sample ({self.num_skipped} were above max_length={most}); give "
@@ -188,9 +206,11 @@ class _Builder:
 
 def _write(cached: Path, files: Sequence[Path], settings: ReadSettings) -> None:
     """Write the index aside, piece by piece, and give it its name when it is whole."""
-    part = cached.with_name(f"{cached.name}.{os.getpid()}.part")
+    # Not by the process id, which processes on two nodes that share the folder may have alike.
+    handle, name = tempfile.mkstemp(prefix=f"{cached.name}.", suffix=".part", dir=cached.parent)
+    part = Path(name)
     try:
-        with open(part, "wb") as file:
+        with open(handle, "wb") as file:
             header = {"descr": INDEX_DTYPE.descr, "fortran_order": False, "shape": (10**12,)}
             np.lib.format.write_array_header_1_0(file, header)
             start, num_rows = file.tell(), 0
@@ -203,6 +223,7 @@ def _write(cached: Path, files: Sequence[Path], settings: ReadSettings) -> None:
             assert file.tell() == start, "the header's length depends on the count"
             file.flush()
             os.fsync(file.fileno())
+        part.chmod(_MODE)
         os.replace(part, cached)
     finally:
         part.unlink(missing_ok=True)
@@ -238,9 +259,8 @@ def _cached(path: str | Path, key: str, folder: Path) -> Path:
 def _writable(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".megapack-probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(prefix=".megapack-probe-", dir=folder):
+            pass
     except OSError:
         return False
     return True

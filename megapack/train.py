@@ -6,6 +6,7 @@ records -> batches -> advantages, plan -> old and reference log-probs -> steps -
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -109,13 +110,13 @@ class Trainer:
         """All batches of all epochs."""
         config, writes = self.config, dist.get_rank() == 0
         self.resumed = self.checkpoints.find()
-        self.folder = self._open_folder() if writes else None
+        # Before the folder is touched: a resume that fails leaves all as it was.
+        if self.resumed is not None:
+            self.position = self.checkpoints.load(self.resumed, self._computed_fields())
+        self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(active=writes, log_interval=config.train.log_interval)
-        if self.folder is not None:
-            self.folder.write_text("config.yaml", dump_yaml(config))
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
         if self.resumed is not None:
-            self.position = self.checkpoints.load(self.resumed)
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
             for rows in self._batches():
@@ -135,21 +136,35 @@ class Trainer:
         """Optimizer steps since the run began."""
         return self.position.num_steps
 
-    def _open_folder(self) -> RunFolder:
-        """The run's folder; the one that is there where its own checkpoint is resumed."""
+    def _open_folder(self) -> RunFolder | None:
+        """The run's folder on rank 0; the one that is there where its own checkpoint is resumed."""
+        if dist.get_rank() != 0:
+            return None
         config, resumed = self.config, self.resumed
-        if resumed is None or not self.checkpoints.is_own(resumed):
-            return RunFolder(config.runs_dir, config.name)
-        num_steps = resumed.manifest.position.num_steps
-        drop_after(resumed.path.parent, num_steps)
-        return RunFolder(config.runs_dir, config.name, continue_after=num_steps)
+        if resumed is not None and self.checkpoints.is_own(resumed):
+            drop_after(resumed.path.parent, self.num_steps)
+            folder = RunFolder(config.runs_dir, config.name, continue_after=self.num_steps)
+        else:
+            folder = RunFolder(config.runs_dir, config.name)
+        folder.write_text("config.yaml", dump_yaml(config))
+        return folder
 
     def _batches(self) -> Iterator[Rows]:
         """Batches in order, as many as the config asks for and from where the run stands; sets up
         the schedule first."""
+        total_steps = sum(self._steps_in(batch) for _, _, batch in self._all_batches())
+        self.progress.expect(total_steps, self.num_steps)
+        self.schedule = self._lr_schedule(total_steps)
+        self.schedule.step(increment=self.num_steps)
+        for epoch, index, batch in self._all_batches():
+            if (epoch, index) >= (self.position.epoch, self.position.batch):
+                self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
+                yield batch
+
+    def _all_batches(self) -> Iterator[tuple[int, int, Rows]]:
+        """Epoch, number in it, and rows of each batch of the run, one at a time."""
         config = self.config
-        wanted = config.train.num_batches
-        every = [
+        every = (
             (epoch, index, batch)
             for epoch in range(config.train.epochs)
             for index, batch in enumerate(
@@ -160,15 +175,8 @@ class Trainer:
                     epoch=epoch,
                 )
             )
-        ][:wanted]
-        total_steps = sum(self._steps_in(batch) for _, _, batch in every)
-        self.progress.expect(total_steps, self.num_steps)
-        self.schedule = self._lr_schedule(total_steps)
-        self.schedule.step(increment=self.num_steps)
-        for epoch, index, batch in every:
-            if (epoch, index) >= (self.position.epoch, self.position.batch):
-                self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
-                yield batch
+        )
+        return itertools.islice(every, config.train.num_batches)
 
     def _steps_in(self, rows: Rows) -> int:
         plan = self.config.plan
@@ -199,13 +207,15 @@ class Trainer:
         started = time.perf_counter()
         batch, plan, forward_plan = agree(lambda: self._prepare(rows), device=self.device)
         planned = time.perf_counter()
-        if self.folder is not None:
-            self.folder.write_text("plan.json", plan.to_json())
         self.progress.line(plan_line(plan))
         first_step = self.position.step_in_batch
         if first_step and self.resumed is not None:
             resumed = self.resumed
-            agree(lambda: self.checkpoints.load_batch(resumed, batch, plan), device=self.device)
+            names = self._computed_fields()
+            agree(
+                lambda: self.checkpoints.load_batch(resumed, batch, plan, names),
+                device=self.device,
+            )
         else:
             self._add_logprobs(batch, forward_plan)
         costs = {
@@ -231,8 +241,12 @@ class Trainer:
         )
         plan = self._plan(batch, rows)
         forward_plan = self._forward_plan(batch) or plan
-        for sample in own_samples((plan, forward_plan), self.adapter.dp_rank):
+        # In the order of the data: a Parquet file keeps one row group at a time.
+        own = own_samples((plan, forward_plan), self.adapter.dp_rank)
+        for sample in sorted(own, key=lambda one: int(rows[one])):
             batch.set_tokens(sample, *self.data.tokens(int(rows[sample])))
+        if self.folder is not None:
+            self.folder.write_text("plan.json", plan.to_json())
         return batch, plan, forward_plan
 
     def _plan(self, batch: SampleBatch, rows: Rows) -> Plan:

@@ -25,6 +25,7 @@ SETTINGS = [
     *("name=run", "data.num_generated=64", "data.prompts_per_batch=4", "plan.global_batch_size=8"),
     *("data.shuffle=true", "train.save_interval=3", "train.keep_checkpoints=null"),
 ]
+SFT = ("objective.kind=sft", "objective.kl_coef=0.0")
 NUM_STEPS = 8
 DP2 = ("layout.dp=2", "layout.pp=1", "layout.vpp=1")
 PP2_VPP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=2")
@@ -170,6 +171,16 @@ def test_experts_and_a_frozen_stage_resumed_as_expert_parallel(tmp_path: Path) -
     assert_same_steps(lines, whole, rel=1e-5)
 
 
+def test_experts_alone_resumed(tmp_path: Path) -> None:
+    """All but the experts is frozen: the optimizer for it is empty on every rank."""
+    frozen = "[embedding.*, '*.self_attention.*', '*norm*', '*.router.*']"
+    settings = [*DP2, "model.num_experts=4", "layout.ep=2", f"model.freeze={frozen}"]
+    whole = finished(tmp_path, *settings)
+    copy_of_run(tmp_path, tmp_path / "other", until=3)
+    lines = finished(tmp_path / "other", *settings, "train.resume=auto")
+    assert_same_steps(lines, whole, rel=0.0)
+
+
 def test_damaged_checkpoints_are_passed_over(undisturbed: Path, tmp_path: Path) -> None:
     run = copy_of_run(undisturbed, tmp_path, until=8)
     tensors = max((run / "checkpoints/step-00000006/state").iterdir(), key=_size)
@@ -205,6 +216,34 @@ def test_a_run_that_does_not_fit_is_refused(
     code, output = job(tmp_path, *DP2, "train.resume=auto", override)
     assert code != 0
     assert says in output
+    assert (names(tmp_path), metrics(tmp_path)) == before
+
+
+def test_inside_a_batch_the_objective_stays(tmp_path: Path) -> None:
+    """SFT has no log-probs of older weights: it resumes without, another objective does not."""
+    settings = [*DP2, *SFT]
+    whole = finished(tmp_path, *settings)
+    copy_of_run(tmp_path, tmp_path / "other", until=3)
+    before = names(tmp_path / "other"), metrics(tmp_path / "other")
+    code, output = job(tmp_path / "other", *DP2, "train.resume=auto")
+    assert code != 0
+    assert "has no old_logprobs" in output, output[-3000:]
+    assert 'was "sft"' in output
+    assert (names(tmp_path / "other"), metrics(tmp_path / "other")) == before
+    lines = finished(tmp_path / "other", *settings, "train.resume=auto")
+    assert [line["loss"] for line in lines] == [line["loss"] for line in whole]
+
+
+def test_a_resume_that_fails_leaves_later_checkpoints(undisturbed: Path, tmp_path: Path) -> None:
+    """Tensors of the right size and the wrong content are found only when they are read."""
+    shutil.copytree(undisturbed / "runs", tmp_path / "runs")
+    bad = tmp_path / "runs/run/checkpoints/step-00000003"
+    for path in (bad / "state").glob("*.distcp"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    before = names(tmp_path), metrics(tmp_path)
+    code, output = job(tmp_path, *DP2, f"train.resume={bad}")
+    assert code != 0
+    assert "cannot be loaded" in output, output[-3000:]
     assert (names(tmp_path), metrics(tmp_path)) == before
 
 

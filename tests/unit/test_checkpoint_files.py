@@ -50,6 +50,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert found.manifest.config == {"seed": 1}
 
 
+def test_half_written_ones_are_removed_by_the_next(tmp_path: Path) -> None:
+    for num_steps in (3, 9):
+        files.open_part(files.checkpoint_path(tmp_path, num_steps))
+    write(tmp_path, 6)
+    assert names(tmp_path) == ["step-00000006"]
+
+
 def test_the_latest_is_of_most_steps_and_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,6 +123,14 @@ def test_overlong_samples_are_as_read_rollouts_has_them(tmp_path: Path, overlong
     assert_holds(found, records)
 
 
+def test_truncated_samples_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "data.jsonl"
+    lines = [{"prompt_ids": [1] * n, "response_ids": [2]} for n in (4, 5, 9)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    dataset(path, tmp_path, max_length=5, overlong="truncate")
+    assert "2 samples truncated to 5 tokens" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
