@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import ConfigError, launch
@@ -24,7 +23,7 @@ from megapack.schedule import ScheduleAdapter
 from megapack.train_config import OptimConfig
 from tests.dist import problem
 from tests.dist.sequence_problem import KINDS, LAYOUTS, Kind, make_batch, make_plan
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, forget_groups
 from tests.dist.worker import _gradient_errors
 
 
@@ -88,11 +87,11 @@ def _tied(layout: Layout) -> str:
 
 def _critics(layout: Layout) -> dict[str, Any]:
     found: dict[str, Any] = {"tied": _tied(layout)}
-    parallel_state.destroy_model_parallel()
+    forget_groups()
     for dtype in ("fp32", "bf16"):
         for distributed in (False, True):
             found[f"{dtype} {distributed}"] = train_critic(layout, dtype, distributed)
-            parallel_state.destroy_model_parallel()
+            forget_groups()
     return found
 
 
@@ -121,7 +120,7 @@ def main(reference: str, out: str) -> None:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             result["worst_parameter"], result["output_error"] = worst.tolist()
             found[f"{place} {name}"] = result
-            parallel_state.destroy_model_parallel()
+            forget_groups()
     found["critics"] = _critics(Layout(dp=dist.get_world_size()))
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:

@@ -33,7 +33,7 @@ from tests.dist.expected import (
     tokens_per_expert,
 )
 from tests.dist.problem import PRECISE
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, forget_groups
 
 
 def run_case(
@@ -255,7 +255,7 @@ def main(reference: str, out: str, names: list[str]) -> None:
         worst = torch.tensor(found[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         found[name]["worst_parameter"] = float(worst)
-        parallel_state.destroy_model_parallel()
+        forget_groups()
     if os.environ.get("RANK", "0") == "0":
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)
