@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from megapack.data_files import SampleFile, list_files, open_file
 from megapack.data_index import INDEX_DTYPE, Index, ReadSettings, load_index
-from megapack.errors import ConfigError, DataError
+from megapack.errors import DataError
 from megapack.jsonl import BadLine
-from megapack.rollouts import Rollout
+from megapack.rollouts import Rollout, group_batches
 from megapack.tokenizer import Ids
 
 Rows = npt.NDArray[np.int64]
@@ -87,20 +87,10 @@ class Dataset:
     def batches(
         self, prompts_per_batch: int, *, shuffle: bool = False, seed: int = 0, epoch: int = 0
     ) -> Iterator[Rows]:
-        """Sample numbers in batches of whole groups, as `rollouts.batches` has them."""
-        if prompts_per_batch < 1:
-            raise ConfigError(f"data.prompts_per_batch is {prompts_per_batch}; set 1 or more")
-        group = self._index["group"]
-        # Groups are numbered by first appearance: sorted by number they stand in file order.
-        rows = np.argsort(group, kind="stable")
-        starts = np.concatenate([[0], np.cumsum(np.bincount(group))])
-        order = np.arange(len(starts) - 1)
-        if shuffle:
-            keys = np.random.PCG64([seed, epoch]).random_raw(len(order))
-            order = np.argsort(keys, kind="stable")
-        for first in range(0, len(order), prompts_per_batch):
-            chosen = order[first : first + prompts_per_batch]
-            yield np.concatenate([rows[starts[g] : starts[g + 1]] for g in chosen])
+        """Sample numbers in batches of whole groups, see `rollouts.batches`."""
+        return group_batches(
+            self._index["group"], prompts_per_batch, shuffle=shuffle, seed=seed, epoch=epoch
+        )
 
     def prompt_tokens(self, rows: Rows) -> list[int]:
         """Tokens of these samples' prompts."""

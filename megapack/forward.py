@@ -75,7 +75,7 @@ class LastStage:
         self._head_options = {"chunk_tokens": chunk_tokens, "temperature": temperature}
 
     def __call__(
-        self, row: PackedRow, head: DeferredHead, ahead: Sequence[PackedRow], hidden: Tensor
+        self, row: PackedRow, head: DeferredHead, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's loss function: (loss sum, token count, report).
 
@@ -92,7 +92,7 @@ class LastStage:
             loss = logprobs_R.sum()
         else:
             loss = self._loss(row, logprobs_R, entropy_R, None)
-            loss = loss + self._losses_ahead(ahead, head, hidden_ahead)
+            loss = loss + self._losses_ahead(row, head, hidden_ahead)
         return _without_division(loss)
 
     def _values(
@@ -139,15 +139,15 @@ class LastStage:
         return vocab_parallel_logprobs(hidden_RH, row.labels_T[positions_R], vocab)
 
     def _losses_ahead(
-        self, ahead: Sequence[PackedRow], head: DeferredHead, hidden: Sequence[Tensor]
+        self, row: PackedRow, head: DeferredHead, hidden: Sequence[Tensor]
     ) -> Tensor | float:
         total: Tensor | float = 0.0
-        for depth, coef in enumerate(self._mtp_coefs):
-            row = ahead[depth]
-            logprobs_R, _ = self._logprobs(row, head, hidden[depth], with_entropy=False)
-            weights_R = row.weights_T[row.loss_positions_R]
+        depths = zip(self._mtp_coefs, row.ahead, hidden, strict=True)
+        for depth, (coef, ahead, hidden_ahead) in enumerate(depths, start=1):
+            logprobs_R, _ = self._logprobs(ahead, head, hidden_ahead, with_entropy=False)
+            weights_R = ahead.weights_T[ahead.loss_positions_R]
             loss = -(weights_R * logprobs_R).sum()
-            name = loss_name(depth + 1)
+            name = loss_name(depth)
             self.sums[name] = self.sums.get(name, 0.0) + loss.detach().double()
             total = total + coef * loss
         return total
@@ -203,7 +203,7 @@ class RowForward:
             return model(**inputs), None
         with deferred_head(model) as head:
             hidden = model(**inputs)
-        return hidden, partial(self.last_stage, row, head, row.ahead)
+        return hidden, partial(self.last_stage, row, head)
 
 
 def taken_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:

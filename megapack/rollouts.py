@@ -25,6 +25,7 @@ from typing import Literal, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from megapack.data_files import JsonLinesFile
 from megapack.errors import ConfigError, DataError
 from megapack.jsonl import BadLine, LineParser
 from megapack.tokenizer import ByteTokenizer, Ids
@@ -90,7 +91,7 @@ def read_rollouts(
     parser = LineParser(tokenizer, tokenizer.vocab_size if vocab_size is None else vocab_size)
     records: list[Rollout] = []
     skipped = cut = 0
-    for number, line in _lines(path):
+    for _, number, line in JsonLinesFile(Path(path)).scan():
         try:
             fields = parser.parse(line)
             own = f"line-{number}"
@@ -131,18 +132,45 @@ def batches(
     Groups come in the order of their first record, or shuffled by `(seed, epoch)` alone, the same
     on every rank and machine.
     """
+    numbers: dict[int | str, int] = {}
+    group_of = [numbers.setdefault(record.group, len(numbers)) for record in records]
+    found = group_batches(
+        np.array(group_of, dtype=np.int64),
+        prompts_per_batch,
+        shuffle=shuffle,
+        seed=seed,
+        epoch=epoch,
+    )
+    for rows in found:
+        yield [records[row] for row in rows]
+
+
+def group_batches(
+    group_of: npt.NDArray[np.int64],
+    prompts_per_batch: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Iterator[npt.NDArray[np.int64]]:
+    """`batches` for records that are known by their group alone: their numbers.
+
+    Args:
+        group_of: int64 [records], groups numbered from 0 by first appearance.
+    """
     if prompts_per_batch < 1:
         raise ConfigError(f"data.prompts_per_batch is {prompts_per_batch}; set 1 or more")
-    groups: dict[int | str, list[Rollout]] = {}
-    for record in records:
-        groups.setdefault(record.group, []).append(record)
-    ordered = list(groups.values())
+    # Groups are numbered by first appearance: sorted by number they stand in file order.
+    rows = np.argsort(group_of, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(group_of))])
+    order = np.arange(len(starts) - 1)
     if shuffle:
         # Raw bits of a bit generator: NumPy keeps these streams, not those of `permutation`.
-        keys = np.random.PCG64([seed, epoch]).random_raw(len(ordered))
-        ordered = [ordered[index] for index in np.argsort(keys, kind="stable")]
-    for start in range(0, len(ordered), prompts_per_batch):
-        yield [record for group in ordered[start : start + prompts_per_batch] for record in group]
+        keys = np.random.PCG64([seed, epoch]).random_raw(len(order))
+        order = np.argsort(keys, kind="stable")
+    for first in range(0, len(order), prompts_per_batch):
+        chosen = order[first : first + prompts_per_batch]
+        yield np.concatenate([rows[starts[g] : starts[g + 1]] for g in chosen])
 
 
 class Judged(Protocol):
@@ -235,15 +263,3 @@ def fitted(record: Rollout, max_length: int | None, overlong: Overlong) -> Rollo
     prompt_ids = record.prompt_ids[:max_length]
     response_ids = record.response_ids[: max_length - len(prompt_ids)]
     return dataclasses.replace(record, prompt_ids=prompt_ids, response_ids=response_ids)
-
-
-def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers from 1, without blank ones."""
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{path}: cannot be read ({reason}); check data.path") from None
