@@ -1,8 +1,14 @@
-"""Commands. Exit codes: 0 done, 1 found a problem, 2 bad input (one line, and what to set)."""
+"""The `megapack` command. Exit codes: 0 done, 1 found a problem, 2 bad input (one line, and what to
+set).
+
+Each command is a module of `megapack.commands` with `add_arguments(parser)` and `run(args)`, which
+returns the exit code. Only the module of the command that is asked for is imported.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
@@ -10,10 +16,16 @@ from collections.abc import Sequence
 
 from megapack.errors import MegapackError, ScheduleError
 
+COMMANDS = {
+    "train": "train on rollouts; start it with torchrun",
+}
+"""Name of each command, its module's too, and what `--help` says of it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(argv[:1]).parse_args(argv)
     on_first_rank = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
         format="%(levelname)s %(name)s: %(message)s",
@@ -29,31 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser that knows the options of the command that is asked for."""
     parser = argparse.ArgumentParser(
         prog="megapack", description="Packed, VPP-aligned training steps for Megatron-Core."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train on rollouts; start it with torchrun",
-        description="Train a GPT on rollouts, as one rank of a job that torchrun or Slurm started.",
-    )
-    train.add_argument("config", help="a YAML file, or the name of a config that megapack ships")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value")
-    train.set_defaults(run=_train)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if name in asked:
+            module = importlib.import_module(f"megapack.commands.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return parser
-
-
-def _train(args: argparse.Namespace) -> int:
-    from megapack.config import find_config, load_config
-    from megapack.train_config import TrainConfig
-
-    config = load_config(find_config(args.config), args.overrides, TrainConfig)
-    from megapack.launch import quiet_known_warnings
-
-    quiet_known_warnings()
-    from megapack.train import train  # torch and Megatron-Core take seconds to import
-
-    train(config)
-    return 0

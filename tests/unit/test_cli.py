@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megapack import cli
+from megapack.commands import train
 from megapack.errors import ScheduleError
 
 pytestmark = pytest.mark.unit
@@ -105,7 +106,7 @@ def test_an_error_of_a_command_is_one_line_and_exit_2(
     def fail(args: object) -> int:
         raise ScheduleError("ranks [1] have another plan")
 
-    monkeypatch.setattr(cli, "_train", fail)
+    monkeypatch.setattr(train, "run", fail)
     assert cli.main(["train", "config.yaml"]) == 2
     assert capsys.readouterr().err == "megapack: ranks [1] have another plan\n"
 
@@ -116,6 +117,6 @@ def test_an_error_that_is_ours_to_fix_keeps_its_traceback(
     def fail(args: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_train", fail)
+    monkeypatch.setattr(train, "run", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", "config.yaml"])

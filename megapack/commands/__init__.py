@@ -1,0 +1,1 @@
+"""One module per command, named as the command is; see `megapack.cli`."""

@@ -1,0 +1,26 @@
+"""Train a GPT on rollouts, as one rank of a job that torchrun or Slurm started."""
+
+from __future__ import annotations
+
+import argparse
+
+from megapack.config import find_config, load_config
+from megapack.train_config import TrainConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A config and what to change in it."""
+    parser.add_argument("config", help="a YAML file, or the name of a config that megapack ships")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; returns once all ranks are done."""
+    config = load_config(find_config(args.config), args.overrides, TrainConfig)
+    from megapack.launch import quiet_known_warnings
+
+    quiet_known_warnings()
+    from megapack.train import train  # torch and Megatron-Core take seconds to import
+
+    train(config)
+    return 0
