@@ -31,7 +31,7 @@ LAYERS = [
     "experts moe mtp routing run_context segments objectives preference value_head "
     "checkpoint_state reference",
     "model train checkpoint launch report",
-    "cli __main__ commands.__init__ commands.train",
+    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 

@@ -1,0 +1,43 @@
+"""Options of a host's module: by default it behaves as the host's own tests pin it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any, Generic, TypeVar
+
+from megapack.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class HostOptions(Generic[T]):
+    """The options in force, a frozen dataclass.
+
+        options = HostOptions(SlimeOptions())
+        configure = options.configure       # the module's public name
+        options.current.count_rule          # what its functions read
+    """
+
+    def __init__(self, defaults: T) -> None:
+        self._defaults = self.current = defaults
+
+    def configure(self, **changes: Any) -> T:
+        """Change options for the rest of the process, on every rank alike; none resets them all.
+
+        Returns:
+            The options now in force.
+
+        Raises:
+            ConfigError: an unknown option, with the nearest name, or a value that is refused.
+        """
+        if not changes:
+            self.current = self._defaults
+            return self.current
+        names = [field.name for field in dataclasses.fields(self.current)]  # type: ignore[arg-type]
+        for name in changes:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1) or [", ".join(names)]
+                raise ConfigError(f"{name!r} is no option of this host; did you mean {near[0]}?")
+        self.current = dataclasses.replace(self.current, **changes)  # type: ignore[type-var]
+        return self.current
