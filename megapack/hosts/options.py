@@ -14,9 +14,9 @@ T = TypeVar("T")
 class HostOptions(Generic[T]):
     """The options in force, a frozen dataclass.
 
-        options = HostOptions(SlimeOptions())
-        configure = options.configure       # the module's public name
-        options.current.count_rule          # what its functions read
+    options = HostOptions(SlimeOptions())
+    configure = options.configure       # the module's public name
+    options.current.count_rule          # what its functions read
     """
 
     def __init__(self, defaults: T) -> None:
