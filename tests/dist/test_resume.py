@@ -36,10 +36,14 @@ FIRST_STAGE = "[embedding.*, decoder.layers.0.*, decoder.layers.1.*]"
 PP4 = ("layout.dp=1", "layout.pp=4", "layout.vpp=1")
 
 
-def job(folder: Path, *overrides: str, world: int = 2) -> tuple[int, str]:
+def job(
+    folder: Path, *overrides: str, world: int = 2, max_file_bytes: int | None = None
+) -> tuple[int, str]:
     """Exit code and output of the main job in `folder`."""
     args = ["train", str(CONFIG), *SETTINGS, *overrides]
-    done = run_job(world, "megapack", args, timeout_s=240, cwd=folder)
+    done = run_job(
+        world, "megapack", args, timeout_s=240, cwd=folder, max_file_bytes=max_file_bytes
+    )
     return done.returncode, done.stdout
 
 
@@ -249,15 +253,8 @@ def test_a_resume_that_fails_leaves_later_checkpoints(undisturbed: Path, tmp_pat
 
 def test_a_disk_that_is_full_leaves_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands in for the full disk: writes fail half-way."""
-    import resource
-
     copy_of_run(undisturbed, tmp_path, until=3)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
-        code, output = job(tmp_path, *DP2, "train.resume=auto")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    code, output = job(tmp_path, *DP2, "train.resume=auto", max_file_bytes=500_000)
     assert code != 0
     assert "cannot be written" in output, output[-3000:]
     assert names(tmp_path) == ["step-00000003"]
