@@ -262,9 +262,13 @@ def calibrate(
         say(f"held out, {len(held_out)} rows of {len(trace.lengths)} samples: {found}")
     del timer  # the model that measures the weights takes its place
     if target.num_chunks > 1:
-        weights = measured_weights(job, rows, measured, rounds)
-        say(f"stage weights: {', '.join(f'{weight:.3f}' for weight in weights)}")
-        cost = dataclasses.replace(cost, stage_weights=weights)
+        try:
+            weights = measured_weights(job, rows, measured, rounds)
+        except DataError as error:
+            say(f"no stage weights, chunks count as equal: {error}")
+        else:
+            say(f"stage weights: {', '.join(f'{weight:.3f}' for weight in weights)}")
+            cost = dataclasses.replace(cost, stage_weights=weights)
     return Calibration(
         cost=cost, origin=origin(len(measured), max(map(abs, errors.forward_and_backward)))
     )
