@@ -95,8 +95,8 @@ class PlanConfig:
     """The budget of forward-only passes (log-probs), which store no activations and so may take
     more; null = `max_tokens_per_gpu`."""
     cost_model: str | None = None
-    """YAML file of a cost model in seconds, as tools/calibrate.py writes it; all ranks must read
-    the same. null = a row costs its tokens."""
+    """YAML file of a cost model in seconds, as tools/calibrate.py writes it, relative to the
+    working directory; the same on all ranks. null = a row costs its tokens."""
     count_rule: CountRule = Policy.count_rule
     """Numbers of micro-batches that are allowed: all that Megatron takes, multiples of the group
     size only, or a number of its own for each data-parallel rank (dense models)."""

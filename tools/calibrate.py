@@ -26,7 +26,6 @@ import torch.distributed as dist
 from bench_planner import machine
 
 from megapack import (
-    CostModel,
     DataError,
     Measurement,
     MegapackError,
@@ -49,9 +48,10 @@ from megapack.calibration import (
 )
 from megapack.config import dump_yaml, find_config, load_config
 from megapack.errors import ConfigError
-from megapack.forward import DeviceRow, RowForward
+from megapack.forward import DeviceRow, LastStage, RowForward
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
+from megapack.routing import RoutingPass
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.tokenizer import ByteTokenizer
@@ -70,7 +70,16 @@ class RowTimer(ScheduleAdapter):
     seconds: Sequence[tuple[float, float]] = ()
     """Per row of the last step, of its forward and of its backward."""
 
-    def _run(self, plan, step_index, packed, last_stage, routers, *, forward_only):  # type: ignore
+    def _run(
+        self,
+        plan: Plan,
+        step_index: int,
+        packed: Any,
+        last_stage: LastStage,
+        routers: RoutingPass,
+        *,
+        forward_only: bool,
+    ) -> None:
         (chunk,) = self.chunks
         rows = [DeviceRow(row, self._device, seen) for row, seen in zip(*packed, strict=True)]
         forward_row = RowForward(last_stage, routers)
@@ -107,21 +116,31 @@ class Rows:
     plan: Plan
     batch: SampleBatch
 
-    def measure(self, timer: RowTimer, rounds: int) -> list[Measurement]:
-        """Medians over the rounds; each runs every row once, and the first two do not count."""
-        seconds = []
-        for _ in range(rounds + 2):
-            for chunk in timer.chunks:
-                chunk.zero_grad_buffer()
-            timer.step(self.plan, self.batch, objective=SFT(), entropy=True)
-            seconds.append(timer.seconds)
-        medians = torch.tensor(np.median(seconds[2:], axis=0), device=torch.cuda.current_device())
+    def run(self, timer: RowTimer) -> Sequence[tuple[float, float]]:
+        """Seconds of each row's forward and backward, once."""
+        for chunk in timer.chunks:
+            chunk.zero_grad_buffer()
+        timer.step(self.plan, self.batch, objective=SFT(), entropy=True)
+        return timer.seconds
+
+
+def measure(timer: RowTimer, every: Sequence[Rows], rounds: int) -> list[list[Measurement]]:
+    """Medians over the rounds, on the slowest rank.
+
+    A round runs all rows once, so that a machine that slows down for a while slows down all; the
+    first two warm up and do not count.
+    """
+    seconds = [[rows.run(timer) for rows in every] for _ in range(rounds + 2)][2:]
+    found = []
+    for rows, column in zip(every, zip(*seconds, strict=True), strict=True):
+        medians = torch.tensor(np.median(column, axis=0), device=torch.cuda.current_device())
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-        (micro_batches,) = self.plan.steps[0].ranks
-        return [
-            Measurement(mb.row_tokens, mb.tokens_sq, len(mb.samples), *pair)
-            for mb, pair in zip(micro_batches, medians.tolist(), strict=True)
-        ]
+        (micro_batches,) = rows.plan.steps[0].ranks
+        pairs = zip(micro_batches, medians.tolist(), strict=True)
+        found.append(
+            [Measurement(mb.row_tokens, mb.tokens_sq, len(mb.samples), *pair) for mb, pair in pairs]
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,13 +229,12 @@ class Job:
         )
         return Rows(plan, self.batch(lengths, [int(prompt_share * n) for n in lengths]))
 
-    def planned(self, trace: Trace, cost: CostModel) -> Rows:
-        """A trace's samples as the config packs them."""
+    def planned(self, trace: Trace) -> Rows:
+        """A trace's samples as the config packs them, by tokens: nothing is fitted yet."""
         plan = build_dp_schedule(
             trace.lengths,
             layout=self.layout,
             max_tokens_per_gpu=self.config.plan.max_tokens_per_gpu,
-            cost=cost,
             policy=self.config.plan.to_policy(),
         )
         return Rows(plan, self.batch(trace.lengths, trace.prompts))
@@ -227,51 +245,37 @@ def _micro_batch(row: Sequence[int], samples: Sequence[int]) -> MicroBatch:
     return MicroBatch(tuple(samples), tokens, tokens, sum(n * n for n in row), tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """Predicted against measured seconds of rows; each list has one number per row."""
-
-    forward: list[float]
-    forward_and_backward: list[float]
-
-    def __str__(self) -> str:
-        parts = (
-            f"{name} mean {np.abs(errors).mean():.1%}, worst {np.abs(errors).max():.1%}"
-            for name, errors in (
-                ("forward", self.forward),
-                ("forward + backward", self.forward_and_backward),
-            )
-        )
-        return "; ".join(parts)
+def told(forward: list[float], both: list[float]) -> str:
+    """Relative errors of rows, forward and forward with backward, as a line for people."""
+    named = {"forward": np.abs(forward), "forward + backward": np.abs(both)}
+    parts = (f"{name} mean {e.mean():.1%}, worst {e.max():.1%}" for name, e in named.items())
+    return "; ".join(parts)
 
 
 def calibrate(
     job: Job, trace: Trace | None, rounds: int, say: Callable[[str], None]
 ) -> Calibration:
     """Measure, fit, and say how well the fit predicts."""
-    target = job.target
-    timer, rows = job.timer(job.config.model.num_layers), job.grid(trace)
-    measured = rows.measure(timer, rounds)
+    target, timer = job.target, job.timer(job.config.model.num_layers)
+    rows = [job.grid(trace), *([] if trace is None else [job.planned(trace)])]
+    measured, *held_out = measure(timer, rows, rounds)
     cost = fit_whole_model(measured, target)
     whole = on_one_stage(cost, target)
-    errors = Errors(*relative_errors(whole, job.layout, measured))
-    say(f"fitted to {len(measured)} rows of up to {job.budget} tokens: {errors}")
-    if trace is not None:
-        held_out = job.planned(trace, whole).measure(timer, rounds)
-        found = Errors(*relative_errors(whole, job.layout, held_out))
-        say(f"held out, {len(held_out)} rows of {len(trace.lengths)} samples: {found}")
+    forward, both = relative_errors(whole, job.layout, measured)
+    say(f"fitted to {len(measured)} rows of up to {job.budget} tokens: {told(forward, both)}")
+    for found in held_out:
+        errors = told(*relative_errors(whole, job.layout, found))
+        say(f"held out, {len(found)} rows of {rows[1].plan.num_samples} samples: {errors}")
     del timer  # the model that measures the weights takes its place
     if target.num_chunks > 1:
         try:
-            weights = measured_weights(job, rows, measured, rounds)
+            weights = measured_weights(job, rows[0], measured, rounds)
         except DataError as error:
             say(f"no stage weights, chunks count as equal: {error}")
         else:
             say(f"stage weights: {', '.join(f'{weight:.3f}' for weight in weights)}")
             cost = dataclasses.replace(cost, stage_weights=weights)
-    return Calibration(
-        cost=cost, origin=origin(len(measured), max(map(abs, errors.forward_and_backward)))
-    )
+    return Calibration(cost=cost, origin=origin(len(measured), max(map(abs, both))))
 
 
 def measured_weights(
@@ -279,7 +283,7 @@ def measured_weights(
 ) -> tuple[float, ...]:
     """Stage weights of the target layout, from a second model with one chunk's layers."""
     num_layers, num_chunks = job.config.model.num_layers, job.target.num_chunks
-    one_chunk = rows.measure(job.timer(num_layers // num_chunks), rounds)
+    (one_chunk,) = measure(job.timer(num_layers // num_chunks), [rows], rounds)
     whole_s, one_chunk_s = (
         sum(row.forward_seconds + row.backward_seconds for row in found)
         for found in (measured, one_chunk)
@@ -333,8 +337,11 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help="CSV of prompt and response lengths to check on")
     parser.add_argument("--trace-samples", type=int, default=256, help="samples of it to use")
     parser.add_argument("--rounds", type=int, default=7, help="times that each row is measured")
+    args = parser.parse_intermixed_args()
+    if min(args.rounds, args.trace_samples) < 1:
+        parser.error("--rounds and --trace-samples are 1 or more")
     try:
-        run(parser.parse_intermixed_args())
+        run(args)
     except MegapackError as error:
         print(f"calibrate: {error}", file=sys.stderr)
         return 2
