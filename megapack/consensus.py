@@ -129,5 +129,6 @@ def _refuse_difference(name: str, digests: list[bytes]) -> None:
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
         raise _shared(
             f"ranks {odd} have another {name} than the other {count}; every rank must plan from "
-            "the same lengths, rollouts, layout, budget and policy, and make the same call"
+            "the same lengths, rollouts, layout, budget, policy and cost model, and make the same "
+            "call"
         )

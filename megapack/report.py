@@ -136,18 +136,21 @@ def memory_peaks() -> dict[str, float]:
 
 
 class StepClock:
-    """Predicted step seconds: simulated units times the seconds a unit took so far in this run.
+    """Predicted step seconds.
 
-    The first step has no prediction, and neither has a run whose cost model is not in seconds
-    before anything was measured.
+    Those that were simulated, where the cost model is in seconds. Else simulated units times the
+    seconds that a unit took so far in this run, so that the first step has no prediction.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_seconds: bool = False) -> None:
+        self._in_seconds = in_seconds
         self._measured_s: list[float] = []
         self._simulated: list[float] = []
 
     def predict(self, makespan: float) -> float | None:
-        """Seconds that a step of this simulated makespan will take; None before the first."""
+        """Seconds that a step of this simulated makespan will take; None where none is known."""
+        if self._in_seconds:
+            return makespan
         if not self._measured_s:
             return None
         return makespan * sum(self._measured_s) / sum(self._simulated)

@@ -70,6 +70,8 @@ class Trainer:
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.layout: Layout = config.layout.to_layout(dist.get_world_size())
+        self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
+        agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
         self.data = agree_one_per_node_first(lambda: _dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
         initialize_parallel(self.layout, config.seed)
@@ -89,7 +91,7 @@ class Trainer:
         self.objective = make_objective(config.objective)
         self.reference = Reference(self.chunks) if config.objective.kl_coef else None
         self.schedule: OptimizerParamScheduler | None = None
-        self.clock = StepClock()
+        self.clock = StepClock(in_seconds=self.cost is not None)
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: tuple[Plan, SampleBatch] | None = None
@@ -259,6 +261,7 @@ class Trainer:
             rollout_ids=self.data.rollout_ids(rows),
             global_batch_size=config.global_batch_size,
             num_steps=config.num_steps,
+            cost=self.cost,
             policy=config.to_policy(),
         )
 
@@ -271,6 +274,7 @@ class Trainer:
             batch.lengths,
             layout=self.layout,
             max_tokens_per_gpu=config.forward_max_tokens_per_gpu,
+            cost=self.cost,
             # Every sample's log-probs are needed, also of those that a step may drop.
             policy=dataclasses.replace(config.to_policy(), unreachable="pad"),
             forward_only=True,
@@ -307,7 +311,7 @@ class Trainer:
     ) -> None:
         """One optimizer step and its line of metrics."""
         objective, step = self.config.objective, plan.steps[index]
-        simulation = simulate(step, layout=self.layout)
+        simulation = simulate(step, layout=self.layout, cost=self.cost)
         predicted_s = self.clock.predict(simulation.makespan)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from megapack.calibration import read_cost
+from megapack.cost import CostModel
 from megapack.errors import ConfigError
 from megapack.layout import CountRule, Layout
 from megapack.model_config import DataConfig, ModelConfig, ObjectiveConfig, at_least
@@ -92,6 +94,9 @@ class PlanConfig:
     forward_max_tokens_per_gpu: int | None = None
     """The budget of forward-only passes (log-probs), which store no activations and so may take
     more; null = `max_tokens_per_gpu`."""
+    cost_model: str | None = None
+    """YAML file of a cost model in seconds, as tools/calibrate.py writes it, relative to the
+    working directory; the same on all ranks. null = a row costs its tokens."""
     count_rule: CountRule = Policy.count_rule
     """Numbers of micro-batches that are allowed: all that Megatron takes, multiples of the group
     size only, or a number of its own for each data-parallel rank (dense models)."""
@@ -132,6 +137,14 @@ class PlanConfig:
         """The planner's policy."""
         names = [field.name for field in dataclasses.fields(Policy)]
         return Policy(**{name: getattr(self, name) for name in names})
+
+    def read_cost(self, layout: Layout) -> CostModel | None:
+        """The cost model that is named; None where a row costs its tokens.
+
+        Raises:
+            ConfigError: see `calibration.read_cost`.
+        """
+        return None if self.cost_model is None else read_cost(self.cost_model, layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

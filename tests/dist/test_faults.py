@@ -14,6 +14,7 @@ pytestmark = pytest.mark.dist
 
 SAYS = {
     "another_plan": "another plan than the other 1",
+    "another_cost_model": "another cost model than the other 1",
     "another_step": "another step than the other 1",
     "another_objective": "another call than the other 1",
     "missing_field": "rank 1: DataError: GRPO reads",

@@ -21,9 +21,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 LAYERS = [
     "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl "
     "data_files",
-    "cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring search_moves "
-    "search_even search_refine pipeline pipeline_order pipeline_kernels plan plan_check plan_text "
-    "step_split rollouts generated data_index dataset",
+    "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
+    "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
+    "plan_check plan_text step_split rollouts generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_summary",
     "thd cp_slices samples ragged train_config checkpoint_files",

@@ -132,6 +132,13 @@ def test_the_clock_learns_the_seconds_of_a_simulated_unit() -> None:
     assert clock.predict(100.0) == pytest.approx(3.0)
 
 
+def test_simulated_seconds_are_the_prediction_as_they_are() -> None:
+    clock = StepClock(in_seconds=True)
+    assert clock.predict(2.5) == 2.5
+    clock.record(2.5, 5.0)
+    assert clock.predict(2.5) == 2.5
+
+
 METRICS = {
     "loss": 0.5,
     "grad_norm": 1.25,
