@@ -31,7 +31,9 @@ LAYERS = [
     "experts moe mtp routing run_context segments objectives preference value_head "
     "checkpoint_state reference",
     "model train checkpoint launch report",
-    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options",
+    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options "
+    "hosts.balancing hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner "
+    "hosts.unirl hosts.unirl_bins",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
