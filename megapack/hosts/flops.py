@@ -10,6 +10,13 @@ from megapack.cost import CostModel
 from megapack.cost_sizes import ModelSizes
 from megapack.layout import Layout
 
+_NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+
+
+def knows_sizes(args: Any) -> bool:
+    """Whether the arguments name the sizes that FLOPs need."""
+    return all(getattr(args, name, None) is not None for name in _NEEDED)
+
 
 def sample_flops(args: Any, lengths: Sequence[int]) -> list[float]:
     """Forward operations of each sample, attention within the sample alone.

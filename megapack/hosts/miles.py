@@ -13,7 +13,7 @@ from megapack.hosts.balancing import (
     first_fit_pack,
     get_seqlen_balanced_partitions,
 )
-from megapack.hosts.flops import cost_in_tokens, sample_flops
+from megapack.hosts.flops import sample_flops
 from megapack.hosts.options import HostOptions
 from megapack.hosts.rollout_schedule import (
     RolloutOptions,
@@ -51,8 +51,8 @@ def build_dp_schedule(
 
     `vpp_size` and the group size may be None. With `args.allow_partial_train_step` and dynamic
     batches the rollouts that fill no step make a smaller last one, which is left out where its
-    samples fill no row on every rank. `balance_by_flops` balances by FLOPs, else tokens are
-    balanced; static chunks are dealt in turn without either flag.
+    samples fill no row on every rank. Static chunks are balanced by FLOPs with `balance_by_flops`,
+    by tokens with `balance_data`, and dealt in turn with neither.
 
     Returns:
         partitions, micro_batch_indices, num_microbatches: as slime's.
@@ -64,17 +64,22 @@ def build_dp_schedule(
     """
     layout = layout_of(args, train_parallel_config)
     by_flops = bool(getattr(args, "balance_by_flops", False))
+    by_tokens = bool(getattr(args, "balance_data", False))
     if not args.use_dynamic_batch_size:
-        weights: Sequence[float] | None = total_lengths if args.balance_data else None
+        weights: Sequence[float] | None = total_lengths if by_tokens else None
         if by_flops:
             weights = sample_flops(args, total_lengths)
         return plan_static(args, layout, Rollouts.read(rollout_indices, global_batch_size), weights)
 
     def planned(rollouts: Rollouts) -> Schedule:
-        current = options.current
-        cost = cost_in_tokens(args, layout, current.fixed_tokens) if by_flops else None
         return plan_dynamic(
-            args, layout, total_lengths, rollouts, cost=cost, options=current, host="miles"
+            args,
+            layout,
+            total_lengths,
+            rollouts,
+            balanced=by_flops or by_tokens,
+            options=options.current,
+            host="miles",
         )
 
     partial = bool(getattr(args, "allow_partial_train_step", False))

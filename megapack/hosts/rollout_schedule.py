@@ -2,8 +2,8 @@
 
     samples of R rollouts -> steps of `global_batch_size` rollouts -> Plan -> lists of the host
 
-The host's arguments name the budget per GPU, the flags say by what ranks are balanced. The rollouts
-that fill no step are left out, as the host does.
+The host's arguments name the budget per GPU and the model's sizes. Rollouts that fill no step are
+left out, as the host does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megapack.cost import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts.balancing import HostAssertionError, get_seqlen_balanced_partitions
+from megapack.hosts.flops import cost_in_tokens, knows_sizes
 from megapack.layout import Layout
 from megapack.plan import Plan, StepPlan
 from megapack.policy import Policy
@@ -49,10 +50,10 @@ class RolloutOptions:
     count_row_padding: bool = False
     """Rows also hold the budget after the host padded them to `data_pad_size_multiplier * tp`."""
     fixed_tokens: int = 256
-    """What a micro-batch costs whatever it holds, in tokens; for balancing by FLOPs."""
+    """What a micro-batch costs whatever it holds, in tokens; beside FLOPs."""
     search: int | None = None
-    """Evaluations of the planner's search per step. None: the planner's own number where FLOPs are
-    balanced; by tokens 4 per rank, which takes about as long as the host's first-fit."""
+    """Evaluations of the planner's search per step. None: the planner's own number where the host
+    is told to balance; else 8 per rank, which takes about as long as the host's first-fit."""
 
     def __post_init__(self) -> None:
         for name, choices in (("count_rule", CountRule), ("unreachable", Unreachable)):
@@ -63,11 +64,11 @@ class RolloutOptions:
         if self.search is not None:
             Policy(search=self.search)
 
-    def policy(self, dp: int, by_tokens: bool) -> Policy:
+    def policy(self, dp: int, *, balanced: bool) -> Policy:
         """The planner's policy on `dp` ranks."""
         search = self.search
         if search is None:
-            search = 4 * dp if by_tokens else Policy.search
+            search = Policy.search if balanced else 8 * dp
         return Policy(count_rule=self.count_rule, unreachable=self.unreachable, search=search)
 
 
@@ -165,11 +166,15 @@ def plan_dynamic(
     lengths: Sequence[int],
     rollouts: Rollouts,
     *,
-    cost: CostModel | None,
+    balanced: bool,
     options: RolloutOptions,
     host: str,
 ) -> Schedule:
-    """Rows under `args.max_tokens_per_gpu`, balanced by `cost` (None: by tokens).
+    """Rows under `args.max_tokens_per_gpu`; ranks are balanced by FLOPs where the arguments name
+    the model's sizes, else by tokens.
+
+    Args:
+        balanced: the host is told to balance, so the search may take its time.
 
     Raises:
         HostAssertionError: no budget, or a step that no allowed count fits; it is a ValueError too.
@@ -184,8 +189,8 @@ def plan_dynamic(
             max_tokens_per_gpu=_row_budget(args, options),
             rollout_ids=rollouts.ids,
             global_batch_size=rollouts.per_step[0],
-            cost=cost,
-            policy=options.policy(layout.dp, by_tokens=cost is None),
+            cost=_cost(args, layout, options),
+            policy=options.policy(layout.dp, balanced=balanced),
         )
     except PlanError as error:
         what = str(error).partition(";")[0]
@@ -231,6 +236,10 @@ def plan_static(
             ranks = [[chunks[k] for k in part] for part in parts]
         _append(schedule, ranks, rollouts.per_step[number])
     return schedule
+
+
+def _cost(args: Any, layout: Layout, options: RolloutOptions) -> CostModel | None:
+    return cost_in_tokens(args, layout, options.fixed_tokens) if knows_sizes(args) else None
 
 
 def _row_budget(args: Any, options: RolloutOptions) -> int:

@@ -10,7 +10,7 @@ from megapack.hosts.balancing import (
     first_fit_pack,
     get_seqlen_balanced_partitions,
 )
-from megapack.hosts.flops import cost_in_tokens, sample_flops
+from megapack.hosts.flops import sample_flops
 from megapack.hosts.options import HostOptions
 from megapack.hosts.rollout_schedule import (
     RolloutOptions,
@@ -45,9 +45,10 @@ def build_dp_schedule(
 
     With `use_dynamic_batch_size` rows hold `max_tokens_per_gpu * cp_size` tokens, alignment
     counted; a sample over that is alone. A step that reaches no multiple of `dp_size * mb_group`
-    drops whole trailing rollouts, with a warning. `balance_data` and `balance_by_flops` balance by
-    FLOPs, else by tokens; neither lets a row over the budget. Without it, chunks of
-    `micro_batch_size`.
+    drops whole trailing rollouts, with a warning. Ranks are balanced by FLOPs whatever the flags
+    say; `balance_data` or `balance_by_flops` let the search take longer, and neither lets a row
+    over the budget. Without dynamic batches, chunks of `micro_batch_size`; `balance_data` balances
+    ranks by FLOPs, else chunks are dealt in turn.
 
     Args:
         args: slime's arguments: the flags above, and for FLOPs the model sizes.
@@ -72,15 +73,13 @@ def build_dp_schedule(
     if not args.use_dynamic_batch_size:
         weights = sample_flops(args, total_lengths) if _flag(args, "balance_data") else None
         return plan_static(args, layout, rollouts, weights)
-    current = options.current
-    by_flops = _flag(args, "balance_data") or _flag(args, "balance_by_flops")
     return plan_dynamic(
         args,
         layout,
         total_lengths,
         rollouts,
-        cost=cost_in_tokens(args, layout, current.fixed_tokens) if by_flops else None,
-        options=current,
+        balanced=_flag(args, "balance_data") or _flag(args, "balance_by_flops"),
+        options=options.current,
         host="slime",
     )
 

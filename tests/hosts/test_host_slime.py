@@ -121,16 +121,22 @@ def test_balance_by_flops_holds_the_budget() -> None:
     )
 
 
-@pytest.mark.parametrize("flag", ["balance_data", "balance_by_flops"])
-def test_flags_balance_by_flops(flag: str) -> None:
+@pytest.mark.parametrize("flags", [{}, {"balance_data": True}, {"balance_by_flops": True}])
+def test_ranks_are_balanced_by_flops(flags: dict[str, bool]) -> None:
     """A squared token costs 1/19 of a token: 96 tokens cost 11040, six samples of 32 cost 9792.
     By tokens 96 and 32 would go together."""
     small = {"hidden_size": 4, "num_attention_heads": 1, "num_query_groups": 1, "kv_channels": 4}
-    small |= {"ffn_hidden_size": 1, "vocab_size": 1, "num_layers": 1000, flag: True}
-    lengths = [96] + [32] * 6
-    for args, alone in ((small, True), ({}, False)):
-        partitions = planned([1] * 7, lengths, make_config(dp=2), max_tokens_per_gpu=192, **args)[0]
-        assert ([0] in partitions) == alone
+    small |= {"ffn_hidden_size": 1, "vocab_size": 1, "num_layers": 1000}
+    for sizes, alone in ((small, True), ({"vocab_size": None}, False)):
+        schedule = planned(
+            [1] * 7,
+            [96] + [32] * 6,
+            make_config(dp=2),
+            max_tokens_per_gpu=192,
+            **flags,
+            **sizes,
+        )
+        assert ([0] in schedule[0]) == alone
 
 
 def test_steps_are_whole() -> None:
