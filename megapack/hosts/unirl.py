@@ -3,18 +3,18 @@
     lengths -> equal updates in track order -> bins under the budget -> K bins, as many as the rank
     with most -> an order of the track, and ranges of it
 
-Ranks meet in every micro-batch (FSDP), so they need equal counts. These are agreed on once for all
-updates, together with what any rank cannot do: all ranks go on, or all raise.
+Ranks meet in every micro-batch (FSDP), so they need equal counts, agreed on for all updates at
+once: all ranks go on, or all raise.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts.unirl_bins import (
@@ -26,6 +26,9 @@ from megapack.hosts.unirl_bins import (
     read_sizes,
 )
 from megapack.inputs import check_count
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CountPlanner", "MicroPlan", "TokenBudgetPlanner", "plan_micro_batches"]
 
@@ -69,6 +72,14 @@ class MicroPlan:
         return track
 
 
+@dataclass(frozen=True)
+class _Rank:
+    updates: list[range]
+    sizes: SampleSizes | None
+    packed: list[Bins]
+    """Per update as few bins as are found; empty without sizes."""
+
+
 def plan_micro_batches(
     response_lengths: Sequence[int] | None,
     *,
@@ -78,7 +89,6 @@ def plan_micro_batches(
     micro_token_budget: int | None = None,
     micro_cost_model: MicroCostModel = "dense",
     prompt_lengths: Sequence[int] | None = None,
-    group: Any = None,
 ) -> MicroPlan:
     """Plan this rank's micro-batches; with a budget a collective call of all ranks.
 
@@ -93,11 +103,11 @@ def plan_micro_batches(
             is alone.
         micro_cost_model: "sum" counts real tokens, "dense" the padded rectangle.
         prompt_lengths: tokens per prompt; None counts responses alone.
-        group: the process group whose ranks run equal counts; None for all.
 
     Raises:
         ConfigError: settings that no rank can run.
-        PlanError: on all ranks, where one cannot plan or has fewer samples than another has bins.
+        PlanError: all ranks fail alike, or one has fewer samples than another has bins.
+        ScheduleError: on all ranks, where one fails; it names the rank and its error.
     """
     check_count("num_updates", num_updates)
     check_count("micro_batch_size", micro_batch_size)
@@ -109,20 +119,20 @@ def plan_micro_batches(
     if micro_token_budget is None:
         updates = _updates(num_samples, num_updates)
         return _count_plan(updates, micro_batch_size, num_samples)
-    error: Exception | None = None
-    updates, sizes, packed = [], None, []
-    try:
+
+    def read() -> _Rank:
         updates = _updates(num_samples, num_updates)
         sizes = read_sizes(response_lengths, prompt_lengths, num_samples, micro_cost_model)
-        if sizes is not None:
-            packed = [pack(sizes, update, micro_token_budget) for update in updates]
-    except (TypeError, ValueError) as caught:
-        error = caught
-    wanted = _agree(packed, num_updates, num_samples, error, group)
-    if wanted is None or sizes is None:
+        if sizes is None:
+            return _Rank(updates, None, [[] for _ in updates])
+        return _Rank(updates, sizes, [pack(sizes, each, micro_token_budget) for each in updates])
+
+    settings = f"{num_updates} {micro_batch_size} {micro_token_budget} {micro_cost_model}"
+    rank, wanted = _agree(read, settings, num_samples)
+    if wanted is None or rank.sizes is None:
         _LOG.warning("a rank has no lengths per sample; all ranks plan by micro_batch_size")
-        return _count_plan(updates, micro_batch_size, num_samples)
-    return _packed_plan(sizes, updates, packed, wanted, micro_token_budget)
+        return _count_plan(rank.updates, micro_batch_size, num_samples)
+    return _packed_plan(rank.sizes, rank.updates, rank.packed, wanted, micro_token_budget)
 
 
 class CountPlanner:
@@ -239,43 +249,48 @@ def _count_plan(updates: list[range], micro_batch_size: int, num_samples: int) -
 
 
 def _agree(
-    packed: list[Bins],
-    num_updates: int,
-    num_samples: int,
-    error: Exception | None,
-    group: Any,
-) -> list[int] | None:
-    """Bins of each update, the most of any rank; None where a rank has no lengths.
-
-    One exchange, in which failures travel too: no rank waits for one that raised.
-    """
-    counts = [len(bins) for bins in packed] or [0] * num_updates
-    most = _all_reduce_max([*counts, -num_samples, not packed, error is not None], group)
-    *wanted, least_samples, no_lengths, failed = most
-    if failed:
-        raise error or PlanError("another rank cannot plan its micro-batches; see its error")
+    read: Callable[[], _Rank], settings: str, num_samples: int
+) -> tuple[_Rank, list[int] | None]:
+    """What `read` makes of this rank, and the bins of each update, the most of any rank; None where
+    a rank has no lengths. What fails on a rank raises on all."""
+    # Where torch.distributed was never imported nobody can have started it.
+    dist = sys.modules.get("torch.distributed")
+    alone = dist is None or not dist.is_available() or not dist.is_initialized()
+    rank = read() if alone else _read_together(read, settings)
+    mine = [*map(len, rank.packed), -num_samples, int(rank.sizes is None)]
+    *wanted, minus_samples, no_lengths = mine if alone else _all_reduce_max(mine)
     if no_lengths:
-        return None
-    smallest = -least_samples // num_updates
+        return rank, None
+    smallest = -minus_samples // len(wanted)
     if max(wanted) > smallest:
         raise PlanError(
             f"a rank needs {max(wanted)} micro-batches in an update, another has {smallest} "
             "samples in it; raise micro_token_budget or give ranks as many samples"
         )
-    return wanted
+    return rank, wanted
 
 
-def _all_reduce_max(values: list[int], group: Any) -> list[int]:
-    # Where torch.distributed was never imported nobody can have started it.
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return [int(value) for value in values]
+def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
+    from megapack.consensus import agree
+
+    return agree(read, device=_device(), same={"set of micro-batch settings": settings})
+
+
+def _all_reduce_max(values: list[int]) -> list[int]:
     import torch
+    import torch.distributed as dist
 
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    tensor = torch.tensor([int(value) for value in values], dtype=torch.long, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    tensor = torch.tensor(values, dtype=torch.int64, device=_device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return [int(value) for value in tensor.tolist()]
+
+
+def _device() -> torch.device:
+    """Where the default group's backend takes its tensors."""
+    import torch
+    import torch.distributed as dist
+
+    return torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
 
 
 def _packed_plan(

@@ -7,7 +7,7 @@ import logging
 
 import torch.distributed as dist
 
-from megapack import PlanError
+from megapack import MegapackError
 from megapack.hosts.unirl import MicroPlan, plan_micro_batches
 
 # Per case and rank: response lengths, samples of the track, micro_token_budget.
@@ -16,7 +16,8 @@ CASES: dict[str, list[tuple[list[int] | None, int, int]]] = {
     "no lengths on rank 1": [([30] * 8, 8, 100), (None, 8, 100)],
     "rank 1 cannot divide": [([30] * 8, 8, 100), ([30] * 7, 7, 100)],
     "rank 1 has garbage": [([30] * 8, 8, 100), (["x"] * 8, 8, 100)],  # type: ignore[list-item]
-    "too few samples on rank 0": [([10] * 2, 2, 100), ([90] * 8, 8, 100)],
+    "budgets differ": [([30] * 8, 8, 100), ([30] * 8, 8, 90)],
+    "too few on rank 0": [([10] * 2, 2, 100), ([90] * 8, 8, 100)],
 }
 
 
@@ -30,7 +31,7 @@ def outcome(lengths: list[int] | None, num_samples: int, budget: int) -> str | M
             micro_token_budget=budget,
             micro_cost_model="sum",
         )
-    except (PlanError, ValueError) as error:
+    except MegapackError as error:
         return f"{type(error).__name__}: {error}"
 
 
