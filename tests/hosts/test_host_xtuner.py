@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapack.hosts.balancing import first_fit_decreasing_pack
 from megapack.hosts.xtuner import PackedIndices, RLDataPacker
 
 pytestmark = pytest.mark.hosts
@@ -105,6 +106,10 @@ def test_any_lengths(lengths: list[int], dp: int, steps: int, strategy: str) -> 
     fields = {"pack_max_length": 64, "dp": dp, "steps": steps, "pack_strategy": strategy}
     packs = checked(lengths, **fields)
     assert packs == checked(lengths, **fields)
+    for step in range(steps):
+        samples = [lengths[i] for rank in packs for pack in rank[step] for i in pack]
+        fewest = len(first_fit_decreasing_pack(samples, 64))
+        assert len(packs[0][step]) == -(-fewest // dp)
     if strategy == "balance":
         tokens = [
             sum(lengths[i] for rank in packs for pack in rank[step] for i in pack)
