@@ -31,7 +31,9 @@ LAYERS = [
     "experts moe mtp routing run_context segments objectives preference value_head "
     "checkpoint_state reference",
     "model train checkpoint launch report",
-    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options",
+    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options "
+    "hosts.balancing hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner "
+    "hosts.unirl hosts.unirl_bins",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
@@ -178,3 +180,20 @@ def test_planning_leaves_torch_alone(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("host", ["slime", "miles", "xtuner", "unirl"])
+def test_hosts_that_plan_leave_torch_alone(host: str) -> None:
+    """At import time, with all that they import."""
+    known = modules()
+    seen, waiting = set(), [f"hosts.{host}"]
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        for found in imports(known[module]):
+            heavy = found.of("torch") or found.of("megatron")
+            assert not (found.top and heavy), f"{module}:{found.line}"
+            own = imported_module(found, known)
+            if found.top and own is not None and own not in seen:
+                waiting.append(own)
+    assert "dp_schedule" in seen or host == "unirl"
