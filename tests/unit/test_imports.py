@@ -31,7 +31,8 @@ LAYERS = [
     "experts moe mtp routing run_context segments objectives preference value_head "
     "checkpoint_state reference",
     "model train checkpoint launch report",
-    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options",
+    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options "
+    "hosts.rank_rows hosts.tensor_rows hosts.verl hosts.verl_items",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
