@@ -83,8 +83,8 @@ def load_verl(folder: Path) -> ModuleType:
 
 
 def random_lengths(rng: np.random.Generator) -> list[int]:
-    """One to 256 samples: short and long ones, equal ones, or heavy tails."""
-    num = int(rng.integers(1, 257))
+    """One to 128 samples: short and long ones, equal ones, or heavy tails."""
+    num = int(rng.integers(1, 129))
     kind = rng.integers(3)
     if kind == 0:
         return rng.integers(1, 2000, num).tolist()

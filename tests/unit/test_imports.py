@@ -32,7 +32,8 @@ LAYERS = [
     "checkpoint_state reference",
     "model train checkpoint launch report",
     "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options "
-    "hosts.rank_rows hosts.tensor_rows hosts.verl hosts.verl_items",
+    "hosts.bin_packers hosts.nemo_rl hosts.nemo_rl_metrics hosts.nemo_rl_shards hosts.rank_rows "
+    "hosts.skyrl hosts.skyrl_rows hosts.tensor_rows hosts.verl hosts.verl_items",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
