@@ -194,6 +194,12 @@ def test_a_budget_that_karmarkar_karp_breaks_is_held() -> None:
     assert len(rows) in (2, 4)
 
 
+def test_as_many_rows_as_no_two_samples_share() -> None:
+    # 56 tokens would fit into seven rows of 8, were samples divisible.
+    _, rows = verl.rearrange_micro_batches(padded([7] * 8), 8)
+    assert sorted(rows) == [[i] for i in range(8)]
+
+
 @pytest.mark.parametrize(
     ("lengths", "budget", "settings", "says"),
     [
@@ -228,6 +234,22 @@ def test_nested_fields_keep_their_ragged_dimension() -> None:
     assert [row.tolist() for row in restored.unbind()] == [row.tolist() for row in ids]
 
 
+def test_a_real_tensordict() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    lengths = [9, 4, 6]
+    more = {
+        "name": tensordict.NonTensorStack("a", "b", "c"),
+        "temperature": tensordict.NonTensorData(0.5),
+    }
+    batch = tensordict.TensorDict({**padded(lengths), **more}, batch_size=[3])
+    verl.configure(light_rank="pad")
+    micro_batches, rows = verl.rearrange_micro_batches(batch, 10, min_num_micro_batch=4)
+    assert all(type(mb) is tensordict.TensorDict for mb in micro_batches)
+    assert [list(mb["name"]) for mb in micro_batches] == [["abc"[i] for i in r] for r in rows]
+    assert [mb["temperature"] for mb in micro_batches] == [0.5] * 4
+    assert micro_batches[3]["loss_mask"].sum() == 0
+
+
 def test_a_light_rank_may_run_copies_without_a_loss() -> None:
     lengths = [9, 4, 6]
     verl.configure(light_rank="pad")
@@ -258,6 +280,15 @@ def test_a_layout_makes_legal_counts_and_counts_alignment() -> None:
     assert 12 <= len(rows) <= 15
     with pytest.raises(ConfigError, match="num_batches_divided_by=4"):
         verl.rearrange_micro_batches(padded(lengths), 80, num_batches_divided_by=4)
+
+
+def test_samples_count_as_long_as_context_parallelism_makes_them() -> None:
+    verl.configure(layout=Layout(cp=8))
+    # With cp=8 a sample of 17 takes 32 tokens: four to a row of 136, not eight.
+    _, rows = verl.rearrange_micro_batches(padded([17] * 16), 17 * 8)
+    assert [len(row) for row in rows] == [4] * 4
+    with pytest.raises(PlanError, match="raise max_tokens_per_gpu"):
+        verl.rearrange_micro_batches(padded([17]), 24)
 
 
 def test_a_cost_orders_the_rows_for_the_pipeline() -> None:
