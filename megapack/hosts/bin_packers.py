@@ -153,7 +153,8 @@ def modified_first_fit_decreasing(lengths: Ints, capacity: int) -> Rows:
     Lengths over half the capacity open a bin each. From the first, each takes the longest medium
     one (over a third) that fits; from the last, those without one take the shortest small one (over
     a sixth) and the longest that fits beside it; from the first, each takes what fits of the rest,
-    longest first. First-fit-decreasing packs what is left.
+    longest first. What is left goes into as few bins as first-fit-decreasing needs, or the emptiest
+    bin first where these are fewer.
     """
     size = lengths.tolist()
     falling = np.argsort(-lengths, kind="stable").tolist()
@@ -181,5 +182,7 @@ def modified_first_fit_decreasing(lengths: Ints, capacity: int) -> Rows:
     for number in range(len(bins)):
         while take_longest(number, rest):
             pass
-    order = np.array(rest, dtype=np.int64)
-    return bins + first_fit_in_order(lengths, capacity, order) if rest else bins
+    if not rest:
+        return bins
+    packings = [rule(lengths[rest], capacity) for rule in (first_fit_decreasing, least_loaded)]
+    return bins + [[rest[i] for i in row] for row in min(packings, key=len)]

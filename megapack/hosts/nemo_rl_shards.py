@@ -181,7 +181,14 @@ def _boundaries(rows: Rows) -> list[list[int]]:
 
 def _shard(data: Any, rows: list[int]) -> Any:
     """Rows of the batch, as the type that the host makes of a slice."""
-    return data.select_indices(rows).slice(0, len(rows))
+    if rows:
+        return data.select_indices(rows).slice(0, len(rows))
+    empty = type(data.slice(0, 1))()
+    for name, value in data.data.items():
+        # Images of unequal sizes have no empty slice.
+        has_own = hasattr(value, "empty_rows_like")
+        empty[name] = value.empty_rows_like(value, 0) if has_own else value[:0]
+    return empty
 
 
 def _lengths(data: Any, args: dict[str, Any]) -> Ints:

@@ -45,6 +45,25 @@ class SlicedDataDict(BatchedDataDict):
     """Rows of a batch."""
 
 
+class Images:
+    """Packed media as NeMo-RL has it: rows that cannot be sliced to none."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.rows[index]
+        assert found != [], "no rows"
+        return Images(found) if isinstance(found, list) else found
+
+    @classmethod
+    def empty_rows_like(cls, other: Images, num_rows: int) -> Images:
+        return Images(other.rows[:num_rows])
+
+
 @pytest.fixture(autouse=True)
 def default_options() -> Iterator[None]:
     yield
@@ -169,6 +188,15 @@ def test_shards_without_packing() -> None:
     assert [shard["row"] for shard in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     shards = nemo_rl.shard_by_batch_size(batch_of([1] * 5), 2, allow_uneven_shards=True)
     assert [shard["row"] for shard in shards] == [[0, 1, 2], [3, 4]]
+
+
+def test_an_empty_shard_has_every_field() -> None:
+    data = batch_of([1, 1])
+    data["images"] = Images([1, 2])
+    *_, empty = nemo_rl.shard_by_batch_size(data, 4, allow_uneven_shards=True)
+    assert type(empty) is SlicedDataDict
+    assert empty["input_ids"].shape == (0, 128)
+    assert (empty["row"], empty["images"].rows) == ([], [])
 
 
 @pytest.mark.parametrize(
