@@ -10,7 +10,7 @@ import pytest
 
 from tests.dist.spawn import checked_job
 
-pytestmark = [pytest.mark.hosts, pytest.mark.dist]
+pytestmark = pytest.mark.hosts
 
 
 @pytest.fixture(scope="module")
