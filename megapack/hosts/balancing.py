@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megapack.errors import PlanError
+from megapack.hosts.errors import HostAssertionError
 from megapack.inputs import Ints
 from megapack.packing import first_fit, first_fit_decreasing
 from megapack.packing_kk import karmarkar_karp
@@ -15,10 +15,6 @@ from megapack.search_counts import halves
 
 # Sums of weights stay exact in int64.
 _MAX_TOTAL_BITS = 62
-
-
-class HostAssertionError(PlanError, AssertionError):
-    """A refusal that hosts make with a bare assertion, so that handlers of either kind see it."""
 
 
 def get_seqlen_balanced_partitions(
