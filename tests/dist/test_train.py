@@ -45,7 +45,7 @@ def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
         for key in ("loss", "grad_norm", "entropy_nats", "kl_old_nats", "kl_ref_nats"):
             assert math.isfinite(line[key])
         assert 0 < line["packing_efficiency"] <= 1
-        assert line["padded_share"] == pytest.approx(1 - line["packing_efficiency"])
+        assert line["padding_fraction"] == pytest.approx(1 - line["packing_efficiency"])
         assert line["imbalance"] >= 1
         assert line["tokens_per_second"] > 0
         assert line["step_measured_s"] > 0

@@ -30,7 +30,7 @@ LAYERS = [
     "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
     "experts moe mtp routing run_context segments objectives preference value_head "
     "checkpoint_state reference",
-    "model train checkpoint launch report",
+    "model train checkpoint launch report interrupt trackers",
     "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}

@@ -101,10 +101,10 @@ def test_full_equal_rows_are_packed_perfectly() -> None:
     assert found["num_microbatches_per_rank"] == 1
     assert found["num_padding_microbatches"] == found["num_dropped_rollouts"] == 0
     assert found["packing_efficiency"] == 1.0
-    assert found["padded_share"] == 0.0
+    assert found["padding_fraction"] == 0.0
     assert found["imbalance"] == pytest.approx(1.0)
     assert found["bubble_fraction"] == pytest.approx(0.0, abs=1e-9)
-    assert found["peak_live_row_tokens"] > 0
+    assert found["peak_live_row_tokens_per_gpu"] > 0
 
 
 def test_padding_micro_batches_and_unequal_ranks_are_seen() -> None:
@@ -112,7 +112,7 @@ def test_padding_micro_batches_and_unequal_ranks_are_seen() -> None:
     found = metrics_of([64], Layout(dp=2), max_tokens_per_gpu=64)
     assert found["num_padding_microbatches"] == 1
     assert 0 < found["packing_efficiency"] < 1
-    assert found["padded_share"] == pytest.approx(1 - found["packing_efficiency"])
+    assert found["padding_fraction"] == pytest.approx(1 - found["packing_efficiency"])
     assert 1.5 < found["imbalance"] <= 2
 
 
