@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from megapack import Layout, MegapackError, Policy, build_dp_schedule, launch
+from megapack.consensus import agree_with_flags
 from megapack.loss import PPO, SFT
 from megapack.objectives import ValueLoss
 from megapack.preference import DPO
@@ -98,6 +99,15 @@ class Faults:
         shapes = [torch.zeros(1 + self.rank, 2)] * len(tokens)
         batch = SampleBatch(tokens, tensors={"pixels": TensorField(shapes)})
         self.adapter.step(self.plan, batch, objective=SFT())
+
+    def a_full_disk(self) -> None:
+        """On one rank, which alone writes."""
+
+        def write() -> None:
+            if self.rank == 1:
+                raise OSError(28, "No space left on device")
+
+        agree_with_flags(write, [False], device=torch.device("cpu"))
 
     def _with_setting(self, name: str, value: Any) -> None:
         config = get_model_config(self.chunks[0])
