@@ -22,19 +22,19 @@ class Interrupt:
     is not the main one, where Python takes none.
 
     Args:
-        active: False leaves the signals alone: a run without checkpoints has nothing to save, and
-            ends at once.
+        saves: False, for a run without checkpoints: the signals end the process at once, also
+            where the launcher had it started with them ignored.
     """
 
-    def __init__(self, *, active: bool) -> None:
-        self._active = active
+    def __init__(self, *, saves: bool) -> None:
+        self._handler = self._note if saves else signal.SIG_DFL
         self._before: dict[signal.Signals, Any] = {}
         self.noted = False
         """Whether this rank was told to stop."""
 
     def __enter__(self) -> Interrupt:
-        if self._active and threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.signal(one, self._handler) for one in SIGNALS}
         return self
 
     def __exit__(

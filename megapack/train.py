@@ -58,8 +58,11 @@ from megapack.trackers import check_installed, open_trackers
 from megapack.train_config import TrainConfig
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, interrupt: Interrupt) -> Path:
     """Run the main job on this rank, as one of all ranks of the job.
+
+    Args:
+        interrupt: an entered one; it was entered before torch was imported, which takes long.
 
     Returns:
         The run's folder, written by rank 0.
@@ -70,8 +73,7 @@ def train(config: TrainConfig) -> Path:
     """
     device = launch.start(config.device)
     try:
-        with Interrupt(active=config.train.save_interval is not None) as interrupt:
-            return Trainer(config, device, interrupt).run()
+        return Trainer(config, device, interrupt).run()
     finally:
         launch.stop()
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with Interrupt(active=True) as interrupt:
+    with Interrupt(saves=True) as interrupt:
         assert not interrupt.noted
         signal.raise_signal(number)
         # A scheduler may send it to the rank and the launcher may pass it on.
@@ -26,18 +26,23 @@ def test_a_signal_is_noted(number: signal.Signals) -> None:
 
 def test_handlers_come_back_after_an_error() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
-    with pytest.raises(ValueError, match="bad"), Interrupt(active=True):
+    with pytest.raises(ValueError, match="bad"), Interrupt(saves=True):
         raise ValueError("bad")
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_run_without_checkpoints_leaves_signals_alone() -> None:
-    with Interrupt(active=False):
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+def test_signals_end_a_run_without_checkpoints_even_if_they_were_ignored() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with Interrupt(saves=False):
+            assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_DFL] * 2
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_ctrl_c_stays_as_it_is() -> None:
-    with pytest.raises(KeyboardInterrupt), Interrupt(active=True):
+    with pytest.raises(KeyboardInterrupt), Interrupt(saves=True):
         signal.raise_signal(signal.SIGINT)
 
 
@@ -46,7 +51,7 @@ def test_another_thread_than_the_main_one_takes_no_signals() -> None:
 
     def work() -> None:
         try:
-            with Interrupt(active=True) as interrupt:
+            with Interrupt(saves=True) as interrupt:
                 assert not interrupt.noted
         except BaseException as error:
             failures.append(error)

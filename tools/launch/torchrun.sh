@@ -9,9 +9,9 @@
 #                    of nodes, where it has several; train.sbatch sets them. Unset: this node alone
 #
 # SIGTERM and SIGUSR1 end the run after the step that it is in, with a checkpoint, if
-# train.save_interval is set. They go to the ranks and not to torchrun, which gives its ranks
-# 30 seconds and older releases end at once. The exit code is 75 if the run did not come to its end
-# after such a signal: start it again with train.resume=auto.
+# train.save_interval is set; else they end it at once. They go to the ranks and not to torchrun,
+# which would kill its ranks after 30 seconds. The exit code is 75 if the run did not come to its
+# end after such a signal: start it again with train.resume=auto.
 set -euo pipefail
 
 if (($# == 0)); then
@@ -29,10 +29,14 @@ else
     options=(--standalone --local-addr 127.0.0.1)
 fi
 
-# A process group of its own for torchrun: Slurm and shells send their signals to groups.
+# Slurm sends SIGUSR1 to every process, torchrun among them, which would end of it and leave its
+# ranks behind. And a process group of its own, for a shell's Ctrl-C goes to the group.
 set -m
-"${PYTHON:-python3}" -m torch.distributed.run "${options[@]}" \
-    --nproc-per-node "${NPROC_PER_NODE:-gpu}" -m megapack train "$@" &
+(
+    trap '' USR1
+    exec "${PYTHON:-python3}" -m torch.distributed.run "${options[@]}" \
+        --nproc-per-node "${NPROC_PER_NODE:-gpu}" -m megapack train "$@"
+) &
 torchrun=$!
 set +m
 
