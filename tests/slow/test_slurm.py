@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -117,13 +118,22 @@ class Cluster:
 
 
 def ended(batch: subprocess.Popen[str], timeout_s: float) -> int:
-    """The exit code; a job that hangs leaves no process of its session behind."""
+    """The exit code; of a job that hangs, every launcher is told to end its ranks."""
     try:
         return batch.wait(timeout_s)
     finally:
-        if batch.poll() is None:
-            os.killpg(batch.pid, signal.SIGTERM)
-            batch.wait(60)
+        for pid in in_session(batch.pid):
+            os.kill(pid, signal.SIGTERM)
+
+
+def in_session(session: int) -> list[int]:
+    """Processes of a session: launchers, but not their ranks, which have sessions of their own."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[3]) == session:
+                found.append(int(path.parent.name))
+    return found
 
 
 def test_a_job_is_saved_queued_again_and_resumed(repo_root: Path, tmp_path: Path) -> None:

@@ -76,21 +76,16 @@ def test_torchrun_is_given_the_ranks_and_its_code_comes_back(
     launcher = repo_root / "tools/launch/torchrun.sh"
     alone = run(launcher, "c.yaml", "a.b=1", PYTHON=str(fake), NPROC_PER_NODE="4")
     assert alone.returncode == 3
-    assert (
-        alone.stdout.split()[2:]
-        == (
-            "--standalone --local-addr 127.0.0.1 --nproc-per-node 4 -m megapack train c.yaml a.b=1"
-        ).split()
+    assert alone.stdout == (
+        "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 4 "
+        "-m megapack train c.yaml a.b=1\n"
     )
     job = {"RDZV_ENDPOINT": "first:15007", "RDZV_ID": "7", "NNODES": "2"}
     second = run(
         launcher, "c.yaml", PYTHON=str(fake), SLURM_NODEID="1", SLURMD_NODENAME="second", **job
     )
-    assert (
-        second.stdout.split()[2:]
-        == (
-            "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint first:15007 --rdzv-id 7 "
-            "--rdzv-conf is_host=false --local-addr second --nproc-per-node gpu "
-            "-m megapack train c.yaml"
-        ).split()
+    assert second.stdout == (
+        "-m torch.distributed.run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint first:15007 "
+        "--rdzv-id 7 --rdzv-conf is_host=false --local-addr second --nproc-per-node gpu "
+        "-m megapack train c.yaml\n"
     )
