@@ -29,8 +29,8 @@ else
     options=(--standalone --local-addr 127.0.0.1)
 fi
 
-# Slurm sends SIGUSR1 to every process, torchrun among them, which would end of it and leave its
-# ranks behind. And a process group of its own, for a shell's Ctrl-C goes to the group.
+# Slurm sends SIGUSR1 to every process. torchrun would end at once and leave its ranks behind, so it
+# ignores it. Its process group is its own: a signal to this script's group is not for it.
 set -m
 (
     trap '' USR1
