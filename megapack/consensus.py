@@ -74,6 +74,37 @@ def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
     return [bool(flag) for flag in found.tolist()]
 
 
+def agree_with_flags(
+    work: Callable[[], object], flags: Sequence[bool], *, device: torch.device
+) -> list[bool]:
+    """`agree` and `on_any_rank` in one small collective, where nothing fails; for every step.
+
+    Args:
+        work: local work without communication, of some ranks or all.
+        flags: as many on every rank.
+
+    Returns:
+        For each flag whether it is set on any rank.
+
+    Raises:
+        ScheduleError: as `agree` does.
+    """
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:  # raised below, where all ranks hear of it
+        error = caught
+    failed, *found = on_any_rank([error is not None, *flags], device=device)
+
+    def tell() -> None:
+        if error is not None:
+            raise error
+
+    if failed:
+        agree(tell, device=device)
+    return found
+
+
 def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> T:
     """`agree`, where each node's first rank works alone before the others.
 

@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -362,3 +363,22 @@ def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], b
         use_distributed_optimizer=optim.distributed_optimizer,
     )
     return get_megatron_optimizer(config, chunks)
+
+
+def build_lr_schedule(
+    optim: OptimConfig, optimizer: Any, total_steps: int
+) -> OptimizerParamScheduler:
+    """Megatron's learning-rate schedule over a run of this many optimizer steps."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.lr if optim.decay == "constant" else optim.min_lr,
+        lr_warmup_steps=optim.warmup_steps,
+        lr_decay_steps=max(total_steps, optim.warmup_steps + 1),
+        lr_decay_style=optim.decay,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -5,10 +5,11 @@ records -> batches -> advantages, plan -> old and reference log-probs -> steps -
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,24 @@ from megapack import launch
 from megapack.checkpoint import Checkpoints
 from megapack.checkpoint_files import Checkpoint, Position, drop_after
 from megapack.checkpoint_state import RunState
-from megapack.config import dump_yaml
-from megapack.consensus import agree, agree_one_per_node_first
+from megapack.config import dump_yaml, to_dict
+from megapack.consensus import agree, agree_one_per_node_first, agree_with_flags
 from megapack.data_index import ReadSettings
 from megapack.dataset import Dataset, Rows
 from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import RunInterrupted
 from megapack.generated import generate_rollouts
+from megapack.interrupt import Interrupt
 from megapack.layout import Layout
-from megapack.model import build_model, build_optimizer, initialize_parallel
+from megapack.model import (
+    build_lr_schedule,
+    build_model,
+    build_optimizer,
+    initialize_parallel,
+)
 from megapack.objectives import make_objective
 from megapack.pipeline import simulate
-from megapack.plan import Plan
+from megapack.plan import Plan, own_samples
 from megapack.reference import Reference
 from megapack.report import (
     Progress,
@@ -40,26 +48,32 @@ from megapack.report import (
     packing_metrics,
     plan_line,
     reset_memory_peaks,
+    training_metrics,
 )
 from megapack.rollouts import group_advantages
 from megapack.samples import SampleBatch
-from megapack.schedule import ScheduleAdapter, StepResult
+from megapack.schedule import ScheduleAdapter
 from megapack.tokenizer import ByteTokenizer
+from megapack.trackers import check_installed, open_trackers
 from megapack.train_config import TrainConfig
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, interrupt: Interrupt) -> Path:
     """Run the main job on this rank, as one of all ranks of the job.
+
+    Args:
+        interrupt: an entered one; it was entered before torch was imported, which takes long.
 
     Returns:
         The run's folder, written by rank 0.
 
     Raises:
         MegapackError: on every rank; what is wrong and what to set.
+        RunInterrupted: on every rank; SIGTERM or SIGUSR1 came to one of them, and the run is saved.
     """
     device = launch.start(config.device)
     try:
-        return Trainer(config, device).run()
+        return Trainer(config, device, interrupt).run()
     finally:
         launch.stop()
 
@@ -67,8 +81,9 @@ def train(config: TrainConfig) -> Path:
 class Trainer:
     """The state of one run on one rank."""
 
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: TrainConfig, device: torch.device, interrupt: Interrupt) -> None:
+        self.config, self.device, self.interrupt = config, device, interrupt
+        agree(lambda: check_installed(config.train.trackers), device=device)
         self.layout: Layout = config.layout.to_layout(dist.get_world_size())
         self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
         agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
@@ -95,6 +110,7 @@ class Trainer:
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: tuple[Plan, SampleBatch] | None = None
+        self._stopping = False
         self.checkpoints = Checkpoints(
             config,
             self.layout,
@@ -125,10 +141,12 @@ class Trainer:
                 self._train_on(rows)
             if config.train.save_interval is not None and self._last is not None:
                 self.checkpoints.save(self.position, *self._last, self._computed_fields())
+            agree(self._close_folder, device=self.device)
         finally:
             self.progress.close()
-            if self.folder is not None:
-                self.folder.close()
+            # Still open after an error alone, which says more than what closing may raise.
+            with contextlib.suppress(Exception):
+                self._close_folder()
         path = Path(config.runs_dir) / config.name
         self.progress.line(f"{self.num_steps} steps; wrote {path}")
         return path
@@ -142,21 +160,29 @@ class Trainer:
         """The run's folder on rank 0; the one that is there where its own checkpoint is resumed."""
         if dist.get_rank() != 0:
             return None
-        config, resumed = self.config, self.resumed
-        if resumed is not None and self.checkpoints.is_own(resumed):
-            drop_after(resumed.path.parent, self.num_steps)
-            folder = RunFolder(config.runs_dir, config.name, continue_after=self.num_steps)
-        else:
-            folder = RunFolder(config.runs_dir, config.name)
+        config, found = self.config, self.resumed
+        own = found if found is not None and self.checkpoints.is_own(found) else None
+        if own is not None:
+            drop_after(own.path.parent, self.num_steps)
+        done = None if own is None else self.num_steps
+        folder = RunFolder(config.runs_dir, config.name, continue_after=done)
         folder.write_text("config.yaml", dump_yaml(config))
+        folder.trackers = open_trackers(
+            config.train.trackers, folder.path, to_dict(config), continue_after=done
+        )
         return folder
+
+    def _close_folder(self) -> None:
+        folder, self.folder = self.folder, None
+        if folder is not None:
+            folder.close()
 
     def _batches(self) -> Iterator[Rows]:
         """Batches in order, as many as the config asks for and from where the run stands; sets up
         the schedule first."""
         total_steps = sum(self._steps_in(batch) for _, _, batch in self._all_batches())
         self.progress.expect(total_steps, self.num_steps)
-        self.schedule = self._lr_schedule(total_steps)
+        self.schedule = build_lr_schedule(self.config.optim, self.optimizer, total_steps)
         self.schedule.step(increment=self.num_steps)
         for epoch, index, batch in self._all_batches():
             if (epoch, index) >= (self.position.epoch, self.position.batch):
@@ -188,24 +214,9 @@ class Trainer:
             return 1
         return -(-self.data.num_rollouts(rows) // plan.global_batch_size)
 
-    def _lr_schedule(self, total_steps: int) -> OptimizerParamScheduler:
-        optim = self.config.optim
-        return OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=optim.lr,
-            min_lr=optim.lr if optim.decay == "constant" else optim.min_lr,
-            lr_warmup_steps=optim.warmup_steps,
-            lr_decay_steps=max(total_steps, optim.warmup_steps + 1),
-            lr_decay_style=optim.decay,
-            start_wd=optim.weight_decay,
-            end_wd=optim.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-
     def _train_on(self, rows: Rows) -> None:
         """Plan a batch, compute what the objective reads, and take its optimizer steps."""
+        self._raise_if_stopping()
         started = time.perf_counter()
         batch, plan, forward_plan = agree(lambda: self._prepare(rows), device=self.device)
         planned = time.perf_counter()
@@ -226,8 +237,9 @@ class Trainer:
         }
         self._last = plan, batch
         for index in range(first_step, len(plan.steps)):
+            self._raise_if_stopping()
             self._step(plan, batch, index, costs)
-            if self.checkpoints.due(self.num_steps):
+            if self._stopping or self.checkpoints.due(self.num_steps):
                 self.checkpoints.save(self.position, plan, batch, self._computed_fields())
 
     def _prepare(self, rows: Rows) -> tuple[SampleBatch, Plan, Plan]:
@@ -335,13 +347,13 @@ class Trainer:
         self.schedule.step(increment=1)
         total_s = time.perf_counter() - started
         self.clock.record(simulation.makespan, measured_s)
-        self.position = self._after_step(index + 1, len(plan.steps), bool(updated))
+        self.position = self.position.after_step(index + 1, len(plan.steps), bool(updated))
         packing = packing_metrics(step, simulation)
         self._write(
             {
                 "step": self.num_steps,
                 "plan_digest": plan.digest()[:12],
-                **_training_metrics(result),
+                **training_metrics(result),
                 "grad_norm": float(grad_norm),
                 "updated": int(updated),
                 "lr": lr,
@@ -351,31 +363,29 @@ class Trainer:
                 **costs,
                 **memory_peaks(),
                 "tokens_per_second": packing["tokens"] / total_s,
+                "tokens_per_second_per_gpu": packing["tokens"] / total_s / dist.get_world_size(),
                 **packing,
             }
         )
 
-    def _after_step(self, done: int, of: int, updated: bool) -> Position:
-        """Where the run stands with `done` steps of its batch's `of` taken."""
-        at, batch_over = self.position, done == of
-        return dataclasses.replace(
-            at,
-            num_steps=at.num_steps + 1,
-            num_updates=at.num_updates + updated,
-            batch=at.batch + batch_over,
-            step_in_batch=0 if batch_over else done,
-        )
-
     def _write(self, metrics: dict[str, Any]) -> None:
-        if self.folder is not None:
-            self.folder.append_metrics(metrics)
+        """Rank 0 writes; all ranks hear how that went, and whether one of them is told to stop."""
+
+        def write() -> None:
+            if self.folder is not None:
+                self.folder.append_metrics(metrics)
+
+        (self._stopping,) = agree_with_flags(write, [self.interrupt.noted], device=self.device)
         self.progress.step(self.num_steps, metrics)
 
-
-def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:
-    """Samples whose tokens a data-parallel rank needs under any of the plans, in order."""
-    steps = [step for plan in plans for step in plan.steps]
-    return sorted({i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples})
+    def _raise_if_stopping(self) -> None:
+        """Where the run would go on; it is saved by then."""
+        if self._stopping:
+            agree(self._close_folder, device=self.device)
+            raise RunInterrupted(
+                f"a signal ended the run after step {self.num_steps}; it is saved: start it again "
+                "with train.resume=auto"
+            )
 
 
 def _dataset(config: TrainConfig) -> Dataset:
@@ -391,10 +401,3 @@ def _dataset(config: TrainConfig) -> Dataset:
         overlong=data.overlong,
     )
     return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")
-
-
-def _training_metrics(result: StepResult) -> dict[str, float]:
-    """The objective's metrics with their units in the key."""
-    nats = {"kl_old", "kl_ref", "entropy"}
-    named = {f"{k}_nats" if k in nats else k: v for k, v in result.metrics.items()}
-    return {"loss": result.loss, **named}

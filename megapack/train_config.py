@@ -198,19 +198,23 @@ class LoopConfig:
     log_interval: int = 1
     """A line is logged every this many optimizer steps; `metrics.jsonl` gets every step."""
     save_interval: int | None = None
-    """A checkpoint is saved every this many optimizer steps, and after the last; null = none. All
-    ranks must see the run's folder."""
+    """A checkpoint is saved every this many optimizer steps, after the last, and where SIGTERM or
+    SIGUSR1 ends the run; null = none. All ranks must see the run's folder."""
     keep_checkpoints: int | None = 2
     """Complete checkpoints that stay, the latest; null = all."""
     resume: str | None = None
     """Go on from a checkpoint: its folder, the folder of a run (its latest), or auto (the latest
     of this run, and from the start where there is none); null = from the start."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides `metrics.jsonl`; the packages of these names must be installed."""
 
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
         at_least(self, "train", 1, "keep_checkpoints")
         if self.resume == "":
             raise ConfigError("train.resume is empty; set a folder, auto, or null")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ConfigError(f"train.trackers is {list(self.trackers)}; name each once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 
 from megapack import Layout, MegapackError, Policy, build_dp_schedule, launch
 from megapack.config import parse_config
+from megapack.consensus import agree_with_flags
 from megapack.loss import PPO, SFT
 from megapack.objectives import ValueLoss
 from megapack.preference import DPO
@@ -109,6 +110,15 @@ class Faults:
             path.write_text(f"cost: {{per_token: {1 + self.rank}}}", encoding="utf-8")
             text = f"{{name: x, plan: {{max_tokens_per_gpu: 64, cost_model: '{path}'}}}}"
             Trainer(parse_config(text, [], TrainConfig), torch.device("cpu"))
+
+    def a_full_disk(self) -> None:
+        """On one rank, which alone writes."""
+
+        def write() -> None:
+            if self.rank == 1:
+                raise OSError(28, "No space left on device")
+
+        agree_with_flags(write, [False], device=torch.device("cpu"))
 
     def _with_setting(self, name: str, value: Any) -> None:
         config = get_model_config(self.chunks[0])

@@ -27,6 +27,7 @@ SAYS = {
     "values_of_a_vocabulary": "ConfigError: ValueLoss reads values",
     "pairs_apart": "DataError: DPO needs pairs in one micro-batch; plan with colocate_ids",
     "other_tensors": "another tensor fields than the other 1",
+    "a_full_disk": "1 of 2 ranks failed: rank 1: OSError: [Errno 28] No space left on device",
     "batched_p2p": "set overlap_p2p_comm=True",
 }
 

@@ -30,7 +30,7 @@ LAYERS = [
     "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
     "experts moe mtp routing run_context segments objectives preference value_head "
     "checkpoint_state reference",
-    "model train checkpoint launch report",
+    "model train checkpoint launch report interrupt trackers",
     "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options "
     "hosts.balancing hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner "
     "hosts.unirl hosts.unirl_bins hosts.errors "
