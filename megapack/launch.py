@@ -57,6 +57,7 @@ def quiet_known_warnings() -> None:
         r"The following imports from `dynamic_context\.py`",
         r"The 'megatron\.core\.transformer\.custom_layers",
         r"Using deprecated internal API from Transformer Engine",
+        r"transformer_engine\.[\w.]+ is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)
 

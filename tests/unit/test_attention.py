@@ -292,12 +292,13 @@ CHILD = """
 import json, torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megapack import launch
 from megapack.attention import packed_seq_params, refuse_unpacked_attention
 from megapack.errors import ScheduleError
 from megapack.init import initialize_by_name
 from megapack.layout import Layout
-from megapack.model import initialize_parallel, local_layer_spec, transformer_config
+from megapack.model import PackedNorm, initialize_parallel, local_layer_spec, transformer_config
 from megapack.train_config import ModelConfig
 
 launch.start("cpu")
@@ -315,7 +316,8 @@ def gpt(spec):
         position_embedding_type="rope",
     )
 
-model = gpt(local_layer_spec(config))
+# Its own final norm would be Transformer Engine's where that is installed.
+model = gpt(TransformerBlockSubmodules([local_layer_spec(config)] * 2, layer_norm=PackedNorm))
 group = torch.distributed.group.WORLD
 initialize_by_name([model], seed=1, std=0.2, num_layers=2, tp_group=group)
 found = {}
