@@ -123,12 +123,21 @@ def _check_features(config: Any) -> None:
             raise ScheduleError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
 
 
-def check_counts(plan: Plan) -> None:
-    """Raise ScheduleError for counts per rank where experts make ranks meet in every layer."""
-    if plan.policy.count_rule == "per_rank" and plan.layout.ep > 1:
+def check_counts(plan: Plan, config: Any) -> None:
+    """Raise ScheduleError for counts per rank where ranks meet in every micro-batch."""
+    if plan.policy.count_rule != "per_rank":
+        return
+    if plan.layout.ep > 1:
         raise ScheduleError(
             f"count_rule='per_rank' with ep={plan.layout.ep}: the experts' all-to-all in each "
             "layer needs one M on all ranks; plan with count_rule='legal'"
+        )
+    delayed = getattr(config, "fp8", None) and config.fp8_recipe == "delayed"
+    if delayed and not config.tp_only_amax_red:
+        raise ScheduleError(
+            "count_rule='per_rank' with fp8_recipe='delayed': ranks exchange their largest values "
+            "after each micro-batch and need one M; plan with count_rule='legal', or set "
+            "tp_only_amax_red=True"
         )
 
 

@@ -339,9 +339,14 @@ def test_counts_per_rank_are_refused_where_experts_span_ranks() -> None:
     lengths = [5, 6, 7, 8]
     policy = Policy(count_rule="per_rank")
     plan = build_dp_schedule(lengths, layout=Layout(dp=2), max_tokens_per_gpu=8, policy=policy)
-    check_counts(plan)
+    check_counts(plan, config())
     with pytest.raises(ScheduleError, match=r"ep=2: the experts.*count_rule='legal'"):
-        check_counts(replace(plan, layout=Layout(dp=2, ep=2)))
+        check_counts(replace(plan, layout=Layout(dp=2, ep=2)), config())
+    delayed = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+    with pytest.raises(ScheduleError, match=r"fp8_recipe='delayed'.*need one M"):
+        check_counts(plan, config(**delayed))
+    check_counts(plan, config(**delayed, tp_only_amax_red=True))
+    check_counts(replace(plan, policy=Policy()), config(**delayed))
 
 
 @pytest.mark.parametrize(
