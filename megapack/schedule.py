@@ -271,7 +271,7 @@ class ScheduleAdapter:
             settings.check_head(self.chunks, self.head)
             if plan.policy.row_shape == "planned":
                 settings.check_planned_rows(self.config)
-            settings.check_counts(plan)
+            settings.check_counts(plan, self.config)
             if plan.digest() != self._checked_digest:
                 check_plan(plan, batch.lengths)
                 self._checked_digest = plan.digest()

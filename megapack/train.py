@@ -29,6 +29,7 @@ from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import RunInterrupted
 from megapack.generated import generate_rollouts
 from megapack.interrupt import Interrupt
+from megapack.kernels import find_kernels
 from megapack.layout import Layout
 from megapack.model import (
     build_lr_schedule,
@@ -84,7 +85,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, device: torch.device, interrupt: Interrupt) -> None:
         self.config, self.device, self.interrupt = config, device, interrupt
         agree(lambda: check_installed(config.train.trackers), device=device)
-        self.layout: Layout = config.layout.to_layout(dist.get_world_size())
+        self.layout: Layout = config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows)
         self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
         agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
         self.data = agree_one_per_node_first(lambda: _dataset(config), device=device)
@@ -134,6 +135,8 @@ class Trainer:
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(active=writes, log_interval=config.train.log_interval)
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
+        model = config.model
+        self.progress.line(str(find_kernels(model.attention, model.dtype)))
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
