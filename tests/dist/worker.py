@@ -34,6 +34,7 @@ from tests.dist.expected import (
 )
 from tests.dist.problem import PRECISE
 from tests.dist.setup import build_chunks, forget_groups
+from tests.dist.staged import StagedAdapter
 
 
 def run_case(
@@ -50,7 +51,8 @@ def run_case(
     chunks = build_chunks(case.layout, model=model)
     for name, value in case.config.items():
         setattr(get_model_config(chunks[0]), name, value)
-    adapter = ScheduleAdapter(
+    adapter_class = StagedAdapter if case.staged else ScheduleAdapter
+    adapter = adapter_class(
         chunks, layout=case.layout, logprob_chunk_tokens=16, temperature=temperature
     )
     batch, plan = problem.make_batch(case.num_samples), case.plan()
