@@ -97,6 +97,11 @@ class Layout:
         return self.ep > self.cp
 
     @property
+    def fp8_unit_tokens(self) -> int:
+        """What the tokens of a GPU's products are a multiple of, by the FP8 recipe; 1 without."""
+        return _FP8_UNIT_TOKENS[self.fp8]
+
+    @property
     def sample_alignment(self) -> int:
         """Each sample is padded to a multiple of this many tokens: two zigzag slices per CP rank.
 
@@ -112,7 +117,7 @@ class Layout:
         FP8 unit: cp=2, tp=8, sequence parallel and fp8 give lcm(4, 2 * lcm(8, 16)) = 32.
         """
         scatter = self.tp if self.sequence_parallel else 1
-        local = math.lcm(scatter, _FP8_UNIT_TOKENS[self.fp8])
+        local = math.lcm(scatter, self.fp8_unit_tokens)
         return math.lcm(self.sample_alignment, self.cp * local)
 
     def padded_length(self, length: int) -> int:

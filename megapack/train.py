@@ -26,6 +26,7 @@ from megapack.data_index import ReadSettings
 from megapack.dataset import Dataset, Rows
 from megapack.dp_schedule import build_dp_schedule
 from megapack.generated import generate_rollouts
+from megapack.kernels import find_kernels
 from megapack.layout import Layout
 from megapack.model import build_model, build_optimizer, initialize_parallel
 from megapack.objectives import make_objective
@@ -69,7 +70,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self.config, self.device = config, device
-        self.layout: Layout = config.layout.to_layout(dist.get_world_size())
+        self.layout: Layout = config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows)
         self.data = agree_one_per_node_first(lambda: _dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
         initialize_parallel(self.layout, config.seed)
@@ -116,6 +117,8 @@ class Trainer:
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(active=writes, log_interval=config.train.log_interval)
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
+        model = config.model
+        self.progress.line(str(find_kernels(model.attention, model.dtype)))
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:

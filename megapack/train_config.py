@@ -10,7 +10,7 @@ import dataclasses
 from typing import Literal
 
 from megapack.errors import ConfigError
-from megapack.layout import CountRule, Layout
+from megapack.layout import CountRule, Fp8, Layout
 from megapack.model_config import DataConfig, ModelConfig, ObjectiveConfig, at_least
 from megapack.policy import (
     Balance,
@@ -59,8 +59,11 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         at_least(self, "layout", 1, "tp", "pp", "vpp", "cp", "ep", "dp", "microbatch_group_size")
 
-    def to_layout(self, world_size: int) -> Layout:
+    def to_layout(self, world_size: int, fp8: Fp8 = False) -> Layout:
         """The layout of a job of `world_size` ranks.
+
+        Args:
+            fp8: the model's `fp8_rows`, for which rows are aligned.
 
         Raises:
             ConfigError: the ranks do not fill it.
@@ -73,7 +76,7 @@ class LayoutConfig:
                 f"{dp * model_ranks} ranks, the job has {world_size}; start {dp * model_ranks}, "
                 "or change layout"
             )
-        return Layout(**{**dataclasses.asdict(self), "dp": dp})
+        return Layout(**{**dataclasses.asdict(self), "dp": dp, "fp8": fp8})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; returns once all ranks are done."""
     config = load_config(find_config(args.config), args.overrides, TrainConfig)
+    from megapack.kernels import warn_of_other_apex
     from megapack.launch import quiet_known_warnings
 
     quiet_known_warnings()
+    warn_of_other_apex()
     from megapack.train import train  # torch and Megatron-Core take seconds to import
 
     train(config)

@@ -130,6 +130,7 @@ CASES: dict[str, Case] = {
     "pp2_bf16": Case(layout=PP2, variant="bf16"),
     "tp2_sp_bf16_recompute": Case(layout=TP2_SP, variant="bf16", recompute="full"),
     "tp2": Case(layout=TP2),
+    "tp2_other_model": Case(layout=TP2, variant="other"),
     "tp2_sp": Case(layout=TP2_SP),
     "tp2_sp_other_model": Case(layout=TP2_SP, variant="other"),
     "tp2_sp_recompute": Case(layout=TP2_SP, recompute="selective"),

@@ -27,7 +27,13 @@ MODEL = ModelConfig(
 
 # Everything that MODEL is not: the reference solves both.
 OTHER_MODEL = dataclasses.replace(
-    MODEL, untie_embeddings=True, normalization="LayerNorm", gated_linear_unit=False
+    MODEL,
+    untie_embeddings=True,
+    normalization="LayerNorm",
+    gated_linear_unit=False,
+    kv_channels=12,
+    qk_layernorm=True,
+    norm_epsilon=1e-3,
 )
 BF16_MODEL = dataclasses.replace(MODEL, dtype="bf16")
 

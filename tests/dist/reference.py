@@ -38,7 +38,9 @@ def build(settings: ModelConfig) -> GPTModel:
     config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, None
     config.moe_enable_routing_replay = True
     spec = get_gpt_layer_local_spec(
-        num_experts=settings.num_experts, normalization=config.normalization
+        num_experts=settings.num_experts,
+        qk_layernorm=settings.qk_layernorm,
+        normalization=config.normalization,
     )
     block = TransformerBlockSubmodules([spec] * settings.num_layers, layer_norm=WrappedTorchNorm)
     model = GPTModel(

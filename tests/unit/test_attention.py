@@ -19,13 +19,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megapack import attention
-from megapack.attention import (
-    PackedSDPA,
-    packed_causal_attention,
-    packed_seq_params,
-    seqlen_bucket,
-)
+from megapack import attention, attention_sdpa
+from megapack.attention import packed_seq_params, seqlen_bucket
+from megapack.attention_sdpa import PackedSDPA, packed_causal_attention
 from megapack.cp_slices import slice_positions
 from megapack.errors import ConfigError, ScheduleError
 
@@ -140,13 +136,13 @@ def test_slices_attend_as_the_whole_row_does(cp: int, heads: int, groups: int) -
 
 def test_neighbours_of_equal_length_run_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
-    sdpa = attention.F.scaled_dot_product_attention
+    sdpa = attention_sdpa.F.scaled_dot_product_attention
 
     def note(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         shapes.append(tuple(q.shape[::2]))
         return sdpa(q, *args, **kwargs)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(attention_sdpa.F, "scaled_dot_product_attention", note)
     lengths = [70, 64, 64, 64, 64, 22]
     packed_causal_attention(*qkv(lengths), lengths, SCALE)
     # (samples, tokens) of each call: the tail of dummies is one of them.

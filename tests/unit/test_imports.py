@@ -27,16 +27,17 @@ LAYERS = [
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_summary",
     "thd cp_slices samples ragged train_config checkpoint_files",
-    "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
-    "experts moe mtp routing run_context segments objectives preference value_head "
-    "checkpoint_state reference",
+    "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
+    "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
+    "run_context segments objectives preference value_head checkpoint_state reference",
     "model train checkpoint launch report",
     "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
 # Who speaks with Megatron.
-MEGATRON = {"attention", "checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
+MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
+MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
 MEGATRON |= {"run_context", "schedule", "settings", "train"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
-from megapack.attention import PackedSDPA
+from megapack.attention_sdpa import PackedSDPA
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import MegapackError, ScheduleError
 from megapack.layout import Layout
