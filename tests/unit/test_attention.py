@@ -248,8 +248,18 @@ def test_params_have_the_fields_of_the_installed_version() -> None:
     assert found.qkv_format == "thd"
     for name in ("q", "kv"):
         assert getattr(found, f"cu_seqlens_{name}") is cu_seqlens
-        assert getattr(found, f"cu_seqlens_{name}_padded") is cu_seqlens
         assert getattr(found, f"max_seqlen_{name}") == 96
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_padded_arrays_equal_the_real_ones_where_they_are_needed(cp: int) -> None:
+    """Without `pad_between_seqs` Transformer Engine compares two arrays in every layer."""
+    cu_seqlens = torch.tensor([0, 72, 100], dtype=torch.int32)
+    found = packed_seq_params(cu_seqlens, 72, 100, cp=cp)
+    told = hasattr(found, "pad_between_seqs")
+    for name in ("q", "kv"):
+        padded = getattr(found, f"cu_seqlens_{name}_padded")
+        assert padded is (cu_seqlens if told or cp > 1 else None)
 
 
 def test_a_field_of_a_later_version_is_filled_and_one_of_an_earlier_left_out(
