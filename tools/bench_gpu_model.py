@@ -34,8 +34,9 @@ from bench_gpu_ways import (
 from model_flops import forward_flops, model_sizes, peak_flops
 
 from megapack import Layout, launch
+from megapack.attention_choice import choose_attention
 from megapack.config import load_config
-from megapack.model import build_model, choose_attention, initialize_parallel
+from megapack.model import build_model, initialize_parallel
 from megapack.tokenizer import ByteTokenizer
 from megapack.train_config import ModelConfig, TrainConfig
 
@@ -204,7 +205,7 @@ def run_trace(
 
 def build_all(model: ModelConfig) -> dict[str, Any]:
     """Chunks by attention, the best one first; the error's text where a further one fails."""
-    main = choose_attention(model.attention)
+    main = choose_attention(model.attention, model.dtype)
     models: dict[str, Any] = {main: build(model, main)}
     if main == "te":
         try:

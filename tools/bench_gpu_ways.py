@@ -21,6 +21,7 @@ from megapack.attention import packed_seq_params
 from megapack.head import deferred_head
 from megapack.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.loss import SFT
+from megapack.run_context import evaluating
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 
@@ -172,13 +173,13 @@ class DenseWay:
 
     def forward(self) -> None:
         """Log-probs by the training step's batches."""
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(self.chunks):
             for batch in self._batches:
                 self._logprobs(batch, with_entropy=False)[0].cpu()
 
     def logprobs(self) -> None:
         """Log-probs and entropies by batches of the forward budget."""
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(self.chunks):
             for batch in self._forward_batches:
                 for values_R in self._logprobs(batch, with_entropy=True):
                     values_R.cpu()  # type: ignore[union-attr]

@@ -6,16 +6,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_job(
-    world: int, module: str, args: Sequence[str], *, timeout_s: float, cwd: Path = ROOT
+    world: int,
+    module: str,
+    args: Sequence[str],
+    *,
+    timeout_s: float,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module args` on `world` ranks; the port is the system's choice.
+    """Run `python -m module args` on `world` ranks; the port is the system's choice, `env` is
+    added to this process's environment.
 
     Raises:
         TimeoutError: with what the job printed; no process of it is left.
@@ -25,7 +32,7 @@ def run_job(
         command += ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(world), "-m"]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = {**os.environ, **(env or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     job = subprocess.Popen(
         [*command, module, *args],
         cwd=cwd,

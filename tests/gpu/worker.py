@@ -23,6 +23,7 @@ from tests.gpu.compare import Samples, build_adapter, exactness
 from tools.bench_head_memory import measure
 
 Found = dict[str, Any]
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def in_fp32(attention: str, reference: dict[str, Samples]) -> Found:
@@ -66,6 +67,9 @@ def fp8(recipe: str) -> Callable[[str, dict[str, Samples]], Found]:
     """Errors of log-probs with linear layers in FP8, and in bf16."""
 
     def run(attention: str, reference: dict[str, Samples]) -> Found:
+        reason = fp8_obstacle(recipe)
+        if reason is not None:
+            return {"skipped": reason}
         settings = problem.model(attention, "bf16", fp8=recipe)
         layout = Layout(fp8=settings.fp8_rows)
         adapter = build_adapter(settings, layout)
@@ -121,17 +125,13 @@ def head_memory(attention: str, reference: dict[str, Samples]) -> Found:
     return found
 
 
-def fp8_recipes() -> list[str]:
-    """Those that this device has, by Transformer Engine's own word."""
+def fp8_obstacle(recipe: str) -> str | None:
+    """Why this device has not got a recipe, by Transformer Engine's own word."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as State
 
-    checks = {
-        "delayed": State.is_fp8_available,
-        "tensorwise": State.is_fp8_available,
-        "blockwise": State.is_fp8_block_scaling_available,
-        "mxfp8": State.is_mxfp8_available,
-    }
-    return [name for name, check in checks.items() if check()[0]]
+    checks = {"blockwise": State.is_fp8_block_scaling_available, "mxfp8": State.is_mxfp8_available}
+    available, reason = checks.get(recipe, State.is_fp8_available)()
+    return None if available else reason or f"no {recipe} on this device"
 
 
 def parts(device: str, attention: str) -> dict[str, Callable[[str, dict[str, Samples]], Found]]:
@@ -142,7 +142,7 @@ def parts(device: str, attention: str) -> dict[str, Callable[[str, dict[str, Sam
         found["fp32"] = in_fp32
     if attention == "te":
         found |= {"cp_slices": cp_slices, "head_memory": head_memory}
-        found |= {f"fp8_{recipe}": fp8(recipe) for recipe in fp8_recipes()}
+        found |= {f"fp8_{recipe}": fp8(recipe) for recipe in FP8_RECIPES}
     return found
 
 
