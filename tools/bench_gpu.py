@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench_gpu_report import failures, markdown
+from bench_gpu_report import failures, last_line, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 # Configs and tokens per step: a step of every way in every mode takes some 20 s on an H100.
@@ -68,13 +68,6 @@ def run_model(
     if out.exists():
         found |= json.loads(out.read_text(encoding="utf-8"))
     return found if error is None else {**found, "error": error}
-
-
-def last_line(text: str) -> str:
-    """Of what a process printed, the line that says what went wrong."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or [""])[-1][:500]
 
 
 def main() -> None:

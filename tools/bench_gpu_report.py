@@ -49,6 +49,13 @@ def failures(report: dict[str, Any]) -> list[str]:
     return list(_failures(report))
 
 
+def last_line(text: str) -> str:
+    """Of what a process printed, the line that says what went wrong."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or [""])[-1][:500]
+
+
 def _failures(report: dict[str, Any]) -> Iterator[str]:
     for model in report["models"]:
         if "error" in model:
@@ -56,11 +63,11 @@ def _failures(report: dict[str, Any]) -> Iterator[str]:
         for cell in model["cells"]:
             for name, way in cell["ways"].items():
                 if "error" in way:
-                    yield f"{model['model']}, {cell['trace']}, {name}: {way['error']}"
+                    yield f"{model['model']}, {cell['trace']}, {name}: {last_line(way['error'])}"
     for name, parts in (report.get("tests") or {}).items():
         for part, found in parts.items():
             if "error" in found:
-                yield f"tests, {name}, {part}: {found['error']}"
+                yield f"tests, {name}, {part}: {last_line(found['error'])}"
 
 
 def _tests(tests: dict[str, Any] | None) -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Literal, cast
+import traceback
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from tests.dist.problem import SEED
 from tests.dist.setup import forget_groups
 from tests.dist.staged import StagedAdapter
 from tests.gpu import problem
-from tests.gpu.compare import build_adapter, exactness
+from tests.gpu.compare import Samples, build_adapter, exactness
 
 LAYOUTS = {"pp2": Layout(pp=2), "pp2_vpp2": Layout(pp=2, vpp=2)}
 
@@ -34,17 +35,27 @@ def start(device: Literal["cuda", "cpu"]) -> None:
     dist.init_process_group("gloo")
 
 
+def run_case(
+    layout: Layout, attention: str, dtype: Literal["fp32", "bf16"], samples: dict[str, Samples]
+) -> dict[str, Any]:
+    """Errors of one pipeline; what all ranks raise alike is recorded, and the others go on."""
+    try:
+        adapter = build_adapter(problem.model(attention, dtype), layout, StagedAdapter)
+        own = None if dtype == "fp32" else samples[dtype]
+        return exactness(adapter, samples["fp32"], own)
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
+
+
 def main(device: Literal["cuda", "cpu"], attention: str, reference: str, out: str) -> None:
     """Run every layout in both precisions; rank 0 writes `out` after each."""
     start(device)
     samples, found = torch.load(reference, map_location="cpu"), {}
     for name, layout in LAYOUTS.items():
         initialize_parallel(layout, SEED)
-        for dtype in ("fp32", "bf16"):
-            settings = problem.model(attention, cast(Literal["fp32", "bf16"], dtype))
-            adapter = build_adapter(settings, layout, StagedAdapter)
-            own = None if dtype == "fp32" else samples[dtype]
-            found[f"{name}_{dtype}"] = exactness(adapter, samples["fp32"], own)
+        for dtype in ("bf16", "fp32"):
+            found[f"{name}_{dtype}"] = run_case(layout, attention, dtype, samples)
             if os.environ["RANK"] == "0":
                 with open(out, "w", encoding="utf-8") as file:
                     json.dump(found, file, indent=1)

@@ -36,40 +36,41 @@ def job_names(device: str) -> list[str]:
     return [*te, *varlen, "sdpa", f"pipeline_{'te' if te else 'sdpa'}"]
 
 
-def run(device: str, out: Path) -> Results:
+def run(device: str, out: Path, *, job_s: float = JOB_S, total_s: float = TOTAL_S) -> Results:
     """All jobs, one after the other; `out` has what is known after each."""
     results: Results = {}
-    end = time.monotonic() + TOTAL_S
+    limits = job_s, time.monotonic() + total_s
     with tempfile.TemporaryDirectory() as folder:
         reference = Path(folder) / "reference.pt"
-        failed = _job(1, "tests.gpu.reference", [device, str(reference)], end)
+        failed = _job(1, "tests.gpu.reference", [device, str(reference)], limits)
         names = [] if failed else job_names(device)
         if failed:
             results["reference"] = {"job": {"error": failed}}
         for name in names:
             own = Path(folder) / f"{name}.json"
-            results[name] = _run_one(name, device, reference, own, end)
+            results[name] = _run_one(name, device, reference, own, limits)
             out.write_text(json.dumps(results, indent=1), encoding="utf-8")
     out.write_text(json.dumps(results, indent=1), encoding="utf-8")
     return results
 
 
 def _run_one(
-    name: str, device: str, reference: Path, out: Path, end: float
+    name: str, device: str, reference: Path, out: Path, limits: tuple[float, float]
 ) -> dict[str, dict[str, Any]]:
     attention = name.removeprefix("pipeline_")
     world, module = (1, "worker") if name == attention else (2, "pipeline_worker")
     args = [device, attention, str(reference), str(out)]
-    failed = _job(world, f"tests.gpu.{module}", args, end)
+    failed = _job(world, f"tests.gpu.{module}", args, limits)
     found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     return {**found, "job": {"error": failed}} if failed else found
 
 
-def _job(world: int, module: str, args: list[str], end: float) -> str | None:
+def _job(world: int, module: str, args: list[str], limits: tuple[float, float]) -> str | None:
     """Why it failed, with the end of what it printed; None where it did not."""
-    limit = min(JOB_S, end - time.monotonic())
+    job_s, end = limits
+    limit = min(job_s, end - time.monotonic())
     if limit <= 0:
-        return f"not run: the jobs before it took {TOTAL_S} s"
+        return "not run: the jobs before it took all the time"
     try:
         done = run_job(world, module, args, timeout_s=limit, env=_ENVIRONMENT)
     except TimeoutError as error:

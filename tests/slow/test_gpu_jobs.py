@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_sdpa_and_stages_that_share_a_device_equal_the_reference(tmp_path: Path) -> None:
-    found = run("cpu", tmp_path / "results.json")
+    found = run("cpu", tmp_path / "results.json", job_s=300, total_s=600)
     assert json.loads((tmp_path / "results.json").read_text()) == found
     assert list(found) == ["sdpa", "pipeline_sdpa"]
     holds_isolation(found["sdpa"].pop("isolation"))

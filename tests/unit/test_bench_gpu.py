@@ -139,7 +139,12 @@ def test_what_failed_is_not_measured_and_named(tool: Any) -> None:
     found = report(**{**WAYS, "packed, te": {**empty, "error": "no kernel"}})
     found["models"][0]["cells"][0]["host"] = None
     found["models"].append({"model": "big", "cells": [], "error": "out of memory"})
-    found["tests"] = {"te": {"fp32": {"error": "wrong"}, "bf16": {"logprob_mean_error": 0.004}}}
+    found["tests"] = {
+        "te": {
+            "fp32": {"error": "Traceback\nRuntimeError: wrong\nmore"},
+            "bf16": {"logprob_mean_error": 0.004},
+        }
+    }
     text = module.markdown(found)
     row = "| packed, te | not measured | not measured | not measured | not measured |"
     assert row in text
@@ -147,7 +152,7 @@ def test_what_failed_is_not_measured_and_named(tool: Any) -> None:
     assert module.failures(found) == [
         "toy, lengths, packed, te: no kernel",
         "big: out of memory",
-        "tests, te, fp32: wrong",
+        "tests, te, fp32: RuntimeError: wrong",
     ]
     assert "| te | bf16 | not measured | not measured | 4.0e-03 |" in text
 
