@@ -113,12 +113,12 @@ class Layout:
     def row_alignment(self) -> int:
         """Row tokens are a multiple of this.
 
-        The local length, row / cp, must be a multiple of tp under sequence parallelism and of the
-        FP8 unit: cp=2, tp=8, sequence parallel and fp8 give lcm(4, 2 * lcm(8, 16)) = 32.
+        What a GPU holds outside attention, row / cp and under sequence parallelism row / (cp * tp),
+        is a multiple of the FP8 unit: Transformer Engine quantizes it before it gathers. cp=2,
+        tp=8, sequence parallel and fp8 give lcm(4, 2 * 8 * 16) = 256.
         """
         scatter = self.tp if self.sequence_parallel else 1
-        local = math.lcm(scatter, self.fp8_unit_tokens)
-        return math.lcm(self.sample_alignment, self.cp * local)
+        return math.lcm(self.sample_alignment, self.cp * scatter * self.fp8_unit_tokens)
 
     def padded_length(self, length: int) -> int:
         """Tokens that a sample of `length` real tokens takes in a row."""

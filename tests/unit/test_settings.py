@@ -342,3 +342,29 @@ def test_counts_per_rank_are_refused_where_experts_span_ranks() -> None:
     check_counts(plan)
     with pytest.raises(ScheduleError, match=r"ep=2: the experts.*count_rule='legal'"):
         check_counts(replace(plan, layout=Layout(dp=2, ep=2)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "unit"),
+    [
+        ("delayed", False, 16),
+        ("tensorwise", False, 16),
+        ("mxfp8", True, 32),
+        ("blockwise", True, 128),
+    ],
+)
+def test_rows_that_an_fp8_product_cannot_take_are_refused(
+    recipe: str, rows: Any, unit: int
+) -> None:
+    layout = replace(INTERLEAVED, fp8=rows)
+    made = config(layout, fp8="e4m3", fp8_recipe=recipe)
+    with pytest.raises(
+        ScheduleError, match=rf"multiple of {unit} tokens per GPU.*set Layout\(fp8="
+    ):
+        check_config(made, layout)
+    for wide in ("blockwise", recipe if recipe == "mxfp8" else "blockwise"):
+        check_config(made, replace(layout, fp8=wide))
+
+
+def test_rows_may_be_aligned_for_more_than_the_model_needs() -> None:
+    check_config(config(), replace(INTERLEAVED, fp8="mxfp8"))
