@@ -45,7 +45,9 @@ def build(settings: ModelConfig) -> GPTModel:
     block = TransformerBlockSubmodules([spec] * settings.num_layers, layer_norm=WrappedTorchNorm)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=spec,
+        # The block and not the layer: where Transformer Engine is installed, the norm behind the
+        # last layer would be its own.
+        transformer_layer_spec=block,
         mtp_block_spec=get_gpt_mtp_block_spec(config, block, use_transformer_engine=False),
         vocab_size=128,
         max_sequence_length=settings.max_position_embeddings,
