@@ -6,11 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-# No deadline: a busy machine is not a failure.
-settings.register_profile("megapack", deadline=None)
-settings.load_profile("megapack")
+try:
+    from hypothesis import settings
+except ImportError:
+    # A GPU machine may have pytest alone; tests/gpu needs no more.
+    pass
+else:
+    # No deadline: a busy machine is not a failure.
+    settings.register_profile("megapack", deadline=None)
+    settings.load_profile("megapack")
 
 # Tests start processes of their own; more threads than cores only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -55,6 +55,7 @@ def feature_text(case: Case) -> str:
     features += [case.weighting] * (case.weighting != "token-mean")
     features += [f"frozen {', '.join(case.frozen)}"] * bool(case.frozen)
     features += ["forward pass by its own plan"] * (case.forward_budget is not None)
+    features += ["stages that share a device"] * case.staged
     features += ["counts differ by rank"] * case.unequal_counts
     names = {
         "padding": "padding micro-batches",

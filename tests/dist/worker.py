@@ -34,6 +34,7 @@ from tests.dist.expected import (
 )
 from tests.dist.problem import PRECISE
 from tests.dist.setup import build_chunks
+from tests.dist.staged import StagedAdapter
 
 
 def run_case(
@@ -50,7 +51,8 @@ def run_case(
     chunks = build_chunks(case.layout, model=model)
     for name, value in case.config.items():
         setattr(get_model_config(chunks[0]), name, value)
-    adapter = ScheduleAdapter(
+    adapter_class = StagedAdapter if case.staged else ScheduleAdapter
+    adapter = adapter_class(
         chunks, layout=case.layout, logprob_chunk_tokens=16, temperature=temperature
     )
     batch, plan = problem.make_batch(case.num_samples), case.plan()
@@ -71,13 +73,13 @@ def run_case(
     loss, grads = expected_step(case, plan, samples)
     errors = _gradient_errors(chunks, grads)
     if own_precision is not None:
-        errors |= _own_errors(expected_step(case, plan, own_precision)[1], grads)
+        errors |= own_errors(expected_step(case, plan, own_precision)[1], grads)
     return {
         "loss": result.loss,
         "expected_loss": loss,
         "metrics": result.metrics,
         **errors,
-        **_logprob_errors(outputs, plan, batch, samples),
+        **logprob_errors(outputs, plan, batch, samples),
         **_expert_facts(chunks, plan, samples, grads),
         **replayed,
         "expected_mtp": expected_mtp(case, plan, samples),
@@ -171,14 +173,14 @@ def _gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, f
     return {"gradient_error": error / norm, "gradient_norm": norm, "worst_parameter": worst}
 
 
-def _own_errors(own: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
+def own_errors(own: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
     """What the lower precision alone does to one sample at a time."""
     error = torch.stack([(own[name] - want).norm() for name, want in grads.items()]).norm()
     norm = torch.stack([want.norm() for want in grads.values()]).norm()
     return {"one_sample_gradient_error": float(error / norm)}
 
 
-def _logprob_errors(
+def logprob_errors(
     outputs: dict[str, list[Tensor | None]], plan: Plan, batch: Any, samples: list[dict[str, Any]]
 ) -> dict[str, float]:
     kept, differences = set(plan.steps[0].kept_samples), []
