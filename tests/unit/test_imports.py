@@ -31,13 +31,16 @@ LAYERS = [
     "experts moe mtp routing run_context segments objectives preference value_head "
     "checkpoint_state reference",
     "model train checkpoint launch report",
-    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options",
+    "cli __main__ commands.__init__ commands.train commands.patch commands.run startup signatures "
+    "patch_files patch_target patching hosts.__init__ hosts.options hosts.megatron_lm "
+    "hosts.megatron_lm_data",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
 # Who speaks with Megatron.
 MEGATRON = {"attention", "checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
-MEGATRON |= {"run_context", "schedule", "settings", "train"}
+MEGATRON |= {"run_context", "schedule", "settings", "train", "hosts.megatron_lm"}
+MEGATRON |= {"hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
 FRAMEWORKS = (
