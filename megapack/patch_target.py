@@ -82,7 +82,9 @@ class Patch:
         except KeyError:
             raise self._moved(f"expected {expected}, found no such name") from None
         if not callable(target):
-            raise self._moved(f"expected {expected}, found a {type(target).__name__}")
+            raise self._moved(
+                f"expected {expected}, found an object of type {type(target).__name__}"
+            )
         found = signature_of(target)
         if not any(is_like(found, parse_signature(text)) for text in self.entry.signatures):
             raise self._moved(f"expected {expected}, found {found}")

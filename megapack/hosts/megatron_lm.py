@@ -15,17 +15,17 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from megapack.cost import CostModel
-from megapack.dp_schedule import build_dp_schedule
+import megapack
 from megapack.errors import ScheduleError
 from megapack.hosts.options import HostOptions
 from megapack.layout import Fp8, Layout
-from megapack.plan import Plan
 from megapack.policy import Policy
+
+if TYPE_CHECKING:
+    from megapack.cost import CostModel
+    from megapack.plan import Plan
 
 _LOG = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class PlannedStep:
         objective = SFT() if self._objective is None else self._objective
         adapter = self._adapter_of(model)
         batch = draw_batch(data_iterator, num_items, objective.required_fields)
-        plan = build_dp_schedule(
+        plan = megapack.build_dp_schedule(
             batch.lengths,
             layout=adapter.layout,
             max_tokens_per_gpu=self._budget,
@@ -119,7 +119,7 @@ class PlannedStep:
         )
         # Log-probs are 0 outside the response, and absent where the step left a sample out.
         sums = [0.0 if values is None else float(values.sum()) for values in logprobs]
-        return -float(np.dot(weights, sums))
+        return -float(weights @ sums)
 
     def _adapter_of(self, model: Any) -> Any:
         from megapack.schedule import ScheduleAdapter
@@ -245,7 +245,7 @@ def get_groups_and_subsamples(
     options, group = _OPTIONS.current, self.microbatch_group_size_per_vp_stage or 1
     # The scheduler is not told pp: with pp = G the legal counts are the multiples of G.
     vpp = 2 if group > 1 else 1
-    plan = build_dp_schedule(
+    plan = megapack.build_dp_schedule(
         [int(tokens) for _, tokens in sample_id_seqlens],
         layout=Layout(dp=self.dp_size, cp=self.cp_size, pp=group, vpp=vpp),
         max_tokens_per_gpu=int(self.max_seqlen_per_dp_cp_rank),
