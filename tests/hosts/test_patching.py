@@ -250,7 +250,7 @@ def test_files_are_for_ranges_of_versions(
 
 
 def test_an_unknown_host_is_told_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no patches for 'slim'; there are .*slime"):
+    with pytest.raises(ConfigError, match=r"no patches for 'slim'; there are .*slime"):
         patching.apply("slim")
 
 
@@ -263,7 +263,7 @@ def test_shipped_files_are_sound(host_name: str) -> None:
         assert entry.replacement.startswith("megapack.hosts.")
 
 
-def any_default(a: int, b: object = object()) -> None:  # noqa: B008
+def any_default(a: int, b: object = object()) -> None:
     """Its second default has no text to compare."""
 
 
