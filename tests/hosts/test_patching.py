@@ -289,3 +289,18 @@ def test_signatures(function: Callable[..., object], text: str, same: bool) -> N
 def test_texts_that_are_no_signatures(text: str) -> None:
     with pytest.raises(ConfigError, match="is no signature"):
         parse_signature(text)
+
+
+@pytest.mark.parametrize(
+    ("host_name", "index"),
+    [(name, i) for name in shipped_hosts() for i in range(len(load_patches(name).patches))],
+)
+def test_a_replacement_takes_what_the_host_passes(host_name: str, index: int) -> None:
+    entry = load_patches(host_name).patches[index]
+    module, _, name = entry.replacement.partition(":")
+    ours = signature_of(getattr(pytest.importorskip(module), name))
+    for text in entry.signatures:
+        passed = parse_signature(text).parameters.values()
+        by_name = {p.name: None for p in passed if p.kind is p.KEYWORD_ONLY}
+        ours.bind(*(None for p in passed if p.name not in by_name), **by_name)
+        ours.bind(**{p.name: None for p in passed})
