@@ -8,7 +8,6 @@ One file per host, or per host and range of versions: `patches/<host>.yaml`,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -120,14 +119,15 @@ def load_patches(host: str) -> PatchFile:
         return _load(Path(host))
     if host not in shipped_hosts():
         raise ConfigError(f"no patches for {host!r:.60}; there are {', '.join(shipped_hosts())}")
-    files = [_load(path) for path in sorted(_shipped()) if _host_of(path) == host]
+    files = [_load(path) for path in _shipped() if _host_of(path) == host]
     for file in files:
         if file.fits:
             return file
     ranges = ", ".join(f"{file.since or 'any'} to {file.before or 'any'}" for file in files)
+    found = files[0].version or "(no version)"
     raise ConfigError(
-        f"{host} {files[0].version} is installed and the patches are for {ranges} (the latter left "
-        "out); install a version of these, or another megapack"
+        f"{host} {found} is installed and the patches are for {ranges} "
+        "(the latter left out); install a version of these, or another megapack"
     )
 
 
@@ -136,11 +136,11 @@ def shipped_hosts() -> tuple[str, ...]:
     return tuple(sorted({_host_of(path) for path in _shipped()}))
 
 
-def _shipped() -> Iterator[Path]:
+def _shipped() -> list[Path]:
     package = Path(__file__).resolve().parent
     # In a wheel patches/ stands inside the package, in a checkout beside it.
-    for folder in (package / "patches", package.parent / "patches"):
-        yield from folder.glob("*.yaml")
+    inside = package / "patches"
+    return sorted((inside if inside.is_dir() else package.parent / "patches").glob("*.yaml"))
 
 
 def _host_of(path: Path) -> str:

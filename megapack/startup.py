@@ -20,23 +20,28 @@ def start() -> None:
     Nothing of the host is imported here: what does not fit is raised by the host's own import.
     Python started with -I or -E, or for another user (setuid), ignores the variable.
     """
-    # With site's imports under way, only what is needed.
-    from megapack.errors import MegapackError
+    if sys.flags.ignore_environment or _is_setuid():
+        return
+    try:
+        log_to_stderr()
+        _apply(os.environ[VARIABLE].split(","))
+    except Exception as error:
+        # site prints and forgets what a start-up file raises: the process would run unpatched.
+        print(f"megapack: {VARIABLE}: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+
+def _apply(names: list[str]) -> None:
+    # Not above: a process of another user imports none of it.
+    from megapack.errors import ConfigError
     from megapack.patch_files import shipped_hosts
     from megapack.patching import apply
 
-    if sys.flags.ignore_environment or _is_setuid():
-        return
-    log_to_stderr()
-    names = [name.strip() for name in os.environ[VARIABLE].split(",")]
-    try:
-        for name in filter(None, names):
-            if name not in shipped_hosts():
-                known = ", ".join(shipped_hosts())
-                _end(f"{VARIABLE}: no patches for {name!r:.60}; there are {known}")
-            apply(name)
-    except MegapackError as error:
-        _end(f"{VARIABLE}: {error}")
+    for name in filter(None, map(str.strip, names)):
+        if name not in shipped_hosts():
+            known = ", ".join(shipped_hosts())
+            raise ConfigError(f"no patches for {name!r:.60}; there are {known}")
+        apply(name)
 
 
 def log_to_stderr() -> None:
@@ -52,9 +57,3 @@ def log_to_stderr() -> None:
 
 def _is_setuid() -> bool:
     return os.getuid() != os.geteuid() or os.getgid() != os.getegid()
-
-
-def _end(message: str) -> None:
-    # site prints and forgets what a start-up file raises: the process would run without patches.
-    print(f"megapack: {message}", file=sys.stderr, flush=True)
-    os._exit(2)

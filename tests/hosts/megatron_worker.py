@@ -28,7 +28,12 @@ from tests.dist.setup import build_chunks, forget_groups
 
 STUBS = Path(__file__).parent / "stubs"
 BUDGET, ITEM_ROWS, SEQ_LENGTH, NUM_ITEMS = 70, 2, 64, 4
-LAYOUTS = {"dp2": Layout(dp=2), "pp2_vpp2": Layout(pp=2, vpp=2), "cp2": Layout(cp=2)}
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "pp2_vpp2": Layout(pp=2, vpp=2),
+    "cp2": Layout(cp=2),
+    "tp2": Layout(tp=2),
+}
 FIELDS = ("advantages", "old_logprobs")
 
 
@@ -84,7 +89,8 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
     )
     plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=BUDGET)
     found: dict[str, Any] = {"num_microbatches": plan.steps[0].num_microbatches}
-    for objective in (SFT(), GRPO()):
+    # Fields of the items cross between data-parallel ranks.
+    for objective in (SFT(), GRPO()) if layout.dp > 1 else (SFT(),):
         step = megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET, objective=objective)
         data = _iterators(layout, adapter.dp_rank)
         report = training.train_step(step, data, chunks, NUM_ITEMS)
@@ -108,9 +114,9 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
 
 
 def _iterators(layout: Layout, dp_rank: int, num_items: int = NUM_ITEMS) -> Any:
-    """Data where they are read: on the first stage."""
-    if parallel_state.get_pipeline_model_parallel_rank() > 0:
-        return [None] * layout.vpp
+    """Data where they are read: on the first stage's first tensor-parallel rank."""
+    if parallel_state.get_model_parallel_group().rank() > 0:
+        return [None] * layout.vpp if layout.vpp > 1 else None
     samples = draw_samples(dp_rank)[: num_items * ITEM_ROWS]
     return [items(samples) for _ in range(layout.vpp)] if layout.vpp > 1 else items(samples)
 

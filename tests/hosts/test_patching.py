@@ -249,6 +249,25 @@ def test_files_are_for_ranges_of_versions(
     assert file.fits is fits
 
 
+def test_the_file_for_the_installed_version_is_taken(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files of one host beside each other, as in patches/."""
+    paths = []
+    for since, before in ((1, 2), (2, 3)):
+        text = Path(host.patches).read_text()
+        path = host.folder / f"stubhost-{since}.yaml"
+        path.write_text(f"{text}distribution: stub\nsince: '{since}'\nbefore: '{before}'\n")
+        paths.append(path)
+    monkeypatch.setattr("megapack.patch_files._shipped", lambda: paths)
+    for version in ("1.9", "2.0"):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, found=version: found)
+        assert load_patches("stubhost").since == version[0]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.1")
+    with pytest.raises(ConfigError, match=r"stubhost 3.1 is installed and .* 1 to 2, 2 to 3 "):
+        load_patches("stubhost")
+
+
 def test_an_unknown_host_is_told_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no patches for 'slim'; there are .*slime"):
         patching.apply("slim")
