@@ -2,7 +2,8 @@
 set), 75 a signal ended a run that is saved (start it again).
 
 Each command is a module of `megapack.commands` with `add_arguments(parser)` and `run(args)`, which
-returns the exit code. Only the module of the command that is asked for is imported.
+returns the exit code. Only the module of the command that is asked for is imported. One that runs
+another's program (`IS_OTHERS_PROGRAM`) leaves logging as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from megapack.errors import MegapackError, ScheduleError
 
 COMMANDS = {
     "train": "train on rollouts; start it with torchrun",
+    "run": "run a script of another framework with megapack's patches",
+    "patch": "what the patches for a framework replace, and whether they fit",
 }
 """Name of each command, its module's too, and what `--help` says of it."""
 
@@ -27,10 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser(argv[:1]).parse_args(argv)
     on_first_rank = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(
-        format="%(levelname)s %(name)s: %(message)s",
-        level=logging.WARNING if on_first_rank else logging.ERROR,
-    )
+    if not args.is_others_program:
+        logging.basicConfig(
+            format="%(levelname)s %(name)s: %(message)s",
+            level=logging.WARNING if on_first_rank else logging.ERROR,
+        )
     try:
         return int(args.run(args))
     except MegapackError as error:
@@ -53,5 +57,6 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(f"megapack.commands.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            others = getattr(module, "IS_OTHERS_PROGRAM", False)
+            command.set_defaults(run=module.run, is_others_program=others)
     return parser

@@ -41,3 +41,7 @@ class RunInterrupted(MegapackError, RuntimeError):
 
 class CheckpointError(MegapackError, RuntimeError):
     """A checkpoint that cannot be written, or that does not fit the run that would resume it."""
+
+
+class PatchError(MegapackError, RuntimeError):
+    """A name of another framework that cannot be replaced, since it is not what was expected."""

@@ -31,7 +31,9 @@ LAYERS = [
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
     "run_context segments objectives preference value_head checkpoint_state reference",
     "model train checkpoint launch report interrupt trackers",
-    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options "
+    "cli __main__ commands.__init__ commands.train commands.patch commands.run startup "
+    "signatures patch_files patch_target patching hosts.__init__ hosts.options "
+    "hosts.megatron_lm hosts.megatron_lm_data "
     "hosts.balancing hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner "
     "hosts.unirl hosts.unirl_bins hosts.errors "
     "hosts.bin_packers hosts.nemo_rl hosts.nemo_rl_metrics hosts.nemo_rl_shards hosts.rank_rows "
@@ -43,6 +45,7 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.spl
 MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
 MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
 MEGATRON |= {"run_context", "schedule", "settings", "train"}
+MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
 FRAMEWORKS = (
