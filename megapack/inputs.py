@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 # Sums of squared lengths must stay exact in int64 (and, as costs, in float64).
-_MAX_LENGTH = 2**28
+MAX_LENGTH = 2**28
 
 
 def read_lengths(lengths: Sequence[int] | Ints) -> Ints:
@@ -30,10 +30,10 @@ def read_lengths(lengths: Sequence[int] | Ints) -> Ints:
         raise DataError(f"lengths of shape {flat.shape}; give one integer per sample, at least one")
     if flat.dtype.kind not in "iu":
         raise DataError(f"lengths are {flat.dtype}; give integers")
-    bad = np.flatnonzero((flat < 1) | (flat > _MAX_LENGTH))
+    bad = np.flatnonzero((flat < 1) | (flat > MAX_LENGTH))
     if bad.size:
         raise DataError(
-            f"sample {bad[0]} has length {flat[bad[0]]}; lengths lie in [1, {_MAX_LENGTH}]"
+            f"sample {bad[0]} has length {flat[bad[0]]}; lengths lie in [1, {MAX_LENGTH}]"
         )
     return flat.astype(np.int64)
 
@@ -49,7 +49,7 @@ def _from_sequence(lengths: Any) -> npt.NDArray[Any]:
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError:
-        raise DataError(f"a length is above {_MAX_LENGTH}") from None
+        raise DataError(f"a length is above {MAX_LENGTH}") from None
 
 
 Ids = tuple[int | str, ...]

@@ -115,6 +115,19 @@ class Layout:
         local = math.lcm(scatter, _FP8_UNIT_TOKENS[self.fp8])
         return math.lcm(self.sample_alignment, self.cp * local)
 
+    def chunks_in_flight(self, stage: int = 0, group_size: int | None = None) -> int:
+        """Most chunks of one stage, each 1/vpp of it, whose activations wait for their backward.
+
+        The warm-up forwards and one more: pp - stage in 1F1B, 2 * (pp - stage - 1) + (vpp - 1) * G
+        + 1 interleaved. Stage 0 holds most.
+
+        Args:
+            group_size: G; None for the layout's.
+        """
+        if self.vpp == 1:
+            return self.pp - stage
+        return 2 * (self.pp - stage - 1) + (self.vpp - 1) * (group_size or self.group_size) + 1
+
     def padded_length(self, length: int) -> int:
         """Tokens that a sample of `length` real tokens takes in a row."""
         return _round_up(length, self.sample_alignment)

@@ -20,18 +20,21 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
     "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl "
-    "data_files",
+    "data_files files length_file",
     "cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring search_moves "
     "search_even search_refine pipeline pipeline_order pipeline_kernels plan plan_check plan_text "
-    "step_split rollouts generated data_index dataset",
+    "plan_file plan_grid plan_diff memory baselines step_split rollouts generated data_index "
+    "dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
-    "dp_schedule plan_summary",
+    "dp_schedule plan_summary forecast tune",
     "thd cp_slices samples ragged train_config checkpoint_files",
     "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
     "experts moe mtp routing run_context segments objectives preference value_head "
     "checkpoint_state reference",
     "model train checkpoint launch report",
-    "cli __main__ commands.__init__ commands.train hosts.__init__ hosts.options",
+    "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan commands.check "
+    "commands.show commands.simulate commands.diff commands.tune commands.train "
+    "hosts.__init__ hosts.options",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 

@@ -1,0 +1,225 @@
+"""Layouts, budgets and rules for a number of GPUs, ranked by predicted speed.
+
+    layouts of the GPUs -> budgets -> plans under each rule -> simulated, those that fit ranked
+
+Predicted are the pipeline, its bubbles, imbalance and padding. Not predicted is communication of
+TP, CP, EP and DP: compare splits of equal tp and cp, and measure the best few.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megapack.cost import CostModel
+from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import ConfigError, PlanError
+from megapack.forecast import Forecast, forecast
+from megapack.inputs import Ids, Ints
+from megapack.layout import CountRule, Layout
+from megapack.memory import GpuMemory, MemoryModel
+from megapack.plan import Plan
+from megapack.policy import GroupSize, Policy
+
+_MAX_BUDGETS = 5
+_MAX_VPP = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is tried.
+
+    Raises:
+        ConfigError: sizes that do not go together.
+    """
+
+    num_gpus: int
+    tp: Sequence[int] = (1,)
+    cp: Sequence[int] = (1,)
+    ep: Sequence[int] = (1,)
+    pp: Sequence[int] | None = None
+    """None: all that divide the GPUs and the layers."""
+    vpp: Sequence[int] | None = None
+    """None: all up to 8 that divide a stage's layers."""
+    budgets: Sequence[int] | None = None
+    """max_tokens_per_gpu; None: the longest sample's, and doublings of it while they fit."""
+    count_rules: Sequence[CountRule] = ("legal", "per_rank")
+    group_sizes: Sequence[GroupSize] = ("fixed", "search")
+    sequence_parallel: bool = True
+    """With tp > 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "ep", "pp", "vpp", "budgets"):
+            for value in getattr(self, name) or ():
+                if value < 1:
+                    raise ConfigError(f"{name} {value}; set integers of at least 1")
+        if self.num_gpus < 1:
+            raise ConfigError(f"{self.num_gpus} GPUs; set at least 1")
+
+    def layouts(self, num_layers: int, num_heads: int) -> Iterator[Layout]:
+        """Every layout that fills the GPUs and divides the model."""
+        stages = self.pp or range(1, min(self.num_gpus, num_layers) + 1)
+        for tp, cp, ep, pp in itertools.product(self.tp, self.cp, self.ep, stages):
+            ranks = tp * cp * pp
+            if self.num_gpus % ranks or num_layers % pp or num_heads % tp:
+                continue
+            dp = self.num_gpus // ranks
+            if (dp * cp * tp) % ep:
+                continue
+            for vpp in self.vpp or range(1, _MAX_VPP + 1):
+                if (pp > 1 or vpp == 1) and (num_layers // pp) % vpp == 0:
+                    sequence = self.sequence_parallel and tp > 1
+                    yield Layout(
+                        dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=sequence
+                    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to train, planned and simulated."""
+
+    layout: Layout
+    max_tokens_per_gpu: int
+    policy: Policy
+    group_size: int | None
+    """G of the first step."""
+    forecast: Forecast
+    memory: GpuMemory
+    """Of the fullest stage."""
+
+    @property
+    def tokens_per_gpu_second(self) -> float:
+        """Real tokens per second and GPU: what is ranked by."""
+        return self.forecast.tokens / self.forecast.seconds / self.layout.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What a sweep found."""
+
+    ranked: tuple[Candidate, ...]
+    """Those that fit, the fastest first."""
+    num_layouts: int
+    num_plans: int
+    least_memory: GpuMemory
+    """Of the plan that needs least, or without activations where no layout fits even so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is to be trained, the same for all candidates."""
+
+    lengths: Ints
+    """int64 [n]."""
+    rollout_ids: Ids | None
+    colocate_ids: Ids | None
+    global_batch_size: int | None
+    num_steps: int | None
+    policy: Policy
+    """Of all but `count_rule` and `group_size`."""
+    memory: MemoryModel
+    memory_bytes: int
+    """What one GPU may use."""
+    cost_of: Callable[[Layout], CostModel]
+
+
+def tune(work: Workload, space: Space) -> Tuning:
+    """Plan and simulate all of a space.
+
+    Raises:
+        ConfigError: no layout fills the GPUs and divides the model.
+    """
+    sizes = work.memory.sizes
+    layouts = list(space.layouts(sizes.num_layers, sizes.num_attention_heads))
+    if not layouts:
+        raise ConfigError(
+            f"no layout of tp {list(space.tp)}, cp {list(space.cp)}, ep {list(space.ep)} fills "
+            f"{space.num_gpus} GPUs and divides {sizes.num_layers} layers and "
+            f"{sizes.num_attention_heads} heads; set other sizes"
+        )
+    bare = [work.memory.fullest_stage(layout, live_tokens=0, row_tokens=0) for layout in layouts]
+    tried = [
+        candidate
+        for layout, memory in zip(layouts, bare, strict=True)
+        if memory.total <= work.memory_bytes
+        for candidate in _candidates(work, space, layout)
+    ]
+    fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
+    needs = [c.memory for c in tried] or bare
+    return Tuning(
+        # A stable sort: equals stay in the order of the sweep.
+        ranked=tuple(sorted(fitting, key=lambda c: -c.tokens_per_gpu_second)),
+        num_layouts=len(layouts),
+        num_plans=len(tried),
+        least_memory=min(needs, key=lambda memory: memory.total),
+    )
+
+
+def _candidates(work: Workload, space: Space, layout: Layout) -> Iterator[Candidate]:
+    for budget in _budgets(work, space, layout):
+        fits = False
+        for policy in _policies(work, space, layout):
+            candidate = _candidate(work, layout, budget, policy)
+            if candidate is not None:
+                yield candidate
+                fits = fits or candidate.memory.total <= work.memory_bytes
+        if not fits:
+            # A larger budget keeps no fewer activations.
+            return
+
+
+def _budgets(work: Workload, space: Space, layout: Layout) -> Iterator[int]:
+    if space.budgets is not None:
+        yield from sorted(space.budgets)
+        return
+    longest = -(-layout.padded_tokens([int(work.lengths.max())]) // layout.cp)
+    share = int(work.lengths.sum()) // (layout.dp * layout.cp)
+    for doubling in range(_MAX_BUDGETS):
+        yield longest << doubling
+        if longest << doubling >= share:
+            return
+
+
+def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
+    for rule, group in itertools.product(space.count_rules, space.group_sizes):
+        if (rule == "per_rank" and (layout.ep > 1 or layout.dp == 1)) or (
+            group == "search" and layout.vpp == 1
+        ):
+            continue
+        yield replace(work.policy, count_rule=rule, group_size=group)
+
+
+def _candidate(work: Workload, layout: Layout, budget: int, policy: Policy) -> Candidate | None:
+    """None where no plan is legal under the policy."""
+    cost = work.cost_of(layout)
+    try:
+        plan = build_dp_schedule(
+            work.lengths,
+            layout=layout,
+            max_tokens_per_gpu=budget,
+            rollout_ids=work.rollout_ids,
+            colocate_ids=work.colocate_ids,
+            global_batch_size=work.global_batch_size,
+            num_steps=work.num_steps,
+            cost=cost,
+            policy=policy,
+        )
+    except PlanError:
+        return None
+    found = forecast(plan, plan.steps, work.lengths, cost)
+    return Candidate(
+        layout=layout,
+        max_tokens_per_gpu=budget,
+        policy=policy,
+        group_size=plan.steps[0].group_size,
+        forecast=found,
+        memory=work.memory.fullest_stage(
+            layout, live_tokens=found.peak_live_tokens, row_tokens=_longest_row(plan)
+        ),
+    )
+
+
+def _longest_row(plan: Plan) -> float:
+    rows = (mb.row_tokens for step in plan.steps for rank in step.ranks for mb in rank)
+    return max(rows) / plan.layout.cp
