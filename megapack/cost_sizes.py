@@ -108,6 +108,14 @@ class ModelSizes:
         """One layer's attention, forward, per squared token of a sample."""
         return 2.0 * self.num_attention_heads * self.head_width
 
+    def layer_tp_bytes_per_token(self, tp: int) -> float:
+        """One layer's tensor-parallel traffic of a GPU, 16-bit, forward.
+
+        Two all-reduces of the hidden states, each 2 * (tp - 1) / tp times their bytes on a ring;
+        sequence parallelism makes of each an all-gather and a reduce-scatter of the same bytes.
+        """
+        return 2 * 2 * (tp - 1) / tp * 2 * self.hidden_size
+
     def head_flops_per_token(self) -> float:
         """The vocabulary projection, forward."""
         return 2.0 * self.hidden_size * self.vocab_size

@@ -2,8 +2,8 @@
 
     layouts of the GPUs -> budgets -> plans under each rule -> simulated, those that fit ranked
 
-Predicted are the pipeline, its bubbles, imbalance and padding. Not predicted is communication of
-TP, CP, EP and DP: compare splits of equal tp and cp, and measure the best few.
+Predicted are the pipeline, its bubbles, imbalance and padding, and what the cost model knows.
+Communication of CP, EP and DP is not: compare splits of equal cp and ep, and measure the best few.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megapack.forecast import Forecast, forecast
 from megapack.inputs import Ids, Ints
 from megapack.layout import CountRule, Layout
 from megapack.memory import GpuMemory, MemoryModel
-from megapack.plan import Plan
+from megapack.plan import Plan, StepPlan
 from megapack.policy import GroupSize, Policy
 
 _MAX_BUDGETS = 5
@@ -44,8 +44,8 @@ class Space:
     """None: all up to 8 that divide a stage's layers."""
     budgets: Sequence[int] | None = None
     """max_tokens_per_gpu; None: the longest sample's, and doublings of it while they fit."""
-    count_rules: Sequence[CountRule] = ("legal", "per_rank")
-    group_sizes: Sequence[GroupSize] = ("fixed", "search")
+    count_rules: Sequence[CountRule] = ("legal",)
+    group_sizes: Sequence[GroupSize] = ("fixed",)
     sequence_parallel: bool = True
     """With tp > 1."""
 
@@ -86,7 +86,7 @@ class Candidate:
     """G of the first step."""
     forecast: Forecast
     memory: GpuMemory
-    """Of the fullest stage."""
+    """Of the fullest stage when every row in flight is full, as in some later batch it may be."""
 
     @property
     def tokens_per_gpu_second(self) -> float:
@@ -103,7 +103,15 @@ class Tuning:
     num_layouts: int
     num_plans: int
     least_memory: GpuMemory
-    """Of the plan that needs least, or without activations where no layout fits even so."""
+    """Of the layout that needs least, at its smallest budget."""
+
+    @property
+    def best_of_layouts(self) -> tuple[Candidate, ...]:
+        """Each layout at its fastest, the fastest first."""
+        best: dict[Layout, Candidate] = {}
+        for candidate in self.ranked:
+            best.setdefault(candidate.layout, candidate)
+        return tuple(best.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +146,9 @@ def tune(work: Workload, space: Space) -> Tuning:
             f"{space.num_gpus} GPUs and divides {sizes.num_layers} layers and "
             f"{sizes.num_attention_heads} heads; set other sizes"
         )
-    bare = [work.memory.fullest_stage(layout, live_tokens=0, row_tokens=0) for layout in layouts]
-    tried = [
-        candidate
-        for layout, memory in zip(layouts, bare, strict=True)
-        if memory.total <= work.memory_bytes
-        for candidate in _candidates(work, space, layout)
-    ]
+    tried = [candidate for layout in layouts for candidate in _candidates(work, space, layout)]
     fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
-    needs = [c.memory for c in tried] or bare
+    needs = (_memory(work, layout, min(_budgets(work, space, layout))) for layout in layouts)
     return Tuning(
         # A stable sort: equals stay in the order of the sweep.
         ranked=tuple(sorted(fitting, key=lambda c: -c.tokens_per_gpu_second)),
@@ -157,28 +159,24 @@ def tune(work: Workload, space: Space) -> Tuning:
 
 
 def _candidates(work: Workload, space: Space, layout: Layout) -> Iterator[Candidate]:
+    """Each different plan once, from the smallest budget on."""
+    seen: set[tuple[StepPlan, ...]] = set()
     for budget in _budgets(work, space, layout):
-        fits = False
-        for policy in _policies(work, space, layout):
-            candidate = _candidate(work, layout, budget, policy)
-            if candidate is not None:
-                yield candidate
-                fits = fits or candidate.memory.total <= work.memory_bytes
-        if not fits:
-            # A larger budget keeps no fewer activations.
+        if _memory(work, layout, budget).total > work.memory_bytes:
             return
+        for policy in _policies(work, space, layout):
+            plan = _plan(work, layout, budget, policy)
+            if plan is not None and plan.steps not in seen:
+                seen.add(plan.steps)
+                yield _candidate(work, plan, budget)
 
 
 def _budgets(work: Workload, space: Space, layout: Layout) -> Iterator[int]:
     if space.budgets is not None:
         yield from sorted(space.budgets)
         return
-    longest = -(-layout.padded_tokens([int(work.lengths.max())]) // layout.cp)
-    share = int(work.lengths.sum()) // (layout.dp * layout.cp)
-    for doubling in range(_MAX_BUDGETS):
-        yield longest << doubling
-        if longest << doubling >= share:
-            return
+    longest = _longest(work, layout)
+    yield from (longest << doubling for doubling in range(_MAX_BUDGETS))
 
 
 def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
@@ -190,11 +188,10 @@ def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
         yield replace(work.policy, count_rule=rule, group_size=group)
 
 
-def _candidate(work: Workload, layout: Layout, budget: int, policy: Policy) -> Candidate | None:
+def _plan(work: Workload, layout: Layout, budget: int, policy: Policy) -> Plan | None:
     """None where no plan is legal under the policy."""
-    cost = work.cost_of(layout)
     try:
-        plan = build_dp_schedule(
+        return build_dp_schedule(
             work.lengths,
             layout=layout,
             max_tokens_per_gpu=budget,
@@ -202,24 +199,35 @@ def _candidate(work: Workload, layout: Layout, budget: int, policy: Policy) -> C
             colocate_ids=work.colocate_ids,
             global_batch_size=work.global_batch_size,
             num_steps=work.num_steps,
-            cost=cost,
+            cost=work.cost_of(layout),
             policy=policy,
         )
     except PlanError:
         return None
-    found = forecast(plan, plan.steps, work.lengths, cost)
+
+
+def _candidate(work: Workload, plan: Plan, budget: int) -> Candidate:
+    layout = plan.layout
+    group = max(step.group_size or 1 for step in plan.steps)
     return Candidate(
         layout=layout,
         max_tokens_per_gpu=budget,
-        policy=policy,
+        policy=plan.policy,
         group_size=plan.steps[0].group_size,
-        forecast=found,
-        memory=work.memory.fullest_stage(
-            layout, live_tokens=found.peak_live_tokens, row_tokens=_longest_row(plan)
-        ),
+        forecast=forecast(plan, plan.steps, work.lengths, work.cost_of(layout)),
+        memory=_memory(work, layout, budget, group),
     )
 
 
-def _longest_row(plan: Plan) -> float:
-    rows = (mb.row_tokens for step in plan.steps for rank in step.ranks for mb in rank)
-    return max(rows) / plan.layout.cp
+def _memory(
+    work: Workload, layout: Layout, budget: int, group_size: int | None = None
+) -> GpuMemory:
+    """With full rows in flight; a sample over the budget makes a row of its own."""
+    row = max(budget, _longest(work, layout))
+    in_flight = layout.chunks_in_flight(group_size=group_size) / layout.vpp
+    return work.memory.fullest_stage(layout, live_tokens=row * in_flight, row_tokens=row)
+
+
+def _longest(work: Workload, layout: Layout) -> int:
+    """Padded tokens per GPU of the longest sample."""
+    return -(-layout.padded_tokens([int(work.lengths.max())]) // layout.cp)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from megapack.commands.arguments import integer, number
-from megapack.config import find_config, load_config
 from megapack.cost import CostModel
 from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import Layout
-from megapack.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from megapack.train_config import TrainConfig
 
 # What a plan is made with where nothing is known: as docs/planner.md has it for a 7B dense model.
 _FIXED_TOKENS = 256
@@ -20,6 +21,7 @@ _TOKENS_PER_SQUARE = 49152
 
 _DEFAULT_UTILISATION = 0.4
 _DEFAULT_LAYER_OVERHEAD_US = 100.0
+_DEFAULT_TP_GBS = 300.0
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,17 @@ class Pricing:
     """One line for the reader."""
 
 
-def add_costs(parser: argparse.ArgumentParser) -> None:
-    """--cost, --config, sizes, and the GPU's speed."""
-    group = parser.add_argument_group("seconds (relative times where none of these is given)")
-    group.add_argument("--cost", metavar="FILE", help="a cost model in JSON, of CostModel.to_json")
+def add_costs(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> None:
+    """--cost, --config, sizes, and the GPU's speed.
+
+    Args:
+        one_layout: there is only one, so that a measured cost model may be of it.
+    """
+    group = parser.add_argument_group("seconds")
+    if one_layout:
+        group.add_argument(
+            "--cost", metavar="FILE", help="a cost model in YAML, measured on this layout"
+        )
     add_sizes(group)
     group.add_argument(
         "--peak-tflops", type=number, metavar="N", help="of one GPU; with --config or sizes"
@@ -56,6 +65,13 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         help="microseconds of a layer's forward whatever it holds: launches "
         f"({_DEFAULT_LAYER_OVERHEAD_US:g})",
     )
+    group.add_argument(
+        "--tp-gbs",
+        type=number,
+        default=_DEFAULT_TP_GBS,
+        metavar="X",
+        help=f"GB/s of a GPU in tensor-parallel collectives ({_DEFAULT_TP_GBS:g})",
+    )
 
 
 def add_sizes(group: argparse._ArgumentGroup) -> None:
@@ -73,6 +89,9 @@ def read_config(args: argparse.Namespace) -> TrainConfig | None:
     """The config of --config."""
     if args.config is None:
         return None
+    from megapack.config import find_config, load_config
+    from megapack.train_config import TrainConfig
+
     return load_config(find_config(args.config), [], TrainConfig)
 
 
@@ -109,10 +128,12 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
         ConfigError: options that do not go together, or a file that is no cost model.
     """
     sizes = read_sizes(args)
-    if args.cost is not None:
+    if getattr(args, "cost", None) is not None:
         if sizes is not None or args.peak_tflops is not None:
             raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
-        return Pricing(_read_cost(args.cost), True, f"cost model {args.cost}")
+        from megapack.calibration import read_cost
+
+        return Pricing(read_cost(args.cost, layout), True, f"of the cost model {args.cost}")
     if sizes is not None:
         return _by_sizes(args, sizes, layout, mean_length)
     if args.peak_tflops is not None:
@@ -136,13 +157,15 @@ def _by_sizes(
     args: argparse.Namespace, sizes: ModelSizes, layout: Layout, mean_length: float
 ) -> Pricing:
     peak, share, overhead = args.peak_tflops, args.utilisation, args.layer_overhead_us
+    traffic = sizes.num_layers * sizes.layer_tp_bytes_per_token(layout.tp)
     if peak is None:
         raise ConfigError(
             "a model without a GPU's speed; set --peak-tflops, 989 for an H100 in bf16"
         )
-    if not peak > 0 or not 0 < share <= 1:
+    if not peak > 0 or not 0 < share <= 1 or not args.tp_gbs > 0:
         raise ConfigError(
-            f"--peak-tflops={peak:g} and --utilisation={share:g}; set one above 0 and one in (0, 1]"
+            f"--peak-tflops={peak:g}, --utilisation={share:g}, --tp-gbs={args.tp_gbs:g}; set all "
+            "above 0, and --utilisation to at most 1"
         )
     cost = CostModel.from_model(
         sizes,
@@ -151,20 +174,10 @@ def _by_sizes(
         fixed=overhead * 1e-6 * sizes.num_layers / layout.num_chunks,
         mean_length=mean_length,
     )
+    # The backward moves as much as the forward, not backward_ratio times as much.
+    per_token = 2 / (1 + cost.backward_ratio) * traffic / (args.tp_gbs * 1e9)
     basis = (
         f"assumed: {share:.0%} of {peak:g} TFLOPS per GPU, {overhead:g} us per layer and "
-        "micro-batch, no seconds of TP, CP, EP or DP communication; measure with --cost"
+        f"micro-batch, TP at {args.tp_gbs:g} GB/s; CP, EP and DP communication is not counted"
     )
-    return Pricing(cost, True, basis)
-
-
-def _read_cost(path: str) -> CostModel:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ConfigError(f"{path}: cannot be read ({reason}); give a cost model") from None
-    try:
-        return CostModel.from_json(text)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return Pricing(replace(cost, per_token=cost.per_token + per_token), True, basis)

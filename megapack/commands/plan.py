@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
     add_json,
@@ -23,10 +23,12 @@ from megapack.commands.arguments import (
 )
 from megapack.commands.costs import Pricing, add_costs, read_pricing
 from megapack.errors import ConfigError
-from megapack.forecast import Forecast
 from megapack.length_file import STDIN, LengthTable
 from megapack.plan import Plan
 from megapack.plan_file import write_plan
+
+if TYPE_CHECKING:
+    from megapack.forecast import Forecast
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

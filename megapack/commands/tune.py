@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from megapack.commands.arguments import (
     add_json,
@@ -24,7 +25,9 @@ from megapack.errors import ConfigError
 from megapack.layout import CountRule, Layout
 from megapack.memory import GIB, MemoryModel, Recompute
 from megapack.policy import GroupSize
-from megapack.tune import Candidate, Space, Tuning, Workload, tune
+
+if TYPE_CHECKING:
+    from megapack.tune import Candidate, Tuning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lengths(parser)
     parser.add_argument("--gpus", type=integer, required=True, metavar="N")
     parser.add_argument("--top", type=integer, default=10, metavar="N", help="lines to print (10)")
+    parser.add_argument(
+        "--all", action="store_true", help="every plan that fits, not each layout at its best"
+    )
     add_json(parser)
     group = parser.add_argument_group("what to try: lists by commas")
     for name in ("tp", "cp", "ep"):
@@ -45,11 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="(the longest sample, and doublings while they fit)",
     )
     for flag, literal, default in (
-        ("--count-rule", CountRule, Space.count_rules),
-        ("--group-size", GroupSize, Space.group_sizes),
+        ("--count-rule", CountRule, ["legal", "per_rank"]),
+        ("--group-size", GroupSize, ["fixed", "search"]),
     ):
         group.add_argument(
             flag,
+            dest=f"{flag[2:].replace('-', '_')}s",
             nargs="+",
             choices=get_args(literal),
             default=default,
@@ -58,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_memory(parser)
     add_steps(parser)
     add_policy(parser, swept=True)
-    add_costs(parser)
+    add_costs(parser, one_layout=False)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
     memory = _memory_model(args)
     if not args.memory_gib > 0 or args.top < 1:
         raise ConfigError(f"--memory-gib={args.memory_gib:g}, --top={args.top}; set both above 0")
+    # The planner's compiler takes a third of a second to import: bad input is told before.
+    from megapack.tune import Space, Workload, tune
+
     typical = float((table.lengths**2).sum() / table.lengths.sum())
     work = Workload(
         lengths=table.lengths,
@@ -101,15 +111,16 @@ def run(args: argparse.Namespace) -> int:
         pp=args.pp,
         vpp=args.vpp,
         budgets=args.max_tokens_per_gpu,
-        count_rules=args.count_rule,
-        group_sizes=args.group_size,
+        count_rules=args.count_rules,
+        group_sizes=args.group_sizes,
     )
     found = tune(work, space)
+    shown = (found.ranked if args.all else found.best_of_layouts)[: args.top]
     basis = read_pricing(args, Layout(), typical).basis
     if args.json:
-        print_json(_payload(found, basis, args.top))
+        print_json(_payload(found, shown, basis))
     else:
-        _print(found, basis, args)
+        _print(found, shown, basis, args)
     return 0 if found.ranked else 1
 
 
@@ -146,7 +157,7 @@ def _memory_model(args: argparse.Namespace) -> MemoryModel:
     return model
 
 
-def _payload(found: Tuning, basis: str, top: int) -> dict[str, Any]:
+def _payload(found: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str, Any]:
     return {
         "time_basis": basis,
         "num_layouts": found.num_layouts,
@@ -163,12 +174,12 @@ def _payload(found: Tuning, basis: str, top: int) -> dict[str, Any]:
                 "forecast": asdict(candidate.forecast),
                 "memory_bytes": asdict(candidate.memory) | {"total": candidate.memory.total},
             }
-            for candidate in found.ranked[:top]
+            for candidate in shown
         ],
     }
 
 
-def _print(found: Tuning, basis: str, args: argparse.Namespace) -> None:
+def _print(found: Tuning, shown: Sequence[Candidate], basis: str, args: argparse.Namespace) -> None:
     print(
         f"{found.num_layouts} layouts of {args.gpus} GPUs, {found.num_plans} plans, "
         f"{len(found.ranked)} within {args.memory_gib:g} GiB per GPU"
@@ -180,9 +191,9 @@ def _print(found: Tuning, basis: str, args: argparse.Namespace) -> None:
         return
     head = ["dp", "tp", "pp", "vpp", "cp", "ep", "budget", "rule", "G", "M", "fill", "bubble"]
     rows = [[*head, "seconds", "GiB", "tokens/s/GPU"]]
-    rows += [_cells(candidate) for candidate in found.ranked[: args.top]]
+    rows += map(_cells, shown)
     print_table(rows)
-    print(f"memory of the first: {found.ranked[0].memory}")
+    print(f"memory of the first: {shown[0].memory}")
     print(f"time {basis}")
 
 

@@ -21,10 +21,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 LAYERS = [
     "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl "
     "data_files files length_file",
-    "cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring search_moves "
-    "search_even search_refine pipeline pipeline_order pipeline_kernels plan plan_check plan_text "
-    "plan_file plan_grid plan_diff memory baselines step_split rollouts generated data_index "
-    "dataset",
+    "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
+    "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
+    "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
+    "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_summary forecast tune",
     "thd cp_slices samples ragged train_config checkpoint_files",
@@ -175,7 +175,8 @@ def test_the_reader_sees_every_form_of_import(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["megapack.cli", "megapack.commands.train", "megapack.generated"]
+    "module",
+    ["megapack.cli", "megapack.commands.train", "megapack.generated", "megapack.commands.tune"],
 )
 def test_planning_leaves_torch_alone(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"
