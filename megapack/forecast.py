@@ -49,9 +49,9 @@ class Forecast:
         return 1 - self.tokens / self.row_tokens
 
     @property
-    def time_over_equal_work(self) -> float:
-        """How far from what no plan reaches; 1 is out of reach."""
-        return self.seconds / self.equal_work_seconds if self.equal_work_seconds else math.nan
+    def time_over_equal_work(self) -> float | None:
+        """How far from what no plan reaches, 1; None where samples themselves cost nothing."""
+        return self.seconds / self.equal_work_seconds if self.equal_work_seconds else None
 
 
 def forecast(plan: Plan, steps: Sequence[StepPlan], lengths: Ints, cost: CostModel) -> Forecast:

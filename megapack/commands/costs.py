@@ -133,7 +133,10 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
             raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
         from megapack.calibration import read_cost
 
-        return Pricing(read_cost(args.cost, layout), True, f"of the cost model {args.cost}")
+        cost = read_cost(args.cost, layout)
+        if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):
+            raise ConfigError(f"{args.cost}: a micro-batch takes 0 seconds; set per_token")
+        return Pricing(cost, True, f"of the cost model {args.cost}")
     if sizes is not None:
         return _by_sizes(args, sizes, layout, mean_length)
     if args.peak_tflops is not None:
