@@ -18,6 +18,9 @@ Fp8 = Literal["mxfp8", "blockwise"] | bool
 # Tokens that a GEMM's sequence dimension must be a multiple of, by FP8 recipe.
 _FP8_UNIT_TOKENS: dict[object, int] = {False: 1, True: 16, "mxfp8": 32, "blockwise": 128}
 
+# A number given by mistake must not ask for all memory.
+_MAX_SIZE = 2**20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -176,3 +179,5 @@ def _round_up(value: int, multiple: int) -> int:
 def _check_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}={value!r}; set an integer of at least 1")
+    if value > _MAX_SIZE:
+        raise ConfigError(f"{name}={value}; set an integer of at most {_MAX_SIZE}")
