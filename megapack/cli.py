@@ -14,15 +14,29 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megapack.errors import MegapackError, ScheduleError
 
 COMMANDS = {
+    "plan": "plan a file of lengths, compare with simple packing, write plan.json",
+    "check": "hold a plan against its invariants",
+    "show": "print a plan as a grid of steps, ranks and micro-batches",
+    "simulate": "predict the steps of a plan",
+    "diff": "tell in what two plans differ",
+    "tune": "rank layouts, budgets and rules for a number of GPUs",
     "train": "train on rollouts; start it with torchrun",
     "run": "run a script of another framework with megapack's patches",
     "patch": "what the patches for a framework replace, and whether they fit",
 }
 """Name of each command, its module's too, and what `--help` says of it."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line, like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"megapack: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,23 +50,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             level=logging.WARNING if on_first_rank else logging.ERROR,
         )
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except MegapackError as error:
         if on_first_rank:
             print(f"megapack: {error}", file=sys.stderr)
         elif isinstance(error, ScheduleError) and not error.on_all_ranks:
             print(f"megapack: rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # `megapack show PLAN | head`: nobody reads on, and the exit's own flush must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     """A parser that knows the options of the command that is asked for."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megapack", description="Packed, VPP-aligned training steps for Megatron-Core."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
+        command = commands.add_parser(name, help=summary, allow_abbrev=False)
         if name in asked:
             module = importlib.import_module(f"megapack.commands.{name}")
             command.description = module.__doc__

@@ -7,9 +7,23 @@ costs two products of the head width per head, in scores and in values.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megapack.errors import ConfigError
 from megapack.layout import Layout
+from megapack.model_config import ModelConfig
+from megapack.tokenizer import ByteTokenizer
+
+
+class LayerParameters(NamedTuple):
+    """Numbers of weights."""
+
+    split: int
+    """Matrices of attention and MLP: split over TP."""
+    whole: int
+    """Norms and the router: on every TP rank."""
+    experts: int
+    """Of all experts: split over EP, and over TP where experts have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +60,37 @@ class ModelSizes:
         """Channels of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
+    @classmethod
+    def from_config(cls, model: ModelConfig) -> ModelSizes:
+        """The sizes of a config's model section, multi-token prediction left out."""
+        ffn = model.ffn_hidden_size or 4 * model.hidden_size
+        return cls(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=(model.num_experts and model.moe_ffn_hidden_size) or ffn,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            vocab_size=model.vocab_size or ByteTokenizer.vocab_size,
+            gated=model.gated_linear_unit,
+            num_experts=model.num_experts,
+            experts_per_token=model.moe_top_k if model.num_experts else 1,
+        )
+
+    def layer_parameters(self) -> LayerParameters:
+        """Weights of one layer, by how they are split over GPUs."""
+        queries = self.num_attention_heads * self.head_width
+        keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
+        attention = self.hidden_size * (2 * queries + 2 * keys)
+        mlp = (3 if self.gated else 2) * self.hidden_size
+        norms = 2 * self.hidden_size
+        if self.num_experts is None:
+            return LayerParameters(attention + mlp * self.ffn_hidden_size, norms, 0)
+        return LayerParameters(
+            split=attention + mlp * self.shared_expert_ffn_hidden_size,
+            whole=norms + self.hidden_size * self.num_experts,
+            experts=mlp * self.ffn_hidden_size * self.num_experts,
+        )
+
     def layer_flops_per_token(self) -> float:
         """One layer's matrices, forward."""
         queries = self.num_attention_heads * self.head_width
@@ -62,6 +107,14 @@ class ModelSizes:
     def layer_flops_per_token_sq(self) -> float:
         """One layer's attention, forward, per squared token of a sample."""
         return 2.0 * self.num_attention_heads * self.head_width
+
+    def layer_tp_bytes_per_token(self, tp: int) -> float:
+        """One layer's tensor-parallel traffic of a GPU, 16-bit, forward.
+
+        Two all-reduces of the hidden states, each 2 * (tp - 1) / tp times their bytes on a ring;
+        sequence parallelism makes of each an all-gather and a reduce-scatter of the same bytes.
+        """
+        return 2 * 2 * (tp - 1) / tp * 2 * self.hidden_size
 
     def head_flops_per_token(self) -> float:
         """The vocabulary projection, forward."""

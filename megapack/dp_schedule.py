@@ -171,18 +171,12 @@ def _plan_step(problem: StepProblem, batch: _Batch) -> StepPlan:
 def _row_capacity(budget: int, layout: Layout, policy: Policy, forward_only: bool) -> int:
     """Padded tokens per row: the budget, or what `max_live_tokens_per_gpu` leaves to a row.
 
-    Stage 0 holds the activations of its warm-up forwards and of one more: pp of them in 1F1B,
-    2 * (pp - 1) + (vpp - 1) * G + 1 chunks of 1/vpp each interleaved. A pass without backwards
-    holds one.
+    A pass without backwards holds one chunk of one.
     """
     if policy.max_live_tokens_per_gpu is None or budget < 0:
         return budget
-    chunks = 1
-    if not forward_only:
-        group = layout.pp if policy.group_size == "search" else layout.group_size
-        chunks = layout.pp
-        if layout.vpp > 1:
-            chunks = 2 * (layout.pp - 1) + (layout.vpp - 1) * group + 1
+    group = layout.pp if policy.group_size == "search" else layout.group_size
+    chunks = 1 if forward_only else layout.chunks_in_flight(group_size=group)
     share = policy.max_live_tokens_per_gpu * layout.cp * layout.vpp // chunks
     unit = layout.row_alignment
     return min(budget, max(share // unit * unit, unit))

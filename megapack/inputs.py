@@ -16,7 +16,8 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 # Sums of squared lengths must stay exact in int64 (and, as costs, in float64).
-_MAX_LENGTH = 2**28
+MAX_LENGTH = 2**28
+_MAX_COUNT = 2**40
 
 
 def read_lengths(lengths: Sequence[int] | Ints) -> Ints:
@@ -30,10 +31,10 @@ def read_lengths(lengths: Sequence[int] | Ints) -> Ints:
         raise DataError(f"lengths of shape {flat.shape}; give one integer per sample, at least one")
     if flat.dtype.kind not in "iu":
         raise DataError(f"lengths are {flat.dtype}; give integers")
-    bad = np.flatnonzero((flat < 1) | (flat > _MAX_LENGTH))
+    bad = np.flatnonzero((flat < 1) | (flat > MAX_LENGTH))
     if bad.size:
         raise DataError(
-            f"sample {bad[0]} has length {flat[bad[0]]}; lengths lie in [1, {_MAX_LENGTH}]"
+            f"sample {bad[0]} has length {flat[bad[0]]}; lengths lie in [1, {MAX_LENGTH}]"
         )
     return flat.astype(np.int64)
 
@@ -49,7 +50,7 @@ def _from_sequence(lengths: Any) -> npt.NDArray[Any]:
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError:
-        raise DataError(f"a length is above {_MAX_LENGTH}") from None
+        raise DataError(f"a length is above {MAX_LENGTH}") from None
 
 
 Ids = tuple[int | str, ...]
@@ -148,9 +149,14 @@ def read_budget(
 
 
 def check_count(name: str, value: object) -> None:
-    """Raise ConfigError where a size that is given is not an integer of at least 1."""
+    """Raise ConfigError where a size that is given is not an integer of at least 1.
+
+    Compiled code takes it times cp as an int64.
+    """
     if value is None:
         return
     good = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not good or value < 1:  # type: ignore[operator]
         raise ConfigError(f"{name}={value!r}; set an integer of at least 1")
+    if value > _MAX_COUNT:  # type: ignore[operator]
+        raise ConfigError(f"{name}={value}; set an integer of at most {_MAX_COUNT}")

@@ -18,6 +18,9 @@ Fp8 = Literal["mxfp8", "blockwise"] | bool
 # Tokens that a GEMM's sequence dimension must be a multiple of, by FP8 recipe.
 _FP8_UNIT_TOKENS: dict[object, int] = {False: 1, True: 16, "mxfp8": 32, "blockwise": 128}
 
+# A number given by mistake must not ask for all memory.
+_MAX_SIZE = 2**20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -120,6 +123,19 @@ class Layout:
         scatter = self.tp if self.sequence_parallel else 1
         return math.lcm(self.sample_alignment, self.cp * scatter * self.fp8_unit_tokens)
 
+    def chunks_in_flight(self, stage: int = 0, group_size: int | None = None) -> int:
+        """Most chunks of one stage, each 1/vpp of it, whose activations wait for their backward.
+
+        The warm-up forwards and one more: pp - stage in 1F1B, 2 * (pp - stage - 1) + (vpp - 1) * G
+        + 1 interleaved. Stage 0 holds most.
+
+        Args:
+            group_size: G; None for the layout's.
+        """
+        if self.vpp == 1:
+            return self.pp - stage
+        return 2 * (self.pp - stage - 1) + (self.vpp - 1) * (group_size or self.group_size) + 1
+
     def padded_length(self, length: int) -> int:
         """Tokens that a sample of `length` real tokens takes in a row."""
         return _round_up(length, self.sample_alignment)
@@ -168,3 +184,5 @@ def _round_up(value: int, multiple: int) -> int:
 def _check_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}={value!r}; set an integer of at least 1")
+    if value > _MAX_SIZE:
+        raise ConfigError(f"{name}={value}; set an integer of at most {_MAX_SIZE}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from megapack import cpu
+from megapack.files import write_whole
 from megapack.pipeline import Simulation
 from megapack.plan import Plan, StepPlan
 from megapack.schedule import StepResult
@@ -49,12 +49,7 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
-        part = self.path / f"{name}.part"
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, self.path / name)
+        write_whole(self.path / name, text)
 
     def append_metrics(self, metrics: Metrics) -> None:
         """Add a line to metrics.jsonl, and tell the trackers."""

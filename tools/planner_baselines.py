@@ -10,32 +10,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megapack import Layout
+from megapack import Layout, baselines
+from megapack.baselines import Ranks, Rows, aligned_rows, in_turn
 from megapack.packing_kk import karmarkar_karp
-
-Rows = list[list[int]]
-Ranks = list[Rows]
 
 
 def next_fit(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:
     """Next-fit in input order, the last rows split to align, dealt in turn."""
-    rows: Rows = [[]]
-    load = 0
-    for i, size in enumerate(lengths.tolist()):
-        if rows[-1] and load + size > budget:
-            rows.append([])
-            load = 0
-        rows[-1].append(i)
-        load += size
-    target = aligned_rows(len(rows), layout)
-    at = len(rows) - 1
-    while len(rows) < target and at >= 0:
-        if len(rows[at]) > 1:
-            half = len(rows[at]) // 2
-            rows[at : at + 1] = [rows[at][:half], rows[at][half:]]
-        else:
-            at -= 1
-    return in_turn(rows, layout)
+    return baselines.next_fit(lengths, layout, budget)
 
 
 def first_fit(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:
@@ -129,16 +111,6 @@ def modified_first_fit(lengths: np.ndarray, work: np.ndarray, layout: Layout, bu
         largest = max(range(len(rows)), key=lambda r: (len(rows[r]), r))
         rows.append([rows[largest].pop()])
     return in_turn(rows, layout)
-
-
-def aligned_rows(num_rows: int, layout: Layout) -> int:
-    """The least multiple of dp * G (dp without chunks) that is not below."""
-    return layout.dp * layout.next_legal_count(-(-num_rows // layout.dp), "multiple")
-
-
-def in_turn(rows: Rows, layout: Layout) -> Ranks:
-    """Row r to rank r % dp."""
-    return [rows[rank :: layout.dp] for rank in range(layout.dp)]
 
 
 Strategy = Callable[[np.ndarray, np.ndarray, Layout, int], Ranks]

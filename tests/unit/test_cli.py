@@ -90,14 +90,16 @@ def test_other_ranks_leave_the_line_to_the_first(repo_root: Path) -> None:
     assert lines(done) == []
 
 
-@pytest.mark.parametrize("args", [(), ("fly",), ("train",)])
-def test_a_command_line_that_says_nothing_is_refused(
-    args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("args", "known"), [((), 0), (("fly",), 0), (("train",), 1)])
+def test_a_command_line_that_says_nothing_is_one_line(
+    args: tuple[str, ...], known: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(args)
     assert exit_.value.code == 2
-    assert "usage: megapack" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megapack: ")
+    assert line.endswith(f"see {' '.join(['megapack', *args[:known]])} --help")
 
 
 def test_an_error_of_a_command_is_one_line_and_exit_2(

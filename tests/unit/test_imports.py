@@ -20,24 +20,26 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
     "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl "
-    "data_files",
+    "data_files files length_file",
     "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
     "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
-    "plan_check plan_text step_split rollouts generated data_index dataset",
+    "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
+    "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
-    "dp_schedule plan_summary",
+    "dp_schedule plan_summary forecast tune",
     "thd cp_slices samples ragged train_config checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
     "run_context segments objectives preference value_head checkpoint_state reference",
     "model train checkpoint launch report interrupt trackers",
-    "cli __main__ commands.__init__ commands.train commands.patch commands.run startup "
-    "signatures patch_files patch_target patching hosts.__init__ hosts.options "
-    "hosts.megatron_lm hosts.megatron_lm_data "
-    "hosts.balancing hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner "
-    "hosts.unirl hosts.unirl_bins hosts.errors "
-    "hosts.bin_packers hosts.nemo_rl hosts.nemo_rl_metrics hosts.nemo_rl_shards hosts.rank_rows "
-    "hosts.skyrl hosts.skyrl_rows hosts.tensor_rows hosts.verl hosts.verl_items",
+    "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
+    "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
+    "commands.patch commands.run startup signatures patch_files patch_target patching "
+    "hosts.__init__ hosts.options hosts.megatron_lm hosts.megatron_lm_data hosts.balancing "
+    "hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner hosts.unirl "
+    "hosts.unirl_bins hosts.errors hosts.bin_packers hosts.nemo_rl hosts.nemo_rl_metrics "
+    "hosts.nemo_rl_shards hosts.rank_rows hosts.skyrl hosts.skyrl_rows hosts.tensor_rows "
+    "hosts.verl hosts.verl_items",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
@@ -180,7 +182,8 @@ def test_the_reader_sees_every_form_of_import(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["megapack.cli", "megapack.commands.train", "megapack.generated"]
+    "module",
+    ["megapack.cli", "megapack.commands.train", "megapack.generated", "megapack.commands.tune"],
 )
 def test_planning_leaves_torch_alone(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"

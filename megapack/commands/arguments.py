@@ -1,0 +1,159 @@
+"""Options that several commands share, and the objects that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, get_args
+
+from megapack.layout import CountRule, Layout
+from megapack.length_file import Columns, LengthTable, read_length_file
+from megapack.policy import (
+    Balance,
+    GroupSize,
+    Oversize,
+    Policy,
+    RowShape,
+    StepSplit,
+    Unreachable,
+)
+
+
+def integer(text: str) -> int:
+    """An option's value."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; set an integer") from None
+
+
+def number(text: str) -> float:
+    """An option's value."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; set a number") from None
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """LENGTHS and which columns to read of it."""
+    parser.add_argument(
+        "lengths",
+        metavar="LENGTHS",
+        help="a row per sample: CSV, JSON Lines, Parquet, .npy, or - for text on standard input",
+    )
+    group = parser.add_argument_group("columns (found by their names where none is given)")
+    group.add_argument("--length-column", metavar="NAME", help="tokens of a sample")
+    group.add_argument("--prompt-column", metavar="NAME", help="tokens of its prompt, with")
+    group.add_argument("--response-column", metavar="NAME", help="tokens of its response")
+    group.add_argument("--rollout-column", metavar="NAME", help="equal: in one optimizer step")
+    group.add_argument("--colocate-column", metavar="NAME", help="equal: in one micro-batch")
+
+
+def read_table(args: argparse.Namespace) -> LengthTable:
+    """The samples of LENGTHS."""
+    columns = {field.name: getattr(args, f"{field.name}_column") for field in fields(Columns)}
+    return read_length_file(args.lengths, Columns(**columns))
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Every field of `Layout`."""
+    group = parser.add_argument_group("layout")
+    sizes = {
+        "dp": "data-parallel ranks",
+        "tp": "tensor-parallel ranks",
+        "pp": "pipeline stages",
+        "vpp": "model chunks per stage",
+        "cp": "context-parallel ranks",
+        "ep": "expert-parallel ranks",
+    }
+    for name, what in sizes.items():
+        group.add_argument(f"--{name}", type=integer, default=1, metavar="N", help=f"{what} (1)")
+    group.add_argument("--sequence-parallel", action="store_true", help="with tp > 1")
+    group.add_argument(
+        "--microbatch-group-size", type=integer, metavar="G", help="of the interleaved schedule; pp"
+    )
+    group.add_argument(
+        "--fp8", choices=["true", "mxfp8", "blockwise"], help="recipe, for alignment (none)"
+    )
+
+
+def read_layout(args: argparse.Namespace) -> Layout:
+    """The layout of the options."""
+    given = {field.name: getattr(args, field.name) for field in fields(Layout)}
+    given["fp8"] = {None: False, "true": True}.get(args.fp8, args.fp8)
+    return Layout(**given)
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    """How samples are split over optimizer steps."""
+    group = parser.add_argument_group("optimizer steps (all samples in one where none is given)")
+    group.add_argument(
+        "--global-batch-size", type=integer, metavar="N", help="rollouts per optimizer step"
+    )
+    group.add_argument("--num-steps", type=integer, metavar="N", help="this many, of equal tokens")
+
+
+def add_policy(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
+    """Every field of `Policy`, but for those that `tune` sweeps."""
+    group = parser.add_argument_group("policy, see megapack.Policy")
+    default = Policy()
+    choices: dict[str, Any] = {
+        "unreachable": Unreachable,
+        "oversize": Oversize,
+        "row_shape": RowShape,
+        "balance": Balance,
+        "step_split": StepSplit,
+    }
+    if not swept:
+        choices = {"count_rule": CountRule, "group_size": GroupSize, **choices}
+    for name, literal in choices.items():
+        value = getattr(default, name)
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            choices=get_args(literal),
+            default=value,
+            help=f"({value})",
+        )
+    group.add_argument(
+        "--search",
+        type=integer,
+        default=default.search,
+        metavar="N",
+        help=f"simulated rank-steps per optimizer step ({default.search})",
+    )
+    group.add_argument(
+        "--max-live-tokens-per-gpu", type=integer, metavar="N", help="cap on activations in flight"
+    )
+
+
+def read_policy(args: argparse.Namespace) -> Policy:
+    """The policy of the options."""
+    names = [field.name for field in fields(Policy) if hasattr(args, field.name)]
+    return Policy(**{name: getattr(args, name) for name in names})
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def print_json(value: Any) -> None:
+    """For programs; NaN and infinity are no JSON."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """The first row is the head, the first column stands left, all others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def span(counts: tuple[int, int]) -> str:
+    """`12`, or `8-12`."""
+    return f"{counts[0]}" if counts[0] == counts[1] else f"{counts[0]}-{counts[1]}"

@@ -1,0 +1,35 @@
+"""Hold a plan against its invariants; exit code 1 names the broken one."""
+
+from __future__ import annotations
+
+import argparse
+
+from megapack.commands.arguments import add_json, add_lengths, print_json, read_table
+from megapack.errors import MegapackError
+from megapack.plan_check import check_plan
+from megapack.plan_file import read_plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """PLAN and the LENGTHS that it was made of."""
+    parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
+    add_lengths(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check."""
+    plan = read_plan(args.plan)
+    lengths = read_table(args).lengths
+    problem = None
+    try:
+        check_plan(plan, lengths)
+    except MegapackError as error:
+        problem = str(error)
+    if args.json:
+        print_json({"digest": plan.digest(), "sound": problem is None, "problem": problem})
+    elif problem is None:
+        print(f"{args.plan}: sound, {plan.num_samples} samples in {len(plan.steps)} step(s)")
+    else:
+        print(f"{args.plan}: {problem}")
+    return 0 if problem is None else 1

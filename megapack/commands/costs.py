@@ -1,0 +1,186 @@
+"""Options of the cost model: a file, a model's sizes and a GPU's speed, or an assumption."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from megapack.commands.arguments import integer, number
+from megapack.cost import CostModel
+from megapack.cost_sizes import ModelSizes
+from megapack.errors import ConfigError
+from megapack.layout import Layout
+
+if TYPE_CHECKING:
+    from megapack.train_config import TrainConfig
+
+# What a plan is made with where nothing is known: as docs/planner.md has it for a 7B dense model.
+_FIXED_TOKENS = 256
+_TOKENS_PER_SQUARE = 49152
+
+_DEFAULT_UTILISATION = 0.4
+_DEFAULT_LAYER_OVERHEAD_US = 100.0
+_DEFAULT_TP_GBS = 300.0
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """A cost model and what it rests on."""
+
+    cost: CostModel
+    in_seconds: bool
+    """Else a token of the model's work is the unit."""
+    basis: str
+    """One line for the reader."""
+
+
+def add_costs(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> None:
+    """--cost, --config, sizes, and the GPU's speed.
+
+    Args:
+        one_layout: there is only one, so that a measured cost model may be of it.
+    """
+    group = parser.add_argument_group("seconds")
+    if one_layout:
+        group.add_argument(
+            "--cost", metavar="FILE", help="a cost model in YAML, measured on this layout"
+        )
+    add_sizes(group)
+    group.add_argument(
+        "--peak-tflops", type=number, metavar="N", help="of one GPU; with --config or sizes"
+    )
+    group.add_argument(
+        "--utilisation",
+        type=number,
+        default=_DEFAULT_UTILISATION,
+        metavar="X",
+        help=f"share of the peak that kernels reach ({_DEFAULT_UTILISATION})",
+    )
+    group.add_argument(
+        "--layer-overhead-us",
+        type=number,
+        default=_DEFAULT_LAYER_OVERHEAD_US,
+        metavar="X",
+        help="microseconds of a layer's forward whatever it holds: launches "
+        f"({_DEFAULT_LAYER_OVERHEAD_US:g})",
+    )
+    group.add_argument(
+        "--tp-gbs",
+        type=number,
+        default=_DEFAULT_TP_GBS,
+        metavar="X",
+        help=f"GB/s of a GPU in tensor-parallel collectives ({_DEFAULT_TP_GBS:g})",
+    )
+
+
+def add_sizes(group: argparse._ArgumentGroup) -> None:
+    """--config, or each field of `ModelSizes`."""
+    group.add_argument("--config", metavar="CONFIG", help="take sizes from its model section, or")
+    for field in fields(ModelSizes):
+        flag = f"--{field.name.replace('_', '-')}"
+        if field.name == "gated":
+            group.add_argument("--no-gated", dest="gated", action="store_false", default=None)
+        else:
+            group.add_argument(flag, type=integer, metavar="N")
+
+
+def read_config(args: argparse.Namespace) -> TrainConfig | None:
+    """The config of --config."""
+    if args.config is None:
+        return None
+    from megapack.config import find_config, load_config
+    from megapack.train_config import TrainConfig
+
+    return load_config(find_config(args.config), [], TrainConfig)
+
+
+def read_sizes(args: argparse.Namespace) -> ModelSizes | None:
+    """Sizes of --config or of the flags; None where neither is given.
+
+    Raises:
+        ConfigError: both, or sizes that are missing.
+    """
+    given = {field.name: getattr(args, field.name) for field in fields(ModelSizes)}
+    given = {name: value for name, value in given.items() if value is not None}
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    config = read_config(args)
+    if config is not None:
+        if given:
+            raise ConfigError(f"--config and {flags} given; set the config or the sizes")
+        return ModelSizes.from_config(config.model)
+    if not given:
+        return None
+    needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+    missing = [f"--{name.replace('_', '-')}" for name in needed if name not in given]
+    if missing:
+        raise ConfigError(f"{flags} given without {', '.join(missing)}; set these too")
+    return ModelSizes(**given)
+
+
+def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -> Pricing:
+    """The cost model of the options.
+
+    Args:
+        mean_length: tokens of a typical sample, sum of squares over sum.
+
+    Raises:
+        ConfigError: options that do not go together, or a file that is no cost model.
+    """
+    sizes = read_sizes(args)
+    if getattr(args, "cost", None) is not None:
+        if sizes is not None or args.peak_tflops is not None:
+            raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
+        from megapack.calibration import read_cost
+
+        cost = read_cost(args.cost, layout)
+        if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):
+            raise ConfigError(f"{args.cost}: a micro-batch takes 0 seconds; set per_token")
+        return Pricing(cost, True, f"of the cost model {args.cost}")
+    if sizes is not None:
+        return _by_sizes(args, sizes, layout, mean_length)
+    if args.peak_tflops is not None:
+        raise ConfigError(
+            f"--peak-tflops={args.peak_tflops:g} without a model; set --config or its sizes"
+        )
+    cost = CostModel(
+        fixed=_FIXED_TOKENS / layout.num_chunks,
+        per_token=1.0,
+        per_token_sq=1 / _TOKENS_PER_SQUARE,
+    )
+    basis = (
+        f"assumed: a micro-batch costs {_FIXED_TOKENS} tokens more than it has, a squared token "
+        f"1/{_TOKENS_PER_SQUARE} of a token; give --cost, or --config and --peak-tflops, for "
+        "seconds"
+    )
+    return Pricing(cost, False, basis)
+
+
+def _by_sizes(
+    args: argparse.Namespace, sizes: ModelSizes, layout: Layout, mean_length: float
+) -> Pricing:
+    peak, share, overhead = args.peak_tflops, args.utilisation, args.layer_overhead_us
+    traffic = sizes.num_layers * sizes.layer_tp_bytes_per_token(layout.tp)
+    if peak is None:
+        raise ConfigError(
+            "a model without a GPU's speed; set --peak-tflops, 989 for an H100 in bf16"
+        )
+    if not peak > 0 or not 0 < share <= 1 or not args.tp_gbs > 0:
+        raise ConfigError(
+            f"--peak-tflops={peak:g}, --utilisation={share:g}, --tp-gbs={args.tp_gbs:g}; set all "
+            "above 0, and --utilisation to at most 1"
+        )
+    cost = CostModel.from_model(
+        sizes,
+        layout=layout,
+        flops_per_gpu=peak * 1e12 * share,
+        fixed=overhead * 1e-6 * sizes.num_layers / layout.num_chunks,
+        mean_length=mean_length,
+    )
+    # The backward moves as much as the forward, not backward_ratio times as much.
+    per_token = 2 / (1 + cost.backward_ratio) * traffic / (args.tp_gbs * 1e9)
+    basis = (
+        f"assumed: {share:.0%} of {peak:g} TFLOPS per GPU, {overhead:g} us per layer and "
+        f"micro-batch, TP at {args.tp_gbs:g} GB/s; CP, EP and DP communication is not counted"
+    )
+    return Pricing(replace(cost, per_token=cost.per_token + per_token), True, basis)

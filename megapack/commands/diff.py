@@ -1,0 +1,51 @@
+"""Tell in what two plans differ; exit code 1 where they do."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from megapack.commands.arguments import add_json, print_json
+from megapack.plan_diff import PlanDiff, diff_plans
+from megapack.plan_file import read_plan
+
+_MAX_SHOWN = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Two PLANs."""
+    parser.add_argument("plan", metavar="PLAN")
+    parser.add_argument("other", metavar="OTHER")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare."""
+    diff = diff_plans(read_plan(args.plan), read_plan(args.other))
+    if args.json:
+        print_json({"equal": diff.equal, **asdict(diff)})
+    elif diff.equal:
+        print(f"equal: digest {diff.digests[0][:12]}")
+    else:
+        _print(diff)
+    return 0 if diff.equal else 1
+
+
+def _print(diff: PlanDiff) -> None:
+    print(f"digest {diff.digests[0][:12]} -> {diff.digests[1][:12]}")
+    for key, (one, two) in diff.settings.items():
+        print(f"{key}: {one} -> {two}")
+    for number, (one, two) in list(diff.steps.items())[:_MAX_SHOWN]:
+        print(f"step {number}: {one}\n     -> {two}")
+    if len(diff.steps) > _MAX_SHOWN:
+        print(f"... {len(diff.steps) - _MAX_SHOWN} more steps")
+    moved = {
+        "in another step": diff.other_step,
+        "on another rank": diff.other_rank,
+        "in another micro-batch": diff.other_microbatch,
+    }
+    for where, samples in moved.items():
+        if samples:
+            more = "" if len(samples) <= _MAX_SHOWN else ", ..."
+            first = ", ".join(map(str, samples[:_MAX_SHOWN]))
+            print(f"{len(samples)} samples {where}: {first}{more}")

@@ -1,0 +1,22 @@
+"""Print a plan: a line per step, the grid of a step, or the rows of a rank."""
+
+from __future__ import annotations
+
+import argparse
+
+from megapack.commands.arguments import integer
+from megapack.plan_file import read_plan
+from megapack.plan_grid import format_grid
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """PLAN and what of it."""
+    parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
+    parser.add_argument("--step", type=integer, metavar="S", help="this step's grid")
+    parser.add_argument("--rank", type=integer, metavar="R", help="this DP rank's samples")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show."""
+    print(format_grid(read_plan(args.plan), args.step, args.rank))
+    return 0

@@ -1,0 +1,219 @@
+"""Rank layouts, budgets and rules for a number of GPUs by predicted tokens per second and GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from megapack.commands.arguments import (
+    add_json,
+    add_lengths,
+    add_policy,
+    add_steps,
+    integer,
+    number,
+    print_json,
+    print_table,
+    read_policy,
+    read_table,
+    span,
+)
+from megapack.commands.costs import add_costs, read_config, read_pricing, read_sizes
+from megapack.errors import ConfigError
+from megapack.layout import CountRule, Layout
+from megapack.memory import GIB, MemoryModel, Recompute
+from megapack.policy import GroupSize
+
+if TYPE_CHECKING:
+    from megapack.tune import Candidate, Tuning
+
+_MAX_GIB = 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """LENGTHS, the GPUs, what to try, and the model."""
+    add_lengths(parser)
+    parser.add_argument("--gpus", type=integer, required=True, metavar="N")
+    parser.add_argument("--top", type=integer, default=10, metavar="N", help="lines to print (10)")
+    parser.add_argument(
+        "--all", action="store_true", help="every plan that fits, not each layout at its best"
+    )
+    add_json(parser)
+    group = parser.add_argument_group("what to try: lists by commas")
+    for name in ("tp", "cp", "ep"):
+        group.add_argument(f"--{name}", type=_integers, default=(1,), metavar="N,...", help="(1)")
+    group.add_argument("--pp", type=_integers, metavar="N,...", help="(all that divide)")
+    group.add_argument("--vpp", type=_integers, metavar="N,...", help="(all up to 8 that divide)")
+    group.add_argument(
+        "--max-tokens-per-gpu",
+        type=_integers,
+        metavar="N,...",
+        help="(the longest sample, and doublings while they fit)",
+    )
+    for flag, literal, default in (
+        ("--count-rule", CountRule, ["legal", "per_rank"]),
+        ("--group-size", GroupSize, ["fixed", "search"]),
+    ):
+        group.add_argument(
+            flag,
+            dest=f"{flag[2:].replace('-', '_')}s",
+            nargs="+",
+            choices=get_args(literal),
+            default=default,
+            help=f"({' '.join(default)})",
+        )
+    _add_memory(parser)
+    add_steps(parser)
+    add_policy(parser, swept=True)
+    add_costs(parser, one_layout=False)
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory (of --config where one is given)")
+    group.add_argument(
+        "--memory-gib",
+        type=number,
+        default=72.0,
+        metavar="X",
+        help="GiB of a GPU that training may use (72: of 80 GB, what CUDA and NCCL leave)",
+    )
+    group.add_argument("--recompute", choices=get_args(Recompute), help="activations (none)")
+    group.add_argument("--no-distributed-optimizer", action="store_true")
+    group.add_argument("--tied-embeddings", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sweep and rank; exit code 1 where nothing fits."""
+    table = read_table(args)
+    memory = _memory_model(args)
+    if not 0 < args.memory_gib < _MAX_GIB or args.top < 1:
+        raise ConfigError(
+            f"--memory-gib={args.memory_gib:g}, --top={args.top}; set both above 0, and GiB of one "
+            "GPU"
+        )
+    # The planner's compiler takes a third of a second to import: bad input is told before.
+    from megapack.tune import Space, Workload, tune
+
+    typical = float((table.lengths**2).sum() / table.lengths.sum())
+    work = Workload(
+        lengths=table.lengths,
+        rollout_ids=table.rollout_ids,
+        colocate_ids=table.colocate_ids,
+        global_batch_size=args.global_batch_size,
+        num_steps=args.num_steps,
+        policy=read_policy(args),
+        memory=memory,
+        memory_bytes=int(args.memory_gib * GIB),
+        cost_of=lambda layout: read_pricing(args, layout, typical).cost,
+    )
+    space = Space(
+        num_gpus=args.gpus,
+        tp=args.tp,
+        cp=args.cp,
+        ep=args.ep,
+        pp=args.pp,
+        vpp=args.vpp,
+        budgets=args.max_tokens_per_gpu,
+        count_rules=args.count_rules,
+        group_sizes=args.group_sizes,
+    )
+    found = tune(work, space)
+    shown = (found.ranked if args.all else found.best_of_layouts)[: args.top]
+    basis = read_pricing(args, Layout(), typical).basis
+    if args.json:
+        print_json(_payload(found, shown, basis))
+    else:
+        _print(found, shown, basis, args)
+    return 0 if found.ranked else 1
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; set integers with commas") from None
+
+
+def _memory_model(args: argparse.Namespace) -> MemoryModel:
+    sizes, config = read_sizes(args), read_config(args)
+    if sizes is None:
+        raise ConfigError(
+            "a sweep needs a model; set --config, or --num-layers, --hidden-size, "
+            "--ffn-hidden-size, --num-attention-heads and --vocab-size"
+        )
+    model = MemoryModel(sizes=sizes)
+    if config is not None:
+        model = MemoryModel(
+            sizes=sizes,
+            untied_embeddings=config.model.untie_embeddings,
+            dtype=config.model.dtype,
+            distributed_optimizer=config.optim.distributed_optimizer,
+            recompute=config.model.recompute,
+            logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
+        )
+    if args.tied_embeddings:
+        model = replace(model, untied_embeddings=False)
+    if args.recompute is not None:
+        model = replace(model, recompute=args.recompute)
+    if args.no_distributed_optimizer:
+        model = replace(model, distributed_optimizer=False)
+    return model
+
+
+def _payload(found: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str, Any]:
+    return {
+        "time_basis": basis,
+        "num_layouts": found.num_layouts,
+        "num_plans": found.num_plans,
+        "num_fitting": len(found.ranked),
+        "least_memory_bytes": found.least_memory.total,
+        "ranked": [
+            {
+                "tokens_per_gpu_second": candidate.tokens_per_gpu_second,
+                "layout": asdict(candidate.layout),
+                "max_tokens_per_gpu": candidate.max_tokens_per_gpu,
+                "policy": candidate.policy.to_payload(),
+                "group_size": candidate.group_size,
+                "forecast": asdict(candidate.forecast),
+                "memory_bytes": asdict(candidate.memory) | {"total": candidate.memory.total},
+            }
+            for candidate in shown
+        ],
+    }
+
+
+def _print(found: Tuning, shown: Sequence[Candidate], basis: str, args: argparse.Namespace) -> None:
+    print(
+        f"{found.num_layouts} layouts of {args.gpus} GPUs, {found.num_plans} plans, "
+        f"{len(found.ranked)} within {args.memory_gib:g} GiB per GPU"
+    )
+    if not found.ranked:
+        print(
+            f"nothing fits: least is {found.least_memory}; set more --tp, --pp or --recompute full"
+        )
+        return
+    head = ["dp", "tp", "pp", "vpp", "cp", "ep", "budget", "rule", "G", "M", "fill", "bubble"]
+    rows = [[*head, "seconds", "GiB", "tokens/s/GPU"]]
+    rows += map(_cells, shown)
+    print_table(rows)
+    print(f"memory of the first: {shown[0].memory}")
+    print(f"time {basis}")
+
+
+def _cells(candidate: Candidate) -> list[str]:
+    layout, result = candidate.layout, candidate.forecast
+    sizes = (layout.dp, layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep)
+    return [
+        *map(str, sizes),
+        str(candidate.max_tokens_per_gpu),
+        candidate.policy.count_rule,
+        "-" if candidate.group_size is None else str(candidate.group_size),
+        span(result.num_microbatches),
+        f"{result.fill:.1%}",
+        f"{result.bubble_fraction:.1%}",
+        f"{result.seconds:.4g}",
+        f"{candidate.memory.total / GIB:.1f}",
+        f"{candidate.tokens_per_gpu_second:.0f}",
+    ]

@@ -1,0 +1,41 @@
+"""Plans in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megapack.errors import ConfigError, PlanError
+from megapack.files import write_whole
+from megapack.plan import Plan
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan of a file, in either of its forms.
+
+    Raises:
+        PlanError: the file cannot be read, or is no plan; the message says where.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: byte {error.start} is not UTF-8; give a plan.json") from None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise PlanError(f"{path}: cannot be read ({reason}); give a plan.json") from None
+    try:
+        return Plan.from_json(text) if text.lstrip()[:1] == "{" else Plan.from_text(text)
+    except (PlanError, RecursionError) as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan's JSON, whole or not at all.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        write_whole(Path(path), plan.to_json() + "\n")
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(f"{path}: cannot be written ({reason}); set another -o") from None

@@ -1,0 +1,119 @@
+"""A plan as a grid for the eye: one line per micro-batch, one column per DP rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapack.errors import ConfigError
+from megapack.inputs import read_budget
+from megapack.plan import MicroBatch, Plan, StepPlan
+
+_MAX_RANKS, _MAX_ROWS, _MAX_STEPS, _MAX_SAMPLES = 8, 64, 32, 16
+
+
+def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) -> str:
+    """A plan's head, then a line per step, the grid of one step, or the rows of one rank.
+
+    A cell reads `samples:row_tokens`, `.` is a padding micro-batch, `!` marks a row over the
+    budget. What does not fit is counted, not shown.
+
+    Args:
+        step: show this step's grid; None shows it where the plan has one step only.
+        rank: show the samples of this DP rank in the step.
+
+    Raises:
+        ConfigError: no such step or rank.
+    """
+    if step is None and len(plan.steps) == 1:
+        step = 0
+    if step is None and rank is not None:
+        raise ConfigError(f"rank {rank} of which of {len(plan.steps)} steps; set --step too")
+    lines = [_head(plan)]
+    if step is None:
+        lines += _limited(list(map(_step_line, range(len(plan.steps)), plan.steps)), "steps")
+        return "\n".join(lines)
+    _check_range("step", step, len(plan.steps))
+    shown = plan.steps[step]
+    lines.append(_step_line(step, shown))
+    if rank is None:
+        lines += _grid(plan, shown)
+    else:
+        _check_range("rank", rank, len(shown.ranks))
+        lines += [_row_line(plan, k, mb) for k, mb in enumerate(shown.ranks[rank])]
+    return "\n".join(lines)
+
+
+def _head(plan: Plan) -> str:
+    layout = plan.layout
+    sizes = " ".join(f"{key}={getattr(layout, key)}" for key in ("dp", "tp", "pp", "vpp", "cp"))
+    budget = f"{plan.max_tokens_per_gpu} tokens per GPU"
+    if plan.max_tokens_per_gpu is None:
+        budget = f"{plan.micro_batch_size} samples per micro-batch"
+    return (
+        f"plan {plan.digest()[:12]}: {plan.num_samples} samples in {len(plan.steps)} step(s), "
+        f"{sizes} ep={layout.ep}, {budget}"
+    )
+
+
+def _step_line(number: int, step: StepPlan) -> str:
+    rows = [mb for rank in step.ranks for mb in rank]
+    counts = [len(rank) for rank in step.ranks]
+    least, most = min(counts, default=0), max(counts, default=0)
+    count = f"{least}" if least == most else f"{least}-{most}"
+    group = "" if step.group_size is None else f" G={step.group_size}"
+    dropped = f", {len(step.dropped_rollouts)} rollouts dropped" if step.dropped_rollouts else ""
+    return (
+        f"step {number}: M={count}{group}, {sum(bool(mb.samples) for mb in rows)} rows, "
+        f"{sum(not mb.samples for mb in rows)} padding, {sum(mb.tokens for mb in rows)} tokens in "
+        f"{sum(mb.row_tokens for mb in rows)} row tokens{dropped}"
+    )
+
+
+def _grid(plan: Plan, step: StepPlan) -> Iterator[str]:
+    ranks = step.ranks[:_MAX_RANKS]
+    count = max(map(len, ranks), default=0)
+    columns = [[f"rank {r}", *(_cell(plan, mb) for mb in rank)] for r, rank in enumerate(ranks)]
+    widths = [max(map(len, column)) for column in columns]
+    for k in range(min(count, _MAX_ROWS) + 1):
+        cells = (column[k] if k < len(column) else "" for column in columns)
+        name = "" if k == 0 else f"{k - 1}"
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        yield f"{name:>6}  {'  '.join(padded)}".rstrip()
+    if count > _MAX_ROWS:
+        yield f"   ... {count - _MAX_ROWS} more micro-batches; --rank R shows all of a rank"
+    if len(step.ranks) > _MAX_RANKS:
+        yield f"   ... {len(step.ranks) - _MAX_RANKS} more ranks; --rank R shows one"
+
+
+def _cell(plan: Plan, mb: MicroBatch) -> str:
+    if not mb.samples:
+        return "."
+    return f"{len(mb.samples)}:{mb.row_tokens}{_mark(plan, mb)}"
+
+
+def _mark(plan: Plan, mb: MicroBatch) -> str:
+    capacity = read_budget(plan.layout, plan.max_tokens_per_gpu, plan.micro_batch_size)
+    return "!" if 0 <= capacity < mb.padded_tokens else ""
+
+
+def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
+    if not mb.samples:
+        return f"{k:>6}  . {mb.row_tokens} row tokens"
+    samples = ",".join(map(str, mb.samples[:_MAX_SAMPLES]))
+    more = len(mb.samples) - _MAX_SAMPLES
+    return (
+        f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens: samples {samples}"
+        f"{f' and {more} more' if more > 0 else ''}"
+    )
+
+
+def _limited(lines: list[str], what: str) -> list[str]:
+    more = len(lines) - _MAX_STEPS
+    if more <= 0:
+        return lines
+    return [*lines[:_MAX_STEPS], f"... {more} more {what}; --step S shows one"]
+
+
+def _check_range(what: str, value: int, count: int) -> None:
+    if not 0 <= value < count:
+        raise ConfigError(f"{what} {value} of {count}; set --{what} from 0 to {count - 1}")

@@ -1,0 +1,281 @@
+"""Commands on files: what they print, their exit codes, and every kind of bad input in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack import Layout, Plan, Policy, build_dp_schedule, check_plan, cli
+
+pytestmark = pytest.mark.unit
+
+LENGTHS = [5, 9, 3, 7, 2, 8, 4, 6]
+LAYOUT = ("--dp", "2", "--pp", "2", "--vpp", "2")
+BUDGET = ("--max-tokens-per-gpu", "16")
+MODEL = (
+    *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "256"),
+    *("--num-attention-heads", "4", "--vocab-size", "512"),
+)
+SPEED = ("--peak-tflops", "1")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with lengths in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("length,id\n" + "".join(f"{n},{n % 3}\n" for n in LENGTHS))
+    return tmp_path
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command: exit code, stdout, stderr."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        try:
+            code = cli.main(args)
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def edit(path: str, change: Callable[[dict[str, Any]], object]) -> None:
+    payload = json.loads(Path(path).read_text())
+    change(payload)
+    Path(path).write_text(json.dumps(payload))
+
+
+def test_plan_writes_a_sound_plan_and_compares(call: Call) -> None:
+    code, out, err = call("plan", "a.csv", *LAYOUT, *BUDGET, "--rollout-column", "id")
+    assert (code, err) == (0, "")
+    plan = Plan.from_json(Path("plan.json").read_text())
+    check_plan(plan, LENGTHS)
+    assert plan.layout == Layout(dp=2, pp=2, vpp=2)
+    assert plan.rollout_ids == tuple(n % 3 for n in LENGTHS)
+    assert "8 samples, 44 tokens (length), the longest 9, on 4 GPUs" in out
+    assert [line.split("  ")[0] for line in out.splitlines()[2:6]] == [
+        "megapack",
+        "next-fit",
+        "padded",
+        "one sample",
+    ]
+    assert f"digest {plan.digest()[:12]}" in out
+    assert list(Path().glob("*.part")) == []
+
+
+def test_plan_for_programs(call: Call) -> None:
+    args = ("plan", "a.csv", *BUDGET, *MODEL, *SPEED, "-o", "b.json", "--json")
+    code, out, _ = call(*args)
+    told = json.loads(out)
+    assert (code, told["plan"], told["time_unit"]) == (0, "b.json", "seconds")
+    ours = told["strategies"]["megapack"]
+    assert ours["tokens"] == sum(LENGTHS)
+    assert ours["seconds"] >= ours["equal_work_seconds"] > 0
+    assert told["digest"] == Plan.from_json(Path("b.json").read_text()).digest()
+
+
+def test_every_argument_of_the_planner_is_an_option(call: Call) -> None:
+    _, out, _ = call("plan", "--help")
+    names = [field.name for cls in (Layout, Policy) for field in fields(cls)]
+    names += list(signature(build_dp_schedule).parameters)
+    elsewhere = {"lengths", "layout", "policy", "rollout_ids", "colocate_ids"}
+    missing = [n for n in names if n not in elsewhere and f"--{n.replace('_', '-')}" not in out]
+    assert missing == []
+
+
+def test_a_sound_plan_passes_and_an_edited_one_does_not(call: Call) -> None:
+    call("plan", "a.csv", *LAYOUT, *BUDGET)
+    assert call("check", "plan.json", "a.csv")[0] == 0
+    edit("plan.json", lambda plan: plan["steps"][0]["ranks"][0].pop())
+    code, out, err = call("check", "plan.json", "a.csv")
+    assert (code, err) == (1, "")
+    assert out.startswith("plan.json: invariant 1 is broken: step 0 ")
+    code, out, _ = call("check", "plan.json", "a.csv", "--json")
+    assert (code, json.loads(out)["sound"]) == (1, False)
+
+
+def test_check_finds_other_lengths(call: Call) -> None:
+    call("plan", "a.csv", *BUDGET)
+    Path("b.csv").write_text("length\n5\n")
+    assert call("check", "plan.json", "b.csv")[:2] == (
+        1,
+        "plan.json: 1 lengths for a plan of 8 samples\n",
+    )
+
+
+def test_show_prints_a_grid_that_marks_rows_over_the_budget(call: Call) -> None:
+    assert call("plan", "a.csv", "--dp", "2", "--max-tokens-per-gpu", "8")[0] == 0
+    grid = call("show", "plan.json")[1].splitlines()
+    assert grid[1].startswith("step 0: M=")
+    assert grid[2].split() == ["rank", "0", "rank", "1"]
+    cells = [cell for line in grid[3:] for cell in line.split()[1:]]
+    assert [cell for cell in cells if cell.endswith("!")] == ["1:9!"]
+    assert sum(int(cell.partition(":")[0]) for cell in cells if cell != ".") == len(LENGTHS)
+    rank = call("show", "plan.json", "--rank", "1")[1]
+    assert "samples " in rank
+
+
+def test_show_tells_many_steps_in_a_line_each(call: Call) -> None:
+    call("plan", "a.csv", *BUDGET, "--global-batch-size", "1")
+    lines = call("show", "plan.json")[1].splitlines()
+    assert len(lines) == 1 + len(LENGTHS)
+    assert "step 3: M=1" in call("show", "plan.json", "--step", "3")[1]
+
+
+def test_simulate_tells_what_plan_told(call: Call) -> None:
+    told = json.loads(call("plan", "a.csv", *LAYOUT, *BUDGET, *MODEL, *SPEED, "--json")[1])
+    found = json.loads(call("simulate", "plan.json", *MODEL, *SPEED, "--json")[1])
+    assert found["steps"]["0"]["makespan"] == pytest.approx(
+        told["strategies"]["megapack"]["seconds"], rel=1e-6
+    )
+    code, out, _ = call("simulate", "plan.json")
+    assert (code, "token times" in out) == (0, True)
+
+
+def test_diff_tells_settings_steps_and_moved_samples(call: Call) -> None:
+    call("plan", "a.csv", *BUDGET)
+    call("plan", "a.csv", *BUDGET, "--dp", "2", "-o", "b.json")
+    assert call("diff", "plan.json", "plan.json")[0] == 0
+    code, out, _ = call("diff", "plan.json", "b.json")
+    assert code == 1
+    assert "layout.dp: 1 -> 2" in out
+    assert "samples on another rank: " in out
+    moved = json.loads(call("diff", "plan.json", "b.json", "--json")[1])["other_rank"]
+    ranks = Plan.from_json(Path("b.json").read_text()).steps[0].ranks
+    assert moved == sorted(i for mb in ranks[1] for i in mb.samples)
+
+
+def test_tune_ranks_what_fits(call: Call) -> None:
+    args = ("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--search", "64", "--json")
+    code, out, _ = call(*args)
+    ranked = json.loads(out)["ranked"]
+    assert code == 0
+    speeds = [candidate["tokens_per_gpu_second"] for candidate in ranked]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {c["layout"]["dp"] * c["layout"]["pp"] for c in ranked} == {4}
+    code, out, _ = call(*args[:-1], "--memory-gib", "0.0001")
+    assert code == 1
+    assert "nothing fits: least is " in out
+
+
+def test_a_measured_cost_model_gives_seconds(call: Call) -> None:
+    Path("cost.yaml").write_text("cost:\n  per_token: 0.5\n")
+    out = call("plan", "a.csv", *BUDGET, "--cost", "cost.yaml", "--json")[1]
+    assert json.loads(out)["strategies"]["one sample"]["seconds"] == pytest.approx(44 * 0.5 * 3)
+
+
+@pytest.mark.parametrize("text", ["cost: {}\n", "cost:\n  p2p: 1.0\n"])
+def test_a_cost_model_of_nothing_is_refused(call: Call, text: str) -> None:
+    Path("cost.yaml").write_text(text)
+    code, _, err = call("plan", "a.csv", *BUDGET, "--cost", "cost.yaml")
+    assert (code, "cost.yaml: a micro-batch takes 0 seconds" in err) == (2, True)
+    Path("cost.yaml").write_text("cost:\n  fixed: 1.0\n")
+    code, out, _ = call("plan", "a.csv", *BUDGET, "--cost", "cost.yaml", "--json")
+    assert (code, json.loads(out)["strategies"]["padded"]["time_over_equal_work"]) == (0, None)
+
+
+PLAN = ("plan", "a.csv", *BUDGET)
+BAD = [
+    (("plan",), ["LENGTHS"]),
+    (("plan", "none.csv", *BUDGET), ["none.csv", "No such file"]),
+    (("plan", ".", *BUDGET), ["directory"]),
+    (("plan", "a.csv"), ["neither of max_tokens_per_gpu and micro_batch_size"]),
+    ((*PLAN, "--micro-batch-size", "2"), ["both of max_tokens_per_gpu and micro_batch_size"]),
+    (("plan", "a.csv", "--max-tokens-per-gpu", "many"), ["--max-tokens-per-gpu", "'many'"]),
+    (("plan", "a.csv", "--max-tokens-per-gpu", "0"), ["max_tokens_per_gpu=0", "at least 1"]),
+    (("plan", "a.csv", "--max-tokens-per-gpu", "9" * 20), ["at most 1099511627776"]),
+    ((*PLAN, "--search", "9" * 20), ["search=999", "at most 1099511627776"]),
+    ((*PLAN, "--dp", "9" * 20), ["dp=999", "at most 1048576"]),
+    ((*PLAN, "--length-column", "size"), ["'size'", "length, id"]),
+    ((*PLAN, "--prompt-column", "length"), ["'length'", "set both"]),
+    ((*PLAN, "--rollout-column", "group"), ["'group'", "length, id"]),
+    ((*PLAN, "--dp", "0"), ["dp=0", "at least 1"]),
+    ((*PLAN, "--dp", "-2"), ["dp=-2"]),
+    ((*PLAN, "--dp", "1.5"), ["--dp", "'1.5'", "set an integer"]),
+    ((*PLAN, "--vpp", "2"), ["vpp=2 with pp=1"]),
+    ((*PLAN, "--ep", "3"), ["ep=3 does not divide"]),
+    ((*PLAN, "--pp", "4", "--vpp", "2", "--microbatch-group-size", "2"), ["below pp=4"]),
+    ((*PLAN, "--fp8", "e4m3"), ["--fp8", "mxfp8"]),
+    ((*PLAN, "--count-rule", "any"), ["--count-rule", "legal", "per_rank"]),
+    ((*PLAN, "--search", "-1"), ["search=-1"]),
+    ((*PLAN, "--num-steps", "9"), ["num_steps=9 for 8 rollouts"]),
+    ((*PLAN, "--num-steps", "2", "--global-batch-size", "2"), ["num_steps=2", "set one"]),
+    ((*PLAN, "--oversize", "error", "--max-tokens-per-gpu", "8"), ["1 sample(s) over", "9 tokens"]),
+    ((*PLAN, "--unreachable", "error", "--dp", "16"), ["unreachable"]),
+    ((*PLAN, "--count-rule", "per_rank", "--dp", "2", "--ep", "2"), ["per_rank", "ep=2"]),
+    ((*PLAN, "--max-token", "5"), ["--max-token"]),
+    ((*PLAN, "-o", "no/such/plan.json"), ["no/such/plan.json", "cannot be written"]),
+    ((*PLAN, "-o", "a.csv"), ["a.csv", "set another -o"]),
+    ((*PLAN, "--cost", "none.yaml"), ["none.yaml", "cannot be read"]),
+    ((*PLAN, "--cost", "a.csv"), ["a.csv"]),
+    ((*PLAN, "--config", "none.yaml"), ["none.yaml", "no such file"]),
+    ((*PLAN, *MODEL), ["--peak-tflops"]),
+    ((*PLAN, *SPEED), ["--peak-tflops=1 without a model"]),
+    ((*PLAN, "--num-layers", "4", *SPEED), ["--num-layers given without --hidden-size"]),
+    ((*PLAN, *MODEL, "--peak-tflops", "nan"), ["--peak-tflops=nan", "above 0"]),
+    ((*PLAN, *MODEL, *SPEED, "--utilisation", "40"), ["--utilisation=40", "at most 1"]),
+    ((*PLAN, *MODEL, *SPEED, "--pp", "3"), ["num_layers=4", "pp*vpp=3"]),
+    ((*PLAN, *MODEL, *SPEED, "--cost", "c.yaml"), ["--cost", "set one"]),
+    (("check", "none.json", "a.csv"), ["none.json", "cannot be read"]),
+    (("check", "a.csv", "a.csv"), ["a.csv", "not a plan"]),
+    (("check", "junk.json", "a.csv"), ["junk.json", "byte 0 is not UTF-8"]),
+    (("check", "cut.json", "a.csv"), ["cut.json", "not a plan in JSON"]),
+    (("check", "odd.json", "a.csv"), ["odd.json", "not a plan"]),
+    (("check", "good.json", "none.csv"), ["none.csv"]),
+    (("show", "good.json", "--step", "1"), ["step 1 of 1", "0 to 0"]),
+    (("show", "good.json", "--rank", "7"), ["rank 7 of 2", "0 to 1"]),
+    (("simulate", "good.json", "--step", "-1"), ["step -1 of 1"]),
+    (("simulate", "unequal.json"), ["M=5", "legal"]),
+    (("simulate", "ranks.json"), ["1 ranks", "dp=2"]),
+    (("diff", "good.json"), ["OTHER"]),
+    (("diff", "good.json", "a.csv"), ["a.csv"]),
+    (("tune", "a.csv"), ["--gpus"]),
+    (("tune", "a.csv", "--gpus", "4"), ["needs a model", "--config"]),
+    (("tune", "a.csv", "--gpus", "0", *MODEL, *SPEED), ["0 GPUs"]),
+    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--tp", "3"), ["tp [3]", "4 GPUs"]),
+    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--tp", "1,x"), ["'1,x'", "commas"]),
+    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--memory-gib", "-1"), ["--memory-gib=-1"]),
+    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--memory-gib", "inf"), ["--memory-gib=inf"]),
+    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--ep", "2"), ["ep [2]", "no experts"]),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), BAD, ids=[" ".join(args) for args, _ in BAD])
+def test_bad_input_is_exit_2_one_line_and_no_file(
+    args: tuple[str, ...], words: list[str], call: Call, folder: Path
+) -> None:
+    if args[0] not in ("plan", "tune"):
+        _write_plans(folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    code, out, err = call(*args)
+    *warnings, line = err.splitlines()
+    assert (code, out) == (2, "")
+    assert warnings == []
+    assert line.startswith("megapack: ")
+    assert all(word in line for word in words), line
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def _write_plans(folder: Path) -> None:
+    layout = Layout(dp=2, pp=2, vpp=2)
+    text = build_dp_schedule(LENGTHS, layout=layout, max_tokens_per_gpu=16).to_json()
+    (folder / "good.json").write_text(text)
+    (folder / "cut.json").write_text(text[:-20])
+    (folder / "junk.json").write_bytes(b"\xff\xd8\xff")
+    (folder / "odd.json").write_text(text.replace('"num_samples":8', '"num_samples":"8"'))
+    for name in ("ranks.json", "unequal.json"):
+        (folder / name).write_text(text)
+    edit(str(folder / "ranks.json"), lambda plan: plan["steps"][0]["ranks"].pop())
+    row = json.loads(text)["steps"][0]["ranks"][0][:1] * 5
+    edit(str(folder / "unequal.json"), lambda plan: plan["steps"][0].update(ranks=[row, row]))
