@@ -206,3 +206,24 @@ def test_hosts_that_plan_leave_torch_alone(host: str) -> None:
             if found.top and own is not None and own not in seen:
                 waiting.append(own)
     assert "dp_schedule" in seen or host == "unirl"
+
+
+def test_what_test_modules_take_from_each_other_is_there() -> None:
+    """Jobs that need a GPU, or minutes, would tell of it there alone."""
+    root = PACKAGE.parent
+    trees = {path: ast.parse(path.read_text()) for path in root.glob("tests/*/*.py")}
+    missing = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+                source = trees.get(root / f"{node.module.replace('.', '/')}.py")
+                names = {alias.name for alias in node.names} - bound_names(source)
+                missing += [f"{path.name}:{node.lineno} {name}" for name in names if source]
+    assert missing == []
+
+
+def bound_names(tree: ast.Module | None) -> set[str]:
+    """What the statements of a module bind, also where these are indented."""
+    nodes = list(ast.walk(tree)) if tree else []
+    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.alias)}
+    return defined | {n.id for n in nodes if isinstance(n, ast.Name)}
