@@ -45,6 +45,7 @@ from megapack.rollouts import group_advantages
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter, StepResult
 from megapack.tokenizer import ByteTokenizer
+from megapack.trace import StepTracer
 from megapack.train_config import TrainConfig
 
 
@@ -90,6 +91,7 @@ class Trainer:
         self.reference = Reference(self.chunks) if config.objective.kl_coef else None
         self.schedule: OptimizerParamScheduler | None = None
         self.clock = StepClock()
+        self.tracer = StepTracer(self.adapter, config.train.trace_steps)
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: tuple[Plan, SampleBatch] | None = None
@@ -246,7 +248,7 @@ class Trainer:
         for sample in sorted(own, key=lambda one: int(rows[one])):
             batch.set_tokens(sample, *self.data.tokens(int(rows[sample])))
         if self.folder is not None:
-            self.folder.write_text("plan.json", plan.to_json())
+            self.folder.write_plan(plan, batch.lengths)
         return batch, plan, forward_plan
 
     def _plan(self, batch: SampleBatch, rows: Rows) -> Plan:
@@ -313,6 +315,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reset_memory_peaks()
+        self.tracer.start()
         started = time.perf_counter()
         result = self.adapter.step(
             plan,
@@ -350,6 +353,7 @@ class Trainer:
                 **packing,
             }
         )
+        self.tracer.finish(plan, index, self.num_steps, self.folder)
 
     def _after_step(self, done: int, of: int, updated: bool) -> Position:
         """Where the run stands with `done` steps of its batch's `of` taken."""
