@@ -24,6 +24,9 @@ COMMANDS = {
     "simulate": "predict the steps of a plan",
     "diff": "tell in what two plans differ",
     "tune": "rank layouts, budgets and rules for a number of GPUs",
+    "trace": "write a plan's or a run's timeline for Perfetto",
+    "plot": "draw a step of a plan",
+    "report": "write a page about a plan or a run",
     "train": "train on rollouts; start it with torchrun",
 }
 """Name of each command, its module's too, and what `--help` says of it."""

@@ -180,9 +180,7 @@ class LastStage:
                 self.outputs[name][sample] = value
 
 
-ForwardStep = Callable[
-    [Iterator[DeviceRow], Any], tuple[Tensor, Callable[[Tensor], Any] | None]
-]
+ForwardStep = Callable[[Iterator[DeviceRow], Any], tuple[Tensor, Callable[[Tensor], Any] | None]]
 """What `RowForward` is called with and returns."""
 
 

@@ -155,9 +155,8 @@ def _gather(events: list[list[Any]]) -> list[list[Any]]:
 
     Ranks that share rows or tensors of a stage do the same at the same time: the first speaks.
     """
-    speaks = not (
-        parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_context_parallel_rank()
-    )
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    speaks = tp_rank == parallel_state.get_context_parallel_rank() == 0
     gathered: list[Any] | None = None
     if dist.get_rank() == 0:
         gathered = [None] * dist.get_world_size()

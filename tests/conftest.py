@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from megapack import cli
 
 # No deadline: a busy machine is not a failure.
 settings.register_profile("megapack", deadline=None)
@@ -31,3 +34,17 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no evaluation data: {folder} is absent")
     return folder
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command: exit code, stdout, stderr."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        try:
+            code = cli.main(args)
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        return code, *capsys.readouterr()
+
+    return run

@@ -11,6 +11,7 @@ from megapack.cost import CostModel
 from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import Layout
+from megapack.plan import Plan
 
 if TYPE_CHECKING:
     from megapack.train_config import TrainConfig
@@ -151,6 +152,22 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
         "seconds"
     )
     return Pricing(cost, False, basis)
+
+
+def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
+    """`read_pricing` for the samples of a plan."""
+    rows = [mb for step in plan.steps for rank in step.ranks for mb in rank]
+    typical = sum(mb.tokens_sq for mb in rows) / max(1, sum(mb.tokens for mb in rows))
+    return read_pricing(args, plan.layout, typical)
+
+
+def run_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
+    """`plan_pricing` for a run, which predicts its own seconds where no options give any."""
+    pricing = plan_pricing(args, plan)
+    if pricing.in_seconds:
+        return pricing
+    basis = "of row tokens, as many seconds each as the run predicted before the step"
+    return replace(pricing, basis=basis)
 
 
 def _by_sizes(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megapack import Layout, Plan
+from megapack import Layout, Plan, check_plan, simulate
 from megapack.config import load_config
+from megapack.pipeline import Event
+from megapack.run_records import read_run
 from megapack.train_config import TrainConfig
 from tests.dist.spawn import ROOT, run_job
 
@@ -36,7 +39,9 @@ def metrics(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
-    code, output = run(tmp_path, *TINY, *PP2_VPP2, "objective.entropy_coef=0.001")
+    code, output = run(
+        tmp_path, *TINY, *PP2_VPP2, "objective.entropy_coef=0.001", "train.trace_steps=1"
+    )
     assert code == 0, output
     lines = metrics(tmp_path)
     assert len(lines) == 4
@@ -55,6 +60,37 @@ def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
     assert lines[0]["step_predicted_s"] is None
     assert lines[1]["step_predicted_s"] > 0
     assert lines[-1]["kl_ref_nats"] > 0, "the policy did not move from the reference"
+    check_trace(tmp_path / "runs/run")
+
+
+def check_trace(folder: Path) -> None:
+    """Megatron ran the second step in the order that was planned, one thing at a time."""
+    records = read_run(folder)
+    (traced,) = records.traced
+    assert traced.number == 2
+    plan, step = traced.plan, traced.plan.steps[0]
+    assert {event.microbatch for event in traced.events} == set(range(len(step.ranks[0])))
+    assert order(traced.events) == order(simulate(step, layout=plan.layout).events)
+    for stage in range(2):
+        times = [
+            time
+            for event in sorted(traced.events, key=lambda event: event.start)
+            if event.stage == stage
+            for time in (event.start, event.end)
+        ]
+        assert times == sorted(times), "two at a time"
+        assert 0 < times[0]
+        assert times[-1] < records.metrics[1]["step_measured_s"] + 0.5
+    assert records.lengths is not None
+    check_plan(records.plan, records.lengths)
+
+
+def order(events: Sequence[Event]) -> dict[int, list[tuple[str, int, int]]]:
+    """Per stage what it does, from first to last."""
+    stages: dict[int, list[tuple[str, int, int]]] = {}
+    for event in sorted(events, key=lambda event: event.start):
+        stages.setdefault(event.stage, []).append((event.kind, event.chunk, event.microbatch))
+    return stages
 
 
 def test_the_run_folder_holds_the_resolved_config_and_the_plan(tmp_path: Path) -> None:
@@ -66,6 +102,7 @@ def test_the_run_folder_holds_the_resolved_config_and_the_plan(tmp_path: Path) -
     plan = Plan.from_json((tmp_path / "runs/run/plan.json").read_text())
     assert plan.layout == Layout(dp=2)
     assert metrics(tmp_path)[-1]["plan_digest"] == plan.digest()[:12]
+    assert not (tmp_path / "runs/run/trace.jsonl").exists()
 
 
 def test_sft_learns(tmp_path: Path) -> None:

@@ -65,10 +65,12 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> 
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"megapack"}
     modules = {str(path.relative_to(repo_root)) for path in repo_root.glob("megapack/**/*.py")}
+    web = {f"megapack/web/{path.name}" for path in repo_root.glob("megapack/web/*")}
     configs = {f"megapack/configs/{path.name}" for path in repo_root.glob("configs/*.yaml")}
     assert modules
+    assert web
     assert configs
-    assert {"megapack/py.typed", *modules, *configs} <= set(names)
+    assert {"megapack/py.typed", *modules, *configs, *web} <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
 
 

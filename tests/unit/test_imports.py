@@ -26,15 +26,15 @@ LAYERS = [
     "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
     "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
-    "dp_schedule plan_summary forecast tune run_records timeline chrome_trace plot page",
+    "dp_schedule plan_summary forecast tune run_records timeline chrome_trace plot page page_data",
     "thd cp_slices samples ragged train_config checkpoint_files",
     "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
     "experts moe mtp routing run_context segments objectives preference value_head "
     "checkpoint_state reference",
     "model train checkpoint launch report trace",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan commands.check "
-    "commands.show commands.simulate commands.diff commands.tune commands.train "
-    "hosts.__init__ hosts.options",
+    "commands.show commands.simulate commands.diff commands.tune commands.trace commands.plot "
+    "commands.report commands.train hosts.__init__ hosts.options",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
