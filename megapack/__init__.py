@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ConfigError,
         DataError,
         MegapackError,
+        PatchError,
         PlanError,
         ScheduleError,
     )
@@ -50,6 +51,7 @@ __all__ = [
     "DataError",
     "ScheduleError",
     "CheckpointError",
+    "PatchError",
 ]
 
 __version__ = "0.1.0"
@@ -59,7 +61,8 @@ _MODULES = {
     "cost_fit": "Measurement",
     "cost_sizes": "ModelSizes",
     "dp_schedule": "build_dp_schedule",
-    "errors": "CheckpointError ConfigError DataError MegapackError PlanError ScheduleError",
+    "errors": "CheckpointError ConfigError DataError MegapackError PatchError PlanError "
+    "ScheduleError",
     "layout": "Layout",
     "pipeline": "simulate",
     "plan": "MicroBatch Plan StepPlan",

@@ -46,6 +46,17 @@ class Position:
     """Steps of the next batch that are over; its plan and log-probs are in use where it is not
     0."""
 
+    def after_step(self, done: int, of: int, updated: bool) -> Position:
+        """Where the run stands with `done` steps of its batch's `of` taken."""
+        batch_over = done == of
+        return dataclasses.replace(
+            self,
+            num_steps=self.num_steps + 1,
+            num_updates=self.num_updates + updated,
+            batch=self.batch + batch_over,
+            step_in_batch=0 if batch_over else done,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:

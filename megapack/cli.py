@@ -1,8 +1,9 @@
 """The `megapack` command. Exit codes: 0 done, 1 found a problem, 2 bad input (one line, and what to
-set).
+set), 75 a signal ended a run that is saved (start it again).
 
 Each command is a module of `megapack.commands` with `add_arguments(parser)` and `run(args)`, which
-returns the exit code. Only the module of the command that is asked for is imported.
+returns the exit code. Only the module of the command that is asked for is imported. One that runs
+another's program (`IS_OTHERS_PROGRAM`) leaves logging as it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ COMMANDS = {
     "plot": "draw a step of a plan",
     "report": "write a page about a plan or a run",
     "train": "train on rollouts; start it with torchrun",
+    "run": "run a script of another framework with megapack's patches",
+    "patch": "what the patches for a framework replace, and whether they fit",
 }
 """Name of each command, its module's too, and what `--help` says of it."""
 
@@ -44,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser(argv[:1]).parse_args(argv)
     on_first_rank = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(
-        format="%(levelname)s %(name)s: %(message)s",
-        level=logging.WARNING if on_first_rank else logging.ERROR,
-    )
+    if not args.is_others_program:
+        logging.basicConfig(
+            format="%(levelname)s %(name)s: %(message)s",
+            level=logging.WARNING if on_first_rank else logging.ERROR,
+        )
     try:
         code = int(args.run(args))
         sys.stdout.flush()
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"megapack: {error}", file=sys.stderr)
         elif isinstance(error, ScheduleError) and not error.on_all_ranks:
             print(f"megapack: rank {os.environ['RANK']}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except BrokenPipeError:
         # `megapack show PLAN | head`: nobody reads on, and the exit's own flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,5 +80,6 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(f"megapack.commands.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            others = getattr(module, "IS_OTHERS_PROGRAM", False)
+            command.set_defaults(run=module.run, is_others_program=others)
     return parser

@@ -27,15 +27,20 @@ _PATIENCE = datetime.timedelta(days=7)
 
 
 def agree(
-    work: Callable[[], T], *, device: torch.device, same: Mapping[str, str] | None = None
+    work: Callable[[], T],
+    *,
+    device: torch.device,
+    same: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> T:
     """Run `work` on every rank and return its result, if it succeeds on all of them.
 
     Args:
         work: local work without communication.
-        device: where the backend of the default process group takes its tensors.
+        device: where the group's backend takes its tensors.
         same: what has to be equal on all ranks, by name; the names are the same in every call
             that ranks may mix up.
+        group: the ranks that call; None for all. Errors number them within the group.
 
     Raises:
         ScheduleError: on every rank, naming the ranks whose work failed and how, or the first
@@ -49,7 +54,7 @@ def agree(
     except Exception as caught:  # every local failure must reach the other ranks
         error = caught
     same = same or {}
-    ranks = _exchange(list(same.values()), error, device)
+    ranks = _exchange(list(same.values()), error, device, group)
     failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(ranks) if message]
     if error is not None and len({message for _, message in ranks}) == 1:
         raise error
@@ -67,6 +72,37 @@ def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
     found = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [bool(flag) for flag in found.tolist()]
+
+
+def agree_with_flags(
+    work: Callable[[], object], flags: Sequence[bool], *, device: torch.device
+) -> list[bool]:
+    """`agree` and `on_any_rank` in one small collective, where nothing fails; for every step.
+
+    Args:
+        work: local work without communication, of some ranks or all.
+        flags: as many on every rank.
+
+    Returns:
+        For each flag whether it is set on any rank.
+
+    Raises:
+        ScheduleError: as `agree` does.
+    """
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:  # raised below, where all ranks hear of it
+        error = caught
+    failed, *found = on_any_rank([error is not None, *flags], device=device)
+
+    def tell() -> None:
+        if error is not None:
+            raise error
+
+    if failed:
+        agree(tell, device=device)
+    return found
 
 
 def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> T:
@@ -97,7 +133,10 @@ def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> 
 
 
 def _exchange(
-    values: list[str], error: Exception | None, device: torch.device
+    values: list[str],
+    error: Exception | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> list[tuple[list[bytes], str]]:
     """Per rank the digests of its values and its error message."""
     message = "" if error is None else f"{type(error).__name__}: {error}"
@@ -106,8 +145,8 @@ def _exchange(
         return [(digests, message)]
     payload = b"".join(digests) + message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
     return [_unpacked(bytes(row.tolist()), len(values)) for row in everyone]
 
 
@@ -129,5 +168,6 @@ def _refuse_difference(name: str, digests: list[bytes]) -> None:
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
         raise _shared(
             f"ranks {odd} have another {name} than the other {count}; every rank must plan from "
-            "the same lengths, rollouts, layout, budget and policy, and make the same call"
+            "the same lengths, rollouts, layout, budget, policy and cost model, and make the same "
+            "call"
         )

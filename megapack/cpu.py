@@ -84,6 +84,21 @@ def _redirect_cuda_module() -> None:
     megatron_random._set_cuda_rng_state = set_state
     megatron_random._get_cuda_rng_state = get_state
     _redirect_experts()
+    _redirect_optimizer()
+
+
+def _redirect_optimizer() -> None:
+    """Fused optimizers of Transformer Engine and apex, where installed, take CUDA tensors alone."""
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.optimizer import optimizer as base
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    for module in (clip_grads, base):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
 
 
 def _redirect_experts() -> None:

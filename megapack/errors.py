@@ -9,6 +9,9 @@ from __future__ import annotations
 class MegapackError(Exception):
     """Base of all errors that megapack raises on purpose."""
 
+    exit_code = 2
+    """What the `megapack` command ends with."""
+
 
 class ConfigError(MegapackError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
@@ -29,5 +32,16 @@ class ScheduleError(MegapackError, RuntimeError):
     """Whether every rank raises this same error, so that one of them may speak for all."""
 
 
+class RunInterrupted(MegapackError, RuntimeError):
+    """A signal ended the run before its last step; it is saved, and resuming goes on with it."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h: try again later."""
+
+
 class CheckpointError(MegapackError, RuntimeError):
     """A checkpoint that cannot be written, or that does not fit the run that would resume it."""
+
+
+class PatchError(MegapackError, RuntimeError):
+    """A name of another framework that cannot be replaced, since it is not what was expected."""

@@ -49,9 +49,9 @@ class Forecast:
         return 1 - self.tokens / self.row_tokens
 
     @property
-    def time_over_equal_work(self) -> float:
-        """How far from what no plan reaches; 1 is out of reach."""
-        return self.seconds / self.equal_work_seconds if self.equal_work_seconds else math.nan
+    def time_over_equal_work(self) -> float | None:
+        """How far from what no plan reaches, 1; None where samples themselves cost nothing."""
+        return self.seconds / self.equal_work_seconds if self.equal_work_seconds else None
 
 
 def forecast(plan: Plan, steps: Sequence[StepPlan], lengths: Ints, cost: CostModel) -> Forecast:
@@ -96,7 +96,7 @@ def forecast(plan: Plan, steps: Sequence[StepPlan], lengths: Ints, cost: CostMod
         row_tokens=sum(mb.row_tokens for mb in rows),
         fill=None if capacity < 0 else int(kept.sum()) / (num_rows * capacity),
         imbalance=math.fsum(map(max, work)) / mean_work if mean_work else 1.0,
-        bubble_fraction=seconds / busy - 1 if busy else 0.0,
+        bubble_fraction=max(0.0, seconds / busy - 1) if busy else 0.0,
         seconds=seconds,
         equal_work_seconds=_equal_work_seconds(kept, layout, cost, plan.forward_only),
         peak_live_tokens=max(run.peak_live_tokens for run in runs),

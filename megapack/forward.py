@@ -36,7 +36,10 @@ class DeviceRow:
         self.row = row.to(device)
         self.routing = None if routing is None else routing.to(device)
         self.params: PackedSeqParams = packed_seq_params(
-            self.row.cu_seqlens_padded_S1, row.max_seqlen, row.row_tokens
+            self.row.cu_seqlens_padded_S1,
+            row.max_seqlen,
+            row.row_tokens,
+            cp=row.row_tokens // row.tokens_T.numel(),
         )
 
 

@@ -17,6 +17,7 @@ Bools = npt.NDArray[np.bool_]
 
 # Sums of squared lengths must stay exact in int64 (and, as costs, in float64).
 MAX_LENGTH = 2**28
+_MAX_COUNT = 2**40
 
 
 def read_lengths(lengths: Sequence[int] | Ints) -> Ints:
@@ -148,9 +149,14 @@ def read_budget(
 
 
 def check_count(name: str, value: object) -> None:
-    """Raise ConfigError where a size that is given is not an integer of at least 1."""
+    """Raise ConfigError where a size that is given is not an integer of at least 1.
+
+    Compiled code takes it times cp as an int64.
+    """
     if value is None:
         return
     good = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not good or value < 1:  # type: ignore[operator]
         raise ConfigError(f"{name}={value!r}; set an integer of at least 1")
+    if value > _MAX_COUNT:  # type: ignore[operator]
+        raise ConfigError(f"{name}={value}; set an integer of at most {_MAX_COUNT}")

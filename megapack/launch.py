@@ -56,6 +56,8 @@ def quiet_known_warnings() -> None:
         r"If you are using transformer_engine as the transformer implementation",
         r"The following imports from `dynamic_context\.py`",
         r"The 'megatron\.core\.transformer\.custom_layers",
+        r"Using deprecated internal API from Transformer Engine",
+        r"transformer_engine\.[\w.]+ is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)
 

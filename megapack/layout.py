@@ -18,6 +18,9 @@ Fp8 = Literal["mxfp8", "blockwise"] | bool
 # Tokens that a GEMM's sequence dimension must be a multiple of, by FP8 recipe.
 _FP8_UNIT_TOKENS: dict[object, int] = {False: 1, True: 16, "mxfp8": 32, "blockwise": 128}
 
+# A number given by mistake must not ask for all memory.
+_MAX_SIZE = 2**20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -97,6 +100,11 @@ class Layout:
         return self.ep > self.cp
 
     @property
+    def fp8_unit_tokens(self) -> int:
+        """What the tokens of a GPU's products are a multiple of, by the FP8 recipe; 1 without."""
+        return _FP8_UNIT_TOKENS[self.fp8]
+
+    @property
     def sample_alignment(self) -> int:
         """Each sample is padded to a multiple of this many tokens: two zigzag slices per CP rank.
 
@@ -108,12 +116,12 @@ class Layout:
     def row_alignment(self) -> int:
         """Row tokens are a multiple of this.
 
-        The local length, row / cp, must be a multiple of tp under sequence parallelism and of the
-        FP8 unit: cp=2, tp=8, sequence parallel and fp8 give lcm(4, 2 * lcm(8, 16)) = 32.
+        What a GPU holds outside attention, row / cp and under sequence parallelism row / (cp * tp),
+        is a multiple of the FP8 unit: Transformer Engine quantizes it before it gathers. cp=2,
+        tp=8, sequence parallel and fp8 give lcm(4, 2 * 8 * 16) = 256.
         """
         scatter = self.tp if self.sequence_parallel else 1
-        local = math.lcm(scatter, _FP8_UNIT_TOKENS[self.fp8])
-        return math.lcm(self.sample_alignment, self.cp * local)
+        return math.lcm(self.sample_alignment, self.cp * scatter * self.fp8_unit_tokens)
 
     def chunks_in_flight(self, stage: int = 0, group_size: int | None = None) -> int:
         """Most chunks of one stage, each 1/vpp of it, whose activations wait for their backward.
@@ -176,3 +184,5 @@ def _round_up(value: int, multiple: int) -> int:
 def _check_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}={value!r}; set an integer of at least 1")
+    if value > _MAX_SIZE:
+        raise ConfigError(f"{name}={value}; set an integer of at most {_MAX_SIZE}")

@@ -66,6 +66,9 @@ class MemoryModel:
     ) -> GpuMemory:
         """One GPU of a pipeline stage.
 
+        With Adam a bf16 parameter takes 2 bytes, its fp32 gradient 4, main weight and moments 12:
+        18, or 6 + 12 / dp under the distributed optimizer, as Megatron-Core's page on it counts.
+
         Args:
             stage: 0 to pp - 1.
             live_tokens: row tokens in flight per GPU on stage 0, `Simulation.peak_live_tokens`;

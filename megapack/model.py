@@ -1,9 +1,8 @@
-"""A Megatron-Core GPT for packed rows: specs, chunks, data parallelism, optimizer."""
+"""A Megatron-Core GPT for packed rows: config, chunks, data parallelism."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any, Literal
 
 import torch
@@ -14,73 +13,32 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_mtp_block_spec,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 
 from megapack import cpu
-from megapack.attention import PackedSDPA
+from megapack.attention_choice import Kernel, choose_attention
 from megapack.errors import ConfigError
 from megapack.frozen import freeze
 from megapack.init import initialize_by_name
+from megapack.kernels import has_gradient_accumulation_fusion, has_rope_fusion
+from megapack.layer_specs import block_spec, mtp_spec
 from megapack.layout import Layout
-from megapack.moe import use_packed_router
-from megapack.train_config import ModelConfig, OptimConfig
+from megapack.train_config import ModelConfig
 from megapack.value_head import keep_fp32, replace_output_layer
 
 # Vocabularies are padded to a multiple that no common tp changes, so that padding is the same.
 _VOCAB_MULTIPLE = 128
 
 
-class PackedNorm(torch.nn.Module):
-    """LayerNorm or RMSNorm for the local spec, marked for sequence parallelism.
-
-    Megatron's own fallback norm refuses sequence parallelism; marking the parameters makes it sum
-    their gradients over the tensor-parallel ranks that see different tokens.
-    """
-
-    def __new__(
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> Any:
-        """A torch norm of `hidden_size`."""
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
-        for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-
-def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Megatron's local layer spec with attention that keeps packed samples apart."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedSDPA
-    if config.num_moe_experts:
-        use_packed_router(spec.submodules.mlp)
-    spec.submodules.input_layernorm = PackedNorm
-    spec.submodules.pre_mlp_layernorm = PackedNorm
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = PackedNorm
-    return spec
-
-
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
-    """Megatron's config of a model on a layout, with the settings that packed rows need."""
+    """Megatron's config of a model on a layout, with the settings that packed rows need.
+
+    Raises:
+        ConfigError: the model's attention, or FP8, cannot run here.
+    """
+    kernel = choose_attention(model.attention, model.dtype)
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     pipelined = layout.pp > 1
     return TransformerConfig(
@@ -88,9 +46,11 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
+        kv_channels=model.head_width,
         ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
         normalization=model.normalization,
-        layernorm_epsilon=1e-5,
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.gated_linear_unit,
         activation_func=torch.nn.functional.silu
         if model.gated_linear_unit
@@ -118,12 +78,12 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         batch_p2p_comm=layout.vpp == 1,
         calculate_per_token_loss=True,
         persist_layer_norm=False,
-        # Transformer Engine's rope reads cu_seqlens on the device, the unfused one on the host.
-        apply_rope_fusion=choose_attention(model.attention) == "te",
-        gradient_accumulation_fusion=False,
+        apply_rope_fusion=has_rope_fusion(kernel),
+        gradient_accumulation_fusion=has_gradient_accumulation_fusion(),
         mtp_num_layers=model.mtp_num_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss_coef,
         **_experts(model),
+        **_fp8(model, kernel),
         **_recompute(model.recompute),
         **_without_cuda_graphs(),
     )
@@ -150,6 +110,19 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         # The default, allgather, needs rows of one length on all ranks.
         "moe_token_dispatcher_type": "alltoall",
     }
+
+
+def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
+    if model.fp8 is None:
+        return {}
+    if kernel != "te":
+        raise ConfigError(
+            f"model.fp8={model.fp8} needs Transformer Engine's layers, and attention is {kernel}; "
+            "set model.attention=te to see what is missing, or model.fp8=null"
+        )
+    # Gradients have a wider range, which E5M2 holds; scaling by block makes that needless.
+    by_block = model.fp8 in ("blockwise", "mxfp8")
+    return {"fp8": "e4m3" if by_block else "hybrid", "fp8_recipe": model.fp8}
 
 
 def _without_cuda_graphs() -> dict[str, Any]:
@@ -254,11 +227,12 @@ def _chunk(
 ) -> GPTModel:
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
-    spec = _block_spec(model.attention, config, vp_stage)
+    kernel = choose_attention(model.attention, model.dtype)
+    spec = block_spec(kernel, config, vp_stage)
     chunk = model_class(
         config=config,
         transformer_layer_spec=spec,
-        mtp_block_spec=_mtp_spec(model.attention, config, spec, vp_stage),
+        mtp_block_spec=mtp_spec(kernel, config, spec, vp_stage),
         vocab_size=vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -280,56 +254,6 @@ def _drop_unused_weight(chunk: GPTModel) -> None:
         chunk.output_layer.register_parameter("weight", None)
 
 
-def _block_spec(
-    attention: Literal["auto", "te", "sdpa"], config: TransformerConfig, vp_stage: int | None
-) -> Any:
-    if choose_attention(attention) == "te":
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_layer_with_transformer_engine_spec,
-        )
-
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        if config.num_moe_experts:
-            use_packed_router(spec.submodules.mlp)
-        return spec
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(
-        layer_specs=[local_layer_spec(config)] * layers, layer_norm=PackedNorm
-    )
-
-
-def _mtp_spec(
-    attention: Literal["auto", "te", "sdpa"], config: TransformerConfig, spec: Any, vp_stage: Any
-) -> Any:
-    if not config.mtp_num_layers:
-        return None
-    te = choose_attention(attention) == "te"
-    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=te, vp_stage=vp_stage)
-    for layer in block.layer_specs if block is not None and not te else ():
-        layer.submodules.enorm = layer.submodules.hnorm = PackedNorm
-        layer.submodules.layer_norm = PackedNorm
-    return block
-
-
-def choose_attention(attention: Literal["auto", "te", "sdpa"]) -> Literal["te", "sdpa"]:
-    """Transformer Engine where it is installed and CUDA is there, per-sample SDPA elsewhere.
-
-    Raises:
-        ConfigError: Transformer Engine is asked for and cannot run.
-    """
-    usable = cpu.uses_cuda() and importlib.util.find_spec("transformer_engine") is not None
-    if attention == "te" and not usable:
-        raise ConfigError(
-            "model.attention=te needs CUDA and the package transformer-engine; install "
-            "megapack[te], or set model.attention=sdpa"
-        )
-    return "te" if usable and attention != "sdpa" else "sdpa"
-
-
 def _check_sizes(model: ModelConfig, layout: Layout) -> None:
     groups = model.num_query_groups or model.num_attention_heads
     checks = {
@@ -340,25 +264,27 @@ def _check_sizes(model: ModelConfig, layout: Layout) -> None:
         ),
         f"model.num_query_groups={groups}": (groups, layout.tp),
         "the padded vocabulary (a multiple of 128)": (_VOCAB_MULTIPLE, layout.tp),
+        **_fp8_widths(model, layout),
     }
     for what, (size, divisor) in checks.items():
         if size % divisor:
             raise ConfigError(f"{what} does not divide by {divisor}; change it or the layout")
 
 
-def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], bf16: bool) -> Any:
-    """Megatron's Adam for the chunks, with gradient clipping; distributed if asked for."""
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=optim.lr,
-        min_lr=optim.min_lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.adam_beta1,
-        adam_beta2=optim.adam_beta2,
-        adam_eps=optim.adam_eps,
-        clip_grad=optim.clip_grad,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=optim.distributed_optimizer,
-    )
-    return get_megatron_optimizer(config, chunks)
+def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Widths that FP8 products cut over tp, and what each must be a multiple of."""
+    if model.fp8 is None:
+        return {}
+    unit = layout.fp8_unit_tokens * layout.tp
+    ffn = model.ffn_hidden_size or 4 * model.hidden_size
+    widths = {
+        "hidden_size": (model.hidden_size, layout.fp8_unit_tokens),
+        "ffn_hidden_size": (ffn, unit),
+        "num_attention_heads * head width": (model.num_attention_heads * model.head_width, unit),
+    }
+    if model.num_experts is not None:
+        widths["moe_ffn_hidden_size"] = (model.moe_ffn_hidden_size or ffn, unit)
+    return {
+        f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp})": (size, divisor)
+        for name, (size, divisor) in widths.items()
+    }

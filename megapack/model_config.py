@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from megapack.errors import ConfigError
+from megapack.layout import Fp8
 
 
 def at_least(config: Any, section: str, least: float, *names: str) -> None:
@@ -29,6 +30,10 @@ class ModelConfig:
     """Query heads; a multiple of tp."""
     num_query_groups: int | None = None
     """Key and value heads (grouped queries); null = one per query head."""
+    kv_channels: int | None = None
+    """Width of a head, even; null = hidden_size / num_attention_heads."""
+    qk_layernorm: bool = False
+    """Norms of each head's queries and keys before the rotary embedding (Qwen3)."""
     ffn_hidden_size: int | None = None
     """Width inside the MLP; null = 4 * hidden_size."""
     vocab_size: int | None = None
@@ -39,15 +44,22 @@ class ModelConfig:
     """Base of the rotary embedding's wavelengths."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """The norm of every layer."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square under a norm's root."""
     gated_linear_unit: bool = True
     """SwiGLU in the MLP; false = GELU."""
     untie_embeddings: bool = False
     """An output matrix of its own; false = the input embedding's, on the first and last stage."""
-    attention: Literal["auto", "te", "sdpa"] = "auto"
-    """Kernels for packed rows: Transformer Engine's, per-sample SDPA of torch, or Transformer
-    Engine's where it is installed and the device is cuda."""
+    attention: Literal["auto", "te", "varlen", "sdpa"] = "auto"
+    """Kernels for packed rows: Transformer Engine's, torch's varlen attention (bf16, torch 2.10 or
+    later), per-sample SDPA of torch, or the first of these that can run; a forced one that cannot
+    is an error."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of weights and activations; bf16 keeps main weights and gradients in fp32."""
+    fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
+    """Scaling of the linear layers' FP8 products, Transformer Engine's; rows are aligned for it.
+    Needs attention=te and dtype=bf16; weights stay bf16, attention and the vocabulary projection
+    are not in FP8. null = none."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activations that the backward computes again: none, whole layers, or attention only."""
     init_std: float = 0.02
@@ -85,18 +97,50 @@ class ModelConfig:
             )
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
         at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
-        at_least(self, "model", 1, "max_position_embeddings")
+        at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
         at_least(self, "model", 0, "init_std")
+        at_least(self, "model", 0, "norm_epsilon")
         heads, groups = self.num_attention_heads, self.num_query_groups
-        if self.hidden_size % (2 * heads):
+        if self.kv_channels is None and self.hidden_size % (2 * heads):
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size} does not give model.num_attention_heads="
-                f"{heads} heads of an even width; set a multiple of {2 * heads}"
+                f"{heads} heads of an even width; set a multiple of {2 * heads}, or "
+                "model.kv_channels"
             )
+        if self.head_width % 2:
+            raise ConfigError(
+                f"model.kv_channels={self.kv_channels} is odd; rotary embeddings turn pairs of "
+                f"channels: set {self.head_width + 1}"
+            )
+        self._check_fp8()
         if groups is not None and heads % groups:
             raise ConfigError(
                 f"model.num_attention_heads={heads} does not divide over model.num_query_groups="
                 f"{groups}; set a divisor of {heads}"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Channels of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def fp8_rows(self) -> Fp8:
+        """The recipe as `Layout.fp8` has it, which aligns rows for it."""
+        by_block: dict[str | None, Fp8] = {
+            None: False,
+            "blockwise": "blockwise",
+            "mxfp8": "mxfp8",
+        }
+        return by_block.get(self.fp8, True)
+
+    def _check_fp8(self) -> None:
+        if self.fp8 is None:
+            return
+        if self.attention not in ("auto", "te") or self.dtype != "bf16":
+            raise ConfigError(
+                f"model.fp8={self.fp8} with model.attention={self.attention} and model.dtype="
+                f"{self.dtype}; set model.attention=te and model.dtype=bf16"
             )
 
     def _check_experts(self) -> None:

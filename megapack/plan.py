@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -133,6 +134,12 @@ class Plan:
             **colocate,
             "steps": [_step_payload(step) for step in self.steps],
         }
+
+
+def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:
+    """Samples whose tokens a data-parallel rank needs under any of the plans, in order."""
+    steps = [step for plan in plans for step in plan.steps]
+    return sorted({i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples})
 
 
 def _step_payload(step: StepPlan) -> dict[str, Any]:

@@ -25,6 +25,9 @@ _CHOICES = {
     "group_size": get_args(GroupSize),
 }
 
+# Compiled code takes them, times sizes of the layout, as int64.
+_MAX_INT = 2**40
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -72,3 +75,5 @@ class Policy:
 def _check_int(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r}; set an integer of at least {least}")
+    if value > _MAX_INT:
+        raise ConfigError(f"{name}={value}; set an integer of at most {_MAX_INT}")

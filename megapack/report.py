@@ -18,10 +18,10 @@ from megapack.files import write_whole
 from megapack.pipeline import Simulation
 from megapack.plan import Plan, StepPlan
 from megapack.run_records import LENGTHS_FILE, METRICS_FILE, PLAN_FILE, TRACE_FILE
+from megapack.schedule import StepResult
+from megapack.trackers import Metrics, Tracker
 
 logger = logging.getLogger(__name__)
-
-Metrics = Mapping[str, float | int | str | None]
 
 
 class RunFolder:
@@ -48,6 +48,8 @@ class RunFolder:
         self._metrics: TextIO = open(  # noqa: SIM115
             self.path / METRICS_FILE, "a", encoding="utf-8"
         )
+        self.trackers: Sequence[Tracker] = ()
+        """What else gets every line of metrics; `close` closes them."""
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
@@ -64,12 +66,17 @@ class RunFolder:
             file.write(json.dumps(values, allow_nan=False) + "\n")
 
     def append_metrics(self, metrics: Metrics) -> None:
-        """Add a line to metrics.jsonl."""
+        """Add a line to metrics.jsonl, and tell the trackers."""
         self._metrics.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
         self._metrics.flush()
+        for tracker in self.trackers:
+            tracker.write(metrics)
 
     def close(self) -> None:
-        """Close metrics.jsonl."""
+        """Close metrics.jsonl and the trackers; a second call does nothing."""
+        trackers, self.trackers = self.trackers, ()
+        for tracker in trackers:
+            tracker.close()
         self._metrics.close()
 
 
@@ -98,14 +105,15 @@ def _keep_earlier(path: Path) -> None:
     logger.warning("%s of an earlier run is kept as %s", path, kept)
 
 
-def packing_metrics(step: StepPlan, simulation: Simulation) -> dict[str, Any]:
-    """How well a step is packed.
+def training_metrics(result: StepResult) -> dict[str, float]:
+    """The loss and the objective's metrics with their units in the key."""
+    nats = {"kl_old", "kl_ref", "entropy"}
+    named = {f"{k}_nats" if k in nats else k: v for k, v in result.metrics.items()}
+    return {"loss": result.loss, **named}
 
-    `packing_efficiency`: real over row tokens, padding micro-batches counted. `padded_share`: the
-    rest. `imbalance`: the slowest data-parallel rank's simulated seconds over the mean.
-    `bubble_fraction`: see `Simulation`. `peak_live_row_tokens`: most row tokens per GPU whose
-    activations one stage holds at a time.
-    """
+
+def packing_metrics(step: StepPlan, simulation: Simulation) -> dict[str, Any]:
+    """How well a step is packed; `docs/metrics.md` says what each key means."""
     rows = [mb for rank in step.ranks for mb in rank]
     tokens, row_tokens = sum(mb.tokens for mb in rows), sum(mb.row_tokens for mb in rows)
     seconds = simulation.rank_makespans
@@ -116,10 +124,10 @@ def packing_metrics(step: StepPlan, simulation: Simulation) -> dict[str, Any]:
         "num_microbatches_per_rank": max(len(rank) for rank in step.ranks),
         "num_padding_microbatches": sum(not mb.samples for mb in rows),
         "packing_efficiency": tokens / row_tokens,
-        "padded_share": 1 - tokens / row_tokens,
+        "padding_fraction": 1 - tokens / row_tokens,
         "imbalance": max(seconds) * len(seconds) / sum(seconds),
         "bubble_fraction": simulation.bubble_fraction,
-        "peak_live_row_tokens": simulation.peak_live_tokens,
+        "peak_live_row_tokens_per_gpu": simulation.peak_live_tokens,
     }
 
 
@@ -144,18 +152,21 @@ def memory_peaks() -> dict[str, float]:
 
 
 class StepClock:
-    """Predicted step seconds: simulated units times the seconds a unit took so far in this run.
+    """Predicted step seconds.
 
-    The first step has no prediction, and neither has a run whose cost model is not in seconds
-    before anything was measured.
+    Those that were simulated, where the cost model is in seconds. Else simulated units times the
+    seconds that a unit took so far in this run, so that the first step has no prediction.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_seconds: bool = False) -> None:
+        self._in_seconds = in_seconds
         self._measured_s: list[float] = []
         self._simulated: list[float] = []
 
     def predict(self, makespan: float) -> float | None:
-        """Seconds that a step of this simulated makespan will take; None before the first."""
+        """Seconds that a step of this simulated makespan will take; None where none is known."""
+        if self._in_seconds:
+            return makespan
         if not self._measured_s:
             return None
         return makespan * sum(self._measured_s) / sum(self._simulated)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megapack.cost import CostModel
 from megapack.errors import DataError, PlanError
 from megapack.inputs import Ints
 from megapack.length_file import Columns, read_length_file
@@ -31,6 +32,8 @@ class TracedStep:
     """The step's number in the run, from 1."""
     plan: Plan
     """Of this one step."""
+    cost: CostModel | None
+    """What the run was planned with, in seconds; None where it had no such model."""
     events: tuple[Event, ...]
     """Measured seconds from a moment that all ranks share."""
 
@@ -117,7 +120,14 @@ def _traced(line: dict[str, Any]) -> TracedStep:
             raise ValueError(f"micro-batch {event.microbatch} of rank {event.rank}")
         if event.kind not in ("F", "B") or not event.start <= event.end:
             raise ValueError(f"an event {event.kind!r} from {event.start} to {event.end}")
-    return TracedStep(_metrics(line)["step"], plan, events)
+    return TracedStep(_metrics(line)["step"], plan, _cost(line.get("cost")), events)
+
+
+def _cost(fields: Any) -> CostModel | None:
+    if fields is None:
+        return None
+    weights = fields["stage_weights"]
+    return CostModel(**{**fields, "stage_weights": None if weights is None else tuple(weights)})
 
 
 def _field(value: Any) -> Any:

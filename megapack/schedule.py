@@ -70,6 +70,9 @@ class ScheduleAdapter:
         ScheduleError: a setting that Megatron would hang or train wrongly with, and what to set.
     """
 
+    communicator_class = PlannedP2PCommunicator
+    """What carries planned rows between stages; a subclass may set one of its own."""
+
     def __init__(
         self,
         model: Sequence[torch.nn.Module] | torch.nn.Module,
@@ -273,7 +276,7 @@ class ScheduleAdapter:
             settings.check_head(self.chunks, self.head)
             if plan.policy.row_shape == "planned":
                 settings.check_planned_rows(self.config)
-            settings.check_counts(plan)
+            settings.check_counts(plan, self.config)
             if plan.digest() != self._checked_digest:
                 check_plan(plan, batch.lengths)
                 self._checked_digest = plan.digest()
@@ -365,7 +368,7 @@ class ScheduleAdapter:
     ) -> PlannedP2PCommunicator:
         layout = self.layout
         shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-        return PlannedP2PCommunicator(
+        return self.communicator_class(
             self._groups.pp,
             self.config,
             row_lengths=[row.row_tokens // shards for row in rows],

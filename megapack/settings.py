@@ -16,7 +16,7 @@ from megapack.attention import refuse_unpacked_attention
 from megapack.errors import ConfigError, ScheduleError
 from megapack.experts import check_experts
 from megapack.head import unwrapped
-from megapack.layout import Layout
+from megapack.layout import Fp8, Layout
 from megapack.mtp import check_mtp, num_depths
 from megapack.plan import Plan
 from megapack.value_head import ValueHead
@@ -87,10 +87,26 @@ def check_config(config: Any, layout: Layout) -> None:
             f"cp_comm_type={config.cp_comm_type!r}: Transformer Engine has no packed rows with "
             "'a2a+p2p'; set 'p2p'"
         )
+    _check_fp8(config, layout)
     if config.num_moe_experts:
         check_experts(config, layout)
     check_mtp(config)
     _check_features(config)
+
+
+def _check_fp8(config: Any, layout: Layout) -> None:
+    """Rows that a product cannot take fail in the kernel, on some ranks and not on others."""
+    if not getattr(config, "fp8", None):
+        return
+    recipe = getattr(config, "fp8_recipe", None)
+    rows: Fp8 = recipe if recipe in ("mxfp8", "blockwise") else True
+    needed = Layout(fp8=rows).fp8_unit_tokens
+    if layout.fp8_unit_tokens % needed:
+        raise ScheduleError(
+            f"config.fp8={config.fp8!r} with fp8_recipe={recipe!r} needs rows of a multiple of "
+            f"{needed} tokens per GPU, the layout's fp8={layout.fp8!r} gives a multiple of "
+            f"{layout.fp8_unit_tokens}; set Layout(fp8={rows!r})"
+        )
 
 
 def _check_features(config: Any) -> None:
@@ -107,12 +123,21 @@ def _check_features(config: Any) -> None:
             raise ScheduleError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
 
 
-def check_counts(plan: Plan) -> None:
-    """Raise ScheduleError for counts per rank where experts make ranks meet in every layer."""
-    if plan.policy.count_rule == "per_rank" and plan.layout.ep > 1:
+def check_counts(plan: Plan, config: Any) -> None:
+    """Raise ScheduleError for counts per rank where ranks meet in every micro-batch."""
+    if plan.policy.count_rule != "per_rank":
+        return
+    if plan.layout.ep > 1:
         raise ScheduleError(
             f"count_rule='per_rank' with ep={plan.layout.ep}: the experts' all-to-all in each "
             "layer needs one M on all ranks; plan with count_rule='legal'"
+        )
+    delayed = getattr(config, "fp8", None) and config.fp8_recipe == "delayed"
+    if delayed and not config.tp_only_amax_red:
+        raise ScheduleError(
+            "count_rule='per_rank' with fp8_recipe='delayed': ranks exchange their largest values "
+            "after each micro-batch and need one M; plan with count_rule='legal', or set "
+            "tp_only_amax_red=True"
         )
 
 

@@ -76,14 +76,15 @@ def traced(records: RunRecords, cost: CostModel | None) -> list[Timeline]:
     """Of each traced step of a run, first what was planned and then what was measured.
 
     Args:
-        cost: in seconds; None takes row tokens, as many seconds each as the run itself predicted,
-            or as make the two equally long where it did not.
+        cost: in seconds; None takes the run's own. Where it has none, a step takes the seconds
+            that the run predicted for it by its tokens, else those that were measured.
     """
     timelines = []
     for step in records.traced:
-        plan = planned(step.plan, 0, step.number, cost)
+        own = cost or step.cost
+        plan = planned(step.plan, 0, step.number, own)
         measured = Timeline("measured", step.number, step.plan, step.plan.steps[0], step.events)
-        if cost is None:
+        if own is None:
             seconds = records.predicted_seconds(step.number) or max(measured.rank_ends)
             plan = scaled(plan, seconds / max(plan.rank_ends))
         timelines += [plan, measured]

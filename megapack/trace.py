@@ -12,7 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import cpu
+from megapack.consensus import agree
+from megapack.cost import CostModel
 from megapack.forward import DeviceRow, ForwardStep
 from megapack.plan import Plan
 from megapack.report import RunFolder
@@ -38,10 +40,13 @@ class StepTracer:
 
     Args:
         num_steps: how many; 0 = none.
+        cost: what the run's steps are planned with; None where it is no seconds.
     """
 
-    def __init__(self, adapter: ScheduleAdapter, num_steps: int) -> None:
-        self._adapter, self._steps_left = adapter, num_steps
+    def __init__(
+        self, adapter: ScheduleAdapter, num_steps: int, cost: CostModel | None = None
+    ) -> None:
+        self._adapter, self._steps_left, self._cost = adapter, num_steps, cost
         self._is_warm = False
         self._recorder: _Recorder | None = None
 
@@ -65,10 +70,19 @@ class StepTracer:
             return
         recorder, self._recorder, self._adapter.around_forward = self._recorder, None, None
         events = _gather(recorder.events(self._adapter.dp_rank))
-        if folder is not None:
-            one_step = replace(plan, steps=(plan.steps[index],))
-            line = {"step": number, "plan": json.loads(one_step.to_json()), "events": events}
-            folder.append_line(TRACE_FILE, line)
+
+        def write() -> None:
+            if folder is not None:
+                one_step = replace(plan, steps=(plan.steps[index],))
+                line = {
+                    "step": number,
+                    "plan": json.loads(one_step.to_json()),
+                    "cost": None if self._cost is None else asdict(self._cost),
+                    "events": events,
+                }
+                folder.append_line(TRACE_FILE, line)
+
+        agree(write, device=torch.device(torch.cuda.current_device()))
 
 
 class _Recorder:

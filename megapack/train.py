@@ -5,10 +5,10 @@ records -> batches -> advantages, plan -> old and reference log-probs -> steps -
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,19 @@ from megapack import launch
 from megapack.checkpoint import Checkpoints
 from megapack.checkpoint_files import Checkpoint, Position, drop_after
 from megapack.checkpoint_state import RunState
-from megapack.config import dump_yaml
-from megapack.consensus import agree, agree_one_per_node_first
-from megapack.data_index import ReadSettings
-from megapack.dataset import Dataset, Rows
+from megapack.config import dump_yaml, to_dict
+from megapack.consensus import agree, agree_one_per_node_first, agree_with_flags
+from megapack.dataset import Rows
 from megapack.dp_schedule import build_dp_schedule
-from megapack.generated import generate_rollouts
+from megapack.errors import RunInterrupted
+from megapack.interrupt import Interrupt
+from megapack.kernels import find_kernels
 from megapack.layout import Layout
-from megapack.model import build_model, build_optimizer, initialize_parallel
+from megapack.model import build_model, initialize_parallel
 from megapack.objectives import make_objective
+from megapack.optimizer import build_lr_schedule, build_optimizer
 from megapack.pipeline import simulate
-from megapack.plan import Plan
+from megapack.plan import Plan, own_samples
 from megapack.reference import Reference
 from megapack.report import (
     Progress,
@@ -40,27 +42,34 @@ from megapack.report import (
     packing_metrics,
     plan_line,
     reset_memory_peaks,
+    training_metrics,
 )
 from megapack.rollouts import group_advantages
+from megapack.run_data import all_batches, open_dataset, steps_in
 from megapack.samples import SampleBatch
-from megapack.schedule import ScheduleAdapter, StepResult
+from megapack.schedule import ScheduleAdapter
 from megapack.tokenizer import ByteTokenizer
 from megapack.trace import StepTracer
+from megapack.trackers import check_installed, open_trackers
 from megapack.train_config import TrainConfig
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, interrupt: Interrupt) -> Path:
     """Run the main job on this rank, as one of all ranks of the job.
+
+    Args:
+        interrupt: an entered one; it was entered before torch was imported, which takes long.
 
     Returns:
         The run's folder, written by rank 0.
 
     Raises:
         MegapackError: on every rank; what is wrong and what to set.
+        RunInterrupted: on every rank; SIGTERM or SIGUSR1 came to one of them, and the run is saved.
     """
     device = launch.start(config.device)
     try:
-        return Trainer(config, device).run()
+        return Trainer(config, device, interrupt).run()
     finally:
         launch.stop()
 
@@ -68,10 +77,13 @@ def train(config: TrainConfig) -> Path:
 class Trainer:
     """The state of one run on one rank."""
 
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
-        self.layout: Layout = config.layout.to_layout(dist.get_world_size())
-        self.data = agree_one_per_node_first(lambda: _dataset(config), device=device)
+    def __init__(self, config: TrainConfig, device: torch.device, interrupt: Interrupt) -> None:
+        self.config, self.device, self.interrupt = config, device, interrupt
+        agree(lambda: check_installed(config.train.trackers), device=device)
+        self.layout: Layout = config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows)
+        self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
+        agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
+        self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
         initialize_parallel(self.layout, config.seed)
         self.chunks = build_model(
@@ -90,11 +102,12 @@ class Trainer:
         self.objective = make_objective(config.objective)
         self.reference = Reference(self.chunks) if config.objective.kl_coef else None
         self.schedule: OptimizerParamScheduler | None = None
-        self.clock = StepClock()
-        self.tracer = StepTracer(self.adapter, config.train.trace_steps)
+        self.clock = StepClock(in_seconds=self.cost is not None)
+        self.tracer = StepTracer(self.adapter, config.train.trace_steps, self.cost)
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: tuple[Plan, SampleBatch] | None = None
+        self._stopping = False
         self.checkpoints = Checkpoints(
             config,
             self.layout,
@@ -118,6 +131,8 @@ class Trainer:
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(active=writes, log_interval=config.train.log_interval)
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
+        model = config.model
+        self.progress.line(str(find_kernels(model.attention, model.dtype)))
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
@@ -125,10 +140,12 @@ class Trainer:
                 self._train_on(rows)
             if config.train.save_interval is not None and self._last is not None:
                 self.checkpoints.save(self.position, *self._last, self._computed_fields())
+            agree(self._close_folder, device=self.device)
         finally:
             self.progress.close()
-            if self.folder is not None:
-                self.folder.close()
+            # Still open after an error alone, which says more than what closing may raise.
+            with contextlib.suppress(Exception):
+                self._close_folder()
         path = Path(config.runs_dir) / config.name
         self.progress.line(f"{self.num_steps} steps; wrote {path}")
         return path
@@ -142,70 +159,39 @@ class Trainer:
         """The run's folder on rank 0; the one that is there where its own checkpoint is resumed."""
         if dist.get_rank() != 0:
             return None
-        config, resumed = self.config, self.resumed
-        if resumed is not None and self.checkpoints.is_own(resumed):
-            drop_after(resumed.path.parent, self.num_steps)
-            folder = RunFolder(config.runs_dir, config.name, continue_after=self.num_steps)
-        else:
-            folder = RunFolder(config.runs_dir, config.name)
+        config, found = self.config, self.resumed
+        own = found if found is not None and self.checkpoints.is_own(found) else None
+        if own is not None:
+            drop_after(own.path.parent, self.num_steps)
+        done = None if own is None else self.num_steps
+        folder = RunFolder(config.runs_dir, config.name, continue_after=done)
         folder.write_text("config.yaml", dump_yaml(config))
+        folder.trackers = open_trackers(
+            config.train.trackers, folder.path, to_dict(config), continue_after=done
+        )
         return folder
+
+    def _close_folder(self) -> None:
+        folder, self.folder = self.folder, None
+        if folder is not None:
+            folder.close()
 
     def _batches(self) -> Iterator[Rows]:
         """Batches in order, as many as the config asks for and from where the run stands; sets up
         the schedule first."""
-        total_steps = sum(self._steps_in(batch) for _, _, batch in self._all_batches())
+        config, data = self.config, self.data
+        total_steps = sum(steps_in(config, data, rows) for _, _, rows in all_batches(config, data))
         self.progress.expect(total_steps, self.num_steps)
-        self.schedule = self._lr_schedule(total_steps)
+        self.schedule = build_lr_schedule(config.optim, self.optimizer, total_steps)
         self.schedule.step(increment=self.num_steps)
-        for epoch, index, batch in self._all_batches():
+        for epoch, index, batch in all_batches(config, data):
             if (epoch, index) >= (self.position.epoch, self.position.batch):
                 self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
                 yield batch
 
-    def _all_batches(self) -> Iterator[tuple[int, int, Rows]]:
-        """Epoch, number in it, and rows of each batch of the run, one at a time."""
-        config = self.config
-        every = (
-            (epoch, index, batch)
-            for epoch in range(config.train.epochs)
-            for index, batch in enumerate(
-                self.data.batches(
-                    config.data.prompts_per_batch,
-                    shuffle=config.data.shuffle,
-                    seed=config.seed,
-                    epoch=epoch,
-                )
-            )
-        )
-        return itertools.islice(every, config.train.num_batches)
-
-    def _steps_in(self, rows: Rows) -> int:
-        plan = self.config.plan
-        if plan.num_steps is not None:
-            return plan.num_steps
-        if plan.global_batch_size is None:
-            return 1
-        return -(-self.data.num_rollouts(rows) // plan.global_batch_size)
-
-    def _lr_schedule(self, total_steps: int) -> OptimizerParamScheduler:
-        optim = self.config.optim
-        return OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=optim.lr,
-            min_lr=optim.lr if optim.decay == "constant" else optim.min_lr,
-            lr_warmup_steps=optim.warmup_steps,
-            lr_decay_steps=max(total_steps, optim.warmup_steps + 1),
-            lr_decay_style=optim.decay,
-            start_wd=optim.weight_decay,
-            end_wd=optim.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-
     def _train_on(self, rows: Rows) -> None:
         """Plan a batch, compute what the objective reads, and take its optimizer steps."""
+        self._raise_if_stopping()
         started = time.perf_counter()
         batch, plan, forward_plan = agree(lambda: self._prepare(rows), device=self.device)
         planned = time.perf_counter()
@@ -226,8 +212,9 @@ class Trainer:
         }
         self._last = plan, batch
         for index in range(first_step, len(plan.steps)):
+            self._raise_if_stopping()
             self._step(plan, batch, index, costs)
-            if self.checkpoints.due(self.num_steps):
+            if self._stopping or self.checkpoints.due(self.num_steps):
                 self.checkpoints.save(self.position, plan, batch, self._computed_fields())
 
     def _prepare(self, rows: Rows) -> tuple[SampleBatch, Plan, Plan]:
@@ -261,6 +248,7 @@ class Trainer:
             rollout_ids=self.data.rollout_ids(rows),
             global_batch_size=config.global_batch_size,
             num_steps=config.num_steps,
+            cost=self.cost,
             policy=config.to_policy(),
         )
 
@@ -273,6 +261,7 @@ class Trainer:
             batch.lengths,
             layout=self.layout,
             max_tokens_per_gpu=config.forward_max_tokens_per_gpu,
+            cost=self.cost,
             # Every sample's log-probs are needed, also of those that a step may drop.
             policy=dataclasses.replace(config.to_policy(), unreachable="pad"),
             forward_only=True,
@@ -309,7 +298,9 @@ class Trainer:
     ) -> None:
         """One optimizer step and its line of metrics."""
         objective, step = self.config.objective, plan.steps[index]
-        simulation = simulate(step, layout=self.layout)
+        simulation = simulate(
+            step, layout=self.layout, cost=self.cost, lockstep=self.layout.ep_spans_dp
+        )
         predicted_s = self.clock.predict(simulation.makespan)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -334,13 +325,13 @@ class Trainer:
         self.schedule.step(increment=1)
         total_s = time.perf_counter() - started
         self.clock.record(simulation.makespan, measured_s)
-        self.position = self._after_step(index + 1, len(plan.steps), bool(updated))
+        self.position = self.position.after_step(index + 1, len(plan.steps), bool(updated))
         packing = packing_metrics(step, simulation)
         self._write(
             {
                 "step": self.num_steps,
                 "plan_digest": plan.digest()[:12],
-                **_training_metrics(result),
+                **training_metrics(result),
                 "grad_norm": float(grad_norm),
                 "updated": int(updated),
                 "lr": lr,
@@ -350,51 +341,27 @@ class Trainer:
                 **costs,
                 **memory_peaks(),
                 "tokens_per_second": packing["tokens"] / total_s,
+                "tokens_per_second_per_gpu": packing["tokens"] / total_s / dist.get_world_size(),
                 **packing,
             }
         )
         self.tracer.finish(plan, index, self.num_steps, self.folder)
 
-    def _after_step(self, done: int, of: int, updated: bool) -> Position:
-        """Where the run stands with `done` steps of its batch's `of` taken."""
-        at, batch_over = self.position, done == of
-        return dataclasses.replace(
-            at,
-            num_steps=at.num_steps + 1,
-            num_updates=at.num_updates + updated,
-            batch=at.batch + batch_over,
-            step_in_batch=0 if batch_over else done,
-        )
-
     def _write(self, metrics: dict[str, Any]) -> None:
-        if self.folder is not None:
-            self.folder.append_metrics(metrics)
+        """Rank 0 writes; all ranks hear how that went, and whether one of them is told to stop."""
+
+        def write() -> None:
+            if self.folder is not None:
+                self.folder.append_metrics(metrics)
+
+        (self._stopping,) = agree_with_flags(write, [self.interrupt.noted], device=self.device)
         self.progress.step(self.num_steps, metrics)
 
-
-def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:
-    """Samples whose tokens a data-parallel rank needs under any of the plans, in order."""
-    steps = [step for plan in plans for step in plan.steps]
-    return sorted({i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples})
-
-
-def _dataset(config: TrainConfig) -> Dataset:
-    data = config.data
-    if data.path is None:
-        groups = data.num_generated // data.generated_group_size
-        return Dataset.from_rollouts(
-            generate_rollouts(groups, data.generated_group_size, data.generated_seed)
-        )
-    settings = ReadSettings(
-        vocab_size=config.model.vocab_size,
-        max_length=data.max_length or config.model.max_position_embeddings,
-        overlong=data.overlong,
-    )
-    return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")
-
-
-def _training_metrics(result: StepResult) -> dict[str, float]:
-    """The objective's metrics with their units in the key."""
-    nats = {"kl_old", "kl_ref", "entropy"}
-    named = {f"{k}_nats" if k in nats else k: v for k, v in result.metrics.items()}
-    return {"loss": result.loss, **named}
+    def _raise_if_stopping(self) -> None:
+        """Where the run would go on; it is saved by then."""
+        if self._stopping:
+            agree(self._close_folder, device=self.device)
+            raise RunInterrupted(
+                f"a signal ended the run after step {self.num_steps}; it is saved: start it again "
+                "with train.resume=auto"
+            )

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from megapack.calibration import read_cost
+from megapack.cost import CostModel
 from megapack.errors import ConfigError
-from megapack.layout import CountRule, Layout
+from megapack.layout import CountRule, Fp8, Layout
 from megapack.model_config import DataConfig, ModelConfig, ObjectiveConfig, at_least
 from megapack.policy import (
     Balance,
@@ -59,8 +61,11 @@ class LayoutConfig:
     def __post_init__(self) -> None:
         at_least(self, "layout", 1, "tp", "pp", "vpp", "cp", "ep", "dp", "microbatch_group_size")
 
-    def to_layout(self, world_size: int) -> Layout:
+    def to_layout(self, world_size: int, fp8: Fp8 = False) -> Layout:
         """The layout of a job of `world_size` ranks.
+
+        Args:
+            fp8: the model's `fp8_rows`, for which rows are aligned.
 
         Raises:
             ConfigError: the ranks do not fill it.
@@ -73,7 +78,7 @@ class LayoutConfig:
                 f"{dp * model_ranks} ranks, the job has {world_size}; start {dp * model_ranks}, "
                 "or change layout"
             )
-        return Layout(**{**dataclasses.asdict(self), "dp": dp})
+        return Layout(**{**dataclasses.asdict(self), "dp": dp, "fp8": fp8})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,9 @@ class PlanConfig:
     forward_max_tokens_per_gpu: int | None = None
     """The budget of forward-only passes (log-probs), which store no activations and so may take
     more; null = `max_tokens_per_gpu`."""
+    cost_model: str | None = None
+    """YAML file of a cost model in seconds, as tools/calibrate.py writes it, relative to the
+    working directory; the same on all ranks. null = a row costs its tokens."""
     count_rule: CountRule = Policy.count_rule
     """Numbers of micro-batches that are allowed: all that Megatron takes, multiples of the group
     size only, or a number of its own for each data-parallel rank (dense models)."""
@@ -132,6 +140,14 @@ class PlanConfig:
         """The planner's policy."""
         names = [field.name for field in dataclasses.fields(Policy)]
         return Policy(**{name: getattr(self, name) for name in names})
+
+    def read_cost(self, layout: Layout) -> CostModel | None:
+        """The cost model that is named; None where a row costs its tokens.
+
+        Raises:
+            ConfigError: see `calibration.read_cost`.
+        """
+        return None if self.cost_model is None else read_cost(self.cost_model, layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,13 +204,15 @@ class LoopConfig:
     """Optimizer steps, from the second on, whose forwards and backwards are timed on every rank and
     written to `trace.jsonl`, for `megapack trace` and `megapack report`; 0 = none."""
     save_interval: int | None = None
-    """A checkpoint is saved every this many optimizer steps, and after the last; null = none. All
-    ranks must see the run's folder."""
+    """A checkpoint is saved every this many optimizer steps, after the last, and where SIGTERM or
+    SIGUSR1 ends the run; null = none. All ranks must see the run's folder."""
     keep_checkpoints: int | None = 2
     """Complete checkpoints that stay, the latest; null = all."""
     resume: str | None = None
     """Go on from a checkpoint: its folder, the folder of a run (its latest), or auto (the latest
     of this run, and from the start where there is none); null = from the start."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides `metrics.jsonl`; the packages of these names must be installed."""
 
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
@@ -202,6 +220,8 @@ class LoopConfig:
         at_least(self, "train", 0, "trace_steps")
         if self.resume == "":
             raise ConfigError("train.resume is empty; set a folder, auto, or null")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ConfigError(f"train.trackers is {list(self.trackers)}; name each once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megapack.cost import CostModel
+from megapack.cost_sizes import ModelSizes
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.forecast import Forecast, forecast
@@ -57,15 +58,16 @@ class Space:
         if self.num_gpus < 1:
             raise ConfigError(f"{self.num_gpus} GPUs; set at least 1")
 
-    def layouts(self, num_layers: int, num_heads: int) -> Iterator[Layout]:
+    def layouts(self, sizes: ModelSizes) -> Iterator[Layout]:
         """Every layout that fills the GPUs and divides the model."""
+        num_layers = sizes.num_layers
         stages = self.pp or range(1, min(self.num_gpus, num_layers) + 1)
         for tp, cp, ep, pp in itertools.product(self.tp, self.cp, self.ep, stages):
             ranks = tp * cp * pp
-            if self.num_gpus % ranks or num_layers % pp or num_heads % tp:
-                continue
             dp = self.num_gpus // ranks
-            if (dp * cp * tp) % ep:
+            if self.num_gpus % ranks or num_layers % pp or (dp * cp * tp) % ep:
+                continue
+            if not _divides(sizes, tp, ep):
                 continue
             for vpp in self.vpp or range(1, _MAX_VPP + 1):
                 if (pp > 1 or vpp == 1) and (num_layers // pp) % vpp == 0:
@@ -139,12 +141,13 @@ def tune(work: Workload, space: Space) -> Tuning:
         ConfigError: no layout fills the GPUs and divides the model.
     """
     sizes = work.memory.sizes
-    layouts = list(space.layouts(sizes.num_layers, sizes.num_attention_heads))
+    layouts = list(space.layouts(sizes))
     if not layouts:
         raise ConfigError(
             f"no layout of tp {list(space.tp)}, cp {list(space.cp)}, ep {list(space.ep)} fills "
-            f"{space.num_gpus} GPUs and divides {sizes.num_layers} layers and "
-            f"{sizes.num_attention_heads} heads; set other sizes"
+            f"{space.num_gpus} GPUs and divides {sizes.num_layers} layers, "
+            f"{sizes.num_attention_heads} heads and {sizes.num_experts or 'no'} experts; set other "
+            "sizes"
         )
     tried = [candidate for layout in layouts for candidate in _candidates(work, space, layout)]
     fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
@@ -156,6 +159,13 @@ def tune(work: Workload, space: Space) -> Tuning:
         num_plans=len(tried),
         least_memory=min(needs, key=lambda memory: memory.total),
     )
+
+
+def _divides(sizes: ModelSizes, tp: int, ep: int) -> bool:
+    """Whether TP and EP divide what they split."""
+    widths = [sizes.num_attention_heads, sizes.ffn_hidden_size]
+    widths.append(sizes.num_query_groups or sizes.num_attention_heads)
+    return all(width % tp == 0 for width in widths) and (sizes.num_experts or 1) % ep == 0
 
 
 def _candidates(work: Workload, space: Space, layout: Layout) -> Iterator[Candidate]:

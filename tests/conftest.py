@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-from megapack import cli
-
-# No deadline: a busy machine is not a failure.
-settings.register_profile("megapack", deadline=None)
-settings.load_profile("megapack")
+try:
+    from hypothesis import settings
+except ImportError:
+    # A GPU machine may have pytest alone; tests/gpu needs no more.
+    pass
+else:
+    # No deadline: a busy machine is not a failure.
+    settings.register_profile("megapack", deadline=None)
+    settings.load_profile("megapack")
 
 # Tests start processes of their own; more threads than cores only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +42,8 @@ def shared_dir() -> Path:
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run a command: exit code, stdout, stderr."""
+
+    from megapack import cli
 
     def run(*args: str) -> tuple[int, str, str]:
         try:

@@ -49,6 +49,8 @@ def measure(way: str, options: argparse.Namespace) -> float:
     # So that libraries are loaded and what is measured is the head.
     head = VocabHead(weight_VH=weight_VH, chunk_tokens=options.chunk_tokens)
     vocab_parallel_logprobs(hidden_TH[:8], labels_T[:8], head)[0].sum().backward()
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     num = int(options.tokens * options.response) if response_only else options.tokens
     before = peak_bytes(options.device)
     hidden_RH, labels_R = hidden_TH[-num:], labels_T[-num:]

@@ -51,10 +51,7 @@ class ExchangingCommunicator(PlannedP2PCommunicator):
 class ExchangingAdapter(ScheduleAdapter):
     """The same rows with Megatron's own exchange of shapes."""
 
-    def _communicator(self, *args: Any) -> PlannedP2PCommunicator:
-        communicator = super()._communicator(*args)
-        communicator.__class__ = ExchangingCommunicator
-        return communicator
+    communicator_class = ExchangingCommunicator
 
 
 @dataclass(frozen=True)

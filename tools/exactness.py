@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import platform
 import sys
 import tempfile
@@ -22,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.dist import problem  # noqa: E402
 from tests.dist.cases import CASES, Case  # noqa: E402
-from tests.dist.spawn import checked_job  # noqa: E402
+from tests.dist.run_cases import make_reference, run_cases  # noqa: E402
 
 MARKS = ("<!-- measured -->", "<!-- end -->")
 VARIANTS = {
@@ -56,6 +55,7 @@ def feature_text(case: Case) -> str:
     features += [case.weighting] * (case.weighting != "token-mean")
     features += [f"frozen {', '.join(case.frozen)}"] * bool(case.frozen)
     features += ["forward pass by its own plan"] * (case.forward_budget is not None)
+    features += ["stages that share a device"] * case.staged
     features += ["counts differ by rank"] * case.unequal_counts
     names = {
         "padding": "padding micro-batches",
@@ -67,18 +67,11 @@ def feature_text(case: Case) -> str:
 
 
 def measure(names: list[str]) -> dict[str, dict[str, Any]]:
-    """What the workers found, by case, one launch per number of processes."""
-    found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        reference = f"{folder}/samples.pt"
-        checked_job(1, "tests.dist.reference", [reference], timeout_s=300)
-        for world in sorted({CASES[name].world for name in names}):
-            out = Path(folder) / f"world{world}.json"
-            mine = [name for name in names if CASES[name].world == world]
-            args = [reference, str(out), *mine]
-            checked_job(world, "tests.dist.worker", args, timeout_s=900)
-            found |= json.loads(out.read_text())
-    return found
+    """What the workers found, by case."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = run_cases(names, make_reference(folder), folder)
+    return {name: found[name] for name in names}
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:

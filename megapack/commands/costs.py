@@ -14,6 +14,7 @@ from megapack.layout import Layout
 from megapack.plan import Plan
 
 if TYPE_CHECKING:
+    from megapack.run_records import RunRecords
     from megapack.train_config import TrainConfig
 
 # What a plan is made with where nothing is known: as docs/planner.md has it for a 7B dense model.
@@ -134,7 +135,10 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
             raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
         from megapack.calibration import read_cost
 
-        return Pricing(read_cost(args.cost, layout), True, f"of the cost model {args.cost}")
+        cost = read_cost(args.cost, layout)
+        if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):
+            raise ConfigError(f"{args.cost}: a micro-batch takes 0 seconds; set per_token")
+        return Pricing(cost, True, f"of the cost model {args.cost}")
     if sizes is not None:
         return _by_sizes(args, sizes, layout, mean_length)
     if args.peak_tflops is not None:
@@ -161,12 +165,14 @@ def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
     return read_pricing(args, plan.layout, typical)
 
 
-def run_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
+def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
     """`plan_pricing` for a run, which predicts its own seconds where no options give any."""
-    pricing = plan_pricing(args, plan)
+    pricing = plan_pricing(args, records.plan)
     if pricing.in_seconds:
         return pricing
-    basis = "of row tokens, as many seconds each as the run predicted before the step"
+    basis = "by row tokens, as many seconds each as the run had measured before the step"
+    if records.traced and records.traced[0].cost is not None:
+        basis = "of the run's cost model"
     return replace(pricing, basis=basis)
 
 

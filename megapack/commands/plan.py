@@ -146,4 +146,5 @@ def _cells(result: Forecast, num_gpus: int, in_seconds: bool) -> list[str]:
     if in_seconds:
         speed = result.tokens / result.seconds / num_gpus
         cells += [f"{result.seconds:.4g}", f"{speed:.0f}"]
-    return [*cells, f"{result.time_over_equal_work:.3f}"]
+    ratio = result.time_over_equal_work
+    return [*cells, "-" if ratio is None else f"{ratio:.3f}"]

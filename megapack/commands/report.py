@@ -78,5 +78,5 @@ def _run_page(args: argparse.Namespace) -> tuple[Page, str]:
     from megapack.run_records import read_run
 
     records = read_run(args.target)
-    pricing = run_pricing(args, records.plan)
+    pricing = run_pricing(args, records)
     return run_page(records, pricing.cost if pricing.in_seconds else None), pricing.basis

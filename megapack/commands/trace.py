@@ -61,7 +61,7 @@ def _run_trace(args: argparse.Namespace) -> tuple[str, int, str]:
     numbers = [step.number for step in records.traced]
     if args.step is not None and args.step not in numbers:
         raise ConfigError(f"step {args.step} is not traced; set --step to one of {numbers}")
-    pricing = run_pricing(args, records.traced[0].plan)
+    pricing = run_pricing(args, records)
     timelines = [
         timeline
         for timeline in traced(records, pricing.cost if pricing.in_seconds else None)

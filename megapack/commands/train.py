@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megapack.config import find_config, load_config
+from megapack.interrupt import Interrupt
 from megapack.train_config import TrainConfig
 
 
@@ -17,10 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; returns once all ranks are done."""
     config = load_config(find_config(args.config), args.overrides, TrainConfig)
-    from megapack.launch import quiet_known_warnings
+    with Interrupt(saves=config.train.save_interval is not None) as interrupt:
+        from megapack.kernels import warn_of_other_apex
+        from megapack.launch import quiet_known_warnings
 
-    quiet_known_warnings()
-    from megapack.train import train  # torch and Megatron-Core take seconds to import
+        quiet_known_warnings()
+        warn_of_other_apex()
+        from megapack.train import train  # torch and Megatron-Core take seconds to import
 
-    train(config)
+        train(config, interrupt)
     return 0

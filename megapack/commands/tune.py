@@ -29,6 +29,8 @@ from megapack.policy import GroupSize
 if TYPE_CHECKING:
     from megapack.tune import Candidate, Tuning
 
+_MAX_GIB = 2**20
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """LENGTHS, the GPUs, what to try, and the model."""
@@ -86,8 +88,11 @@ def run(args: argparse.Namespace) -> int:
     """Sweep and rank; exit code 1 where nothing fits."""
     table = read_table(args)
     memory = _memory_model(args)
-    if not args.memory_gib > 0 or args.top < 1:
-        raise ConfigError(f"--memory-gib={args.memory_gib:g}, --top={args.top}; set both above 0")
+    if not 0 < args.memory_gib < _MAX_GIB or args.top < 1:
+        raise ConfigError(
+            f"--memory-gib={args.memory_gib:g}, --top={args.top}; set both above 0, and GiB of one "
+            "GPU"
+        )
     # The planner's compiler takes a third of a second to import: bad input is told before.
     from megapack.tune import Space, Workload, tune
 

@@ -32,6 +32,8 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     """Settings of Megatron's config to change once the model is built."""
     num_samples: int = problem.NUM_SAMPLES
+    staged: bool = False
+    """Stages exchange tensors through the host, as they must where they share a GPU."""
     unequal_counts: bool = False
     """Move one micro-batch to another rank, whatever the planner found best."""
     expect: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +89,9 @@ CASES: dict[str, Case] = {
     "pp2_other_model": Case(layout=PP2, variant="other"),
     "pp2_uniform": Case(layout=PP2, policy=UNIFORM, expect={"dummies": True}),
     "pp2_recompute": Case(layout=PP2, recompute="full"),
+    "pp2_staged": Case(layout=PP2, staged=True),
     "pp2_vpp2": Case(layout=PP2_VPP2, expect={"chunks": 2}),
+    "pp2_vpp2_staged": Case(layout=PP2_VPP2, staged=True, expect={"chunks": 2}),
     "pp2_vpp2_deallocating": Case(
         layout=PP2_VPP2, config={"deallocate_pipeline_outputs": True}, expect={"chunks": 2}
     ),
@@ -126,6 +130,7 @@ CASES: dict[str, Case] = {
     "pp2_bf16": Case(layout=PP2, variant="bf16"),
     "tp2_sp_bf16_recompute": Case(layout=TP2_SP, variant="bf16", recompute="full"),
     "tp2": Case(layout=TP2),
+    "tp2_other_model": Case(layout=TP2, variant="other"),
     "tp2_sp": Case(layout=TP2_SP),
     "tp2_sp_other_model": Case(layout=TP2_SP, variant="other"),
     "tp2_sp_recompute": Case(layout=TP2_SP, recompute="selective"),

@@ -1,33 +1,25 @@
-"""One launch per world size serves all its cases: starting four ranks takes longer than a case."""
+"""What the tests of several processes share."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.spawn import checked_job
+from tests.dist.cases import CASES
+from tests.dist.run_cases import make_reference, run_cases
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The one-sample reference's per-sample gradients and log-probs."""
-    path = tmp_path_factory.mktemp("reference") / "samples.pt"
-    checked_job(1, "tests.dist.reference", [str(path)], timeout_s=300)
-    return path
+    return make_reference(tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="session")
 def case_results(
     reference: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """What the worker found, by case."""
-    results: dict[str, dict[str, Any]] = {}
-    folder = tmp_path_factory.mktemp("cases")
-    for world in (1, 2, 4):
-        out = folder / f"world{world}.json"
-        checked_job(world, "tests.dist.worker", [str(reference), str(out)], timeout_s=600)
-        results.update(json.loads(out.read_text()))
-    return results
+    """What the workers found, by case."""
+    return run_cases(CASES, reference, tmp_path_factory.mktemp("cases"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,17 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from megapack import Layout, MegapackError, Policy, build_dp_schedule, launch
+from megapack.config import parse_config
+from megapack.consensus import agree_with_flags
+from megapack.interrupt import Interrupt
 from megapack.loss import PPO, SFT
 from megapack.objectives import ValueLoss
 from megapack.preference import DPO
 from megapack.ragged import TensorField
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from megapack.train import Trainer
+from megapack.train_config import TrainConfig
 from tests.dist import problem
 from tests.dist.setup import build_chunks
 
@@ -98,6 +104,23 @@ class Faults:
         shapes = [torch.zeros(1 + self.rank, 2)] * len(tokens)
         batch = SampleBatch(tokens, tensors={"pixels": TensorField(shapes)})
         self.adapter.step(self.plan, batch, objective=SFT())
+
+    def another_cost_model(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cost.yaml"
+            path.write_text(f"cost: {{per_token: {1 + self.rank}}}", encoding="utf-8")
+            text = f"{{name: x, plan: {{max_tokens_per_gpu: 64, cost_model: '{path}'}}}}"
+            config = parse_config(text, [], TrainConfig)
+            Trainer(config, torch.device("cpu"), Interrupt(saves=False))
+
+    def a_full_disk(self) -> None:
+        """On one rank, which alone writes."""
+
+        def write() -> None:
+            if self.rank == 1:
+                raise OSError(28, "No space left on device")
+
+        agree_with_flags(write, [False], device=torch.device("cpu"))
 
     def _with_setting(self, name: str, value: Any) -> None:
         config = get_model_config(self.chunks[0])

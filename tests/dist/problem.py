@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +27,13 @@ MODEL = ModelConfig(
 
 # Everything that MODEL is not: the reference solves both.
 OTHER_MODEL = dataclasses.replace(
-    MODEL, untie_embeddings=True, normalization="LayerNorm", gated_linear_unit=False
+    MODEL,
+    untie_embeddings=True,
+    normalization="LayerNorm",
+    gated_linear_unit=False,
+    kv_channels=12,
+    qk_layernorm=True,
+    norm_epsilon=1e-3,
 )
 BF16_MODEL = dataclasses.replace(MODEL, dtype="bf16")
 
@@ -83,21 +90,23 @@ def choices() -> list[torch.Tensor]:
     return [value.argsort(-1)[..., : MOE_MODEL.moe_top_k] for value in noise]
 
 
-def make_batch(num_samples: int = NUM_SAMPLES) -> SampleBatch:
-    """The samples, with random anchors near what a small model would give."""
+def make_batch(
+    num_samples: int = NUM_SAMPLES, pairs: Sequence[tuple[int, int]] = PAIRS
+) -> SampleBatch:
+    """The first samples of `pairs`, with random anchors near what a small model would give."""
     generator = torch.Generator().manual_seed(SEED)
 
     def tokens(count: int) -> torch.Tensor:
         return torch.randint(0, VOCAB_SIZE, (count,), generator=generator)
 
     def anchors() -> list[torch.Tensor]:
-        noise = (torch.randn(r, generator=generator) * 0.5 for _, r in PAIRS)
+        noise = (torch.randn(r, generator=generator) * 0.5 for _, r in pairs)
         return [n - math.log(VOCAB_SIZE) for n in noise]
 
-    prompts = [tokens(p) for p, _ in PAIRS]
-    responses = [tokens(r) for _, r in PAIRS]
+    prompts = [tokens(p) for p, _ in pairs]
+    responses = [tokens(r) for _, r in pairs]
     fields = {
-        "advantages": list(torch.randn(NUM_SAMPLES, generator=generator)),
+        "advantages": list(torch.randn(len(pairs), generator=generator)),
         "old_logprobs": anchors(),
         "ref_logprobs": anchors(),
     }

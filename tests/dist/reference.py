@@ -38,12 +38,16 @@ def build(settings: ModelConfig) -> GPTModel:
     config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, None
     config.moe_enable_routing_replay = True
     spec = get_gpt_layer_local_spec(
-        num_experts=settings.num_experts, normalization=config.normalization
+        num_experts=settings.num_experts,
+        qk_layernorm=settings.qk_layernorm,
+        normalization=config.normalization,
     )
     block = TransformerBlockSubmodules([spec] * settings.num_layers, layer_norm=WrappedTorchNorm)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=spec,
+        # The block and not the layer: where Transformer Engine is installed, the norm behind the
+        # last layer would be its own.
+        transformer_layer_spec=block,
         mtp_block_spec=get_gpt_mtp_block_spec(config, block, use_transformer_engine=False),
         vocab_size=128,
         max_sequence_length=settings.max_position_embeddings,
@@ -55,10 +59,10 @@ def build(settings: ModelConfig) -> GPTModel:
         [model],
         seed=problem.SEED,
         std=settings.init_std,
-        num_layers=problem.NUM_LAYERS,
+        num_layers=settings.num_layers,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
-    return model
+    return model.cuda()
 
 
 def logprobs_and_entropy(
@@ -73,11 +77,12 @@ def logprobs_and_entropy(
 def log_distributions(model: GPTModel, tokens_L: Tensor, temperature: float) -> list[Tensor]:
     """Of the next token at each position, and of those further ahead by MTP's layers."""
     length, hidden = tokens_L.numel(), []
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    positions_L = torch.arange(length, device=tokens_L.device)
+    mask = (positions_L[:, None] < positions_L)[None, None]
     found = model.mtp if model.config.mtp_num_layers else model.decoder
     hook = found.register_forward_hook(lambda module, inputs, output: hidden.append(output))
     # The labels are for Megatron's own losses, which are left unused.
-    model(tokens_L[None], torch.arange(length)[None], mask, labels=tokens_L[None])
+    model(tokens_L[None], positions_L[None], mask, labels=tokens_L[None])
     hook.remove()
     tied = model.share_embeddings_and_output_weights
     head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
@@ -91,7 +96,9 @@ def mtp_losses(model: GPTModel, tokens: Tensor, mask: Tensor, temperature: float
     for depth, log_p in enumerate(log_distributions(model, tokens, temperature)[1:], start=1):
         first = depth + 1
         at = [t for t in range(first, tokens.numel()) if mask[t]]
-        losses.append(sum((-log_p[t - first, tokens[t]] for t in at), torch.zeros(())))
+        losses.append(
+            sum((-log_p[t - first, tokens[t]] for t in at), torch.zeros((), device=log_p.device))
+        )
     return losses
 
 
@@ -185,9 +192,10 @@ def run_sample(
 ) -> dict[str, Any]:
     """One sample alone: its summed loss, the gradient of that, and its log-probs."""
     model.zero_grad()
-    tokens, mask = batch.tokens(index), batch.response_mask(index)[1:]
+    device = next(model.parameters()).device
+    tokens, mask = batch.tokens(index).to(device), batch.response_mask(index)[1:].to(device)
     names = ("advantages", "old_logprobs", "ref_logprobs")
-    fields = {name: batch.field(name, index) for name in names}
+    fields = {name: batch.field(name, index).to(device) for name in names}
     at = {name: v if v.dim() == 0 else v[1:] for name, v in fields.items()}
     if tokens.numel() == 1:
         none = torch.zeros(0)

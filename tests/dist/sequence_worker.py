@@ -1,6 +1,6 @@
-"""Runs every sequence-level objective on the layouts of one world size.
+"""Runs every sequence-level objective on one layout, or trains critics.
 
-torchrun --nproc-per-node 2 -m tests.dist.sequence_worker REFERENCE OUT
+torchrun --nproc-per-node 2 -m tests.dist.sequence_worker REFERENCE OUT LAYOUT|critics
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import ConfigError, launch
 from megapack.head import unwrapped
 from megapack.layout import Layout
-from megapack.model import build_optimizer
 from megapack.objectives import ValueLoss
+from megapack.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
 from megapack.train_config import OptimConfig
 from tests.dist import problem
 from tests.dist.sequence_problem import KINDS, LAYOUTS, Kind, make_batch, make_plan
-from tests.dist.setup import build_chunks, forget_groups
+from tests.dist.setup import build_chunks
 from tests.dist.worker import _gradient_errors
 
 
@@ -87,11 +88,11 @@ def _tied(layout: Layout) -> str:
 
 def _critics(layout: Layout) -> dict[str, Any]:
     found: dict[str, Any] = {"tied": _tied(layout)}
-    forget_groups()
+    parallel_state.destroy_model_parallel()
     for dtype in ("fp32", "bf16"):
         for distributed in (False, True):
             found[f"{dtype} {distributed}"] = train_critic(layout, dtype, distributed)
-            forget_groups()
+            parallel_state.destroy_model_parallel()
     return found
 
 
@@ -107,26 +108,29 @@ def _output_error(outputs: dict[str, Any], values: list[Tensor], batch: Any) -> 
     return worst
 
 
-def main(reference: str, out: str) -> None:
-    """All layouts of this world size; rank 0 writes `out`."""
+def main(reference: str, out: str, place: str) -> None:
+    """All objectives on one layout, or critics on as many ranks as there are; rank 0 writes."""
     launch.start("cpu")
-    wanted, found = torch.load(reference), {}
-    for place, layout in LAYOUTS.items():
-        if layout.world_size != dist.get_world_size():
-            continue
+    found: dict[str, Any] = {}
+    if place == "critics":
+        found[f"critics {dist.get_world_size()}"] = _critics(Layout(dp=dist.get_world_size()))
+    else:
+        wanted = torch.load(reference)
         for name, kind in KINDS.items():
-            result = run_kind(layout, kind, wanted[name])
-            worst = torch.tensor([result["worst_parameter"], result["output_error"]])
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            result["worst_parameter"], result["output_error"] = worst.tolist()
-            found[f"{place} {name}"] = result
-            forget_groups()
-    found["critics"] = _critics(Layout(dp=dist.get_world_size()))
+            found[f"{place} {name}"] = _worst_of_ranks(run_kind(LAYOUTS[place], kind, wanted[name]))
+            parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)
     launch.stop()
 
 
+def _worst_of_ranks(result: dict[str, Any]) -> dict[str, Any]:
+    names = ("worst_parameter", "output_error")
+    worst = torch.tensor([result[name] for name in names])
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return result | dict(zip(names, worst.tolist(), strict=True))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

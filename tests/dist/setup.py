@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megapack import Layout
@@ -29,14 +27,3 @@ def build_chunks(
         distributed_optimizer=distributed_optimizer,
         value_head=value_head,
     )
-
-
-def forget_groups() -> None:
-    """Destroy Megatron's groups. It only forgets them itself: hundreds of gloo threads per case
-    would stay, and slow down all that follow. Four ranks were seen to wait for each other in it."""
-    parallel_state.destroy_model_parallel()
-    if dist.get_world_size() > 2:
-        return
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)

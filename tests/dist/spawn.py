@@ -1,46 +1,56 @@
-"""Starts a job of several processes, with a hard timeout, and ends it by its own process group."""
+"""Starts a job of several processes, with a hard timeout, and ends it by its own process ids."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.dist.fork_server import TIMED_OUT, Job, request
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_job(
-    world: int, module: str, args: Sequence[str], *, timeout_s: float, cwd: Path = ROOT
+    world: int,
+    module: str,
+    args: Sequence[str],
+    *,
+    timeout_s: float,
+    cwd: Path = ROOT,
+    max_file_bytes: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module args` on `world` ranks; the port is the system's choice.
+    """Run `python -m module args` on `world` ranks, with torchrun's exit codes; see `fork_server`.
 
     Raises:
         TimeoutError: with what the job printed; no process of it is left.
     """
-    command = [sys.executable, "-m"]
-    if world > 1:
-        command += ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command += ["--nproc-per-node", str(world), "-m"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    job = subprocess.Popen(
-        [*command, module, *args],
-        cwd=cwd,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+    server, outputs = _server()
+    output = outputs / f"job{next(_NUMBERS)}.txt"
+    assert server.stdin is not None
+    assert server.stdout is not None
+    job = Job(
+        world=world,
+        module=module,
+        args=list(args),
+        cwd=str(cwd),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout_s=timeout_s,
+        output=str(output),
+        max_file_bytes=max_file_bytes,
     )
-    try:
-        output, _ = job.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        output, _ = job.communicate()
-        raise TimeoutError(f"{module} ran past {timeout_s} s:\n{output[-4000:]}") from None
-    return subprocess.CompletedProcess(job.args, job.returncode, output, "")
+    server.stdin.write(request(job))
+    server.stdin.flush()
+    code = int(server.stdout.readline())
+    text = output.read_text(errors="replace")
+    if code == TIMED_OUT:
+        raise TimeoutError(f"{module} ran past {timeout_s} s:\n{text[-4000:]}")
+    return subprocess.CompletedProcess([module, *args], code, text, "")
 
 
 def checked_job(world: int, module: str, args: Sequence[str], *, timeout_s: float) -> str:
@@ -48,3 +58,23 @@ def checked_job(world: int, module: str, args: Sequence[str], *, timeout_s: floa
     done = run_job(world, module, args, timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
+
+
+_NUMBERS = itertools.count()
+
+
+@functools.cache
+def _server() -> tuple[subprocess.Popen[str], Path]:
+    """The session's server, and a folder for what its jobs print; it ends with our end of its
+    input."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.dist.fork_server"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    return server, Path(tempfile.mkdtemp(prefix="megapack-jobs-"))

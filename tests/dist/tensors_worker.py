@@ -24,7 +24,6 @@ from megapack.ragged import TensorField
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.setup import forget_groups
 from tests.dist.worker import _gradient_errors
 
 IMAGE = 99
@@ -158,9 +157,9 @@ def main(out: str) -> None:
     for name, layout in LAYOUTS[world].items():
         initialize_parallel(Layout(dp=world), problem.SEED)
         want = expected(batch)
-        forget_groups()
+        parallel_state.destroy_model_parallel()
         found[name] = run(layout, batch, want)
-        forget_groups()
+        parallel_state.destroy_model_parallel()
     with open(f"{out}.{dist.get_rank()}", "w", encoding="utf-8") as file:
         json.dump(found, file)
     launch.stop()

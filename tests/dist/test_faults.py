@@ -14,6 +14,7 @@ pytestmark = pytest.mark.dist
 
 SAYS = {
     "another_plan": "another plan than the other 1",
+    "another_cost_model": "another cost model than the other 1",
     "another_step": "another step than the other 1",
     "another_objective": "another call than the other 1",
     "missing_field": "rank 1: DataError: GRPO reads",
@@ -26,6 +27,7 @@ SAYS = {
     "values_of_a_vocabulary": "ConfigError: ValueLoss reads values",
     "pairs_apart": "DataError: DPO needs pairs in one micro-batch; plan with colocate_ids",
     "other_tensors": "another tensor fields than the other 1",
+    "a_full_disk": "1 of 2 ranks failed: rank 1: OSError: [Errno 28] No space left on device",
     "batched_p2p": "set overlap_p2p_comm=True",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megapack.errors import RunInterrupted
 from tests.dist.spawn import ROOT, run_job
 
 pytestmark = pytest.mark.dist
@@ -36,10 +38,14 @@ FIRST_STAGE = "[embedding.*, decoder.layers.0.*, decoder.layers.1.*]"
 PP4 = ("layout.dp=1", "layout.pp=4", "layout.vpp=1")
 
 
-def job(folder: Path, *overrides: str, world: int = 2) -> tuple[int, str]:
+def job(
+    folder: Path, *overrides: str, world: int = 2, max_file_bytes: int | None = None
+) -> tuple[int, str]:
     """Exit code and output of the main job in `folder`."""
     args = ["train", str(CONFIG), *SETTINGS, *overrides]
-    done = run_job(world, "megapack", args, timeout_s=240, cwd=folder)
+    done = run_job(
+        world, "megapack", args, timeout_s=240, cwd=folder, max_file_bytes=max_file_bytes
+    )
     return done.returncode, done.stdout
 
 
@@ -62,31 +68,41 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def killed(folder: Path, *overrides: str, after_steps: int, world: int = 2) -> None:
-    """Run until some steps are written, then SIGKILL every rank."""
+@contextlib.contextmanager
+def running(
+    folder: Path, *overrides: str, after_steps: int, world: int = 2
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher whose job has written some steps; what it prints goes to job.log."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launch += ["--nproc-per-node", str(world), "-m", "megapack", "train", str(CONFIG), *SETTINGS]
-    launcher = subprocess.Popen(
-        [sys.executable, *launch, *overrides],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with open(folder / "job.log", "wb") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, *launch, *overrides],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         deadline = time.monotonic() + 200
         while len(metrics(folder)) < after_steps:
-            assert launcher.poll() is None, "the job ended before it was killed"
+            assert launcher.poll() is None, "the job ended too early"
             assert time.monotonic() < deadline, "the job takes no steps"
             time.sleep(0.01)
-        for pid in children(launcher.pid):
-            os.kill(pid, signal.SIGKILL)
-        assert launcher.wait(60) != 0
+        yield launcher
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
+
+
+def killed(folder: Path, *overrides: str, after_steps: int, world: int = 2) -> None:
+    """Run until some steps are written, then SIGKILL every rank."""
+    with running(folder, *overrides, after_steps=after_steps, world=world) as launcher:
+        for pid in children(launcher.pid):
+            os.kill(pid, signal.SIGKILL)
+        assert launcher.wait(60) != 0
 
 
 def assert_same_steps(
@@ -129,6 +145,21 @@ def test_killed_and_resumed_bit_by_bit(undisturbed: Path, tmp_path: Path) -> Non
     assert_same_steps(lines, metrics(undisturbed), rel=0.0)
     assert names(tmp_path) == ["step-00000003", "step-00000006", "step-00000008"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+    with running(tmp_path, *DP2, "train.resume=auto", after_steps=2) as launcher:
+        os.kill(children(launcher.pid)[-1], signal.SIGUSR1)
+        assert launcher.wait(100) != 0
+    num_steps = len(metrics(tmp_path))
+    output = (tmp_path / "job.log").read_text()
+    assert num_steps < NUM_STEPS
+    assert names(tmp_path)[-1] == f"step-{num_steps:08d}"
+    assert f"megapack: a signal ended the run after step {num_steps}; it is saved" in output
+    assert 'Traceback (most recent call last):\n  File "' not in output.split("megapack: ")[0]
+    assert f"exitcode  : {RunInterrupted.exit_code}" in output
+    lines = finished(tmp_path, *DP2, "train.resume=auto")
+    assert_same_steps(lines, metrics(undisturbed), rel=0.0)
 
 
 @pytest.mark.parametrize("layout", [PP2_VPP2, TP2], ids=["pp2_vpp2", "tp2"])
@@ -249,15 +280,8 @@ def test_a_resume_that_fails_leaves_later_checkpoints(undisturbed: Path, tmp_pat
 
 def test_a_disk_that_is_full_leaves_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands in for the full disk: writes fail half-way."""
-    import resource
-
     copy_of_run(undisturbed, tmp_path, until=3)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
-        code, output = job(tmp_path, *DP2, "train.resume=auto")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    code, output = job(tmp_path, *DP2, "train.resume=auto", max_file_bytes=500_000)
     assert code != 0
     assert "cannot be written" in output, output[-3000:]
     assert names(tmp_path) == ["step-00000003"]

@@ -21,11 +21,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     reference = str(folder / "reference.pt")
     checked_job(1, "tests.dist.sequence_reference", [reference], timeout_s=180)
     found: dict[str, dict[str, Any]] = {}
-    for world in (1, 2, 4):
-        out = folder / f"world{world}.json"
-        checked_job(world, "tests.dist.sequence_worker", [reference, str(out)], timeout_s=300)
+    jobs = [(layout.world_size, place) for place, layout in LAYOUTS.items()]
+    for world, place in [*jobs, *((world, "critics") for world in (1, 2, 4))]:
+        out = folder / f"{place}{world}.json"
+        args = [reference, str(out), place]
+        checked_job(world, "tests.dist.sequence_worker", args, timeout_s=300)
         found.update(json.loads(out.read_text()))
-        found[f"critics {world}"] = found.pop("critics")
     return found
 
 

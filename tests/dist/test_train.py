@@ -17,6 +17,7 @@ from megapack.pipeline import Event
 from megapack.run_records import read_run
 from megapack.train_config import TrainConfig
 from tests.dist.spawn import ROOT, run_job
+from tests.metric_names import documented
 
 pytestmark = pytest.mark.dist
 
@@ -50,11 +51,15 @@ def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
         for key in ("loss", "grad_norm", "entropy_nats", "kl_old_nats", "kl_ref_nats"):
             assert math.isfinite(line[key])
         assert 0 < line["packing_efficiency"] <= 1
-        assert line["padded_share"] == pytest.approx(1 - line["packing_efficiency"])
+        assert line["padding_fraction"] == pytest.approx(1 - line["packing_efficiency"])
         assert line["imbalance"] >= 1
         assert line["tokens_per_second"] > 0
         assert line["step_measured_s"] > 0
         assert line["updated"] == 1
+        assert set(line) == documented("Every run", "Policy losses", "A reference policy")
+        seconds = line["step_measured_s"] + line["optimizer_s"]
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / seconds)
+        assert line["tokens_per_second_per_gpu"] == pytest.approx(line["tokens_per_second"] / 2)
     # The first step of a batch is on policy: its log-probs are the old ones.
     assert lines[0]["kl_old_nats"] == pytest.approx(0, abs=1e-6)
     assert lines[0]["step_predicted_s"] is None
@@ -79,7 +84,7 @@ def check_trace(folder: Path) -> None:
             for time in (event.start, event.end)
         ]
         assert times == sorted(times), "two at a time"
-        assert 0 < times[0]
+        assert times[0] > 0
         assert times[-1] < records.metrics[1]["step_measured_s"] + 0.5
     assert records.lengths is not None
     check_plan(records.plan, records.lengths)
@@ -107,12 +112,15 @@ def test_the_run_folder_holds_the_resolved_config_and_the_plan(tmp_path: Path) -
 
 def test_sft_learns(tmp_path: Path) -> None:
     sft = ["objective.kind=sft", "objective.kl_coef=0", "train.epochs=3", "optim.lr=3e-3"]
+    experts = ["model.num_experts=2", "model.moe_balance_loss_coef=0.01"]
+    sft += [*experts, "model.moe_z_loss_coef=0.001", "model.mtp_num_layers=1"]
     code, output = run(tmp_path, *TINY, *sft, "layout.dp=1", "layout.pp=1", "layout.vpp=1", world=1)
     assert code == 0, output
     losses = [line["loss"] for line in metrics(tmp_path)]
     assert losses[0] == pytest.approx(math.log(384), rel=0.1)
     assert losses[-1] < losses[0] - 0.5
-    assert "kl_old_nats" not in metrics(tmp_path)[0]
+    expected = documented("Every run", "Experts and multi-token prediction")
+    assert all(set(line) == expected for line in metrics(tmp_path))
 
 
 def test_gspo_on_generated_rollouts(tmp_path: Path) -> None:

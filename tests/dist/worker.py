@@ -1,6 +1,6 @@
 """Runs every case of one world size on this rank and writes what it found.
 
-torchrun --nproc-per-node 2 -m tests.dist.worker REFERENCE OUT [CASE ...]
+torchrun --nproc-per-node 2 -m tests.dist.worker REFERENCE OUT CASE ...
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tests.dist.expected import (
     tokens_per_expert,
 )
 from tests.dist.problem import PRECISE
-from tests.dist.setup import build_chunks, forget_groups
+from tests.dist.setup import build_chunks
+from tests.dist.staged import StagedAdapter
 
 
 def run_case(
@@ -50,7 +51,8 @@ def run_case(
     chunks = build_chunks(case.layout, model=model)
     for name, value in case.config.items():
         setattr(get_model_config(chunks[0]), name, value)
-    adapter = ScheduleAdapter(
+    adapter_class = StagedAdapter if case.staged else ScheduleAdapter
+    adapter = adapter_class(
         chunks, layout=case.layout, logprob_chunk_tokens=16, temperature=temperature
     )
     batch, plan = problem.make_batch(case.num_samples), case.plan()
@@ -71,13 +73,13 @@ def run_case(
     loss, grads = expected_step(case, plan, samples)
     errors = _gradient_errors(chunks, grads)
     if own_precision is not None:
-        errors |= _own_errors(expected_step(case, plan, own_precision)[1], grads)
+        errors |= own_errors(expected_step(case, plan, own_precision)[1], grads)
     return {
         "loss": result.loss,
         "expected_loss": loss,
         "metrics": result.metrics,
         **errors,
-        **_logprob_errors(outputs, plan, batch, samples),
+        **logprob_errors(outputs, plan, batch, samples),
         **_expert_facts(chunks, plan, samples, grads),
         **replayed,
         "expected_mtp": expected_mtp(case, plan, samples),
@@ -171,14 +173,14 @@ def _gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, f
     return {"gradient_error": error / norm, "gradient_norm": norm, "worst_parameter": worst}
 
 
-def _own_errors(own: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
+def own_errors(own: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
     """What the lower precision alone does to one sample at a time."""
     error = torch.stack([(own[name] - want).norm() for name, want in grads.items()]).norm()
     norm = torch.stack([want.norm() for want in grads.values()]).norm()
     return {"one_sample_gradient_error": float(error / norm)}
 
 
-def _logprob_errors(
+def logprob_errors(
     outputs: dict[str, list[Tensor | None]], plan: Plan, batch: Any, samples: list[dict[str, Any]]
 ) -> dict[str, float]:
     kept, differences = set(plan.steps[0].kept_samples), []
@@ -242,11 +244,10 @@ def _facts(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
 
 
 def main(reference: str, out: str, names: list[str]) -> None:
-    """Run the named cases, or all of this world size; rank 0 writes `out`."""
+    """Run the named cases; rank 0 writes `out`."""
     launch.start("cpu")
-    world, samples = dist.get_world_size(), torch.load(reference)
-    found = {}
-    for name in names or [name for name, case in CASES.items() if case.world == world]:
+    samples, found = torch.load(reference), {}
+    for name in names:
         variant, exact = CASES[name].variant, PRECISE.get(CASES[name].variant)
         if exact is None:
             found[name] = run_case(CASES[name], samples[variant])
@@ -255,7 +256,7 @@ def main(reference: str, out: str, names: list[str]) -> None:
         worst = torch.tensor(found[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         found[name]["worst_parameter"] = float(worst)
-        forget_groups()
+        parallel_state.destroy_model_parallel()
     if os.environ.get("RANK", "0") == "0":
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -40,9 +43,9 @@ def pip(*arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
-    """Built from a copy: a build folder left in the checkout must not leak into it."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
+    """A copy: a build folder left in the checkout must not leak into a wheel."""
+    source = tmp_path_factory.mktemp("source")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=repo_root,
@@ -55,6 +58,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
     for name in names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((repo_root / name).read_bytes())
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
+    """Built from the copy."""
+    out = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--wheel-dir", out, source)
     (built,) = out.glob("*.whl")
     return built
@@ -67,10 +77,13 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> 
     modules = {str(path.relative_to(repo_root)) for path in repo_root.glob("megapack/**/*.py")}
     web = {f"megapack/web/{path.name}" for path in repo_root.glob("megapack/web/*")}
     configs = {f"megapack/configs/{path.name}" for path in repo_root.glob("configs/*.yaml")}
+    patches = {f"megapack/patches/{path.name}" for path in repo_root.glob("patches/*.yaml")}
     assert modules
     assert web
     assert configs
-    assert {"megapack/py.typed", *modules, *configs, *web} <= set(names)
+    assert patches
+    expected = {"megapack/py.typed", "megapack-startup.pth", *modules, *configs, *patches, *web}
+    assert expected <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
 
 
@@ -88,3 +101,31 @@ def test_it_plans_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 2
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_the_startup_file_is_read(
+    editable: bool, wheel: Path, source: Path, tmp_path: Path
+) -> None:
+    venv.create(tmp_path)
+    python, (site,) = tmp_path / "bin" / "python", tmp_path.glob("lib/python3*/site-packages")
+    pip("--python", python, "install", "--no-deps", *(["-e", source] if editable else [wheel]))
+    # What megapack needs, behind its own folder.
+    packages = sysconfig.get_path("purelib")
+    (site / "_packages.pth").write_text(packages)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = "import sys; print('megapack.patching' in sys.modules)"
+    for flags, patch, done in (
+        ((), "slime,verl", (0, "True\n", "")),
+        (("-I",), "slime,verl", (0, "False\n", "")),
+        ((), "", (0, "False\n", "")),
+    ):
+        found = subprocess.run(
+            [python, *flags, "-c", code],
+            env={**env, "MEGAPACK_PATCH": patch},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (found.returncode, found.stdout, found.stderr) == done

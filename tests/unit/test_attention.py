@@ -19,13 +19,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megapack import attention
-from megapack.attention import (
-    PackedSDPA,
-    packed_causal_attention,
-    packed_seq_params,
-    seqlen_bucket,
-)
+from megapack import attention, attention_sdpa
+from megapack.attention import packed_seq_params, seqlen_bucket
+from megapack.attention_sdpa import PackedSDPA, packed_causal_attention
 from megapack.cp_slices import slice_positions
 from megapack.errors import ConfigError, ScheduleError
 
@@ -140,13 +136,13 @@ def test_slices_attend_as_the_whole_row_does(cp: int, heads: int, groups: int) -
 
 def test_neighbours_of_equal_length_run_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
-    sdpa = attention.F.scaled_dot_product_attention
+    sdpa = attention_sdpa.F.scaled_dot_product_attention
 
     def note(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         shapes.append(tuple(q.shape[::2]))
         return sdpa(q, *args, **kwargs)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(attention_sdpa.F, "scaled_dot_product_attention", note)
     lengths = [70, 64, 64, 64, 64, 22]
     packed_causal_attention(*qkv(lengths), lengths, SCALE)
     # (samples, tokens) of each call: the tail of dummies is one of them.
@@ -252,8 +248,18 @@ def test_params_have_the_fields_of_the_installed_version() -> None:
     assert found.qkv_format == "thd"
     for name in ("q", "kv"):
         assert getattr(found, f"cu_seqlens_{name}") is cu_seqlens
-        assert getattr(found, f"cu_seqlens_{name}_padded") is cu_seqlens
         assert getattr(found, f"max_seqlen_{name}") == 96
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_padded_arrays_equal_the_real_ones_where_they_are_needed(cp: int) -> None:
+    """Without `pad_between_seqs` Transformer Engine compares two arrays in every layer."""
+    cu_seqlens = torch.tensor([0, 72, 100], dtype=torch.int32)
+    found = packed_seq_params(cu_seqlens, 72, 100, cp=cp)
+    told = hasattr(found, "pad_between_seqs")
+    for name in ("q", "kv"):
+        padded = getattr(found, f"cu_seqlens_{name}_padded")
+        assert padded is (cu_seqlens if told or cp > 1 else None)
 
 
 def test_a_field_of_a_later_version_is_filled_and_one_of_an_earlier_left_out(
@@ -286,12 +292,14 @@ CHILD = """
 import json, torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megapack import launch
 from megapack.attention import packed_seq_params, refuse_unpacked_attention
 from megapack.errors import ScheduleError
 from megapack.init import initialize_by_name
 from megapack.layout import Layout
-from megapack.model import initialize_parallel, local_layer_spec, transformer_config
+from megapack.layer_specs import PackedNorm, local_layer_spec
+from megapack.model import initialize_parallel, transformer_config
 from megapack.train_config import ModelConfig
 
 launch.start("cpu")
@@ -309,7 +317,8 @@ def gpt(spec):
         position_embedding_type="rope",
     )
 
-model = gpt(local_layer_spec(config))
+# Its own final norm would be Transformer Engine's where that is installed.
+model = gpt(TransformerBlockSubmodules([local_layer_spec(config)] * 2, layer_norm=PackedNorm))
 group = torch.distributed.group.WORLD
 initialize_by_name([model], seed=1, std=0.2, num_layers=2, tp_group=group)
 found = {}

@@ -11,7 +11,7 @@ import pytest
 
 from megapack import cli
 from megapack.commands import train
-from megapack.errors import ScheduleError
+from megapack.errors import RunInterrupted, ScheduleError
 
 pytestmark = pytest.mark.unit
 
@@ -122,3 +122,15 @@ def test_an_error_that_is_ours_to_fix_keeps_its_traceback(
     monkeypatch.setattr(train, "run", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", "config.yaml"])
+
+
+def test_a_run_that_a_signal_ended_has_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(args: object) -> int:
+        raise RunInterrupted("a signal ended the run after step 3")
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "run", stop)
+    assert cli.main(["train", "config.yaml"]) == 75
+    assert capsys.readouterr().err == "megapack: a signal ended the run after step 3\n"

@@ -161,6 +161,16 @@ def test_a_measured_cost_model_gives_seconds(call: Call) -> None:
     assert json.loads(out)["strategies"]["one sample"]["seconds"] == pytest.approx(44 * 0.5 * 3)
 
 
+@pytest.mark.parametrize("text", ["cost: {}\n", "cost:\n  p2p: 1.0\n"])
+def test_a_cost_model_of_nothing_is_refused(call: Call, text: str) -> None:
+    Path("cost.yaml").write_text(text)
+    code, _, err = call("plan", "a.csv", *BUDGET, "--cost", "cost.yaml")
+    assert (code, "cost.yaml: a micro-batch takes 0 seconds" in err) == (2, True)
+    Path("cost.yaml").write_text("cost:\n  fixed: 1.0\n")
+    code, out, _ = call("plan", "a.csv", *BUDGET, "--cost", "cost.yaml", "--json")
+    assert (code, json.loads(out)["strategies"]["padded"]["time_over_equal_work"]) == (0, None)
+
+
 PLAN = ("plan", "a.csv", *BUDGET)
 BAD = [
     (("plan",), ["LENGTHS"]),
@@ -170,6 +180,9 @@ BAD = [
     ((*PLAN, "--micro-batch-size", "2"), ["both of max_tokens_per_gpu and micro_batch_size"]),
     (("plan", "a.csv", "--max-tokens-per-gpu", "many"), ["--max-tokens-per-gpu", "'many'"]),
     (("plan", "a.csv", "--max-tokens-per-gpu", "0"), ["max_tokens_per_gpu=0", "at least 1"]),
+    (("plan", "a.csv", "--max-tokens-per-gpu", "9" * 20), ["at most 1099511627776"]),
+    ((*PLAN, "--search", "9" * 20), ["search=999", "at most 1099511627776"]),
+    ((*PLAN, "--dp", "9" * 20), ["dp=999", "at most 1048576"]),
     ((*PLAN, "--length-column", "size"), ["'size'", "length, id"]),
     ((*PLAN, "--prompt-column", "length"), ["'length'", "set both"]),
     ((*PLAN, "--rollout-column", "group"), ["'group'", "length, id"]),
@@ -219,6 +232,8 @@ BAD = [
     (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--tp", "3"), ["tp [3]", "4 GPUs"]),
     (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--tp", "1,x"), ["'1,x'", "commas"]),
     (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--memory-gib", "-1"), ["--memory-gib=-1"]),
+    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--memory-gib", "inf"), ["--memory-gib=inf"]),
+    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--ep", "2"), ["ep [2]", "no experts"]),
 ]
 
 

@@ -255,6 +255,28 @@ def test_to_layout_fills_dp() -> None:
             config.layout.to_layout(world)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "rows"),
+    [
+        ("null", False),
+        ("delayed", True),
+        ("tensorwise", True),
+        ("blockwise", "blockwise"),
+        ("mxfp8", "mxfp8"),
+    ],
+)
+def test_rows_are_aligned_for_the_models_recipe(recipe: str, rows: object) -> None:
+    config = job(f"model.fp8={recipe}", "model.dtype=bf16")
+    assert config.layout.to_layout(1, config.model.fp8_rows) == Layout(fp8=rows)  # type: ignore[arg-type]
+
+
+def test_a_head_may_be_wider_than_its_share_of_the_model() -> None:
+    """Qwen3 of 4B parameters: 32 heads of 128 channels on a width of 2560."""
+    model = job("model.hidden_size=2560", "model.num_attention_heads=32", "model.kv_channels=128")
+    assert model.model.head_width == 128
+    assert job("model.hidden_size=2560", "model.num_attention_heads=32").model.head_width == 80
+
+
 @pytest.mark.parametrize("module", ["model_config", "train_config"])
 def test_every_field_says_what_it_means(module: str, repo_root: Path) -> None:
     tree = ast.parse((repo_root / "megapack" / f"{module}.py").read_text())
@@ -292,6 +314,10 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["max_tokens_per_gpu=9"], "did you mean plan.max_tokens_per_gpu?"),
     (["model.hidden_size=66"], "set a multiple of 8"),
     (["model.num_query_groups=3"], "set a divisor of 4"),
+    (["model.kv_channels=15"], "model.kv_channels=15 is odd; rotary embeddings"),
+    (["model.norm_epsilon=-1"], "model.norm_epsilon is -1.0; set 0 or more"),
+    (["model.fp8=mxfp8"], "model.fp8=mxfp8 with model.attention=auto and model.dtype=fp32; set"),
+    (["model.fp8=delayed", "model.attention=sdpa", "model.dtype=bf16"], "set model.attention=te"),
     (["model.dtype=fp16"], "expected fp32 or bf16"),
     (["data.path=''"], "data.path is empty"),
     (["data.num_generated=5"], "no multiple of data.generated_group_size=4"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megapack import consensus
-from megapack.consensus import agree
+from megapack.consensus import agree, agree_with_flags
 from megapack.errors import DataError, MegapackError, ScheduleError
 
 pytestmark = pytest.mark.unit
@@ -68,6 +68,20 @@ def test_an_error_without_a_message_is_an_error_still(monkeypatch: pytest.Monkey
     pretend(monkeypatch, rank(error="AssertionError: "), rank())
     with pytest.raises(ScheduleError, match="rank 0: AssertionError"):
         agree(work, device=CPU)
+
+
+def test_flags_come_back_where_nothing_fails() -> None:
+    calls: list[int] = []
+    assert agree_with_flags(lambda: calls.append(1), [True, False], device=CPU) == [True, False]
+    assert calls == [1]
+
+
+def test_a_failure_beside_flags_is_raised() -> None:
+    def work() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        agree_with_flags(work, [True], device=CPU)
 
 
 def test_ctrl_c_is_not_an_error_of_the_work() -> None:

@@ -27,20 +27,27 @@ LAYERS = [
     "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_summary forecast tune run_records timeline chrome_trace plot page page_data",
-    "thd cp_slices samples ragged train_config checkpoint_files",
-    "attention p2p schedule cpu loss logprobs outputs consensus forward frozen head init settings "
-    "experts moe mtp routing run_context segments objectives preference value_head "
-    "checkpoint_state reference",
-    "model train checkpoint launch report trace",
-    "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan commands.check "
-    "commands.show commands.simulate commands.diff commands.tune commands.trace commands.plot "
-    "commands.report commands.train hosts.__init__ hosts.options",
+    "thd cp_slices samples ragged train_config run_data checkpoint_files",
+    "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
+    "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
+    "run_context segments objectives preference value_head checkpoint_state reference",
+    "model layer_specs optimizer train checkpoint launch report interrupt trackers trace",
+    "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
+    "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
+    "commands.trace commands.plot commands.report commands.patch commands.run startup signatures patch_files patch_target patching "
+    "hosts.__init__ hosts.options hosts.megatron_lm hosts.megatron_lm_data hosts.balancing "
+    "hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner hosts.unirl "
+    "hosts.unirl_bins hosts.errors hosts.bin_packers hosts.nemo_rl hosts.nemo_rl_metrics "
+    "hosts.nemo_rl_shards hosts.rank_rows hosts.skyrl hosts.skyrl_rows hosts.tensor_rows "
+    "hosts.verl hosts.verl_items",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
 # Who speaks with Megatron.
-MEGATRON = {"attention", "checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
-MEGATRON |= {"run_context", "schedule", "settings", "trace", "train"}
+MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
+MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
+MEGATRON |= {"run_context", "schedule", "settings", "trace", "train", "layer_specs", "optimizer"}
+MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
 FRAMEWORKS = (
@@ -182,3 +189,20 @@ def test_planning_leaves_torch_alone(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("host", ["slime", "miles", "xtuner", "unirl"])
+def test_hosts_that_plan_leave_torch_alone(host: str) -> None:
+    """At import time, with all that they import."""
+    known = modules()
+    seen, waiting = set(), [f"hosts.{host}"]
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        for found in imports(known[module]):
+            heavy = found.of("torch") or found.of("megatron")
+            assert not (found.top and heavy), f"{module}:{found.line}"
+            own = imported_module(found, known)
+            if found.top and own is not None and own not in seen:
+                waiting.append(own)
+    assert "dp_schedule" in seen or host == "unirl"

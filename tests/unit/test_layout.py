@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
         ({"tp": 8, "sequence_parallel": True}, 1, 8),
         ({"tp": 8}, 1, 1),
         ({"cp": 3, "tp": 2, "sequence_parallel": True}, 6, 6),
-        ({"cp": 2, "tp": 8, "sequence_parallel": True, "fp8": True}, 4, 32),
+        ({"cp": 2, "tp": 8, "sequence_parallel": True, "fp8": True}, 4, 256),
         ({"cp": 4, "fp8": "mxfp8"}, 8, 128),
         ({"fp8": "blockwise"}, 1, 128),
         ({"tp": 3, "sequence_parallel": True, "fp8": True}, 1, 48),
@@ -28,6 +28,8 @@ def test_alignment(sizes: dict[str, object], sample: int, row: int) -> None:
     local = layout.row_alignment // layout.cp
     assert local * layout.cp == layout.row_alignment
     assert not layout.sequence_parallel or local % layout.tp == 0
+    shards = layout.tp if layout.sequence_parallel else 1
+    assert local // shards % layout.fp8_unit_tokens == 0
 
 
 def test_padded_tokens_count_sample_and_row_alignment() -> None:

@@ -17,6 +17,7 @@ from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.pipeline import simulate
 from megapack.report import Progress, RunFolder, StepClock, packing_metrics, plan_line
+from tests.metric_names import documented
 
 pytestmark = pytest.mark.unit
 
@@ -101,10 +102,10 @@ def test_full_equal_rows_are_packed_perfectly() -> None:
     assert found["num_microbatches_per_rank"] == 1
     assert found["num_padding_microbatches"] == found["num_dropped_rollouts"] == 0
     assert found["packing_efficiency"] == 1.0
-    assert found["padded_share"] == 0.0
+    assert found["padding_fraction"] == 0.0
     assert found["imbalance"] == pytest.approx(1.0)
     assert found["bubble_fraction"] == pytest.approx(0.0, abs=1e-9)
-    assert found["peak_live_row_tokens"] > 0
+    assert found["peak_live_row_tokens_per_gpu"] > 0
 
 
 def test_padding_micro_batches_and_unequal_ranks_are_seen() -> None:
@@ -112,7 +113,7 @@ def test_padding_micro_batches_and_unequal_ranks_are_seen() -> None:
     found = metrics_of([64], Layout(dp=2), max_tokens_per_gpu=64)
     assert found["num_padding_microbatches"] == 1
     assert 0 < found["packing_efficiency"] < 1
-    assert found["padded_share"] == pytest.approx(1 - found["packing_efficiency"])
+    assert found["padding_fraction"] == pytest.approx(1 - found["packing_efficiency"])
     assert 1.5 < found["imbalance"] <= 2
 
 
@@ -130,6 +131,13 @@ def test_the_clock_learns_the_seconds_of_a_simulated_unit() -> None:
     clock.record(300.0, 10.0)
     # 12 seconds for 400 units.
     assert clock.predict(100.0) == pytest.approx(3.0)
+
+
+def test_simulated_seconds_are_the_prediction_as_they_are() -> None:
+    clock = StepClock(in_seconds=True)
+    assert clock.predict(2.5) == 2.5
+    clock.record(2.5, 5.0)
+    assert clock.predict(2.5) == 2.5
 
 
 METRICS = {
@@ -201,10 +209,9 @@ def test_memory_peaks_are_those_of_the_fullest_gpu(monkeypatch: pytest.MonkeyPat
         most.copy_(torch.maximum(most, tensor([5.0, 1.0], dtype=torch.float64) * 2**30))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", with_other_rank)
-    assert report.memory_peaks() == {
-        "memory_peak_allocated_gib": 5.0,
-        "memory_peak_reserved_gib": 4.0,
-    }
+    found = report.memory_peaks()
+    assert found == {"memory_peak_allocated_gib": 5.0, "memory_peak_reserved_gib": 4.0}
+    assert set(found) == documented("CUDA")
 
 
 def test_no_memory_peaks_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
-from megapack.attention import PackedSDPA
+from megapack.attention_sdpa import PackedSDPA
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import MegapackError, ScheduleError
 from megapack.layout import Layout
@@ -339,6 +339,37 @@ def test_counts_per_rank_are_refused_where_experts_span_ranks() -> None:
     lengths = [5, 6, 7, 8]
     policy = Policy(count_rule="per_rank")
     plan = build_dp_schedule(lengths, layout=Layout(dp=2), max_tokens_per_gpu=8, policy=policy)
-    check_counts(plan)
+    check_counts(plan, config())
     with pytest.raises(ScheduleError, match=r"ep=2: the experts.*count_rule='legal'"):
-        check_counts(replace(plan, layout=Layout(dp=2, ep=2)))
+        check_counts(replace(plan, layout=Layout(dp=2, ep=2)), config())
+    delayed = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+    with pytest.raises(ScheduleError, match=r"fp8_recipe='delayed'.*need one M"):
+        check_counts(plan, config(**delayed))
+    check_counts(plan, config(**delayed, tp_only_amax_red=True))
+    check_counts(replace(plan, policy=Policy()), config(**delayed))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "unit"),
+    [
+        ("delayed", False, 16),
+        ("tensorwise", False, 16),
+        ("mxfp8", True, 32),
+        ("blockwise", True, 128),
+    ],
+)
+def test_rows_that_an_fp8_product_cannot_take_are_refused(
+    recipe: str, rows: Any, unit: int
+) -> None:
+    layout = replace(INTERLEAVED, fp8=rows)
+    made = config(layout, fp8="e4m3", fp8_recipe=recipe)
+    with pytest.raises(
+        ScheduleError, match=rf"multiple of {unit} tokens per GPU.*set Layout\(fp8="
+    ):
+        check_config(made, layout)
+    for wide in ("blockwise", recipe if recipe == "mxfp8" else "blockwise"):
+        check_config(made, replace(layout, fp8=wide))
+
+
+def test_rows_may_be_aligned_for_more_than_the_model_needs() -> None:
+    check_config(config(), replace(INTERLEAVED, fp8="mxfp8"))

@@ -37,7 +37,7 @@ def work(memory_bytes: int = 2**40, **changes: object) -> Workload:
 
 
 def test_layouts_fill_the_gpus_and_divide_the_model() -> None:
-    found = list(Space(num_gpus=8, tp=(1, 2, 16), ep=(1, 3)).layouts(8, 8))
+    found = list(Space(num_gpus=8, tp=(1, 2, 16), ep=(1, 2)).layouts(SIZES))
     assert all(layout.world_size == 8 and 8 % layout.num_chunks == 0 for layout in found)
     assert {(layout.tp, layout.pp) for layout in found} == {
         (tp, pp) for tp in (1, 2) for pp in (1, 2, 4, 8) if tp * pp <= 8

@@ -1,0 +1,80 @@
+"""Run a script or module as python would, with megapack's patches for its framework.
+
+torchrun ... -m megapack run --patch slime train.py ARGS
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from megapack.errors import ConfigError
+from megapack.patch_files import shipped_hosts
+from megapack.patching import apply
+from megapack.startup import VARIABLE, log_to_stderr
+
+IS_OTHERS_PROGRAM = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The patches, and behind them what python would get."""
+    parser.add_argument(
+        "--patch",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="a framework (see `megapack patch list`) or a patch file, *.yaml; more than one is "
+        "allowed. Processes started from here get the former, by MEGAPACK_PATCH",
+    )
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ARGS")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does not return before the program does; its exit code is the command's."""
+    command = args.module or args.script
+    if not command:
+        raise ConfigError("nothing to run; give a script, or -m and a module, behind the options")
+    if not args.module and not os.path.exists(command[0]):
+        raise ConfigError(f"{command[0]}: no such script; give its path, or -m and a module")
+    log_to_stderr()
+    for host in args.patch:
+        apply(host)
+    _tell_children(args.patch)
+    sys.argv[:] = command
+    if args.module:
+        sys.path[0] = os.getcwd()
+        return _exit_code(lambda: runpy.run_module(command[0], run_name="__main__", alter_sys=True))
+    if os.path.isfile(command[0]):
+        sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
+    return _exit_code(lambda: runpy.run_path(command[0], run_name="__main__"))
+
+
+def _tell_children(hosts: list[str]) -> None:
+    inherited = os.environ.get(VARIABLE, "").split(",")
+    shipped = [host for host in hosts if host in shipped_hosts()]
+    names = dict.fromkeys(filter(None, [*inherited, *shipped]))
+    if names:
+        os.environ[VARIABLE] = ",".join(names)
+
+
+def _exit_code(program: Callable[[], object]) -> int:
+    """0, or 1 behind a traceback that starts in the program. `sys.exit` and Ctrl-C pass through."""
+    try:
+        program()
+    except Exception as error:
+        traceback = _without_own_frames(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        return 1
+    return 0
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    whole = traceback
+    while traceback and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        traceback = traceback.tb_next
+    return traceback or whole

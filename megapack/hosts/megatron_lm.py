@@ -1,0 +1,262 @@
+"""Megatron-LM's recipes: planned steps inside `pretrain`, and its packing scheduler.
+
+    patching.apply("megatron_lm")          # above every import of megatron.training
+    forward_step = megatron_lm.PlannedStep(max_tokens_per_gpu=16384)
+    pretrain(..., forward_step_func=forward_step)
+
+`pretrain` asks for `num_microbatches` of constant shape. To a planned step that is how many items
+of the data set each data-parallel rank draws, so consumed samples and learning rates stay right;
+what runs is the plan's M, iterators and row lengths. Any other forward step runs as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import megapack
+from megapack.errors import ScheduleError
+from megapack.hosts.options import HostOptions
+from megapack.layout import Fp8, Layout
+from megapack.policy import Policy
+
+if TYPE_CHECKING:
+    from megapack.cost import CostModel
+    from megapack.plan import Plan
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronOptions:
+    """Options of the packing scheduler."""
+
+    cost: CostModel | None = None
+    """Seconds of a micro-batch; None balances tokens."""
+    search: int = 2048
+    """See `Policy.search`."""
+
+
+_OPTIONS = HostOptions(MegatronOptions())
+configure = _OPTIONS.configure
+
+
+class PlannedStep:
+    """Stands where Megatron-LM expects a `forward_step_func`; plans, packs and runs each step.
+
+    Args:
+        max_tokens_per_gpu: see `build_dp_schedule`.
+        objective: per-token losses; None for `SFT()`. Fields that it reads are read from the items.
+        weighting, norm_constant: see `loss.sample_weights`.
+        cost, policy: see `build_dp_schedule`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens_per_gpu: int,
+        objective: Any = None,
+        weighting: Any = "token-mean",
+        norm_constant: float | None = None,
+        cost: CostModel | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        self._budget, self._cost, self._policy = max_tokens_per_gpu, cost, policy
+        self._objective = objective
+        self._weighting = {"weighting": weighting, "norm_constant": norm_constant}
+        self._adapter: Any = None
+
+    def __call__(self, data_iterator: Any, model: Any, *_: Any, **__: Any) -> Any:
+        """Called by Megatron's own schedule alone, which the patch would have replaced."""
+        raise ScheduleError(
+            "a PlannedStep runs under the patched get_forward_backward_func only; call "
+            'megapack.patching.apply("megatron_lm") above the import of megatron.training'
+        )
+
+    def run(
+        self, data_iterator: Any, model: Any, num_items: int, forward_only: bool
+    ) -> list[dict[str, Any]]:
+        """One step of all ranks: gradients into the model, or the loss alone.
+
+        Returns:
+            What Megatron-LM logs: one dict of one-element tensors, the same on every rank.
+        """
+        import torch
+
+        from megapack.hosts.megatron_lm_data import draw_batch
+        from megapack.loss import SFT
+
+        objective = SFT() if self._objective is None else self._objective
+        adapter = self._adapter_of(model)
+        batch = draw_batch(data_iterator, num_items, objective.required_fields)
+        plan = megapack.build_dp_schedule(
+            batch.lengths,
+            layout=adapter.layout,
+            max_tokens_per_gpu=self._budget,
+            cost=self._cost,
+            policy=self._policy,
+            forward_only=forward_only,
+        )
+        if forward_only:
+            report = {"lm loss": self._likelihood(adapter, plan, batch)}
+        else:
+            result = adapter.step(plan, batch, objective=objective, **self._weighting)
+            name = "lm loss" if isinstance(objective, SFT) else "loss"
+            report = {name: result.loss, **result.metrics}
+        device = torch.cuda.current_device()
+        return [{k: torch.tensor([v], device=device) for k, v in report.items()}]
+
+    def _likelihood(self, adapter: Any, plan: Plan, batch: Any) -> float:
+        """Negative log-likelihood of the loss tokens, weighted like the loss."""
+        from megapack.loss import sample_weights
+
+        logprobs = adapter.forward(plan, batch)["logprobs"]
+        weights = sample_weights(
+            num_loss_tokens=batch.num_loss_tokens, plan=plan, **self._weighting
+        )
+        # Log-probs are 0 outside the response, and absent where the step left a sample out.
+        sums = [0.0 if values is None else float(values.sum()) for values in logprobs]
+        return -float(weights @ sums)
+
+    def _adapter_of(self, model: Any) -> Any:
+        from megapack.schedule import ScheduleAdapter
+
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        if self._adapter is None or self._adapter.chunks != chunks:
+            layout = megatron_layout(chunks[0])
+            _LOG.info("planned steps on %s, %d tokens per GPU", layout, self._budget)
+            self._adapter = ScheduleAdapter(chunks, layout=layout)
+        return self._adapter
+
+
+def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Megatron-Core's own, but a `PlannedStep` given to what it returns runs a planned step."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func as megatrons
+
+    schedule = megatrons(*args, **kwargs)
+
+    @functools.wraps(schedule)
+    def forward_backward_func(*, forward_step_func: Any, **step: Any) -> Any:
+        if not isinstance(forward_step_func, PlannedStep):
+            return schedule(forward_step_func=forward_step_func, **step)
+        _refuse_unplanned(step)
+        return forward_step_func.run(
+            step["data_iterator"],
+            step["model"],
+            step["num_microbatches"],
+            step.get("forward_only", False),
+        )
+
+    return forward_backward_func
+
+
+def _refuse_unplanned(step: dict[str, Any]) -> None:
+    for name in (
+        "adjust_tensor_shapes_fn",
+        "collect_non_loss_data",
+        "force_all_reduce",
+        "p2p_communicator",
+        "pg_collection",
+    ):
+        if step.get(name):
+            raise ScheduleError(
+                f"Megatron-LM passes {name}, which planned steps do not take; turn off what asks "
+                "for it (distillation, saved gradients, multi-module models), or the patch"
+            )
+
+
+def megatron_layout(chunk: Any) -> Layout:
+    """The layout that Megatron's groups were made for, and the model's config."""
+    from megatron.core import parallel_state as groups
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(chunk)
+    vpp = groups.get_virtual_pipeline_model_parallel_world_size() or 1
+    return Layout(
+        dp=groups.get_data_parallel_world_size(),
+        tp=groups.get_tensor_model_parallel_world_size(),
+        pp=groups.get_pipeline_model_parallel_world_size(),
+        vpp=vpp,
+        cp=groups.get_context_parallel_world_size(),
+        ep=groups.get_expert_model_parallel_world_size(),
+        sequence_parallel=bool(config.sequence_parallel),
+        microbatch_group_size=config.microbatch_group_size_per_vp_stage if vpp > 1 else None,
+        fp8=_fp8(config),
+    )
+
+
+def _fp8(config: Any) -> Fp8:
+    if not getattr(config, "fp8", None):
+        return False
+    recipe = str(getattr(config, "fp8_recipe", ""))
+    if recipe == "mxfp8":
+        return "mxfp8"
+    return "blockwise" if recipe == "blockwise" else True
+
+
+class DpBalancedScheduler:
+    """Planned packs in the shape of Megatron-LM's packing scheduler.
+
+    Args:
+        max_seqlen_per_dp_cp_rank: tokens per GPU, after CP.
+        cp_size, dp_size: ranks.
+        microbatch_group_size_per_vp_stage: G; None without VPP.
+    """
+
+    def __init__(
+        self,
+        max_seqlen_per_dp_cp_rank: int,
+        cp_size: int,
+        dp_size: int,
+        microbatch_group_size_per_vp_stage: int | None,
+    ) -> None:
+        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
+        self.cp_size, self.dp_size = cp_size, dp_size
+        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
+
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: Sequence[tuple[int, int]]
+    ) -> list[list[list[int]]]:
+        """See the function of this name."""
+        return get_groups_and_subsamples(self, sample_id_seqlens)
+
+
+def get_groups_and_subsamples(
+    self: Any, sample_id_seqlens: Sequence[tuple[int, int]]
+) -> list[list[list[int]]]:
+    """Samples into packs: M is a multiple of G, no pack is empty, none over the budget.
+
+    Megatron's own takes them in input order and asserts where it cannot fill the last group.
+
+    Args:
+        self: a scheduler, ours or Megatron's.
+        sample_id_seqlens: (id, padded tokens) of each sample.
+
+    Returns:
+        [micro-batch][data- and context-parallel rank][position]: ids; context-parallel ranks of one
+        data-parallel rank have the same.
+
+    Raises:
+        PlanError: too few samples for one pack per rank and micro-batch.
+    """
+    options, group = _OPTIONS.current, self.microbatch_group_size_per_vp_stage or 1
+    # The scheduler is not told pp: with pp = G the legal counts are the multiples of G.
+    vpp = 2 if group > 1 else 1
+    plan = megapack.build_dp_schedule(
+        [int(tokens) for _, tokens in sample_id_seqlens],
+        layout=Layout(dp=self.dp_size, cp=self.cp_size, pp=group, vpp=vpp),
+        max_tokens_per_gpu=int(self.max_seqlen_per_dp_cp_rank),
+        cost=options.cost,
+        policy=Policy(unreachable="error", search=options.search),
+    )
+    return [
+        [
+            [sample_id_seqlens[i][0] for i in micro_batch.samples]
+            for micro_batch in micro_batches
+            for _ in range(self.cp_size)
+        ]
+        for micro_batches in zip(*plan.steps[0].ranks, strict=True)
+    ]

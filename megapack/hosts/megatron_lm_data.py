@@ -1,0 +1,135 @@
+"""Items of Megatron-LM's data sets -> the step's `SampleBatch`, the same on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megapack.errors import DataError
+from megapack.samples import RESPONSE_MASK, SampleBatch
+
+Sample = dict[str, np.ndarray[Any, Any]]
+
+
+def draw_batch(data_iterator: Any, num_items: int, field_names: Sequence[str]) -> SampleBatch:
+    """Draw a step's samples on the ranks that have data, and give them to all.
+
+    A collective of all ranks. Samples stand in the order of data-parallel ranks. Each rank gets all
+    of them, 5 bytes a token.
+
+    Args:
+        data_iterator: Megatron-LM's, or a list of them, one per model chunk; read on the first
+            pipeline stage's first tensor-parallel rank.
+        num_items: how many items each data-parallel rank draws.
+        field_names: keys of per-token values beside the loss mask.
+
+    Raises:
+        DataError: on every rank, where one of them could not draw.
+    """
+    model_group = parallel_state.get_model_parallel_group()
+    source = dist.get_global_rank(model_group, 0)
+    parts: list[Any] = [None]
+    if dist.get_rank() == source:
+        data_group = parallel_state.get_data_parallel_group()
+        parts = [[None] * data_group.size()]
+        dist.all_gather_object(
+            parts[0], _draw(data_iterator, num_items, field_names), group=data_group
+        )
+    dist.broadcast_object_list(parts, src=source, group=model_group)
+    failed = [f"data-parallel rank {r}: {part}" for r, part in enumerate(parts[0]) if _bad(part)]
+    if failed:
+        raise DataError("; ".join(failed))
+    samples = [sample for part in parts[0] for sample in part]
+    return SampleBatch(
+        [sample["tokens"] for sample in samples],
+        {name: [s[name] for s in samples] for name in (RESPONSE_MASK, *field_names)},
+    )
+
+
+def _bad(part: Any) -> bool:
+    return isinstance(part, str)
+
+
+def _draw(data_iterator: Any, num_items: int, field_names: Sequence[str]) -> list[Sample] | str:
+    """This rank's samples, or what went wrong: every rank must hear of it."""
+    if isinstance(data_iterator, list):
+        data_iterator = data_iterator[0]
+    samples: list[Sample] = []
+    try:
+        for _ in range(num_items):
+            samples += read_item(next(data_iterator), field_names)
+    except StopIteration:
+        return f"the data ended within a step of {num_items} items"
+    except Exception as error:  # a data set may raise anything
+        return f"{type(error).__name__}: {error}"
+    return samples
+
+
+def read_item(item: Mapping[str, Any], field_names: Sequence[str] = ()) -> list[Sample]:
+    """The samples of one item: rows, cut where it is packed, without what trains nothing.
+
+    Args:
+        item: `tokens`, `labels` (the next token of each), `loss_mask` and fields, [B, S] or [S];
+            `cu_seqlens` (or `cu_seqlens_padded`) where rows are packed.
+
+    Raises:
+        DataError: a key is missing, or the item asks for something else than causal attention over
+            whole samples and next-token losses that count or do not.
+    """
+    names = ("tokens", "labels", "loss_mask", *field_names)
+    missing = [name for name in names if item.get(name) is None]
+    if missing:
+        raise DataError(f"an item has no {', '.join(missing)}; its keys are {', '.join(item)}")
+    rows = {name: np.atleast_2d(torch.as_tensor(item[name]).cpu().numpy()) for name in names}
+    if item.get("position_ids") is not None:
+        rows["position_ids"] = np.atleast_2d(torch.as_tensor(item["position_ids"]).cpu().numpy())
+    bounds = _bounds(item, rows["loss_mask"])
+    return [
+        _sample({name: values[b, start:stop] for name, values in rows.items()}, field_names)
+        for b in range(len(rows["tokens"]))
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def _bounds(item: Mapping[str, Any], loss_mask: np.ndarray[Any, Any]) -> list[int]:
+    """Where samples start and end in a row."""
+    for name in ("cu_seqlens_padded", "cu_seqlens"):
+        if item.get(name) is None:
+            continue
+        # Filled up to a fixed size by its last value.
+        bounds = sorted({int(bound) for bound in torch.as_tensor(item[name]).flatten().tolist()})
+        if len(loss_mask) > 1 or bounds[0] != 0 or loss_mask[:, bounds[-1] :].any():
+            raise DataError(
+                f"{name} leaves loss tokens out: it runs from {bounds[0]} to {bounds[-1]} in "
+                f"{len(loss_mask)} row(s) of {loss_mask.shape[1]}; set --micro-batch-size 1"
+            )
+        return bounds
+    return [0, loss_mask.shape[1]]
+
+
+def _sample(row: Sample, field_names: Sequence[str]) -> Sample:
+    counted = row["loss_mask"] != 0
+    if not np.isin(row["loss_mask"], (0, 1)).all():
+        raise DataError("loss_mask holds other values than 0 and 1; use an objective's field")
+    # Attention is causal: what stands behind the last loss reaches nothing that counts.
+    n = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 1
+    tokens, labels, counted = row["tokens"][:n], row["labels"][:n], counted[:n]
+    if (labels[:-1] != tokens[1:])[counted[:-1]].any():
+        raise DataError("labels are not the next tokens; megapack predicts a row's own next token")
+    positions = row.get("position_ids")
+    if positions is not None and (positions[:n] != np.arange(n)).any():
+        raise DataError("position_ids start anew inside a sample; turn off --reset-position-ids")
+    first = np.zeros(1)
+    # A label that does not count may be anything, -100 for one.
+    whole = np.append(tokens, labels[-1] if counted[-1] else tokens[-1])
+    return {
+        "tokens": whole.astype(np.int32),
+        RESPONSE_MASK: np.append(False, counted),
+        **{name: np.append(first, row[name][:n]).astype(np.float32) for name in field_names},
+    }

@@ -1,0 +1,99 @@
+"""miles: `miles.utils.dp_schedule` and the functions of `miles.utils.seqlen_balancing` it calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megapack.errors import PlanError
+from megapack.hosts.balancing import (
+    expand_bins_by_splitting,
+    first_fit_decreasing_pack,
+    first_fit_pack,
+    get_seqlen_balanced_partitions,
+)
+from megapack.hosts.flops import sample_flops
+from megapack.hosts.options import HostOptions
+from megapack.hosts.rollout_schedule import (
+    RolloutOptions,
+    Rollouts,
+    Schedule,
+    layout_of,
+    plan_dynamic,
+    plan_static,
+)
+
+__all__ = [
+    "build_dp_schedule",
+    "configure",
+    "expand_bins_by_splitting",
+    "first_fit_decreasing_pack",
+    "first_fit_pack",
+    "get_seqlen_balanced_partitions",
+]
+
+_LOG = logging.getLogger(__name__)
+
+options = HostOptions(RolloutOptions())
+configure = options.configure
+
+
+def build_dp_schedule(
+    args: Any,
+    train_parallel_config: Mapping[str, Any],
+    total_lengths: Sequence[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: Sequence[Any],
+) -> Schedule:
+    """miles' schedule of one rollout's samples: as slime's, with these differences.
+
+    `vpp_size` and the group size may be None. With `args.allow_partial_train_step` and dynamic
+    batches the rollouts that fill no step make a smaller last one, which is left out where its
+    samples fill no row on every rank. Static chunks are balanced by FLOPs with `balance_by_flops`,
+    by tokens with `balance_data`, and dealt in turn with neither.
+
+    Returns:
+        partitions, micro_batch_indices, num_microbatches: as slime's.
+        num_rollouts: rollouts that each step kept.
+
+    Raises:
+        ValueError: a step that no prefix of its rollouts aligns. It is an AssertionError too, as
+            are the other refusals.
+    """
+    layout = layout_of(args, train_parallel_config)
+    by_flops = bool(getattr(args, "balance_by_flops", False))
+    by_tokens = bool(getattr(args, "balance_data", False))
+    if not args.use_dynamic_batch_size:
+        weights: Sequence[float] | None = total_lengths if by_tokens else None
+        if by_flops:
+            weights = sample_flops(args, total_lengths)
+        return plan_static(args, layout, Rollouts.read(rollout_indices, global_batch_size), weights)
+
+    def planned(rollouts: Rollouts) -> Schedule:
+        return plan_dynamic(
+            args,
+            layout,
+            total_lengths,
+            rollouts,
+            balanced=by_flops or by_tokens,
+            options=options.current,
+            host="miles",
+        )
+
+    partial = bool(getattr(args, "allow_partial_train_step", False))
+    rollouts = Rollouts.read(rollout_indices, global_batch_size, partial=partial)
+    try:
+        return planned(rollouts)
+    except PlanError:
+        whole = rollouts.whole_steps()
+        if whole.per_step == rollouts.per_step:
+            raise
+        schedule = planned(whole)
+        _LOG.info(
+            "partial step skipped: its %d samples fill no row on every rank (dp=%d)",
+            len(rollouts.samples) - len(whole.samples),
+            layout.dp,
+        )
+        return schedule

@@ -1,0 +1,169 @@
+"""NeMo-RL: `nemo_rl.data.packing.get_packer`, and `BatchedDataDict.shard_by_batch_size`.
+
+The packers keep NeMo-RL's rules; where it asks for more bins than they made, the heaviest are
+split. With a layout configured, batches are planned for its pipeline instead. Read at commit
+7ea279a.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megapack.cost import CostModel
+from megapack.errors import ConfigError
+from megapack.hosts import bin_packers, nemo_rl_shards
+from megapack.hosts.errors import HostAssertionError
+from megapack.hosts.nemo_rl_metrics import PackingMetrics, packing_stats
+from megapack.hosts.options import HostOptions
+from megapack.hosts.rank_rows import Rows, log_budget
+from megapack.layout import Layout
+
+_LOG = logging.getLogger(__name__)
+
+__all__ = ["NemoRLOptions", "PackingMetrics", "configure", "get_packer", "shard_by_batch_size"]
+
+_RULES: dict[str, bin_packers.Rule] = {
+    "CONCATENATIVE": bin_packers.next_fit,
+    "FIRST_FIT_DECREASING": bin_packers.first_fit_decreasing,
+    "FIRST_FIT_SHUFFLE": bin_packers.first_fit_shuffle,
+    "MODIFIED_FIRST_FIT_DECREASING": bin_packers.modified_first_fit_decreasing,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemoRLOptions:
+    """What may differ from NeMo-RL's own behaviour."""
+
+    layout: Layout | None = None
+    """The job's layout, dp being the shards: sequences are dealt to shards and packed for its
+    pipeline, and every count is one that its interleaved schedule runs. None: the packer's bins in
+    turn, whatever the pipeline."""
+    cost: CostModel | None = None
+    """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
+
+    def __post_init__(self) -> None:
+        if self.cost is not None and self.layout is None:
+            raise ConfigError("cost without layout is not looked at; set both")
+
+
+_OPTIONS = HostOptions(NemoRLOptions())
+configure = _OPTIONS.configure
+
+
+class Packer(bin_packers.SequencePacker):
+    """A packer that can keep metrics of what it packed."""
+
+    metrics: PackingMetrics | None = None
+
+    def pack(self, sequence_lengths: Sequence[int]) -> Rows:
+        bins = super().pack(sequence_lengths)
+        if self.metrics is not None:
+            self.metrics.update(sequence_lengths, bins, self.bin_capacity)
+        return bins
+
+    @property
+    def collect_metrics(self) -> bool:
+        return self.metrics is not None
+
+    def compute_metrics(self, sequence_lengths: Sequence[int], bins: Rows) -> dict[str, float]:
+        """Metrics of one packing, not added to those that are kept."""
+        return packing_stats(sequence_lengths, bins, self.bin_capacity)
+
+    def get_aggregated_metrics(self) -> dict[str, float]:
+        """Metrics of all packings since the last reset; {} where none are kept."""
+        return {} if self.metrics is None else self.metrics.get_aggregated_stats()
+
+    def reset_metrics(self) -> None:
+        if self.metrics is not None:
+            self.metrics.reset()
+
+    def print_metrics(self) -> None:
+        """Log the aggregated metrics."""
+        _LOG.info("packing: %s", self.get_aggregated_metrics() or "no metrics are kept")
+
+
+def get_packer(
+    algorithm: enum.Enum | str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> Packer:
+    """A packer by name: "concatenative", "first_fit_decreasing", "first_fit_shuffle" (always the
+    same order here) or "modified_first_fit_decreasing", or by the host's enum.
+
+    Args:
+        bin_capacity: tokens of a bin; sequences count as long as they are padded.
+        collect_metrics: keep metrics of what is packed.
+        min_bin_count: at least so many bins, none of them empty.
+        bin_count_multiple: a multiple of it.
+
+    Raises:
+        ConfigError: an unknown name, or a number out of range.
+    """
+    _, rule = bin_packers.choose(algorithm, _RULES)
+    packer = Packer(rule, bin_capacity, min_bin_count, bin_count_multiple)
+    if collect_metrics:
+        packer.metrics = PackingMetrics()
+    return packer
+
+
+def shard_by_batch_size(
+    data: Any,
+    shards: int,
+    batch_size: int | None = None,
+    allow_uneven_shards: bool = False,
+    dynamic_batching_args: dict[str, Any] | None = None,
+    sequence_packing_args: dict[str, Any] | None = None,
+) -> list[Any] | tuple[list[Any], list[int]]:
+    """Shards of a BatchedDataDict for the DP ranks; in NeMo-RL a method of `data`.
+
+    Each `batch_size` rows are one optimizer step, shared out to all shards. Sequence packing counts
+    lengths padded to `sequence_length_pad_multiple` against `max_tokens_per_microbatch`.
+
+    Args:
+        data: has `select_indices`, `slice` and `data`, a dict of fields.
+        shards: DP ranks.
+        batch_size: rows of a step over all shards; None: all rows.
+        allow_uneven_shards: the last shards may get fewer rows, with neither packing nor steps.
+        dynamic_batching_args, sequence_packing_args: as NeMo-RL's; one of them at most.
+
+    Returns:
+        shards: rows step after step, with `micro_batch_indices` and `micro_batch_lengths` where
+            they are packed or dynamic, and `elem_counts_per_gb` where they are packed.
+        indices: only with arguments of a kind: where the rows came from, shard after shard where
+            they are packed, step after step where they are dynamic.
+
+    Raises:
+        HostAssertionError: rows that do not divide, or both kinds of arguments.
+        PlanError: a sequence over the budget, or a count that a step's rows cannot fill.
+    """
+    if allow_uneven_shards and batch_size is not None:
+        raise HostAssertionError("batch_size must be None if allow_uneven_shards is True")
+    if dynamic_batching_args is not None and sequence_packing_args is not None:
+        raise HostAssertionError(
+            "dynamic_batching_args and sequence_packing_args cannot be passed together; leave one"
+        )
+    steps = nemo_rl_shards.step_rows(data, shards, batch_size, allow_uneven_shards)
+    if sequence_packing_args is not None:
+        layout, cost = _OPTIONS.current.layout, _OPTIONS.current.cost
+        packing = nemo_rl_shards.PackingArgs.read(data, sequence_packing_args)
+        log_budget("NeMo-RL", packing.max_tokens, layout and layout.cp)
+        if layout is None:
+            packer = get_packer(
+                sequence_packing_args["algorithm"],
+                packing.max_tokens,
+                min_bin_count=shards,
+                bin_count_multiple=shards,
+            )
+            plan = [nemo_rl_shards.dealt(packer, packing, rows, shards) for rows in steps]
+        else:
+            plan = nemo_rl_shards.planned(packing, steps, shards, layout, cost)
+        return nemo_rl_shards.packed(data, packing, plan, shards)
+    if dynamic_batching_args is not None:
+        return nemo_rl_shards.dynamic(data, steps, shards, dynamic_batching_args)
+    return nemo_rl_shards.plain(data, steps, shards)

@@ -1,0 +1,43 @@
+"""Samples of a host's batch: fields that are tensors, ragged tensors or lists of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def take(value: Any, indices: Sequence[int]) -> Any:
+    """The samples of one field, in the order of `indices`.
+
+    A field without a batch dimension (None, a number, a text) is returned as it is. What is no
+    tensor keeps its type: a list of tensors that takes integers and slices alone is enough.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return take_ragged(value, indices)
+        return value[torch.tensor(indices, dtype=torch.int64, device=value.device)]
+    if getattr(value, "shape", ()):
+        return value[list(indices)]
+    # One value for the whole batch.
+    if hasattr(value, "shape") or not hasattr(value, "__getitem__"):
+        return value
+    if isinstance(value, str | bytes | Mapping):
+        return value
+    return type(value)([value[i] for i in indices])
+
+
+def take_ragged(value: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+    """The samples of a nested tensor in the jagged layout, its ragged dimension kept."""
+    import torch
+
+    samples = value.unbind()
+    ragged = getattr(value, "_ragged_idx", 1)
+    # Made with the ragged dimension first, then put back in its place.
+    rows = [samples[i].transpose(0, ragged - 1) for i in indices]
+    taken = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return taken.transpose(1, ragged) if ragged > 1 else taken

@@ -1,0 +1,320 @@
+"""UniRL: micro-batches of one data-parallel rank, by count or under a token budget.
+
+    lengths -> equal updates in track order -> bins under the budget -> K bins, as many as the rank
+    with most -> an order of the track, and ranges of it
+
+Ranks meet in every micro-batch (FSDP), so they need equal counts, agreed on for all updates at
+once: all ranks go on, or all raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from megapack.errors import ConfigError, PlanError
+from megapack.hosts.unirl_bins import (
+    Bins,
+    MicroCostModel,
+    SampleSizes,
+    exactly,
+    pack,
+    read_sizes,
+)
+from megapack.inputs import check_count
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CountPlanner", "MicroPlan", "TokenBudgetPlanner", "plan_micro_batches"]
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MicroPlan:
+    """Micro-batches as ranges of the track put into `order`."""
+
+    order: list[int]
+    """Track index at each arranged position."""
+    updates: list[list[Range]]
+    """Per update (optimizer step) its micro-batches, `(start, end)` in arranged positions."""
+    tokens: int
+    """Real tokens."""
+    computed_tokens: int
+    """What the forward computes: under "dense" the padded rectangles. 0 without a budget."""
+
+    @property
+    def efficiency(self) -> float:
+        """Real over computed tokens; 1 without a budget."""
+        return self.tokens / self.computed_tokens if self.computed_tokens else 1.0
+
+    def sample_shares(self, update: int) -> list[float]:
+        """Weights of an update's micro-batches whose losses are means over samples; their sum is
+        1, and the gradient is that of the mean over the update."""
+        sizes = [end - start for start, end in self.updates[update]]
+        return [size / sum(sizes) for size in sizes]
+
+    def restore(self, rows: Sequence[T]) -> list[T]:
+        """What replays gave per sample in arranged order, back in track order."""
+        if len(rows) != len(self.order):
+            raise PlanError(f"{len(rows)} rows for {len(self.order)} samples; give one per sample")
+        track: list[Any] = [None] * len(rows)
+        for row, index in zip(rows, self.order, strict=True):
+            track[index] = row
+        return track
+
+
+@dataclass(frozen=True)
+class _Rank:
+    updates: list[range]
+    sizes: SampleSizes | None
+    packed: list[Bins]
+    """Per update as few bins as are found; empty without sizes."""
+
+
+def plan_micro_batches(
+    response_lengths: Sequence[int] | None,
+    *,
+    num_samples: int,
+    num_updates: int = 1,
+    micro_batch_size: int = 1,
+    micro_token_budget: int | None = None,
+    micro_cost_model: MicroCostModel = "dense",
+    prompt_lengths: Sequence[int] | None = None,
+) -> MicroPlan:
+    """Plan this rank's micro-batches; with a budget a collective call of all ranks.
+
+    Every update trains on the same samples with and without a budget.
+
+    Args:
+        response_lengths: tokens per sample. None: this rank has none, and all ranks plan by count.
+        num_samples: samples of this rank's track.
+        num_updates: optimizer steps, of equally many samples each.
+        micro_batch_size: samples per micro-batch of count-based plans.
+        micro_token_budget: computed tokens per micro-batch; None plans by count. A sample over it
+            is alone.
+        micro_cost_model: "sum" counts real tokens, "dense" the padded rectangle.
+        prompt_lengths: tokens per prompt; None counts responses alone.
+
+    Raises:
+        ConfigError: settings that no rank can run.
+        PlanError: all ranks fail alike, or one has fewer samples than another has bins.
+        ScheduleError: on all ranks, where one fails; it names the rank and its error.
+    """
+    check_count("num_updates", num_updates)
+    check_count("micro_batch_size", micro_batch_size)
+    check_count("micro_token_budget", micro_token_budget)
+    if micro_cost_model not in get_args(MicroCostModel):
+        raise ConfigError(
+            f"micro_cost_model={micro_cost_model!r}; set one of {get_args(MicroCostModel)}"
+        )
+    if micro_token_budget is None:
+        updates = _updates(num_samples, num_updates)
+        return _count_plan(updates, micro_batch_size, num_samples)
+
+    def read() -> _Rank:
+        updates = _updates(num_samples, num_updates)
+        sizes = read_sizes(response_lengths, prompt_lengths, num_samples, micro_cost_model)
+        if sizes is None:
+            return _Rank(updates, None, [[] for _ in updates])
+        return _Rank(updates, sizes, [pack(sizes, each, micro_token_budget) for each in updates])
+
+    settings = f"{num_updates} {micro_batch_size} {micro_token_budget} {micro_cost_model}"
+    rank, wanted = _agree(read, settings, num_samples)
+    if wanted is None or rank.sizes is None:
+        _LOG.warning("a rank has no lengths per sample; all ranks plan by micro_batch_size")
+        return _count_plan(rank.updates, micro_batch_size, num_samples)
+    return _packed_plan(rank.sizes, rank.updates, rank.packed, wanted, micro_token_budget)
+
+
+class CountPlanner:
+    """UniRL's micro planner by count: `micro_batch_size` samples each, in track order."""
+
+    def arrange(
+        self, part: Any, *, num_updates: int, micro_batch_size: int
+    ) -> tuple[Any, list[list[Range]]]:
+        """The part as it is, and per update ranges of it."""
+        plan = plan_micro_batches(
+            None,
+            num_samples=int(part.batch_size),
+            num_updates=num_updates,
+            micro_batch_size=micro_batch_size,
+        )
+        return part, plan.updates
+
+    def validate(self, algorithm: Any) -> None:
+        """Any loss keeps its meaning."""
+
+
+class TokenBudgetPlanner:
+    """UniRL's micro planner under a budget.
+
+    Args:
+        token_budget: computed tokens per micro-batch.
+        cost_model: "dense" or "sum", as `micro_cost_model`.
+
+    Raises:
+        ConfigError: no budget, or another cost model.
+    """
+
+    def __init__(self, *, token_budget: int, cost_model: MicroCostModel = "dense") -> None:
+        check_count("token_budget", token_budget)
+        if cost_model not in get_args(MicroCostModel):
+            raise ConfigError(f"cost_model={cost_model!r}; set one of {get_args(MicroCostModel)}")
+        self.token_budget, self.cost_model = int(token_budget), cost_model
+        _LOG.info("UniRL counts tokens per micro-batch: token_budget=%d", self.token_budget)
+
+    def arrange(
+        self, part: Any, *, num_updates: int, micro_batch_size: int
+    ) -> tuple[Any, list[list[Range]]]:
+        """The part in planned order (`part.select`), and per update ranges of it; collective.
+
+        Reads `part.batch_size`, `part.segment.lengths` and the prompt's attention mask.
+        """
+        num_samples = int(part.batch_size)
+        plan = plan_micro_batches(
+            _segment_lengths(part, num_samples),
+            num_samples=num_samples,
+            num_updates=num_updates,
+            micro_batch_size=micro_batch_size,
+            micro_token_budget=self.token_budget,
+            micro_cost_model=self.cost_model,
+            prompt_lengths=_prompt_lengths(part, num_samples),
+        )
+        return part.select(plan.order), plan.updates
+
+    def validate(self, algorithm: Any) -> None:
+        """Refuse a loss whose mean changes with the grouping.
+
+        Raises:
+            ConfigError: neither weighted by token nor a mean over sequences.
+        """
+        if getattr(algorithm, "loss_weighting", "sample") == "token":
+            return
+        mode = getattr(algorithm, "loss_agg_mode", None)
+        if not str(mode).startswith("seq-mean"):
+            raise ConfigError(
+                f"loss_agg_mode={mode!r} is no mean over sequences, so micro-batches weighted by "
+                "their share of samples change the gradient; set a 'seq-mean' mode, or no budget"
+            )
+
+
+def _segment_lengths(part: Any, num_samples: int) -> list[int] | None:
+    lengths = getattr(getattr(part, "segment", None), "lengths", None)
+    if lengths is None or len(lengths) != num_samples:
+        return None
+    return [int(length) for length in lengths]
+
+
+def _prompt_lengths(part: Any, num_samples: int) -> list[int] | None:
+    """Of an attention mask [samples, tokens] under `part.conditions["prompt"]`."""
+    conditions = getattr(part, "conditions", None)
+    if isinstance(conditions, dict):
+        prompt = conditions.get("prompt")
+    else:
+        prompt = getattr(conditions, "prompt", None)
+    mask = getattr(prompt, "attention_mask", None)
+    if mask is None or mask.ndim != 2 or len(mask) != num_samples:
+        return None
+    return [int(length) for length in mask.sum(-1)]
+
+
+def _updates(num_samples: int, num_updates: int) -> list[range]:
+    if num_samples < 1 or num_samples % num_updates:
+        raise PlanError(
+            f"{num_samples} samples do not divide into num_updates={num_updates} updates; set a "
+            "divisor"
+        )
+    size = num_samples // num_updates
+    return [range(k, k + size) for k in range(0, num_samples, size)]
+
+
+def _count_plan(updates: list[range], micro_batch_size: int, num_samples: int) -> MicroPlan:
+    ranges = [
+        [
+            (start, min(start + micro_batch_size, update.stop))
+            for start in range(update.start, update.stop, micro_batch_size)
+        ]
+        for update in updates
+    ]
+    return MicroPlan(list(range(num_samples)), ranges, tokens=0, computed_tokens=0)
+
+
+def _agree(
+    read: Callable[[], _Rank], settings: str, num_samples: int
+) -> tuple[_Rank, list[int] | None]:
+    """What `read` makes of this rank, and the bins of each update, the most of any rank; None where
+    a rank has no lengths. What fails on a rank raises on all."""
+    # Where torch.distributed was never imported nobody can have started it.
+    dist = sys.modules.get("torch.distributed")
+    alone = dist is None or not dist.is_available() or not dist.is_initialized()
+    rank = read() if alone else _read_together(read, settings)
+    mine = [*map(len, rank.packed), -num_samples, int(rank.sizes is None)]
+    *wanted, minus_samples, no_lengths = mine if alone else _all_reduce_max(mine)
+    if no_lengths:
+        return rank, None
+    smallest = -minus_samples // len(wanted)
+    if max(wanted) > smallest:
+        raise PlanError(
+            f"a rank needs {max(wanted)} micro-batches in an update, another has {smallest} "
+            "samples in it; raise micro_token_budget or give ranks as many samples"
+        )
+    return rank, wanted
+
+
+def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
+    from megapack.consensus import agree
+
+    return agree(read, device=_device(), same={"set of micro-batch settings": settings})
+
+
+def _all_reduce_max(values: list[int]) -> list[int]:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(values, dtype=torch.int64, device=_device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [int(value) for value in tensor.tolist()]
+
+
+def _device() -> torch.device:
+    """Where the default group's backend takes its tensors."""
+    import torch
+    import torch.distributed as dist
+
+    return torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+
+
+def _packed_plan(
+    sizes: SampleSizes, updates: list[range], packed: list[Bins], wanted: list[int], budget: int
+) -> MicroPlan:
+    order: list[int] = []
+    ranges: list[list[Range]] = []
+    computed = 0
+    for update, fewest, count in zip(updates, packed, wanted, strict=True):
+        bins = exactly(sizes, update, fewest, count, budget)
+        # Heaviest first on every rank: those that run at the same time are alike.
+        bins.sort(key=lambda members: (-sizes.cost(members), members))
+        ranges.append(list(pairwise(accumulate(map(len, bins), initial=len(order)))))
+        order.extend(i for members in bins for i in members)
+        computed += sum(sizes.cost(members) for members in bins)
+    plan = MicroPlan(order, ranges, sum(sizes.total(i) for i in order), computed)
+    _LOG.info(
+        "%d samples in %s micro-batches per update of at most %d tokens, efficiency %.3f (%d real "
+        "of %d computed tokens)",
+        len(order),
+        wanted,
+        budget,
+        plan.efficiency,
+        plan.tokens,
+        computed,
+    )
+    return plan

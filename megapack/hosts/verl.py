@@ -1,0 +1,301 @@
+"""verl: `verl.utils.seqlen_balancing`, with a budget that holds and counts that all ranks share.
+
+Each DP rank plans the samples that it has, and all ranks of a step run the same number of
+micro-batches. Where verl's own partition holds the budget it is this module's too, micro-batch for
+micro-batch. Checked against verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Hashable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megapack.errors import DataError
+from megapack.hosts.balancing import get_seqlen_balanced_partitions as balanced_partitions
+from megapack.hosts.errors import HostAssertionError
+from megapack.hosts.options import HostOptions
+from megapack.hosts.rank_rows import (
+    Rows,
+    agree_on_need,
+    log_budget,
+    small_at_ends,
+)
+from megapack.hosts.tensor_rows import take, take_ragged
+from megapack.hosts.verl_items import (
+    RankItems,
+    VerlOptions,
+    calculate_workload,
+    ceildiv,
+    roundup_divisible,
+)
+from megapack.inputs import Ints
+from megapack.packing_kk import karmarkar_karp as largest_differencing
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+__all__ = [
+    "VerlOptions",
+    "calculate_workload",
+    "ceildiv",
+    "configure",
+    "get_group_balanced_partitions",
+    "get_seqlen_balanced_partitions",
+    "greedy_partition",
+    "karmarkar_karp",
+    "prepare_dynamic_batch",
+    "rearrange_micro_batches",
+    "restore_dynamic_batch",
+    "roundup_divisible",
+]
+
+# Fields that say which tokens count in the loss; a padding sample has none.
+_LOSS_MASKS = ("loss_mask", "response_mask")
+
+
+_OPTIONS = HostOptions(VerlOptions())
+configure = _OPTIONS.configure
+
+
+def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Rows:
+    """Partition items into k parts of about equal sums, by the largest differencing method.
+
+    Args:
+        seqlen_list: integers; a tensor or an array will do.
+        equal_size: every part gets the same number of items.
+
+    Returns:
+        Per part its items in the order in which they joined, the part of largest sum first; parts
+        are empty where there are fewer items than parts.
+
+    Raises:
+        HostAssertionError: equal parts that do not divide.
+        DataError: values that are no integers.
+    """
+    sizes = _read_integers(seqlen_list)
+    if k_partitions < 1 or (equal_size and sizes.size % k_partitions):
+        raise HostAssertionError(
+            f"{sizes.size} items do not divide into {k_partitions} equal parts; set another "
+            "k_partitions or equal_size=False"
+        )
+    filled = min(k_partitions, sizes.size)
+    parts = largest_differencing(sizes, filled, equal_size=equal_size) if filled else []
+    return parts + [[] for _ in range(k_partitions - filled)]
+
+
+def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Rows:
+    """Each item, in input order, to the part of smallest sum, the first of these.
+
+    Raises:
+        HostAssertionError: equal parts that do not divide.
+        DataError: values that are no integers.
+    """
+    sizes = _read_integers(seqlen_list).tolist()
+    # One more than all items together: the part with fewest items has the smallest sum.
+    bias = sum(sizes) + 1 if equal_size else 0
+    heap = [(0, part) for part in range(k_partitions)]
+    parts: Rows = [[] for _ in range(k_partitions)]
+    for item, size in enumerate(sizes):
+        load, part = heap[0]
+        parts[part].append(item)
+        heapq.heapreplace(heap, (load + size + bias, part))
+    if equal_size and len({len(part) for part in parts}) > 1:
+        raise HostAssertionError(
+            f"{len(sizes)} items do not divide into {k_partitions} equal parts; set another "
+            "k_partitions or equal_size=False"
+        )
+    return parts
+
+
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
+) -> Rows:
+    """`karmarkar_karp` with ascending items in each part, none of which is empty.
+
+    Raises:
+        HostAssertionError: fewer items than parts, or equal parts that do not divide.
+        DataError: values that are no integers.
+    """
+    return balanced_partitions(_read_integers(seqlen_list).tolist(), k_partitions, equal_size)
+
+
+def get_group_balanced_partitions(
+    seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
+) -> Rows:
+    """Partition samples by work; samples that share a uid stay together, wherever they stand.
+
+    Every part gets the same number of uids.
+
+    Raises:
+        HostAssertionError: another number of uids than samples, or uids that do not divide.
+    """
+    if len(seqlen_list) != len(uid_list):
+        raise HostAssertionError(
+            f"{len(uid_list)} uids for {len(seqlen_list)} samples; give one per sample"
+        )
+    work = calculate_workload(_read_integers(seqlen_list)).tolist()
+    groups: dict[Hashable, list[int]] = {}
+    for sample, uid in enumerate(uid_list):
+        groups.setdefault(uid, []).append(sample)
+    members = list(groups.values())
+    parts = get_seqlen_balanced_partitions(
+        [sum(work[i] for i in group) for group in members], k_partitions, equal_size=True
+    )
+    return [sorted(chain.from_iterable(members[g] for g in part)) for part in parts]
+
+
+def rearrange_micro_batches(
+    batch: Any,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
+) -> tuple[list[Any], Rows]:
+    """Split this rank's batch into micro-batches of at most `max_token_len` real tokens.
+
+    Collective over `dp_group` where one is given and `same_micro_num_in_dp`: every rank of it calls
+    this, gets the same number of micro-batches, or raises.
+
+    Args:
+        batch: a TensorDict, or what has `items()` and can be made of a dict. `input_ids` is a
+            nested tensor, or `attention_mask` [B, S] tells the tokens.
+        max_token_len: tokens of a micro-batch on this rank, before CP.
+        dp_group: ranks that run the same number of micro-batches; None: this rank alone.
+        num_batches_divided_by: the count becomes a multiple of it: the G of interleaved schedules.
+        same_micro_num_in_dp: False: this rank alone.
+        min_num_micro_batch: at least so many.
+        use_dynamic_bsz_balance: the heaviest micro-batches go to the middle.
+        force_group_size: so many consecutive samples stay in one micro-batch.
+
+    Returns:
+        micro_batches: of the batch's own type.
+        indices: per micro-batch its samples' positions in the batch.
+
+    Raises:
+        HostAssertionError: on every rank: an item over the budget, or a count that a rank cannot
+            fill (unless `light_rank="pad"`).
+        ScheduleError: on every rank, where one rank's batch or settings cannot be used.
+    """
+    max_tokens, options = int(max_token_len), _OPTIONS.current
+    settings = (max_tokens, force_group_size, num_batches_divided_by or 1, options)
+
+    def read() -> RankItems:
+        return RankItems(_token_counts(batch), *settings, least=min_num_micro_batch or 1)
+
+    if dp_group is not None and same_micro_num_in_dp:
+        mine, need = agree_on_need(read, repr(settings), dp_group)
+    else:
+        mine = read()
+        need = mine.need
+    count = mine.shared_count(need)
+    log_budget("verl", max_tokens, options.layout and options.layout.cp)
+    rows = mine.rows(count)
+    # The planner's rows stand in the order of its pipeline.
+    if use_dynamic_bsz_balance and not (options.layout and rows is mine.own):
+        rows = small_at_ends(rows, mine.work)
+    indices = mine.samples(rows)
+    padding = [mine.samples([[mine.shortest]])[0]] * (count - len(rows))
+    micro_batches = [_select(batch, row) for row in indices]
+    micro_batches += [_without_loss(_select(batch, row)) for row in padding]
+    return micro_batches, indices + padding
+
+
+def prepare_dynamic_batch(
+    data: Any,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+) -> tuple[list[Any], Rows]:
+    """`rearrange_micro_batches` for a DataProto: its `batch`, `non_tensor_batch`, `meta_info`.
+
+    Returns:
+        micro_batches: DataProtos.
+        indices: per micro-batch its samples' positions in `data`.
+    """
+    batches, indices = rearrange_micro_batches(
+        data.batch,
+        max_token_len,
+        dp_group=dp_group,
+        num_batches_divided_by=num_batches_divided_by,
+        same_micro_num_in_dp=same_micro_num_in_dp,
+        min_num_micro_batch=min_num_micro_batch,
+        use_dynamic_bsz_balance=use_dynamic_bsz_balance,
+    )
+    micro_batches = [
+        type(data).from_dict(
+            dict(batch.items()),
+            {name: value[row] for name, value in data.non_tensor_batch.items()},
+            meta_info=copy.deepcopy(data.meta_info),
+        )
+        for batch, row in zip(batches, indices, strict=True)
+    ]
+    return micro_batches, indices
+
+
+def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Rows) -> torch.Tensor:
+    """Outputs of micro-batches, one after the other, back in the order of the batch.
+
+    Indices [[2, 0], [1]] and rows c, a, b give a, b, c. Rows of padding copies are left out.
+
+    Args:
+        data: [rows, ...], dense or nested.
+        batch_idx_list: as `rearrange_micro_batches` gave it.
+
+    Raises:
+        HostAssertionError: another number of rows than indices.
+    """
+    indices = list(chain.from_iterable(batch_idx_list))
+    if len(indices) != data.shape[0]:
+        raise HostAssertionError(f"{len(indices)} indices for {data.shape[0]} rows")
+    row_of: dict[int, int] = {}
+    for row, sample in enumerate(indices):
+        row_of.setdefault(sample, row)
+    order = [row_of[sample] for sample in sorted(row_of)]
+    return take_ragged(data, order) if data.is_nested else take(data, order)
+
+
+def _read_integers(values: Any) -> Ints:
+    found = np.asarray(values.tolist() if hasattr(values, "tolist") else list(values))
+    if found.size and found.dtype.kind not in "iub" and not np.array_equal(found, found.round()):
+        raise DataError(f"values are {found.dtype}; give integers")
+    return found.astype(np.int64)
+
+
+def _token_counts(batch: Any) -> Ints:
+    """Real tokens per sample, in one copy from the device."""
+    import torch
+
+    if batch["input_ids"].is_nested:
+        counts = batch["input_ids"].offsets().diff()
+    else:
+        counts = batch["attention_mask"].sum(dim=-1)
+    return np.array(counts.to(torch.int64).tolist(), dtype=np.int64)
+
+
+def _select(batch: Any, row: list[int]) -> Any:
+    """The samples of a row, as a batch of the same type."""
+    fields = {name: take(value, row) for name, value in batch.items()}
+    if hasattr(batch, "batch_size"):
+        return type(batch)(fields, batch_size=[len(row)])
+    return type(batch)(fields)
+
+
+def _without_loss(batch: Any) -> Any:
+    import torch
+
+    for name in _LOSS_MASKS:
+        if name in batch.keys():  # noqa: SIM118 - a TensorDict refuses `in` itself
+            batch[name] = torch.zeros_like(batch[name])
+    return batch

@@ -1,0 +1,142 @@
+"""xtuner: packs of one length, `[dp][step][pack]`, with exactly the steps that were asked for.
+
+    samples -> `optimizer_steps` steps of even tokens -> even ranks in each -> packs in each bucket
+
+The host's older way packs first and deals packs to steps after: 44 packs in 16 steps, 3 at a time,
+are 15 steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from megapack.cost import CostModel
+from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import ConfigError, PlanError
+from megapack.layout import Layout
+from megapack.plan import Plan
+from megapack.policy import Policy
+
+__all__ = ["RLDataPacker"]
+
+_LOG = logging.getLogger(__name__)
+
+PackedIndices = list[list[list[list[int]]]]
+"""[dp][step][pack][sample index]; [] is a pack of padding alone."""
+
+_STRATEGIES = ("balance", "native", "greedy", "legacy")
+
+
+class RLDataPacker:
+    """Plans packs of indices; workers fill them with samples and pad them to `pack_max_length`.
+
+    Args:
+        pack_max_length: tokens of every pack, on all workers of a replica together.
+        world_size: training workers.
+        data_replicate_size: workers that share one replica's data (SP * TP).
+        optimizer_steps: steps of one training iteration, no more and no less.
+        pack_strategy: "balance" spreads samples over steps by tokens. "native" keeps the input
+            order from step to step. "greedy" and "legacy", which pack first, are "balance" here.
+        pack_seed: taken and not needed: nothing is random.
+
+    Raises:
+        ConfigError: an unknown strategy, or workers that do not divide into replicas.
+    """
+
+    def __init__(
+        self,
+        pack_max_length: int,
+        world_size: int,
+        data_replicate_size: int,
+        optimizer_steps: int,
+        pack_strategy: str = "balance",
+        pack_seed: int | None = None,
+    ) -> None:
+        if pack_strategy not in _STRATEGIES:
+            raise ConfigError(
+                f"Unknown packing strategy: {pack_strategy!r}; set one of {_STRATEGIES}"
+            )
+        if data_replicate_size < 1 or world_size % data_replicate_size:
+            raise ConfigError(
+                f"world_size={world_size} does not divide by data_replicate_size="
+                f"{data_replicate_size}; set a divisor"
+            )
+        self.pack_max_length = pack_max_length
+        self.dp_size = world_size // data_replicate_size
+        self.optimizer_steps = optimizer_steps
+        self.pack_strategy = pack_strategy
+        self.seconds = 0.0
+        """What the last `pack` took."""
+        if pack_strategy in ("greedy", "legacy"):
+            _LOG.info("pack_strategy=%r is planned as 'balance': buckets first", pack_strategy)
+        _LOG.info(
+            "xtuner counts tokens per pack: pack_max_length=%d on %d replicas",
+            pack_max_length,
+            self.dp_size,
+        )
+
+    def pack(self, data_lengths: Sequence[int]) -> tuple[PackedIndices, int]:
+        """Plan one iteration; every worker gets as many packs in a step as the others.
+
+        Args:
+            data_lengths: tokens per sample.
+
+        Returns:
+            packs: `[dp][step][pack][sample index]`.
+            padding_tokens: what all packs together are padded by.
+
+        Raises:
+            ValueError: a sample over `pack_max_length`, or fewer samples than steps.
+        """
+        start = time.perf_counter()
+        num_samples = len(data_lengths)
+        if num_samples == 0:
+            return [], 0
+        self._check(data_lengths)
+        plan = build_dp_schedule(
+            data_lengths,
+            layout=Layout(dp=self.dp_size),
+            max_tokens_per_gpu=self.pack_max_length,
+            num_steps=self.optimizer_steps,
+            # A pack is computed at full length whatever it holds: the fewest packs win.
+            cost=CostModel(fixed=float(self.pack_max_length), per_token=1e-3),
+            policy=Policy(
+                step_split="contiguous" if self.pack_strategy == "native" else "balanced",
+                oversize="error",
+            ),
+        )
+        packs = _by_rank(plan)
+        num_packs = [step.num_microbatches or 0 for step in plan.steps]
+        padding = sum(num_packs) * self.dp_size * self.pack_max_length - sum(data_lengths)
+        self.seconds = time.perf_counter() - start
+        _LOG.info(
+            "%d samples in %d steps of %s packs per replica, %d padding tokens, packed in %.4f s",
+            num_samples,
+            len(num_packs),
+            num_packs,
+            padding,
+            self.seconds,
+        )
+        return packs, padding
+
+    def _check(self, data_lengths: Sequence[int]) -> None:
+        for index, length in enumerate(data_lengths):
+            if length > self.pack_max_length:
+                raise PlanError(
+                    f"sample {index} of {length} tokens exceeds pack_max_length="
+                    f"{self.pack_max_length}; raise it or cut the sample"
+                )
+        if len(data_lengths) < self.optimizer_steps:
+            raise PlanError(
+                f"{len(data_lengths)} samples for optimizer_steps={self.optimizer_steps}: a step "
+                f"would train on nothing; set at most {len(data_lengths)}"
+            )
+
+
+def _by_rank(plan: Plan) -> PackedIndices:
+    return [
+        [[list(mb.samples) for mb in step.ranks[rank]] for step in plan.steps]
+        for rank in range(plan.layout.dp)
+    ]

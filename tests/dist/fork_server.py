@@ -1,0 +1,154 @@
+"""Starts ranks by forking a process that has imported torch and Megatron-Core already.
+
+Importing them takes each rank longer than most tests run. One server serves a whole test session:
+
+    spawn.run_job -> (a line of JSON) server -> fork: launcher of one job -> fork: its ranks
+
+The server never runs anything but imports, so that it has one thread when it forks. A rank then
+runs its module as `python -m` does, in a job like that of torchrun: the launcher holds the store,
+and when a rank fails it ends the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import json
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+# After one rank failed the others may still say why, then they are ended.
+_GRACE_S = 2.0
+TIMED_OUT = 124
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A module to run on so many ranks."""
+
+    world: int
+    module: str
+    args: list[str]
+    cwd: str
+    env: dict[str, str]
+    timeout_s: float
+    output: str
+    """A file that takes what all ranks print."""
+    max_file_bytes: int | None = None
+    """A limit on files that ranks write, which stands in for a full disk."""
+
+
+def serve() -> int:
+    """Run the jobs that come as lines; answers each with its exit code."""
+    answers = os.fdopen(os.dup(1), "w")
+    import megapack.dp_schedule
+    import megapack.train
+
+    # Kernels of the planner that ranks would each load or compile.
+    megapack.dp_schedule.build_dp_schedule(
+        [5, 4, 3, 2] * 4, layout=megapack.Layout(pp=2, vpp=2), max_tokens_per_gpu=8
+    )
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        launcher = os.fork()
+        if launcher == 0:
+            _leave(_launch(Job(**json.loads(line))))
+        _, status = os.waitpid(launcher, 0)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+    return 0
+
+
+def request(job: Job) -> str:
+    """The line that asks for a job."""
+    return json.dumps(asdict(job)) + "\n"
+
+
+def _launch(job: Job) -> int:
+    """In a process of its own: fork the ranks, hold their store, wait."""
+    os.setsid()
+    output = os.open(job.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for fd in (1, 2):
+        os.dup2(output, fd)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    read, write = os.pipe()
+    ranks = []
+    for rank in range(job.world):
+        pid = os.fork()
+        if pid == 0:
+            os.close(write)
+            _leave(_rank(job, rank, read))
+        ranks.append(pid)
+    store = _store(job.world) if job.world > 1 else None
+    os.write(write, b"%06d" % (store.port if store else 0) * job.world)
+    return _wait(ranks, time.monotonic() + job.timeout_s)
+
+
+def _store(world: int) -> Any:
+    from torch.distributed import TCPStore
+
+    # Port 0: the system's choice, taken for as long as the job runs.
+    wait = datetime.timedelta(seconds=60)
+    return TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False, timeout=wait)
+
+
+def _rank(job: Job, rank: int, port: int) -> int:
+    env = {**job.env, "OMP_NUM_THREADS": "1"}
+    if job.world > 1:
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.world)}
+        env |= {"LOCAL_WORLD_SIZE": str(job.world), "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": str(int(os.read(port, 6))), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(job.cwd)
+    if job.max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job.max_file_bytes, resource.RLIM_INFINITY))
+    sys.argv = [job.module, *job.args]
+    try:
+        runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit without taking the interpreter apart: that touches, and so copies, the whole server."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _wait(ranks: list[int], deadline: float) -> int:
+    """The exit code of a single rank; of several 1 where any failed, as torchrun has it."""
+    running, failed = set(ranks), 0
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            running.discard(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if code and not failed:
+                failed = code if len(ranks) == 1 else 1
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        elif time.monotonic() > deadline:
+            for rank in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+            failed, deadline = failed or TIMED_OUT, float("inf")
+        else:
+            time.sleep(0.01)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(serve())

@@ -1,0 +1,103 @@
+"""Packed rows against the one-sample reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapack import Layout
+from megapack.init import global_parameters
+from megapack.samples import SampleBatch
+from megapack.schedule import ScheduleAdapter
+from tests.dist.cases import Case
+from tests.dist.expected import expected_step
+from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE
+from tests.dist.worker import logprob_errors, own_errors
+from tests.gpu import problem
+
+Samples = list[dict[str, Any]]
+
+# Transformer Engine keeps a norm's weight in the projection behind it.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def build_adapter(
+    settings: Any, layout: Layout, adapter_class: type[ScheduleAdapter] = ScheduleAdapter
+) -> ScheduleAdapter:
+    """The packed model; Megatron's groups exist."""
+    from megapack.model import build_model
+
+    options = {"seed": SEED, "vocab_size": VOCAB_SIZE, "distributed_optimizer": False}
+    chunks = build_model(settings, layout, **options)
+    return adapter_class(chunks, layout=layout, logprob_chunk_tokens=128)
+
+
+def exactness(
+    adapter: ScheduleAdapter, exact: Samples, own: Samples | None = None
+) -> dict[str, float]:
+    """Errors of a forward and a step on all ranks together.
+
+    Args:
+        exact: the reference's samples in fp32.
+        own: the reference's in the model's own precision, where that is another one.
+    """
+    batch, plan = problem.make_batch(), problem.make_plan(adapter.layout)
+    outputs = adapter.forward(plan, batch, entropy=True)
+    result = adapter.step(plan, batch, objective=OBJECTIVE)
+    case = Case(layout=adapter.layout)
+    loss, grads = expected_step(case, plan, exact)
+    found = {
+        "loss": result.loss,
+        "expected_loss": loss,
+        **gradient_errors(adapter.chunks, grads),
+        **logprob_errors(outputs, plan, batch, exact),
+        "most_samples_in_a_row": max(len(mb.samples) for mb in plan.steps[0].ranks[0]),
+    }
+    if own is not None:
+        alone = logprob_errors(one_sample_outputs(own, batch), plan, batch, exact)
+        found |= own_errors(expected_step(case, plan, own)[1], grads)
+        found["one_sample_logprob_mean_error"] = alone["logprob_mean_error"]
+    return found
+
+
+def gradient_errors(chunks: Sequence[Any], grads: dict[str, Tensor]) -> dict[str, float]:
+    """Norm of the difference over the norm, of all ranks' parameters."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for name, grad in main_gradients(chunks):
+        sums += torch.stack([(grad - grads[name]).norm() ** 2, grads[name].norm() ** 2])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    error, norm = sums.sqrt().tolist()
+    return {"gradient_error": error / norm, "gradient_norm": norm}
+
+
+def main_gradients(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """By the names of Megatron's local spec, on the CPU."""
+    for chunk in chunks:
+        for name, param in global_parameters(chunk):
+            yield _local_name(name), param.main_grad.double().cpu()
+
+
+def _local_name(name: str) -> str:
+    for fused, separate in _FUSED_NORMS.items():
+        name = name.replace(fused, separate)
+    return name
+
+
+def one_sample_outputs(samples: Samples, batch: SampleBatch) -> dict[str, list[Tensor | None]]:
+    """The reference's values in the adapter's form: one per token, 0 outside the response."""
+    outputs: dict[str, list[Tensor | None]] = {}
+    for name in ("logprobs", "entropy"):
+        outputs[name] = []
+        for i, sample in enumerate(samples):
+            values = torch.zeros(batch.length(i))
+            values[1:] = sample[name] * batch.response_mask(i)[1:]
+            outputs[name].append(values)
+    return outputs

@@ -1,0 +1,35 @@
+"""The judge on the GPU: `tests.dist.reference`, one unpadded sample at a time, in fp32 and bf16.
+
+python -m tests.gpu.reference DEVICE OUT
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal, cast
+
+import torch
+
+from megapack import Layout, launch
+from megapack.model import initialize_parallel
+from tests.dist import reference
+from tests.dist.problem import SEED
+from tests.gpu import problem
+
+
+def main(device: Literal["cuda", "cpu"], out: str) -> None:
+    """Per precision the gradient, loss and log-probs of each sample."""
+    launch.quiet_known_warnings()
+    launch.start(device)
+    initialize_parallel(Layout(), SEED)
+    batch, found = problem.make_batch(), {}
+    for dtype in ("fp32", "bf16"):
+        model = reference.build(problem.model("sdpa", cast(Literal["fp32", "bf16"], dtype)))
+        samples = range(len(batch))
+        found[dtype] = [reference.run_sample(model, batch, i, 1.0) for i in samples]
+    torch.save(found, out)
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(cast(Literal["cuda", "cpu"], sys.argv[1]), sys.argv[2])

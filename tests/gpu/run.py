@@ -1,0 +1,89 @@
+"""Runs the GPU tests' jobs, each a process of its own: a fault on the device ends one of them.
+
+    python -m tests.gpu.run OUT.json [cuda|cpu]
+
+Without pytest this is how figures are taken; the tests read what it finds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.launch import launch_job
+
+# Transformer Engine asks cuBLAS for TF32 in fp32 products; fp32 is to mean fp32 here. And gloo need
+# not look for the machine's name.
+_ENVIRONMENT = {"NVIDIA_TF32_OVERRIDE": "0", "GLOO_SOCKET_IFNAME": "lo"}
+# Of one job, and of all together: tools/gpu_check.sh has 9 minutes for everything.
+JOB_S, TOTAL_S = 75, 165
+
+Results = dict[str, dict[str, dict[str, Any]]]
+"""By job and part what was found; a part that failed has an "error"."""
+
+
+def job_names(device: str) -> list[str]:
+    """What can run here: attentions by themselves, and the best of them in pipelines."""
+    if device == "cpu":
+        return ["sdpa", "pipeline_sdpa"]
+    te = ["te"] if find_spec("transformer_engine") else []
+    varlen = ["varlen"] if find_spec("torch.nn.attention.varlen") else []
+    return [*te, *varlen, "sdpa", f"pipeline_{'te' if te else 'sdpa'}"]
+
+
+def run(device: str, out: Path, *, job_s: float = JOB_S, total_s: float = TOTAL_S) -> Results:
+    """All jobs, one after the other; `out` has what is known after each."""
+    results: Results = {}
+    limits = job_s, time.monotonic() + total_s
+    with tempfile.TemporaryDirectory() as folder:
+        reference = Path(folder) / "reference.pt"
+        failed = _job(1, "tests.gpu.reference", [device, str(reference)], limits)
+        names = [] if failed else job_names(device)
+        if failed:
+            results["reference"] = {"job": {"error": failed}}
+        for name in names:
+            own = Path(folder) / f"{name}.json"
+            results[name] = _run_one(name, device, reference, own, limits)
+            out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    return results
+
+
+def _run_one(
+    name: str, device: str, reference: Path, out: Path, limits: tuple[float, float]
+) -> dict[str, dict[str, Any]]:
+    attention = name.removeprefix("pipeline_")
+    world, module = (1, "worker") if name == attention else (2, "pipeline_worker")
+    args = [device, attention, str(reference), str(out)]
+    failed = _job(world, f"tests.gpu.{module}", args, limits)
+    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    return {**found, "job": {"error": failed}} if failed else found
+
+
+def _job(world: int, module: str, args: list[str], limits: tuple[float, float]) -> str | None:
+    """Why it failed, with the end of what it printed; None where it did not."""
+    job_s, end = limits
+    limit = min(job_s, end - time.monotonic())
+    if limit <= 0:
+        return "not run: the jobs before it took all the time"
+    try:
+        done = launch_job(world, module, args, timeout_s=limit, env=_ENVIRONMENT)
+    except TimeoutError as error:
+        return f"ran past {limit:.0f} s: {str(error)[-1000:]}"
+    return None if done.returncode == 0 else f"exit {done.returncode}: {done.stdout[-2000:]}"
+
+
+def main(out: str, device: str = "cuda") -> None:
+    """Print a line for each part."""
+    for name, parts in run(device, Path(out)).items():
+        for part, found in parts.items():
+            print(name, part, json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,108 @@
+"""Attention kernels that a CPU cannot launch, against per-sample SDPA."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megapack.attention import packed_seq_params
+from megapack.attention_choice import obstacle
+from megapack.attention_sdpa import packed_causal_attention
+from megapack.attention_varlen import PackedVarlen, varlen_causal_attention, varlen_spans
+from megapack.cp_slices import slice_positions
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+HEADS, GROUPS, D = 8, 2, 64
+LENGTHS = [64, 8, 200, 8, 512]
+SCALE = D**-0.5
+
+
+def qkv() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(sum(LENGTHS), heads, D) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(shape, generator=generator).cuda().bfloat16() for shape in shapes]
+
+
+def cu_seqlens() -> Tensor:
+    return torch.tensor([0, *LENGTHS]).cumsum(0).int().cuda()
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return packed_causal_attention(q.double(), k.double(), v.double(), LENGTHS, SCALE)
+
+
+def needs(kernel: str) -> None:
+    reason = obstacle(kernel)  # type: ignore[arg-type]
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def test_varlen_equals_sdpa_with_its_gradients() -> None:
+    needs("varlen")
+    config = SimpleNamespace(attention_dropout=0.0, kv_channels=D, context_parallel_size=1)
+    module = PackedVarlen(config, 1, AttnMaskType.causal, "self")
+    row = packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS))
+    found, wanted = [x.requires_grad_() for x in qkv()], [x.requires_grad_() for x in qkv()]
+    out, expected = module.attend(*found, row), reference(*wanted)
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)
+    for one, total in ((out, weights), (expected, weights)):
+        (one.double() * total).sum().backward()
+    for x, y in zip(found, wanted, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert (x.grad - y.grad).norm() < 0.02 * y.grad.norm()
+
+
+def test_a_causal_query_of_varlen_stands_at_the_end_of_its_keys() -> None:
+    """What slices of context parallelism rest on."""
+    needs("varlen")
+    q, k, v = qkv()
+    whole, cp = reference(q, k, v), 2
+    slices = [slice_positions(LENGTHS, cp, rank).cuda() for rank in range(cp)]
+    all_slices = torch.cat(slices)
+    for rank, mine in enumerate(slices):
+        spans = varlen_spans(LENGTHS, cp, rank, torch.device("cuda"))
+        keys = all_slices[spans.order_K]
+        out = varlen_causal_attention(q[mine], k[keys], v[keys], spans, SCALE)
+        torch.testing.assert_close(out.double(), whole[mine], atol=0.02, rtol=0.02)
+
+
+def test_transformer_engine_equals_sdpa_and_never_waits_for_the_device() -> None:
+    needs("te")
+    from transformer_engine.pytorch import DotProductAttention
+
+    module = DotProductAttention(
+        HEADS, D, num_gqa_groups=GROUPS, attention_dropout=0.0, qkv_format="thd"
+    )
+    q, k, v = qkv()
+    row = packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS))
+    given = {name: value for name, value in vars(row).items() if value is not None}
+    given["attn_mask_type"] = "padding_causal"
+    expected = reference(q, k, v).flatten(1)
+    for mode in ("default", "error"):  # The first call chooses a kernel and may wait.
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            out = module(q, k, v, **given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_slices_are_transformer_engines_partition(cp: int) -> None:
+    needs("te")
+    import transformer_engine_torch as tex
+
+    total = sum(LENGTHS)
+    for rank in range(cp):
+        theirs = tex.thd_get_partitioned_indices(cu_seqlens(), total, cp, rank)
+        assert theirs.tolist() == slice_positions(LENGTHS, cp, rank).tolist()

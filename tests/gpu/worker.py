@@ -1,0 +1,168 @@
+"""One attention on one device: each part that it can run, and what was found or how it failed.
+
+python -m tests.gpu.worker DEVICE ATTENTION REFERENCE OUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+
+from megapack import Layout, launch
+from megapack.cp_slices import slice_positions
+from megapack.model import initialize_parallel
+from megapack.samples import SampleBatch
+from tests.dist.problem import SEED, VOCAB_SIZE
+from tests.gpu import problem
+from tests.gpu.compare import Samples, build_adapter, exactness
+from tools.bench_head_memory import measure
+
+Found = dict[str, Any]
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
+def in_fp32(attention: str, reference: dict[str, Samples]) -> Found:
+    adapter = build_adapter(problem.model(attention, "fp32"), Layout())
+    return exactness(adapter, reference["fp32"])
+
+
+def in_bf16(attention: str, reference: dict[str, Samples]) -> Found:
+    adapter = build_adapter(problem.model(attention, "bf16"), Layout())
+    return exactness(adapter, reference["fp32"], reference["bf16"])
+
+
+def isolation(attention: str, reference: dict[str, Samples]) -> Found:
+    """The largest change of entropies when another sample's tokens change, and when none do."""
+    adapter = build_adapter(problem.model(attention, "bf16"), Layout())
+    batch, plan = problem.make_batch(), problem.make_plan(Layout())
+    row = max(plan.steps[0].ranks[0], key=lambda micro_batch: len(micro_batch.samples))
+    # An early one: causal attention that leaks does so into the samples behind.
+    changed = next(i for i in row.samples if batch.num_loss_tokens[i] > 1)
+    tokens = [batch.tokens(i) for i in range(len(batch))]
+    tokens[changed] = (tokens[changed] + 1) % VOCAB_SIZE
+    masks = [batch.response_mask(i) for i in range(len(batch))]
+    other = SampleBatch(tokens, {"response_mask": masks})
+    first, again, moved = (
+        adapter.forward(plan, which, entropy=True)["entropy"] for which in (batch, batch, other)
+    )
+
+    def largest(one: list[Any], two: list[Any], samples: list[int]) -> float:
+        return max(float((one[i] - two[i]).abs().max()) for i in samples)
+
+    others = [i for i in range(len(batch)) if i != changed]
+    return {
+        "samples_in_the_row": len(row.samples),
+        "repeated": largest(first, again, others),
+        "others": largest(first, moved, others),
+        "changed": largest(first, moved, [changed]),
+    }
+
+
+def fp8(recipe: str) -> Callable[[str, dict[str, Samples]], Found]:
+    """Errors of log-probs with linear layers in FP8, and in bf16."""
+
+    def run(attention: str, reference: dict[str, Samples]) -> Found:
+        reason = fp8_obstacle(recipe)
+        if reason is not None:
+            return {"skipped": reason}
+        settings = problem.model(attention, "bf16", fp8=recipe)
+        layout = Layout(fp8=settings.fp8_rows)
+        adapter = build_adapter(settings, layout)
+        plan, batch = problem.make_plan(layout), problem.make_batch()
+        logprobs = adapter.forward(plan, batch)["logprobs"]
+        rows = [row.row_tokens for row in plan.steps[0].ranks[0]]
+        unit = {True: 16, "mxfp8": 32, "blockwise": 128}[settings.fp8_rows]
+        return {
+            "unaligned_rows": sum(tokens % unit > 0 for tokens in rows),
+            "fp8_logprob_mean_error": _mean_error(logprobs, batch, reference["fp32"]),
+            "bf16_logprob_mean_error": _mean_error(
+                [torch.cat([torch.zeros(1), s["logprobs"]]) for s in reference["bf16"]],
+                batch,
+                reference["fp32"],
+            ),
+        }
+
+    return run
+
+
+def _mean_error(logprobs: list[Any], batch: SampleBatch, samples: Samples) -> float:
+    masks = [batch.response_mask(i)[1:].bool() for i in range(len(batch))]
+    differences = [
+        (logprobs[i][1:] - sample["logprobs"])[masks[i]].abs() for i, sample in enumerate(samples)
+    ]
+    return float(torch.cat(differences).mean())
+
+
+def cp_slices(attention: str, reference: dict[str, Samples]) -> Found:
+    """Positions at which Transformer Engine cuts a row otherwise than we do."""
+    import transformer_engine_torch as tex
+
+    different = 0
+    for cp in (2, 4, 8):
+        spans = [2 * cp * n for n in (1, 7, 3, 16)]
+        ends = torch.tensor([0, *spans], device="cuda").cumsum(0).to(torch.int32)
+        for rank in range(cp):
+            theirs = tex.thd_get_partitioned_indices(ends, sum(spans), cp, rank).cpu()
+            different += int((theirs != slice_positions(spans, cp, rank)).sum())
+    return {"different_positions": different}
+
+
+def head_memory(attention: str, reference: dict[str, Samples]) -> Found:
+    """Peak MiB of the vocabulary head, forward and backward."""
+    import argparse
+
+    sizes = {"tokens": 8192, "hidden": 1024, "vocab": 65536, "chunk_tokens": 512, "response": 1.0}
+    found = {}
+    for way in ("whole", "chunks"):
+        options = argparse.Namespace(device="cuda", dtype="bfloat16", way=way, **sizes)
+        found[way] = measure(way, options)
+        torch.cuda.empty_cache()
+    return found
+
+
+def fp8_obstacle(recipe: str) -> str | None:
+    """Why this device has not got a recipe, by Transformer Engine's own word."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as State
+
+    checks = {"blockwise": State.is_fp8_block_scaling_available, "mxfp8": State.is_mxfp8_available}
+    available, reason = checks.get(recipe, State.is_fp8_available)()
+    return None if available else reason or f"no {recipe} on this device"
+
+
+def parts(device: str, attention: str) -> dict[str, Callable[[str, dict[str, Samples]], Found]]:
+    """What this attention runs on this device."""
+    found = {"bf16": in_bf16, "isolation": isolation}
+    # torch's varlen attention has half precision alone.
+    if attention != "varlen":
+        found["fp32"] = in_fp32
+    if attention == "te":
+        found |= {"cp_slices": cp_slices, "head_memory": head_memory}
+        found |= {f"fp8_{recipe}": fp8(recipe) for recipe in FP8_RECIPES}
+    return found
+
+
+def main(device: Literal["cuda", "cpu"], attention: str, reference: str, out: str) -> None:
+    """Run all parts; one that fails leaves the others."""
+    launch.quiet_known_warnings()
+    launch.start(device)
+    initialize_parallel(Layout(), SEED)
+    samples = torch.load(reference, map_location="cpu")
+    found: dict[str, Found] = {}
+    for name, part in parts(device, attention).items():
+        try:
+            found[name] = part(attention, samples)
+        except Exception as error:  # recorded, and the test of this part fails by it
+            traceback.print_exc()
+            found[name] = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
+        with open(out, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(cast(Literal["cuda", "cpu"], sys.argv[1]), *sys.argv[2:])

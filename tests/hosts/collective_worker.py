@@ -1,0 +1,120 @@
+"""Two ranks that plan their own samples; each writes what came of every case.
+
+torchrun --nproc-per-node 2 -m tests.hosts.collective_worker OUT_DIR
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megapack import Layout
+from megapack.hosts import skyrl, verl
+
+WIDTH = 64
+
+
+class Batch(dict[str, Any]):
+    """A dict of fields, as verl's and SkyRL's batches are."""
+
+    metadata: dict[str, Any] | None = None
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    mask = (torch.arange(WIDTH) < torch.tensor(lengths, dtype=torch.long)[:, None]).long()
+    return Batch(sequences=mask, input_ids=mask, attention_mask=mask, loss_mask=mask)
+
+
+def verl_rows(lengths: list[int], budget: int = 64, **settings: Any) -> dict[str, Any]:
+    batches, rows = verl.rearrange_micro_batches(
+        batch_of(lengths), budget, dp_group=dist.group.WORLD, **settings
+    )
+    loss_tokens = [int(mb["loss_mask"].sum()) for mb in batches]
+    return {"rows": rows, "loss_tokens": loss_tokens}
+
+
+def skyrl_rows(lengths: list[int], budget: int = 64) -> dict[str, Any]:
+    iterator = skyrl.TokenBasedBatchIterator(batch_of(lengths), budget)
+    loss_tokens = [int(mb["loss_mask"].sum()) for mb in iterator]
+    return {"padding": iterator.num_padding_microbatches, "loss_tokens": loss_tokens}
+
+
+class Cases:
+    """One case per method; rank 0 is heavy, rank 1 the odd one."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+
+    def one_count(self) -> Any:
+        return verl_rows([60] * 6 if self.rank == 0 else [8] * 9)
+
+    def one_count_in_fours(self) -> Any:
+        return verl_rows(
+            [60] * 5 + [2] * 5 if self.rank == 0 else [8] * 9, num_batches_divided_by=4
+        )
+
+    def a_light_rank(self) -> Any:
+        return verl_rows([60] * 6 if self.rank == 0 else [8] * 4)
+
+    def a_light_rank_pads(self) -> Any:
+        verl.configure(light_rank="pad")
+        return verl_rows([60] * 6 if self.rank == 0 else [8, 7, 9, 8])
+
+    def a_long_sample(self) -> Any:
+        return verl_rows([8, 8] if self.rank == 0 else [64, 8], budget=60)
+
+    def no_samples(self) -> Any:
+        return verl_rows([8, 8] if self.rank == 0 else [])
+
+    def groups_that_do_not_divide(self) -> Any:
+        return verl_rows([8, 8] if self.rank == 0 else [8, 8, 8], force_group_size=2)
+
+    def another_budget(self) -> Any:
+        return verl_rows([8, 8], budget=64 + self.rank)
+
+    def each_by_itself(self) -> Any:
+        return verl_rows([60] * (3 - self.rank), same_micro_num_in_dp=False)
+
+    def skyrl_one_count(self) -> Any:
+        return skyrl_rows([60] * 6 if self.rank == 0 else [8] * 4)
+
+    def skyrl_with_a_layout(self) -> Any:
+        skyrl.configure(layout=Layout(pp=2, vpp=2, microbatch_group_size=4))
+        return skyrl_rows([60] * 5 if self.rank == 0 else [8] * 4)
+
+    def skyrl_no_samples(self) -> Any:
+        return skyrl_rows([8, 8] if self.rank == 0 else [])
+
+
+CASES = [name for name in vars(Cases) if not name.startswith("_")]
+
+
+def outcome(case: Callable[[], Any]) -> Any:
+    try:
+        return case()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        verl.configure()
+        skyrl.configure()
+
+
+def main() -> None:
+    # A rank that waits alone is told so in seconds.
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    cases = Cases()
+    found = {name: outcome(getattr(cases, name)) for name in CASES}
+    out = Path(sys.argv[1]) / f"rank{dist.get_rank()}.json"
+    out.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

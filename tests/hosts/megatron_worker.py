@@ -1,0 +1,156 @@
+"""Planned steps inside Megatron-LM's train_step, compared with the adapter's on the same samples.
+
+torchrun --nproc-per-node 2 -m tests.hosts.megatron_worker OUT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megapack import Layout, build_dp_schedule, launch, patching
+from megapack.errors import MegapackError
+from megapack.hosts import megatron_lm
+from megapack.loss import GRPO, SFT
+from megapack.samples import SampleBatch
+from megapack.schedule import ScheduleAdapter
+from tests.dist import problem
+from tests.dist.setup import build_chunks, forget_groups
+
+STUBS = Path(__file__).parent / "stubs"
+BUDGET, ITEM_ROWS, SEQ_LENGTH, NUM_ITEMS = 70, 2, 64, 4
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "pp2_vpp2": Layout(pp=2, vpp=2),
+    "cp2": Layout(cp=2),
+    "tp2": Layout(tp=2),
+}
+FIELDS = ("advantages", "old_logprobs")
+
+
+def draw_samples(dp_rank: int) -> list[dict[str, Tensor]]:
+    """Ragged samples of one data-parallel rank: tokens, which count, and fields per token."""
+    generator = torch.Generator().manual_seed(100 + dp_rank)
+    samples = []
+    for i in range(NUM_ITEMS * ITEM_ROWS):
+        length = int(torch.randint(2, SEQ_LENGTH, (), generator=generator))
+        counted = torch.rand(length, generator=generator) < 0.6
+        # A sample ends with a token that counts, and the first of all has nothing that does.
+        counted[0], counted[-1] = False, i > 0
+        samples.append(
+            {
+                "tokens": torch.randint(0, problem.VOCAB_SIZE, (length,), generator=generator),
+                "response_mask": counted if i else torch.zeros(length, dtype=torch.bool),
+                "advantages": torch.randn(length, generator=generator),
+                "old_logprobs": torch.randn(length, generator=generator) - 4.6,
+            }
+        )
+    return samples
+
+
+def items(samples: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The same as Megatron-LM's data sets give them: padded, shifted, two samples an item."""
+    for start in range(0, len(samples), ITEM_ROWS):
+        rows = samples[start : start + ITEM_ROWS]
+        named = {name: torch.stack([_padded(row[name]) for row in rows]) for name in rows[0]}
+        labels = named["tokens"][:, 1:].clone()
+        loss_mask = named.pop("response_mask")[:, 1:].float()
+        labels[loss_mask == 0] = -100
+        shifted = {name: values[:, 1:] for name, values in named.items() if name != "tokens"}
+        tokens = named["tokens"][:, :-1]
+        yield {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **shifted}
+
+
+def _padded(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, SEQ_LENGTH + 1 - len(values)))
+
+
+def gradients(chunks: list[Any]) -> list[Tensor]:
+    return [param.main_grad.clone() for chunk in chunks for param in chunk.parameters()]
+
+
+def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
+    """Facts about planned steps on one layout."""
+    chunks = build_chunks(layout)
+    adapter = ScheduleAdapter(chunks, layout=layout)
+    every = [sample for rank in range(layout.dp) for sample in draw_samples(rank)]
+    batch = SampleBatch(
+        [s["tokens"] for s in every],
+        {name: [s[name] for s in every] for name in ("response_mask", *FIELDS)},
+    )
+    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=BUDGET)
+    found: dict[str, Any] = {"num_microbatches": plan.steps[0].num_microbatches}
+    # Fields of the items cross between data-parallel ranks.
+    for objective in (SFT(), GRPO()) if layout.dp > 1 else (SFT(),):
+        step = megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET, objective=objective)
+        data = _iterators(layout, adapter.dp_rank)
+        report = training.train_step(step, data, chunks, NUM_ITEMS)
+        grads = gradients(chunks)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        want = adapter.step(plan, batch, objective=objective)
+        errors = [_distance(*pair) for pair in zip(grads, gradients(chunks), strict=True)]
+        name = type(objective).__name__
+        found[name] = {
+            "gradient_error": max(errors),
+            "gradient_norm": sum(float(g.norm()) for g in grads),
+            "loss": report.pop("lm loss" if name == "SFT" else "loss"),
+            "expected_loss": want.loss,
+            "metrics": sorted(report) == sorted(want.metrics),
+        }
+        data = _iterators(layout, adapter.dp_rank)
+        found[name]["evaluated"] = training.evaluate(step, data, chunks, NUM_ITEMS)["lm loss"]
+    found["refused"] = _told(training, chunks, layout, adapter.dp_rank)
+    return found
+
+
+def _iterators(layout: Layout, dp_rank: int, num_items: int = NUM_ITEMS) -> Any:
+    """Data where they are read: on the first stage's first tensor-parallel rank."""
+    if parallel_state.get_model_parallel_group().rank() > 0:
+        return [None] * layout.vpp if layout.vpp > 1 else None
+    samples = draw_samples(dp_rank)[: num_items * ITEM_ROWS]
+    return [items(samples) for _ in range(layout.vpp)] if layout.vpp > 1 else items(samples)
+
+
+def _told(training: Any, chunks: list[Any], layout: Layout, dp_rank: int) -> str:
+    """The last data-parallel rank runs out of data."""
+    step = megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET)
+    data = _iterators(layout, dp_rank, NUM_ITEMS - (dp_rank == layout.dp - 1))
+    try:
+        training.train_step(step, data, chunks, NUM_ITEMS)
+    except MegapackError as error:
+        return str(error)
+    return ""
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp(min=1e-9))
+
+
+def main(out: str) -> None:
+    """Run every layout; each rank writes what it found."""
+    launch.start("cpu")
+    sys.path.insert(0, str(STUBS))
+    patching.apply("megatron_lm")
+    from megatron.training import training
+
+    found = {}
+    for name, layout in LAYOUTS.items():
+        found[name] = run_layout(layout, training)
+        forget_groups()
+    Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    dist.barrier()
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

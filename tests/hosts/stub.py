@@ -1,0 +1,80 @@
+"""A framework of a few lines, with patches, for tests that run in this process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from megapack import patching
+
+PACK = "def pack(lengths, *, budget=None): return 'host'\n"
+ENTRY = """\
+  - target: {target}
+    signatures: ["{signature}"]
+    replacement: megapack.hosts.stub:{replacement}
+    why: a test
+"""
+
+
+def pack(lengths: object, *, budget: object = None) -> str:
+    """What takes the place of the host's function."""
+    return "megapack"
+
+
+def pack_method(self: object, lengths: object) -> str:
+    """What takes the place of a method."""
+    return "megapack"
+
+
+class Host:
+    """The package `stubhost` in a temporary folder, and its patch file."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.patches = str(folder / "stubhost.yaml")
+        monkeypatch.syspath_prepend(str(folder))
+        ours = types.ModuleType("megapack.hosts.stub")
+        ours.pack, ours.pack_method = pack, pack_method  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "megapack.hosts.stub", ours)
+        self.write("stubhost/__init__.py", "")
+        self.write("stubhost/utils/__init__.py", "")
+        self.write("stubhost/utils/packing.py", PACK)
+        self.write("stubhost/trainer.py", "from stubhost.utils.packing import pack\n")
+        self.write("stubscript.py", "from stubhost.utils.packing import pack\n")
+        self.patch("stubhost.utils.packing:pack")
+
+    def write(self, path: str, text: str) -> None:
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        importlib.invalidate_caches()
+
+    def patch(
+        self,
+        *targets: str,
+        signature: str = "(lengths, *, budget=None)",
+        replacement: str = "pack",
+        host: str = "stubhost",
+    ) -> str:
+        """Write a patch file for these targets; returns its path."""
+        entries = [
+            ENTRY.format(target=target, signature=signature, replacement=replacement)
+            for target in targets
+        ]
+        path = self.folder / f"{host}.yaml"
+        path.write_text(f"host: {host}\nseen: now\npatches:\n{''.join(entries)}")
+        return str(path)
+
+    def load(self, module: str) -> types.ModuleType:
+        return importlib.import_module(module)
+
+    def forget(self) -> None:
+        for status in patching.status():
+            path = self.folder / f"{status.host}.yaml"
+            patching.revert(str(path) if path.exists() else status.host)
+        for name in [name for name in sys.modules if name.startswith("stub")]:
+            del sys.modules[name]

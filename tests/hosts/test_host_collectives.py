@@ -1,0 +1,86 @@
+"""Hosts whose ranks plan their own samples: one count for all, or an error for all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.spawn import checked_job
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Per rank what came of each case."""
+    folder: Path = tmp_path_factory.mktemp("collectives")
+    checked_job(2, "tests.hosts.collective_worker", [str(folder)], timeout_s=240)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+Ranks = list[dict[str, Any]]
+
+
+def rows(found: Ranks, case: str, rank: int) -> list[list[int]]:
+    value = found[rank][case]
+    assert isinstance(value, dict), value
+    return value["rows"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("case", "count"), [("one_count", 6), ("one_count_in_fours", 8)])
+def test_ranks_run_one_count(found: Ranks, case: str, count: int) -> None:
+    for rank, num_samples in enumerate([6 if count == 6 else 10, 9]):
+        mine = rows(found, case, rank)
+        assert len(mine) == count
+        assert sorted(i for row in mine for i in row) == list(range(num_samples))
+
+
+def test_a_light_rank_pads_with_samples_without_a_loss(found: Ranks) -> None:
+    assert len(rows(found, "a_light_rank_pads", 0)) == 6
+    mine = rows(found, "a_light_rank_pads", 1)
+    assert sorted(mine[:4]) == [[0], [1], [2], [3]]
+    assert mine[4:] == [[1], [1]]
+    assert sum(found[1]["a_light_rank_pads"]["loss_tokens"]) == 8 + 7 + 9 + 8
+    assert found[1]["a_light_rank_pads"]["loss_tokens"][4:] == [0, 0]
+
+
+def test_without_a_common_count_each_rank_takes_its_own(found: Ranks) -> None:
+    assert [len(rows(found, "each_by_itself", rank)) for rank in range(2)] == [3, 2]
+
+
+REFUSED = {
+    "a_light_rank": "HostAssertionError: 6 micro-batches",
+    "a_long_sample": "HostAssertionError: a sample of 64 tokens is over max_token_len=60",
+    "no_samples": "ScheduleError: 1 of 2 ranks failed: rank 1: DataError: a rank has no samples",
+    "groups_that_do_not_divide": "rank 1: HostAssertionError: 3 samples in groups of",
+    "another_budget": "another set of batching options than the other 1",
+    "skyrl_no_samples": "rank 1: DataError: a rank has no samples",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_all_ranks_raise(found: Ranks, case: str) -> None:
+    for rank in found:
+        assert REFUSED[case] in rank[case]
+
+
+def test_skyrl_splits_before_it_pads(found: Ranks) -> None:
+    heavy, light = (rank["skyrl_one_count"] for rank in found)
+    assert (heavy["padding"], len(heavy["loss_tokens"])) == (0, 6)
+    # Four samples fill four micro-batches, two more have none.
+    assert (light["padding"], light["loss_tokens"]) == (2, [8, 8, 8, 8, 0, 0])
+
+
+def test_skyrl_counts_are_what_the_pipeline_runs(found: Ranks) -> None:
+    # Five micro-batches leave a tail of 1 with G=4; pp=2 asks for 2 or more.
+    heavy, light = (rank["skyrl_with_a_layout"] for rank in found)
+    assert (heavy["padding"], len(heavy["loss_tokens"])) == (1, 6)
+    assert (light["padding"], len(light["loss_tokens"])) == (2, 6)
+
+
+def test_every_case_was_run(found: Ranks) -> None:
+    assert list(found[0]) == list(found[1])
+    assert len(found[0]) == 12

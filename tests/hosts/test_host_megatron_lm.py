@@ -1,0 +1,188 @@
+"""Megatron-LM: planned steps inside its train_step, its items as samples, its packing scheduler."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack.errors import DataError, PlanError, ScheduleError
+from megapack.hosts import megatron_lm
+from megapack.hosts.megatron_lm_data import read_item
+from tests.dist.spawn import checked_job
+
+pytestmark = pytest.mark.hosts
+
+LAYOUTS = ("dp2", "pp2_vpp2", "cp2", "tp2")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Per rank what the worker found."""
+    folder: Path = tmp_path_factory.mktemp("megatron_lm")
+    checked_job(2, "tests.hosts.megatron_worker", [str(folder)], timeout_s=600)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "objective"), [*((layout, "SFT") for layout in LAYOUTS), ("dp2", "GRPO")]
+)
+def test_a_planned_step_is_the_adapters(
+    found: list[dict[str, Any]], layout: str, objective: str
+) -> None:
+    for rank in found:
+        got = rank[layout][objective]
+        assert got["gradient_error"] < 1e-6
+        assert got["gradient_norm"] > 1e-3
+        assert got["loss"] == pytest.approx(got["expected_loss"], rel=1e-5, abs=1e-6)
+        assert got["metrics"]
+        # Evaluation has the log-likelihood, whatever the objective.
+        assert got["evaluated"] == pytest.approx(rank[layout]["SFT"]["loss"], rel=1e-5)
+
+
+@pytest.mark.dist
+def test_the_plan_and_not_the_arguments_count_the_micro_batches(
+    found: list[dict[str, Any]],
+) -> None:
+    counts = {layout: found[0][layout]["num_microbatches"] for layout in LAYOUTS}
+    assert all(count != 4 for count in counts.values()), counts
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_that_end_raise_on_every_rank(found: list[dict[str, Any]], layout: str) -> None:
+    (told,) = {rank[layout]["refused"] for rank in found}
+    assert "the data ended within a step of 4 items" in told
+
+
+def test_a_planned_step_without_the_patch_says_so() -> None:
+    step = megatron_lm.PlannedStep(max_tokens_per_gpu=64)
+    with pytest.raises(ScheduleError, match=r"patching.apply"):
+        step(iter(()), None, return_schedule_plan=True)
+
+
+def test_other_forward_steps_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def schedule(**step: Any) -> str:
+        calls.append(step)
+        return "theirs"
+
+    core = types.ModuleType("megatron.core.pipeline_parallel")
+    core.get_forward_backward_func = lambda *args: schedule  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.core.pipeline_parallel", core)
+    run = megatron_lm.get_forward_backward_func(2)
+    assert run(forward_step_func=print, num_microbatches=3, seq_length=8) == "theirs"
+    assert calls == [{"forward_step_func": print, "num_microbatches": 3, "seq_length": 8}]
+    planned = megatron_lm.PlannedStep(max_tokens_per_gpu=64)
+    with pytest.raises(ScheduleError, match="Megatron-LM passes force_all_reduce"):
+        run(forward_step_func=planned, num_microbatches=3, force_all_reduce=True)
+
+
+def item(**changes: Any) -> dict[str, Any]:
+    """Tokens 1 2 3 4 5 6 and the label 7; 3, 4 and 6 count."""
+    base = {
+        "tokens": torch.tensor([[1, 2, 3, 4, 5, 6]]),
+        "labels": torch.tensor([[2, 3, 4, 5, 6, 7]]),
+        "loss_mask": torch.tensor([[0.0, 1, 1, 0, 1, 0]]),
+    }
+    return {**base, **changes}
+
+
+def test_an_item_becomes_a_sample_without_its_tail() -> None:
+    (sample,) = read_item(item(value=torch.arange(6)[None]), ["value"])
+    assert sample["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert sample["response_mask"].tolist() == [False, False, True, True, False, True]
+    assert sample["value"].tolist() == [0, 0, 1, 2, 3, 4]
+
+
+def test_packed_items_are_cut() -> None:
+    packed = item(
+        tokens=torch.tensor([1, 2, 3, 11, 12, 0]),
+        labels=torch.tensor([2, 3, -100, 12, 13, 0]),
+        loss_mask=torch.tensor([1, 1, 0, 0, 1, 0]),
+        position_ids=torch.tensor([0, 1, 2, 0, 1, 2]),
+        cu_seqlens=torch.tensor([[0, 3, 6, 6, 6]]),
+    )
+    first, second = read_item(packed)
+    assert (first["tokens"].tolist(), second["tokens"].tolist()) == ([1, 2, 3], [11, 12, 13])
+    assert second["response_mask"].tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"labels": None}, "no labels; its keys are tokens"),
+        ({"loss_mask": torch.full((1, 6), 0.5)}, "other values than 0 and 1"),
+        ({"labels": torch.tensor([[2, 9, 4, 5, 6, 7]])}, "not the next tokens"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "--reset-position-ids"),
+        ({"cu_seqlens": torch.tensor([0, 2, 4])}, "leaves loss tokens out"),
+    ],
+)
+def test_items_that_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        read_item(item(**changes))
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 16).map(lambda n: 4 * n), min_size=1, max_size=40),
+    dp=st.integers(1, 4),
+    cp=st.sampled_from([1, 2]),
+    group=st.sampled_from([None, 2, 3]),
+)
+def test_packs_hold_every_sample_and_the_budget(
+    lengths: list[int], dp: int, cp: int, group: int | None
+) -> None:
+    scheduler = megatron_lm.DpBalancedScheduler(64, cp, dp, group)
+    ids = [(100 + i, length) for i, length in enumerate(lengths)]
+    multiple = dp * (group or 1)
+    reachable = len(lengths) // multiple * multiple
+    if num_packs_first_fit(lengths, 64 * cp) > reachable:
+        return
+    groups = scheduler.get_groups_and_subsamples(ids)
+    assert len(groups) % (group or 1) == 0
+    for ranks in groups:
+        assert len(ranks) == dp * cp
+        assert all(ranks[j] == ranks[j // cp * cp] for j in range(dp * cp))
+    packs = [ranks[r * cp] for ranks in groups for r in range(dp)]
+    assert sorted(i for pack in packs for i in pack) == [i for i, _ in ids]
+    of = dict(ids)
+    assert all(0 < sum(of[i] for i in pack) <= 64 * cp for pack in packs)
+
+
+def num_packs_first_fit(lengths: list[int], capacity: int) -> int:
+    """Packs that first-fit-decreasing needs: with as many or more a plan must be found."""
+    packs: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = [k for k, tokens in enumerate(packs) if tokens + length <= capacity]
+        if fits:
+            packs[fits[0]] += length
+        else:
+            packs.append(length)
+    return len(packs)
+
+
+def test_too_few_samples_are_told() -> None:
+    scheduler = megatron_lm.DpBalancedScheduler(64, 1, 4, 2)
+    with pytest.raises(PlanError, match="7"):
+        scheduler.get_groups_and_subsamples([(i, 4) for i in range(7)])
+
+
+def test_an_oversized_first_sample_makes_no_empty_pack() -> None:
+    scheduler = megatron_lm.DpBalancedScheduler(64, 1, 2, None)
+    groups = scheduler.get_groups_and_subsamples([(0, 100), (1, 10), (2, 10), (3, 10)])
+    assert all(pack for ranks in groups for pack in ranks)
+
+
+def test_options_have_names() -> None:
+    assert megatron_lm.configure(search=0).search == 0
+    assert megatron_lm.configure().search == 2048

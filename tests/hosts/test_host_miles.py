@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack.hosts import miles
+from tests.hosts.rollouts import check_schedule, make_args, make_config, rollouts_of, rows_of
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(autouse=True)
+def _defaults() -> Iterator[None]:
+    yield
+    miles.configure()
+
+
+def test_a_partial_step_on_request() -> None:
+    """5 rollouts in steps of 2; no VPP is told as None."""
+    ids = [0, 0, 1, 2, 2, 3, 4, 4]
+    config = make_config(vpp=None, group=None)
+    args = make_args(max_tokens_per_gpu=12)
+    for partial, kept in ((False, [2, 2]), (True, [2, 2, 1])):
+        args.allow_partial_train_step = partial
+        schedule = miles.build_dp_schedule(
+            args, config, [3] * 8, global_batch_size=2, rollout_indices=ids
+        )
+        check_schedule(schedule, [3] * 8, ids, config, global_batch_size=2, max_tokens_per_gpu=12)
+        assert schedule[3] == kept
+        assert schedule[2] == [1] * len(kept)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [([2, 2, 1], make_config(dp=2)), ([2, 2, 2], make_config(dp=1, vpp=2, group=4))],
+    ids=["fewer samples than ranks", "fewer than the group"],
+)
+def test_a_partial_step_that_fills_no_ranks_is_left_out(
+    sizes: list[int], config: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "megapack.hosts")
+    args = make_args(max_tokens_per_gpu=12, allow_partial_train_step=True)
+    schedule = miles.build_dp_schedule(
+        args, config, [3] * sum(sizes), global_batch_size=2, rollout_indices=rollouts_of(sizes)
+    )
+    assert schedule[3] == [2]
+    assert f"partial step skipped: its {sizes[2]} samples" in caplog.text
+
+
+def test_a_step_that_cannot_be_aligned_raises_with_a_partial_one_too() -> None:
+    args = make_args(max_tokens_per_gpu=10, allow_partial_train_step=True)
+    with pytest.raises(AssertionError, match="step 0: 2 samples"):
+        miles.build_dp_schedule(
+            args, make_config(dp=4), [9] * 9, global_batch_size=2, rollout_indices=range(9)
+        )
+
+
+def test_fewer_rollouts_than_a_step() -> None:
+    with pytest.raises(AssertionError, match="global_batch_size"):
+        miles.build_dp_schedule(
+            make_args(max_tokens_per_gpu=12),
+            make_config(),
+            [3] * 6,
+            global_batch_size=4,
+            rollout_indices=[0, 0, 1, 1, 2, 2],
+        )
+
+
+def test_first_fit_decreasing() -> None:
+    """In input order 4 4 6 6 need three bins of 10, from long to short two."""
+    assert miles.first_fit_pack([4, 4, 6, 6], 10) == [[0, 1], [2], [3]]
+    assert miles.first_fit_decreasing_pack([4, 4, 6, 6], 10) == [[2, 0], [3, 1]]
+    schedule = miles.build_dp_schedule(
+        make_args(max_tokens_per_gpu=10),
+        make_config(vpp=None, group=None),
+        [4, 4, 6, 6],
+        global_batch_size=4,
+        rollout_indices=range(4),
+    )
+    assert schedule[2] == [2]
+
+
+def test_static_chunks_are_balanced_by_tokens_or_flops() -> None:
+    """In turn: 9 + 5 against 8 + 1. By tokens: 9 + 1 against 8 + 5, and by FLOPs the same."""
+    lengths = [9, 8, 5, 1]
+    for flags, loads in (
+        ({}, [9, 14]),
+        ({"balance_data": True}, [10, 13]),
+        ({"balance_by_flops": True}, [10, 13]),
+    ):
+        schedule = miles.build_dp_schedule(
+            make_args(use_dynamic_batch_size=False, **flags),
+            make_config(dp=2),
+            lengths,
+            global_batch_size=4,
+            rollout_indices=range(4),
+        )
+        assert sorted(sum(lengths[i] for i in rank) for rank in schedule[0]) == loads
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=14),
+    data=st.data(),
+    dp=st.sampled_from([1, 2]),
+    by_flops=st.booleans(),
+)
+def test_any_rollouts_with_a_partial_step(
+    sizes: list[int], data: st.DataObject, dp: int, by_flops: bool
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=sum(sizes), max_size=sum(sizes)))
+    size = data.draw(st.integers(1, len(sizes)))
+    ids, config = rollouts_of(sizes), make_config(dp=dp, vpp=None, group=None)
+    args = make_args(
+        max_tokens_per_gpu=40, allow_partial_train_step=True, balance_by_flops=by_flops
+    )
+    try:
+        schedule = miles.build_dp_schedule(
+            args, config, lengths, global_batch_size=size, rollout_indices=ids
+        )
+    except ValueError:
+        assert dp > 1
+        return
+    check_schedule(schedule, lengths, ids, config, global_batch_size=size, max_tokens_per_gpu=40)
+    if dp == 1:
+        assert sum(schedule[3]) == len(sizes)
+        assert sum(len(row) for rank in rows_of(schedule) for row in rank) == len(lengths)

@@ -1,0 +1,271 @@
+"""megapack.hosts.skyrl through SkyRL's own signatures, on one rank."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack import ConfigError, DataError, Layout
+from megapack.hosts import skyrl
+
+pytestmark = pytest.mark.hosts
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=30)
+WIDTH, NUM_ACTIONS = 32, 4
+
+
+class TensorList:
+    """Per-sample tensors of unequal shapes; integers and slices alone index it."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return TensorList(self.tensors[index])
+        assert type(index) is int
+        return self.tensors[index]
+
+
+class Batch(dict[str, Any]):
+    """A dict of fields with metadata; integers and slices index its samples."""
+
+    metadata: dict[str, Any] | None = None
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__(fields)
+        sizes = {len(value) for value in fields.values() if value is not None}
+        assert len(sizes) <= 1, f"unequal numbers of samples: {sizes}"
+
+
+@pytest.fixture(autouse=True)
+def default_options() -> Iterator[None]:
+    yield
+    skyrl.configure()
+
+
+def batch_of(lengths: list[int], **more: Any) -> Batch:
+    """Left-padded sequences that tell their sample and place."""
+    num = len(lengths)
+    mask = (torch.arange(WIDTH) >= WIDTH - torch.tensor(lengths)[:, None]).long()
+    fields: dict[str, Any] = {
+        "sequences": torch.arange(num)[:, None] * 1000 + torch.arange(WIDTH),
+        "attention_mask": mask,
+        "action_log_probs": torch.arange(num * NUM_ACTIONS).reshape(num, -1) / 7,
+        "loss_mask": torch.ones(num, NUM_ACTIONS),
+        "response_mask": torch.ones(num, NUM_ACTIONS, dtype=torch.long),
+        "values": None,
+    }
+    data = Batch({**fields, **more})
+    data.metadata = {"response_length": NUM_ACTIONS}
+    return data
+
+
+def samples_of(batch: Batch) -> list[int]:
+    """Which samples stand in a micro-batch, those without a loss left out."""
+    real = batch["loss_mask"].sum(dim=1) > 0
+    return (batch["sequences"][real][:, 0] // 1000).tolist()
+
+
+@settings(max_examples=50)
+@given(lengths=LENGTHS, budget=st.integers(10, 60))
+def test_every_sample_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    data = batch_of(lengths)
+    iterator = skyrl.TokenBasedBatchIterator(data, max_tokens_per_microbatch=budget)
+    batches = list(iterator)
+    assert len(batches) == len(iterator)
+    assert iterator.num_padding_microbatches == 0
+    seen = [samples_of(mb) for mb in batches]
+    assert sorted(i for row in seen for i in row) == list(range(len(lengths)))
+    for row in seen:
+        assert sum(lengths[i] for i in row) <= budget or len(row) == 1
+    balanced = skyrl.make_seq_packer("balanced", budget).pack(lengths)
+    assert len(batches) <= len(balanced)
+    restored = iterator.reorder_and_combine_batches(batches)
+    for name in ("sequences", "action_log_probs", "loss_mask"):
+        assert torch.equal(restored[name], data[name])
+    assert restored["values"] is None
+    assert restored.metadata == data.metadata
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "num"),
+    [([10, 10, 5, 5], 15, 2), ([10, 1, 1, 1, 1, 1], 10, 2), ([5, 5, 5, 5], 10, 2), ([10], 15, 1)],
+)
+def test_fewest_microbatches(lengths: list[int], budget: int, num: int) -> None:
+    assert len(skyrl.TokenBasedBatchIterator(batch_of(lengths), budget)) == num
+    assert len(skyrl.make_seq_packer("balanced", budget).pack(lengths)) == num
+
+
+def test_a_sample_over_the_budget_is_alone() -> None:
+    iterator = skyrl.TokenBasedBatchIterator(batch_of([30, 5, 5]), 12)
+    assert sorted(map(samples_of, iterator)) == [[0], [1, 2]]
+
+
+def test_factory() -> None:
+    data = batch_of([3, 4, 5])
+    by_tokens = skyrl.get_microbatch_iterator(data, 2, 8)
+    assert isinstance(by_tokens, skyrl.TokenBasedBatchIterator)
+    by_samples = skyrl.get_microbatch_iterator(data, 2, -1)
+    assert isinstance(by_samples, skyrl.SampleBasedBatchIterator)
+    assert [samples_of(mb) for mb in by_samples] == [[0, 1], [2]]
+    restored = by_samples.reorder_and_combine_batches(list(by_samples))
+    assert torch.equal(restored["sequences"], data["sequences"])
+
+
+def test_a_padding_microbatch_is_as_wide_as_the_others_and_counts_for_nothing() -> None:
+    routes = torch.full((3, WIDTH, 2, 3), 7, dtype=torch.int16)
+    unrouted = torch.zeros(3, WIDTH, dtype=torch.bool)
+    pixels = TensorList([torch.randn(2 + i, 8) for i in range(3)])
+    data = batch_of(
+        [9, 8, 7],
+        rollout_expert_indices=routes,
+        router_padding_mask=unrouted,
+        pixel_values=pixels,
+    )
+    skyrl.configure(layout=Layout(pp=2, vpp=2, microbatch_group_size=4))
+    iterator = skyrl.TokenBasedBatchIterator(data, 30)
+    *real, padding = iterator
+    assert (len(real), iterator.num_padding_microbatches) == (3, 1)
+    assert padding.metadata == {"response_length": NUM_ACTIONS, "is_padding_batch": True}
+    assert padding["sequences"].shape == (1, WIDTH)
+    assert padding["attention_mask"].tolist() == [[1] + [0] * (WIDTH - 1)]
+    assert padding["loss_mask"].tolist() == [[0.0] * NUM_ACTIONS]
+    assert padding["response_mask"].tolist() == [[1] * NUM_ACTIONS]
+    assert padding["action_log_probs"].shape == (1, NUM_ACTIONS)
+    assert padding["rollout_expert_indices"][0, 5].tolist() == [[0, 1, 2]] * 2
+    assert padding["rollout_expert_indices"].dtype == torch.int16
+    assert bool(padding["router_padding_mask"].all())
+    assert "pixel_values" not in padding
+    assert padding["values"] is None
+    restored = iterator.reorder_and_combine_batches([*real, padding])
+    assert torch.equal(restored["sequences"], data["sequences"])
+
+
+def test_tensors_of_unequal_shapes_go_with_their_samples() -> None:
+    pixels = TensorList([torch.full((2 + i, 8), float(i)) for i in range(5)])
+    data = batch_of([10, 10, 5, 5, 3], pixel_values=pixels)
+    skyrl.configure(uniform_micro_batch_size=True)
+    iterator = skyrl.TokenBasedBatchIterator(data, 15)
+    batches = list(iterator)
+    for mb in batches:
+        for place, i in enumerate(samples_of(mb)):
+            assert torch.equal(mb["pixel_values"][place], pixels[i])
+    restored = iterator.reorder_and_combine_batches(batches)["pixel_values"]
+    assert [len(t) for t in restored.tensors] == [2, 3, 4, 5, 6]
+
+
+def test_microbatches_of_one_size() -> None:
+    lengths = [20, 6, 5, 4, 3, 2]
+    data = batch_of(lengths)
+    skyrl.configure(uniform_micro_batch_size=True)
+    iterator = skyrl.TokenBasedBatchIterator(data, 20)
+    batches = list(iterator)
+    assert {len(mb["sequences"]) for mb in batches} == {5}
+    assert sorted(map(len, map(samples_of, batches))) == [1, 5]
+    short = next(mb for mb in batches if len(samples_of(mb)) == 1)
+    assert short["attention_mask"].sum(dim=1).tolist() == [20, 1, 1, 1, 1]
+    # Means over responses leave the rows that were added out.
+    assert short["response_mask"].sum().item() == NUM_ACTIONS
+    restored = iterator.reorder_and_combine_batches(batches)
+    assert torch.equal(restored["sequences"], data["sequences"])
+
+
+@settings(max_examples=30)
+@given(lengths=LENGTHS, group=st.integers(2, 5))
+def test_a_layout_makes_counts_that_megatron_runs(lengths: list[int], group: int) -> None:
+    layout = Layout(pp=2, vpp=2, microbatch_group_size=group)
+    skyrl.configure(layout=layout)
+    for iterator in (
+        skyrl.TokenBasedBatchIterator(batch_of(lengths), 30),
+        skyrl.SampleBasedBatchIterator(batch_of(lengths), 3),
+    ):
+        batches = list(iterator)
+        assert layout.is_legal_count(len(batches))
+        assert sorted(i for mb in batches for i in samples_of(mb)) == list(range(len(lengths)))
+        padding = [mb for mb in batches if (mb.metadata or {}).get("is_padding_batch")]
+        assert len(padding) == iterator.num_padding_microbatches
+        if isinstance(iterator, skyrl.TokenBasedBatchIterator):
+            # Splitting beats padding.
+            assert not padding or len(batches) - len(padding) == len(lengths)
+
+
+def test_what_would_lose_samples_is_refused() -> None:
+    with pytest.raises(ConfigError, match="drop_last=True would lose samples"):
+        skyrl.SampleBasedBatchIterator(batch_of([1, 2, 3]), 2, drop_last=True)
+    iterator = skyrl.TokenBasedBatchIterator(batch_of([9, 9, 9]), 10)
+    for outputs in ([], list(iterator)[:2]):
+        with pytest.raises(DataError, match="3 micro-batches"):
+            iterator.reorder_and_combine_batches(outputs)
+
+
+class PackingStrategy(enum.Enum):
+    """The host's enum."""
+
+    FIRST_FIT_DECREASING = "first_fit_decreasing"
+    BALANCED = "balanced"
+
+
+def test_packers_by_name() -> None:
+    lengths = [30, 70, 50, 50, 20, 80]
+    for name in (
+        "first_fit_decreasing",
+        "FIRST_FIT_DECREASING",
+        PackingStrategy("first_fit_decreasing"),
+    ):
+        packer = skyrl.make_seq_packer(name, 100)
+        assert packer.pack(lengths) == [[5, 4], [1, 0], [3, 2]]
+    balanced = skyrl.make_seq_packer(PackingStrategy.BALANCED, 100)
+    assert balanced.pack([60, 30, 20, 150]) == [[3], [0, 1], [2]]
+    with pytest.raises(ValueError, match="Unknown packing algorithm: nonexistent"):
+        skyrl.make_seq_packer("nonexistent", 100)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings", "says"),
+    [
+        ([150], {}, "exceeds bin capacity"),
+        ([10, 20], {"min_bin_count": 5}, "Cannot create 5 bins with only 2 sequences"),
+        ([10, 0], {}, "must be positive"),
+    ],
+)
+def test_what_cannot_be_packed(lengths: list[int], settings: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        skyrl.make_seq_packer("first_fit_decreasing", 100, **settings).pack(lengths)
+
+
+@given(
+    lengths=LENGTHS,
+    least=st.none() | st.integers(0, 6),
+    multiple=st.none() | st.integers(1, 6),
+    name=st.sampled_from(["balanced", "first_fit_decreasing"]),
+)
+def test_counts_of_bins(
+    lengths: list[int], least: int | None, multiple: int | None, name: str
+) -> None:
+    natural = len(skyrl.make_seq_packer(name, 40).pack(lengths))
+    packer = skyrl.make_seq_packer(name, 40, min_bin_count=least, bin_count_multiple=multiple)
+    wanted = next(n for n in range(max(natural, least or 0), 1000) if n % (multiple or 1) == 0)
+    if wanted > len(lengths):
+        with pytest.raises(ValueError, match="Cannot create"):
+            packer.pack(lengths)
+        return
+    bins = packer.pack(lengths)
+    assert len(bins) == wanted
+    assert all(bins)
+    assert sorted(i for row in bins for i in row) == list(range(len(lengths)))
+    assert max(sum(lengths[i] for i in row) for row in bins) <= 40
+
+
+def test_eight_samples_of_one_bin_on_four_ranks() -> None:
+    packer = skyrl.make_seq_packer("balanced", 100, bin_count_multiple=4)
+    assert sorted(map(len, packer.pack([10] * 8))) == [2, 2, 2, 2]

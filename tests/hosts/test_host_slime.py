@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack import ConfigError
+from megapack.hosts import flops, slime
+from tests.hosts.rollouts import (
+    Schedule,
+    check_schedule,
+    first_fit_kept,
+    make_args,
+    make_config,
+    rollouts_of,
+    rows_of,
+)
+
+pytestmark = pytest.mark.hosts
+
+LONG = 30_000
+BUDGET = 32_768
+
+
+@pytest.fixture(autouse=True)
+def _defaults() -> Iterator[None]:
+    yield
+    slime.configure()
+
+
+def planned(
+    sizes: list[int], lengths: list[int], config: dict[str, Any], **changes: Any
+) -> Schedule:
+    """One step of all rollouts, checked."""
+    ids = rollouts_of(sizes)
+    args = make_args(**changes)
+    schedule = slime.build_dp_schedule(
+        args, config, lengths, global_batch_size=len(sizes), rollout_indices=ids
+    )
+    check_schedule(
+        schedule,
+        lengths,
+        ids,
+        config,
+        global_batch_size=len(sizes),
+        max_tokens_per_gpu=args.max_tokens_per_gpu,
+    )
+    return schedule
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept", "samples"),
+    [([2, 2] + [1] * 510, 510, 512), ([3, 2, 3, 1, 2], 3, 8)],
+    ids=["514 singletons", "ragged rollouts"],
+)
+def test_trailing_rollouts_are_dropped(
+    sizes: list[int], kept: int, samples: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = planned(sizes, [LONG] * sum(sizes), make_config(dp=4), max_tokens_per_gpu=BUDGET)
+    assert schedule[2:] == ([samples // 4], [kept])
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    dropped = len(sizes) - kept
+    assert warnings == [
+        f"step 0: dropped {dropped} trailing rollout(s) ({kept} kept, {samples} samples)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config", "says"),
+    [
+        ([1, 1, 4, 1, 3, 1], make_config(dp=4), ["step 0", "11 samples", "align_to=4"]),
+        ([1] * 12, make_config(dp=2, vpp=2, group=8), ["step 0", "12 samples", "align_to=16"]),
+        ([1, 1], make_config(dp=4), ["step 0", "2 samples", "align_to=4"]),
+    ],
+    ids=["no prefix divides", "fewer samples than align_to", "fewer samples than ranks"],
+)
+def test_what_cannot_be_aligned(sizes: list[int], config: dict[str, Any], says: list[str]) -> None:
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match="cannot align micro-batches") as caught:
+            planned(sizes, [LONG] * sum(sizes), config, max_tokens_per_gpu=BUDGET)
+        assert all(part in str(caught.value) for part in says)
+
+
+def test_only_the_step_that_needs_it_drops() -> None:
+    """5 samples in step 1 at dp=2; without its last rollout, of two, 3 are left, then 2."""
+    schedule = slime.build_dp_schedule(
+        make_args(max_tokens_per_gpu=BUDGET),
+        make_config(dp=2),
+        [LONG] * 9,
+        global_batch_size=4,
+        rollout_indices=rollouts_of([1, 1, 1, 1, 1, 1, 1, 2]),
+    )
+    assert schedule[2:] == ([2, 1], [4, 2])
+
+
+def test_alignment_of_context_parallel_slices_counts() -> None:
+    """17 tokens are 32 at cp=8: four samples in 136, not eight."""
+    schedule = planned([1] * 8, [17] * 8, make_config(cp=8), max_tokens_per_gpu=17)
+    assert schedule[2] == [2]
+    assert sorted(map(len, rows_of(schedule)[0])) == [4, 4]
+
+
+def test_rows_hold_the_budget() -> None:
+    assert planned([1] * 8, [7] * 8, make_config(), max_tokens_per_gpu=8)[2] == [8]
+
+
+def test_an_oversized_sample_is_alone() -> None:
+    rows = rows_of(planned([1] * 8, [15] + [3] * 7, make_config(dp=2), max_tokens_per_gpu=10))
+    assert [0] in rows[0] + rows[1]
+
+
+def test_balance_by_flops_holds_the_budget() -> None:
+    """Even FLOPs would put the 20 short samples, 200 tokens, into one row."""
+    planned(
+        [1] * 21, [100] + [10] * 20, make_config(), max_tokens_per_gpu=100, balance_by_flops=True
+    )
+
+
+@pytest.mark.parametrize("flags", [{}, {"balance_data": True}, {"balance_by_flops": True}])
+def test_ranks_are_balanced_by_flops(flags: dict[str, bool]) -> None:
+    """A squared token costs 1/19 of a token: 96 tokens cost 11040, six samples of 32 cost 9792.
+    By tokens 96 and 32 would go together."""
+    small = {"hidden_size": 4, "num_attention_heads": 1, "num_query_groups": 1, "kv_channels": 4}
+    small |= {"ffn_hidden_size": 1, "vocab_size": 1, "num_layers": 1000}
+    for sizes, alone in ((small, True), ({"vocab_size": None}, False)):
+        schedule = planned(
+            [1] * 7,
+            [96] + [32] * 6,
+            make_config(dp=2),
+            max_tokens_per_gpu=192,
+            **flags,
+            **sizes,
+        )
+        assert ([0] in schedule[0]) == alone
+
+
+def test_steps_are_whole() -> None:
+    """Rollouts 4 and 5 fill no step; samples of a rollout need not be neighbours."""
+    ids = [0, 1, 0, 2, 3, 2, 4, 5]
+    schedule = slime.build_dp_schedule(
+        make_args(max_tokens_per_gpu=12),
+        make_config(),
+        [3] * 8,
+        global_batch_size=4,
+        rollout_indices=ids,
+    )
+    check_schedule(
+        schedule, [3] * 8, ids, make_config(), global_batch_size=4, max_tokens_per_gpu=12
+    )
+    assert schedule[3] == [4]
+    with pytest.raises(AssertionError, match=r"num_rollouts \(6\) < global_batch_size \(7\)"):
+        slime.build_dp_schedule(
+            make_args(max_tokens_per_gpu=12),
+            make_config(),
+            [3] * 8,
+            global_batch_size=7,
+            rollout_indices=ids,
+        )
+
+
+def test_static_chunks_are_dealt_in_turn() -> None:
+    schedule = planned(
+        [1] * 16, [10] * 16, make_config(dp=4), use_dynamic_batch_size=False, micro_batch_size=2
+    )
+    assert schedule[0][1] == [2, 3, 10, 11]
+    assert schedule[1:] == ([[[0, 1], [2, 3]]] * 4, [2], [16])
+
+
+def test_static_chunks_balanced_by_flops() -> None:
+    """What slime's own test pins."""
+    schedule = planned(
+        [1] * 8,
+        [1, 2, 3, 4, 5, 7, 9, 10],
+        make_config(dp=2),
+        use_dynamic_batch_size=False,
+        balance_data=True,
+    )
+    assert schedule[0] == [[1, 2, 5, 6], [0, 3, 4, 7]]
+
+
+def test_static_chunks_are_not_dropped() -> None:
+    with pytest.raises(AssertionError, match=r"static path: step 0 .*dp_size \* mb_group=4"):
+        planned(
+            [1] * 10,
+            [5] * 10,
+            make_config(dp=2, vpp=2, group=2),
+            use_dynamic_batch_size=False,
+            micro_batch_size=2,
+        )
+
+
+def test_every_legal_count_on_request() -> None:
+    """pp=4, G=8: Megatron runs 12 micro-batches; a multiple of 8 drops four rollouts."""
+    config = make_config(vpp=2, group=8)
+    fields = {"max_tokens_per_gpu": BUDGET, "pipeline_model_parallel_size": 4}
+    assert planned([1] * 12, [LONG] * 12, config, **fields)[2:] == ([8], [8])
+    slime.configure(count_rule="legal")
+    args = make_args(**fields)
+    schedule = slime.build_dp_schedule(
+        args, config, [LONG] * 12, global_batch_size=12, rollout_indices=range(12)
+    )
+    assert schedule[2:] == ([12], [12])
+
+
+def test_refusing_to_drop_on_request() -> None:
+    slime.configure(unreachable="error")
+    with pytest.raises(ValueError, match=r"cannot align .*5 samples"):
+        planned([1] * 5, [LONG] * 5, make_config(dp=4), max_tokens_per_gpu=BUDGET)
+
+
+def test_the_padding_of_rows_on_request() -> None:
+    """Rows padded to 128 on each GPU: 1000 tokens would become 1024."""
+    lengths = [500] * 4
+    assert planned([1] * 4, lengths, make_config(), max_tokens_per_gpu=1000)[2] == [2]
+    slime.configure(count_row_padding=True)
+    assert planned([1] * 4, lengths, make_config(), max_tokens_per_gpu=1000)[2] == [4]
+    with pytest.raises(ConfigError, match="count_row_padding=False"):
+        planned([1] * 4, lengths, make_config(), max_tokens_per_gpu=100)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"count_rule": "per_rank"}, {"unreachable": "pad"}, {"fixed_tokens": -1}, {"search": -1}],
+)
+def test_options_are_checked(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        slime.configure(**change)
+
+
+def test_the_budget_is_logged_once_in_both_units(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "megapack.hosts")
+    for _ in range(2):
+        planned([1] * 4, [3] * 4, make_config(cp=2), max_tokens_per_gpu=4321)
+    lines = [r.getMessage() for r in caplog.records if "max_tokens_per_gpu=4321" in r.getMessage()]
+    assert len(lines) == 1
+    assert "8642 padded tokens per micro-batch with cp=2" in lines[0]
+
+
+def test_flops_of_experts_and_latent_attention() -> None:
+    """By hand, for hidden 16, 2 heads of 8: attention 2*16*64, a gated matrix triple 2*16*3*ffn."""
+    dense = flops.model_flops(make_args())
+    assert dense == (2 * (2048 + 96 * 64) + 2 * 16 * 32, 2 * 2.0 * 16)
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_router_topk": 2}
+    one_of_two = make_args(**experts, moe_layer_freq=[0, 1])
+    moe_layer = 2048 + 96 * 16 + 2 * 16 * 4
+    assert flops.model_flops(one_of_two)[0] == 2048 + 96 * 64 + moe_layer + 1024
+    every_second = flops.model_flops(make_args(**experts, moe_layer_freq=2))
+    assert every_second == flops.model_flops(one_of_two)
+    latent = make_args(
+        multi_latent_attention=True, qk_head_dim=12, qk_pos_emb_head_dim=4, v_head_dim=8
+    )
+    assert flops.model_flops(latent)[1] == 2 * 2.0 * 2 * 12
+
+
+ROLLOUTS = st.lists(st.integers(1, 3), min_size=1, max_size=14)
+
+
+@settings(max_examples=30)
+@given(
+    sizes=ROLLOUTS,
+    data=st.data(),
+    dp=st.sampled_from([1, 2, 3]),
+    cp=st.sampled_from([1, 2]),
+    interleaved=st.sampled_from([(1, 1), (2, 2), (2, 4)]),
+    budget=st.integers(20, 80),
+    flags=st.sampled_from([{}, {"balance_data": True}, {"balance_by_flops": True}]),
+)
+def test_any_rollouts(
+    sizes: list[int],
+    data: st.DataObject,
+    dp: int,
+    cp: int,
+    interleaved: tuple[int, int],
+    budget: int,
+    flags: dict[str, bool],
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 100), min_size=sum(sizes), max_size=sum(sizes)))
+    config = make_config(dp, cp, *interleaved)
+    fewest = first_fit_kept(
+        [-(-n // (2 * cp)) * 2 * cp if cp > 1 else n for n in lengths],
+        sizes,
+        budget * cp,
+        dp * interleaved[1],
+    )
+    try:
+        schedule = planned(sizes, lengths, config, max_tokens_per_gpu=budget, **flags)
+    except ValueError:
+        assert fewest == 0
+        return
+    assert schedule[3][0] >= fewest
+    assert schedule == planned(sizes, lengths, config, max_tokens_per_gpu=budget, **flags)
+
+
+@settings(max_examples=30)
+@given(sizes=ROLLOUTS, dp=st.sampled_from([1, 2, 4]), group=st.sampled_from([1, 2, 3]))
+def test_single_samples_are_kept_up_to_the_last_multiple(
+    sizes: list[int], dp: int, group: int
+) -> None:
+    """Samples of over half a row: as many rows as samples, so a prefix must divide."""
+    config = make_config(dp=dp, vpp=2, group=group)
+    ends = [sum(sizes[:k]) for k in range(1, len(sizes) + 1)]
+    kept = max((k for k, end in enumerate(ends, 1) if end % (dp * group) == 0), default=0)
+    if kept:
+        schedule = planned(sizes, [60] * ends[-1], config, max_tokens_per_gpu=100)
+        assert schedule[2:] == ([ends[kept - 1] // dp], [kept])
+    else:
+        with pytest.raises(ValueError, match="cannot align"):
+            planned(sizes, [60] * ends[-1], config, max_tokens_per_gpu=100)
+
+
+@settings(max_examples=40)
+@given(
+    weights=st.lists(st.integers(0, 50), min_size=1, max_size=24),
+    k=st.integers(1, 6),
+    equal=st.booleans(),
+)
+def test_partitions(weights: list[int], k: int, equal: bool) -> None:
+    if len(weights) < k or (equal and len(weights) % k):
+        with pytest.raises(AssertionError):
+            slime.get_seqlen_balanced_partitions(weights, k, equal)
+        return
+    parts = slime.get_seqlen_balanced_partitions(weights, k, equal)
+    assert sorted(i for part in parts for i in part) == list(range(len(weights)))
+    assert all(part == sorted(part) and part for part in parts)
+    assert len(parts) == k
+    if equal:
+        assert {len(part) for part in parts} == {len(weights) // k}
+    scaled = slime.get_seqlen_balanced_partitions([w * 2.0**70 for w in weights], k, equal)
+    assert scaled == parts
+
+
+@settings(max_examples=40)
+@given(weights=st.lists(st.integers(1, 50), min_size=2, max_size=7))
+def test_two_partitions_near_the_best(weights: list[int]) -> None:
+    """Differencing into two is within 7/6 of the best (Fischetti and Martello 1987)."""
+    parts = slime.get_seqlen_balanced_partitions(weights, 2, equal_size=False)
+    found = max(sum(weights[i] for i in part) for part in parts)
+    sides = product([0, 1], repeat=len(weights))
+    sums = [sum(w for w, side in zip(weights, s, strict=True) if side) for s in sides]
+    assert found * 6 <= min(max(s, sum(weights) - s) for s in sums) * 7
+
+
+def test_first_fit_and_splitting() -> None:
+    lengths = [5, 4, 3, 20, 6, 6]
+    bins = slime.first_fit_pack(lengths, 9)
+    assert bins == [[0, 1], [2, 4], [3], [5]]
+    assert slime.first_fit_pack([], 9) == []
+    slime.expand_bins_by_splitting(bins, 5, lengths)
+    assert bins == [[0, 1], [4], [3], [5], [2]]
+    slime.expand_bins_by_splitting(bins, 100, lengths)
+    assert sorted(bins) == [[0], [1], [2], [3], [4], [5]]

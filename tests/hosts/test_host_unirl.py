@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack import ConfigError, PlanError
+from megapack.hosts.unirl import CountPlanner, MicroPlan, TokenBudgetPlanner, plan_micro_batches
+from megapack.hosts.unirl_bins import exactly, pack, read_sizes
+from tests.dist.spawn import checked_job
+
+pytestmark = pytest.mark.hosts
+
+
+def planned(response: list[int], **fields: Any) -> MicroPlan:
+    return plan_micro_batches(response, num_samples=len(response), **fields)
+
+
+def micros(plan: MicroPlan) -> list[list[list[int]]]:
+    """Per update its micro-batches, as track indices."""
+    return [[plan.order[start:end] for start, end in update] for update in plan.updates]
+
+
+def test_no_budget_counts_samples() -> None:
+    plan = planned([5, 6, 7, 8, 9, 10], num_updates=2, micro_batch_size=2)
+    assert plan.order == [0, 1, 2, 3, 4, 5]
+    assert plan.updates == [[(0, 2), (2, 3)], [(3, 5), (5, 6)]]
+    assert plan.sample_shares(0) == [2 / 3, 1 / 3]
+    assert plan.efficiency == 1
+
+
+def test_sums_and_rectangles() -> None:
+    """Four samples of 50 or 10 tokens: 120 in sums hold all, rectangles waste 40 in a mixture."""
+    lengths = [50, 10, 50, 10]
+    assert micros(planned(lengths, micro_token_budget=120, micro_cost_model="sum")) == [
+        [[0, 2, 1, 3]]
+    ]
+    plan = planned(lengths, micro_token_budget=120)
+    assert micros(plan) == [[[0, 2], [1, 3]]]
+    assert plan.computed_tokens == 2 * 50 + 2 * 10
+    assert plan.efficiency == 1
+
+
+def test_prompts_and_responses_are_padded_apart() -> None:
+    """90 + 10 and 10 + 90 tokens: one rectangle of both is 2 * (90 + 90)."""
+    fields = {"num_samples": 2, "prompt_lengths": [90, 10], "micro_token_budget": 200}
+    assert len(plan_micro_batches([10, 90], **fields).updates[0]) == 2
+    assert len(plan_micro_batches([10, 90], **fields, micro_cost_model="sum").updates[0]) == 1
+
+
+def test_an_oversized_sample_is_alone() -> None:
+    for model in ("sum", "dense"):
+        plan = planned([10, 200, 10], micro_token_budget=100, micro_cost_model=model)
+        assert [1] in micros(plan)[0]
+
+
+def test_replays_go_back_to_track_order() -> None:
+    lengths = [3, 9, 1, 7]
+    plan = planned(lengths, micro_token_budget=10)
+    assert plan.order != [0, 1, 2, 3]
+    assert plan.restore([lengths[i] for i in plan.order]) == lengths
+    with pytest.raises(PlanError, match="3 rows for 4 samples"):
+        plan.restore([1, 2, 3])
+
+
+@settings(max_examples=40)
+@given(
+    response=st.lists(st.integers(0, 60), min_size=1, max_size=12),
+    copies=st.integers(1, 3),
+    budget=st.integers(10, 150),
+    model=st.sampled_from(["sum", "dense"]),
+    data=st.data(),
+)
+def test_any_track(
+    response: list[int], copies: int, budget: int, model: Any, data: st.DataObject
+) -> None:
+    response = response * copies
+    n = len(response)
+    prompt = data.draw(st.none() | st.lists(st.integers(0, 40), min_size=n, max_size=n))
+    fields = {"num_updates": copies, "prompt_lengths": prompt, "micro_cost_model": model}
+    plan = planned(response, micro_token_budget=budget, **fields)
+    assert plan == planned(response, micro_token_budget=budget, **fields)
+    legacy = planned(response, num_updates=copies)
+    for packed, counted in zip(micros(plan), micros(legacy), strict=True):
+        assert sorted(chain(*packed)) == sorted(chain(*counted))
+    prompts = prompt or [0] * n
+    for members in chain(*micros(plan)):
+        real = [prompts[i] + max(1, response[i]) for i in members]
+        longest = max(prompts[i] for i in members) + max(max(1, response[i]) for i in members)
+        cost = sum(real) if model == "sum" else longest * len(members)
+        assert cost <= budget or len(members) == 1
+    assert sum(plan.sample_shares(0)) == pytest.approx(1)
+    assert 0 < plan.efficiency <= 1
+
+
+@settings(max_examples=40)
+@given(
+    response=st.lists(st.integers(1, 60), min_size=1, max_size=20),
+    budget=st.integers(10, 150),
+    model=st.sampled_from(["sum", "dense"]),
+    data=st.data(),
+)
+def test_exactly_k_bins(response: list[int], budget: int, model: Any, data: st.DataObject) -> None:
+    sizes = read_sizes(response, None, len(response), model)
+    assert sizes is not None
+    update = range(len(response))
+    fewest = pack(sizes, update, budget)
+    count = data.draw(st.integers(len(fewest), len(response)))
+    bins = exactly(sizes, update, fewest, count, budget)
+    assert len(bins) == count
+    assert sorted(i for members in bins for i in members) == list(update)
+    assert all(members for members in bins)
+    assert all(sizes.cost(members) <= budget or len(members) == 1 for members in bins)
+
+
+def test_ranks_agree_or_raise_together() -> None:
+    """Two gloo processes; a rank that waited for the other would run into the timeout."""
+    output = checked_job(2, "tests.hosts.unirl_worker", [], timeout_s=120)
+    line = next(line for line in output.splitlines() if line.startswith("RESULT"))
+    ranks = json.loads(line.removeprefix("RESULT "))
+    # 4 samples of 30 tokens fill 2 micro-batches of 100; 4 of 90 tokens need 4.
+    assert [[len(update) for update in rank["unequal"][1]] for rank in ranks] == [[4, 2]] * 2
+    assert [rank["no lengths on rank 1"] for rank in ranks] == [
+        [list(range(8)), [[[0, 2], [2, 4]], [[4, 6], [6, 8]]]]
+    ] * 2
+    for rank in ranks:
+        assert "1 of 2 ranks failed: rank 1: PlanError: 7 samples" in rank["rank 1 cannot divide"]
+        assert "rank 1: ValueError" in rank["rank 1 has garbage"]
+        assert "ranks [1] have another set of micro-batch settings" in rank["budgets differ"]
+        assert "needs 4 micro-batches in an update, another has 1" in rank["too few on rank 0"]
+
+
+@dataclass
+class Part:
+    """What UniRL's planners read of a track."""
+
+    rows: list[int]
+    segment: Any
+    conditions: Any = None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows)
+
+    def select(self, order: list[int]) -> Part:
+        return Part([self.rows[i] for i in order], None)
+
+
+def test_planners_of_the_host() -> None:
+    part = Part([0, 1, 2, 3], SimpleNamespace(lengths=np.array([5, 60, 5, 60])))
+    same, plan = CountPlanner().arrange(part, num_updates=1, micro_batch_size=3)
+    assert same is part
+    assert plan == [[(0, 3), (3, 4)]]
+    planner = TokenBudgetPlanner(token_budget=120)
+    arranged, plan = planner.arrange(part, num_updates=1, micro_batch_size=1)
+    assert arranged.rows == [1, 3, 0, 2]
+    assert plan == [[(0, 2), (2, 4)]]
+    # With prompts of 60 tokens a rectangle of two long responses is 240.
+    part.conditions = {"prompt": SimpleNamespace(attention_mask=np.ones((4, 60), dtype=int))}
+    _, plan = planner.arrange(part, num_updates=1, micro_batch_size=1)
+    assert [len(update) for update in plan] == [4]
+
+
+def test_a_track_without_lengths_is_planned_by_count(caplog: pytest.LogCaptureFixture) -> None:
+    part = Part([0, 1], SimpleNamespace(lengths=None))
+    with caplog.at_level(logging.WARNING):
+        arranged, plan = TokenBudgetPlanner(token_budget=9).arrange(
+            part, num_updates=1, micro_batch_size=1
+        )
+    assert (arranged.rows, plan) == ([0, 1], [[(0, 1), (1, 2)]])
+    assert "no lengths per sample" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "good"),
+    [
+        (SimpleNamespace(loss_agg_mode="seq-mean-token-sum-norm"), True),
+        (SimpleNamespace(loss_agg_mode="token-mean"), False),
+        (SimpleNamespace(loss_agg_mode="token-mean", loss_weighting="token"), True),
+        (SimpleNamespace(), False),
+    ],
+)
+def test_losses_that_grouping_changes_are_refused(algorithm: Any, good: bool) -> None:
+    CountPlanner().validate(algorithm)
+    planner = TokenBudgetPlanner(token_budget=9)
+    if good:
+        planner.validate(algorithm)
+    else:
+        with pytest.raises(ConfigError, match="seq-mean"):
+            planner.validate(algorithm)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_updates": 0},
+        {"micro_batch_size": 0},
+        {"micro_token_budget": 0},
+        {"micro_token_budget": 9, "micro_cost_model": "padded"},
+        {"num_updates": 3},
+    ],
+)
+def test_settings_are_checked(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"set (one of|an integer|a divisor)"):
+        planned([5, 5], **change)

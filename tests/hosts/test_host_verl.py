@@ -1,0 +1,346 @@
+"""megapack.hosts.verl through verl's own signatures, on one rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack import ConfigError, CostModel, DataError, Layout, PlanError
+from megapack.hosts import verl
+
+pytestmark = pytest.mark.hosts
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+class Batch(dict[str, Any]):
+    """As much of a TensorDict as is asked for."""
+
+    def __init__(self, fields: dict[str, Any], batch_size: list[int]) -> None:
+        super().__init__(fields)
+        self.batch_size = batch_size
+
+
+@pytest.fixture(autouse=True)
+def default_options() -> Iterator[None]:
+    yield
+    verl.configure()
+
+
+def padded(lengths: list[int], width: int = 64) -> Batch:
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.arange(len(lengths))[:, None] * 1000 + torch.arange(width)
+    fields = {"input_ids": ids, "attention_mask": mask, "loss_mask": mask.clone()}
+    return Batch({**fields, "temperature": 0.5}, [len(lengths)])
+
+
+def nested(lengths: list[int]) -> Batch:
+    ids = [torch.arange(n) + 1000 * i for i, n in enumerate(lengths)]
+    positions = [torch.arange(4 * n).reshape(n, 4) for n in lengths]
+    jagged = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+    fields = {
+        "input_ids": torch.nested.as_nested_tensor(ids, layout=torch.jagged),
+        "position_ids": jagged.transpose(1, 2),
+    }
+    return Batch(fields, [len(lengths)])
+
+
+def tokens(lengths: list[int], rows: list[list[int]]) -> list[int]:
+    return [sum(lengths[i] for i in row) for row in rows]
+
+
+def test_importing_it_loads_neither_torch_nor_verl() -> None:
+    code = "import sys, megapack.hosts.verl; print({'torch', 'verl'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_arithmetic() -> None:
+    assert (verl.ceildiv(7, 3), verl.ceildiv(6, 3)) == (3, 2)
+    assert (verl.roundup_divisible(7, 4), verl.roundup_divisible(8, 4)) == (8, 8)
+    assert verl.calculate_workload(10) == 245860
+    assert verl.calculate_workload(torch.tensor([1, 2])).tolist() == [24577, 49156]
+
+
+# The parts that the textbook method makes of these by hand.
+PARTITIONS = [
+    ([8, 7, 6, 5, 4], 2, False, [[1, 3, 4], [0, 2]]),
+    ([1, 2, 3, 4], 2, True, [[0, 3], [1, 2]]),
+    ([5, 5], 2, False, [[0], [1]]),
+]
+
+
+@pytest.mark.parametrize(("values", "parts", "equal_size", "expected"), PARTITIONS)
+def test_balanced_partitions(
+    values: list[int], parts: int, equal_size: bool, expected: list[list[int]]
+) -> None:
+    for kind in (list, np.array, torch.tensor):
+        found = verl.get_seqlen_balanced_partitions(kind(values), parts, equal_size)
+        assert sorted(found) == sorted(expected)
+
+
+@given(values=LENGTHS, parts=st.integers(1, 8))
+def test_partitions_hold_every_item_once(values: list[int], parts: int) -> None:
+    found = verl.karmarkar_karp(values, parts, equal_size=False)
+    assert len(found) == parts
+    assert sorted(i for part in found for i in part) == list(range(len(values)))
+    sums = tokens(values, found)
+    assert sums == sorted(sums, reverse=True)
+    if len(values) >= parts:
+        ascending = verl.get_seqlen_balanced_partitions(values, parts, equal_size=False)
+        assert all(part and part == sorted(part) for part in ascending)
+
+
+@given(values=LENGTHS, parts=st.integers(1, 8))
+def test_greedy_takes_the_part_of_smallest_sum(values: list[int], parts: int) -> None:
+    sums = [0] * parts
+    expected: list[list[int]] = [[] for _ in range(parts)]
+    for i, value in enumerate(values):
+        part = sums.index(min(sums))
+        expected[part].append(i)
+        sums[part] += value
+    assert verl.greedy_partition(values, parts, equal_size=False) == expected
+
+
+@pytest.mark.parametrize("function", [verl.greedy_partition, verl.get_seqlen_balanced_partitions])
+def test_equal_parts(function: Any) -> None:
+    assert [len(part) for part in function([9, 1, 1, 1, 1, 1], 3, True)] == [2, 2, 2]
+    for error in (AssertionError, ValueError, PlanError):
+        with pytest.raises(error, match="5 items"):
+            function([1] * 5, 2, True)
+
+
+def test_more_parts_than_items_are_refused() -> None:
+    with pytest.raises(AssertionError, match="2 items for k_partitions=3"):
+        verl.get_seqlen_balanced_partitions([4, 5], 3, equal_size=False)
+    with pytest.raises(DataError, match="give integers"):
+        verl.karmarkar_karp([0.5, 1.5], 1, equal_size=False)
+
+
+def test_samples_of_a_uid_stay_together_wherever_they_stand() -> None:
+    parts = verl.get_group_balanced_partitions([10, 40, 10, 40], ["a", "b", "a", "b"], 2)
+    assert sorted(parts) == [[0, 2], [1, 3]]
+    with pytest.raises(AssertionError, match="3 uids for 4 samples"):
+        verl.get_group_balanced_partitions([1, 1, 1, 1], ["a", "b", "a"], 1)
+
+
+@settings(max_examples=60)
+@given(lengths=LENGTHS, budget=st.integers(60, 200), divisor=st.sampled_from([None, 1, 2]))
+def test_rows_hold_the_budget_and_every_sample_once(
+    lengths: list[int], budget: int, divisor: int | None
+) -> None:
+    batch = padded(lengths)
+    try:
+        micro_batches, rows = verl.rearrange_micro_batches(
+            batch, budget, num_batches_divided_by=divisor
+        )
+    except AssertionError:
+        # Fewer samples than a multiple of G that is needed: one of 3 rows, or 4 of 3 samples.
+        assert divisor == 2
+        assert len(lengths) % 2 == 1
+        return
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert max(tokens(lengths, rows)) <= budget
+    assert len(rows) % (divisor or 1) == 0
+    assert [int(mb["attention_mask"].sum()) for mb in micro_batches] == tokens(lengths, rows)
+    assert all(
+        mb["temperature"] == 0.5 and mb.batch_size == [len(r)]
+        for mb, r in zip(micro_batches, rows, strict=True)
+    )
+    outputs = torch.cat([mb["input_ids"] for mb in micro_batches])
+    assert torch.equal(verl.restore_dynamic_batch(outputs, rows), batch["input_ids"])
+    assert verl.rearrange_micro_batches(batch, budget, num_batches_divided_by=divisor)[1] == rows
+
+
+@settings(max_examples=30)
+@given(groups=st.lists(st.integers(1, 30), min_size=1, max_size=12), size=st.integers(1, 3))
+def test_groups_are_not_split(groups: list[int], size: int) -> None:
+    lengths = [length for length in groups for _ in range(size)]
+    _, rows = verl.rearrange_micro_batches(padded(lengths), 90, force_group_size=size)
+    for row in rows:
+        assert row == [i for i in row[::size] for i in range(i, i + size)]
+        assert all(i % size == 0 for i in row[::size])
+    assert max(tokens(lengths, rows)) <= 90
+
+
+def test_the_heaviest_micro_batch_is_in_the_middle() -> None:
+    lengths = [60, 50, 40, 30, 20]
+    _, rows = verl.rearrange_micro_batches(padded(lengths), 60, min_num_micro_batch=5)
+    assert tokens(lengths, rows) == [20, 40, 60, 50, 30]
+    _, rows = verl.rearrange_micro_batches(
+        padded(lengths), 60, min_num_micro_batch=5, use_dynamic_bsz_balance=False
+    )
+    assert tokens(lengths, rows) == lengths
+
+
+def test_a_budget_that_karmarkar_karp_breaks_is_held() -> None:
+    # Two samples of 30 and three of 20 fit into two rows of 60; by differencing one gets 70.
+    lengths = [30, 30, 20, 20, 20]
+    unheld = verl.get_seqlen_balanced_partitions(lengths, 2, equal_size=False)
+    assert max(tokens(lengths, unheld)) == 70
+    _, rows = verl.rearrange_micro_batches(padded(lengths), 60)
+    assert max(tokens(lengths, rows)) <= 60
+    # In twos, a third row is not to be had; megapack's packer finds the two.
+    _, rows = verl.rearrange_micro_batches(padded(lengths), 60, num_batches_divided_by=2)
+    assert max(tokens(lengths, rows)) <= 60
+    assert len(rows) in (2, 4)
+
+
+def test_as_many_rows_as_no_two_samples_share() -> None:
+    # 56 tokens would fit into seven rows of 8, were samples divisible.
+    _, rows = verl.rearrange_micro_batches(padded([7] * 8), 8)
+    assert sorted(rows) == [[i] for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "settings", "says"),
+    [
+        ([10, 64], 63, {}, "a sample of 64 tokens is over max_token_len=63"),
+        ([40, 40], 64, {"force_group_size": 2}, "a group of samples of 80 tokens"),
+        ([5, 5, 5], 64, {"force_group_size": 2}, "give a multiple"),
+        ([5, 5, 5], 64, {"min_num_micro_batch": 4}, "a rank can fill 3"),
+        ([5] * 12, 64, {"num_batches_divided_by": 16}, "a rank can fill 12"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    lengths: list[int], budget: int, settings: dict[str, int], says: str
+) -> None:
+    for error in (AssertionError, ValueError):
+        with pytest.raises(error, match=says):
+            verl.rearrange_micro_batches(padded(lengths), budget, **settings)
+
+
+def test_nested_fields_keep_their_ragged_dimension() -> None:
+    lengths = [3, 9, 5, 7, 1, 8]
+    batch = nested(lengths)
+    micro_batches, rows = verl.rearrange_micro_batches(batch, 12)
+    ids, positions = batch["input_ids"].unbind(), batch["position_ids"].unbind()
+    for mb, row in zip(micro_batches, rows, strict=True):
+        for place, i in enumerate(row):
+            assert torch.equal(mb["input_ids"].unbind()[place], ids[i])
+            assert torch.equal(mb["position_ids"].unbind()[place], positions[i])
+    outputs = [ids[i] for row in rows for i in row]
+    restored = verl.restore_dynamic_batch(
+        torch.nested.as_nested_tensor(outputs, layout=torch.jagged), rows
+    )
+    assert [row.tolist() for row in restored.unbind()] == [row.tolist() for row in ids]
+
+
+def test_a_real_tensordict() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    lengths = [9, 4, 6]
+    more = {
+        "name": tensordict.NonTensorStack("a", "b", "c"),
+        "temperature": tensordict.NonTensorData(0.5),
+    }
+    batch = tensordict.TensorDict({**padded(lengths), **more}, batch_size=[3])
+    verl.configure(light_rank="pad")
+    micro_batches, rows = verl.rearrange_micro_batches(batch, 10, min_num_micro_batch=4)
+    assert all(type(mb) is tensordict.TensorDict for mb in micro_batches)
+    assert [list(mb["name"]) for mb in micro_batches] == [["abc"[i] for i in r] for r in rows]
+    assert [mb["temperature"] for mb in micro_batches] == [0.5] * 4
+    assert micro_batches[3]["loss_mask"].sum() == 0
+
+
+def test_a_light_rank_may_run_copies_without_a_loss() -> None:
+    lengths = [9, 4, 6]
+    verl.configure(light_rank="pad")
+    micro_batches, rows = verl.rearrange_micro_batches(padded(lengths), 64, min_num_micro_batch=5)
+    assert rows[3:] == [[1], [1]]
+    assert [int(mb["loss_mask"].sum()) for mb in micro_batches[3:]] == [0, 0]
+    assert [int(mb["attention_mask"].sum()) for mb in micro_batches[3:]] == [4, 4]
+    assert sum(int(mb["loss_mask"].sum()) for mb in micro_batches) == sum(lengths)
+    outputs = torch.cat([mb["input_ids"] for mb in micro_batches])
+    restored = verl.restore_dynamic_batch(outputs, rows)
+    assert torch.equal(restored, padded(lengths)["input_ids"])
+
+
+def test_rows_and_indices_that_do_not_match_are_refused() -> None:
+    with pytest.raises(AssertionError, match="2 indices for 3 rows"):
+        verl.restore_dynamic_batch(torch.zeros(3, 1), [[0], [1]])
+
+
+LAYOUT = Layout(pp=4, vpp=2, cp=2, microbatch_group_size=8)
+
+
+def test_a_layout_makes_legal_counts_and_counts_alignment() -> None:
+    verl.configure(layout=LAYOUT)
+    lengths = [17] * 40
+    _, rows = verl.rearrange_micro_batches(padded(lengths), 80, num_batches_divided_by=8)
+    # Each sample is padded to 20 tokens: 4 of them to a row. Between G and 2 G, M may be 12 to 15.
+    assert max(map(len, rows)) <= 4
+    assert 12 <= len(rows) <= 15
+    with pytest.raises(ConfigError, match="num_batches_divided_by=4"):
+        verl.rearrange_micro_batches(padded(lengths), 80, num_batches_divided_by=4)
+
+
+def test_samples_count_as_long_as_context_parallelism_makes_them() -> None:
+    verl.configure(layout=Layout(cp=8))
+    # With cp=8 a sample of 17 takes 32 tokens: four to a row of 136, not eight.
+    _, rows = verl.rearrange_micro_batches(padded([17] * 16), 17 * 8)
+    assert [len(row) for row in rows] == [4] * 4
+    with pytest.raises(PlanError, match="raise max_tokens_per_gpu"):
+        verl.rearrange_micro_batches(padded([17]), 24)
+
+
+def test_a_cost_orders_the_rows_for_the_pipeline() -> None:
+    cost = CostModel(fixed=1.0, per_token=1.0)
+    verl.configure(layout=Layout(pp=4, vpp=2), cost=cost)
+    lengths = list(range(1, 41))
+    _, rows = verl.rearrange_micro_batches(padded(lengths), 60)
+    assert sorted(i for row in rows for i in row) == list(range(40))
+    assert Layout(pp=4, vpp=2).is_legal_count(len(rows))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"light_rank": "drop"}, 'set "error" or "pad"'),
+        ({"cost": CostModel()}, "cost without layout"),
+        ({"lihgt_rank": "pad"}, "did you mean light_rank"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        verl.configure(**options)
+
+
+class Proto:
+    """As much of a DataProto as is asked for."""
+
+    def __init__(self, batch: Any, non_tensor_batch: Any, meta_info: Any) -> None:
+        self.batch, self.non_tensor_batch, self.meta_info = batch, non_tensor_batch, meta_info
+
+    @classmethod
+    def from_dict(cls, tensors: Any, non_tensors: Any, meta_info: Any = None) -> Proto:
+        return cls(tensors, non_tensors, meta_info)
+
+
+def test_a_data_proto_is_split_with_all_that_it_carries() -> None:
+    names = np.array(["a", "b", "c", "d"], dtype=object)
+    data = Proto(padded([30, 10, 20, 40]), {"name": names}, {"step": [1]})
+    micro_batches, rows = verl.prepare_dynamic_batch(data, 64)
+    assert [list(mb.non_tensor_batch["name"]) for mb in micro_batches] == [
+        [names[i] for i in row] for row in rows
+    ]
+    assert all(mb.meta_info == {"step": [1]} for mb in micro_batches)
+    assert micro_batches[0].meta_info["step"] is not data.meta_info["step"]
+    outputs = torch.cat([mb.batch["input_ids"] for mb in micro_batches])
+    assert torch.equal(verl.restore_dynamic_batch(outputs, rows), data.batch["input_ids"])
+
+
+def test_the_budget_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "megapack")
+    for _ in range(2):
+        verl.rearrange_micro_batches(padded([3]), 4321)
+    assert [record.message for record in caplog.records] == [
+        "verl: budget of 4321 tokens per micro-batch, before CP"
+    ]

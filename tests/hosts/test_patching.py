@@ -1,0 +1,326 @@
+"""Patches go in and out, once, in any order of imports; what moved upstream is refused."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megapack import patching
+from megapack.errors import ConfigError, PatchError
+from megapack.patch_files import PatchFile, Replacement, load_patches, shipped_hosts
+from megapack.signatures import is_like, parse_signature, signature_of
+from tests.hosts.stub import PACK, Host, pack
+
+pytestmark = pytest.mark.hosts
+
+TARGET = "stubhost.utils.packing.pack"
+
+
+def states(host: Host) -> list[str]:
+    return [status.state for status in patching.apply(host.patches)]
+
+
+@pytest.mark.parametrize("imported_first", [False, True])
+def test_the_host_gets_the_replacement_in_any_order(host: Host, imported_first: bool) -> None:
+    if imported_first:
+        host.load("stubhost.trainer")
+    assert states(host) == ["applied" if imported_first else "waiting"]
+    assert host.load("stubhost.trainer").pack([1]) == "megapack"
+    assert host.load("stubhost.utils.packing").pack is pack
+    (status,) = patching.status()
+    assert (status.target, status.state, status.stale) == (TARGET, "applied", ())
+
+
+def test_one_line_is_logged_per_patch_and_twice_is_as_once(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    host.load("stubhost.trainer")
+    assert states(host) == states(host) == ["applied"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"stubhost: {TARGET} is now megapack.hosts.stub.pack (a test)"
+    ]
+
+
+def test_names_imported_elsewhere_before_are_reported(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = host.load("stubscript")
+    (status,) = patching.apply(host.patches)
+    assert status.stale == ("stubscript.pack",)
+    assert script.pack([1]) == "host"
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith(f"stubscript.pack holds the {TARGET} of before the patch; apply")
+
+
+def test_revert_reaches_all_that_the_host_imported(host: Host) -> None:
+    early = host.load("stubhost.trainer")
+    original = early.pack
+    patching.apply(host.patches)
+    host.write("stubhost/late.py", "from stubhost.utils.packing import pack\n")
+    late = host.load("stubhost.late")
+    assert late.pack is early.pack is pack
+    patching.revert(host.patches)
+    assert late.pack is early.pack is original
+    assert host.load("stubhost.utils.packing").pack is original
+    assert patching.status() == ()
+    patching.revert(host.patches)
+    assert states(host) == ["applied"]
+
+
+def test_reverted_before_the_import_nothing_happens(host: Host) -> None:
+    patching.apply(host.patches)
+    patching.revert(host.patches)
+    assert host.load("stubhost.utils.packing").pack([1]) == "host"
+
+
+MOVED = {
+    "signature": ("def pack(lengths, budget): pass", "found (lengths, budget)"),
+    "default": ("def pack(lengths, *, budget=0): pass", "found (lengths, *, budget=0)"),
+    "symbol": ("def packs(lengths): pass", "found no such name"),
+    "kind": ("pack = 7", "found an object of type int"),
+}
+
+
+@pytest.mark.parametrize("source", MOVED)
+def test_what_moved_is_refused_before_anything_changes(host: Host, source: str) -> None:
+    text, found = MOVED[source]
+    host.write("stubhost/utils/packing.py", text)
+    host.write("stubhost/sound.py", PACK)
+    path = host.patch("stubhost.sound:pack", "stubhost.utils.packing:pack")
+    sound = host.load("stubhost.sound")
+    host.load("stubhost.utils.packing")
+    with pytest.raises(PatchError) as error:
+        patching.apply(path)
+    for part in (TARGET, "expected (lengths, *, budget=None)", found, "run without the patch"):
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+    assert sound.pack([1]) == "host"
+    assert patching.status() == ()
+
+
+def test_what_moved_fails_the_hosts_import_each_time(host: Host) -> None:
+    host.write("stubhost/utils/packing.py", "def pack(lengths, budget): pass")
+    patching.apply(host.patches)
+    for _ in range(2):
+        with pytest.raises(PatchError, match=r"stubhost.utils.packing.pack: expected"):
+            host.load("stubhost.trainer")
+    patching.revert(host.patches)
+    assert host.load("stubhost.trainer")
+
+
+def test_a_module_that_is_gone_fails_the_import_of_its_package(host: Host) -> None:
+    (host.folder / "stubhost/utils/packing.py").unlink()
+    patching.apply(host.patches)
+    with pytest.raises(PatchError, match=r"expected a module stubhost.utils.packing, found none"):
+        host.load("stubhost.utils")
+    patching.revert(host.patches)
+    host.load("stubhost.utils")
+    with pytest.raises(PatchError, match=r"expected a module stubhost.utils.packing, found none"):
+        patching.apply(host.patches)
+
+
+def test_methods_are_replaced(host: Host) -> None:
+    host.write("stubhost/classes.py", "class Packer:\n    def pack(self, lengths): return 'host'\n")
+    path = host.patch(
+        "stubhost.classes:Packer.pack", signature="(self, lengths)", replacement="pack_method"
+    )
+    packer = host.load("stubhost.classes").Packer()
+    patching.apply(path)
+    assert packer.pack([1]) == "megapack"
+    patching.revert(path)
+    assert packer.pack([1]) == "host"
+
+
+def test_a_name_that_the_module_itself_imported_is_replaced_there_alone(host: Host) -> None:
+    path = host.patch("stubhost.trainer:pack")
+    trainer, packing = host.load("stubhost.trainer"), host.load("stubhost.utils.packing")
+    (status,) = patching.apply(path)
+    assert (trainer.pack([1]), packing.pack([1])) == ("megapack", "host")
+    assert status.stale == ()
+
+
+def test_two_hosts_do_not_replace_the_same_name(host: Host) -> None:
+    patching.apply(host.patches)
+    other = host.patch("stubhost.utils.packing:pack", host="stubother")
+    with pytest.raises(PatchError, match="by the patches for stubhost already"):
+        patching.apply(other)
+
+
+def test_a_name_that_others_replaced_since_is_lost_and_left_alone(host: Host) -> None:
+    module = host.load("stubhost.utils.packing")
+    patching.apply(host.patches)
+    module.pack = theirs = lambda lengths: "theirs"
+    assert patching.status()[0].state == "lost"
+    patching.revert(host.patches)
+    assert module.pack is theirs
+
+
+def test_a_missing_replacement_is_refused(host: Host) -> None:
+    path = host.patch("stubhost.utils.packing:pack", replacement="unpack")
+    host.load("stubhost.utils.packing")
+    with pytest.raises(PatchError, match=r"megapack.hosts.stub.unpack is missing"):
+        patching.apply(path)
+
+
+def test_check_imports_and_compares_and_changes_nothing(host: Host) -> None:
+    assert [finding.problem for finding in patching.check(host.patches)] == [""]
+    assert "stubhost.utils.packing" in sys.modules
+    assert patching.status() == ()
+    patching.apply(host.patches)
+    assert [finding.problem for finding in patching.check(host.patches)] == [""]
+    absent = host.patch("stubabsent.packing:pack", host="stubabsent")
+    (finding,) = patching.check(absent)
+    assert "No module named 'stubabsent'" in finding.problem
+
+
+GOOD = {
+    "target": "a.b:c",
+    "signatures": ("()",),
+    "replacement": "megapack.hosts.slime:build_dp_schedule",
+    "why": "because",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target": "a.b.c"},
+        {"target": "a.b:c()"},
+        {"signatures": ()},
+        {"replacement": "os:system"},
+        {"replacement": "megapack.hosts:slime"},
+        {"replacement": "megapack.hosts.slime:a.b"},
+    ],
+)
+def test_entries_that_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Replacement(**{**GOOD, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("host: a\nseen: b\npatches: []\n", "has no patches"),
+        ("host: a\nseen: b\npatches: !!python/name:os.system\n", "tags are refused"),
+        ("host: a\nseen: b\n", "patches has no default"),
+        ("host: a\nsene: b\npatches: []\n", "did you mean seen"),
+        ("host: A b\nseen: b\npatches: [{}]\n", "target has no default"),
+    ],
+)
+def test_patch_files_that_are_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        patching.apply(str(path))
+
+
+@pytest.mark.parametrize(
+    ("installed", "since", "before", "fits"),
+    [
+        ("0.9.1", None, None, True),
+        ("0.9.1", "0.9", "0.10", True),
+        ("0.10.0rc1+cu13", "0.9", "0.10", False),
+        ("0.8.9", "0.9", None, False),
+        (None, "0.9", None, True),
+        (None, None, "0.9", False),
+    ],
+)
+def test_files_are_for_ranges_of_versions(
+    installed: str | None,
+    since: str | None,
+    before: str | None,
+    fits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if installed is not None:
+        monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
+    file = PatchFile(
+        host="a",
+        seen="b",
+        patches=(Replacement(**GOOD),),  # type: ignore[arg-type]
+        distribution="no-such-distribution-is-installed",
+        since=since,
+        before=before,
+    )
+    assert file.fits is fits
+
+
+def test_the_file_for_the_installed_version_is_taken(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files of one host beside each other, as in patches/."""
+    paths = []
+    for since, before in ((1, 2), (2, 3)):
+        text = Path(host.patches).read_text()
+        path = host.folder / f"stubhost-{since}.yaml"
+        path.write_text(f"{text}distribution: stub\nsince: '{since}'\nbefore: '{before}'\n")
+        paths.append(path)
+    monkeypatch.setattr("megapack.patch_files._shipped", lambda: paths)
+    for version in ("1.9", "2.0"):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, found=version: found)
+        assert load_patches("stubhost").since == version[0]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.1")
+    with pytest.raises(ConfigError, match=r"stubhost 3.1 is installed and .* 1 to 2, 2 to 3 "):
+        load_patches("stubhost")
+
+
+def test_an_unknown_host_is_told_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no patches for 'slim'; there are .*slime"):
+        patching.apply("slim")
+
+
+@pytest.mark.parametrize("host_name", shipped_hosts())
+def test_shipped_files_are_sound(host_name: str) -> None:
+    file = load_patches(host_name)
+    assert file.host == host_name
+    for entry in file.patches:
+        assert all(parse_signature(text) for text in entry.signatures)
+        assert entry.replacement.startswith("megapack.hosts.")
+
+
+def any_default(a: int, b: object = object()) -> None:
+    """Its second default has no text to compare."""
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "same"),
+    [
+        (lambda a, /, b, *c, d, e=1, **f: 0, "(a, /, b, *c, d, e=1, **f)", True),
+        (lambda a, b=(1, "x"): 0, "(a, b=(1, 'x'))", True),
+        (lambda a, b=True: 0, "(a, b=1)", False),
+        (lambda a, b: 0, "(a, b=...)", False),
+        (lambda a, *, b: 0, "(a, b)", False),
+        (lambda a: 0, "(b)", False),
+        (lambda a, b: 0, "(a)", False),
+        (any_default, "(a, b=...)", True),
+        (Host, "(folder, monkeypatch)", True),
+    ],
+)
+def test_signatures(function: Callable[..., object], text: str, same: bool) -> None:
+    assert is_like(signature_of(function), parse_signature(text)) is same
+
+
+@pytest.mark.parametrize("text", ["a, b", "(a, a)", "(a=print())", "(a): pass\nimport os\ndef g()"])
+def test_texts_that_are_no_signatures(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no signature"):
+        parse_signature(text)
+
+
+@pytest.mark.parametrize(
+    ("host_name", "index"),
+    [(name, i) for name in shipped_hosts() for i in range(len(load_patches(name).patches))],
+)
+def test_a_replacement_takes_what_the_host_passes(host_name: str, index: int) -> None:
+    entry = load_patches(host_name).patches[index]
+    module, _, name = entry.replacement.partition(":")
+    ours = signature_of(getattr(importlib.import_module(module), name))
+    for text in entry.signatures:
+        passed = parse_signature(text).parameters.values()
+        by_name = {p.name: None for p in passed if p.kind is p.KEYWORD_ONLY}
+        ours.bind(*(None for p in passed if p.name not in by_name), **by_name)
+        ours.bind(**{p.name: None for p in passed})

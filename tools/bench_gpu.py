@@ -1,0 +1,112 @@
+"""Tokens per second on one GPU: one sample per micro-batch, padded dense batches, packed rows.
+
+    python tools/bench_gpu.py [--trace FILE.csv ...] [--seconds 400] [--out runs/bench_gpu]
+
+Each model runs in a process of its own, all ways in turns on the same samples. Leaves
+`gpu_report.json` and `gpu_report.md` in the folder; what failed stands in both with its error, and
+the exit code is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from bench_gpu_report import failures, last_line, markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+# Configs and tokens per step: a step of every way in every mode takes some 20 s on an H100.
+MODELS = [("configs/qwen3_1p7b_gpu1.yaml", 49152), ("configs/qwen3_4b_gpu1.yaml", 24576)]
+# A model that overruns its share by this much is stuck.
+GRACE_S = 30
+
+
+def packages() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformer_engine", "megatron-core", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def run_model(
+    config: Path, tokens: int, seconds: float, folder: Path, rest: Sequence[str]
+) -> dict[str, Any]:
+    """What one model's process measured, and how it failed if it did."""
+    out = folder / f"{config.stem}.json"
+    out.unlink(missing_ok=True)
+    script = Path(__file__).with_name("bench_gpu_model.py")
+    arguments = [str(out), f"{seconds:.0f}", str(config), str(tokens), *rest]
+    error = None
+    try:
+        # Its standard error passes through, for whoever watches.
+        done = subprocess.run(
+            [sys.executable, str(script), *arguments],
+            timeout=seconds + GRACE_S,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        sys.stderr.write(done.stderr)
+        if done.returncode:
+            error = f"exit code {done.returncode}: {last_line(done.stderr)}"
+    except subprocess.TimeoutExpired:
+        error = f"stopped after {seconds + GRACE_S:.0f} s"
+    found: dict[str, Any] = {"model": config.stem, "cells": []}
+    if out.exists():
+        found |= json.loads(out.read_text(encoding="utf-8"))
+    return found if error is None else {**found, "error": error}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", help="section.key=value, of every model")
+    parser.add_argument("--config", type=Path, action="append", help="instead of the two models")
+    parser.add_argument("--tokens", type=int, help="per step; default: by model")
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="CSV of lengths")
+    parser.add_argument("--seconds", type=float, default=400, help="for everything")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tests", type=Path, help="JSON of the GPU tests, to report with the rest")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench_gpu")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.seconds
+    models = [(ROOT / path, tokens) for path, tokens in MODELS]
+    if options.config:
+        models = [(path, MODELS[0][1]) for path in options.config]
+    rest = [*options.overrides, f"device={options.device}"]
+    for trace in options.trace:
+        rest += ["--trace", str(trace)]
+    report: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "packages": packages(),
+        "models": [],
+    }
+    if options.tests is not None and options.tests.exists():
+        report["tests"] = json.loads(options.tests.read_text(encoding="utf-8"))
+    for number, (path, tokens) in enumerate(models):
+        share = (end - time.monotonic()) / (len(models) - number)
+        found = run_model(path, options.tokens or tokens, share, options.out, rest)
+        report["models"].append(found)
+        # After each model: a machine that is taken away leaves what it has measured.
+        (options.out / "gpu_report.json").write_text(json.dumps(report, indent=1), "utf-8")
+        (options.out / "gpu_report.md").write_text(markdown(report), "utf-8")
+    print(markdown(report))
+    sys.exit(1 if failures(report) else 0)
+
+
+if __name__ == "__main__":
+    main()

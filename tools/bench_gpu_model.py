@@ -1,0 +1,277 @@
+"""One model over length traces, in a process of its own; `bench_gpu.py` starts it.
+
+    python tools/bench_gpu_model.py OUT.json SECONDS CONFIG TOKENS [section.key=value ...]
+        [--trace FILE.csv ...]
+
+OUT.json is written anew after each trace, so that what was measured stays if a later one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from bench_gpu_ways import (
+    MODES,
+    DenseWay,
+    PackedWay,
+    Sample,
+    equal_batches,
+    host_seconds,
+    padded_batches,
+    seconds_of,
+)
+from model_flops import forward_flops, model_sizes, peak_flops
+
+from megapack import Layout, launch
+from megapack.attention_choice import choose_attention
+from megapack.config import load_config
+from megapack.model import build_model, initialize_parallel
+from megapack.tokenizer import ByteTokenizer
+from megapack.train_config import ModelConfig, TrainConfig
+
+logger = logging.getLogger("bench_gpu")
+Way = PackedWay | DenseWay
+MAX_ROUNDS = 7
+HOST_ROUNDS = 3
+
+
+def trace_lengths(path: Path | None) -> list[Sample]:
+    """(prompt, response) tokens of a trace in a random order that is always the same; None is a
+    generated one, log-normal with a median of about 1,100 tokens."""
+    rng = np.random.default_rng(0)
+    if path is None:
+        lengths = np.clip(rng.lognormal(7, 1, 4096), 16, 65536).astype(int)
+        return [(length // 8, length - length // 8) for length in lengths.tolist()]
+    columns = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, ndmin=2)
+    return [(int(p), int(r)) for p, r in rng.permutation(columns)[:, :2]]
+
+
+def pick(samples: Sequence[Sample], num_tokens: int, max_length: int) -> list[Sample]:
+    """The first samples, cut to `max_length`, that together have at least `num_tokens`."""
+    picked: list[Sample] = []
+    for prompt, response in samples:
+        kept = min(prompt, max_length // 2)
+        picked.append((kept, max(1, min(response, max_length - kept))))
+        if sum(map(sum, picked)) >= num_tokens:
+            break
+    return picked
+
+
+def build(model: ModelConfig, attention: str) -> list[Any]:
+    """The model with an attention, and with weights as Megatron draws them on the device: weights
+    that follow from names take minutes for billions of them."""
+    with mock.patch("megapack.model.initialize_by_name"):
+        return build_model(
+            dataclasses.replace(model, attention=attention),
+            Layout(),
+            vocab_size=_vocab_size(model),
+            seed=1,
+            distributed_optimizer=False,
+        )
+
+
+class Ways:
+    """The ways of one trace, each made when it first can be; one that fails leaves the others."""
+
+    def __init__(self, config: TrainConfig, models: dict[str, Any], samples: list[Sample]) -> None:
+        self.made: dict[str, Way] = {}
+        self.results: dict[str, dict[str, Any]] = {}
+        budget = config.plan.max_tokens_per_gpu
+        assert budget is not None
+        forward_budget = config.plan.forward_max_tokens_per_gpu or budget
+        main = next(iter(models))
+        common = {
+            "vocab_size": _vocab_size(config.model),
+            "chunk_tokens": config.objective.logprob_chunk_tokens,
+        }
+
+        def packed(name: str, attention: str, budget: dict[str, int], forward: dict[str, int]):
+            chunks = models[attention]
+            if isinstance(chunks, str):
+                raise RuntimeError(chunks)
+            sizes = {"budget": budget, "forward_budget": forward}
+            return PackedWay(name, chunks, samples, **common, **sizes)
+
+        def dense(name: str, cut: Callable[[int], list[list[Sample]]]) -> DenseWay:
+            both = {"batches": cut(budget), "forward_batches": cut(forward_budget)}
+            return DenseWay(name, models[main], unpacked=main == "te", **common, **both)
+
+        one = {"micro_batch_size": 1}
+        self._add("one sample", lambda name: packed(name, main, one, one))
+        self._add("padded", lambda name: dense(name, lambda size: padded_batches(samples, size)))
+        rows = ({"max_tokens_per_gpu": budget}, {"max_tokens_per_gpu": forward_budget})
+        for attention in models:
+            self._add(f"packed, {attention}", lambda name, a=attention: packed(name, a, *rows))
+        self._add("dense", lambda name: dense(name, lambda size: equal_batches(samples, size)))
+
+    def _add(self, name: str, make: Callable[[str], Way]) -> None:
+        self.results[name] = {"warmup_seconds": {}, "seconds": {mode: [] for mode in MODES}}
+        way = self._guarded(name, lambda: make(name))
+        if way is not None:
+            self.made[name] = way
+
+    def _guarded(self, name: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:  # recorded: the other ways go on
+            logger.exception("%s failed", name)
+            self.results[name]["error"] = f"{type(error).__name__}: {str(error)[:500]}"
+            self.made.pop(name, None)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
+
+    def warm_up(self) -> None:
+        """Every mode once: kernels are chosen and compiled, and the peak memory is found."""
+        for name in list(self.made):
+            _reset_peak()
+            for mode in MODES:
+                if name in self.made:
+                    run = getattr(self.made[name], mode)
+                    seconds = self._guarded(name, lambda run=run: seconds_of(run))
+                    self.results[name]["warmup_seconds"][mode] = seconds
+                if mode == "train":
+                    self.results[name]["peak_bytes"] = _peak_bytes()
+
+    def measure(self, until: float) -> None:
+        """Rounds of every way in every mode, at least one; so that a device that slows down slows
+        all of them."""
+        slowest = 0.0
+        for number in range(MAX_ROUNDS):
+            started = time.monotonic()
+            if number and started + slowest > until:
+                return
+            for mode in MODES:
+                for name in list(self.made):
+                    run = getattr(self.made[name], mode)
+                    seconds = self._guarded(name, lambda run=run: seconds_of(run))
+                    if seconds is not None:
+                        self.results[name]["seconds"][mode].append(seconds)
+            slowest = max(slowest, time.monotonic() - started)
+
+    def host(self) -> dict[str, Any] | None:
+        """The adapter's own time of the first packed way, in several steps."""
+        name = next((name for name in self.made if name.startswith("packed")), None)
+        if name is None:
+            return None
+        way = self.made[name]
+        rounds = self._guarded(name, lambda: [host_seconds(way) for _ in range(HOST_ROUNDS)])
+        if rounds is None:
+            return None
+        planning, adapter = zip(*rounds, strict=True)
+        counts = {"num_microbatches": way.num_microbatches}
+        return {"way": name, **counts, "planning_seconds": planning, "adapter_seconds": adapter}
+
+
+def run_trace(
+    config: TrainConfig, models: dict[str, Any], trace: Path | None, tokens: int, until: float
+) -> dict[str, Any]:
+    """All ways over one trace."""
+    samples = pick(trace_lengths(trace), tokens, config.data.max_length or tokens)
+    sizes = model_sizes(config.model)
+    ways = Ways(config, models, samples)
+    ways.warm_up()
+    ways.measure(until)
+    for name, way in ways.made.items():
+        ways.results[name] |= {
+            "num_samples": len(way.samples),
+            "num_microbatches": way.num_microbatches,
+            "tokens": sum(map(sum, way.samples)),
+            "row_tokens": way.row_tokens,
+            "forward_flops": forward_flops(sizes, way.samples),
+        }
+    return {
+        "trace": "generated" if trace is None else trace.stem,
+        "num_samples": len(samples),
+        "tokens": sum(map(sum, samples)),
+        "response_tokens": sum(r for _, r in samples),
+        "longest": max(map(sum, samples)),
+        "max_tokens_per_gpu": config.plan.max_tokens_per_gpu,
+        "ways": ways.results,
+        "host": ways.host(),
+    }
+
+
+def build_all(model: ModelConfig) -> dict[str, Any]:
+    """Chunks by attention, the best one first; the error's text where a further one fails."""
+    main = choose_attention(model.attention, model.dtype)
+    models: dict[str, Any] = {main: build(model, main)}
+    if main == "te":
+        try:
+            models["varlen"] = build(model, "varlen")
+        except Exception as error:  # recorded with the way that it is for
+            models["varlen"] = f"{type(error).__name__}: {str(error)[:500]}"
+    return models
+
+
+def describe(config: TrainConfig, chunks: list[Any]) -> dict[str, Any]:
+    """The model and the device."""
+    cuda = config.device == "cuda"
+    device = torch.cuda.get_device_name() if cuda else "cpu"
+    return {
+        "model": config.name,
+        "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+        "recompute": config.model.recompute,
+        "dtype": config.model.dtype,
+        "device": device,
+        "peak_flops": peak_flops(device),
+        "static_bytes": torch.cuda.memory_allocated() if cuda else None,
+        "cells": [],
+    }
+
+
+def _vocab_size(model: ModelConfig) -> int:
+    assert model.vocab_size is not None
+    return model.vocab_size
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_bytes() -> int | None:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("seconds", type=float, help="all traces together")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("tokens", type=int, help="per step")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--trace", type=Path, action="append")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    config = load_config(options.config, options.overrides, TrainConfig)
+    launch.quiet_known_warnings()
+    launch.start(config.device)
+    initialize_parallel(Layout(), seed=1)
+    vocab_size = config.model.vocab_size or ByteTokenizer().vocab_size
+    model = dataclasses.replace(config.model, vocab_size=vocab_size)
+    config = dataclasses.replace(config, model=model)
+    models = build_all(model)
+    found = describe(config, next(iter(models.values())))
+    traces = options.trace or [None]
+    for number, trace in enumerate(traces):
+        now = time.monotonic()
+        until = now + (end - now) / (len(traces) - number)
+        found["cells"].append(run_trace(config, models, trace, options.tokens, until))
+        options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main()

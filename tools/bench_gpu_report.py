@@ -1,0 +1,191 @@
+"""The Markdown of a GPU report, in the shape of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+GIB = 2**30
+NOT_MEASURED = "not measured"
+# Forwards' FLOPs that a mode takes; what recomputation repeats does not count.
+FORWARDS = {"train": 3, "forward": 1, "logprobs": 1}
+
+
+def median_seconds(way: dict[str, Any], mode: str) -> float | None:
+    """Of the measured rounds; None where there is none."""
+    seconds = way["seconds"][mode]
+    return statistics.median(seconds) if seconds else None
+
+
+def tokens_per_second(way: dict[str, Any], mode: str) -> float | None:
+    """Real tokens; padding does not count."""
+    seconds = median_seconds(way, mode)
+    return None if seconds is None or "tokens" not in way else way["tokens"] / seconds
+
+
+def utilisation(way: dict[str, Any], mode: str, peak_flops: float | None) -> float | None:
+    """Model FLOPs per second over the device's peak, or per second alone without a peak."""
+    seconds = median_seconds(way, mode)
+    if seconds is None or "forward_flops" not in way:
+        return None
+    return FORWARDS[mode] * way["forward_flops"] / seconds / (peak_flops or 1.0)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """All of the report that people read."""
+    packages = ", ".join(f"{name} {number}" for name, number in report["packages"].items())
+    lines = [f"`{report['command']}`, {report['date']}; {packages}.", ""]
+    lines += _tests(report.get("tests"))
+    for model in report["models"]:
+        lines += _model(model)
+    found = failures(report)
+    lines += ["### What failed", "", *(f"- {text}" for text in found or ["nothing"])]
+    return "\n".join(lines) + "\n"
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """One line for each part that has an error."""
+    return list(_failures(report))
+
+
+def last_line(text: str) -> str:
+    """Of what a process printed, the line that says what went wrong."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or [""])[-1][:500]
+
+
+def _failures(report: dict[str, Any]) -> Iterator[str]:
+    for model in report["models"]:
+        if "error" in model:
+            yield f"{model['model']}: {model['error']}"
+        for cell in model["cells"]:
+            for name, way in cell["ways"].items():
+                if "error" in way:
+                    yield f"{model['model']}, {cell['trace']}, {name}: {last_line(way['error'])}"
+    for name, parts in (report.get("tests") or {}).items():
+        for part, found in parts.items():
+            if "error" in found:
+                yield f"tests, {name}, {part}: {last_line(found['error'])}"
+
+
+def _tests(tests: dict[str, Any] | None) -> list[str]:
+    rows = [
+        [name, part, *(_number(found.get(key), ".1e") for key in _ERRORS)]
+        for name, parts in (tests or {}).items()
+        for part, found in parts.items()
+        if "logprob_mean_error" in found
+    ]
+    if not rows:
+        return []
+    head = ["attention", "in", "gradient", "one sample", "log-probs mean", "one sample"]
+    title = "### Against one unpadded fp32 sample at a time"
+    return [title, "", *_table([*head, "log-probs max"], rows), ""]
+
+
+_ERRORS = (
+    "gradient_error",
+    "one_sample_gradient_error",
+    "logprob_mean_error",
+    "one_sample_logprob_mean_error",
+    "logprob_max_error",
+)
+
+
+def _model(model: dict[str, Any]) -> list[str]:
+    if "device" not in model:
+        return []
+    peak = model["peak_flops"]
+    peak_text = "peak unknown" if peak is None else f"peak {peak / 1e12:.1f} TFLOP/s"
+    lines = [
+        f"### {model['model']} on {model['device']}",
+        "",
+        f"{model['parameters'] / 1e9:.2f} B parameters, {model['dtype']}, recompute "
+        f"{model['recompute']}; {peak_text}.",
+        "",
+    ]
+    for cell in model["cells"]:
+        lines += [
+            f"{cell['trace']}: {cell['num_samples']} samples, {cell['tokens']} tokens, "
+            f"{cell['response_tokens']} of them response, the longest {cell['longest']}; rows of "
+            f"{cell['max_tokens_per_gpu']}.",
+            "",
+            *_table(_COLUMNS, [_way(name, way, model) for name, way in cell["ways"].items()]),
+            "",
+            *_table(["target", "asked", "measured"], comparisons(cell)),
+            "",
+        ]
+    return lines
+
+
+_COLUMNS = [
+    "way",
+    "M",
+    "real / row tokens",
+    "forward, tokens/s",
+    "forward and backward, tokens/s",
+    "MFU",
+    "log-prob pass, tokens/s",
+    "peak GiB",
+]
+
+
+def _way(name: str, way: dict[str, Any], model: dict[str, Any]) -> list[str]:
+    filled = way["tokens"] / way["row_tokens"] if "tokens" in way else None
+    peak = way.get("peak_bytes")
+    mfu = utilisation(way, "train", model["peak_flops"]) if model["peak_flops"] else None
+    speeds = {mode: _number(tokens_per_second(way, mode), ",.0f") for mode in FORWARDS}
+    return [
+        name,
+        _number(way.get("num_microbatches"), "d"),
+        _number(filled, ".3f"),
+        speeds["forward"],
+        speeds["train"],
+        _number(mfu, ".3f"),
+        speeds["logprobs"],
+        _number(None if peak is None else peak / GIB, ".1f"),
+    ]
+
+
+def comparisons(cell: dict[str, Any]) -> list[list[str]]:
+    """The targets and what was measured, forward and backward. Packed rows are the first packed
+    way's; the ceiling is compared by FLOPs, as its samples are of another length."""
+    ways = cell["ways"]
+    packed = ways[next(name for name in ways if name.startswith("packed"))]
+
+    def speed_over(name: str) -> float | None:
+        mine, other = (tokens_per_second(way, "train") for way in (packed, ways[name]))
+        return None if mine is None or other is None else mine / other
+
+    mine, ceiling = (utilisation(way, "train", None) for way in (packed, ways["dense"]))
+    share = None if mine is None or ceiling is None else mine / ceiling
+    return [
+        ["packed over one sample", "4.0 or more", _number(speed_over("one sample"), ".2f")],
+        ["packed over padded", "2.0 or more", _number(speed_over("padded"), ".2f")],
+        ["packed over dense, at equal FLOPs", "0.95 or more", _number(share, ".3f")],
+        *_host(cell.get("host"), median_seconds(packed, "train")),
+    ]
+
+
+def _host(host: dict[str, Any] | None, step: float | None) -> list[list[str]]:
+    share, each = None, {}
+    if host is not None and step is not None:
+        each = {part: statistics.median(host[f"{part}_seconds"]) for part in _HOST_PARTS}
+        share = sum(each.values()) / (step + each["planning"])
+        each = {part: 1e3 * value / host["num_microbatches"] for part, value in each.items()}
+    rows = [["host time over the step", "below 0.02", _number(share, ".4f")]]
+    for part in _HOST_PARTS:
+        rows.append([f"{part}, host ms per micro-batch", "-", _number(each.get(part), ".3f")])
+    return rows
+
+
+_HOST_PARTS = ("planning", "adapter")
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
+
+
+def _number(value: float | None, form: str) -> str:
+    return NOT_MEASURED if value is None else format(value, form)

@@ -1,0 +1,354 @@
+"""Times packed rows of a config's model on this machine and fits a cost model to them.
+
+    python tools/calibrate.py CONFIG [section.key=value ...] --out cost.yaml [--trace TRACE.csv]
+
+Start it with torchrun on tp * cp ranks where the layout has any. All layers run on one pipeline
+stage; docs/calibration.md says how their seconds become those of the layout's chunks. The training
+job reads the file with plan.cost_model=cost.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench_planner import machine
+
+from megapack import (
+    DataError,
+    Measurement,
+    MegapackError,
+    MicroBatch,
+    Plan,
+    Policy,
+    StepPlan,
+    build_dp_schedule,
+    cpu,
+    launch,
+)
+from megapack.calibration import (
+    Calibration,
+    Origin,
+    fit_whole_model,
+    grid,
+    on_one_stage,
+    relative_errors,
+    stage_weights,
+)
+from megapack.config import dump_yaml, find_config, load_config
+from megapack.errors import ConfigError
+from megapack.forward import DeviceRow, LastStage, RowForward
+from megapack.loss import SFT
+from megapack.model import build_model, initialize_parallel
+from megapack.routing import RoutingPass
+from megapack.samples import SampleBatch
+from megapack.schedule import ScheduleAdapter
+from megapack.tokenizer import ByteTokenizer
+from megapack.train_config import TrainConfig
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine")
+
+
+class RowTimer(ScheduleAdapter):
+    """Runs the rows of a step one after another and keeps the seconds of each.
+
+    What surrounds the rows in a real step (packing, agreement, the reduction of gradients) is not
+    timed, and neither are the copies to the device.
+    """
+
+    seconds: Sequence[tuple[float, float]] = ()
+    """Per row of the last step, of its forward and of its backward."""
+
+    def _run(
+        self,
+        plan: Plan,
+        step_index: int,
+        packed: Any,
+        last_stage: LastStage,
+        routers: RoutingPass,
+        *,
+        forward_only: bool,
+    ) -> None:
+        (chunk,) = self.chunks
+        rows = [DeviceRow(row, self._device, seen) for row, seen in zip(*packed, strict=True)]
+        forward_row = RowForward(last_stage, routers)
+        marks = []
+        with self._routing.following(routers), chunk.no_sync():
+            for row in rows:
+                begin = _mark()
+                hidden, loss_function = forward_row(iter([row]), chunk)
+                loss = loss_function(hidden)[0]
+                middle = _mark()
+                loss.backward()
+                marks.append((begin, middle, _mark()))
+        torch.cuda.synchronize()
+        self.seconds = [(_seconds(*m[:2]), _seconds(*m[1:])) for m in marks]
+
+
+def _mark() -> Any:
+    """A moment in the order of the device's work."""
+    if not cpu.uses_cuda():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return begin.elapsed_time(end) / 1e3 if cpu.uses_cuda() else end - begin
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows to measure: a plan of one step on one DP rank, and its samples."""
+
+    plan: Plan
+    batch: SampleBatch
+
+    def run(self, timer: RowTimer) -> Sequence[tuple[float, float]]:
+        """Seconds of each row's forward and backward, once."""
+        for chunk in timer.chunks:
+            chunk.zero_grad_buffer()
+        timer.step(self.plan, self.batch, objective=SFT(), entropy=True)
+        return timer.seconds
+
+
+def measure(timer: RowTimer, every: Sequence[Rows], rounds: int) -> list[list[Measurement]]:
+    """Medians over the rounds, on the slowest rank.
+
+    A round runs all rows once, so that a machine that slows down for a while slows down all; the
+    first two warm up and do not count.
+    """
+    seconds = [[rows.run(timer) for rows in every] for _ in range(rounds + 2)][2:]
+    found = []
+    for rows, column in zip(every, zip(*seconds, strict=True), strict=True):
+        medians = torch.tensor(np.median(column, axis=0), device=torch.cuda.current_device())
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        (micro_batches,) = rows.plan.steps[0].ranks
+        pairs = zip(micro_batches, medians.tolist(), strict=True)
+        found.append(
+            [Measurement(mb.row_tokens, mb.tokens_sq, len(mb.samples), *pair) for mb, pair in pairs]
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Samples of a real run."""
+
+    lengths: list[int]
+    prompts: list[int]
+
+    @classmethod
+    def read(cls, path: Path, num_samples: int, longest: int) -> Trace:
+        """The first samples of at most `longest` tokens; columns are prompt and response tokens."""
+        try:
+            pairs = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 1), dtype=np.int64)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: {error}; give a CSV of prompt and response lengths") from None
+        pairs = np.atleast_2d(pairs)
+        total = pairs.sum(axis=1)
+        kept = pairs[(total > 1) & (total <= longest)][:num_samples]
+        if not kept.size:
+            raise DataError(f"{path}: no sample of 2 to {longest} tokens; set data.max_length")
+        return cls(kept.sum(axis=1).tolist(), kept[:, 0].tolist())
+
+    @property
+    def prompt_share(self) -> float:
+        """Of the tokens."""
+        return sum(self.prompts) / sum(self.lengths)
+
+
+class Job:
+    """What is measured: the config's model on one pipeline stage, and the rows that fit."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        if config.plan.max_tokens_per_gpu is None:
+            raise ConfigError("plan.max_tokens_per_gpu is null; set the budget to measure up to")
+        sizes = dataclasses.replace(config.layout, dp=1)
+        one_stage = dataclasses.replace(sizes, pp=1, vpp=1, microbatch_group_size=None)
+        self.config = config
+        self.layout = one_stage.to_layout(dist.get_world_size())
+        # The layout to plan for, of one DP rank.
+        self.target = sizes.to_layout(sizes.tp * sizes.pp * sizes.cp)
+        self.budget = config.plan.max_tokens_per_gpu * self.layout.cp
+        self.longest = config.data.max_length or config.model.max_position_embeddings
+        self.vocab_size = config.model.vocab_size or ByteTokenizer().vocab_size
+
+    def timer(self, num_layers: int) -> RowTimer:
+        """The model with this many layers, all on this stage."""
+        chunks = build_model(
+            dataclasses.replace(self.config.model, num_layers=num_layers),
+            self.layout,
+            vocab_size=self.vocab_size,
+            seed=self.config.seed,
+            distributed_optimizer=self.config.optim.distributed_optimizer,
+        )
+        chunk_tokens = self.config.objective.logprob_chunk_tokens
+        return RowTimer(chunks, layout=self.layout, logprob_chunk_tokens=chunk_tokens)
+
+    def batch(self, lengths: Sequence[int], prompts: Sequence[int]) -> SampleBatch:
+        """Random tokens, of which the prompts' do not count in the loss."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        tokens = [torch.randint(0, self.vocab_size, (n,), generator=generator) for n in lengths]
+        return SampleBatch.from_prompt_response(
+            [t[:p] for t, p in zip(tokens, prompts, strict=True)],
+            [t[p:] for t, p in zip(tokens, prompts, strict=True)],
+        )
+
+    def grid(self, trace: Trace | None) -> Rows:
+        """The rows that the model is fitted to, with the trace's share of prompt tokens."""
+        prompt_share = 0.0 if trace is None else trace.prompt_share
+        rows = grid(self.budget, self.longest, self.layout.row_alignment)
+        lengths = [length for row in rows for length in row]
+        ends = np.cumsum([len(row) for row in rows]).tolist()
+        micro_batches = tuple(
+            _micro_batch(row, range(end - len(row), end))
+            for row, end in zip(rows, ends, strict=True)
+        )
+        samples = tuple(range(len(lengths)))
+        plan = Plan(
+            steps=(StepPlan((micro_batches,), len(rows), None, samples, ()),),
+            layout=self.layout,
+            policy=Policy(),
+            max_tokens_per_gpu=self.config.plan.max_tokens_per_gpu,
+            micro_batch_size=None,
+            num_samples=len(lengths),
+            rollout_ids=None,
+        )
+        return Rows(plan, self.batch(lengths, [int(prompt_share * n) for n in lengths]))
+
+    def planned(self, trace: Trace) -> Rows:
+        """A trace's samples as the config packs them, by tokens: nothing is fitted yet."""
+        plan = build_dp_schedule(
+            trace.lengths,
+            layout=self.layout,
+            max_tokens_per_gpu=self.config.plan.max_tokens_per_gpu,
+            policy=self.config.plan.to_policy(),
+        )
+        return Rows(plan, self.batch(trace.lengths, trace.prompts))
+
+
+def _micro_batch(row: Sequence[int], samples: Sequence[int]) -> MicroBatch:
+    tokens = sum(row)
+    return MicroBatch(tuple(samples), tokens, tokens, sum(n * n for n in row), tokens)
+
+
+def told(forward: list[float], both: list[float]) -> str:
+    """Relative errors of rows, forward and forward with backward, as a line for people."""
+    named = {"forward": np.abs(forward), "forward + backward": np.abs(both)}
+    parts = (f"{name} mean {e.mean():.1%}, worst {e.max():.1%}" for name, e in named.items())
+    return "; ".join(parts)
+
+
+def calibrate(
+    job: Job, trace: Trace | None, rounds: int, say: Callable[[str], None]
+) -> Calibration:
+    """Measure, fit, and say how well the fit predicts."""
+    target, timer = job.target, job.timer(job.config.model.num_layers)
+    rows = [job.grid(trace), *([] if trace is None else [job.planned(trace)])]
+    measured, *held_out = measure(timer, rows, rounds)
+    cost = fit_whole_model(measured, target)
+    whole = on_one_stage(cost, target)
+    forward, both = relative_errors(whole, job.layout, measured)
+    say(f"fitted to {len(measured)} rows of up to {job.budget} tokens: {told(forward, both)}")
+    for found in held_out:
+        errors = told(*relative_errors(whole, job.layout, found))
+        say(f"held out, {len(found)} rows of {rows[1].plan.num_samples} samples: {errors}")
+    del timer  # the model that measures the weights takes its place
+    if target.num_chunks > 1:
+        try:
+            weights = measured_weights(job, rows[0], measured, rounds)
+        except DataError as error:
+            say(f"no stage weights, chunks count as equal: {error}")
+        else:
+            say(f"stage weights: {', '.join(f'{weight:.3f}' for weight in weights)}")
+            cost = dataclasses.replace(cost, stage_weights=weights)
+    return Calibration(cost=cost, origin=origin(len(measured), max(map(abs, both))))
+
+
+def measured_weights(
+    job: Job, rows: Rows, measured: Sequence[Measurement], rounds: int
+) -> tuple[float, ...]:
+    """Stage weights of the target layout, from a second model with one chunk's layers."""
+    num_layers, num_chunks = job.config.model.num_layers, job.target.num_chunks
+    (one_chunk,) = measure(job.timer(num_layers // num_chunks), [rows], rounds)
+    whole_s, one_chunk_s = (
+        sum(row.forward_seconds + row.backward_seconds for row in found)
+        for found in (measured, one_chunk)
+    )
+    return stage_weights(whole_s, one_chunk_s, num_layers=num_layers, num_chunks=num_chunks)
+
+
+def origin(num_rows: int, worst_fit_error: float) -> Origin:
+    """This command on this machine, today."""
+    device = f"{machine()}, {torch.get_num_threads()} thread(s)"
+    if cpu.uses_cuda():
+        device = torch.cuda.get_device_name()
+    return Origin(
+        command=shlex.join(["tools/calibrate.py", *sys.argv[1:]]),
+        date=datetime.date.today().isoformat(),
+        device=device,
+        versions=", ".join(f"{name} {_version(name)}" for name in PACKAGES),
+        num_rows=num_rows,
+        worst_fit_error=worst_fit_error,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, and write the file on rank 0."""
+    config = load_config(find_config(args.config), args.overrides, TrainConfig)
+    launch.quiet_known_warnings()
+    launch.start(config.device)
+    job = Job(config)
+    trace = Trace.read(args.trace, args.trace_samples, job.longest) if args.trace else None
+    initialize_parallel(job.layout, config.seed)
+    on_first_rank = dist.get_rank() == 0
+    found = calibrate(job, trace, args.rounds, print if on_first_rank else lambda text: None)
+    if on_first_rank:
+        args.out.write_text(dump_yaml(found), encoding="utf-8")
+        print(f"wrote {args.out}")
+
+
+def main() -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", help="a YAML file, or the name of a config that megapack ships")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--out", type=Path, required=True, help="the YAML file to write")
+    parser.add_argument("--trace", type=Path, help="CSV of prompt and response lengths to check on")
+    parser.add_argument("--trace-samples", type=int, default=256, help="samples of it to use")
+    parser.add_argument("--rounds", type=int, default=7, help="times that each row is measured")
+    args = parser.parse_intermixed_args()
+    if min(args.rounds, args.trace_samples) < 1:
+        parser.error("--rounds and --trace-samples are 1 or more")
+    try:
+        run(args)
+    except MegapackError as error:
+        print(f"calibrate: {error}", file=sys.stderr)
+        return 2
+    finally:
+        launch.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

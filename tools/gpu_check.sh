@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in under 9 minutes: the tests of tests/gpu, then tools/bench_gpu.py.
+# Installs nothing. What fails is reported, and the rest goes on; the exit code says if all passed.
+#
+#   tools/gpu_check.sh [SITE_FOLDER]    packages to put before the machine's own
+#
+#   PYTHON    the interpreter; unset: python3
+#   OUT       where gpu_report.json and gpu_report.md go; unset: runs/gpu_check
+#   TRACES    folder of length traces (CSV); unset: ../shared/traces, generated lengths without it
+set -uo pipefail
+
+# Seconds; together with what starting takes they stay below 540.
+readonly TEST_SECONDS=180 BENCH_SECONDS=300
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+out=$(realpath -m "${OUT:-$root/runs/gpu_check}")
+traces=${TRACES:-$root/../shared/traces}
+site=
+if [[ -n ${1:-} ]]; then
+    site=$(realpath "$1") || exit 2
+fi
+export PYTHONPATH=$root${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}
+mkdir -p "$out" || exit 2
+cd "$root" || exit 2
+status=0
+
+fail() {
+    printf 'tools/gpu_check.sh: %s\n' "$*" >&2
+    status=1
+}
+
+# Nothing can run without these; without Transformer Engine the rest still can.
+check_machine() {
+    "$python" - <<'PY'
+import importlib
+import sys
+
+missing = []
+for name in ("numpy", "numba", "yaml", "torch", "megatron.core", "transformer_engine.pytorch"):
+    try:
+        found = importlib.import_module(name)
+    except Exception as error:
+        missing.append(f"{name} does not import: {type(error).__name__}: {error}")
+    else:
+        print(name, getattr(found, "__version__", ""))
+torch = sys.modules.get("torch")
+if torch is not None and torch.cuda.is_available():
+    print(torch.cuda.get_device_name(), "CUDA", torch.version.cuda)
+else:
+    missing.append("torch finds no CUDA device")
+print(*missing, sep="\n", file=sys.stderr)
+sys.exit(bool(missing))
+PY
+}
+
+run_tests() {
+    export MEGAPACK_GPU_RESULTS=$out/gpu_tests.json
+    rm -f "$MEGAPACK_GPU_RESULTS"
+    if "$python" -c 'import pytest' 2>/dev/null; then
+        # Other packages' deprecations are no failures here.
+        timeout "$TEST_SECONDS" "$python" -m pytest -m gpu -W default -p no:cacheprovider \
+            tests/gpu 2>&1 | tee "$out/gpu_tests.log"
+    else
+        fail 'pytest is not installed: figures are taken, their limits are not tested'
+        timeout "$TEST_SECONDS" "$python" -m tests.gpu.run "$MEGAPACK_GPU_RESULTS" cuda 2>&1 |
+            tee "$out/gpu_tests.log"
+    fi
+}
+
+run_bench() {
+    local arguments=(--seconds "$BENCH_SECONDS" --out "$out" --tests "$out/gpu_tests.json")
+    local name
+    for name in skythought_math500_g4 servegen_deepseek_r1_resampled; do
+        if [[ -f $traces/$name.csv ]]; then
+            arguments+=(--trace "$traces/$name.csv")
+        fi
+    done
+    timeout "$((BENCH_SECONDS + 40))" "$python" tools/bench_gpu.py "${arguments[@]}"
+}
+
+check_machine || fail 'the machine lacks what stands above'
+run_tests || fail 'a GPU test failed, or all of them ran out of time'
+run_bench || fail 'a part of the benchmark failed, see gpu_report.md'
+printf '%s\n' "$out/gpu_report.json" "$out/gpu_report.md"
+exit "$status"

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# The main job on this node, under torchrun.
+#
+#   tools/launch/torchrun.sh CONFIG [section.key=value ...]
+#
+#   PYTHON           the interpreter that has megapack; unset: python3
+#   NPROC_PER_NODE   ranks on this node; unset: one per GPU
+#   RDZV_ENDPOINT, RDZV_ID, NNODES   HOST:PORT of the first node, a name of the job, and its number
+#                    of nodes, where it has several; train.sbatch sets them. Unset: this node alone
+#
+# SIGTERM and SIGUSR1 end the run after the step that it is in, with a checkpoint, if
+# train.save_interval is set; else they end it at once. They go to the ranks and not to torchrun,
+# which would kill its ranks after 30 seconds. The exit code is 75 if the run did not come to its
+# end after such a signal: start it again with train.resume=auto.
+set -euo pipefail
+
+if (($# == 0)); then
+    echo 'torchrun.sh: no CONFIG; usage: tools/launch/torchrun.sh CONFIG [section.key=value ...]' >&2
+    exit 2
+fi
+
+if [[ -n ${RDZV_ENDPOINT:-} ]]; then
+    # Said outright, because a node may know itself by another name than the others do.
+    is_host=$([[ ${SLURM_NODEID:-0} == 0 ]] && echo true || echo false)
+    options=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT"
+        --rdzv-id "$RDZV_ID" --rdzv-conf "is_host=$is_host"
+        --local-addr "${SLURMD_NODENAME:-$(hostname)}")
+else
+    options=(--standalone --local-addr 127.0.0.1)
+fi
+
+# Slurm sends SIGUSR1 to every process. torchrun would end at once and leave its ranks behind, so it
+# ignores it. Its process group is its own: a signal to this script's group is not for it.
+set -m
+(
+    trap '' USR1
+    exec "${PYTHON:-python3}" -m torch.distributed.run "${options[@]}" \
+        --nproc-per-node "${NPROC_PER_NODE:-gpu}" -m megapack train "$@"
+) &
+torchrun=$!
+set +m
+
+stopped=
+# shellcheck disable=SC2329  # called by traps
+stop() {
+    local ranks
+    stopped=1
+    read -ra ranks -d '' < <(cat "/proc/$torchrun/task/"*/children 2>/dev/null) || true
+    if ((${#ranks[@]})); then
+        kill -USR1 "${ranks[@]}" 2>/dev/null || true
+    else
+        kill -TERM "$torchrun" 2>/dev/null || true
+    fi
+}
+trap stop USR1 TERM
+trap 'kill -INT "$torchrun" 2>/dev/null || true' INT HUP QUIT
+
+# A signal ends `wait` early.
+while kill -0 "$torchrun" 2>/dev/null; do
+    wait "$torchrun" || true
+done
+code=0
+wait "$torchrun" || code=$?
+if ((code)) && [[ -n $stopped ]]; then
+    code=75
+fi
+exit "$code"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Another framework's own launch command, with megapack patched into it.
+#
+#   tools/launch/with_patch.sh HOST[,HOST] COMMAND [ARGUMENT ...]
+#   tools/launch/with_patch.sh slime bash scripts/run-qwen3-4B.sh
+#
+# HOST is a name that `megapack patch list` shows. One script for all of them: it sets
+# MEGAPACK_PATCH, which every Python process that COMMAND starts reads, actors of a Ray that COMMAND
+# starts among them. Actors of a Ray that runs already have the variables of their job:
+#
+#   ray job submit --runtime-env-json '{"env_vars": {"MEGAPACK_PATCH": "slime"}}' -- COMMAND
+set -euo pipefail
+
+if (($# < 2)); then
+    echo 'with_patch.sh: usage: tools/launch/with_patch.sh HOST[,HOST] COMMAND [ARGUMENT ...]' >&2
+    exit 2
+fi
+export MEGAPACK_PATCH=$1
+shift
+exec "$@"

@@ -1,0 +1,53 @@
+"""Model FLOPs of samples, and a device's peak: what MFU is made of.
+
+A sample of L tokens, R of them response, costs in the forward
+
+    layers * (a * L + 2 * heads * width * L^2) + 2 * hidden * vocabulary * R
+
+where `a` counts a layer's matrices twice (multiply and add), causal attention has L^2 / 2 pairs of
+two products each, and the vocabulary is projected at response positions alone. A forward and
+backward is three forwards; recomputed layers do not count. Norms, rotary embeddings, softmax and
+the embedding's lookup are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megapack import ModelSizes
+from megapack.train_config import ModelConfig
+
+# TFLOP/s in bf16 without sparsity, of the SXM boards. The PCIe and NVL boards have others.
+PEAK_BF16_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOP/s of the device in bf16; None where it is not known."""
+    tflops = PEAK_BF16_TFLOPS.get(device_name)
+    return None if tflops is None else tflops * 1e12
+
+
+def model_sizes(model: ModelConfig) -> ModelSizes:
+    """The sizes that FLOPs follow from; `vocab_size` must be set."""
+    assert model.vocab_size is not None
+    return ModelSizes(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        gated=model.gated_linear_unit,
+        vocab_size=model.vocab_size,
+    )
+
+
+def forward_flops(sizes: ModelSizes, samples: Iterable[tuple[int, int]]) -> float:
+    """Of (prompt, response) token counts, each sample by itself."""
+    total = 0.0
+    for prompt, response in samples:
+        length = prompt + response
+        layer = sizes.layer_flops_per_token() * length
+        layer += sizes.layer_flops_per_token_sq() * length**2
+        total += sizes.num_layers * layer + sizes.head_flops_per_token() * response
+    return total
