@@ -34,7 +34,8 @@ LAYERS = [
     "model layer_specs optimizer train checkpoint launch report interrupt trackers trace",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
-    "commands.trace commands.plot commands.report commands.patch commands.run startup signatures patch_files patch_target patching "
+    "commands.trace commands.plot commands.report commands.patch commands.run "
+    "startup signatures patch_files patch_target patching "
     "hosts.__init__ hosts.options hosts.megatron_lm hosts.megatron_lm_data hosts.balancing "
     "hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner hosts.unirl "
     "hosts.unirl_bins hosts.errors hosts.bin_packers hosts.nemo_rl hosts.nemo_rl_metrics "
