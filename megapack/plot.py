@@ -5,8 +5,9 @@ Needs matplotlib (`pip install megapack[plot]`), which is imported where somethi
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,14 +34,20 @@ def draw_step(timeline: Timeline, unit: str, suffix: str) -> bytes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    with _figures() as figure_of:
+    with _drawing() as figure_of:
         ends = timeline.rank_ends
         ranks = typical_ranks(ends, _MAX_RANKS if len(ends) <= _MAX_RANKS else _NUM_TYPICAL)
         lanes = len(ranks) * timeline.plan.layout.pp
         heights = [max(1.2, 0.17 * lanes + 0.3 * len(ranks)), 1.9]
         figure = figure_of(figsize=(11, sum(heights) + 1.3), layout="constrained")
         top, bottom = figure.subfigures(2, 1, height_ratios=heights)
-        _draw_timeline(top.subplots(), timeline, ranks, unit)
+        axes = top.subplots()
+        _draw_timeline(axes, timeline, ranks, max(ends))
+        _legend(axes)
+        _name_time(axes, timeline, unit)
+        if len(ranks) < len(ends):
+            shown = f"{len(ranks)} of {len(ends)} DP ranks: the slowest, the median, the fastest"
+            axes.set_title(shown, fontsize=9, loc="left")
         fill, load = bottom.subplots(1, 2)
         _draw_fill(fill, timeline)
         _draw_load(load, timeline, unit)
@@ -48,44 +55,41 @@ def draw_step(timeline: Timeline, unit: str, suffix: str) -> bytes:
         return _bytes(figure, suffix)
 
 
-def draw_timelines(timelines: dict[str, Timeline], rank: int, unit: str, suffix: str) -> bytes:
-    """One rank of several timelines, one below the other on one axis of time.
+def draw_timelines(timelines: dict[str, Timeline], unit: str, suffix: str) -> bytes:
+    """The slowest ranks of several timelines, one below the other on one axis of time.
 
     Args:
         timelines: by what to call them.
-        rank: the DP rank that is shown of each; -1 is the slowest.
+        unit, suffix: see `draw_step`.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    with _figures() as figure_of:
+    with _drawing() as figure_of:
         lanes = sum(timeline.plan.layout.pp for timeline in timelines.values())
         size = (11, 0.17 * lanes + 0.55 * len(timelines) + 0.5)
         figure = figure_of(figsize=size, layout="constrained")
         plots = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+        end = max(max(timeline.rank_ends) for timeline in timelines.values())
         for axes, (name, timeline) in zip(plots, timelines.items(), strict=True):
             ends = timeline.rank_ends
-            shown = ends.index(max(ends)) if rank < 0 else rank
-            _draw_timeline(axes, timeline, [shown], unit if axes is plots[-1] else "")
+            _draw_timeline(axes, timeline, [ends.index(max(ends))], end)
             axes.set_title(name, fontsize=9, loc="left")
+        _legend(plots[0])
+        _name_time(plots[-1], timeline, unit)
         return _bytes(figure, suffix)
 
 
-class _figures:
+@contextlib.contextmanager
+def _drawing() -> Iterator[Any]:
     """matplotlib's `Figure` under our settings; no window and no global state."""
-
-    def __enter__(self) -> Any:
-        try:
-            import matplotlib
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise ConfigError("matplotlib is not installed; pip install megapack[plot]") from None
-        self._settings = matplotlib.rc_context(_FONT)
-        self._settings.__enter__()
-        return Figure
-
-    def __exit__(self, *error: Any) -> None:
-        self._settings.__exit__(*error)
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("matplotlib is not installed; pip install megapack[plot]") from None
+    with matplotlib.rc_context(_FONT):
+        yield Figure
 
 
 def _bytes(figure: Any, suffix: str) -> bytes:
@@ -109,14 +113,15 @@ def _title(timeline: Timeline) -> str:
     )
 
 
-def _draw_timeline(axes: Any, timeline: Timeline, ranks: Sequence[int], unit: str) -> None:
+def _draw_timeline(axes: Any, timeline: Timeline, ranks: Sequence[int], end: float) -> None:
+    """Lanes of stages, up to `end`, which other timelines of the figure may reach."""
     from matplotlib.collections import PolyCollection
 
-    pp, end = timeline.plan.layout.pp, max(timeline.rank_ends)
+    pp, own_end = timeline.plan.layout.pp, max(timeline.rank_ends)
     lane_of = {rank: i * (pp + 0.6) for i, rank in enumerate(ranks)}
     events = [event for event in timeline.events if event.rank in lane_of]
     for lane in lane_of.values():
-        axes.add_patch(_rectangle(0, lane, end, pp, facecolor=_WAITING))
+        axes.add_patch(_rectangle(0, lane, own_end, pp, facecolor=_WAITING))
     boxes = [
         _box(event.start, lane_of[event.rank] + event.stage, event.end - event.start)
         for event in events
@@ -136,18 +141,12 @@ def _draw_timeline(axes: Any, timeline: Timeline, ranks: Sequence[int], unit: st
         [lane + pp / 2 for lane in lane_of.values()], [f"rank {rank}" for rank in lane_of]
     )
     axes.tick_params(axis="y", length=0)
-    if unit:
-        paler = "; paler: later chunks" if timeline.plan.layout.vpp > 1 else ""
-        axes.set_xlabel(f"{unit}; stage 0 is the upmost of a rank{paler}")
-        _legend(axes)
-    if len(ranks) < timeline.plan.layout.dp and len(ranks) > 1:
-        axes.set_title(
-            f"{len(ranks)} of {timeline.plan.layout.dp} DP ranks: the slowest, the median, "
-            "the fastest",
-            fontsize=9,
-            loc="left",
-        )
     axes.spines[:].set_visible(False)
+
+
+def _name_time(axes: Any, timeline: Timeline, unit: str) -> None:
+    paler = "; paler: later chunks" if timeline.plan.layout.vpp > 1 else ""
+    axes.set_xlabel(f"{unit}; stage 0 is the upmost of a rank{paler}")
 
 
 def _box(start: float, lane: float, width: float) -> list[tuple[float, float]]:

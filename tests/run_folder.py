@@ -37,11 +37,11 @@ def _metrics(step: int) -> dict[str, Any]:
     return {
         "step": step,
         "loss": "nan" if step == 4 else 1 / step,
-        "grad_norm": 0.5,
+        "grad_norm": 0.5 * step,
         "step_predicted_s": None if step == 1 else 2.0,
         "step_measured_s": 3.0,
         "tokens_per_second": 1000.0 * step,
-        "packing_efficiency": 0.9,
+        "packing_efficiency": 0.8 + 0.04 * step,
     }
 
 

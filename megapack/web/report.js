@@ -212,7 +212,7 @@ function node(name, attributes, text) {
 }
 
 // A figure with axes; returns its svg and the scales of both axes.
-function chart(section, title, xRange, yRange, xLabel) {
+function chart(section, title, xRange, yRange, xLabel, yLeast = 0) {
   const figure = document.createElement("figure");
   const head = document.createElement("h3");
   head.textContent = title;
@@ -222,7 +222,7 @@ function chart(section, title, xRange, yRange, xLabel) {
   const between = ([low, high], from, to) => (value) =>
     from + ((value - low) / (high - low || 1)) * (to - from);
   const x = between(xRange, LEFT, WIDTH - RIGHT), y = between(yRange, HEIGHT - BOTTOM, TOP);
-  for (const value of ticks(...yRange, 5)) {
+  for (const value of ticks(...yRange, 5, yLeast)) {
     svg.append(node("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
     svg.append(node("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)));
   }
@@ -238,7 +238,8 @@ function chart(section, title, xRange, yRange, xLabel) {
 
 function histogram({ title, unit, what, low, high, counts }) {
   const most = Math.max(1, ...counts);
-  const { svg, x, y } = chart("histograms", `${title} (${what})`, [low, high], [0, most], unit);
+  const named = `${title} (${what})`;
+  const { svg, x, y } = chart("histograms", named, [low, high], [0, most], unit, 1);
   const edge = (i) => low + (i * (high - low)) / counts.length;
   counts.forEach((count, i) => {
     if (!count) return;

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.dist
 
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 TINY = ["data.num_generated=32", "data.prompts_per_batch=4", "plan.global_batch_size=8"]
+ONE = ("layout.dp=1", "layout.pp=1", "layout.vpp=1")
 PP2_VPP2 = ["layout.dp=1", "layout.pp=2", "layout.vpp=2"]
 
 
@@ -140,7 +141,7 @@ def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     layouts = {
         "one": ["layout.dp=1", "layout.pp=1", "layout.vpp=1"],
         "two": [*PP2_VPP2, "plan.row_shape=uniform", "plan.forward_max_tokens_per_gpu=4096"],
-        "context": ["layout.dp=1", "layout.pp=1", "layout.vpp=1", "layout.cp=2"],
+        "context": [*ONE, "layout.cp=2", "train.trace_steps=1"],
     }
     found = {}
     for name, layout in layouts.items():
@@ -148,6 +149,10 @@ def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
         code, output = run(tmp_path / name, *TINY, *layout, world=1 if name == "one" else 2)
         assert code == 0, output
         found[name] = metrics(tmp_path / name)
+    # Ranks that share a row speak with one voice.
+    (traced,) = read_run(tmp_path / "context/runs/run").traced
+    count = len(traced.plan.steps[0].ranks[0])
+    assert order(traced.events)[0] == [(way, 0, k) for k in range(count) for way in "FB"]
     pairs = [zip(found["one"], found[name], strict=True) for name in ("two", "context")]
     for one, other in itertools.chain(*pairs):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-5)
@@ -170,9 +175,6 @@ def test_real_rollouts(tmp_path: Path, shared_dir: Path) -> None:
     (line,) = metrics(tmp_path)
     assert line["num_samples"] == 16
     assert line["grad_norm"] > 0
-
-
-ONE = ("layout.dp=1", "layout.pp=1", "layout.vpp=1")
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ SIGNATURES = {"png": b"\x89PNG\r\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 @pytest.mark.parametrize("suffix", SIGNATURES)
 def test_every_format_and_the_same_each_time(suffix: str) -> None:
     timelines = {"one": planned(make_plan(), 0, 0, None)}
-    picture = draw_timelines(timelines, -1, "seconds", suffix)
+    picture = draw_timelines(timelines, "seconds", suffix)
     assert picture.startswith(SIGNATURES[suffix])
-    assert picture == draw_timelines(timelines, -1, "seconds", suffix)
+    assert picture == draw_timelines(timelines, "seconds", suffix)
 
 
 def test_a_picture_says_what_it_shows() -> None:
@@ -48,7 +48,7 @@ def test_many_ranks_are_three_of_them() -> None:
 def test_a_picture_has_the_colours_of_both_directions() -> None:
     import matplotlib.image
 
-    picture = draw_timelines({"one": planned(make_plan(), 0, 0, None)}, 0, "s", "png")
+    picture = draw_timelines({"one": planned(make_plan(), 0, 0, None)}, "s", "png")
     pixels = (matplotlib.image.imread(io.BytesIO(picture))[..., :3] * 255).round().astype(int)
     for colour in ((0x56, 0xB4, 0xE9), (0xE6, 0x9F, 0x00)):
         assert (pixels == colour).all(axis=-1).mean() > 0.01
