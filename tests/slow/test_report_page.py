@@ -40,10 +40,20 @@ window.addEventListener("error", (event) => window.faults.push(String(event.mess
 PROBE_END = """<script>
 const canvas = document.getElementById("canvas");
 const press = (id) => { document.getElementById(id).click(); return canvas.toDataURL(); };
-const all = canvas.toDataURL(), zoomed = press("in"), back = press("all");
+const key = (name) => {
+  canvas.dispatchEvent(new KeyboardEvent("keydown", { key: name }));
+  return canvas.toDataURL();
+};
+const all = canvas.toDataURL(), zoomed = press("in"), moved = key("ArrowRight");
+const back = press("all");
+// The first forward of the first stage, below the axis and the track's name.
+const corner = canvas.getBoundingClientRect();
+const at = { clientX: corner.x + 2, clientY: corner.y + AXIS + LABEL + LANE / 2 };
+canvas.dispatchEvent(new PointerEvent("pointermove", at));
 document.body.dataset.found = JSON.stringify({
   faults: window.faults,
-  zooms: zoomed !== all && back === all,
+  zooms: zoomed !== all && moved !== zoomed && back === all,
+  tip: document.getElementById("tip").textContent,
   overflow: document.documentElement.scrollWidth - innerWidth,
   panels: [...document.querySelectorAll("canvas, svg")].map((panel) => {
     const { x, y, width, height } = panel.getBoundingClientRect();
@@ -97,6 +107,7 @@ def test_no_panel_is_empty(tmp_path: Path, kind: str, width: int, scheme: int) -
     found, pixels = show(text, tmp_path, width, scheme)
     assert found["faults"] == []
     assert found["zooms"]
+    assert found["tip"].startswith("forward of micro-batch 0\nplanned, rank ")
     assert found["overflow"] <= 0
     assert len(found["panels"]) == num_panels
     ground = pixels[2, 2].astype(int)
