@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +80,9 @@ def read_run(folder: str | Path) -> RunRecords:
 
 
 def number_or_none(value: Any) -> float | None:
-    """A number of metrics.jsonl, where NaN and infinity are text."""
-    return float(value) if type(value) in (int, float) else None
+    """A finite number of metrics.jsonl, where NaN and infinity are text."""
+    known = type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return float(value) if known else None
 
 
 def _lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
@@ -112,13 +114,16 @@ def _traced(line: dict[str, Any]) -> TracedStep:
         raise PlanError(f"{len(plan.steps)} steps in the plan of one")
     events = tuple(Event(*map(_field, event)) for event in line["events"])
     layout = plan.layout
+    if any(mb.row_tokens < 1 for rank in plan.steps[0].ranks for mb in rank):
+        raise PlanError("a row of 0 tokens")
     for event in events:
         counts = (layout.dp, layout.pp, layout.vpp)
         if not all(map(_is_index, (event.rank, event.stage, event.chunk), counts)):
             raise ValueError(f"an event outside of {layout}")
         if not _is_index(event.microbatch, len(plan.steps[0].ranks[event.rank])):
             raise ValueError(f"micro-batch {event.microbatch} of rank {event.rank}")
-        if event.kind not in ("F", "B") or not event.start <= event.end:
+        times = number_or_none(event.start), number_or_none(event.end)
+        if event.kind not in ("F", "B") or None in times or not event.start <= event.end:
             raise ValueError(f"an event {event.kind!r} from {event.start} to {event.end}")
     return TracedStep(_metrics(line)["step"], plan, _cost(line.get("cost")), events)
 

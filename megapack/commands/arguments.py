@@ -168,14 +168,18 @@ def asked_steps(plan: Plan, step: int | None) -> range:
 
     Raises:
         ConfigError: no such step.
-        PlanError: a step's ranks are not those of the layout.
+        PlanError: no steps, ranks that are not those of the layout, or a row without tokens.
     """
+    if not plan.steps:
+        raise PlanError("the plan has no steps; make the plan again")
     for number, found in enumerate(plan.steps):
         if len(found.ranks) != plan.layout.dp:
             raise PlanError(
                 f"step {number} has {len(found.ranks)} ranks, the layout dp={plan.layout.dp}; "
                 "make the plan again"
             )
+        if any(mb.row_tokens < 1 for rank in found.ranks for mb in rank):
+            raise PlanError(f"step {number} has a row of 0 tokens; make the plan again")
     if step is None:
         return range(len(plan.steps))
     if not 0 <= step < len(plan.steps):

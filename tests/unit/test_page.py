@@ -93,7 +93,7 @@ def test_a_large_plan_is_cut_and_the_page_says_so() -> None:
         global_batch_size=1536,
         policy=replace(make_plan().policy, search=0),
     )
-    plan = replace(plan, steps=plan.steps * 16)
+    plan = replace(plan, steps=plan.steps * 9)
     page = plan_page(plan, None, COST, "s")
     assert all("8 of 64 DP ranks" in step["label"] for step in page.steps)
     assert 0 < len(page.steps) < len(plan.steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,39 @@ def test_bad_input_is_exit_2_one_line_and_no_file(
     assert line.startswith("megapack: ")
     assert all(word in line for word in words), line
     assert sorted(path for path in folder.rglob("*")) == before
+
+
+def without_steps(plan: dict[str, Any]) -> None:
+    plan["steps"] = []
+
+
+def without_tokens(plan: dict[str, Any]) -> None:
+    plan.update(max_tokens_per_gpu=None, micro_batch_size=3)
+    plan["steps"][1]["ranks"][0][0][1:] = [0, 0, 0, 0]
+
+
+def without_micro_batches(plan: dict[str, Any]) -> None:
+    plan["steps"][0]["ranks"] = [[], []]
+
+
+@pytest.mark.parametrize("command", ["trace", "plot", "report"])
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (without_steps, "the plan has no steps"),
+        (without_tokens, "step 1 has a row of 0 tokens"),
+        (without_micro_batches, "M=0 with pp=2"),
+    ],
+)
+def test_an_edited_plan_is_one_line(
+    command: str, edit: Callable[[dict[str, Any]], None], says: str, call: Call
+) -> None:
+    plan = json.loads(Path("plan.json").read_text())
+    edit(plan)
+    Path("plan.json").write_text(json.dumps(plan))
+    code, _, err = call(command, "plan.json")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert says in err
 
 
 def test_lengths_of_another_plan(call: Call) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from megapack import CostModel, MegapackError
-from megapack.run_records import read_run
+from megapack.run_records import number_or_none, read_run
 from tests.run_folder import LENGTHS, make_plan, write_run
 
 pytestmark = pytest.mark.unit
@@ -61,6 +62,9 @@ def set_event(index: int, value: Any) -> Callable[[dict[str, Any]], None]:
         set_event(4, "X"),
         set_event(6, -1.0),
         set_event(5, None),
+        set_event(6, float("inf")),
+        set_event(6, float("nan")),
+        lambda line: line["plan"]["steps"][0]["ranks"][0][0].__setitem__(1, 0),
         lambda line: line["events"][0].pop(),
         lambda line: line.pop("plan"),
         lambda line: line["plan"].pop("layout"),
@@ -86,3 +90,16 @@ def test_a_folder_of_something_else(tmp_path: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(MegapackError, match=rf"{name}: cannot be read"):
         read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (1, 1.0),
+        (0.5, 0.5),
+        (-2.0, -2.0),
+        *((value, None) for value in ("nan", None, True, [1], {}, 10**400, math.inf, math.nan)),
+    ],
+)
+def test_numbers_are_finite(value: Any, number: float | None) -> None:
+    assert number_or_none(value) == number
