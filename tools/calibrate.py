@@ -179,9 +179,10 @@ class Job:
         sizes = dataclasses.replace(config.layout, dp=1)
         one_stage = dataclasses.replace(sizes, pp=1, vpp=1, microbatch_group_size=None)
         self.config = config
-        self.layout = one_stage.to_layout(dist.get_world_size())
+        fp8 = config.model.fp8_rows
+        self.layout = one_stage.to_layout(dist.get_world_size(), fp8)
         # The layout to plan for, of one DP rank.
-        self.target = sizes.to_layout(sizes.tp * sizes.pp * sizes.cp)
+        self.target = sizes.to_layout(sizes.tp * sizes.pp * sizes.cp, fp8)
         self.budget = config.plan.max_tokens_per_gpu * self.layout.cp
         self.longest = config.data.max_length or config.model.max_position_embeddings
         self.vocab_size = config.model.vocab_size or ByteTokenizer().vocab_size

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Does not return before the program does; its exit code is the command's."""
-    command = args.module or args.script
+    # As under python, a -- ends the options.
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    command = args.module or script
     if not command:
         raise ConfigError("nothing to run; give a script, or -m and a module, behind the options")
     if not args.module and not os.path.exists(command[0]):

@@ -81,6 +81,12 @@ def test_a_script_runs_as_under_python(folder: Path) -> None:
     )
 
 
+def test_two_dashes_end_the_options(folder: Path) -> None:
+    (folder / "scripts" / "bare.py").write_text("import sys; print(sys.argv)")
+    given = [*("-m", "megapack", "run"), "--", "scripts/bare.py", "--", "-x"]
+    assert python(folder, *given).stdout == "['scripts/bare.py', '--', '-x']\n"
+
+
 def test_a_module_runs_as_under_python(folder: Path) -> None:
     done = python(
         folder, "-m", "megapack", "run", "--patch=megatron_lm", "-m", "scripts.bare", "--x", "-m"

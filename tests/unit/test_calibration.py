@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from megapack.calibration import (
     stage_weights,
 )
 from megapack.config import dump_yaml
-from megapack.train_config import PlanConfig
+from megapack.train_config import ModelConfig, PlanConfig, TrainConfig
 
 pytestmark = pytest.mark.unit
 
@@ -157,3 +158,20 @@ def test_the_last_chunk_carries_what_is_no_layer() -> None:
     assert stage_weights(8.0, 2.0, num_layers=8, num_chunks=4) == pytest.approx((1.0,) * 4)
     with pytest.raises(DataError, match="too busy to tell"):
         stage_weights(1.0, 1.1, num_layers=8, num_chunks=4)
+
+
+def test_the_tool_measures_rows_that_fp8_runs(
+    repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repo_root / "tools"))
+    calibrate = importlib.import_module("calibrate")
+    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: 1)
+    config = TrainConfig(
+        name="fp8",
+        plan=PlanConfig(max_tokens_per_gpu=1000),
+        model=ModelConfig(dtype="bf16", fp8="blockwise", max_position_embeddings=1000),
+    )
+    job = calibrate.Job(config)
+    rows = job.grid(None).plan.steps[0].ranks[0]
+    assert {row.row_tokens % 128 for row in rows} == {0}
+    assert job.target.fp8 == "blockwise"
