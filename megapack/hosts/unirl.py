@@ -109,19 +109,23 @@ def plan_micro_batches(
         PlanError: all ranks fail alike, or one has fewer samples than another has bins.
         ScheduleError: on all ranks, where one fails; it names the rank and its error.
     """
-    check_count("num_updates", num_updates)
-    check_count("micro_batch_size", micro_batch_size)
-    check_count("micro_token_budget", micro_token_budget)
-    if micro_cost_model not in get_args(MicroCostModel):
-        raise ConfigError(
-            f"micro_cost_model={micro_cost_model!r}; set one of {get_args(MicroCostModel)}"
-        )
+
+    def check() -> list[range]:
+        check_count("num_updates", num_updates)
+        check_count("micro_batch_size", micro_batch_size)
+        check_count("micro_token_budget", micro_token_budget)
+        if micro_cost_model not in get_args(MicroCostModel):
+            raise ConfigError(
+                f"micro_cost_model={micro_cost_model!r}; set one of {get_args(MicroCostModel)}"
+            )
+        return _updates(num_samples, num_updates)
+
     if micro_token_budget is None:
-        updates = _updates(num_samples, num_updates)
-        return _count_plan(updates, micro_batch_size, num_samples)
+        return _count_plan(check(), micro_batch_size, num_samples)
 
     def read() -> _Rank:
-        updates = _updates(num_samples, num_updates)
+        # Checked here, so that a rank that is given nonsense does not raise alone.
+        updates = check()
         sizes = read_sizes(response_lengths, prompt_lengths, num_samples, micro_cost_model)
         if sizes is None:
             return _Rank(updates, None, [[] for _ in updates])

@@ -185,19 +185,21 @@ def rearrange_micro_batches(
             fill (unless `light_rank="pad"`).
         ScheduleError: on every rank, where one rank's batch or settings cannot be used.
     """
-    max_tokens, options = int(max_token_len), _OPTIONS.current
-    settings = (max_tokens, force_group_size, num_batches_divided_by or 1, options)
+    options = _OPTIONS.current
+    settings = (force_group_size, num_batches_divided_by or 1, options)
 
     def read() -> RankItems:
-        return RankItems(_token_counts(batch), *settings, least=min_num_micro_batch or 1)
+        # Here, so that a rank that is given nonsense does not raise alone.
+        budget, least = int(max_token_len), min_num_micro_batch or 1
+        return RankItems(_token_counts(batch), budget, *settings, least=least)
 
     if dp_group is not None and same_micro_num_in_dp:
-        mine, need = agree_on_need(read, repr(settings), dp_group)
+        mine, need = agree_on_need(read, f"{max_token_len} {settings}", dp_group)
     else:
         mine = read()
         need = mine.need
     count = mine.shared_count(need)
-    log_budget("verl", max_tokens, options.layout and options.layout.cp)
+    log_budget("verl", int(max_token_len), options.layout and options.layout.cp)
     rows = mine.rows(count)
     # The planner's rows stand in the order of its pipeline.
     if use_dynamic_bsz_balance and not (options.layout and rows is mine.own):

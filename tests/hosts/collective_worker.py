@@ -79,6 +79,9 @@ class Cases:
     def another_budget(self) -> Any:
         return verl_rows([8, 8], budget=64 + self.rank)
 
+    def no_budget(self) -> Any:
+        return verl_rows([8, 8], budget=None if self.rank else 64)  # type: ignore[arg-type]
+
     def each_by_itself(self) -> Any:
         return verl_rows([60] * (3 - self.rank), same_micro_num_in_dp=False)
 

@@ -57,6 +57,7 @@ REFUSED = {
     "no_samples": "ScheduleError: 1 of 2 ranks failed: rank 1: DataError: a rank has no samples",
     "groups_that_do_not_divide": "rank 1: HostAssertionError: 3 samples in groups of",
     "another_budget": "another set of batching options than the other 1",
+    "no_budget": "ScheduleError: 1 of 2 ranks failed: rank 1: TypeError",
     "skyrl_no_samples": "rank 1: DataError: a rank has no samples",
 }
 
@@ -83,4 +84,4 @@ def test_skyrl_counts_are_what_the_pipeline_runs(found: Ranks) -> None:
 
 def test_every_case_was_run(found: Ranks) -> None:
     assert list(found[0]) == list(found[1])
-    assert len(found[0]) == 12
+    assert len(found[0]) == 13

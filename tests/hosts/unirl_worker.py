@@ -17,6 +17,7 @@ CASES: dict[str, list[tuple[list[int] | None, int, int]]] = {
     "rank 1 cannot divide": [([30] * 8, 8, 100), ([30] * 7, 7, 100)],
     "rank 1 has garbage": [([30] * 8, 8, 100), (["x"] * 8, 8, 100)],  # type: ignore[list-item]
     "budgets differ": [([30] * 8, 8, 100), ([30] * 8, 8, 90)],
+    "no budget of rank 1": [([30] * 8, 8, 100), ([30] * 8, 8, 0)],
     "too few on rank 0": [([10] * 2, 2, 100), ([90] * 8, 8, 100)],
 }
 
