@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -317,7 +318,7 @@ def test_texts_that_are_no_signatures(text: str) -> None:
 def test_a_replacement_takes_what_the_host_passes(host_name: str, index: int) -> None:
     entry = load_patches(host_name).patches[index]
     module, _, name = entry.replacement.partition(":")
-    ours = signature_of(getattr(pytest.importorskip(module), name))
+    ours = signature_of(getattr(importlib.import_module(module), name))
     for text in entry.signatures:
         passed = parse_signature(text).parameters.values()
         by_name = {p.name: None for p in passed if p.kind is p.KEYWORD_ONLY}

@@ -27,11 +27,11 @@ LAYERS = [
     "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_summary forecast tune",
-    "thd cp_slices samples ragged train_config checkpoint_files",
+    "thd cp_slices samples ragged train_config run_data checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
     "run_context segments objectives preference value_head checkpoint_state reference",
-    "model train checkpoint launch report interrupt trackers",
+    "model layer_specs optimizer train checkpoint launch report interrupt trackers",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
     "commands.patch commands.run startup signatures patch_files patch_target patching "
@@ -46,7 +46,7 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.spl
 # Who speaks with Megatron.
 MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
 MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
-MEGATRON |= {"run_context", "schedule", "settings", "train"}
+MEGATRON |= {"run_context", "schedule", "settings", "train", "layer_specs", "optimizer"}
 MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
