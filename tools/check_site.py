@@ -21,7 +21,7 @@ RELATIONS = {"canonical", "next", "prev", "alternate"}
 
 
 class Loads(HTMLParser):
-    """Collects what a page loads by itself, and mermaid diagrams: the theme fetches their script."""
+    """What a page loads by itself; a mermaid diagram, as the theme fetches a script for it."""
 
     def __init__(self) -> None:
         super().__init__()
