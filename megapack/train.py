@@ -49,6 +49,7 @@ from megapack.run_data import all_batches, open_dataset, steps_in
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.tokenizer import ByteTokenizer
+from megapack.trace import StepTracer
 from megapack.trackers import check_installed, open_trackers
 from megapack.train_config import TrainConfig
 
@@ -102,6 +103,7 @@ class Trainer:
         self.reference = Reference(self.chunks) if config.objective.kl_coef else None
         self.schedule: OptimizerParamScheduler | None = None
         self.clock = StepClock(in_seconds=self.cost is not None)
+        self.tracer = StepTracer(self.adapter, config.train.trace_steps, self.cost)
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: tuple[Plan, SampleBatch] | None = None
@@ -233,7 +235,7 @@ class Trainer:
         for sample in sorted(own, key=lambda one: int(rows[one])):
             batch.set_tokens(sample, *self.data.tokens(int(rows[sample])))
         if self.folder is not None:
-            self.folder.write_text("plan.json", plan.to_json())
+            self.folder.write_plan(plan, batch.lengths)
         return batch, plan, forward_plan
 
     def _plan(self, batch: SampleBatch, rows: Rows) -> Plan:
@@ -304,6 +306,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reset_memory_peaks()
+        self.tracer.start()
         started = time.perf_counter()
         result = self.adapter.step(
             plan,
@@ -342,6 +345,7 @@ class Trainer:
                 **packing,
             }
         )
+        self.tracer.finish(plan, index, self.num_steps, self.folder)
 
     def _write(self, metrics: dict[str, Any]) -> None:
         """Rank 0 writes; all ranks hear how that went, and whether one of them is told to stop."""
