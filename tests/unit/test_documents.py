@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +64,23 @@ def test_blocks_that_plan_run(document: str, monkeypatch: pytest.MonkeyPatch) ->
     assert blocks
     for block in blocks:
         exec(compile(block, document, "exec"), {"__name__": document})
+
+
+@pytest.mark.parametrize(
+    ("page", "code", "loaded"),
+    [
+        ('<a href="https://example.com">a link</a> <script src="own.js"></script>', 0, ""),
+        ('<script src="https://example.com/x.js"></script>', 1, "https://example.com/x.js"),
+        ('<link rel="stylesheet" href="//example.com/x.css">', 1, "//example.com/x.css"),
+        ("<style>p { background: url(http://example.com/x) }</style>", 1, "http://example.com/x"),
+        ('<pre class="mermaid">graph</pre>', 1, "a mermaid diagram"),
+    ],
+)
+def test_a_page_that_loads_from_elsewhere_is_found(
+    page: str, code: int, loaded: str, tmp_path: Path
+) -> None:
+    (tmp_path / "index.html").write_text(page)
+    command = [sys.executable, str(ROOT / "tools" / "check_site.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert loaded in done.stderr
