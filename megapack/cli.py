@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megapack import __version__
 from megapack.errors import MegapackError, ScheduleError
 
 COMMANDS = {
@@ -73,6 +74,7 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megapack", description="Packed, VPP-aligned training steps for Megatron-Core."
     )
+    parser.add_argument("--version", action="version", version=f"megapack {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, allow_abbrev=False)

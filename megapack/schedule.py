@@ -138,7 +138,8 @@ class ScheduleAdapter:
             batch: the samples that the plan counts.
             objective: per-token losses; its required fields must be in the batch.
             step: which of the plan's steps.
-            weighting, norm_constant: see `loss.sample_weights`.
+            weighting: how tokens weigh, see `loss.sample_weights`.
+            norm_constant: of the weighting that has one.
             entropy: report the entropy even where the objective does not read it.
             routing: experts to take, per sample [tokens, MoE layers, experts per token] of the
                 samples of this data-parallel rank, as `forward(record_routing=True)` gives them;

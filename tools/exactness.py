@@ -53,7 +53,7 @@ def feature_text(case: Case) -> str:
     features += [f"{case.policy.row_shape} rows"] * (case.policy.row_shape != "planned")
     features += [f"count-based, {case.micro_batch_size} a row"] * (case.budget is None)
     features += [case.weighting] * (case.weighting != "token-mean")
-    features += [f"frozen {', '.join(case.frozen)}"] * bool(case.frozen)
+    features += [f"frozen {', '.join(f'`{name}`' for name in case.frozen)}"] * bool(case.frozen)
     features += ["forward pass by its own plan"] * (case.forward_budget is not None)
     features += ["stages that share a device"] * case.staged
     features += ["counts differ by rank"] * case.unequal_counts

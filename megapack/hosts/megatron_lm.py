@@ -50,8 +50,10 @@ class PlannedStep:
     Args:
         max_tokens_per_gpu: see `build_dp_schedule`.
         objective: per-token losses; None for `SFT()`. Fields that it reads are read from the items.
-        weighting, norm_constant: see `loss.sample_weights`.
-        cost, policy: see `build_dp_schedule`.
+        weighting: how tokens weigh, see `loss.sample_weights`.
+        norm_constant: of the weighting that has one.
+        cost: see `build_dp_schedule`.
+        policy: see `build_dp_schedule`.
     """
 
     def __init__(
@@ -202,7 +204,8 @@ class DpBalancedScheduler:
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens per GPU, after CP.
-        cp_size, dp_size: ranks.
+        cp_size: context-parallel ranks.
+        dp_size: data-parallel ranks.
         microbatch_group_size_per_vp_stage: G; None without VPP.
     """
 
@@ -236,8 +239,8 @@ def get_groups_and_subsamples(
         sample_id_seqlens: (id, padded tokens) of each sample.
 
     Returns:
-        [micro-batch][data- and context-parallel rank][position]: ids; context-parallel ranks of one
-        data-parallel rank have the same.
+        `[micro-batch][rank][position]`: ids. A rank is a data- and context-parallel one;
+        context-parallel ranks of one data-parallel rank have the same.
 
     Raises:
         PlanError: too few samples for one pack per rank and micro-batch.

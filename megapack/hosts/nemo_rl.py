@@ -130,7 +130,8 @@ def shard_by_batch_size(
         shards: DP ranks.
         batch_size: rows of a step over all shards; None: all rows.
         allow_uneven_shards: the last shards may get fewer rows, with neither packing nor steps.
-        dynamic_batching_args, sequence_packing_args: as NeMo-RL's; one of them at most.
+        dynamic_batching_args: as NeMo-RL's; not with `sequence_packing_args`.
+        sequence_packing_args: as NeMo-RL's.
 
     Returns:
         shards: rows step after step, with `micro_batch_indices` and `micro_batch_lengths` where

@@ -24,7 +24,7 @@ __all__ = ["RLDataPacker"]
 _LOG = logging.getLogger(__name__)
 
 PackedIndices = list[list[list[list[int]]]]
-"""[dp][step][pack][sample index]; [] is a pack of padding alone."""
+"""`[dp][step][pack][sample index]`; `[]` is a pack of padding alone."""
 
 _STRATEGIES = ("balance", "native", "greedy", "legacy")
 

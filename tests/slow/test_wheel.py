@@ -14,9 +14,11 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+# A checkout on the path would be taken for an installed megapack.
+ENV = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
 USE = """
 import sys
-sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 
 import megapack
@@ -42,7 +44,7 @@ print(plan.steps[0].num_microbatches)
 
 def pip(*arguments: str | Path) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
@@ -91,45 +93,57 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> 
     assert any(name.endswith("/LICENSE") for name in names)
 
 
-def test_it_plans_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    pip("install", "--no-deps", "--target", target, wheel)
-    assert (target / "bin" / "megapack").is_file()
+def environment(folder: Path, *what: str | Path) -> tuple[Path, Path]:
+    """An empty environment with megapack in it; its interpreter and its packages."""
+    venv.create(folder)
+    python, (site,) = folder / "bin" / "python", folder.glob("lib/python3*/site-packages")
+    pip("--python", python, "install", "--no-deps", *what)
+    # What megapack needs, behind its own folder.
+    (site / "_packages.pth").write_text(sysconfig.get_path("purelib"))
+    return python, site
+
+
+def run(folder: Path, *command: str | Path, patch: str = "") -> tuple[int, str, str]:
+    """Exit code and output of a command that is run in a folder."""
     done = subprocess.run(
-        [sys.executable, "-c", USE, str(target)],
-        cwd=elsewhere,
+        command,
+        env={**ENV, "MEGAPACK_PATCH": patch},
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 2
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_it_plans_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    python, site = environment(tmp_path, wheel)
+    code, said, why = run(tmp_path, python, "-c", USE, str(site))
+    assert code == 0, why
+    assert int(said) >= 2
+    # What a user starts first, with the script that pip made.
+    (tmp_path / "lengths.csv").write_text("num_tokens\n" + "700\n300\n500\n900\n" * 4)
+    plan = ("plan", "lengths.csv", "--dp", "2", "--pp", "2", "--vpp", "2")
+    for arguments, expected in (
+        (("--version",), f"megapack {wheel.name.split('-')[1]}\n"),
+        (("patch", "show", "megatron_packing"), "megapack.hosts.megatron_lm"),
+        ((*plan, "--max-tokens-per-gpu", "1024"), "plan.json: digest"),
+        (("check", "plan.json", "lengths.csv"), "plan.json: sound"),
+    ):
+        code, said, why = run(tmp_path, tmp_path / "bin" / "megapack", *arguments)
+        assert code == 0, why
+        assert expected in said
 
 
 @pytest.mark.parametrize("editable", [False, True])
 def test_the_startup_file_is_read(
     editable: bool, wheel: Path, source: Path, tmp_path: Path
 ) -> None:
-    venv.create(tmp_path)
-    python, (site,) = tmp_path / "bin" / "python", tmp_path.glob("lib/python3*/site-packages")
-    pip("--python", python, "install", "--no-deps", *(["-e", source] if editable else [wheel]))
-    # What megapack needs, behind its own folder.
-    packages = sysconfig.get_path("purelib")
-    (site / "_packages.pth").write_text(packages)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    python, _ = environment(tmp_path, *(["-e", source] if editable else [wheel]))
     code = "import sys; print('megapack.patching' in sys.modules)"
     for flags, patch, done in (
         ((), "slime,verl", (0, "True\n", "")),
         (("-I",), "slime,verl", (0, "False\n", "")),
         ((), "", (0, "False\n", "")),
     ):
-        found = subprocess.run(
-            [python, *flags, "-c", code],
-            env={**env, "MEGAPACK_PATCH": patch},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (found.returncode, found.stdout, found.stderr) == done
+        assert run(tmp_path, python, *flags, "-c", code, patch=patch) == done

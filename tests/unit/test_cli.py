@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import megapack
 from megapack import cli
 from megapack.commands import train
 from megapack.errors import RunInterrupted, ScheduleError
@@ -134,3 +135,9 @@ def test_a_run_that_a_signal_ended_has_a_code_of_its_own(
     monkeypatch.setattr(train, "run", stop)
     assert cli.main(["train", "config.yaml"]) == 75
     assert capsys.readouterr().err == "megapack: a signal ended the run after step 3\n"
+
+
+def test_it_tells_its_version(repo_root: Path) -> None:
+    done = run(repo_root, "--version")
+    assert (done.returncode, done.stdout) == (0, f"megapack {megapack.__version__}\n")
+    assert lines(done) == []

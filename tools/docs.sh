@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Builds the documents into build/site. A broken link, an unknown name, or a page that would load
+# something from another machine is an error.
+#
+#   tools/docs.sh [mkdocs build arguments]
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=$root/.venv/bin/python
+"$root/tools/venv.sh"
+cd "$root"
+
+# Not part of what tools/venv.sh installs: neither the demo nor the tests need it.
+if ! "$python" -c 'import material, mkdocstrings_handlers.python' 2>/dev/null; then
+    "$python" -m pip install --quiet --disable-pip-version-check \
+        --constraint .venv/constraints.txt --editable "${root}[docs]"
+fi
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --quiet "$@"
+"$python" tools/check_site.py build/site
