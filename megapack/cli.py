@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = _parser(argv[:1]).parse_args(argv)
+    args = _parse(_parser(argv[:1]), argv)
     on_first_rank = os.environ.get("RANK", "0") == "0"
     if not args.is_others_program:
         logging.basicConfig(
@@ -63,6 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `megapack show PLAN | head`: nobody reads on, and the exit's own flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Also `CONFIG --option a.b=c`: argparse takes no more of a `*` that options stand before."""
+    args, rest = parser.parse_known_args(argv)
+    if rest and (any(text.startswith("-") for text in rest) or not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:

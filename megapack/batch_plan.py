@@ -1,0 +1,78 @@
+"""What a config makes of its data before any GPU is needed: the data set, and plans of a batch.
+
+TrainConfig -> open_dataset -> batches -> plan_steps, plan_logprobs -> Plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapack.cost import CostModel
+from megapack.data_index import ReadSettings
+from megapack.dataset import Dataset
+from megapack.dp_schedule import build_dp_schedule
+from megapack.generated import generate_rollouts
+from megapack.layout import Layout
+from megapack.plan import Plan
+from megapack.train_config import PlanConfig, TrainConfig
+
+
+def open_dataset(config: TrainConfig) -> Dataset:
+    """The samples of `data.path`, indexed where they were not yet, or generated ones.
+
+    Raises:
+        DataError: a file cannot be read or has a bad sample.
+    """
+    data = config.data
+    if data.path is None:
+        groups = data.num_generated // data.generated_group_size
+        return Dataset.from_rollouts(
+            generate_rollouts(groups, data.generated_group_size, data.generated_seed)
+        )
+    settings = ReadSettings(
+        vocab_size=config.model.vocab_size,
+        max_length=config.longest_sample,
+        overlong=data.overlong,
+    )
+    return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")
+
+
+def plan_steps(
+    plan: PlanConfig,
+    layout: Layout,
+    cost: CostModel | None,
+    lengths: Sequence[int],
+    rollout_ids: Sequence[int],
+) -> Plan:
+    """The optimizer steps of a batch; arguments and errors as `build_dp_schedule` has them."""
+    return build_dp_schedule(
+        lengths,
+        layout=layout,
+        max_tokens_per_gpu=plan.max_tokens_per_gpu,
+        micro_batch_size=plan.micro_batch_size,
+        rollout_ids=rollout_ids,
+        global_batch_size=plan.global_batch_size,
+        num_steps=plan.num_steps,
+        cost=cost,
+        policy=plan.to_policy(),
+    )
+
+
+def plan_logprobs(
+    plan: PlanConfig, layout: Layout, cost: CostModel | None, lengths: Sequence[int]
+) -> Plan | None:
+    """One pass over all samples with the larger budget of passes without a backward; None where
+    these take the steps' own rows."""
+    if plan.forward_max_tokens_per_gpu is None:
+        return None
+    return build_dp_schedule(
+        lengths,
+        layout=layout,
+        max_tokens_per_gpu=plan.forward_max_tokens_per_gpu,
+        cost=cost,
+        # Every sample's log-probs are needed, also of those that a step may drop.
+        policy=dataclasses.replace(plan.to_policy(), unreachable="pad"),
+        forward_only=True,
+    )
