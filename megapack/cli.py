@@ -25,7 +25,8 @@ COMMANDS = {
     "simulate": "predict the steps of a plan",
     "diff": "tell in what two plans differ",
     "tune": "rank layouts, budgets and rules for a number of GPUs",
-    "train": "train on rollouts; start it with torchrun",
+    "doctor": "look for what of this machine's software and settings a run would trip over",
+    "train": "train on rollouts; start it with torchrun, or --dry-run world=N alone",
     "run": "run a script of another framework with megapack's patches",
     "patch": "what the patches for a framework replace, and whether they fit",
 }

@@ -34,8 +34,8 @@ LAYERS = [
     "model train checkpoint launch report interrupt trackers dry_run",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
-    "commands.dry_run commands.patch commands.run startup signatures patch_files "
-    "patch_target patching "
+    "commands.dry_run commands.patch commands.run commands.doctor startup signatures "
+    "patch_files patch_target patching doctor doctor_probes doctor_settings "
     "hosts.__init__ hosts.options hosts.megatron_lm hosts.megatron_lm_data hosts.balancing "
     "hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner hosts.unirl "
     "hosts.unirl_bins hosts.errors hosts.bin_packers hosts.nemo_rl hosts.nemo_rl_metrics "
@@ -47,7 +47,7 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.spl
 # Who speaks with Megatron.
 MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
 MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
-MEGATRON |= {"run_context", "schedule", "settings", "train"}
+MEGATRON |= {"doctor_probes", "run_context", "schedule", "settings", "train"}
 MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
