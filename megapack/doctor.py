@@ -47,6 +47,8 @@ class Diagnosis:
     probe: str
     found: str
     """Versions and the like; one line."""
+    broken: bool = False
+    """It does not import, or its probe ended without an answer."""
     faults: tuple[str, ...] = ()
     """What is wrong and what to do."""
     notes: tuple[str, ...] = ()
@@ -61,9 +63,9 @@ def diagnose(timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Diagnosis]:
     """
     done: dict[str, Diagnosis] = {}
     for probe, needs in PROBES.items():
-        broken = [name for name in needs if done[name].faults]
+        broken = [name for name in needs if done[name].broken]
         if broken:
-            done[probe] = Diagnosis(probe=probe, found=f"not probed: {broken[0]} has a fault")
+            done[probe] = Diagnosis(probe=probe, found=f"not probed, {broken[0]} is broken")
         else:
             done[probe] = _probe(probe, timeout_s)
     return list(done.values())
@@ -94,13 +96,14 @@ def _probe(probe: str, timeout_s: float) -> Diagnosis:
     return Diagnosis(
         probe=probe,
         found=told["found"],
+        broken=told["broken"],
         faults=tuple(told["faults"]),
         notes=tuple(told["notes"]),
     )
 
 
 def _broken(probe: str, how: str) -> Diagnosis:
-    return Diagnosis(probe=probe, found="broken", faults=(f"its probe {how}",))
+    return Diagnosis(probe=probe, found="", broken=True, faults=(f"its probe {how}",))
 
 
 def _ending(code: int) -> str:

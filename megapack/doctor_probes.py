@@ -29,6 +29,7 @@ class Answer:
     """What a probe tells."""
 
     found: str = ""
+    broken: bool = False
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -41,7 +42,7 @@ def main(probe: str) -> None:
     try:
         _PROBES[probe](answer)
     except Exception as error:  # an import of something broken raises anything
-        answer.found = answer.found or "broken"
+        answer.broken = True
         what = " ".join(str(error).split())
         answer.faults.append(f"{type(error).__name__}: {what}")
     with os.fdopen(answers_to, "w") as out:

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(diagnosis: Diagnosis) -> None:
-    print(f"{diagnosis.probe:<{_COLUMN}}{diagnosis.found}")
+    print(f"{diagnosis.probe:<{_COLUMN}}{diagnosis.found or 'broken'}")
     for fault in diagnosis.faults:
         print(f"{'':<{_COLUMN}}FAULT {fault}")
     for note in diagnosis.notes:

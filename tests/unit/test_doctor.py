@@ -42,11 +42,7 @@ def probed(
     [
         (CRASH, "was ended by SIGSEGV"),
         ("import os; os.write(2, b'no symbol\\n'); os._exit(3)", "ended with code 3 .*: no symbol"),
-        ("import os; os.abort()", "was ended by SIGABRT"),
         ("raise ImportError('libcudart.so.13: no such file')", "ImportError: libcudart.so.13: no"),
-        ("1 / 0", "ZeroDivisionError"),
-        ("raise SystemExit('bye')", "ended with code 1 .*: bye"),
-        ("__version__ = '2.5.1'", "version 2.5.1; install 2.6 or newer, below 3"),
     ],
 )
 def test_a_broken_torch_is_told_and_what_needs_it_is_left(
@@ -56,7 +52,7 @@ def test_a_broken_torch_is_told_and_what_needs_it_is_left(
     torch, cuda = probed(monkeypatch, {"torch": (), "cuda": ("torch",)})
     (fault,) = torch.faults
     assert re.search(words, fault), fault
-    assert (cuda.found, cuda.faults) == ("not probed: torch has a fault", ())
+    assert (cuda.found, cuda.faults) == ("not probed, torch is broken", ())
 
 
 def test_what_hangs_is_ended_with_all_that_it_started(
@@ -90,6 +86,7 @@ def test_what_a_part_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.Mon
             "torch is built for 99.1",
             ("no libcuda.so.1", "update the driver"),
         ),
+        ("torch", {"torch": "__version__ = '2.5.1'"}, "2.5.1", ("install 2.6 or newer, below 3",)),
         (
             "megatron",
             {"megatron": "", "megatron.core": "__version__ = '0.15.3'"}

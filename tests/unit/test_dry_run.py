@@ -109,6 +109,11 @@ def test_a_world_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "set world=N" in capsys.readouterr().err
 
 
+def test_json_is_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", TINY, "--json"]) == 2
+    assert "set --dry-run world=N" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_exit_1(call: Call) -> None:
     code, out, _ = call(DENSE, 8, "--gpu-memory-gib", "40")
     assert code == 1
