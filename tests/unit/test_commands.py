@@ -170,6 +170,16 @@ def test_tune_ranks_what_fits(call: Call) -> None:
     assert "nothing fits: least is " in out
 
 
+def test_full_recomputation_takes_a_forward_more(call: Call) -> None:
+    text = "name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {vocab_size: 512, recompute: %s}\n"
+    seconds = {}
+    for mode in ("none", "full"):
+        Path("a.yaml").write_text(text % mode)
+        out = call("plan", "a.csv", *BUDGET, "--config", "a.yaml", *SPEED, "--json")[1]
+        seconds[mode] = json.loads(out)["strategies"]["one sample"]["seconds"]
+    assert seconds["full"] == pytest.approx(seconds["none"] * 4 / 3)
+
+
 def test_a_measured_cost_model_gives_seconds(call: Call) -> None:
     Path("cost.yaml").write_text("cost:\n  per_token: 0.5\n")
     out = call("plan", "a.csv", *BUDGET, "--cost", "cost.yaml", "--json")[1]
