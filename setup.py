@@ -40,7 +40,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megapack", "megapack.*"]),
-    package_data={"megapack": ["py.typed"]},
+    package_data={"megapack": ["py.typed", "web/*"]},
     cmdclass={"build_py": BuildPy},
     install_requires=[
         "numpy>=1.26",
@@ -58,6 +58,7 @@ setup(
         "plot": ["matplotlib>=3.8"],
         "dev": [
             "hypothesis>=6.100",
+            "matplotlib>=3.8",
             "mypy>=1.11",
             "pyarrow>=15",
             "pytest>=8.0",

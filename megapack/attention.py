@@ -215,5 +215,5 @@ def refuse_unpacked_attention(model: Any) -> None:
         if type(module).__name__ != "TEDotProductAttention":
             raise ScheduleError(
                 f"{name} is {type(module).__name__}, which has no packed (THD) attention; build "
-                "the model with megapack.model.local_layer_spec or the Transformer Engine spec"
+                "the model with megapack.layer_specs.local_layer_spec or Transformer Engine's spec"
             )

@@ -7,36 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 from megapack.cost import CostModel
-from megapack.data_index import ReadSettings
-from megapack.dataset import Dataset
 from megapack.dp_schedule import build_dp_schedule
-from megapack.generated import generate_rollouts
 from megapack.layout import Layout
 from megapack.plan import Plan
-from megapack.train_config import PlanConfig, TrainConfig
-
-
-def open_dataset(config: TrainConfig) -> Dataset:
-    """The samples of `data.path`, indexed where they were not yet, or generated ones.
-
-    Raises:
-        DataError: a file cannot be read or has a bad sample.
-    """
-    data = config.data
-    if data.path is None:
-        groups = data.num_generated // data.generated_group_size
-        return Dataset.from_rollouts(
-            generate_rollouts(groups, data.generated_group_size, data.generated_seed)
-        )
-    settings = ReadSettings(
-        vocab_size=config.model.vocab_size,
-        max_length=config.longest_sample,
-        overlong=data.overlong,
-    )
-    return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")
+from megapack.train_config import PlanConfig
 
 
 def plan_steps(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapack.batch_plan import open_dataset, plan_logprobs, plan_steps
+from megapack.batch_plan import plan_logprobs, plan_steps
 from megapack.cost import CostModel
 from megapack.forecast import Forecast, forecast
 from megapack.generated import MEAN_OF_LONGEST, generate_lengths
@@ -23,6 +23,7 @@ from megapack.model_config import check_sizes
 from megapack.plan import Plan
 from megapack.policy import check_count_rule
 from megapack.rollouts import group_advantages
+from megapack.run_data import all_batches, open_dataset
 from megapack.trackers import check_installed
 from megapack.train_config import TrainConfig
 
@@ -107,7 +108,7 @@ def first_batch(config: TrainConfig) -> Batch:
             f"{MEAN_OF_LONGEST}, at most {longest}",
         )
     dataset = open_dataset(config)
-    rows = next(dataset.batches(data.prompts_per_batch, shuffle=data.shuffle, seed=config.seed))
+    _, _, rows = next(all_batches(config, dataset))
     if config.objective.kind != "sft":
         group_advantages(dataset.judged(rows), config.objective.advantage_norm)
     return Batch(

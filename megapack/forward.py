@@ -183,6 +183,10 @@ class LastStage:
                 self.outputs[name][sample] = value
 
 
+ForwardStep = Callable[[Iterator[DeviceRow], Any], tuple[Tensor, Callable[[Tensor], Any] | None]]
+"""What `RowForward` is called with and returns."""
+
+
 class RowForward:
     """Megatron's `forward_step_func`: one packed row through one model chunk."""
 

@@ -1,4 +1,4 @@
-"""A Megatron-Core GPT for packed rows: specs, chunks, data parallelism, optimizer."""
+"""A Megatron-Core GPT for packed rows: config, chunks, data parallelism."""
 
 from __future__ import annotations
 
@@ -13,75 +13,23 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_mtp_block_spec,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 
 from megapack import cpu
 from megapack.attention_choice import Kernel, choose_attention
-from megapack.attention_sdpa import PackedSDPA
-from megapack.attention_varlen import PackedVarlen
 from megapack.errors import ConfigError
 from megapack.frozen import freeze
 from megapack.init import initialize_by_name
 from megapack.kernels import has_gradient_accumulation_fusion, has_rope_fusion
+from megapack.layer_specs import block_spec, mtp_spec
 from megapack.layout import Layout
-from megapack.moe import use_packed_router
-from megapack.train_config import ModelConfig, OptimConfig
+from megapack.train_config import ModelConfig
 from megapack.value_head import keep_fp32, replace_output_layer
 
 # Vocabularies are padded to a multiple that no common tp changes, so that padding is the same.
 _VOCAB_MULTIPLE = 128
-
-
-class PackedNorm(torch.nn.Module):
-    """LayerNorm or RMSNorm for the local spec, marked for sequence parallelism.
-
-    Megatron's own fallback norm refuses sequence parallelism; marking the parameters makes it sum
-    their gradients over the tensor-parallel ranks that see different tokens.
-    """
-
-    def __new__(
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> Any:
-        """A torch norm of `hidden_size`."""
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
-        for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-
-def local_layer_spec(
-    config: TransformerConfig, attention: Literal["varlen", "sdpa"] = "sdpa"
-) -> ModuleSpec:
-    """Megatron's local layer spec with attention that keeps packed samples apart."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
-    parts = spec.submodules.self_attention.submodules
-    parts.core_attention = PackedVarlen if attention == "varlen" else PackedSDPA
-    if config.num_moe_experts:
-        use_packed_router(spec.submodules.mlp)
-    spec.submodules.input_layernorm = PackedNorm
-    spec.submodules.pre_mlp_layernorm = PackedNorm
-    if config.qk_layernorm:
-        parts.q_layernorm = parts.k_layernorm = PackedNorm
-    return spec
 
 
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
@@ -280,11 +228,11 @@ def _chunk(
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     kernel = choose_attention(model.attention, model.dtype)
-    spec = _block_spec(kernel, config, vp_stage)
+    spec = block_spec(kernel, config, vp_stage)
     chunk = model_class(
         config=config,
         transformer_layer_spec=spec,
-        mtp_block_spec=_mtp_spec(kernel, config, spec, vp_stage),
+        mtp_block_spec=mtp_spec(kernel, config, spec, vp_stage),
         vocab_size=vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -304,37 +252,6 @@ def _drop_unused_weight(chunk: GPTModel) -> None:
     tied_to_own = chunk.share_embeddings_and_output_weights and hasattr(chunk, "embedding")
     if tied_to_own and chunk.post_process and chunk.output_layer.weight is not None:
         chunk.output_layer.register_parameter("weight", None)
-
-
-def _block_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) -> Any:
-    if kernel == "te":
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_layer_with_transformer_engine_spec,
-        )
-
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        if config.num_moe_experts:
-            use_packed_router(spec.submodules.mlp)
-        return spec
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(
-        layer_specs=[local_layer_spec(config, kernel)] * layers, layer_norm=PackedNorm
-    )
-
-
-def _mtp_spec(kernel: Kernel, config: TransformerConfig, spec: Any, vp_stage: Any) -> Any:
-    if not config.mtp_num_layers:
-        return None
-    te = kernel == "te"
-    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=te, vp_stage=vp_stage)
-    for layer in block.layer_specs if block is not None and not te else ():
-        layer.submodules.enorm = layer.submodules.hnorm = PackedNorm
-        layer.submodules.layer_norm = PackedNorm
-    return block
 
 
 def _check_sizes(model: ModelConfig, layout: Layout) -> None:
@@ -371,40 +288,3 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
         f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp})": (size, divisor)
         for name, (size, divisor) in widths.items()
     }
-
-
-def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], bf16: bool) -> Any:
-    """Megatron's Adam for the chunks, with gradient clipping; distributed if asked for."""
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=optim.lr,
-        min_lr=optim.min_lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.adam_beta1,
-        adam_beta2=optim.adam_beta2,
-        adam_eps=optim.adam_eps,
-        clip_grad=optim.clip_grad,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=optim.distributed_optimizer,
-    )
-    return get_megatron_optimizer(config, chunks)
-
-
-def build_lr_schedule(
-    optim: OptimConfig, optimizer: Any, total_steps: int
-) -> OptimizerParamScheduler:
-    """Megatron's learning-rate schedule over a run of this many optimizer steps."""
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=optim.lr,
-        min_lr=optim.lr if optim.decay == "constant" else optim.min_lr,
-        lr_warmup_steps=optim.warmup_steps,
-        lr_decay_steps=max(total_steps, optim.warmup_steps + 1),
-        lr_decay_style=optim.decay,
-        start_wd=optim.weight_decay,
-        end_wd=optim.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )

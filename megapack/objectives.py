@@ -137,7 +137,9 @@ class ValueLoss:
             old_R = fields["old_values"]
             clipped_R = old_R + (values_R - old_R).clamp(-self.clip, self.clip)
             clipped_error_R = (clipped_R - returns_R).square()
-            metrics["value_clip_fraction"] = (clipped_error_R > error_R).float()
+            # Not where rounding alone makes the clipped value another one.
+            outside_R = (values_R - old_R).abs() > self.clip
+            metrics["value_clip_fraction"] = (outside_R & (clipped_error_R > error_R)).float()
             error_R = torch.maximum(error_R, clipped_error_R)
         return error_R / 2, metrics
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megapack.errors import ConfigError, PlanError
-from megapack.files import write_whole
+from megapack.errors import PlanError
+from megapack.files import write_output
 from megapack.plan import Plan
 
 
@@ -34,8 +34,4 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
-        write_whole(Path(path), plan.to_json() + "\n")
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ConfigError(f"{path}: cannot be written ({reason}); set another -o") from None
+    write_output(path, plan.to_json() + "\n")

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +17,7 @@ from megapack import cpu
 from megapack.files import write_whole
 from megapack.pipeline import Simulation
 from megapack.plan import Plan, StepPlan
+from megapack.run_records import LENGTHS_FILE, METRICS_FILE, PLAN_FILE, TRACE_FILE
 from megapack.schedule import StepResult
 from megapack.trackers import Metrics, Tracker
 
@@ -24,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """`runs/<name>/`: config.yaml, plan.json and metrics.jsonl; written by one rank.
+    """`runs/<name>/`: config.yaml, metrics.jsonl, the last batch's plan.json and lengths.txt, and
+    trace.jsonl of traced steps; written by one rank.
 
     A folder of the same name from an earlier run is kept as `<name>.1`, `<name>.2` and so on.
 
     Args:
         continue_after: go on in the folder that is there, after this many steps: lines of later
-            steps are cut from its metrics.jsonl. None = a new folder.
+            steps are cut from its files. None = a new folder.
     """
 
     def __init__(self, runs_dir: str, name: str, *, continue_after: int | None = None) -> None:
@@ -39,10 +41,12 @@ class RunFolder:
             _keep_earlier(self.path)
             self.path.mkdir(parents=True)
         else:
-            self.write_text("metrics.jsonl", _lines_until(self.path, continue_after))
+            for path in (self.path / METRICS_FILE, self.path / TRACE_FILE):
+                if path.exists():
+                    self.write_text(path.name, _lines_until(path, continue_after))
         # Open for the whole run; `close` ends it.
         self._metrics: TextIO = open(  # noqa: SIM115
-            self.path / "metrics.jsonl", "a", encoding="utf-8"
+            self.path / METRICS_FILE, "a", encoding="utf-8"
         )
         self.trackers: Sequence[Tracker] = ()
         """What else gets every line of metrics; `close` closes them."""
@@ -50,6 +54,16 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
         write_whole(self.path / name, text)
+
+    def write_plan(self, plan: Plan, lengths: Sequence[int]) -> None:
+        """The plan of the batch in work, and the tokens of each of its samples, one per line."""
+        self.write_text(PLAN_FILE, plan.to_json())
+        self.write_text(LENGTHS_FILE, "".join(f"{length}\n" for length in lengths))
+
+    def append_line(self, name: str, values: Mapping[str, Any]) -> None:
+        """Add a line of JSON to a file that is written now and then."""
+        with open(self.path / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(values, allow_nan=False) + "\n")
 
     def append_metrics(self, metrics: Metrics) -> None:
         """Add a line to metrics.jsonl, and tell the trackers."""
@@ -66,10 +80,9 @@ class RunFolder:
         self._metrics.close()
 
 
-def _lines_until(folder: Path, num_steps: int) -> str:
-    """The lines of metrics.jsonl of the first steps; a run that was killed may end in half one."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+def _lines_until(path: Path, num_steps: int) -> str:
+    """The lines of a file of the first steps; a run that was killed may end in half one."""
+    lines = path.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= num_steps]
     return "".join(f"{line}\n" for line in kept)
 

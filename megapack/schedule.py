@@ -27,7 +27,7 @@ from megapack.consensus import agree, on_any_rank
 from megapack.cp_slices import slice_row
 from megapack.errors import DataError, ScheduleError
 from megapack.experts import ModelRouting
-from megapack.forward import DeviceRow, LastStage, RowForward, taken_inputs
+from megapack.forward import DeviceRow, ForwardStep, LastStage, RowForward, taken_inputs
 from megapack.frozen import keep_gradients_through_recompute
 from megapack.layout import Layout
 from megapack.loss import LossWeighting, sample_weights
@@ -85,6 +85,8 @@ class ScheduleAdapter:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.layout, self.head = layout, head
         self.config = get_model_config(self.chunks[0])
+        self.around_forward: Callable[[ForwardStep], ForwardStep] | None = None
+        """Wraps what runs a row through a chunk, as `trace.StepTracer` does."""
         self._device = torch.device(torch.cuda.current_device())
         # Stages differ in their layers: what one refuses, all do.
         self._routing = agree(self._checked, device=self._device)
@@ -342,11 +344,14 @@ class ScheduleAdapter:
         communicator = None
         if planned and layout.pp > 1:
             communicator = self._communicator(rows, step, forward_only)
+        forward: ForwardStep = RowForward(last_stage, routers)
+        if self.around_forward is not None:
+            forward = self.around_forward(forward)
         run = get_forward_backward_func()
         overrides = self._overrides(step, planned)
         with config_for(self.config, overrides), self._routing.following(routers):
             run(
-                forward_step_func=RowForward(last_stage, routers),
+                forward_step_func=forward,
                 data_iterator=[iter(device_rows) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(rows),

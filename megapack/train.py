@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,21 +22,15 @@ from megapack.checkpoint_files import Checkpoint, Position, drop_after
 from megapack.checkpoint_state import RunState
 from megapack.config import dump_yaml, to_dict
 from megapack.consensus import agree, agree_one_per_node_first, agree_with_flags
-from megapack.data_index import ReadSettings
-from megapack.dataset import Dataset, Rows
+from megapack.dataset import Rows
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import RunInterrupted
-from megapack.generated import generate_rollouts
 from megapack.interrupt import Interrupt
 from megapack.kernels import find_kernels
 from megapack.layout import Layout
-from megapack.model import (
-    build_lr_schedule,
-    build_model,
-    build_optimizer,
-    initialize_parallel,
-)
+from megapack.model import build_model, initialize_parallel
 from megapack.objectives import make_objective
+from megapack.optimizer import build_lr_schedule, build_optimizer
 from megapack.pipeline import simulate
 from megapack.plan import Plan, own_samples
 from megapack.reference import Reference
@@ -52,9 +45,11 @@ from megapack.report import (
     training_metrics,
 )
 from megapack.rollouts import group_advantages
+from megapack.run_data import all_batches, open_dataset, steps_in
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.tokenizer import ByteTokenizer
+from megapack.trace import StepTracer
 from megapack.trackers import check_installed, open_trackers
 from megapack.train_config import TrainConfig
 
@@ -88,7 +83,7 @@ class Trainer:
         self.layout: Layout = config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows)
         self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
         agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
-        self.data = agree_one_per_node_first(lambda: _dataset(config), device=device)
+        self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
         initialize_parallel(self.layout, config.seed)
         self.chunks = build_model(
@@ -108,6 +103,7 @@ class Trainer:
         self.reference = Reference(self.chunks) if config.objective.kl_coef else None
         self.schedule: OptimizerParamScheduler | None = None
         self.clock = StepClock(in_seconds=self.cost is not None)
+        self.tracer = StepTracer(self.adapter, config.train.trace_steps, self.cost)
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: tuple[Plan, SampleBatch] | None = None
@@ -183,39 +179,15 @@ class Trainer:
     def _batches(self) -> Iterator[Rows]:
         """Batches in order, as many as the config asks for and from where the run stands; sets up
         the schedule first."""
-        total_steps = sum(self._steps_in(batch) for _, _, batch in self._all_batches())
+        config, data = self.config, self.data
+        total_steps = sum(steps_in(config, data, rows) for _, _, rows in all_batches(config, data))
         self.progress.expect(total_steps, self.num_steps)
-        self.schedule = build_lr_schedule(self.config.optim, self.optimizer, total_steps)
+        self.schedule = build_lr_schedule(config.optim, self.optimizer, total_steps)
         self.schedule.step(increment=self.num_steps)
-        for epoch, index, batch in self._all_batches():
+        for epoch, index, batch in all_batches(config, data):
             if (epoch, index) >= (self.position.epoch, self.position.batch):
                 self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
                 yield batch
-
-    def _all_batches(self) -> Iterator[tuple[int, int, Rows]]:
-        """Epoch, number in it, and rows of each batch of the run, one at a time."""
-        config = self.config
-        every = (
-            (epoch, index, batch)
-            for epoch in range(config.train.epochs)
-            for index, batch in enumerate(
-                self.data.batches(
-                    config.data.prompts_per_batch,
-                    shuffle=config.data.shuffle,
-                    seed=config.seed,
-                    epoch=epoch,
-                )
-            )
-        )
-        return itertools.islice(every, config.train.num_batches)
-
-    def _steps_in(self, rows: Rows) -> int:
-        plan = self.config.plan
-        if plan.num_steps is not None:
-            return plan.num_steps
-        if plan.global_batch_size is None:
-            return 1
-        return -(-self.data.num_rollouts(rows) // plan.global_batch_size)
 
     def _train_on(self, rows: Rows) -> None:
         """Plan a batch, compute what the objective reads, and take its optimizer steps."""
@@ -263,7 +235,7 @@ class Trainer:
         for sample in sorted(own, key=lambda one: int(rows[one])):
             batch.set_tokens(sample, *self.data.tokens(int(rows[sample])))
         if self.folder is not None:
-            self.folder.write_text("plan.json", plan.to_json())
+            self.folder.write_plan(plan, batch.lengths)
         return batch, plan, forward_plan
 
     def _plan(self, batch: SampleBatch, rows: Rows) -> Plan:
@@ -326,12 +298,15 @@ class Trainer:
     ) -> None:
         """One optimizer step and its line of metrics."""
         objective, step = self.config.objective, plan.steps[index]
-        simulation = simulate(step, layout=self.layout, cost=self.cost)
+        simulation = simulate(
+            step, layout=self.layout, cost=self.cost, lockstep=self.layout.ep_spans_dp
+        )
         predicted_s = self.clock.predict(simulation.makespan)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reset_memory_peaks()
+        self.tracer.start()
         started = time.perf_counter()
         result = self.adapter.step(
             plan,
@@ -370,6 +345,7 @@ class Trainer:
                 **packing,
             }
         )
+        self.tracer.finish(plan, index, self.num_steps, self.folder)
 
     def _write(self, metrics: dict[str, Any]) -> None:
         """Rank 0 writes; all ranks hear how that went, and whether one of them is told to stop."""
@@ -389,18 +365,3 @@ class Trainer:
                 f"a signal ended the run after step {self.num_steps}; it is saved: start it again "
                 "with train.resume=auto"
             )
-
-
-def _dataset(config: TrainConfig) -> Dataset:
-    data = config.data
-    if data.path is None:
-        groups = data.num_generated // data.generated_group_size
-        return Dataset.from_rollouts(
-            generate_rollouts(groups, data.generated_group_size, data.generated_seed)
-        )
-    settings = ReadSettings(
-        vocab_size=config.model.vocab_size,
-        max_length=data.max_length or config.model.max_position_embeddings,
-        overlong=data.overlong,
-    )
-    return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")

@@ -202,6 +202,9 @@ class LoopConfig:
     """Passes over the data."""
     log_interval: int = 1
     """A line is logged every this many optimizer steps; `metrics.jsonl` gets every step."""
+    trace_steps: int = 0
+    """Optimizer steps, from the second on, whose forwards and backwards are timed on every rank and
+    written to `trace.jsonl`, for `megapack trace` and `megapack report`; 0 = none."""
     save_interval: int | None = None
     """A checkpoint is saved every this many optimizer steps, after the last, and where SIGTERM or
     SIGUSR1 ends the run; null = none. All ranks must see the run's folder."""
@@ -216,6 +219,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
         at_least(self, "train", 1, "keep_checkpoints")
+        at_least(self, "train", 0, "trace_steps")
         if self.resume == "":
             raise ConfigError("train.resume is empty; set a folder, auto, or null")
         if len(set(self.trackers)) < len(self.trackers):

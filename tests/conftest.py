@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,19 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no evaluation data: {folder} is absent")
     return folder
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command: exit code, stdout, stderr."""
+
+    from megapack import cli
+
+    def run(*args: str) -> tuple[int, str, str]:
+        try:
+            code = cli.main(args)
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        return code, *capsys.readouterr()
+
+    return run

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
 from megapack.length_file import Columns, LengthTable, read_length_file
 from megapack.memory import GIB
+from megapack.plan import Plan
 from megapack.policy import (
     Balance,
     GroupSize,
@@ -41,10 +43,11 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r}; set a number") from None
 
 
-def add_lengths(parser: argparse.ArgumentParser) -> None:
+def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """LENGTHS and which columns to read of it."""
     parser.add_argument(
         "lengths",
+        nargs=None if required else "?",
         metavar="LENGTHS",
         help="a row per sample: CSV, JSON Lines, Parquet, .npy, or - for text on standard input",
     )
@@ -185,3 +188,39 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 def span(counts: tuple[int, int]) -> str:
     """`12`, or `8-12`."""
     return f"{counts[0]}" if counts[0] == counts[1] else f"{counts[0]}-{counts[1]}"
+
+
+def asked_steps(plan: Plan, step: int | None) -> range:
+    """Indices of the steps of --step: one, or all.
+
+    Raises:
+        ConfigError: no such step.
+        PlanError: no steps, ranks that are not those of the layout, or a row without tokens.
+    """
+    if not plan.steps:
+        raise PlanError("the plan has no steps; make the plan again")
+    for number, found in enumerate(plan.steps):
+        if len(found.ranks) != plan.layout.dp:
+            raise PlanError(
+                f"step {number} has {len(found.ranks)} ranks, the layout dp={plan.layout.dp}; "
+                "make the plan again"
+            )
+        if any(mb.row_tokens < 1 for rank in found.ranks for mb in rank):
+            raise PlanError(f"step {number} has a row of 0 tokens; make the plan again")
+    if step is None:
+        return range(len(plan.steps))
+    if not 0 <= step < len(plan.steps):
+        raise ConfigError(
+            f"step {step} of {len(plan.steps)}; set --step from 0 to {len(plan.steps) - 1}"
+        )
+    return range(step, step + 1)
+
+
+def keep_input(given: str, output: str) -> None:
+    """Refuse to write over what was read.
+
+    Raises:
+        ConfigError: the two are one file.
+    """
+    if os.path.exists(given) and os.path.exists(output) and os.path.samefile(given, output):
+        raise ConfigError(f"-o {output} is the input itself; set another -o")

@@ -12,8 +12,10 @@ from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 from megapack.memory import Recompute
+from megapack.plan import Plan
 
 if TYPE_CHECKING:
+    from megapack.run_records import RunRecords
     from megapack.train_config import TrainConfig
 
 # What a plan is made with where nothing is known: as docs/planner.md has it for a 7B dense model.
@@ -169,6 +171,24 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
         "seconds"
     )
     return Pricing(cost, False, basis)
+
+
+def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
+    """`read_pricing` for the samples of a plan."""
+    rows = [mb for step in plan.steps for rank in step.ranks for mb in rank]
+    typical = sum(mb.tokens_sq for mb in rows) / max(1, sum(mb.tokens for mb in rows))
+    return read_pricing(args, plan.layout, typical)
+
+
+def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
+    """`plan_pricing` for a run, which predicts its own seconds where no options give any."""
+    pricing = plan_pricing(args, records.plan)
+    if pricing.in_seconds:
+        return pricing
+    basis = "by row tokens, as many seconds each as the run had measured before the step"
+    if records.traced and records.traced[0].cost is not None:
+        basis = "of the run's cost model"
+    return replace(pricing, basis=basis)
 
 
 def _recompute(args: argparse.Namespace) -> Recompute:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from megapack.commands.arguments import (
     add_policy,
     add_steps,
     integer,
+    keep_input,
     print_json,
     print_table,
     read_layout,
@@ -22,8 +22,7 @@ from megapack.commands.arguments import (
     span,
 )
 from megapack.commands.costs import Pricing, add_costs, read_pricing
-from megapack.errors import ConfigError
-from megapack.length_file import STDIN, LengthTable
+from megapack.length_file import LengthTable
 from megapack.plan import Plan
 from megapack.plan_file import write_plan
 
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan, compare, write, tell."""
     layout, policy = read_layout(args), read_policy(args)
     table = read_table(args)
-    _keep_input(args.lengths, args.output)
+    keep_input(args.lengths, args.output)
     typical = float((table.lengths**2).sum() / table.lengths.sum())
     pricing = read_pricing(args, layout, typical)
     # The planner's compiler takes a third of a second to import: bad input is told before.
@@ -83,11 +82,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(args, plan, table, pricing, found)
     return 0
-
-
-def _keep_input(lengths: str, output: str) -> None:
-    if lengths != STDIN and os.path.exists(output) and os.path.samefile(lengths, output):
-        raise ConfigError(f"-o {output} is the file of lengths itself; set another -o")
 
 
 def _payload(

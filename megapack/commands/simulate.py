@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megapack.commands.arguments import add_json, integer, print_json, print_table, span
-from megapack.commands.costs import Pricing, add_costs, read_pricing
-from megapack.errors import ConfigError, PlanError
+from megapack.commands.arguments import (
+    add_json,
+    asked_steps,
+    integer,
+    print_json,
+    print_table,
+    span,
+)
+from megapack.commands.costs import Pricing, add_costs, plan_pricing
 from megapack.plan import Plan, StepPlan
 from megapack.plan_file import read_plan
 
@@ -25,10 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate."""
     plan = read_plan(args.plan)
-    numbers = _asked(plan, args.step)
-    rows = [mb for step in plan.steps for rank in step.ranks for mb in rank]
-    typical = sum(mb.tokens_sq for mb in rows) / max(1, sum(mb.tokens for mb in rows))
-    pricing = read_pricing(args, plan.layout, typical)
+    numbers = asked_steps(plan, args.step)
+    pricing = plan_pricing(args, plan)
     steps = {number: _simulated(plan, plan.steps[number], pricing) for number in numbers}
     if args.json:
         unit = "seconds" if pricing.in_seconds else "tokens"
@@ -36,22 +40,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(steps, pricing)
     return 0
-
-
-def _asked(plan: Plan, step: int | None) -> range:
-    for number, found in enumerate(plan.steps):
-        if len(found.ranks) != plan.layout.dp:
-            raise PlanError(
-                f"step {number} has {len(found.ranks)} ranks, the layout dp={plan.layout.dp}; "
-                "make the plan again"
-            )
-    if step is None:
-        return range(len(plan.steps))
-    if not 0 <= step < len(plan.steps):
-        raise ConfigError(
-            f"step {step} of {len(plan.steps)}; set --step from 0 to {len(plan.steps) - 1}"
-        )
-    return range(step, step + 1)
 
 
 def _simulated(plan: Plan, step: StepPlan, pricing: Pricing) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from megapack import Layout, MegapackError, Policy, build_dp_schedule, launch
 from megapack.config import parse_config
 from megapack.consensus import agree_with_flags
+from megapack.interrupt import Interrupt
 from megapack.loss import PPO, SFT
 from megapack.objectives import ValueLoss
 from megapack.preference import DPO
@@ -109,7 +110,8 @@ class Faults:
             path = Path(folder) / "cost.yaml"
             path.write_text(f"cost: {{per_token: {1 + self.rank}}}", encoding="utf-8")
             text = f"{{name: x, plan: {{max_tokens_per_gpu: 64, cost_model: '{path}'}}}}"
-            Trainer(parse_config(text, [], TrainConfig), torch.device("cpu"))
+            config = parse_config(text, [], TrainConfig)
+            Trainer(config, torch.device("cpu"), Interrupt(saves=False))
 
     def a_full_disk(self) -> None:
         """On one rank, which alone writes."""

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.init import global_parameters
-from megapack.model import build_optimizer
+from megapack.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
 from megapack.train_config import OptimConfig
 from tests.dist import problem

@@ -18,8 +18,8 @@ from torch import Tensor
 from megapack import ConfigError, launch
 from megapack.head import unwrapped
 from megapack.layout import Layout
-from megapack.model import build_optimizer
 from megapack.objectives import ValueLoss
+from megapack.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
 from megapack.train_config import OptimConfig
 from tests.dist import problem

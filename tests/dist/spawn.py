@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,4 +79,6 @@ def _server() -> tuple[subprocess.Popen[str], Path]:
     )
     assert server.stdout is not None
     assert server.stdout.readline() == "ready\n"
-    return server, Path(tempfile.mkdtemp(prefix="megapack-jobs-"))
+    outputs = Path(tempfile.mkdtemp(prefix="megapack-jobs-"))
+    atexit.register(shutil.rmtree, outputs, ignore_errors=True)
+    return server, outputs

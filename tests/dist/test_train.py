@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megapack import Layout, Plan
+from megapack import Layout, Plan, check_plan, simulate
 from megapack.config import load_config
+from megapack.pipeline import Event
+from megapack.run_records import read_run
 from megapack.train_config import TrainConfig
 from tests.dist.spawn import ROOT, run_job
 from tests.metric_names import documented
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.dist
 
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 TINY = ["data.num_generated=32", "data.prompts_per_batch=4", "plan.global_batch_size=8"]
+ONE = ("layout.dp=1", "layout.pp=1", "layout.vpp=1")
 PP2_VPP2 = ["layout.dp=1", "layout.pp=2", "layout.vpp=2"]
 
 
@@ -37,7 +41,9 @@ def metrics(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
-    code, output = run(tmp_path, *TINY, *PP2_VPP2, "objective.entropy_coef=0.001")
+    code, output = run(
+        tmp_path, *TINY, *PP2_VPP2, "objective.entropy_coef=0.001", "train.trace_steps=1"
+    )
     assert code == 0, output
     lines = metrics(tmp_path)
     assert len(lines) == 4
@@ -60,6 +66,37 @@ def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
     assert lines[0]["step_predicted_s"] is None
     assert lines[1]["step_predicted_s"] > 0
     assert lines[-1]["kl_ref_nats"] > 0, "the policy did not move from the reference"
+    check_trace(tmp_path / "runs/run")
+
+
+def check_trace(folder: Path) -> None:
+    """Megatron ran the second step in the order that was planned, one thing at a time."""
+    records = read_run(folder)
+    (traced,) = records.traced
+    assert traced.number == 2
+    plan, step = traced.plan, traced.plan.steps[0]
+    assert {event.microbatch for event in traced.events} == set(range(len(step.ranks[0])))
+    assert order(traced.events) == order(simulate(step, layout=plan.layout).events)
+    for stage in range(2):
+        times = [
+            time
+            for event in sorted(traced.events, key=lambda event: event.start)
+            if event.stage == stage
+            for time in (event.start, event.end)
+        ]
+        assert times == sorted(times), "two at a time"
+        assert times[0] > 0
+        assert times[-1] < records.metrics[1]["step_measured_s"] + 0.5
+    assert records.lengths is not None
+    check_plan(records.plan, records.lengths)
+
+
+def order(events: Sequence[Event]) -> dict[int, list[tuple[str, int, int]]]:
+    """Per stage what it does, from first to last."""
+    stages: dict[int, list[tuple[str, int, int]]] = {}
+    for event in sorted(events, key=lambda event: event.start):
+        stages.setdefault(event.stage, []).append((event.kind, event.chunk, event.microbatch))
+    return stages
 
 
 def test_the_run_folder_holds_the_resolved_config_and_the_plan(tmp_path: Path) -> None:
@@ -71,6 +108,7 @@ def test_the_run_folder_holds_the_resolved_config_and_the_plan(tmp_path: Path) -
     plan = Plan.from_json((tmp_path / "runs/run/plan.json").read_text())
     assert plan.layout == Layout(dp=2)
     assert metrics(tmp_path)[-1]["plan_digest"] == plan.digest()[:12]
+    assert not (tmp_path / "runs/run/trace.jsonl").exists()
 
 
 def test_sft_learns(tmp_path: Path) -> None:
@@ -103,7 +141,7 @@ def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     layouts = {
         "one": ["layout.dp=1", "layout.pp=1", "layout.vpp=1"],
         "two": [*PP2_VPP2, "plan.row_shape=uniform", "plan.forward_max_tokens_per_gpu=4096"],
-        "context": ["layout.dp=1", "layout.pp=1", "layout.vpp=1", "layout.cp=2"],
+        "context": [*ONE, "layout.cp=2", "train.trace_steps=1"],
     }
     found = {}
     for name, layout in layouts.items():
@@ -111,6 +149,10 @@ def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
         code, output = run(tmp_path / name, *TINY, *layout, world=1 if name == "one" else 2)
         assert code == 0, output
         found[name] = metrics(tmp_path / name)
+    # Ranks that share a row speak with one voice.
+    (traced,) = read_run(tmp_path / "context/runs/run").traced
+    count = len(traced.plan.steps[0].ranks[0])
+    assert order(traced.events)[0] == [(way, 0, k) for k in range(count) for way in "FB"]
     pairs = [zip(found["one"], found[name], strict=True) for name in ("two", "context")]
     for one, other in itertools.chain(*pairs):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-5)
@@ -133,9 +175,6 @@ def test_real_rollouts(tmp_path: Path, shared_dir: Path) -> None:
     (line,) = metrics(tmp_path)
     assert line["num_samples"] == 16
     assert line["grad_norm"] > 0
-
-
-ONE = ("layout.dp=1", "layout.pp=1", "layout.vpp=1")
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megapack import Layout, cpu, launch
 from megapack.model import initialize_parallel
 from tests.dist.problem import SEED
-from tests.dist.setup import forget_groups
 from tests.dist.staged import StagedAdapter
 from tests.gpu import problem
 from tests.gpu.compare import Samples, build_adapter, exactness
@@ -59,7 +59,7 @@ def main(device: Literal["cuda", "cpu"], attention: str, reference: str, out: st
             if os.environ["RANK"] == "0":
                 with open(out, "w", encoding="utf-8") as file:
                     json.dump(found, file, indent=1)
-        forget_groups()
+        parallel_state.destroy_model_parallel()
     launch.stop()
 
 

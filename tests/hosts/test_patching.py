@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -317,9 +319,33 @@ def test_texts_that_are_no_signatures(text: str) -> None:
 def test_a_replacement_takes_what_the_host_passes(host_name: str, index: int) -> None:
     entry = load_patches(host_name).patches[index]
     module, _, name = entry.replacement.partition(":")
-    ours = signature_of(getattr(pytest.importorskip(module), name))
+    ours = signature_of(getattr(importlib.import_module(module), name))
     for text in entry.signatures:
         passed = parse_signature(text).parameters.values()
         by_name = {p.name: None for p in passed if p.kind is p.KEYWORD_ONLY}
         ours.bind(*(None for p in passed if p.name not in by_name), **by_name)
-        ours.bind(**{p.name: None for p in passed})
+        # A method's first argument is never passed by name.
+        first = [None] * ("." in entry.name)
+        ours.bind(*first, **{p.name: None for p in list(passed)[len(first) :]})
+
+
+@pytest.mark.parametrize("host_name", ["miles", "nemo_rl", "skyrl", "slime", "verl"])
+def test_the_page_of_a_host_says_what_its_patches_replace(host_name: str) -> None:
+    pages = Path(__file__).resolve().parents[2] / "docs" / "hosts"
+    lines = (pages / f"{host_name}.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith("| Replaced |")]
+    entries = load_patches(host_name).patches
+    for entry in entries:
+        assert re.search(rf"\b{entry.name.rpartition('.')[2]}`", row)
+    known = {part for entry in entries for part in entry.dotted.split(".")}
+    assert set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]*)`", row)))) <= known
+
+
+def test_verl_whose_ranks_agree_without_a_group_is_refused() -> None:
+    """0.7.0 all-reduces counts over all ranks where it gets no group; ours are a rank's own."""
+    without_groups = parse_signature(
+        "(batch, max_token_len, dp_group=None, num_batches_divided_by=None, "
+        "same_micro_num_in_dp=True, min_num_micro_batch=None, use_dynamic_bsz_balance=True)"
+    )
+    entry = load_patches("verl").patches[0]
+    assert not any(is_like(without_groups, parse_signature(text)) for text in entry.signatures)

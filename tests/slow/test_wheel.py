@@ -20,8 +20,10 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 
 import megapack
-from megapack import Layout, build_dp_schedule, check_plan
+from megapack import CostModel, Layout, build_dp_schedule, check_plan
 from megapack.config import find_config, load_config
+from megapack.page import page_html
+from megapack.page_data import plan_page
 from megapack.train_config import TrainConfig
 
 assert Path(megapack.__file__).is_relative_to(sys.argv[1]), megapack.__file__
@@ -31,6 +33,8 @@ check_plan(plan, lengths)
 path = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
 assert path.is_relative_to(sys.argv[1]), path
 load_config(path, [], TrainConfig)
+page = page_html(plan_page(plan, None, CostModel(per_token=1.0), "s"))
+assert "<canvas" in page and "class Timeline" in page
 assert "torch" not in sys.modules
 print(plan.steps[0].num_microbatches)
 """
@@ -75,12 +79,14 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> 
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"megapack"}
     modules = {str(path.relative_to(repo_root)) for path in repo_root.glob("megapack/**/*.py")}
+    web = {f"megapack/web/{path.name}" for path in repo_root.glob("megapack/web/*")}
     configs = {f"megapack/configs/{path.name}" for path in repo_root.glob("configs/*.yaml")}
     patches = {f"megapack/patches/{path.name}" for path in repo_root.glob("patches/*.yaml")}
     assert modules
+    assert web
     assert configs
     assert patches
-    expected = {"megapack/py.typed", "megapack-startup.pth", *modules, *configs, *patches}
+    expected = {"megapack/py.typed", "megapack-startup.pth", *modules, *configs, *patches, *web}
     assert expected <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
 

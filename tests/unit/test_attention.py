@@ -298,7 +298,8 @@ from megapack.attention import packed_seq_params, refuse_unpacked_attention
 from megapack.errors import ScheduleError
 from megapack.init import initialize_by_name
 from megapack.layout import Layout
-from megapack.model import PackedNorm, initialize_parallel, local_layer_spec, transformer_config
+from megapack.layer_specs import PackedNorm, local_layer_spec
+from megapack.model import initialize_parallel, transformer_config
 from megapack.train_config import ModelConfig
 
 launch.start("cpu")

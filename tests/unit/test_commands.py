@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megapack import Layout, Plan, Policy, build_dp_schedule, check_plan, cli
+from megapack import Layout, Plan, Policy, build_dp_schedule, check_plan
 
 pytestmark = pytest.mark.unit
 
@@ -32,20 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").write_text("length,id\n" + "".join(f"{n},{n % 3}\n" for n in LENGTHS))
     return tmp_path
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command: exit code, stdout, stderr."""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        try:
-            code = cli.main(args)
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 Call = Callable[..., tuple[int, str, str]]

@@ -133,7 +133,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megapack import launch
 from megapack.attention import packed_seq_params
 from megapack.layout import Layout
-from megapack.model import build_model, build_optimizer, initialize_parallel
+from megapack.model import build_model, initialize_parallel
+from megapack.optimizer import build_optimizer
 from megapack.train_config import ModelConfig, OptimConfig
 
 found = {"device": launch.start("cpu").type}

@@ -26,16 +26,17 @@ LAYERS = [
     "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
     "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
-    "dp_schedule plan_summary forecast tune",
-    "thd cp_slices samples ragged train_config batch_plan checkpoint_files",
+    "dp_schedule plan_summary forecast tune run_records timeline chrome_trace plot page page_data",
+    "thd cp_slices samples ragged train_config run_data batch_plan checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
     "run_context segments objectives preference value_head checkpoint_state reference",
-    "model train checkpoint launch report interrupt trackers dry_run",
+    "model layer_specs optimizer train checkpoint launch report interrupt trackers trace dry_run",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
-    "commands.dry_run commands.patch commands.run commands.doctor startup signatures "
-    "patch_files patch_target patching doctor doctor_probes doctor_settings "
+    "commands.trace commands.plot commands.report commands.patch commands.run "
+    "commands.dry_run commands.doctor doctor doctor_probes doctor_settings "
+    "startup signatures patch_files patch_target patching "
     "hosts.__init__ hosts.options hosts.megatron_lm hosts.megatron_lm_data hosts.balancing "
     "hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner hosts.unirl "
     "hosts.unirl_bins hosts.errors hosts.bin_packers hosts.nemo_rl hosts.nemo_rl_metrics "
@@ -47,7 +48,8 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.spl
 # Who speaks with Megatron.
 MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
 MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
-MEGATRON |= {"doctor_probes", "run_context", "schedule", "settings", "train"}
+MEGATRON |= {"run_context", "schedule", "settings", "trace", "train", "layer_specs", "optimizer"}
+MEGATRON |= {"doctor_probes"}
 MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
@@ -207,3 +209,24 @@ def test_hosts_that_plan_leave_torch_alone(host: str) -> None:
             if found.top and own is not None and own not in seen:
                 waiting.append(own)
     assert "dp_schedule" in seen or host == "unirl"
+
+
+def test_what_test_modules_take_from_each_other_is_there() -> None:
+    """Jobs that need a GPU, or minutes, would tell of it there alone."""
+    root = PACKAGE.parent
+    trees = {path: ast.parse(path.read_text()) for path in root.glob("tests/*/*.py")}
+    missing = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+                source = trees.get(root / f"{node.module.replace('.', '/')}.py")
+                names = {alias.name for alias in node.names} - bound_names(source)
+                missing += [f"{path.name}:{node.lineno} {name}" for name in names if source]
+    assert missing == []
+
+
+def bound_names(tree: ast.Module | None) -> set[str]:
+    """What the statements of a module bind, also where these are indented."""
+    nodes = list(ast.walk(tree)) if tree else []
+    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.alias)}
+    return defined | {n.id for n in nodes if isinstance(n, ast.Name)}

@@ -194,3 +194,11 @@ def test_an_objective_and_a_head_that_do_not_fit_are_refused() -> None:
         check_entropy(True, "value")
     with pytest.raises(ConfigError, match="ValueLoss reads values"):
         check_objective(ValueLoss(), "vocabulary")
+
+
+def test_rounding_is_no_clipping() -> None:
+    values, old = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    assert (old + (values - old) != values).any()
+    fields = {"returns": torch.zeros(1000), "old_values": old}
+    _, metrics = ValueLoss(clip=10.0)(values, None, fields)
+    assert metrics["value_clip_fraction"].sum() == 0

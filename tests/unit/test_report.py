@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapack import report
+from megapack import cli, report
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.pipeline import simulate
@@ -224,6 +224,7 @@ def test_a_resumed_run_loses_the_lines_after_its_checkpoint(tmp_path: Path) -> N
     run = RunFolder(str(tmp_path), "run")
     for step in (1, 2, 3):
         run.append_metrics({"step": step})
+        run.append_line("trace.jsonl", {"step": step, "events": []})
     run.close()
     with open(run.path / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 4, "lo')
@@ -232,4 +233,14 @@ def test_a_resumed_run_loses_the_lines_after_its_checkpoint(tmp_path: Path) -> N
     resumed.close()
     lines = (resumed.path / "metrics.jsonl").read_text().splitlines()
     assert lines == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+    traced = (resumed.path / "trace.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in traced] == [1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_batchs_plan_can_be_checked_against_its_lengths(tmp_path: Path) -> None:
+    lengths = [5, 9, 3]
+    plan = build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=16)
+    run = folder(tmp_path)
+    run.write_plan(plan, lengths)
+    assert cli.main(["check", str(run.path / "plan.json"), str(run.path / "lengths.txt")]) == 0

@@ -1,0 +1,49 @@
+"""Draw a step of a plan: timelines with their bubbles, the fill of each row, the ranks' load."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megapack.commands.arguments import asked_steps, integer, keep_input
+from megapack.commands.costs import add_costs, plan_pricing
+from megapack.errors import ConfigError
+from megapack.files import write_output
+from megapack.plan_file import read_plan
+
+_FORMATS = (".png", ".svg", ".pdf")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """PLAN, which step, and a cost model."""
+    parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
+    parser.add_argument(
+        "-o", "--output", default="plan.png", metavar="FILE", help=".png, .svg or .pdf (plan.png)"
+    )
+    parser.add_argument("--step", type=integer, default=0, metavar="S", help="(0)")
+    add_costs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw."""
+    suffix = Path(args.output).suffix
+    if suffix not in _FORMATS:
+        raise ConfigError(f"-o {args.output}: unknown kind of picture; name it {_listed()}")
+    keep_input(args.plan, args.output)
+    plan = read_plan(args.plan)
+    (number,) = asked_steps(plan, args.step)
+    pricing = plan_pricing(args, plan)
+    # matplotlib and the simulator's compiler take a second to import: bad input is told before.
+    from megapack.plot import draw_step
+    from megapack.timeline import planned
+
+    timeline = planned(plan, number, number, pricing.cost)
+    unit = "seconds" if pricing.in_seconds else "token times"
+    write_output(args.output, draw_step(timeline, unit, suffix[1:]))
+    print(f"{args.output}: step {number} of {len(plan.steps)}")
+    print(f"time {pricing.basis}")
+    return 0
+
+
+def _listed() -> str:
+    return f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"

@@ -1,0 +1,82 @@
+"""Write one HTML page about a plan or a run; it needs no network. A run's shows its losses, and
+what was predicted against what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from megapack.commands.arguments import (
+    add_lengths,
+    asked_steps,
+    keep_input,
+    read_table,
+)
+from megapack.commands.costs import add_costs, plan_pricing, run_pricing
+from megapack.errors import ConfigError, PlanError
+from megapack.files import write_output
+from megapack.plan_file import read_plan
+
+if TYPE_CHECKING:
+    from megapack.page_data import Page
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """PLAN or RUN, the LENGTHS of a plan, and a cost model."""
+    parser.add_argument("target", metavar="PLAN|RUN", help="a plan.json, or a run's folder")
+    parser.add_argument(
+        "-o", "--output", default="report.html", metavar="FILE", help="(report.html)"
+    )
+    add_lengths(parser, required=False)
+    add_costs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write and tell."""
+    keep_input(args.target, args.output)
+    if args.lengths is not None:
+        keep_input(args.lengths, args.output)
+    page, basis = _run_page(args) if os.path.isdir(args.target) else _plan_page(args)
+    page.notes.append(f"planned time {basis}")
+    from megapack.page import page_html
+
+    write_output(args.output, page_html(page))
+    print(f"{args.output}: {page.title}")
+    for note in page.notes:
+        print(note)
+    return 0
+
+
+def _plan_page(args: argparse.Namespace) -> tuple[Page, str]:
+    plan = read_plan(args.target)
+    asked_steps(plan, None)
+    pricing = plan_pricing(args, plan)
+    lengths = None if args.lengths is None else read_table(args).lengths
+    if lengths is not None and lengths.size != plan.num_samples:
+        raise PlanError(
+            f"{lengths.size} lengths for a plan of {plan.num_samples} samples; give those that "
+            "were planned"
+        )
+    # The simulator's compiler takes a third of a second to import: bad input is told before.
+    from megapack.page_data import plan_page
+
+    unit = "s" if pricing.in_seconds else "token times"
+    page = plan_page(plan, lengths, pricing.cost, unit)
+    if lengths is None:
+        page.notes.append("a plan alone does not tell its samples' lengths; give LENGTHS too")
+    return page, pricing.basis
+
+
+def _run_page(args: argparse.Namespace) -> tuple[Page, str]:
+    if args.lengths is not None:
+        raise ConfigError(
+            f"{args.target} is a run, which has its own lengths; leave {args.lengths} out"
+        )
+    from megapack.page_data import run_page
+    from megapack.run_records import read_run
+
+    records = read_run(args.target)
+    pricing = run_pricing(args, records)
+    return run_page(records, pricing.cost if pricing.in_seconds else None), pricing.basis

@@ -1,0 +1,70 @@
+"""Write a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open: of a plan as it is
+simulated, of a run as it was planned and measured side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from megapack.commands.arguments import asked_steps, integer, keep_input
+from megapack.commands.costs import add_costs, plan_pricing, run_pricing
+from megapack.errors import ConfigError, DataError
+from megapack.files import write_output
+from megapack.plan_file import read_plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """PLAN or RUN, and a cost model."""
+    parser.add_argument(
+        "target", metavar="PLAN|RUN", help="a plan.json, or a run's folder (train.trace_steps)"
+    )
+    parser.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="(trace.json)")
+    parser.add_argument("--step", type=integer, metavar="S", help="this step only")
+    add_costs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write and tell."""
+    keep_input(args.target, args.output)
+    of_run = os.path.isdir(args.target)
+    text, num_steps, basis = _run_trace(args) if of_run else _plan_trace(args)
+    write_output(args.output, text)
+    sources = "planned and measured" if of_run else "planned"
+    print(f"{args.output}: {num_steps} step(s), {sources}; open it at ui.perfetto.dev")
+    print(f"planned time {basis}")
+    return 0
+
+
+def _plan_trace(args: argparse.Namespace) -> tuple[str, int, str]:
+    plan = read_plan(args.target)
+    numbers = asked_steps(plan, args.step)
+    pricing = plan_pricing(args, plan)
+    # The simulator's compiler takes a third of a second to import: bad input is told before.
+    from megapack.chrome_trace import chrome_trace
+    from megapack.timeline import planned
+
+    timelines = [planned(plan, number, number, pricing.cost) for number in numbers]
+    in_seconds = pricing.in_seconds
+    basis = pricing.basis if in_seconds else f"as microseconds, one per token; {pricing.basis}"
+    return chrome_trace(timelines, 1e6 if in_seconds else 1.0), len(numbers), basis
+
+
+def _run_trace(args: argparse.Namespace) -> tuple[str, int, str]:
+    from megapack.chrome_trace import chrome_trace
+    from megapack.run_records import read_run
+    from megapack.timeline import traced
+
+    records = read_run(args.target)
+    if not records.traced:
+        raise DataError(f"{args.target} has no traced steps; set train.trace_steps=2 in its config")
+    numbers = [step.number for step in records.traced]
+    if args.step is not None and args.step not in numbers:
+        raise ConfigError(f"step {args.step} is not traced; set --step to one of {numbers}")
+    pricing = run_pricing(args, records)
+    timelines = [
+        timeline
+        for timeline in traced(records, pricing.cost if pricing.in_seconds else None)
+        if args.step in (None, timeline.number)
+    ]
+    return chrome_trace(timelines), len({t.number for t in timelines}), pricing.basis

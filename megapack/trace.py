@@ -1,0 +1,178 @@
+"""Measures when each forward and backward of a step runs, on every rank.
+
+    adapter.step -> a mark before and after each chunk's work -> rank 0 -> trace.jsonl
+
+A mark is a CUDA event on a GPU, and the host's clock elsewhere. Steps that are not traced run
+without any of this.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megapack import cpu
+from megapack.consensus import agree
+from megapack.cost import CostModel
+from megapack.forward import DeviceRow, ForwardStep
+from megapack.plan import Plan
+from megapack.report import RunFolder
+from megapack.run_records import TRACE_FILE
+from megapack.schedule import ScheduleAdapter
+
+Span = tuple[int, int, str, Any, Any]
+"""Chunk, micro-batch, F or B, and the marks of begin and end."""
+
+
+class StepTracer:
+    """Traces the first steps of a run into trace.jsonl, but for the very first, which warms up.
+
+    Made on all ranks alike: `start` and `finish` of a traced step are collectives.
+
+    Args:
+        num_steps: how many; 0 = none.
+        cost: what the run's steps are planned with; None where it is no seconds.
+    """
+
+    def __init__(
+        self, adapter: ScheduleAdapter, num_steps: int, cost: CostModel | None = None
+    ) -> None:
+        self._adapter, self._steps_left, self._cost = adapter, num_steps, cost
+        self._is_warm = False
+        self._recorder: _Recorder | None = None
+
+    def start(self) -> None:
+        """Right before a step."""
+        if self._is_warm and self._steps_left > 0:
+            self._steps_left -= 1
+            self._recorder = _Recorder(self._adapter.chunks)
+            self._adapter.around_forward = self._recorder.around
+        self._is_warm = True
+
+    def finish(self, plan: Plan, index: int, number: int, folder: RunFolder | None) -> None:
+        """After the step.
+
+        Args:
+            plan, index: what ran.
+            number: the step's number in the run, from 1.
+            folder: takes the line; None on ranks that write nothing.
+        """
+        if self._recorder is None:
+            return
+        recorder, self._recorder, self._adapter.around_forward = self._recorder, None, None
+        events = _gather(recorder.events(self._adapter.dp_rank))
+
+        def write() -> None:
+            if folder is not None:
+                one_step = replace(plan, steps=(plan.steps[index],))
+                line = {
+                    "step": number,
+                    "plan": json.loads(one_step.to_json()),
+                    "cost": None if self._cost is None else asdict(self._cost),
+                    "events": events,
+                }
+                folder.append_line(TRACE_FILE, line)
+
+        agree(write, device=torch.device(torch.cuda.current_device()))
+
+
+class _Recorder:
+    """Marks of one step on this rank, counted from a moment that all ranks share."""
+
+    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+        self._chunks = chunks
+        self._num_forwards: Counter[int] = Counter()
+        self._spans: list[Span] = []
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        self._begin = _mark()
+
+    def around(self, forward: ForwardStep) -> ForwardStep:
+        """The same forward, with marks."""
+
+        def marked(rows: Iterator[DeviceRow], model: Any) -> tuple[Tensor, Any]:
+            chunk = next(i for i, own in enumerate(self._chunks) if own is model)
+            # A chunk takes the rows in their order.
+            microbatch = self._num_forwards[chunk]
+            self._num_forwards[chunk] += 1
+            begin = _mark()
+            output, loss_function = forward(rows, model)
+            if loss_function is None:
+                self._note(chunk, microbatch, begin, output)
+                return output, None
+            # Megatron calls it right after the forward, whose work it is the end of.
+            return output, self._around_loss(loss_function, chunk, microbatch, begin)
+
+        return marked
+
+    def _around_loss(
+        self, loss_function: Callable[[Tensor], Any], chunk: int, microbatch: int, begin: Any
+    ) -> Callable[[Tensor], Any]:
+        def marked(hidden: Tensor) -> Any:
+            loss, *others = loss_function(hidden)
+            self._note(chunk, microbatch, begin, loss)
+            return loss, *others
+
+        return marked
+
+    def _note(self, chunk: int, microbatch: int, begin: Any, output: Tensor) -> None:
+        """The forward ends here; the backward begins with the gradient of its output."""
+        self._spans.append((chunk, microbatch, "F", begin, _mark()))
+        if not output.requires_grad:
+            return
+
+        def backward_begins(_: Tensor) -> None:
+            begin = _mark()
+            # Called where the whole backward is done, recomputed forwards and all.
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._spans.append((chunk, microbatch, "B", begin, _mark()))
+            )
+
+        output.register_hook(backward_begins)
+
+    def events(self, dp_rank: int) -> list[list[Any]]:
+        """The fields of each `pipeline.Event`, seconds counted from the step's begin."""
+        torch.cuda.synchronize()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return [
+            [dp_rank, stage, *span, _seconds(self._begin, begin), _seconds(self._begin, end)]
+            for *span, begin, end in self._spans
+        ]
+
+
+def _mark() -> Any:
+    if not cpu.uses_cuda():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _gather(events: list[list[Any]]) -> list[list[Any]]:
+    """All pipelines' events on rank 0, by DP rank and stage; nothing elsewhere.
+
+    Ranks that share rows or tensors of a stage do the same at the same time: the first speaks.
+    """
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    speaks = tp_rank == parallel_state.get_context_parallel_rank() == 0
+    gathered: list[Any] | None = None
+    if dist.get_rank() == 0:
+        gathered = [None] * dist.get_world_size()
+    dist.gather_object(events if speaks else [], gathered)
+    return sorted(event for part in gathered or [] for event in part)

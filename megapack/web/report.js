@@ -1,0 +1,289 @@
+"use strict";
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// Numbers of a few digits: 1234567 -> 1.23M.
+function short(value) {
+  const size = Math.abs(value);
+  if (size >= 1e9) return trim(value / 1e9) + "G";
+  if (size >= 1e6) return trim(value / 1e6) + "M";
+  if (size >= 1e4) return trim(value / 1e3) + "k";
+  if (size !== 0 && size < 1e-3) return value.toExponential(1);
+  return trim(value);
+}
+
+function trim(value) {
+  return String(Number(value.toPrecision(4)));
+}
+
+// About `count` round numbers from low to high, at least `least` apart.
+function ticks(low, high, count, least = 0) {
+  const span = Math.max(high - low, least * count) || 1;
+  const power = 10 ** Math.floor(Math.log10(span / count));
+  const step = [1, 2, 5, 10].map((k) => k * power).find((k) => span / k <= count);
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + span * 1e-9; k++) {
+    found.push(k * step);
+  }
+  return found;
+}
+
+// ---- timeline
+
+const LANE = 13, LABEL = 18, GAP = 8, AXIS = 22;
+
+class Timeline {
+  constructor(steps) {
+    this.steps = steps;
+    this.canvas = document.getElementById("canvas");
+    this.tip = document.getElementById("tip");
+    this.select = document.getElementById("step");
+    for (const [i, step] of steps.entries()) this.select.add(new Option(step.label, i));
+    this.select.addEventListener("change", () => this.show(Number(this.select.value)));
+    const buttons = { in: 2, out: 0.5, all: 0 };
+    for (const [id, factor] of Object.entries(buttons)) {
+      document.getElementById(id).addEventListener("click", () => this.zoom(factor, 0.5));
+    }
+    this.listen();
+    document.getElementById("timeline").hidden = false;
+    this.show(0);
+  }
+
+  listen() {
+    const at = (event) => event.offsetX / this.canvas.clientWidth;
+    this.canvas.addEventListener("dblclick", (event) => this.zoom(2, at(event)));
+    this.canvas.addEventListener("pointerdown", (event) => {
+      this.from = event.clientX;
+      this.canvas.setPointerCapture(event.pointerId);
+    });
+    this.canvas.addEventListener("pointerup", () => { this.from = null; });
+    this.canvas.addEventListener("pointercancel", () => { this.from = null; });
+    this.canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    this.canvas.addEventListener("pointermove", (event) => {
+      if (this.from == null) return this.hover(event);
+      this.move((this.from - event.clientX) / this.canvas.clientWidth);
+      this.from = event.clientX;
+    });
+    // A wheel alone scrolls the page.
+    this.canvas.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && !event.metaKey) return;
+      event.preventDefault();
+      this.zoom(event.deltaY < 0 ? 1.25 : 0.8, at(event));
+    }, { passive: false });
+    this.canvas.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: -0.1, ArrowRight: 0.1 }[event.key];
+      const factor = { "+": 2, "=": 2, "-": 0.5, "0": 0 }[event.key];
+      if (move === undefined && factor === undefined) return;
+      event.preventDefault();
+      if (move !== undefined) this.move(move);
+      else this.zoom(factor, 0.5);
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    addEventListener("resize", () => this.draw());
+  }
+
+  show(index) {
+    this.step = this.steps[index];
+    this.tip.hidden = true;
+    this.zoom(0, 0);
+  }
+
+  // Factor 0 shows all; `at` is the share of the width that stays where it is.
+  zoom(factor, at) {
+    const end = this.step.end;
+    const span = factor ? Math.max(end * 1e-5, Math.min(end, (this.high - this.low) / factor)) : end;
+    this.low = factor ? this.low + (this.high - this.low - span) * at : 0;
+    this.high = this.low + span;
+    this.move(0);
+  }
+
+  move(share) {
+    const span = this.high - this.low;
+    this.low = Math.max(0, Math.min(this.step.end - span, this.low + share * span));
+    this.high = this.low + span;
+    this.draw();
+  }
+
+  draw() {
+    const tops = [];
+    let height = AXIS;
+    for (const track of this.step.tracks) {
+      tops.push(height);
+      height += LABEL + track.stages * LANE + GAP;
+    }
+    const width = this.canvas.clientWidth, scale = devicePixelRatio || 1;
+    this.canvas.style.height = `${height}px`;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(height * scale);
+    const paint = this.canvas.getContext("2d");
+    paint.scale(scale, scale);
+    paint.font = "12px system-ui, sans-serif";
+    paint.textBaseline = "middle";
+    this.boxes = [];
+    this.step.tracks.forEach((track, i) => this.drawTrack(paint, track, tops[i], width));
+    this.drawAxis(paint, width);
+  }
+
+  drawTrack(paint, track, top, width) {
+    const colours = [css("--forward"), css("--backward")];
+    const padding = css("--padding"), ground = css("--ground"), x = this.scale(width);
+    paint.fillStyle = css("--faint");
+    paint.fillText(track.label, 0, top + LABEL / 2);
+    const first = top + LABEL;
+    paint.fillStyle = css("--waiting");
+    paint.fillRect(0, first, width, track.stages * LANE);
+    for (const event of track.events) {
+      const [stage, chunk, microbatch, backward, start, end] = event;
+      const left = Math.max(0, x(start)), right = Math.min(width, x(end));
+      if (right <= 0 || left >= width) continue;
+      const y = first + stage * LANE, wide = right - left;
+      // A line between neighbours, where they are wide enough to have one.
+      const box = [left, y + 0.5, Math.max(0.5, wide - (wide > 3 ? 1 : 0)), LANE - 1];
+      paint.fillStyle = ground;
+      paint.fillRect(...box);
+      const strength = 1 - (0.5 * chunk) / Math.max(1, track.chunks - 1);
+      paint.globalAlpha = strength;
+      paint.fillStyle = track.rows[microbatch][0] ? colours[backward] : padding;
+      paint.fillRect(...box);
+      paint.globalAlpha = 1;
+      if (wide > 20) {
+        const ink = strength < 0.75 ? css("--ink") : "#14171b";
+        this.drawNumber(paint, microbatch, (left + right) / 2, y + LANE / 2, ink);
+      }
+      this.boxes.push({ box, event, track });
+    }
+  }
+
+  drawNumber(paint, microbatch, x, y, ink) {
+    paint.save();
+    paint.fillStyle = ink;
+    paint.font = "10px system-ui, sans-serif";
+    paint.textAlign = "center";
+    paint.fillText(microbatch, x, y + 0.5);
+    paint.restore();
+  }
+
+  drawAxis(paint, width) {
+    const x = this.scale(width);
+    paint.fillStyle = css("--faint");
+    paint.textAlign = "center";
+    for (const value of ticks(this.low, this.high, Math.max(2, width / 110))) {
+      const at = Math.min(width - 24, Math.max(24, x(value)));
+      paint.fillRect(x(value), AXIS - 5, 1, 4);
+      paint.fillText(`${short(value)}${data.unit === "s" ? " s" : ""}`, at, 8);
+    }
+    paint.textAlign = "start";
+  }
+
+  scale(width) {
+    return (time) => ((time - this.low) / (this.high - this.low)) * width;
+  }
+
+  hover(pointer) {
+    const px = pointer.offsetX, py = pointer.offsetY;
+    const hit = this.boxes.find(
+      ({ box: [x, y, w, h] }) => px >= x && px <= x + w && py >= y && py <= y + h,
+    );
+    this.tip.hidden = !hit;
+    if (!hit) return;
+    const [stage, chunk, microbatch, backward, start, end] = hit.event;
+    const [samples, tokens, rowTokens] = hit.track.rows[microbatch];
+    this.tip.textContent =
+      `${backward ? "backward" : "forward"} of micro-batch ${microbatch}\n` +
+      `${hit.track.label}, stage ${stage}, chunk ${chunk}\n` +
+      `${samples} samples, ${tokens} tokens, row of ${rowTokens}\n` +
+      `${short(start)} to ${short(end)} ${data.unit}: ${short(end - start)}`;
+    const room = this.canvas.clientWidth - this.tip.offsetWidth;
+    this.tip.style.left = `${Math.max(0, Math.min(room, px + 12))}px`;
+    this.tip.style.top = `${py + 14}px`;
+  }
+}
+
+// ---- charts
+
+const WIDTH = 380, HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 30;
+
+function node(name, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+// A figure with axes; returns its svg and the scales of both axes.
+function chart(section, title, xRange, yRange, xLabel, yLeast = 0) {
+  const figure = document.createElement("figure");
+  const head = document.createElement("h3");
+  head.textContent = title;
+  const svg = node("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
+  figure.append(head, svg);
+  document.getElementById(section).append(figure);
+  const between = ([low, high], from, to) => (value) =>
+    from + ((value - low) / (high - low || 1)) * (to - from);
+  const x = between(xRange, LEFT, WIDTH - RIGHT), y = between(yRange, HEIGHT - BOTTOM, TOP);
+  for (const value of ticks(...yRange, 5, yLeast)) {
+    svg.append(node("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
+    svg.append(node("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)));
+  }
+  // Steps, tokens, samples and percents are whole.
+  for (const value of ticks(...xRange, 5, 1)) {
+    svg.append(
+      node("text", { x: x(value), y: HEIGHT - BOTTOM + 14, "text-anchor": "middle" }, short(value)),
+    );
+  }
+  svg.append(node("text", { x: WIDTH - RIGHT, y: HEIGHT - 3, "text-anchor": "end" }, xLabel));
+  return { svg, x, y };
+}
+
+function histogram({ title, unit, what, low, high, counts }) {
+  const most = Math.max(1, ...counts);
+  const named = `${title} (${what})`;
+  const { svg, x, y } = chart("histograms", named, [low, high], [0, most], unit, 1);
+  const edge = (i) => low + (i * (high - low)) / counts.length;
+  counts.forEach((count, i) => {
+    if (!count) return;
+    const left = x(edge(i)), right = x(edge(i + 1));
+    const box = { x: left + 0.5, width: right - left - 1, y: y(count), height: y(0) - y(count) };
+    const bar = node("rect", { class: "bar", ...box });
+    bar.append(
+      node("title", {}, `${short(edge(i))} to ${short(edge(i + 1))} ${unit}: ${count} ${what}`),
+    );
+    svg.append(bar);
+  });
+}
+
+function curve({ title, unit, x: steps, series }) {
+  const known = series.flatMap(({ y }) => y.filter((value) => value !== null));
+  if (!known.length) return;
+  let low = Math.min(...known), high = Math.max(...known);
+  // A constant is a line in the middle.
+  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  if (low > 0 && low < high / 2) low = 0;
+  const range = [steps[0], steps[steps.length - 1]];
+  const shown = unit ? `${title} (${unit})` : title;
+  const { svg, x, y } = chart("curves", shown, range, [low, high], "step");
+  series.forEach(({ name, y: values }, s) => {
+    let path = "", pen = "M";
+    values.forEach((value, i) => {
+      if (value === null) return void (pen = "M");
+      path += `${pen}${x(steps[i]).toFixed(2)},${y(value).toFixed(2)}`;
+      pen = "L";
+      if (steps.length <= 60) {
+        const dot = node("circle", { class: `key${s}`, cx: x(steps[i]), cy: y(value), r: 2.4 });
+        dot.append(node("title", {}, `${name}, step ${steps[i]}: ${short(value)} ${unit}`));
+        svg.append(dot);
+      }
+    });
+    svg.append(node("path", { class: `line${s}`, d: path }));
+    if (series.length > 1) {
+      const at = LEFT + 90 * s;
+      svg.append(node("rect", { class: `key${s}`, x: at, y: HEIGHT - 11, width: 9, height: 9 }));
+      svg.append(node("text", { x: at + 13, y: HEIGHT - 3 }, name));
+    }
+  });
+}
+
+if (data.steps.length) new Timeline(data.steps);
+data.curves.forEach(curve);
+data.histograms.forEach(histogram);
