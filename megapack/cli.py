@@ -29,7 +29,8 @@ COMMANDS = {
     "trace": "write a plan's or a run's timeline for Perfetto",
     "plot": "draw a step of a plan",
     "report": "write a page about a plan or a run",
-    "train": "train on rollouts; start it with torchrun",
+    "doctor": "look for what of this machine's software and settings a run would trip over",
+    "train": "train on rollouts; start it with torchrun, or --dry-run world=N alone",
     "run": "run a script of another framework with megapack's patches",
     "patch": "what the patches for a framework replace, and whether they fit",
 }
@@ -46,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = _parser(argv[:1]).parse_args(argv)
+    args = _parse(_parser(argv[:1]), argv)
     on_first_rank = os.environ.get("RANK", "0") == "0"
     if not args.is_others_program:
         logging.basicConfig(
@@ -67,6 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `megapack show PLAN | head`: nobody reads on, and the exit's own flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Also `CONFIG --option a.b=c`: argparse takes no more of a `*` that options stand before."""
+    args, rest = parser.parse_known_args(argv)
+    if rest and (any(text.startswith("-") for text in rest) or not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:

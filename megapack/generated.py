@@ -22,6 +22,9 @@ _SIGMA = 0.8
 _MAX_TOKENS = 600
 _SLIP_SHARE = 0.3
 
+MEAN_OF_LONGEST = 8
+"""The longest sample over the mean, of generated lengths."""
+
 
 def generate_rollouts(
     num_groups: int, group_size: int, seed: int, tokenizer: ByteTokenizer | None = None
@@ -36,7 +39,7 @@ def generate_rollouts(
         start, step = rng.randrange(100), rng.randrange(1, 10)
         prompt_ids = tokenizer.encode_prompt(f"Count from {start} by {step}:")
         for rollout in range(group_size):
-            num_bytes = _response_bytes(rng, _MAX_TOKENS - len(prompt_ids) - 1)
+            num_bytes = _tokens(rng, _MEAN_RESPONSE, 8, _MAX_TOKENS - len(prompt_ids) - 1)
             right = rng.random() >= _SLIP_SHARE
             text = _count(rng, start, step, num_bytes, right)
             records.append(
@@ -51,10 +54,17 @@ def generate_rollouts(
     return records
 
 
-def _response_bytes(rng: random.Random, most: int) -> int:
+def generate_lengths(num_samples: int, longest: int, seed: int) -> list[int]:
+    """Tokens of samples of which nothing is known but the longest: lognormal as above, with a mean
+    of an eighth of it; equal arguments give equal lengths."""
+    rng = random.Random(seed)
+    return [_tokens(rng, longest / MEAN_OF_LONGEST, 1, longest) for _ in range(num_samples)]
+
+
+def _tokens(rng: random.Random, mean: float, least: int, most: int) -> int:
     # The mean of a lognormal is exp(mu + sigma^2 / 2).
-    drawn = rng.lognormvariate(math.log(_MEAN_RESPONSE) - _SIGMA**2 / 2, _SIGMA)
-    return min(max(int(drawn), 8), most)
+    drawn = rng.lognormvariate(math.log(mean) - _SIGMA**2 / 2, _SIGMA)
+    return min(max(int(drawn), least), most)
 
 
 def _count(rng: random.Random, start: int, step: int, num_bytes: int, right: bool) -> str:

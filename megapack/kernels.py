@@ -18,6 +18,12 @@ logger = logging.getLogger(__name__)
 Library = Literal["te", "apex", "torch"]
 Apex = Literal["nvidia", "other", "none"]
 
+OTHER_APEX = (
+    "the package apex that is installed is not NVIDIA's, and Megatron-Core takes it for that: "
+    "uninstall it (pip uninstall apex); NVIDIA's is built from its source"
+)
+"""What to say where `find_apex` finds "other"."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
@@ -112,10 +118,7 @@ def warn_of_other_apex() -> None:
     """Log a warning where the name apex is another project's. Call it before Megatron-Core is
     imported: that runs the package, and with the stock local spec builds norms that it lacks."""
     if find_apex() == "other":
-        logger.warning(
-            "the package apex that is installed is not NVIDIA's, and Megatron-Core takes it for "
-            "that: uninstall it (pip uninstall apex); NVIDIA's is built from its source"
-        )
+        logger.warning(OTHER_APEX)
 
 
 def _library(function: object) -> Library:

@@ -6,7 +6,10 @@ import dataclasses
 from typing import Any, Literal
 
 from megapack.errors import ConfigError
-from megapack.layout import Fp8
+from megapack.layout import Fp8, Layout
+
+VOCAB_MULTIPLE = 128
+"""Vocabularies are padded to a multiple that no common tp changes, so that padding is the same."""
 
 
 def at_least(config: Any, section: str, least: float, *names: str) -> None:
@@ -157,6 +160,44 @@ class ModelConfig:
                 f"model.moe_bias_update_rate={self.moe_bias_update_rate} needs "
                 "model.moe_score_function=sigmoid; set it, or moe_bias_update_rate=0"
             )
+
+
+def check_sizes(model: ModelConfig, layout: Layout) -> None:
+    """Raise ConfigError for the first size of a model that a layout does not divide."""
+    heads = model.num_attention_heads
+    groups = model.num_query_groups or heads
+    # Experts are cut over tp as well: without it, Megatron's groups of them do not fill the ranks.
+    expert_ranks = layout.dp * layout.cp
+    checks = {
+        f"model.num_layers={model.num_layers}": (model.num_layers, layout.num_chunks),
+        f"model.num_attention_heads={heads}": (heads, layout.tp),
+        f"model.num_query_groups={groups}": (groups, layout.tp),
+        "the padded vocabulary (a multiple of 128)": (VOCAB_MULTIPLE, layout.tp),
+        f"layout.dp * cp={expert_ranks} with layout.ep={layout.ep}": (expert_ranks, layout.ep),
+        **_fp8_widths(model, layout),
+    }
+    for what, (size, divisor) in checks.items():
+        if size % divisor:
+            raise ConfigError(f"{what} does not divide by {divisor}; change it or the layout")
+
+
+def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Widths that FP8 products cut over tp, and what each must be a multiple of."""
+    if model.fp8 is None:
+        return {}
+    unit = layout.fp8_unit_tokens * layout.tp
+    ffn = model.ffn_hidden_size or 4 * model.hidden_size
+    widths = {
+        "hidden_size": (model.hidden_size, layout.fp8_unit_tokens),
+        "ffn_hidden_size": (ffn, unit),
+        "num_attention_heads * head width": (model.num_attention_heads * model.head_width, unit),
+    }
+    if model.num_experts is not None:
+        widths["moe_ffn_hidden_size"] = (model.moe_ffn_hidden_size or ffn, unit)
+    return {
+        f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp})": (size, divisor)
+        for name, (size, divisor) in widths.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

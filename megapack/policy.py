@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from megapack.errors import ConfigError
-from megapack.layout import CountRule
+from megapack.errors import ConfigError, ScheduleError
+from megapack.layout import CountRule, Layout
 
 Unreachable = Literal["pad", "drop", "error"]
 Oversize = Literal["alone", "error"]
@@ -70,6 +70,27 @@ class Policy:
     def to_payload(self) -> dict[str, object]:
         """The fields as JSON types, in the order of their definition."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def check_count_rule(policy: Policy, layout: Layout, *, ranks_share_fp8_scales: bool) -> None:
+    """Raise ScheduleError for counts per rank where ranks meet in every micro-batch.
+
+    Args:
+        ranks_share_fp8_scales: delayed FP8 scaling that reduces its largest values over all ranks.
+    """
+    if policy.count_rule != "per_rank":
+        return
+    if layout.ep > 1:
+        raise ScheduleError(
+            f"count_rule='per_rank' with ep={layout.ep}: the experts' all-to-all in each layer "
+            "needs one M on all ranks; plan with count_rule='legal'"
+        )
+    if ranks_share_fp8_scales:
+        raise ScheduleError(
+            "count_rule='per_rank' with fp8_recipe='delayed': ranks exchange their largest values "
+            "after each micro-batch and need one M; plan with count_rule='legal', or set "
+            "tp_only_amax_red=True"
+        )
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -22,7 +22,7 @@ def open_dataset(config: TrainConfig) -> Dataset:
         )
     settings = ReadSettings(
         vocab_size=config.model.vocab_size,
-        max_length=data.max_length or config.model.max_position_embeddings,
+        max_length=config.longest_sample,
         overlong=data.overlong,
     )
     return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")

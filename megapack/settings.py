@@ -19,6 +19,7 @@ from megapack.head import unwrapped
 from megapack.layout import Fp8, Layout
 from megapack.mtp import check_mtp, num_depths
 from megapack.plan import Plan
+from megapack.policy import check_count_rule
 from megapack.value_head import ValueHead
 
 Head = Literal["vocabulary", "value"]
@@ -125,20 +126,12 @@ def _check_features(config: Any) -> None:
 
 def check_counts(plan: Plan, config: Any) -> None:
     """Raise ScheduleError for counts per rank where ranks meet in every micro-batch."""
-    if plan.policy.count_rule != "per_rank":
-        return
-    if plan.layout.ep > 1:
-        raise ScheduleError(
-            f"count_rule='per_rank' with ep={plan.layout.ep}: the experts' all-to-all in each "
-            "layer needs one M on all ranks; plan with count_rule='legal'"
-        )
-    delayed = getattr(config, "fp8", None) and config.fp8_recipe == "delayed"
-    if delayed and not config.tp_only_amax_red:
-        raise ScheduleError(
-            "count_rule='per_rank' with fp8_recipe='delayed': ranks exchange their largest values "
-            "after each micro-batch and need one M; plan with count_rule='legal', or set "
-            "tp_only_amax_red=True"
-        )
+    delayed = bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed"
+    check_count_rule(
+        plan.policy,
+        plan.layout,
+        ranks_share_fp8_scales=delayed and not config.tp_only_amax_red,
+    )
 
 
 def check_planned_rows(config: Any) -> None:

@@ -11,8 +11,10 @@ from typing import Literal
 
 from megapack.calibration import read_cost
 from megapack.cost import CostModel
+from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import CountRule, Fp8, Layout
+from megapack.memory import MemoryModel
 from megapack.model_config import DataConfig, ModelConfig, ObjectiveConfig, at_least
 from megapack.policy import (
     Balance,
@@ -262,6 +264,22 @@ class TrainConfig:
                 f"data.max_length={longest} is above model.max_position_embeddings={positions}; "
                 f"set it to {positions} or less"
             )
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens that a sample may have, prompt and response."""
+        return self.data.max_length or self.model.max_position_embeddings
+
+    def memory_model(self) -> MemoryModel:
+        """What of this decides the bytes of a GPU."""
+        return MemoryModel(
+            sizes=ModelSizes.from_config(self.model),
+            untied_embeddings=self.model.untie_embeddings,
+            dtype=self.model.dtype,
+            distributed_optimizer=self.optim.distributed_optimizer,
+            recompute=self.model.recompute,
+            logprob_chunk_tokens=self.objective.logprob_chunk_tokens,
+        )
 
     def _check_division(self) -> None:
         """What the layout must divide; nothing of this may first fail on a cluster."""

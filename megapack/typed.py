@@ -100,7 +100,7 @@ class Converter:
 
 
 def _unexpected(node: Node, options: tuple[Any, ...], path: str) -> ConfigError:
-    expected = " or ".join(_named(option) for option in options)
+    expected = " or ".join(describe(option) for option in options)
     words = [word for option in options for word in _words(option)]
     close = difflib.get_close_matches(str(node.value), words, n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
@@ -144,12 +144,18 @@ def _words(hint: Any) -> list[str]:
     return [str(choice) for choice in choices]
 
 
-def _named(hint: Any) -> str:
-    """A type as a user writes it in YAML."""
+def describe(hint: Any) -> str:
+    """A type as a user writes it in YAML.
+
+    >>> describe(int | None)
+    'an integer or null'
+    """
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(describe(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return " or ".join(_words(hint))
     if typing.get_origin(hint) is tuple:
-        return f"a list of {_named(typing.get_args(hint)[0])}"
+        return f"a list of {describe(typing.get_args(hint)[0])}"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return "null" if hint is type(None) else names.get(hint, "a section")
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
 from megapack.length_file import Columns, LengthTable, read_length_file
+from megapack.memory import GIB
 from megapack.plan import Plan
 from megapack.policy import (
     Balance,
@@ -22,6 +23,8 @@ from megapack.policy import (
     StepSplit,
     Unreachable,
 )
+
+_MAX_GIB = 2**20
 
 
 def integer(text: str) -> int:
@@ -139,7 +142,31 @@ def read_policy(args: argparse.Namespace) -> Policy:
     return Policy(**{name: getattr(args, name) for name in names})
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_memory_limit(group: argparse._ArgumentGroup) -> None:
+    """--gpu-memory-gib."""
+    group.add_argument(
+        "--gpu-memory-gib",
+        type=number,
+        default=72.0,
+        metavar="X",
+        help="GiB of a GPU that training may use (72: of 80 GB, what CUDA and NCCL leave)",
+    )
+
+
+def read_memory_limit(args: argparse.Namespace) -> int:
+    """Bytes.
+
+    Raises:
+        ConfigError: no size of a GPU.
+    """
+    if not 0 < args.gpu_memory_gib < _MAX_GIB:
+        raise ConfigError(
+            f"--gpu-memory-gib={args.gpu_memory_gib:g}; set it above 0, and GiB of one GPU"
+        )
+    return int(args.gpu_memory_gib * GIB)
+
+
+def add_json(parser: argparse._ActionsContainer) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -11,6 +11,7 @@ from megapack.cost import CostModel
 from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import Layout
+from megapack.memory import Recompute
 from megapack.plan import Plan
 
 if TYPE_CHECKING:
@@ -49,8 +50,22 @@ def add_costs(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> No
             "--cost", metavar="FILE", help="a cost model in YAML, measured on this layout"
         )
     add_sizes(group)
+    add_speed(group)
+
+
+def add_speed(group: argparse._ArgumentGroup, peak_tflops: float | None = None) -> None:
+    """What `price_by_sizes` reads.
+
+    Args:
+        peak_tflops: of a GPU, where none is given.
+    """
     group.add_argument(
-        "--peak-tflops", type=number, metavar="N", help="of one GPU; with --config or sizes"
+        "--peak-tflops",
+        type=number,
+        default=peak_tflops,
+        metavar="N",
+        help="of one GPU; "
+        + ("with --config or sizes" if peak_tflops is None else f"({peak_tflops:g}, H100 in bf16)"),
     )
     group.add_argument(
         "--utilisation",
@@ -140,7 +155,7 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
             raise ConfigError(f"{args.cost}: a micro-batch takes 0 seconds; set per_token")
         return Pricing(cost, True, f"of the cost model {args.cost}")
     if sizes is not None:
-        return _by_sizes(args, sizes, layout, mean_length)
+        return price_by_sizes(args, sizes, layout, mean_length, recompute=_recompute(args))
     if args.peak_tflops is not None:
         raise ConfigError(
             f"--peak-tflops={args.peak_tflops:g} without a model; set --config or its sizes"
@@ -176,9 +191,31 @@ def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
     return replace(pricing, basis=basis)
 
 
-def _by_sizes(
-    args: argparse.Namespace, sizes: ModelSizes, layout: Layout, mean_length: float
+def _recompute(args: argparse.Namespace) -> Recompute:
+    """Of --recompute where the command has it and it is given, else of --config."""
+    given: Recompute | None = getattr(args, "recompute", None)
+    config = read_config(args)
+    return given or ("none" if config is None else config.model.recompute)
+
+
+def price_by_sizes(
+    args: argparse.Namespace,
+    sizes: ModelSizes,
+    layout: Layout,
+    mean_length: float,
+    *,
+    recompute: Recompute,
 ) -> Pricing:
+    """The cost model of a model's sizes on a GPU of the options' speed.
+
+    Args:
+        mean_length: see `read_pricing`.
+        recompute: "full" makes a backward take a forward more. "selective", attention alone, is
+            priced as "none".
+
+    Raises:
+        ConfigError: no speed, or numbers that are none.
+    """
     peak, share, overhead = args.peak_tflops, args.utilisation, args.layer_overhead_us
     traffic = sizes.num_layers * sizes.layer_tp_bytes_per_token(layout.tp)
     if peak is None:
@@ -197,8 +234,10 @@ def _by_sizes(
         fixed=overhead * 1e-6 * sizes.num_layers / layout.num_chunks,
         mean_length=mean_length,
     )
-    # The backward moves as much as the forward, not backward_ratio times as much.
-    per_token = 2 / (1 + cost.backward_ratio) * traffic / (args.tp_gbs * 1e9)
+    # The backward moves as much as each forward before it, not backward_ratio times as much.
+    num_forwards = 2 if recompute == "full" else 1
+    cost = replace(cost, backward_ratio=cost.backward_ratio + num_forwards - 1)
+    per_token = (1 + num_forwards) / (1 + cost.backward_ratio) * traffic / (args.tp_gbs * 1e9)
     basis = (
         f"assumed: {share:.0%} of {peak:g} TFLOPS per GPU, {overhead:g} us per layer and "
         f"micro-batch, TP at {args.tp_gbs:g} GB/s; CP, EP and DP communication is not counted"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from megapack.commands.dry_run import add_dry_run, run_dry
 from megapack.config import find_config, load_config
+from megapack.errors import ConfigError
 from megapack.interrupt import Interrupt
 from megapack.train_config import TrainConfig
 
@@ -13,11 +15,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A config and what to change in it."""
     parser.add_argument("config", help="a YAML file, or the name of a config that megapack ships")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_dry_run(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns once all ranks are done."""
     config = load_config(find_config(args.config), args.overrides, TrainConfig)
+    if args.dry_run is not None:
+        return run_dry(args, config)
+    if args.json:
+        raise ConfigError("--json is for dry runs; set --dry-run world=N")
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
         from megapack.kernels import warn_of_other_apex
         from megapack.launch import quiet_known_warnings

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, get_args
 from megapack.commands.arguments import (
     add_json,
     add_lengths,
+    add_memory_limit,
     add_policy,
     add_steps,
     integer,
-    number,
     print_json,
     print_table,
+    read_memory_limit,
     read_policy,
     read_table,
     span,
@@ -28,8 +29,6 @@ from megapack.policy import GroupSize
 
 if TYPE_CHECKING:
     from megapack.tune import Candidate, Tuning
-
-_MAX_GIB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,13 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory (of --config where one is given)")
-    group.add_argument(
-        "--memory-gib",
-        type=number,
-        default=72.0,
-        metavar="X",
-        help="GiB of a GPU that training may use (72: of 80 GB, what CUDA and NCCL leave)",
-    )
+    add_memory_limit(group)
     group.add_argument("--recompute", choices=get_args(Recompute), help="activations (none)")
     group.add_argument("--no-distributed-optimizer", action="store_true")
     group.add_argument("--tied-embeddings", action="store_true")
@@ -88,11 +81,9 @@ def run(args: argparse.Namespace) -> int:
     """Sweep and rank; exit code 1 where nothing fits."""
     table = read_table(args)
     memory = _memory_model(args)
-    if not 0 < args.memory_gib < _MAX_GIB or args.top < 1:
-        raise ConfigError(
-            f"--memory-gib={args.memory_gib:g}, --top={args.top}; set both above 0, and GiB of one "
-            "GPU"
-        )
+    memory_bytes = read_memory_limit(args)
+    if args.top < 1:
+        raise ConfigError(f"--top={args.top}; set 1 or more")
     # The planner's compiler takes a third of a second to import: bad input is told before.
     from megapack.tune import Space, Workload, tune
 
@@ -105,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         num_steps=args.num_steps,
         policy=read_policy(args),
         memory=memory,
-        memory_bytes=int(args.memory_gib * GIB),
+        memory_bytes=memory_bytes,
         cost_of=lambda layout: read_pricing(args, layout, typical).cost,
     )
     space = Space(
@@ -143,16 +134,7 @@ def _memory_model(args: argparse.Namespace) -> MemoryModel:
             "a sweep needs a model; set --config, or --num-layers, --hidden-size, "
             "--ffn-hidden-size, --num-attention-heads and --vocab-size"
         )
-    model = MemoryModel(sizes=sizes)
-    if config is not None:
-        model = MemoryModel(
-            sizes=sizes,
-            untied_embeddings=config.model.untie_embeddings,
-            dtype=config.model.dtype,
-            distributed_optimizer=config.optim.distributed_optimizer,
-            recompute=config.model.recompute,
-            logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
-        )
+    model = MemoryModel(sizes=sizes) if config is None else config.memory_model()
     if args.tied_embeddings:
         model = replace(model, untied_embeddings=False)
     if args.recompute is not None:
@@ -187,7 +169,7 @@ def _payload(found: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str,
 def _print(found: Tuning, shown: Sequence[Candidate], basis: str, args: argparse.Namespace) -> None:
     print(
         f"{found.num_layouts} layouts of {args.gpus} GPUs, {found.num_plans} plans, "
-        f"{len(found.ranked)} within {args.memory_gib:g} GiB per GPU"
+        f"{len(found.ranked)} within {args.gpu_memory_gib:g} GiB per GPU"
     )
     if not found.ranked:
         print(

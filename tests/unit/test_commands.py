@@ -23,6 +23,7 @@ MODEL = (
     *("--num-attention-heads", "4", "--vocab-size", "512"),
 )
 SPEED = ("--peak-tflops", "1")
+TUNE = ("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED)
 
 
 @pytest.fixture(autouse=True)
@@ -143,16 +144,26 @@ def test_diff_tells_settings_steps_and_moved_samples(call: Call) -> None:
 
 
 def test_tune_ranks_what_fits(call: Call) -> None:
-    args = ("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--search", "64", "--json")
+    args = (*TUNE, "--search", "64", "--json")
     code, out, _ = call(*args)
     ranked = json.loads(out)["ranked"]
     assert code == 0
     speeds = [candidate["tokens_per_gpu_second"] for candidate in ranked]
     assert speeds == sorted(speeds, reverse=True)
     assert {c["layout"]["dp"] * c["layout"]["pp"] for c in ranked} == {4}
-    code, out, _ = call(*args[:-1], "--memory-gib", "0.0001")
+    code, out, _ = call(*args[:-1], "--gpu-memory-gib", "0.0001")
     assert code == 1
     assert "nothing fits: least is " in out
+
+
+def test_full_recomputation_takes_a_forward_more(call: Call) -> None:
+    text = "name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {vocab_size: 512, recompute: %s}\n"
+    seconds = {}
+    for mode in ("none", "full"):
+        Path("a.yaml").write_text(text % mode)
+        out = call("plan", "a.csv", *BUDGET, "--config", "a.yaml", *SPEED, "--json")[1]
+        seconds[mode] = json.loads(out)["strategies"]["one sample"]["seconds"]
+    assert seconds["full"] == pytest.approx(seconds["none"] * 4 / 3)
 
 
 def test_a_measured_cost_model_gives_seconds(call: Call) -> None:
@@ -229,11 +240,17 @@ BAD = [
     (("tune", "a.csv"), ["--gpus"]),
     (("tune", "a.csv", "--gpus", "4"), ["needs a model", "--config"]),
     (("tune", "a.csv", "--gpus", "0", *MODEL, *SPEED), ["0 GPUs"]),
-    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--tp", "3"), ["tp [3]", "4 GPUs"]),
-    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--tp", "1,x"), ["'1,x'", "commas"]),
-    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--memory-gib", "-1"), ["--memory-gib=-1"]),
-    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--memory-gib", "inf"), ["--memory-gib=inf"]),
-    (("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED, "--ep", "2"), ["ep [2]", "no experts"]),
+    ((*TUNE, "--tp", "3"), ["tp [3]", "4 GPUs"]),
+    ((*TUNE, "--tp", "1,x"), ["'1,x'", "commas"]),
+    (
+        (*TUNE, "--gpu-memory-gib", "-1"),
+        ["--gpu-memory-gib=-1"],
+    ),
+    (
+        (*TUNE, "--gpu-memory-gib", "inf"),
+        ["--gpu-memory-gib=inf"],
+    ),
+    ((*TUNE, "--ep", "2"), ["ep [2]", "no experts"]),
 ]
 
 

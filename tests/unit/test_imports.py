@@ -27,14 +27,15 @@ LAYERS = [
     "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_summary forecast tune run_records timeline chrome_trace plot page page_data",
-    "thd cp_slices samples ragged train_config run_data checkpoint_files",
+    "thd cp_slices samples ragged train_config run_data batch_plan checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
     "run_context segments objectives preference value_head checkpoint_state reference",
-    "model layer_specs optimizer train checkpoint launch report interrupt trackers trace",
+    "model layer_specs optimizer train checkpoint launch report interrupt trackers trace dry_run",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
     "commands.trace commands.plot commands.report commands.patch commands.run "
+    "commands.dry_run commands.doctor doctor doctor_probes doctor_settings "
     "startup signatures patch_files patch_target patching "
     "hosts.__init__ hosts.options hosts.megatron_lm hosts.megatron_lm_data hosts.balancing "
     "hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner hosts.unirl "
@@ -48,6 +49,7 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.spl
 MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
 MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
 MEGATRON |= {"run_context", "schedule", "settings", "trace", "train", "layer_specs", "optimizer"}
+MEGATRON |= {"doctor_probes"}
 MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
@@ -184,7 +186,7 @@ def test_the_reader_sees_every_form_of_import(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["megapack.cli", "megapack.commands.train", "megapack.generated", "megapack.commands.tune"],
+    ["megapack.cli", "megapack.commands.train", "megapack.dry_run", "megapack.commands.tune"],
 )
 def test_planning_leaves_torch_alone(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"

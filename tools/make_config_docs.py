@@ -1,0 +1,115 @@
+"""Write docs/configuration.md: every key of the main job's config, from where it is defined.
+
+python tools/make_config_docs.py [FILE]
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megapack.train_config import TrainConfig
+from megapack.typed import describe
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+
+_INTRODUCTION = """\
+# Configuration
+
+`megapack train CONFIG [section.key=value ...]` reads YAML into frozen dataclasses. An unknown key,
+a value of another type and settings that do not go together are errors of one line, with the file,
+the line and the nearest key. `CONFIG` is a path or the name of one that megapack ships; what was
+resolved is written to `runs/NAME/config.yaml`. `megapack train CONFIG --dry-run world=N` checks it
+without a GPU, see [commands.md](commands.md#dry-run).
+
+```yaml
+name: grpo_dp2_pp2_vpp2
+layout: {pp: 2, vpp: 2}          # dp is what is left of the ranks
+plan: {max_tokens_per_gpu: 16384, global_batch_size: 256}
+data: {path: rollouts.jsonl, prompts_per_batch: 64}
+objective: {kind: grpo, clip_high: 0.28}
+optim: {lr: 1.0e-6}
+train: {save_interval: 50, resume: auto}
+```
+
+From Python:
+
+```python
+from megapack.config import find_config, load_config
+from megapack.train_config import TrainConfig
+
+path = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
+config = load_config(path, ["plan.max_tokens_per_gpu=4096"], TrainConfig)
+```
+
+This page is made from the dataclasses by `tools/make_config_docs.py`.
+"""
+
+
+def main(path: Path) -> None:
+    """Write the page."""
+    path.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The page's text."""
+    hints = typing.get_type_hints(TrainConfig)
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    sections = [name for name in names if dataclasses.is_dataclass(hints[name])]
+    parts = [_INTRODUCTION, "## Top level\n", _table(TrainConfig, set(names) - set(sections))]
+    for name in sections:
+        summary = inspect.cleandoc(hints[name].__doc__ or "")
+        parts += [f"## {name}\n", f"{summary}\n", _table(hints[name])]
+    return "\n".join(parts)
+
+
+def _table(cls: Any, names: set[str] | None = None) -> str:
+    rows = ["| key | value | default | |", "|---|---|---|---|"]
+    hints, explained = typing.get_type_hints(cls), field_docs(cls)
+    for field in dataclasses.fields(cls):
+        if names is None or field.name in names:
+            cells = (f"`{field.name}`", describe(hints[field.name]), default(field))
+            rows.append(f"| {' | '.join((*cells, _cell(explained[field.name])))} |")
+    return "\n".join(rows) + "\n"
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    """A field's default as YAML has it."""
+    if field.default is dataclasses.MISSING:
+        return "required"
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
+    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
+
+
+def field_docs(cls: Any) -> dict[str, str]:
+    """The text under each field of a dataclass."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    return dict(_field_docs(tree.body))
+
+
+def _field_docs(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, text in itertools.pairwise(body):
+        match field, text:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(words))),
+            ):
+                yield name, " ".join(words.split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE)
