@@ -25,11 +25,9 @@ from megapack.init import initialize_by_name
 from megapack.kernels import has_gradient_accumulation_fusion, has_rope_fusion
 from megapack.layer_specs import block_spec, mtp_spec
 from megapack.layout import Layout
+from megapack.model_config import VOCAB_MULTIPLE, check_sizes
 from megapack.train_config import ModelConfig
 from megapack.value_head import keep_fp32, replace_output_layer
-
-# Vocabularies are padded to a multiple that no common tp changes, so that padding is the same.
-_VOCAB_MULTIPLE = 128
 
 
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
@@ -176,9 +174,9 @@ def build_model(
     Raises:
         ConfigError: the sizes do not divide by the layout, or a value head on tied embeddings.
     """
-    _check_sizes(model, layout)
+    check_sizes(model, layout)
     config = transformer_config(model, layout)
-    padded_vocab = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+    padded_vocab = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     chunks = [
         _chunk(model_class, model, layout, config, v, padded_vocab) for v in range(layout.vpp)
     ]
@@ -252,39 +250,3 @@ def _drop_unused_weight(chunk: GPTModel) -> None:
     tied_to_own = chunk.share_embeddings_and_output_weights and hasattr(chunk, "embedding")
     if tied_to_own and chunk.post_process and chunk.output_layer.weight is not None:
         chunk.output_layer.register_parameter("weight", None)
-
-
-def _check_sizes(model: ModelConfig, layout: Layout) -> None:
-    groups = model.num_query_groups or model.num_attention_heads
-    checks = {
-        f"model.num_layers={model.num_layers}": (model.num_layers, layout.pp * layout.vpp),
-        f"model.num_attention_heads={model.num_attention_heads}": (
-            model.num_attention_heads,
-            layout.tp,
-        ),
-        f"model.num_query_groups={groups}": (groups, layout.tp),
-        "the padded vocabulary (a multiple of 128)": (_VOCAB_MULTIPLE, layout.tp),
-        **_fp8_widths(model, layout),
-    }
-    for what, (size, divisor) in checks.items():
-        if size % divisor:
-            raise ConfigError(f"{what} does not divide by {divisor}; change it or the layout")
-
-
-def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Widths that FP8 products cut over tp, and what each must be a multiple of."""
-    if model.fp8 is None:
-        return {}
-    unit = layout.fp8_unit_tokens * layout.tp
-    ffn = model.ffn_hidden_size or 4 * model.hidden_size
-    widths = {
-        "hidden_size": (model.hidden_size, layout.fp8_unit_tokens),
-        "ffn_hidden_size": (ffn, unit),
-        "num_attention_heads * head width": (model.num_attention_heads * model.head_width, unit),
-    }
-    if model.num_experts is not None:
-        widths["moe_ffn_hidden_size"] = (model.moe_ffn_hidden_size or ffn, unit)
-    return {
-        f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp})": (size, divisor)
-        for name, (size, divisor) in widths.items()
-    }

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megapack import launch
+from megapack.batch_plan import plan_logprobs, plan_steps
 from megapack.checkpoint import Checkpoints
 from megapack.checkpoint_files import Checkpoint, Position, drop_after
 from megapack.checkpoint_state import RunState
 from megapack.config import dump_yaml, to_dict
 from megapack.consensus import agree, agree_one_per_node_first, agree_with_flags
 from megapack.dataset import Rows
-from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import RunInterrupted
 from megapack.interrupt import Interrupt
 from megapack.kernels import find_kernels
@@ -229,7 +229,9 @@ class Trainer:
             self.data.prompt_tokens(rows), self.data.response_tokens(rows), fields
         )
         plan = self._plan(batch, rows)
-        forward_plan = self._forward_plan(batch) or plan
+        forward_plan = (
+            plan_logprobs(self.config.plan, self.layout, self.cost, batch.lengths) or plan
+        )
         # In the order of the data: a Parquet file keeps one row group at a time.
         own = own_samples((plan, forward_plan), self.adapter.dp_rank)
         for sample in sorted(own, key=lambda one: int(rows[one])):
@@ -239,32 +241,8 @@ class Trainer:
         return batch, plan, forward_plan
 
     def _plan(self, batch: SampleBatch, rows: Rows) -> Plan:
-        config = self.config.plan
-        return build_dp_schedule(
-            batch.lengths,
-            layout=self.layout,
-            max_tokens_per_gpu=config.max_tokens_per_gpu,
-            micro_batch_size=config.micro_batch_size,
-            rollout_ids=self.data.rollout_ids(rows),
-            global_batch_size=config.global_batch_size,
-            num_steps=config.num_steps,
-            cost=self.cost,
-            policy=config.to_policy(),
-        )
-
-    def _forward_plan(self, batch: SampleBatch) -> Plan | None:
-        """One pass over all samples with the larger budget of passes without a backward."""
-        config = self.config.plan
-        if config.forward_max_tokens_per_gpu is None:
-            return None
-        return build_dp_schedule(
-            batch.lengths,
-            layout=self.layout,
-            max_tokens_per_gpu=config.forward_max_tokens_per_gpu,
-            cost=self.cost,
-            # Every sample's log-probs are needed, also of those that a step may drop.
-            policy=dataclasses.replace(config.to_policy(), unreachable="pad"),
-            forward_only=True,
+        return plan_steps(
+            self.config.plan, self.layout, self.cost, batch.lengths, self.data.rollout_ids(rows)
         )
 
     def _add_logprobs(self, batch: SampleBatch, plan: Plan) -> None:

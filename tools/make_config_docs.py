@@ -31,6 +31,26 @@ the line and the nearest key. `CONFIG` is a path or the name of one that megapac
 resolved is written to `runs/NAME/config.yaml`. `megapack train CONFIG --dry-run world=N` checks it
 without a GPU, see [commands.md](commands.md#dry-run).
 
+```yaml
+name: grpo_dp2_pp2_vpp2
+layout: {pp: 2, vpp: 2}          # dp is what is left of the ranks
+plan: {max_tokens_per_gpu: 16384, global_batch_size: 256}
+data: {path: rollouts.jsonl, prompts_per_batch: 64}
+objective: {kind: grpo, clip_high: 0.28}
+optim: {lr: 1.0e-6}
+train: {save_interval: 50, resume: auto}
+```
+
+From Python:
+
+```python
+from megapack.config import find_config, load_config
+from megapack.train_config import TrainConfig
+
+path = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
+config = load_config(path, ["plan.max_tokens_per_gpu=4096"], TrainConfig)
+```
+
 This page is made from the dataclasses by `tools/make_config_docs.py`.
 """
 

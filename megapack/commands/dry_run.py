@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Of an H100 SXM in bf16, without sparsity.
 _PEAK_TFLOPS = 989.4
+_SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep")
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
@@ -113,9 +114,6 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, found: Predictio
     table = [["GiB of a GPU, stage", *parts, "total"]]
     table += [[str(stage.stage), *_gib(stage, [*parts, "total"])] for stage in found.memory]
     print_table(table)
-
-
-_SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep")
 
 
 def _cells(name: str, num_passes: int, result: Forecast) -> list[str]:
