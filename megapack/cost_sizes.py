@@ -70,6 +70,7 @@ class ModelSizes:
             ffn_hidden_size=(model.num_experts and model.moe_ffn_hidden_size) or ffn,
             num_attention_heads=model.num_attention_heads,
             num_query_groups=model.num_query_groups,
+            kv_channels=model.kv_channels,
             vocab_size=model.vocab_size or ByteTokenizer.vocab_size,
             gated=model.gated_linear_unit,
             num_experts=model.num_experts,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megapack import Layout, ModelSizes
+from megapack.config import load_config
 from megapack.memory import MemoryModel
 from megapack.model_config import ModelConfig
+from megapack.train_config import TrainConfig
 
 pytestmark = pytest.mark.unit
 
@@ -113,3 +116,24 @@ def test_sizes_of_a_config() -> None:
     assert (sizes.ffn_hidden_size, sizes.num_experts, sizes.experts_per_token) == (32, 4, 3)
     dense = ModelSizes.from_config(ModelConfig(hidden_size=64, vocab_size=999))
     assert (dense.ffn_hidden_size, dense.num_experts, dense.vocab_size) == (256, None, 999)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        ("qwen3_1p7b_gpu1", 1.72),
+        ("qwen3_4b_dp4_tp2_gpu8", 4.02),
+        ("qwen3_30b_a3b_dp32_pp2_vpp4_ep8_gpu64", 30.53),
+        ("llama3_70b_dp2_tp8_pp4_vpp5_gpu64", 70.55),
+    ],
+)
+def test_shipped_models_have_the_published_numbers_of_parameters(
+    config: str, billions: float
+) -> None:
+    path = Path(__file__).parents[2] / "configs" / f"{config}.yaml"
+    model = load_config(path, [], TrainConfig).model
+    memory = MemoryModel(
+        sizes=ModelSizes.from_config(model), untied_embeddings=model.untie_embeddings
+    )
+    stage = memory.stage(Layout(), 0, live_tokens=0, row_tokens=0)
+    assert stage.parameters / 2e9 == pytest.approx(billions, abs=0.01)
