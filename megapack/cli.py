@@ -1,5 +1,5 @@
 """The `megapack` command. Exit codes: 0 done, 1 found a problem, 2 bad input (one line, and what to
-set), 75 a signal ended a run that is saved (start it again).
+set), 75 a signal ended a run that is saved (start it again), 130 Ctrl-C.
 
 Each command is a module of `megapack.commands` with `add_arguments(parser)` and `run(args)`, which
 returns the exit code. Only the module of the command that is asked for is imported. One that runs
@@ -64,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif isinstance(error, ScheduleError) and not error.on_all_ranks:
             print(f"megapack: rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        if args.is_others_program:
+            raise
+        if on_first_rank:
+            print("megapack: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # `megapack show PLAN | head`: nobody reads on, and the exit's own flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

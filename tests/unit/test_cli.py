@@ -11,6 +11,7 @@ import pytest
 
 import megapack
 from megapack import cli
+from megapack.commands import run as run_command
 from megapack.commands import train
 from megapack.errors import RunInterrupted, ScheduleError
 
@@ -135,6 +136,21 @@ def test_a_run_that_a_signal_ended_has_a_code_of_its_own(
     monkeypatch.setattr(train, "run", stop)
     assert cli.main(["train", "config.yaml"]) == 75
     assert capsys.readouterr().err == "megapack: a signal ended the run after step 3\n"
+
+
+def test_ctrl_c_is_one_line_but_in_programs_of_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "run", stop)
+    assert cli.main(["train", "config.yaml"]) == 130
+    assert capsys.readouterr().err == "megapack: interrupted\n"
+    monkeypatch.setattr(run_command, "run", stop)
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["run", "script.py"])
 
 
 def test_it_tells_its_version(repo_root: Path) -> None:
