@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(_payload(found, shown, basis))
     else:
-        _print(found, shown, basis, args)
+        _print(found, shown, basis, args, int(table.lengths.max()))
     return 0 if found.ranked else 1
 
 
@@ -166,7 +166,9 @@ def _payload(found: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str,
     }
 
 
-def _print(found: Tuning, shown: Sequence[Candidate], basis: str, args: argparse.Namespace) -> None:
+def _print(
+    found: Tuning, shown: Sequence[Candidate], basis: str, args: argparse.Namespace, longest: int
+) -> None:
     print(
         f"{found.num_layouts} layouts of {args.gpus} GPUs, {found.num_plans} plans, "
         f"{len(found.ranked)} within {args.gpu_memory_gib:g} GiB per GPU"
@@ -174,6 +176,7 @@ def _print(found: Tuning, shown: Sequence[Candidate], basis: str, args: argparse
     if not found.ranked:
         print(
             f"nothing fits: least is {found.least_memory}; set more --tp, --pp or --recompute full"
+            f", or leave out the longest samples (up to {longest} tokens): rows hold them whole"
         )
         return
     head = ["dp", "tp", "pp", "vpp", "cp", "ep", "budget", "rule", "G", "M", "fill", "bubble"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from inspect import signature
@@ -154,6 +155,7 @@ def test_tune_ranks_what_fits(call: Call) -> None:
     code, out, _ = call(*args[:-1], "--gpu-memory-gib", "0.0001")
     assert code == 1
     assert "nothing fits: least is " in out
+    assert re.search(r"longest samples \(up to \d+ tokens\)", out)
 
 
 def test_full_recomputation_takes_a_forward_more(call: Call) -> None:
