@@ -95,7 +95,7 @@ class _Recorder:
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
-        self._begin = _mark()
+        self._begin = mark()
 
     def around(self, forward: ForwardStep) -> ForwardStep:
         """The same forward, with marks."""
@@ -105,7 +105,7 @@ class _Recorder:
             # A chunk takes the rows in their order.
             microbatch = self._num_forwards[chunk]
             self._num_forwards[chunk] += 1
-            begin = _mark()
+            begin = mark()
             output, loss_function = forward(rows, model)
             if loss_function is None:
                 self._note(chunk, microbatch, begin, output)
@@ -127,15 +127,15 @@ class _Recorder:
 
     def _note(self, chunk: int, microbatch: int, begin: Any, output: Tensor) -> None:
         """The forward ends here; the backward begins with the gradient of its output."""
-        self._spans.append((chunk, microbatch, "F", begin, _mark()))
+        self._spans.append((chunk, microbatch, "F", begin, mark()))
         if not output.requires_grad:
             return
 
         def backward_begins(_: Tensor) -> None:
-            begin = _mark()
+            begin = mark()
             # Called where the whole backward is done, recomputed forwards and all.
             torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: self._spans.append((chunk, microbatch, "B", begin, _mark()))
+                lambda: self._spans.append((chunk, microbatch, "B", begin, mark()))
             )
 
         output.register_hook(backward_begins)
@@ -145,12 +145,19 @@ class _Recorder:
         torch.cuda.synchronize()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         return [
-            [dp_rank, stage, *span, _seconds(self._begin, begin), _seconds(self._begin, end)]
+            [
+                dp_rank,
+                stage,
+                *span,
+                seconds_between(self._begin, begin),
+                seconds_between(self._begin, end),
+            ]
             for *span, begin, end in self._spans
         ]
 
 
-def _mark() -> Any:
+def mark() -> Any:
+    """A moment in the order of the device's work."""
     if not cpu.uses_cuda():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -158,7 +165,8 @@ def _mark() -> Any:
     return event
 
 
-def _seconds(begin: Any, end: Any) -> float:
+def seconds_between(begin: Any, end: Any) -> float:
+    """From one mark to another; on a GPU once both have happened."""
     if isinstance(begin, float):
         return float(end - begin)
     return float(begin.elapsed_time(end)) / 1e3

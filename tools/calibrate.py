@@ -15,7 +15,6 @@ import datetime
 import importlib.metadata
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,7 @@ from megapack.routing import RoutingPass
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.tokenizer import ByteTokenizer
+from megapack.trace import mark, seconds_between
 from megapack.train_config import TrainConfig
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
@@ -86,27 +86,14 @@ class RowTimer(ScheduleAdapter):
         marks = []
         with self._routing.following(routers), chunk.no_sync():
             for row in rows:
-                begin = _mark()
+                begin = mark()
                 hidden, loss_function = forward_row(iter([row]), chunk)
                 loss = loss_function(hidden)[0]
-                middle = _mark()
+                middle = mark()
                 loss.backward()
-                marks.append((begin, middle, _mark()))
+                marks.append((begin, middle, mark()))
         torch.cuda.synchronize()
-        self.seconds = [(_seconds(*m[:2]), _seconds(*m[1:])) for m in marks]
-
-
-def _mark() -> Any:
-    """A moment in the order of the device's work."""
-    if not cpu.uses_cuda():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    return begin.elapsed_time(end) / 1e3 if cpu.uses_cuda() else end - begin
+        self.seconds = [(seconds_between(*m[:2]), seconds_between(*m[1:])) for m in marks]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,8 +42,13 @@ def test_signals_end_a_run_without_checkpoints_even_if_they_were_ignored() -> No
 
 
 def test_ctrl_c_stays_as_it_is() -> None:
-    with pytest.raises(KeyboardInterrupt), Interrupt(saves=True):
-        signal.raise_signal(signal.SIGINT)
+    # A job in the background of a script is started with it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), Interrupt(saves=True):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_another_thread_than_the_main_one_takes_no_signals() -> None:
