@@ -26,7 +26,7 @@ from tests.dist.run_cases import make_reference, run_cases  # noqa: E402
 MARKS = ("<!-- measured -->", "<!-- end -->")
 VARIANTS = {
     "plain": "tied, RMSNorm, SwiGLU",
-    "other": "untied, LayerNorm, GELU, temperature 0.7",
+    "other": "untied, LayerNorm, GELU, wide heads, query norms, temperature 0.7",
     "bf16": "bf16, fp32 main gradients",
     "moe": "4 experts, top 2, balance and z-loss",
     "moe_bias": "4 experts, sigmoid scores, expert bias",
