@@ -24,16 +24,22 @@ class Reference:
         params: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
         params += [b for chunk in chunks for n, b in chunk.named_buffers() if n.endswith(_BIAS)]
         self.initial = {p: p.detach().to("cpu", copy=True) for p in params}
+        self._trained: dict[torch.Tensor, torch.Tensor] = {}
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Within the block the model has its initial weights."""
-        trained = {p: p.detach().clone() for p in self.initial}
+        """Within the block the model has its initial weights.
+
+        The trained ones wait on the CPU, in memory that is kept: on the GPU a second copy would
+        come on top of gradients and optimizer state.
+        """
+        for param, initial in self.initial.items():
+            self._trained.setdefault(param, torch.empty_like(initial)).copy_(param.detach())
         self._fill(self.initial)
         try:
             yield
         finally:
-            self._fill(trained)
+            self._fill(self._trained)
 
     def _fill(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
         for param, value in values.items():

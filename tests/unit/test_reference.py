@@ -30,3 +30,14 @@ def test_the_expert_bias_is_part_of_the_policy() -> None:
         assert state["router.local_tokens_per_expert"].tolist() == [5.0, 5.0]
     assert state["router.weight"].tolist() == [6.0, 6.0]
     assert state["router.expert_bias"].tolist() == [5.0, 5.0]
+
+
+def test_trained_weights_come_back_each_time() -> None:
+    layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    reference = Reference([layer])
+    for _ in range(3):
+        layer.weight.data.add_(1.0)
+        before = layer.weight.detach().clone()
+        with reference.weights():
+            assert torch.equal(layer.weight, reference.initial[layer.weight])
+        assert torch.equal(layer.weight, before)
