@@ -6,7 +6,9 @@ at most 256 channels. Its arguments differ between versions, see `varlen_options
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -90,7 +92,7 @@ def varlen_spans(lengths: list[int], cp: int, cp_rank: int, device: torch.device
     With samples of 8 and 4 tokens, cp=2 and rank 0, queries are the positions 0 1, 6 7, 8, 11:
     sequences of 2, 2, 1 and 1 queries with 2, 8, 1 and 4 keys.
     """
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    starts = itertools.accumulate(lengths[:-1], initial=0)
     chunks = [n // (2 * cp) for n in lengths for _ in range(2)]
     ends = [end for n in lengths for end in chunk_ends(n, cp, cp_rank)]
     keys = [
@@ -142,7 +144,7 @@ def varlen_causal_attention(
     """
     kernel = varlen_kernel()
     heads, groups = query_QHD.shape[1], key_KGD.shape[1]
-    known = inspect.signature(kernel).parameters
+    known = _parameters(kernel)
     if heads != groups and "enable_gqa" not in known:
         key_KGD = key_KGD.repeat_interleave(heads // groups, dim=1)
         value_KGD = value_KGD.repeat_interleave(heads // groups, dim=1)
@@ -171,6 +173,12 @@ def varlen_options(known: Mapping[str, Any], *, scale: float, gqa: bool) -> dict
     if "window_size" not in known:
         options["is_causal"] = True
     return {name: value for name, value in options.items() if name in known}
+
+
+@functools.cache
+def _parameters(kernel: Callable[..., Any]) -> Mapping[str, Any]:
+    """Each layer of each row asks."""
+    return inspect.signature(kernel).parameters
 
 
 def varlen_kernel() -> Callable[..., Any]:

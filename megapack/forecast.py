@@ -11,7 +11,7 @@ import numpy as np
 from megapack.cost import CostModel
 from megapack.inputs import Ints, read_budget
 from megapack.layout import Layout
-from megapack.pipeline import simulate
+from megapack.pipeline import simulate_planned
 from megapack.plan import MicroBatch, Plan, StepPlan
 
 
@@ -68,16 +68,7 @@ def forecast(plan: Plan, steps: Sequence[StepPlan], lengths: Ints, cost: CostMod
         ScheduleError: a count that Megatron would not run.
     """
     layout = plan.layout
-    runs = [
-        simulate(
-            step,
-            layout=layout,
-            cost=cost,
-            lockstep=layout.ep_spans_dp,
-            forward_only=plan.forward_only,
-        )
-        for step in steps
-    ]
+    runs = [simulate_planned(plan, step, cost) for step in steps]
     rows = [mb for step in steps for rank in step.ranks for mb in rank]
     counts = [len(rank) for step in steps for rank in step.ranks]
     kept = lengths[np.concatenate([np.array(step.kept_samples, dtype=np.int64) for step in steps])]

@@ -19,7 +19,7 @@ from megapack.inputs import Floats
 from megapack.layout import Layout
 from megapack.pipeline_kernels import RankOps, peak_live, rank_seconds
 from megapack.pipeline_order import StepOrder, step_order
-from megapack.plan import MicroBatch, StepPlan
+from megapack.plan import MicroBatch, Plan, StepPlan
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,22 @@ class Runner:
             amounts: float64 [M], what each micro-batch holds.
         """
         return float(peak_live(self.ops(amounts.size, group), amounts)) / self.layout.vpp
+
+
+def simulate_planned(plan: Plan, step: StepPlan, cost: CostModel | None) -> Simulation:
+    """`simulate` with the layout and the passes of a plan; ranks meet where experts make them.
+
+    Args:
+        step: the plan's, or another one of the same samples.
+    """
+    layout = plan.layout
+    return simulate(
+        step,
+        layout=layout,
+        cost=cost,
+        lockstep=layout.ep_spans_dp,
+        forward_only=plan.forward_only,
+    )
 
 
 def _forward_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel) -> Floats:

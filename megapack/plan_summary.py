@@ -13,7 +13,7 @@ from megapack.errors import PlanError
 from megapack.inputs import Ints, read_budget, read_lengths
 from megapack.layout import Layout
 from megapack.packing import fewest_bins_bound
-from megapack.pipeline import simulate
+from megapack.pipeline import simulate_planned
 from megapack.plan import MicroBatch, Plan, StepPlan
 
 
@@ -89,13 +89,7 @@ def plan_report(
 def _report(plan: Plan, step: StepPlan, aligned: Ints, cost: CostModel) -> StepReport:
     layout = plan.layout
     rows = [mb for rank in step.ranks for mb in rank]
-    simulation = simulate(
-        step,
-        layout=layout,
-        cost=cost,
-        lockstep=layout.ep_spans_dp,
-        forward_only=plan.forward_only,
-    )
+    simulation = simulate_planned(plan, step, cost)
     rank_work = [math.fsum(_seconds(mb, layout, cost) for mb in rank) for rank in step.ranks]
     mean = math.fsum(rank_work) / len(rank_work)
     bound = _rows_bound(plan, aligned)

@@ -9,7 +9,7 @@ import numpy as np
 
 from megapack.cost import CostModel
 from megapack.errors import PlanError
-from megapack.pipeline import Event, simulate
+from megapack.pipeline import Event, simulate_planned
 from megapack.plan import Plan, StepPlan
 from megapack.run_records import RunRecords
 
@@ -62,13 +62,7 @@ def planned(plan: Plan, index: int, number: int, cost: CostModel | None) -> Time
             f"step {number} has {len(step.ranks)} ranks, the layout dp={layout.dp}; make the plan "
             "again"
         )
-    run = simulate(
-        step,
-        layout=layout,
-        cost=cost,
-        lockstep=layout.ep_spans_dp,
-        forward_only=plan.forward_only,
-    )
+    run = simulate_planned(plan, step, cost)
     return Timeline("planned", number, plan, step, run.events)
 
 

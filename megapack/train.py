@@ -31,7 +31,7 @@ from megapack.layout import Layout
 from megapack.model import build_model, initialize_parallel
 from megapack.objectives import make_objective
 from megapack.optimizer import build_lr_schedule, build_optimizer
-from megapack.pipeline import simulate
+from megapack.pipeline import simulate_planned
 from megapack.plan import Plan, own_samples
 from megapack.reference import Reference
 from megapack.report import (
@@ -276,9 +276,7 @@ class Trainer:
     ) -> None:
         """One optimizer step and its line of metrics."""
         objective, step = self.config.objective, plan.steps[index]
-        simulation = simulate(
-            step, layout=self.layout, cost=self.cost, lockstep=self.layout.ep_spans_dp
-        )
+        simulation = simulate_planned(plan, step, self.cost)
         predicted_s = self.clock.predict(simulation.makespan)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

@@ -43,15 +43,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulated(plan: Plan, step: StepPlan, pricing: Pricing) -> dict[str, Any]:
-    from megapack.pipeline import simulate
+    from megapack.pipeline import simulate_planned
 
-    run = simulate(
-        step,
-        layout=plan.layout,
-        cost=pricing.cost,
-        lockstep=plan.layout.ep_spans_dp,
-        forward_only=plan.forward_only,
-    )
+    run = simulate_planned(plan, step, pricing.cost)
     counts = [len(rank) for rank in step.ranks]
     return {
         "num_microbatches": (min(counts), max(counts)),

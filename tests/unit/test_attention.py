@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +20,7 @@ from megapack.attention import packed_seq_params, seqlen_bucket
 from megapack.attention_sdpa import PackedSDPA, packed_causal_attention
 from megapack.cp_slices import slice_positions
 from megapack.errors import ConfigError, ScheduleError
+from tests.child import child
 
 pytestmark = pytest.mark.unit
 
@@ -367,18 +364,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def gpt() -> dict[str, Any]:
     """What the child found with a two-layer GPT."""
-    env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"OMP_NUM_THREADS": "1"}
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=env,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    found: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return found
+    return child(CHILD)
 
 
 @pytest.mark.parametrize("row", ["mixed", "table", "alone"])

@@ -20,6 +20,7 @@ from megapack.attention_varlen import PackedVarlen
 from megapack.cp_slices import slice_positions
 from megapack.errors import ConfigError, ScheduleError
 from megapack.settings import check_chunks
+from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
@@ -160,19 +161,6 @@ def test_the_module_takes_bf16_and_flattens_heads(kernel: Callable[..., Tensor])
     torch.testing.assert_close(out.double(), exact, atol=0.03, rtol=0.03)
 
 
-class Group:
-    """A context-parallel group; what its ranks hold is put together by hand."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 def test_slices_attend_as_the_whole_row_does(
     kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +179,7 @@ def test_slices_attend_as_the_whole_row_does(
     total = [torch.zeros_like(x) for x in (q, k, v)]
     for rank, mine in enumerate(slices):
         module = core()
-        module.cp_group = Group(rank, cp)
+        module.cp_group = RankOf(rank, cp)
         out = module.attend(q[mine], k[mine], v[mine], params(cp))
         torch.testing.assert_close(out, whole[mine])
         grads = torch.autograd.grad((out * weights[mine]).sum(), (q, k, v))

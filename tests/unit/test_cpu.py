@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,24 +9,9 @@ import torch
 
 from megapack import cpu, launch
 from megapack.errors import ConfigError
+from tests.child import child
 
 pytestmark = pytest.mark.unit
-
-
-def child(code: str) -> dict[str, Any]:
-    """Run the code in a process of one rank; it prints a JSON object last."""
-    env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 TORCH = """

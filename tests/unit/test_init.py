@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megapack.init import full_shape, global_parameters, initialize_by_name, local_slice
+from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
@@ -20,19 +21,6 @@ def shard(*shape: int, dim: int | None = 0, stride: int = 1) -> torch.nn.Paramet
         param.tensor_model_parallel = True  # type: ignore[attr-defined]
         param.partition_dim, param.partition_stride = dim, stride  # type: ignore[attr-defined]
     return param
-
-
-class Rank:
-    """A tensor-parallel group as one of its ranks sees it."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -92,7 +80,7 @@ def fill(*chunks: Chunk, seed: int = 1, rank: int = 0, tp: int = 1) -> dict[str,
     for chunk in chunks:
         for param in chunk.parameters():
             param.data.fill_(9.0)
-    initialize_by_name(chunks, seed=seed, std=0.5, num_layers=4, tp_group=Rank(rank, tp))
+    initialize_by_name(chunks, seed=seed, std=0.5, num_layers=4, tp_group=RankOf(rank, tp))
     return {name: p.detach() for chunk in chunks for name, p in global_parameters(chunk)}
 
 

@@ -12,24 +12,12 @@ from hypothesis import strategies as st
 import megapack.p2p
 from megapack.errors import ScheduleError
 from megapack.p2p import PlannedP2PCommunicator, receive_order
+from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
 HIDDEN = 16
 NOTHING = [0, 0, 0]
-
-
-class Stage:
-    """A pipeline group as one of its ranks sees it."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +38,7 @@ def communicator(
         hidden_size=HIDDEN, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None
     )
     return PlannedP2PCommunicator(
-        Stage(rank, size),
+        RankOf(rank, size),
         config,
         row_lengths=lengths,
         vpp=vpp,

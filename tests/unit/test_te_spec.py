@@ -6,13 +6,11 @@ In a process of its own, as building on the CPU patches torch for the rest of a 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.child import child
 
 pytestmark = [
     pytest.mark.unit,
@@ -94,18 +92,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What the child found with a two-layer GPT of Transformer Engine's layers."""
-    env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"OMP_NUM_THREADS": "1"}
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=env,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
-    seen: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return seen
+    return child(CHILD)
 
 
 def test_layers_are_transformer_engines(found: dict[str, Any]) -> None:
