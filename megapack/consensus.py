@@ -2,7 +2,8 @@
 
 A rank that raises alone leaves the others waiting in a send or receive for ever. So what can fail
 on one rank (its plan, its samples) is done first, and one small collective tells all of them how
-it went.
+it went: the largest of each number and of its negative, which are the same where all are alike.
+Only where they are not, a second one tells who differs, in what, and how.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from megapack.errors import ScheduleError
 
 T = TypeVar("T")
 
-_DIGEST_BYTES = 16
 _MESSAGE_BYTES = 448
+# Of each thing that differs this much is told; more than that is a digest's or a list's.
+_VALUE_BYTES = 80
 _PATIENCE = datetime.timedelta(days=7)
 
 
@@ -54,14 +56,8 @@ def agree(
     except Exception as caught:  # every local failure must reach the other ranks
         error = caught
     same = same or {}
-    ranks = _exchange(list(same.values()), error, device, group)
-    failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(ranks) if message]
-    if error is not None and len({message for _, message in ranks}) == 1:
-        raise error
-    if failed:
-        raise _shared(f"{len(failed)} of {len(ranks)} ranks failed: {'; '.join(failed)}") from error
-    for part, name in enumerate(same):
-        _refuse_difference(name, [digests[part] for digests, _ in ranks])
+    if not _are_alike(list(same.values()), error, device, group):
+        _tell_apart(same, error, _exchange(list(same.values()), error, device, group))
     return result  # type: ignore[no-any-return]
 
 
@@ -132,28 +128,82 @@ def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> 
     return agree(finish, device=device)
 
 
+def _are_alike(
+    values: list[str],
+    error: Exception | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> bool:
+    """Whether no rank has an error and all have the same values."""
+    if not dist.is_initialized():
+        return error is None
+    numbers = [_number(value) for value in values]
+    most = torch.tensor(
+        [int(error is not None), *numbers, *(-number for number in numbers)],
+        dtype=torch.int64,
+        device=device,
+    )
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    failed, *found = most.tolist()
+    largest, negatives = found[: len(values)], found[len(values) :]
+    return not failed and all(a == -b for a, b in zip(largest, negatives, strict=True))
+
+
+def _number(value: str) -> int:
+    """A digest that a signed 64-bit number and its negative can hold."""
+    return int.from_bytes(hashlib.sha256(value.encode()).digest()[:7], "big")
+
+
+def _tell_apart(
+    same: Mapping[str, str], error: Exception | None, ranks: list[tuple[str, list[str]]]
+) -> None:
+    """Raise what went wrong, the same on every rank, from the message and values of each."""
+    failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(ranks) if message]
+    if error is not None and len({message for message, _ in ranks}) == 1:
+        error.on_all_ranks = True  # type: ignore[attr-defined]
+        raise error
+    if failed:
+        raise _shared(f"{len(failed)} of {len(ranks)} ranks failed: {'; '.join(failed)}") from error
+    for part, name in enumerate(same):
+        _refuse_difference(name, [values[part] for _, values in ranks])
+    raise AssertionError("ranks differ, and what they tell does not")
+
+
 def _exchange(
     values: list[str],
     error: Exception | None,
     device: torch.device,
     group: dist.ProcessGroup | None,
-) -> list[tuple[list[bytes], str]]:
-    """Per rank the digests of its values and its error message."""
+) -> list[tuple[str, list[str]]]:
+    """Per rank its error message and its values."""
     message = "" if error is None else f"{type(error).__name__}: {error}"
-    digests = [hashlib.sha256(value.encode()).digest()[:_DIGEST_BYTES] for value in values]
     if not dist.is_initialized():
-        return [(digests, message)]
-    payload = b"".join(digests) + message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        return [(message, values)]
+    row = _packed(message, _MESSAGE_BYTES) + b"".join(
+        _packed(_shortened(value), _VALUE_BYTES) for value in values
+    )
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    return [_unpacked(bytes(row.tolist()), len(values)) for row in everyone]
+    return [_unpacked(bytes(other.tolist()), len(values)) for other in everyone]
 
 
-def _unpacked(row: bytes, num_values: int) -> tuple[list[bytes], str]:
-    end = num_values * _DIGEST_BYTES
-    digests = [row[start : start + _DIGEST_BYTES] for start in range(0, end, _DIGEST_BYTES)]
-    return digests, row[end:].rstrip(b"\0").decode(errors="replace")
+def _shortened(value: str) -> str:
+    """A value that is short, or a digest of it."""
+    if len(value.encode()) <= _VALUE_BYTES:
+        return value
+    return f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:16]}"
+
+
+def _packed(text: str, num_bytes: int) -> bytes:
+    return text.encode()[:num_bytes].ljust(num_bytes, b"\0")
+
+
+def _unpacked(row: bytes, num_values: int) -> tuple[str, list[str]]:
+    starts = [_MESSAGE_BYTES + _VALUE_BYTES * part for part in range(num_values)]
+    parts = [row[:_MESSAGE_BYTES], *(row[start : start + _VALUE_BYTES] for start in starts)]
+    message, *values = (part.rstrip(b"\0").decode(errors="replace") for part in parts)
+    return message, values
 
 
 def _shared(message: str) -> ScheduleError:
@@ -162,12 +212,13 @@ def _shared(message: str) -> ScheduleError:
     return error
 
 
-def _refuse_difference(name: str, digests: list[bytes]) -> None:
-    (common, count), *others = Counter(digests).most_common()
-    if others:
-        odd = [rank for rank, digest in enumerate(digests) if digest != common]
-        raise _shared(
-            f"ranks {odd} have another {name} than the other {count}; every rank must plan from "
-            "the same lengths, rollouts, layout, budget, policy and cost model, and make the same "
-            "call"
-        )
+def _refuse_difference(name: str, values: list[str]) -> None:
+    (common, count), *others = Counter(values).most_common()
+    if not others:
+        return
+    odd = [rank for rank, value in enumerate(values) if value != common]
+    raise _shared(
+        f"ranks {odd} differ from the other {count} in {name} (rank {odd[0]}: "
+        f"{values[odd[0]]!r}, most: {common!r}); every rank must plan from the same lengths, "
+        "rollouts, layout, budget, policy and cost model, and make the same call"
+    )

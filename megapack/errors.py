@@ -12,6 +12,9 @@ class MegapackError(Exception):
     exit_code = 2
     """What the `megapack` command ends with."""
 
+    on_all_ranks = False
+    """Whether every rank raises this same error, so that one of them may speak for all."""
+
 
 class ConfigError(MegapackError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
@@ -28,8 +31,15 @@ class DataError(MegapackError, ValueError):
 class ScheduleError(MegapackError, RuntimeError):
     """A step that cannot be run, or that ranks do not agree on."""
 
-    on_all_ranks = False
-    """Whether every rank raises this same error, so that one of them may speak for all."""
+
+class RankError(ScheduleError):
+    """A rank failed, or is gone; every rank raises this with the same text and has to end.
+
+    Its notes hold the traceback of the rank that failed. That rank's error is the cause.
+    """
+
+    exit_code = 1
+    on_all_ranks = True
 
 
 class RunInterrupted(MegapackError, RuntimeError):

@@ -92,11 +92,9 @@ class LastStage:
         logprobs_R, entropy_R = self._logprobs(row, head, hidden, self._with_entropy)
         if self.objective is None:
             self._collect(row, positions_R, {"logprobs": logprobs_R, "entropy": entropy_R})
-            loss = logprobs_R.sum()
-        else:
-            loss = self._loss(row, logprobs_R, entropy_R, None)
-            loss = loss + self._losses_ahead(row, head, hidden_ahead)
-        return _without_division(loss)
+            return _without_division(logprobs_R.sum())
+        loss = self._loss(row, logprobs_R, entropy_R, None)
+        return _without_division(loss + self._losses_ahead(row, head, hidden_ahead))
 
     def _values(
         self, row: PackedRow, layer: ValueHead, hidden_TH: Tensor

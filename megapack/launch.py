@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megapack import cpu
 from megapack.errors import ConfigError
+from megapack.job import leave_job
 
 # A rank that waits longer than this for another one is stuck; compile and file reads take less.
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -62,9 +63,19 @@ def quiet_known_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def stop() -> None:
-    """Leave the job."""
-    if dist.is_initialized():
+def stop(*, failed: bool = False) -> None:
+    """Leave the job.
+
+    Args:
+        failed: others may be in a collective that this rank will not join: break it, where the
+            backend can, and do not wait.
+    """
+    leave_job()
+    if not dist.is_initialized():
+        return
+    if failed and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()
 
 

@@ -8,16 +8,32 @@ holds the same plan, so each rank knows the answer already; `PlannedP2PCommunica
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megapack.errors import ScheduleError
+from megapack.place import Place
 
 
-class PlannedP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
+class NotingP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
+    """Megatron's own, which notes each exchange before it begins.
+
+    Attributes:
+        place: where to; None notes nothing.
+    """
+
+    place: Place | None = None
+
+    def _communicate(self, **exchange: Any) -> Any:
+        if self.place is not None:
+            self.place.exchange = exchange_text(exchange, self.prev_rank, self.next_rank)
+        return super()._communicate(**exchange)
+
+
+class PlannedP2PCommunicator(NotingP2PCommunicator):
     """Answers `_communicate_shapes` from the plan instead of exchanging shapes.
 
     Args:
@@ -74,6 +90,22 @@ class PlannedP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
     def num_pending(self) -> int:
         """Planned receives that have not happened yet; 0 after a whole step."""
         return len(self._forward) + len(self._backward)
+
+
+def exchange_text(exchange: Mapping[str, Any], prev_rank: int, next_rank: int) -> str:
+    """What an exchange is with which rank.
+
+    >>> sent = {"tensor_send_next": object(), "recv_prev": True}
+    >>> exchange_text(sent, 0, 2)
+    'sends activations to rank 2, receives activations from rank 0'
+    """
+    parts = {
+        f"sends activations to rank {next_rank}": exchange.get("tensor_send_next") is not None,
+        f"sends gradients to rank {prev_rank}": exchange.get("tensor_send_prev") is not None,
+        f"receives activations from rank {prev_rank}": exchange.get("recv_prev"),
+        f"receives gradients from rank {next_rank}": exchange.get("recv_next"),
+    }
+    return ", ".join(text for text, is_part in parts.items() if is_part)
 
 
 def receive_order(num_microbatches: int, vpp: int, group_size: int | None) -> list[tuple[int, int]]:

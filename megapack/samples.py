@@ -47,6 +47,8 @@ class SampleBatch:
         self._lengths = [t.numel() for t in self._tokens.values()]
         self._fields: dict[str, list[Tensor]] = {}
         self._num_loss_tokens: list[int] | None = None
+        self.revision = 0
+        """Grows with each change, so that what was made from the batch is known to be old."""
         for name, values in (fields or {}).items():
             self.set_field(name, values)
         self._tensors = {
@@ -98,6 +100,7 @@ class SampleBatch:
                 f"{self.length(sample)}"
             )
         self._tokens[sample] = tokens
+        self.revision += 1
 
     def field(self, name: str, sample: int) -> Tensor:
         """A field of one sample: one value per token, or a scalar tensor."""
@@ -141,6 +144,7 @@ class SampleBatch:
         tensors = [self._field_tensor(name, i, value) for i, value in enumerate(values)]
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         self._fields[name] = [t.to(dtype) for t in tensors]
+        self.revision += 1
         if name == RESPONSE_MASK:
             self._num_loss_tokens = None
 

@@ -10,40 +10,38 @@ log-probs in sample order.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import settings
+from megapack.agreements import Agreement
 from megapack.consensus import agree, on_any_rank
 from megapack.cp_slices import slice_row
 from megapack.errors import DataError, ScheduleError
 from megapack.experts import ModelRouting
-from megapack.forward import DeviceRow, ForwardStep, LastStage, RowForward, taken_inputs
+from megapack.forward import LastStage, taken_inputs
 from megapack.frozen import keep_gradients_through_recompute
+from megapack.guard import guarded
+from megapack.job import current_job
 from megapack.layout import Layout
-from megapack.loss import LossWeighting, sample_weights
+from megapack.loss import LossWeighting
 from megapack.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
 from megapack.objectives import AnyObjective, metric_names
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
-from megapack.p2p import PlannedP2PCommunicator
-from megapack.plan import Plan, StepPlan, check_plan
-from megapack.routing import RoutingPass, RoutingRow, collect_routing, token_weight
-from megapack.run_context import config_for, evaluating, process_groups
+from megapack.plan import Plan, check_plan
+from megapack.routing import RoutingPass, collect_routing, token_weight
+from megapack.run_context import evaluating, process_groups
 from megapack.samples import SampleBatch
+from megapack.schedule_run import Rows, ScheduleRunner
+from megapack.step_call import ForwardCall, StepCall, TrainingCall
 from megapack.thd import PackedRow, pack_row
-
-T = TypeVar("T")
-Rows = tuple[list[PackedRow], list[RoutingRow | None]]
-"""The packed rows of a step on this rank, and how routers see each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +68,8 @@ class ScheduleAdapter:
         ScheduleError: a setting that Megatron would hang or train wrongly with, and what to set.
     """
 
-    communicator_class = PlannedP2PCommunicator
-    """What carries planned rows between stages; a subclass may set one of its own."""
+    runner_class = ScheduleRunner
+    """What runs the packed rows; a subclass may set one of its own."""
 
     def __init__(
         self,
@@ -85,14 +83,22 @@ class ScheduleAdapter:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.layout, self.head = layout, head
         self.config = get_model_config(self.chunks[0])
-        self.around_forward: Callable[[ForwardStep], ForwardStep] | None = None
-        """Wraps what runs a row through a chunk, as `trace.StepTracer` does."""
+        self.job = current_job()
         self._device = torch.device(torch.cuda.current_device())
         # Stages differ in their layers: what one refuses, all do.
         self._routing = agree(self._checked, device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
         self._groups = process_groups()
         self._dp_group = parallel_state.get_data_parallel_group()
+        self.runner = self.runner_class(
+            self.chunks,
+            self.config,
+            layout,
+            self._groups,
+            device=self._device,
+            routing=self._routing,
+            place=self.job.watchdog.place,
+        )
         self._head_options = {
             "tp_group": self._groups.tp,
             "cp_group": self._groups.cp,
@@ -104,6 +110,7 @@ class ScheduleAdapter:
         self._checked_digest = ""
         # Agreed on already: no tensors need no word with the others.
         self._checked_inputs: set[tuple[str, ...]] = {()}
+        self._next: tuple[StepCall, Agreement[Rows]] | None = None
 
     def _checked(self) -> ModelRouting:
         settings.check_layout(self.layout, len(self.chunks))
@@ -128,6 +135,7 @@ class ScheduleAdapter:
         norm_constant: float | None = None,
         entropy: bool = False,
         routing: Sequence[Tensor | None] | None = None,
+        next_step: int | None = None,
     ) -> StepResult:
         """Forward and backward of one step; gradients are added to the model's.
 
@@ -144,51 +152,42 @@ class ScheduleAdapter:
             routing: experts to take, per sample [tokens, MoE layers, experts per token] of the
                 samples of this data-parallel rank, as `forward(record_routing=True)` gives them;
                 None lets the routers choose. Probabilities are those of the current logits.
+            next_step: the step of this plan that is called next, with all else the same: it is
+                packed and agreed on while this one runs. None where nothing is known of it.
 
         Raises:
-            ScheduleError: on every rank, where plans differ or one rank's work failed.
+            ScheduleError: on every rank, where plans differ, one rank's work failed, or a loss or
+                gradient is no number.
+            RankError: on every rank, where one failed or ended inside the step; the process groups
+                are of no use then.
         """
-
-        with_entropy, names = entropy or objective.needs_entropy, list[str]()
-
-        def pack() -> Rows:
-            settings.check_objective(objective, self.head)
-            settings.check_entropy(with_entropy, self.head)
-            missing = [n for n in objective.required_fields if n not in batch.field_names]
-            names.extend([*metric_names(objective, with_entropy), *loss_names(self.config)])
-            if missing:
-                raise DataError(
-                    f"{type(objective).__name__} reads {missing}; add them to the batch"
-                )
-            if hasattr(objective, "check"):
-                objective.check(batch, plan, step)
-            weights = sample_weights(weighting, batch.num_loss_tokens, plan, step, norm_constant)
-            rows = self._pack(
-                plan,
-                batch,
-                step,
-                weights.tolist(),
-                objective.required_fields,
-                num_depths(self.config),
+        call = TrainingCall(
+            plan=plan,
+            batch=batch,
+            step=step,
+            revision=batch.revision,
+            objective=objective,
+            weighting=weighting,
+            norm_constant=norm_constant,
+            entropy=entropy,
+            routing=routing,
+        )
+        with guarded(self.job.watchdog, f"step {step} of plan {plan.digest()[:12]}"):
+            rows = self._agreed_rows(call)
+            if next_step is not None:
+                self._next = self._start(replace(call, step=next_step))
+            last = LastStage(objective, with_entropy=call.with_entropy, **self._head_options)
+            routers = RoutingPass(token_weight=token_weight(plan.steps[step]))
+            self._run(call, rows, last, routers, forward_only=False)
+            sums = sum_metrics(
+                last.sums,
+                [*metric_names(objective, call.with_entropy), *loss_names(self.config)],
+                dp_cp_group=self._groups.dp_cp,
+                pp_group=self._groups.pp,
+                device=self._device,
             )
-            return rows, self._routing.rows(rows, routing, record=False)
-
-        settings.check_reduction(self.config, self.chunks, self.layout)
-        call = (
-            f"train {weighting} {norm_constant} {entropy} {routing is None} {_described(objective)}"
-        )
-        rows = self._agree(plan, batch, step, call, pack)
-        last = LastStage(objective, with_entropy=with_entropy, **self._head_options)
-        routers = RoutingPass(token_weight=token_weight(plan.steps[step]))
-        self._run(plan, step, rows, last, routers, forward_only=False)
-        sums = sum_metrics(
-            last.sums,
-            names,
-            dp_cp_group=self._groups.dp_cp,
-            pp_group=self._groups.pp,
-            device=self._device,
-        )
-        sums |= self._routing.metrics(routers, self._device)
+            sums |= self._routing.metrics(routers, self._device)
+            _refuse_loss(sums["loss"])
         return StepResult(loss=sums.pop("loss"), metrics=sums)
 
     def forward(
@@ -217,82 +216,111 @@ class ScheduleAdapter:
             value per token on the CPU, 0 outside the response; None for samples that the step or
             the scope leaves out. From a value head also "scores": one number per sample, [1].
             "routing": see `routing.collect_routing`.
+
+        Raises:
+            ScheduleError, RankError: as `step` does.
         """
+        call = ForwardCall(
+            plan=plan,
+            batch=batch,
+            step=step,
+            revision=batch.revision,
+            entropy=entropy,
+            scope=scope,
+            routing=routing,
+            record_routing=record_routing,
+        )
+        name = f"forward pass {step} of plan {plan.digest()[:12]}"
+        with (
+            guarded(self.job.watchdog, name),
+            torch.no_grad(),
+            evaluating(self.chunks),
+        ):
+            rows = self._agreed_rows(call)
+            last = LastStage(None, with_entropy=entropy, **self._head_options)
+            routers = RoutingPass(record=record_routing)
+            self._run(call, rows, last, routers, forward_only=True)
+            return self._outputs(call, rows, last)
 
-        def pack() -> Rows:
-            settings.check_entropy(entropy, self.head)
-            rows = self._pack(plan, batch, step, None, ())
-            return rows, self._routing.rows(rows, routing, record_routing)
-
-        call = f"forward {entropy} {scope} {routing is None} {record_routing}"
-        rows = self._agree(plan, batch, step, call, pack)
-        last = LastStage(None, with_entropy=entropy, **self._head_options)
-        names = ("logprobs", "entropy") if entropy else ("logprobs",)
+    def _outputs(
+        self, call: ForwardCall, rows: Rows, last: LastStage
+    ) -> dict[str, list[Tensor | None]]:
+        batch, step = call.batch, call.plan.steps[call.step]
+        names = ("logprobs", "entropy") if call.entropy else ("logprobs",)
         if self.head == "value":
             names = ("values", "scores")
-        with torch.no_grad(), evaluating(self.chunks):
-            routers = RoutingPass(record=record_routing)
-            self._run(plan, step, rows, last, routers, forward_only=True)
         outputs = {
             name: scatter_to_samples(
                 last.outputs[name],
                 [1] * len(batch) if name == "scores" else batch.lengths,
-                plan.steps[step],
+                step,
                 dp_rank=self.dp_rank,
                 dp_cp_group=self._groups.dp_cp,
                 cp_group=self._groups.cp,
                 pp_group=self._groups.pp,
-                scope=scope,
+                scope=call.scope,
                 device=self._device,
             )
             for name in names
         }
-        if record_routing:
-            outputs["routing"] = self._recorded(plan, batch, step, rows, scope)
+        if call.record_routing:
+            groups = [self._groups.pp, self._groups.cp]
+            groups += [self._groups.tp] if self.layout.sequence_parallel else []
+            groups += [self._dp_group] if call.scope == "all" else []
+            outputs["routing"] = collect_routing(
+                [row for row in rows[1] if row is not None],
+                batch.lengths,
+                step,
+                self._routing.shape,
+                dp_rank=self.dp_rank,
+                scope=call.scope,
+                groups=groups,
+                device=self._device,
+            )
         return outputs
 
-    def _recorded(
-        self, plan: Plan, batch: SampleBatch, step: int, rows: Rows, scope: Scope
-    ) -> list[Tensor | None]:
-        groups = [self._groups.pp, self._groups.cp]
-        groups += [self._groups.tp] if self.layout.sequence_parallel else []
-        groups += [self._dp_group] if scope == "all" else []
-        return collect_routing(
-            [row for row in rows[1] if row is not None],
-            batch.lengths,
-            plan.steps[step],
-            self._routing.shape,
-            dp_rank=self.dp_rank,
-            scope=scope,
-            groups=groups,
-            device=self._device,
+    def _agreed_rows(self, call: StepCall) -> Rows:
+        """This rank's rows, once all ranks have theirs for the same call."""
+        self.job.watchdog.place.enter("pack")
+        prepared, self._next = self._next, None
+        if prepared is None or prepared[0].key != call.key:
+            prepared = self._start(call)
+        rows = prepared[1].result()
+        self._check_inputs(call.batch.tensor_names)
+        return rows
+
+    def _start(self, call: StepCall) -> tuple[StepCall, Agreement[Rows]]:
+        return call, self.job.agreements.start(lambda: self._check_and_pack(call), call.same)
+
+    def _check_and_pack(self, call: StepCall) -> Rows:
+        plan, batch = call.plan, call.batch
+        if plan.layout != self.layout:
+            raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
+        settings.check_head(self.chunks, self.head)
+        if plan.policy.row_shape == "planned":
+            settings.check_planned_rows(self.config)
+        settings.check_counts(plan, self.config)
+        if plan.digest() != self._checked_digest:
+            check_plan(plan, batch.lengths)
+            self._checked_digest = plan.digest()
+        if isinstance(call, TrainingCall):
+            settings.check_reduction(self.config, self.chunks, self.layout)
+        call.check(self.head)
+        rows = [self._packed(call, microbatch) for microbatch in call.rows(self.dp_rank)]
+        return rows, self._routing.rows(rows, call.routing, record=call.records_routing)
+
+    def _packed(self, call: StepCall, microbatch: Any) -> PackedRow:
+        plan, cp = call.plan, self._groups.cp
+        row = pack_row(
+            call.batch,
+            microbatch,
+            plan.layout,
+            call.sample_weights,
+            call.field_names,
+            plan.colocate_ids,
         )
-
-    def _agree(
-        self, plan: Plan, batch: SampleBatch, step: int, call: str, pack: Callable[[], T]
-    ) -> T:
-        def check_and_pack() -> T:
-            if plan.layout != self.layout:
-                raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
-            settings.check_head(self.chunks, self.head)
-            if plan.policy.row_shape == "planned":
-                settings.check_planned_rows(self.config)
-            settings.check_counts(plan, self.config)
-            if plan.digest() != self._checked_digest:
-                check_plan(plan, batch.lengths)
-                self._checked_digest = plan.digest()
-            return pack()
-
-        same = {
-            "plan": plan.digest(),
-            "step": str(step),
-            "call": call,
-            "count of loss tokens": str(batch.num_loss_tokens),
-            "tensor fields": batch.tensor_signature,
-        }
-        packed = agree(check_and_pack, device=self._device, same=same)
-        self._check_inputs(batch.tensor_names)
-        return packed
+        depths = num_depths(self.config) if isinstance(call, TrainingCall) else 0
+        return slice_row(with_rows_ahead(row, depths), cp.size(), cp.rank())
 
     def _check_inputs(self, names: tuple[str, ...]) -> None:
         """A tensor that no chunk of any rank takes would be left out in silence."""
@@ -310,85 +338,25 @@ class ScheduleAdapter:
                 raise error
         self._checked_inputs.add(names)
 
-    def _pack(
-        self,
-        plan: Plan,
-        batch: SampleBatch,
-        step: int,
-        weights: Sequence[float] | None,
-        field_names: Sequence[str],
-        num_depths: int = 0,
-    ) -> list[PackedRow]:
-        cp, ids = self._groups.cp, plan.colocate_ids
-        rows = (
-            pack_row(batch, micro_batch, plan.layout, weights, field_names, ids)
-            for micro_batch in plan.steps[step].ranks[self.dp_rank]
-        )
-        return [slice_row(with_rows_ahead(row, num_depths), cp.size(), cp.rank()) for row in rows]
-
     def _run(
         self,
-        plan: Plan,
-        step_index: int,
-        packed: Rows,
+        call: StepCall,
+        rows: Rows,
         last_stage: LastStage,
         routers: RoutingPass,
         *,
         forward_only: bool,
     ) -> None:
-        layout, step = self.layout, plan.steps[step_index]
-        planned = plan.policy.row_shape == "planned"
-        rows, routing = packed
-        device_rows = [
-            DeviceRow(row, self._device, seen) for row, seen in zip(rows, routing, strict=True)
-        ]
-        communicator = None
-        if planned and layout.pp > 1:
-            communicator = self._communicator(rows, step, forward_only)
-        forward: ForwardStep = RowForward(last_stage, routers)
-        if self.around_forward is not None:
-            forward = self.around_forward(forward)
-        run = get_forward_backward_func()
-        overrides = self._overrides(step, planned)
-        with config_for(self.config, overrides), self._routing.following(routers):
-            run(
-                forward_step_func=forward,
-                data_iterator=[iter(device_rows) for _ in self.chunks],
-                model=self.chunks,
-                num_microbatches=len(rows),
-                seq_length=rows[0].row_tokens,
-                micro_batch_size=1,
-                forward_only=forward_only,
-                p2p_communicator=communicator,
-                pg_collection=None if communicator is None else self._groups,
-            )
-        assert communicator is None or communicator.num_pending == 0, "a planned receive is missing"
+        step = call.plan.steps[call.step]
+        self.job.watchdog.place.enter("schedule")
+        self.runner.run(call.plan, step, rows, last_stage, routers, forward_only=forward_only)
+        self.job.watchdog.place.enter("output")
+        self.runner.flags.refuse([row.samples for row in rows[0]], device=self._device)
 
-    def _communicator(
-        self, rows: list[PackedRow], step: StepPlan, forward_only: bool
-    ) -> PlannedP2PCommunicator:
-        layout = self.layout
-        shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-        return self.communicator_class(
-            self._groups.pp,
-            self.config,
-            row_lengths=[row.row_tokens // shards for row in rows],
-            vpp=layout.vpp,
-            group_size=step.group_size,
-            forward_only=forward_only,
+
+def _refuse_loss(loss: float) -> None:
+    if not math.isfinite(loss):
+        raise ScheduleError(
+            f"the step's loss is {loss}, though every micro-batch's is a number; throw the "
+            "gradients away, and look at the weights of the samples"
         )
-
-    def _overrides(self, step: StepPlan, planned: bool) -> dict[str, Any]:
-        overrides: dict[str, Any] = {"variable_seq_lengths": planned and self.layout.pp > 1}
-        if self.layout.vpp > 1:
-            overrides["microbatch_group_size_per_vp_stage"] = step.group_size
-            # Megatron-Core before 0.19 frees a stage's output while its isend still reads it.
-            overrides["deallocate_pipeline_outputs"] = False
-        if self.config.finalize_model_grads_func is None and settings.reduces(self.chunks):
-            overrides["finalize_model_grads_func"] = finalize_model_grads
-        return overrides
-
-
-def _described(objective: AnyObjective) -> str:
-    """The same text on every rank: addresses in it differ between processes."""
-    return f"{type(objective).__module__}.{re.sub(r' at 0x[0-9a-f]+', '', repr(objective))}"

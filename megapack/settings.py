@@ -152,7 +152,7 @@ def check_chunks(chunks: Sequence[Any]) -> None:
     """Raise ScheduleError where a chunk mixes packed samples or scales gradients."""
     for chunk in chunks:
         refuse_unpacked_attention(chunk)
-        for buffer in _gradient_buffers(chunk):
+        for buffer in gradient_buffers(chunk):
             if buffer.gradient_scaling_factor != 1.0:
                 raise ScheduleError(
                     "DDP was built without calculate_per_token_loss and scales gradients by "
@@ -195,7 +195,7 @@ def check_entropy(with_entropy: bool, head: Head) -> None:
         raise ConfigError("a value head has no entropy; set entropy=False")
 
 
-def _gradient_buffers(chunk: Any) -> list[Any]:
+def gradient_buffers(chunk: Any) -> list[Any]:
     """DDP's buffers; on a bare module `buffers` is a method."""
     found = (getattr(chunk, name, None) for name in ("buffers", "expert_parallel_buffers"))
     return [buffer for buffers in found if isinstance(buffers, list) for buffer in buffers]

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
 
 from megapack import cpu
 from megapack.consensus import agree
 from megapack.cost import CostModel
-from megapack.forward import DeviceRow, ForwardStep
+from megapack.microbatch_events import Kind
 from megapack.plan import Plan
 from megapack.report import RunFolder
 from megapack.run_records import TRACE_FILE
@@ -54,8 +51,8 @@ class StepTracer:
         """Right before a step."""
         if self._is_warm and self._steps_left > 0:
             self._steps_left -= 1
-            self._recorder = _Recorder(self._adapter.chunks)
-            self._adapter.around_forward = self._recorder.around
+            self._recorder = _Recorder()
+            self._adapter.runner.listeners.append(self._recorder)
         self._is_warm = True
 
     def finish(self, plan: Plan, index: int, number: int, folder: RunFolder | None) -> None:
@@ -68,7 +65,8 @@ class StepTracer:
         """
         if self._recorder is None:
             return
-        recorder, self._recorder, self._adapter.around_forward = self._recorder, None, None
+        recorder, self._recorder = self._recorder, None
+        self._adapter.runner.listeners.remove(recorder)
         events = _gather(recorder.events(self._adapter.dp_rank))
 
         def write() -> None:
@@ -88,57 +86,23 @@ class StepTracer:
 class _Recorder:
     """Marks of one step on this rank, counted from a moment that all ranks share."""
 
-    def __init__(self, chunks: list[torch.nn.Module]) -> None:
-        self._chunks = chunks
-        self._num_forwards: Counter[int] = Counter()
+    def __init__(self) -> None:
+        self._begun: dict[tuple[Kind, int, int], Any] = {}
         self._spans: list[Span] = []
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
         self._begin = mark()
 
-    def around(self, forward: ForwardStep) -> ForwardStep:
-        """The same forward, with marks."""
+    def begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        self._begun[kind, chunk, microbatch] = mark()
 
-        def marked(rows: Iterator[DeviceRow], model: Any) -> tuple[Tensor, Any]:
-            chunk = next(i for i, own in enumerate(self._chunks) if own is model)
-            # A chunk takes the rows in their order.
-            microbatch = self._num_forwards[chunk]
-            self._num_forwards[chunk] += 1
-            begin = mark()
-            output, loss_function = forward(rows, model)
-            if loss_function is None:
-                self._note(chunk, microbatch, begin, output)
-                return output, None
-            # Megatron calls it right after the forward, whose work it is the end of.
-            return output, self._around_loss(loss_function, chunk, microbatch, begin)
+    def ends(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        begin = self._begun.pop((kind, chunk, microbatch))
+        self._spans.append((chunk, microbatch, kind, begin, mark()))
 
-        return marked
-
-    def _around_loss(
-        self, loss_function: Callable[[Tensor], Any], chunk: int, microbatch: int, begin: Any
-    ) -> Callable[[Tensor], Any]:
-        def marked(hidden: Tensor) -> Any:
-            loss, *others = loss_function(hidden)
-            self._note(chunk, microbatch, begin, loss)
-            return loss, *others
-
-        return marked
-
-    def _note(self, chunk: int, microbatch: int, begin: Any, output: Tensor) -> None:
-        """The forward ends here; the backward begins with the gradient of its output."""
-        self._spans.append((chunk, microbatch, "F", begin, mark()))
-        if not output.requires_grad:
-            return
-
-        def backward_begins(_: Tensor) -> None:
-            begin = mark()
-            # Called where the whole backward is done, recomputed forwards and all.
-            torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: self._spans.append((chunk, microbatch, "B", begin, mark()))
-            )
-
-        output.register_hook(backward_begins)
+    def puts_out(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
+        """Nothing of it is kept."""
 
     def events(self, dp_rank: int) -> list[list[Any]]:
         """The fields of each `pipeline.Event`, seconds counted from the step's begin."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,10 @@ from megapack.checkpoint_state import RunState
 from megapack.config import dump_yaml, to_dict
 from megapack.consensus import agree, agree_one_per_node_first, agree_with_flags
 from megapack.dataset import Rows
-from megapack.errors import RunInterrupted
+from megapack.errors import RunInterrupted, ScheduleError
+from megapack.guard import guarded
 from megapack.interrupt import Interrupt
+from megapack.job import current_job, join_job
 from megapack.kernels import find_kernels
 from megapack.layout import Layout
 from megapack.model import build_model, initialize_parallel
@@ -52,6 +55,7 @@ from megapack.tokenizer import ByteTokenizer
 from megapack.trace import StepTracer
 from megapack.trackers import check_installed, open_trackers
 from megapack.train_config import TrainConfig
+from megapack.watchdog import Watchdog
 
 
 def train(config: TrainConfig, interrupt: Interrupt) -> Path:
@@ -68,10 +72,16 @@ def train(config: TrainConfig, interrupt: Interrupt) -> Path:
         RunInterrupted: on every rank; SIGTERM or SIGUSR1 came to one of them, and the run is saved.
     """
     device = launch.start(config.device)
+    failed = True
     try:
-        return Trainer(config, device, interrupt).run()
+        watchdog = Watchdog(config.watchdog, ends_process=True, interrupt=interrupt)
+        join_job(watchdog)
+        with guarded(watchdog):
+            path = Trainer(config, device, interrupt).run()
+        failed = False
+        return path
     finally:
-        launch.stop()
+        launch.stop(failed=failed)
 
 
 class Trainer:
@@ -79,6 +89,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, device: torch.device, interrupt: Interrupt) -> None:
         self.config, self.device, self.interrupt = config, device, interrupt
+        self.watchdog = current_job().watchdog
         agree(lambda: check_installed(config.train.trackers), device=device)
         self.layout: Layout = config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows)
         self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
@@ -139,7 +150,7 @@ class Trainer:
             for rows in self._batches():
                 self._train_on(rows)
             if config.train.save_interval is not None and self._last is not None:
-                self.checkpoints.save(self.position, *self._last, self._computed_fields())
+                self._save(*self._last)
             agree(self._close_folder, device=self.device)
         finally:
             self.progress.close()
@@ -193,7 +204,9 @@ class Trainer:
         """Plan a batch, compute what the objective reads, and take its optimizer steps."""
         self._raise_if_stopping()
         started = time.perf_counter()
-        batch, plan, forward_plan = agree(lambda: self._prepare(rows), device=self.device)
+        with guarded(self.watchdog, f"the plan of batch {self.position.batch}"):
+            self.watchdog.place.enter("plan")
+            batch, plan, forward_plan = agree(lambda: self._prepare(rows), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(plan))
         first_step = self.position.step_in_batch
@@ -215,7 +228,11 @@ class Trainer:
             self._raise_if_stopping()
             self._step(plan, batch, index, costs)
             if self._stopping or self.checkpoints.due(self.num_steps):
-                self.checkpoints.save(self.position, plan, batch, self._computed_fields())
+                self._save(plan, batch)
+
+    def _save(self, plan: Plan, batch: SampleBatch) -> None:
+        self.watchdog.place.enter("checkpoint")
+        self.checkpoints.save(self.position, plan, batch, self._computed_fields())
 
     def _prepare(self, rows: Rows) -> tuple[SampleBatch, Plan, Plan]:
         """Local work of a batch: tensors, advantages, and the plans that every rank finds alike."""
@@ -278,24 +295,28 @@ class Trainer:
         objective, step = self.config.objective, plan.steps[index]
         simulation = simulate_planned(plan, step, self.cost)
         predicted_s = self.clock.predict(simulation.makespan)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        reset_memory_peaks()
-        self.tracer.start()
-        started = time.perf_counter()
-        result = self.adapter.step(
-            plan,
-            batch,
-            objective=self.objective,
-            step=index,
-            weighting=objective.loss_weighting,
-            norm_constant=objective.norm_constant,
-            entropy=True,
-        )
-        torch.cuda.synchronize()
-        measured_s = time.perf_counter() - started
-        updated, grad_norm, _ = self.optimizer.step()
+        with guarded(self.watchdog, f"step {self.num_steps + 1}", predicted_s):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            reset_memory_peaks()
+            self.tracer.start()
+            started = time.perf_counter()
+            result = self.adapter.step(
+                plan,
+                batch,
+                objective=self.objective,
+                step=index,
+                weighting=objective.loss_weighting,
+                norm_constant=objective.norm_constant,
+                entropy=True,
+                next_step=index + 1 if index + 1 < len(plan.steps) else None,
+            )
+            torch.cuda.synchronize()
+            measured_s = time.perf_counter() - started
+            self.watchdog.place.enter("optimizer")
+            updated, grad_norm, _ = self.optimizer.step()
+            _refuse_norm(float(grad_norm))
         assert self.schedule is not None
         lr = self.optimizer.param_groups[0]["lr"]
         self.schedule.step(increment=1)
@@ -341,3 +362,14 @@ class Trainer:
                 f"a signal ended the run after step {self.num_steps}; it is saved: start it again "
                 "with train.resume=auto"
             )
+
+
+def _refuse_norm(grad_norm: float) -> None:
+    """Raise where the norm of finite gradients is none; it is the same on every rank."""
+    if not math.isfinite(grad_norm):
+        error = ScheduleError(
+            f"the gradient norm is {grad_norm}, though every rank's own gradients are finite; "
+            "resume from the last checkpoint, with a lower optim.lr"
+        )
+        error.on_all_ranks = True
+        raise error

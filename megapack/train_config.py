@@ -1,6 +1,7 @@
 """The configuration of the main job. `load_config(path, overrides, TrainConfig)` reads it.
 
-Sections are named as in YAML: `layout`, `plan`, `model`, `data`, `objective`, `optim`, `train`.
+Sections are named as in YAML: `layout`, `plan`, `model`, `data`, `objective`, `optim`, `train`,
+`watchdog`.
 Each field says under it what it means, in which unit, and what null means.
 """
 
@@ -14,6 +15,7 @@ from megapack.cost import CostModel
 from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import CountRule, Fp8, Layout
+from megapack.loop_config import LoopConfig, WatchdogConfig
 from megapack.memory import MemoryModel
 from megapack.model_config import DataConfig, ModelConfig, ObjectiveConfig, at_least
 from megapack.policy import (
@@ -35,6 +37,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimConfig",
     "LoopConfig",
+    "WatchdogConfig",
 ]
 
 
@@ -193,40 +196,6 @@ class OptimConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """How long the job runs and what it tells."""
-
-    num_batches: int | None = None
-    """Stop after this many batches of prompts; null = when the epochs are over."""
-    epochs: int = 1
-    """Passes over the data."""
-    log_interval: int = 1
-    """A line is logged every this many optimizer steps; `metrics.jsonl` gets every step."""
-    trace_steps: int = 0
-    """Optimizer steps, from the second on, whose forwards and backwards are timed on every rank and
-    written to `trace.jsonl`, for `megapack trace` and `megapack report`; 0 = none."""
-    save_interval: int | None = None
-    """A checkpoint is saved every this many optimizer steps, after the last, and where SIGTERM or
-    SIGUSR1 ends the run; null = none. All ranks must see the run's folder."""
-    keep_checkpoints: int | None = 2
-    """Complete checkpoints that stay, the latest; null = all."""
-    resume: str | None = None
-    """Go on from a checkpoint: its folder, the folder of a run (its latest), or auto (the latest
-    of this run, and from the start where there is none); null = from the start."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides `metrics.jsonl`; the packages of these names must be installed."""
-
-    def __post_init__(self) -> None:
-        at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
-        at_least(self, "train", 1, "keep_checkpoints")
-        at_least(self, "train", 0, "trace_steps")
-        if self.resume == "":
-            raise ConfigError("train.resume is empty; set a folder, auto, or null")
-        if len(set(self.trackers)) < len(self.trackers):
-            raise ConfigError(f"train.trackers is {list(self.trackers)}; name each once")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything that a run depends on; written to the run's folder as it was resolved."""
 
@@ -252,6 +221,8 @@ class TrainConfig:
     """The optimizer."""
     train: LoopConfig = dataclasses.field(default_factory=LoopConfig)
     """The loop."""
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
+    """Steps that are late."""
 
     def __post_init__(self) -> None:
         at_least(self, "", 0, "seed")

@@ -24,6 +24,7 @@ from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from megapack.schedule_run import ScheduleRunner
 from megapack.train_config import ModelConfig
 
 MODEL = ModelConfig(num_layers=8, hidden_size=128, num_attention_heads=4, num_query_groups=2)
@@ -32,18 +33,24 @@ ROUNDS = 5
 EQUAL = [(1, 64), (8, 64), (1, 512), (4, 256), (1, 1024), (16, 64), (2, 768)]
 
 
-class TimedAdapter(ScheduleAdapter):
+class TimedRunner(ScheduleRunner):
     """Keeps the seconds of the schedule alone, packing and agreement left out."""
 
     seconds = 0.0
 
-    def _run(self, *args: Any, **kwargs: Any) -> None:
+    def run(self, *args: Any, **kwargs: Any) -> None:
         dist.barrier()
         started = time.perf_counter()
-        super()._run(*args, **kwargs)
+        super().run(*args, **kwargs)
         seconds = torch.tensor(time.perf_counter() - started)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         self.seconds = float(seconds)
+
+
+class TimedAdapter(ScheduleAdapter):
+    """An adapter whose steps are timed."""
+
+    runner_class = TimedRunner
 
 
 def batch_of(lengths: list[int]) -> SampleBatch:
@@ -67,7 +74,7 @@ def measured(adapter: TimedAdapter, cases: list[Case]) -> list[float]:
             for chunk in adapter.chunks:
                 chunk.zero_grad_buffer()
             adapter.step(plan, batch, objective=SFT())
-            seconds.append(adapter.seconds)
+            seconds.append(adapter.runner.seconds)
         rounds.append(seconds)
     return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
 

@@ -33,6 +33,7 @@ from megapack.p2p import PlannedP2PCommunicator
 from megapack.rollouts import Rollout, read_rollouts
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from megapack.schedule_run import ScheduleRunner
 from megapack.tokenizer import ByteTokenizer
 from megapack.train_config import ModelConfig
 
@@ -48,10 +49,16 @@ class ExchangingCommunicator(PlannedP2PCommunicator):
         return P2PCommunicator._communicate_shapes(self, *args)
 
 
-class ExchangingAdapter(ScheduleAdapter):
+class ExchangingRunner(ScheduleRunner):
     """The same rows with Megatron's own exchange of shapes."""
 
     communicator_class = ExchangingCommunicator
+
+
+class ExchangingAdapter(ScheduleAdapter):
+    """Steps with that exchange."""
+
+    runner_class = ExchangingRunner
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ from megapack.model import build_model, initialize_parallel
 from megapack.routing import RoutingPass
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from megapack.schedule_run import ScheduleRunner
 from megapack.tokenizer import ByteTokenizer
 from megapack.trace import mark, seconds_between
 from megapack.train_config import TrainConfig
@@ -60,7 +61,7 @@ from megapack.train_config import TrainConfig
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
-class RowTimer(ScheduleAdapter):
+class RowRunner(ScheduleRunner):
     """Runs the rows of a step one after another and keeps the seconds of each.
 
     What surrounds the rows in a real step (packing, agreement, the reduction of gradients) is not
@@ -70,10 +71,10 @@ class RowTimer(ScheduleAdapter):
     seconds: Sequence[tuple[float, float]] = ()
     """Per row of the last step, of its forward and of its backward."""
 
-    def _run(
+    def run(
         self,
         plan: Plan,
-        step_index: int,
+        step: StepPlan,
         packed: Any,
         last_stage: LastStage,
         routers: RoutingPass,
@@ -81,10 +82,10 @@ class RowTimer(ScheduleAdapter):
         forward_only: bool,
     ) -> None:
         (chunk,) = self.chunks
-        rows = [DeviceRow(row, self._device, seen) for row, seen in zip(*packed, strict=True)]
+        rows = [DeviceRow(row, self.device, seen) for row, seen in zip(*packed, strict=True)]
         forward_row = RowForward(last_stage, routers)
         marks = []
-        with self._routing.following(routers), chunk.no_sync():
+        with self.routing.following(routers), chunk.no_sync():
             for row in rows:
                 begin = mark()
                 hidden, loss_function = forward_row(iter([row]), chunk)
@@ -94,6 +95,12 @@ class RowTimer(ScheduleAdapter):
                 marks.append((begin, middle, mark()))
         torch.cuda.synchronize()
         self.seconds = [(seconds_between(*m[:2]), seconds_between(*m[1:])) for m in marks]
+
+
+class RowTimer(ScheduleAdapter):
+    """Steps whose rows run one after another."""
+
+    runner_class = RowRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +115,7 @@ class Rows:
         for chunk in timer.chunks:
             chunk.zero_grad_buffer()
         timer.step(self.plan, self.batch, objective=SFT(), entropy=True)
-        return timer.seconds
+        return timer.runner.seconds
 
 
 def measure(timer: RowTimer, every: Sequence[Rows], rounds: int) -> list[list[Measurement]]:

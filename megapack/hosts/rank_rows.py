@@ -82,7 +82,7 @@ def agree_on_need(
         rank = read()
         return rank, rank.need
     device = _device_of(group)
-    rank = agree(read, device=device, same={"set of batching options": settings}, group=group)
+    rank = agree(read, device=device, same={"batching options": settings}, group=group)
     mine = [rank.need.count, -rank.need.room, rank.need.longest]
     found = torch.tensor(mine, dtype=torch.int64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)

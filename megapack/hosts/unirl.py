@@ -277,7 +277,7 @@ def _agree(
 def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
     from megapack.consensus import agree
 
-    return agree(read, device=_device(), same={"set of micro-batch settings": settings})
+    return agree(read, device=_device(), same={"micro-batch settings": settings})
 
 
 def _all_reduce_max(values: list[int]) -> list[int]:

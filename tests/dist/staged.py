@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megapack.p2p import PlannedP2PCommunicator
 from megapack.schedule import ScheduleAdapter
+from megapack.schedule_run import ScheduleRunner
 
 # With two stages the next one is the previous one too: tags keep the directions apart.
 FORWARD, BACKWARD = 0, 1
@@ -78,10 +79,16 @@ class StagedCommunicator(PlannedP2PCommunicator):
         return Transfer(dist.irecv(host, source, group=self.pp_group, tag=tag), host, arrived)
 
 
+class StagedRunner(ScheduleRunner):
+    """Stages may share a device."""
+
+    communicator_class = StagedCommunicator
+
+
 class StagedAdapter(ScheduleAdapter):
     """An adapter whose stages may share a device."""
 
-    communicator_class = StagedCommunicator
+    runner_class = StagedRunner
 
 
 def _host_buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

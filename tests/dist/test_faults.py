@@ -13,10 +13,10 @@ from tests.dist.spawn import checked_job
 pytestmark = pytest.mark.dist
 
 SAYS = {
-    "another_plan": "another plan than the other 1",
-    "another_cost_model": "another cost model than the other 1",
-    "another_step": "another step than the other 1",
-    "another_objective": "another call than the other 1",
+    "another_plan": "ranks [1] differ from the other 1 in plan",
+    "another_cost_model": "differ from the other 1 in cost model",
+    "another_step": "differ from the other 1 in step number (rank 1: '1', most: '0')",
+    "another_objective": "differ from the other 1 in call",
     "missing_field": "rank 1: DataError: GRPO reads",
     "other_lengths": "rank 1: ",
     "other_layout": "DataError: the plan is for Layout(dp=2",
@@ -26,7 +26,7 @@ SAYS = {
     "another_head": "rank 1: ScheduleError: the model has a vocabulary head",
     "values_of_a_vocabulary": "ConfigError: ValueLoss reads values",
     "pairs_apart": "DataError: DPO needs pairs in one micro-batch; plan with colocate_ids",
-    "other_tensors": "another tensor fields than the other 1",
+    "other_tensors": "differ from the other 1 in tensor fields",
     "a_full_disk": "1 of 2 ranks failed: rank 1: OSError: [Errno 28] No space left on device",
     "batched_p2p": "set overlap_p2p_comm=True",
 }

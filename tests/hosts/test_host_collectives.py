@@ -56,7 +56,7 @@ REFUSED = {
     "a_long_sample": "HostAssertionError: a sample of 64 tokens is over max_token_len=60",
     "no_samples": "ScheduleError: 1 of 2 ranks failed: rank 1: DataError: a rank has no samples",
     "groups_that_do_not_divide": "rank 1: HostAssertionError: 3 samples in groups of",
-    "another_budget": "another set of batching options than the other 1",
+    "another_budget": "differ from the other 1 in batching options",
     "no_budget": "ScheduleError: 1 of 2 ranks failed: rank 1: TypeError",
     "skyrl_no_samples": "rank 1: DataError: a rank has no samples",
 }

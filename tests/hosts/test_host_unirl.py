@@ -134,7 +134,7 @@ def test_ranks_agree_or_raise_together() -> None:
     for rank in ranks:
         assert "1 of 2 ranks failed: rank 1: PlanError: 7 samples" in rank["rank 1 cannot divide"]
         assert "rank 1: ValueError" in rank["rank 1 has garbage"]
-        assert "ranks [1] have another set of micro-batch settings" in rank["budgets differ"]
+        assert "ranks [1] differ from the other 1 in micro-batch settings" in rank["budgets differ"]
         assert "rank 1: ConfigError: micro_token_budget=0" in rank["no budget of rank 1"]
         assert "needs 4 micro-batches in an update, another has 1" in rank["too few on rank 0"]
 

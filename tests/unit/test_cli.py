@@ -108,11 +108,11 @@ def test_an_error_of_a_command_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(args: object) -> int:
-        raise ScheduleError("ranks [1] have another plan")
+        raise ScheduleError("ranks [1] differ in plan")
 
     monkeypatch.setattr(train, "run", fail)
     assert cli.main(["train", "config.yaml"]) == 2
-    assert capsys.readouterr().err == "megapack: ranks [1] have another plan\n"
+    assert capsys.readouterr().err == "megapack: ranks [1] differ in plan\n"
 
 
 def test_an_error_that_is_ours_to_fix_keeps_its_traceback(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 
@@ -14,16 +12,18 @@ from megapack.errors import DataError, MegapackError, ScheduleError
 pytestmark = pytest.mark.unit
 
 CPU = torch.device("cpu")
-Rank = tuple[list[bytes], str]
+Rank = tuple[str, list[str]]
 
 
 def rank(*values: str, error: str = "") -> Rank:
-    """What one rank sends: a digest per value, and its error."""
-    return [hashlib.sha256(value.encode()).digest() for value in values], error
+    """What one rank tells: its error, and its values."""
+    return error, list(values)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *ranks: Rank) -> None:
-    """Make the exchange answer with these ranks."""
+    """Make the ranks these, not all alike."""
+    alike = len({tuple(values) for _, values in ranks}) == 1 and not any(e for e, _ in ranks)
+    monkeypatch.setattr(consensus, "_are_alike", lambda *_: alike)
     monkeypatch.setattr(consensus, "_exchange", lambda *_: list(ranks))
 
 
@@ -108,13 +108,13 @@ def test_a_failure_is_told_before_a_difference(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_ranks_that_differ_are_named_with_the_thing(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, *[rank("same", text) for text in ("a", "b", "a", "c", "a")])
-    with pytest.raises(ScheduleError, match=r"ranks \[1, 3\] have another call than the other 3"):
+    with pytest.raises(ScheduleError, match=r"ranks \[1, 3\] differ from the other 3 in call"):
         agree(lambda: 1, device=CPU, same={"plan": "same", "call": "a"})
 
 
 def test_the_first_thing_that_differs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, rank("a", "x"), rank("a", "x"), rank("b", "y"))
-    with pytest.raises(ScheduleError, match=r"ranks \[2\] have another plan than the other 2"):
+    with pytest.raises(ScheduleError, match=r"ranks \[2\] differ from the other 2 in plan"):
         agree(lambda: 1, device=CPU, same={"plan": "a", "call": "x"})
 
 
@@ -123,15 +123,29 @@ def test_equal_values_of_many_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> No
     assert agree(lambda: 7, device=CPU, same={"plan": "a", "call": "x"}) == 7
 
 
+def test_short_values_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, rank("M", "8"), rank("M", "8"), rank("M", "16"))
+    with pytest.raises(ScheduleError, match=r"in M \(rank 2: '16', most: '8"):
+        agree(lambda: 1, device=CPU, same={"plan": "M", "M": "8"})
+
+
 @pytest.mark.parametrize("message", ["", "OSError: disk", "DataError: é" + "é" * 1000])
-def test_what_a_rank_sends_is_read_back(message: str) -> None:
-    size, digests = consensus._DIGEST_BYTES, [b"\x00" * 16, bytes(range(16))]
-    text = message.encode()[: consensus._MESSAGE_BYTES]
-    row = b"".join(digests) + text.ljust(consensus._MESSAGE_BYTES, b"\0")
-    found, read = consensus._unpacked(row, 2)
-    assert size == 16
-    assert found == digests
-    assert read == text.decode(errors="replace")
+@pytest.mark.parametrize("values", [[], ["", "a"], ["é" * 50]])
+def test_what_a_rank_tells_is_read_back(message: str, values: list[str]) -> None:
+    row = consensus._packed(message, consensus._MESSAGE_BYTES)
+    row += b"".join(consensus._packed(value, consensus._VALUE_BYTES) for value in values)
+    text, read = consensus._unpacked(row, len(values))
+    assert text == message.encode()[: consensus._MESSAGE_BYTES].decode(errors="replace")
+    assert read == [v.encode()[: consensus._VALUE_BYTES].decode(errors="replace") for v in values]
+
+
+def test_long_values_differ_by_their_digest() -> None:
+    one, other = "x" * 200 + "1", "x" * 200 + "2"
+    assert consensus._shortened("abc") == "abc"
+    assert consensus._shortened(one) != consensus._shortened(other)
+    assert len(consensus._shortened(one).encode()) <= consensus._VALUE_BYTES
+    assert consensus._number(one) != consensus._number(other)
+    assert 0 <= consensus._number(one) < 2**62
 
 
 def test_one_process_goes_first_and_alone() -> None:

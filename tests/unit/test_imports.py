@@ -20,18 +20,20 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
     "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl "
-    "data_files files length_file",
+    "data_files files length_file place",
     "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
     "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
     "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
     "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_summary forecast tune run_records timeline chrome_trace plot page page_data",
-    "thd cp_slices samples ragged train_config run_data batch_plan checkpoint_files",
+    "thd cp_slices samples ragged loop_config train_config run_data batch_plan checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
-    "run_context segments objectives preference value_head checkpoint_state reference",
-    "model layer_specs optimizer train checkpoint launch report interrupt trackers trace dry_run",
+    "run_context segments objectives preference value_head checkpoint_state reference interrupt "
+    "board watch_peers watchdog agreements guard job microbatch_events non_finite schedule_run "
+    "step_call",
+    "model layer_specs optimizer train checkpoint launch report trackers trace dry_run",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
     "commands.trace commands.plot commands.report commands.patch commands.run "
@@ -48,8 +50,8 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.spl
 # Who speaks with Megatron.
 MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
 MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
-MEGATRON |= {"run_context", "schedule", "settings", "trace", "train", "layer_specs", "optimizer"}
-MEGATRON |= {"doctor_probes"}
+MEGATRON |= {"run_context", "schedule", "schedule_run", "settings", "trace", "train"}
+MEGATRON |= {"doctor_probes", "layer_specs", "optimizer"}
 MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.

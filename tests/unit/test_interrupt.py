@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -31,14 +33,37 @@ def test_handlers_come_back_after_an_error() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_signals_end_a_run_without_checkpoints_even_if_they_were_ignored() -> None:
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        with Interrupt(saves=False):
-            assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_DFL] * 2
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+ENDS = """
+import signal
+from megapack.interrupt import Interrupt
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+with Interrupt(saves=False):
+    signal.raise_signal(signal.{})
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_end_a_run_without_checkpoints_even_if_they_were_ignored(
+    number: signal.Signals,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS.format(number.name)],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == -number
+    assert done.stdout == b""
+
+
+def test_a_watchdog_gets_a_byte_per_signal() -> None:
+    with Interrupt(saves=True) as interrupt:
+        assert interrupt.bytes is not None
+        signal.raise_signal(signal.SIGTERM)
+        interrupt.bytes.settimeout(5)
+        assert signal.SIGTERM in interrupt.bytes.recv(8)
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_ctrl_c_stays_as_it_is() -> None:

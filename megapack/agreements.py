@@ -1,0 +1,89 @@
+"""What the next step needs is prepared and agreed on while this one runs.
+
+A thread packs the next step's rows and sends one small all-reduce on a gloo group of its own, which
+does not wait for the device; the step then finds both done.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megapack.consensus import agree
+from megapack.watchdog import Watchdog
+
+T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+_POLL_S = 0.2
+
+
+class Agreement(Generic[T]):
+    """Work of all ranks that is under way; see `Agreements.start`."""
+
+    def __init__(self, found: Future[T], watchdog: Watchdog) -> None:
+        self._found, self._watchdog = found, watchdog
+
+    def result(self) -> T:
+        """What this rank's work gave, once all ranks have agreed.
+
+        Raises:
+            ScheduleError: as `consensus.agree` does.
+            RankError: another rank failed, or is gone, in the meantime.
+        """
+        while True:
+            try:
+                return self._found.result(_POLL_S)
+            except TimeoutError:
+                if self._found.done():
+                    raise
+                self._watchdog.raise_failure()
+
+
+class Agreements:
+    """Agreements one after another, in the order of `start`, which is the same on all ranks.
+
+    Made on all ranks together: a collective.
+    """
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: one that waits for a rank that is gone must not hold up the exit.
+        self._thread = threading.Thread(target=self._work, name="megapack-agreements", daemon=True)
+        self._thread.start()
+
+    def start(self, work: Callable[[], T], same: Callable[[], Mapping[str, str]]) -> Agreement[T]:
+        """Begin local work on the thread, and agree on it; a collective of all ranks.
+
+        Args:
+            work: see `consensus.agree`.
+            same: what `consensus.agree` takes; called on the thread.
+        """
+        found: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                found.set_result(agree(work, device=_CPU, same=same(), group=self._group))
+            except BaseException as error:  # raised by `Agreement.result`
+                found.set_exception(error)
+
+        self._jobs.put(job)
+        return Agreement(found, self._watchdog)
+
+    def stop(self) -> None:
+        """End the thread, once it has nothing left to do."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            # Its rows would live on until the next job.
+            del job

@@ -1,0 +1,150 @@
+"""What ranks tell each other beside their collectives, through the job's store.
+
+A rank that is stuck in a collective hears nothing there. The store that the job was set up with
+answers all the same: the first failure stands on it, who is alive, and who has heard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from megapack.errors import RankError
+
+_NO_FAILURE = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a job cannot go on, as every rank tells it."""
+
+    text: str
+    """One line: the rank, where it was, what happened."""
+    traceback: str = ""
+    """Of the rank that failed."""
+    gone: tuple[int, ...] = ()
+    """Ranks that will not answer: killed or stopped."""
+
+    def error(self) -> RankError:
+        """What every rank raises; the traceback is its note."""
+        error = RankError(self.text)
+        if self.traceback:
+            error.add_note(self.traceback)
+        return error
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank's process on this host."""
+
+    rank: int
+    pid: int
+    started: str
+    """Tells it from a later process of the same number; "" where the system does not say."""
+
+    @classmethod
+    def own(cls, rank: int) -> Process:
+        """This process."""
+        return cls(rank, os.getpid(), _stat(os.getpid())[1])
+
+    def state(self) -> Literal["running", "stopped", "gone"]:
+        """Whether it runs; "running" where the system does not say."""
+        state, started = _stat(self.pid)
+        if started != self.started or state in ("Z", "X"):
+            return "gone"
+        return "stopped" if state in ("T", "t") else "running"
+
+
+class Board:
+    """A rank's view of the job's store. Made on all ranks, each for itself.
+
+    Args:
+        store: any store that all ranks share.
+        rank, world: of this process.
+        name: a prefix of its own, the same on all ranks.
+
+    Raises what the store raises where its host is gone.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, name: str) -> None:
+        self.rank, self.world = rank, world
+        # A connection of its own: a call that waits in another one would hold up this one.
+        own = store.clone() if hasattr(store, "clone") else store
+        self._store = dist.PrefixStore(f"megapack/{name}", own)
+        self._num_beats = 0
+        self._store.compare_set("failure", "", _NO_FAILURE)
+        self.beat()
+        mine = Process.own(rank)
+        self._host_key = f"host/{socket.gethostname()}"
+        entry = f"{mine.rank} {mine.pid} {mine.started},"
+        self._store.append(self._host_key, entry)  # type: ignore[attr-defined]
+
+    def beat(self) -> None:
+        """Show that this process lives."""
+        self._num_beats += 1
+        self._store.set(f"beat/{self.rank}", str(self._num_beats))
+
+    def beats(self, ranks: Sequence[int]) -> list[int]:
+        """How often each of them showed it; 0 for one that never joined."""
+        return [self._number(f"beat/{rank}") for rank in ranks]
+
+    def processes_on_host(self) -> list[Process]:
+        """The other ranks on this host that have joined so far."""
+        entries = self._store.get(self._host_key).decode().split(",")[:-1]
+        found = (entry.split(" ") for entry in entries)
+        processes = [Process(int(rank), int(pid), started) for rank, pid, started in found]
+        return [process for process in processes if process.rank != self.rank]
+
+    def post(self, failure: Failure) -> Failure:
+        """Tell a failure; returns the one that was told first."""
+        text = json.dumps(asdict(failure))
+        return _read(self._store.compare_set("failure", _NO_FAILURE, text)) or failure
+
+    def failure(self) -> Failure | None:
+        """The failure that was told first."""
+        return _read(self._store.get("failure"))
+
+    def leave(self) -> None:
+        """Say that this rank ends in good order."""
+        self._store.set(f"left/{self.rank}", "1")
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank said so."""
+        return bool(self._number(f"left/{rank}"))
+
+    def hear(self) -> int:
+        """Say that this rank knows of the failure; how many do."""
+        return int(self._store.add("heard", 1))
+
+    def num_heard(self) -> int:
+        """How many ranks know of the failure."""
+        return int(self._store.add("heard", 0))
+
+    def _number(self, key: str) -> int:
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+
+def _read(content: bytes) -> Failure | None:
+    text = content.decode()
+    if text == _NO_FAILURE:
+        return None
+    fields = json.loads(text)
+    return Failure(**{**fields, "gone": tuple(fields["gone"])})
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and start time of a process as Linux tells them; ("X", "") for one that is gone."""
+    if not os.path.exists("/proc/self/stat"):
+        return "?", ""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "X", ""
+    return fields[0], fields[19]

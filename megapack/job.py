@@ -1,0 +1,52 @@
+"""What a process shares with the other ranks of its job beside Megatron's groups."""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megapack.agreements import Agreements
+from megapack.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Job:
+    """The ranks of `torch.distributed`'s default group."""
+
+    watchdog: Watchdog
+    agreements: Agreements
+
+    def stop(self) -> None:
+        """End its threads."""
+        self.agreements.stop()
+        self.watchdog.stop()
+
+
+_joined: list[tuple[dist.ProcessGroup, Job]] = []
+
+
+def current_job() -> Job:
+    """The job that this process is in, joined at the first call: a collective of all ranks."""
+    default = dist.distributed_c10d._get_default_group()
+    if not _joined or _joined[0][0] is not default:
+        return join_job(Watchdog())
+    return _joined[0][1]
+
+
+def join_job(watchdog: Watchdog) -> Job:
+    """Join with a watchdog of one's own, before anything asks for the job. A collective."""
+    leave_job()
+    job = Job(watchdog, Agreements(watchdog))
+    _joined.append((dist.distributed_c10d._get_default_group(), job))
+    return job
+
+
+def leave_job() -> None:
+    """End in good order; where no job was joined this does nothing."""
+    while _joined:
+        _joined.pop()[1].stop()
+
+
+atexit.register(leave_job)

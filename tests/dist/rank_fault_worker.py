@@ -1,0 +1,201 @@
+"""The main job, in which one rank meets a fault at one place; each rank writes what it was told.
+
+torchrun --nproc-per-node 4 -m tests.dist.rank_fault_worker OUT_DIR FAULT PHASE RANK [overrides]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapack import schedule, train
+from megapack.config import load_config
+from megapack.errors import DataError
+from megapack.forward import RowForward
+from megapack.interrupt import Interrupt
+from megapack.non_finite import FiniteFlags
+from megapack.schedule_run import ScheduleRunner
+from megapack.train_config import TrainConfig
+from tests.dist.spawn import ROOT
+
+CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
+SETTINGS = [
+    *("name=run", "data.num_generated=32", "data.prompts_per_batch=4", "plan.global_batch_size=8"),
+    *("model.num_layers=4", "model.hidden_size=32", "plan.search=64", "objective.kl_coef=0.0"),
+]
+PHASES = ("plan", "pack", "forward", "backward", "reduction", "output")
+FAULTS = ("bad_sample", "out_of_memory", "user_error", "nan", "killed")
+AT_STEP = 2
+"""The fault comes after this many steps."""
+AT_MICROBATCH = 1
+NAN = float("nan")
+
+
+class Trigger:
+    """Lets a fault happen once, on one rank, when its time has come."""
+
+    def __init__(self, folder: Path, fault: str, rank: int) -> None:
+        self.folder, self.fault = folder, fault
+        self.is_due = False
+        self.is_own = int(os.environ["RANK"]) == rank
+
+    def fires(self) -> bool:
+        """Whether the fault happens now; it is noted when."""
+        if not (self.is_own and self.is_due):
+            return False
+        self.is_due = False
+        (self.folder / "injected").write_text(str(time.time()), encoding="utf-8")
+        return True
+
+    def __call__(self) -> None:
+        """Raise or be killed, here."""
+        if not self.fires():
+            return
+        if self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault == "bad_sample":
+            raise DataError("sample 3 has no tokens; leave it out of the batch")
+        if self.fault == "out_of_memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise ValueError("the user's own code failed")
+
+
+def inject(trigger: Trigger, phase: str) -> None:
+    """Put the fault into one phase of the job."""
+    _count_steps(trigger)
+    is_nan = trigger.fault == "nan"
+    if phase == "plan" and is_nan:
+        _around(train, "group_advantages", after=lambda found: _poisoned(found, trigger))
+    elif phase == "plan":
+        _around(train.Trainer, "_prepare", before=trigger)
+    elif phase == "pack" and is_nan:
+        from megapack import step_call
+
+        _around(step_call, "sample_weights", after=lambda found: _poisoned(found, trigger))
+    elif phase == "pack":
+        _around(schedule, "pack_row", before=trigger)
+    elif phase == "forward" and is_nan:
+        _around(RowForward, "__call__", after=lambda found: _poisoned_forward(found, trigger))
+    elif phase == "backward" and is_nan:
+        _around(RowForward, "__call__", after=lambda found: _poisoned_backward(found, trigger))
+    elif phase in ("forward", "backward"):
+        _around(ScheduleRunner, "run", before=lambda *call: _listen(call[0], phase, trigger))
+    elif phase == "reduction" and is_nan:
+        _around(FiniteFlags, "look_at_gradients", before=lambda *a: _poison_buffers(a, trigger))
+    elif phase == "reduction":
+        _around(FiniteFlags, "look_at_gradients", before=trigger)
+    elif is_nan:
+        _around(schedule, "sum_metrics", after=lambda found: _poisoned_loss(found, trigger))
+    else:
+        _around(schedule, "sum_metrics", before=trigger)
+
+
+def _count_steps(trigger: Trigger) -> None:
+    def due(trainer: Any, *_: Any) -> None:
+        trigger.is_due = trigger.is_due or trainer.num_steps == AT_STEP
+
+    _around(train.Trainer, "_train_on", before=due)
+    _around(train.Trainer, "_step", before=due)
+
+
+def _around(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[..., None] | None = None,
+    after: Callable[[Any], Any] | None = None,
+) -> None:
+    inner = getattr(owner, name)
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args) if not isinstance(before, Trigger) else before()
+        found = inner(*args, **kwargs)
+        return found if after is None else after(found)
+
+    setattr(owner, name, outer)
+
+
+def _poisoned(values: Any, trigger: Trigger) -> Any:
+    return values * NAN if trigger.fires() else values
+
+
+def _poisoned_forward(found: Any, trigger: Trigger) -> Any:
+    output, loss_function = found
+    return (output * NAN, loss_function) if trigger.fires() else found
+
+
+def _poisoned_backward(found: Any, trigger: Trigger) -> Any:
+    if found[0].requires_grad and trigger.fires():
+        found[0].register_hook(lambda gradient: gradient * NAN)
+    return found
+
+
+def _poison_buffers(args: Any, trigger: Trigger) -> None:
+    if trigger.fires():
+        args[1][0].fill_(NAN)
+
+
+def _poisoned_loss(found: dict[str, float], trigger: Trigger) -> dict[str, float]:
+    return {**found, "loss": NAN} if trigger.fires() else found
+
+
+def _listen(runner: ScheduleRunner, phase: str, trigger: Trigger) -> None:
+    if not any(isinstance(listener, _Faulty) for listener in runner.listeners):
+        runner.listeners.append(_Faulty(phase, trigger))
+
+
+class _Faulty:
+    """Fails where one forward or backward begins."""
+
+    def __init__(self, phase: str, trigger: Trigger) -> None:
+        self._kind, self._trigger = {"forward": "F", "backward": "B"}[phase], trigger
+
+    def begins(self, kind: str, chunk: int, microbatch: int) -> None:
+        # The log-probs of the batch are forwards too.
+        if (kind, microbatch) == (self._kind, AT_MICROBATCH) and torch.is_grad_enabled():
+            self._trigger()
+        if kind == self._kind == "B" and microbatch == AT_MICROBATCH:
+            self._trigger()
+
+    def ends(self, kind: str, chunk: int, microbatch: int) -> None:
+        """No fault there."""
+
+    def puts_out(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
+        """No fault there."""
+
+
+def main(out_dir: str, fault: str, phase: str, rank: str, *overrides: str) -> int:
+    """Run the job; the exit code of the command."""
+    folder = Path(out_dir)
+    inject(Trigger(folder, fault, int(rank)), phase)
+    config = load_config(CONFIG, [*SETTINGS, f"runs_dir={folder}/runs", *overrides], TrainConfig)
+    told = {"error": "", "notes": "", "cause": ""}
+    code = 0
+    with Interrupt(saves=config.train.save_interval is not None) as interrupt:
+        try:
+            train.train(config, interrupt)
+        except Exception as error:
+            code = getattr(error, "exit_code", 70)
+            told["error"] = f"{type(error).__name__}: {error}"
+            told["notes"] = "\n".join(getattr(error, "__notes__", ()))
+            told["cause"] = "".join(traceback.format_exception(error))
+    told["time"] = str(time.time())
+    path = folder / f"rank{os.environ['RANK']}.json"
+    path.write_text(json.dumps(told), encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

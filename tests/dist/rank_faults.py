@@ -1,0 +1,91 @@
+"""Runs one case of the fault matrix and says what was wrong with how it ended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.dist.rank_fault_worker import FAULTS, PHASES
+from tests.dist.spawn import run_job
+
+LIMIT_S = 20.0
+"""From the fault until the last rank has its error."""
+WORLD = 4
+SAYS = {
+    "bad_sample": "DataError: sample 3 has no tokens",
+    "out_of_memory": "OutOfMemoryError: CUDA out of memory",
+    "user_error": "ValueError: the user's own code failed",
+    "nan": ("NaN", "nan"),
+    "killed": "is gone: it was killed",
+}
+"""What every rank's error holds, one of these."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in a phase on a rank."""
+
+    fault: str
+    phase: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.fault}-{self.phase}-rank{self.rank}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended."""
+
+    seconds: float
+    """From the fault to the last rank's error."""
+    complaints: tuple[str, ...]
+    """What was not as promised; empty where all was."""
+
+
+def every_case() -> list[Case]:
+    """All 120."""
+    return [Case(f, p, r) for f in FAULTS for p in PHASES for r in range(WORLD)]
+
+
+def run_case(case: Case, folder: Path, *overrides: str) -> Outcome:
+    """Run a case in an empty folder."""
+    args = [str(folder), case.fault, case.phase, str(case.rank), *overrides]
+    done = run_job(WORLD, "tests.dist.rank_fault_worker", args, timeout_s=150)
+    if not (folder / "injected").exists():
+        return Outcome(0.0, (f"the fault did not happen: {done.stdout[-2000:]}",))
+    injected = float((folder / "injected").read_text(encoding="utf-8"))
+    reports = {
+        rank: json.loads(path.read_text(encoding="utf-8"))
+        for rank in range(WORLD)
+        if (path := folder / f"rank{rank}.json").exists()
+    }
+    seconds = max((float(told["time"]) for told in reports.values()), default=0.0) - injected
+    complaints = list(_complaints(case, reports))
+    if done.returncode == 0:
+        complaints.append("the job ended with 0")
+    if seconds > LIMIT_S:
+        complaints.append(f"{seconds:.1f} s")
+    return Outcome(seconds, tuple(complaints))
+
+
+def _complaints(case: Case, reports: dict[int, dict[str, str]]) -> list[str]:
+    expected = set(range(WORLD))
+    if case.fault == "killed":
+        expected -= {case.rank}
+    found = [] if set(reports) == expected else [f"errors on ranks {sorted(reports)} alone"]
+    texts = {told["error"] for told in reports.values()}
+    if len(texts) > 1:
+        found.append(f"ranks tell different errors: {sorted(texts)}")
+    says = SAYS[case.fault]
+    for rank, told in reports.items():
+        if not any(text in told["error"] for text in ([says] if isinstance(says, str) else says)):
+            found.append(f"rank {rank}: {told['error']!r} does not name the fault")
+        if f"rank {case.rank}" not in told["error"]:
+            found.append(f"rank {rank}: {told['error']!r} does not name rank {case.rank}")
+        if case.fault == "user_error" and "rank_fault_worker.py" not in (
+            told["notes"] + told["cause"]
+        ):
+            found.append(f"rank {rank}: no traceback of the origin")
+    return found

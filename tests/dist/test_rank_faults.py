@@ -1,0 +1,55 @@
+"""One rank's fault ends the job on every rank, within seconds, with one error that names it.
+
+A sample of the matrix; `tools/fault_matrix.py` runs all of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.rank_faults import WORLD, Case, every_case, run_case
+from tests.dist.spawn import run_job
+
+pytestmark = pytest.mark.dist
+
+# Every fault, every phase and every rank, each pair of fault and rank or phase at most once.
+SAMPLE = [
+    Case("bad_sample", "plan", 1),
+    Case("bad_sample", "pack", 3),
+    Case("out_of_memory", "backward", 2),
+    Case("user_error", "forward", 1),
+    Case("user_error", "reduction", 0),
+    Case("nan", "forward", 0),
+    Case("nan", "reduction", 3),
+    Case("nan", "output", 2),
+    Case("killed", "forward", 2),
+    Case("killed", "output", 0),
+]
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_every_rank_tells_one_error(case: Case, tmp_path: Path) -> None:
+    assert run_case(case, tmp_path).complaints == ()
+
+
+def test_a_stopped_rank_is_named_and_the_step_given_up(tmp_path: Path) -> None:
+    """gloo's waits cannot be broken: the watchdogs of those who wait end their processes."""
+    args = [str(tmp_path), "stopped", "forward", "3"]
+    limits = ["watchdog.abort_after_s=4", "watchdog.slow_after_s=2"]
+    done = run_job(WORLD, "tests.dist.rank_fault_worker", [*args, *limits], timeout_s=100)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    for rank in range(3):
+        (late, *_) = [line for line in lines if f"rank {rank}: step 3, " in line]
+        assert "has run for" in late
+        (error,) = [line for line in lines if line.startswith(f"megapack: rank {rank}: ")]
+        assert "which is above watchdog.abort_after_s=4; rank 3 (process " in error
+        assert "is stopped (SIGSTOP, or a debugger)" in error
+    assert any("exchange" in line or "receives" in line for line in lines), "no partner is named"
+
+
+def test_the_matrix_has_every_pair() -> None:
+    assert len(set(every_case())) == 4 * 6 * 5
+    assert set(SAMPLE) <= set(every_case())
