@@ -15,10 +15,19 @@ from megapack.data_files import SampleFile, list_files, open_file
 from megapack.data_index import INDEX_DTYPE, Index, ReadSettings, load_index
 from megapack.errors import DataError
 from megapack.jsonl import BadLine
+from megapack.plan import Plan, own_samples
 from megapack.rollouts import Rollout, group_batches
 from megapack.tokenizer import Ids
 
 Rows = npt.NDArray[np.int64]
+
+
+class TokenTaker(Protocol):
+    """A `samples.SampleBatch`."""
+
+    def set_tokens(self, sample: int, prompt: Ids, response: Ids) -> None:
+        """Take the tokens of one sample."""
+        ...
 
 
 class TokenSource(Protocol):
@@ -126,6 +135,19 @@ class Dataset:
             DataError: the file has changed since it was indexed.
         """
         return self._source.tokens(row)
+
+    def give_tokens(
+        self, batch: TokenTaker, rows: Rows, plans: Sequence[Plan], dp_rank: int
+    ) -> None:
+        """Give a batch of these samples the tokens that a data-parallel rank packs under any of the
+        plans.
+
+        Raises:
+            DataError: as `tokens` does.
+        """
+        # In the order of the data: a Parquet file keeps one row group at a time.
+        for sample in sorted(own_samples(plans, dp_rank), key=lambda one: int(rows[one])):
+            batch.set_tokens(sample, *self.tokens(int(rows[sample])))
 
 
 class _Memory:

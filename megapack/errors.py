@@ -42,6 +42,14 @@ class RankError(ScheduleError):
     on_all_ranks = True
 
 
+class StepOutOfMemory(ScheduleError):
+    """A GPU ran out of memory in a step that was carried to its end: process groups are sound, the
+    gradients are of no use, and the step may be tried again with smaller rows."""
+
+    exit_code = 1
+    on_all_ranks = True
+
+
 class RunInterrupted(MegapackError, RuntimeError):
     """A signal ended the run before its last step; it is saved, and resuming goes on with it."""
 

@@ -31,8 +31,8 @@ class LoopConfig:
     """Go on from a checkpoint: its folder, the folder of a run (its latest), or auto (the latest
     of this run, and from the start where there is none); null = from the start."""
     on_oom: Literal["error", "replan"] = "error"
-    """A GPU out of memory ends the run, or the step is taken once more with half the budget; that
-    needs ranks that do not meet inside layers (tp = cp = ep = 1), and `num_oom_replans` counts."""
+    """A GPU out of memory ends the run, or the step is taken once more in rows of half the size;
+    that needs ranks that do not meet inside layers (tp = cp = ep = 1). `num_oom_replans` counts."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides `metrics.jsonl`; the packages of these names must be installed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megapack.errors import ScheduleError
 from megapack.train_config import OptimConfig
 
 
@@ -47,3 +49,14 @@ def build_lr_schedule(
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
+
+
+def check_norm(grad_norm: float) -> None:
+    """Raise ScheduleError where the norm of finite gradients is no number; all ranks have it."""
+    if not math.isfinite(grad_norm):
+        error = ScheduleError(
+            f"the gradient norm is {grad_norm}, though every rank's own gradients are finite; "
+            "resume from the last checkpoint, with a lower optim.lr"
+        )
+        error.on_all_ranks = True
+        raise error

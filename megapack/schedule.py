@@ -34,6 +34,7 @@ from megapack.layout import Layout
 from megapack.loss import LossWeighting
 from megapack.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
 from megapack.objectives import AnyObjective, metric_names
+from megapack.out_of_memory import check_retry
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.plan import Plan, check_plan
 from megapack.routing import RoutingPass, collect_routing, token_weight
@@ -63,6 +64,8 @@ class ScheduleAdapter:
         logprob_chunk_tokens: positions whose logits exist at one time.
         temperature: logits are divided by it.
         head: "value" where the last chunk has a value head (`value_head.replace_output_layer`).
+        retries_oom: a step in which a GPU runs out of memory is carried to its end and raises
+            StepOutOfMemory on every rank, which may try again; see `out_of_memory`.
 
     Raises:
         ScheduleError: a setting that Megatron would hang or train wrongly with, and what to set.
@@ -79,11 +82,13 @@ class ScheduleAdapter:
         logprob_chunk_tokens: int = 1024,
         temperature: float = 1.0,
         head: settings.Head = "vocabulary",
+        retries_oom: bool = False,
     ) -> None:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.layout, self.head = layout, head
         self.config = get_model_config(self.chunks[0])
         self.job = current_job()
+        self._retries_oom = retries_oom
         self._device = torch.device(torch.cuda.current_device())
         # Stages differ in their layers: what one refuses, all do.
         self._routing = agree(self._checked, device=self._device)
@@ -99,6 +104,7 @@ class ScheduleAdapter:
             routing=self._routing,
             place=self.job.watchdog.place,
         )
+        self.runner.retries_oom = retries_oom
         self._head_options = {
             "tp_group": self._groups.tp,
             "cp_group": self._groups.cp,
@@ -116,6 +122,8 @@ class ScheduleAdapter:
         settings.check_layout(self.layout, len(self.chunks))
         settings.check_config(self.config, self.layout)
         settings.check_chunks(self.chunks)
+        if self._retries_oom:
+            check_retry(self.layout, self.chunks)
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         return ModelRouting(self.chunks, self.config, self.layout, tp_rank)
 
@@ -158,6 +166,7 @@ class ScheduleAdapter:
         Raises:
             ScheduleError: on every rank, where plans differ, one rank's work failed, or a loss or
                 gradient is no number.
+            StepOutOfMemory: on every rank; see `retries_oom`.
             RankError: on every rank, where one failed or ended inside the step; the process groups
                 are of no use then.
         """

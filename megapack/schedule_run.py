@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from megapack import settings
 from megapack.experts import ModelRouting
-from megapack.forward import DeviceRow, LastStage, RowForward
+from megapack.forward import DeviceRow, ForwardStep, LastStage, RowForward
 from megapack.layout import Layout
 from megapack.microbatch_events import HeardForward, Kind, Listener
 from megapack.non_finite import FiniteFlags
+from megapack.out_of_memory import OutOfMemoryCarrier
 from megapack.p2p import NotingP2PCommunicator, PlannedP2PCommunicator
 from megapack.place import Place
 from megapack.plan import Plan, StepPlan
@@ -40,6 +42,7 @@ class ScheduleRunner:
     Attributes:
         listeners: told of each forward and backward.
         flags: of the last step, whether this rank had numbers everywhere.
+        retries_oom: see `ScheduleAdapter`.
     """
 
     communicator_class = PlannedP2PCommunicator
@@ -59,7 +62,8 @@ class ScheduleRunner:
         self.chunks, self.config, self.layout = chunks, config, layout
         self.device, self.routing, self.place = device, routing, place
         self.listeners: list[Listener] = [_PlaceKeeper(place)]
-        self.flags = FiniteFlags()
+        self.flags, self.retries_oom = FiniteFlags(), False
+        self._carrier: OutOfMemoryCarrier | None = None
         self._groups = groups
 
     def run(
@@ -72,7 +76,11 @@ class ScheduleRunner:
         *,
         forward_only: bool,
     ) -> None:
-        """All rows of this rank, forward and, unless `forward_only`, backward and reduction."""
+        """All rows of this rank, forward and, unless `forward_only`, backward and reduction.
+
+        Raises:
+            StepOutOfMemory: under `retries_oom`, on every rank.
+        """
         rows, seen = packed
         device_rows = [
             DeviceRow(row, self.device, routing) for row, routing in zip(rows, seen, strict=True)
@@ -83,13 +91,16 @@ class ScheduleRunner:
             communicator = self._communicator(rows, step, planned, forward_only)
         self.flags = FiniteFlags()
         listeners = [*self.listeners, self.flags]
-        forward = HeardForward(RowForward(last_stage, routers), self.chunks, listeners)
+        forward: ForwardStep = HeardForward(RowForward(last_stage, routers), self.chunks, listeners)
+        carrier = OutOfMemoryCarrier(self.config, self.device) if self.retries_oom else None
+        self._carrier = carrier
         with (
+            contextlib.nullcontext() if carrier is None else carrier.backwards(),
             config_for(self.config, self._overrides(step, planned)),
             self.routing.following(routers),
         ):
             get_forward_backward_func()(
-                forward_step_func=forward,
+                forward_step_func=forward if carrier is None else carrier.forward(forward),
                 data_iterator=[iter(device_rows) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(rows),
@@ -101,6 +112,8 @@ class ScheduleRunner:
             )
         if isinstance(communicator, PlannedP2PCommunicator):
             assert communicator.num_pending == 0, "a planned receive is missing"
+        if carrier is not None:
+            carrier.raise_on_all()
 
     def _communicator(
         self, rows: list[PackedRow], step: StepPlan, planned: bool, forward_only: bool
@@ -140,7 +153,8 @@ class ScheduleRunner:
             self.place.enter("reduction")
             buffers = [b for chunk in self.chunks for b in settings.gradient_buffers(chunk)]
             self.flags.look_at_gradients([buffer.grad_data for buffer in buffers])
-            finalize(*args, **kwargs)
+            if self._carrier is None or not self._carrier.agree():
+                finalize(*args, **kwargs)
 
         return finalize_model_grads
 

@@ -55,6 +55,12 @@ class StepTracer:
             self._adapter.runner.listeners.append(self._recorder)
         self._is_warm = True
 
+    def drop(self) -> None:
+        """The step failed: nothing of it is kept."""
+        if self._recorder is not None:
+            self._adapter.runner.listeners.remove(self._recorder)
+            self._recorder = None
+
     def finish(self, plan: Plan, index: int, number: int, folder: RunFolder | None) -> None:
         """After the step.
 

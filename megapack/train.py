@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from megapack.checkpoint_state import RunState
 from megapack.config import dump_yaml, to_dict
 from megapack.consensus import agree, agree_one_per_node_first, agree_with_flags
 from megapack.dataset import Rows
-from megapack.errors import RunInterrupted, ScheduleError
+from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.guard import guarded
 from megapack.interrupt import Interrupt
 from megapack.job import current_job, join_job
@@ -33,10 +32,11 @@ from megapack.kernels import find_kernels
 from megapack.layout import Layout
 from megapack.model import build_model, initialize_parallel
 from megapack.objectives import make_objective
-from megapack.optimizer import build_lr_schedule, build_optimizer
+from megapack.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.pipeline import simulate_planned
-from megapack.plan import Plan, own_samples
+from megapack.plan import Plan
 from megapack.reference import Reference
+from megapack.replan import Replanner
 from megapack.report import (
     Progress,
     RunFolder,
@@ -109,6 +109,10 @@ class Trainer:
             self.chunks,
             layout=self.layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
+            retries_oom=config.train.on_oom == "replan",
+        )
+        self.replanner = Replanner(
+            config.plan, self.layout, self.cost, self.data, self.adapter.dp_rank
         )
         self.objective = make_objective(config.objective)
         self.reference = Reference(self.chunks) if config.objective.kl_coef else None
@@ -119,6 +123,7 @@ class Trainer:
         self.resumed: Checkpoint | None = None
         self._last: tuple[Plan, SampleBatch] | None = None
         self._stopping = False
+        self._num_oom_replans = 0
         self.checkpoints = Checkpoints(
             config,
             self.layout,
@@ -218,7 +223,7 @@ class Trainer:
                 device=self.device,
             )
         else:
-            self._add_logprobs(batch, forward_plan)
+            self._add_logprobs(batch, forward_plan, rows)
         costs = {
             "plan_s": planned - started,
             "logprob_pass_s": time.perf_counter() - planned,
@@ -226,7 +231,7 @@ class Trainer:
         self._last = plan, batch
         for index in range(first_step, len(plan.steps)):
             self._raise_if_stopping()
-            self._step(plan, batch, index, costs)
+            self._step(plan, batch, index, rows, costs)
             if self._stopping or self.checkpoints.due(self.num_steps):
                 self._save(plan, batch)
 
@@ -249,10 +254,7 @@ class Trainer:
         forward_plan = (
             plan_logprobs(self.config.plan, self.layout, self.cost, batch.lengths) or plan
         )
-        # In the order of the data: a Parquet file keeps one row group at a time.
-        own = own_samples((plan, forward_plan), self.adapter.dp_rank)
-        for sample in sorted(own, key=lambda one: int(rows[one])):
-            batch.set_tokens(sample, *self.data.tokens(int(rows[sample])))
+        self.data.give_tokens(batch, rows, (plan, forward_plan), self.adapter.dp_rank)
         if self.folder is not None:
             self.folder.write_plan(plan, batch.lengths)
         return batch, plan, forward_plan
@@ -262,61 +264,86 @@ class Trainer:
             self.config.plan, self.layout, self.cost, batch.lengths, self.data.rollout_ids(rows)
         )
 
-    def _add_logprobs(self, batch: SampleBatch, plan: Plan) -> None:
+    def _add_logprobs(self, batch: SampleBatch, plan: Plan, rows: Rows) -> None:
         """Fill in the log-probs that the objective reads."""
         needed = self.objective.required_fields
         if "old_logprobs" in needed:
-            batch.set_field("old_logprobs", self._logprobs(batch, plan))
+            batch.set_field("old_logprobs", self._logprobs(batch, plan, rows))
         if self.reference is not None and "ref_logprobs" in needed:
             with self.reference.weights():
-                batch.set_field("ref_logprobs", self._logprobs(batch, plan))
+                batch.set_field("ref_logprobs", self._logprobs(batch, plan, rows))
 
     def _computed_fields(self) -> list[str]:
         """Fields of a batch that `_add_logprobs` fills in."""
         names = ["old_logprobs", *(["ref_logprobs"] if self.reference is not None else [])]
         return [name for name in names if name in self.objective.required_fields]
 
-    def _logprobs(self, batch: SampleBatch, plan: Plan) -> list[torch.Tensor]:
+    def _logprobs(self, batch: SampleBatch, plan: Plan, rows: Rows) -> list[torch.Tensor]:
         """Per sample its tokens' log-probs; 0 for samples that the plan drops."""
+        try:
+            return self._logprobs_of(batch, plan)
+        except StepOutOfMemory as error:
+            self._note_oom(error)
+            smaller = agree(lambda: self.replanner.logprobs(rows, batch, plan), device=self.device)
+            return self._logprobs_of(batch, smaller)
+
+    def _logprobs_of(self, batch: SampleBatch, plan: Plan) -> list[torch.Tensor]:
         merged = [torch.zeros(())] * len(batch)
         for index in range(len(plan.steps)):
             found = self.adapter.forward(plan, batch, step=index)["logprobs"]
             merged = [old if new is None else new for old, new in zip(merged, found, strict=True)]
         return merged
 
+    def _note_oom(self, error: StepOutOfMemory) -> None:
+        """Rows are planned anew, for once; a second failure ends the run."""
+        self._num_oom_replans += 1
+        self.tracer.drop()
+        self.progress.line(f"{error}; planned anew in rows of half the size")
+
+    def _gradients(self, plan: Plan, batch: SampleBatch, index: int, next_step: int | None) -> Any:
+        """Forward and backward of a step, from gradients of zero."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        objective = self.config.objective
+        return self.adapter.step(
+            plan,
+            batch,
+            objective=self.objective,
+            step=index,
+            weighting=objective.loss_weighting,
+            norm_constant=objective.norm_constant,
+            entropy=True,
+            next_step=next_step,
+        )
+
     def _step(
-        self,
-        plan: Plan,
-        batch: SampleBatch,
-        index: int,
-        costs: dict[str, float],
+        self, plan: Plan, batch: SampleBatch, index: int, rows: Rows, costs: dict[str, float]
     ) -> None:
         """One optimizer step and its line of metrics."""
-        objective, step = self.config.objective, plan.steps[index]
+        step = plan.steps[index]
         simulation = simulate_planned(plan, step, self.cost)
         predicted_s = self.clock.predict(simulation.makespan)
         with guarded(self.watchdog, f"step {self.num_steps + 1}", predicted_s):
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
             reset_memory_peaks()
             self.tracer.start()
             started = time.perf_counter()
-            result = self.adapter.step(
-                plan,
-                batch,
-                objective=self.objective,
-                step=index,
-                weighting=objective.loss_weighting,
-                norm_constant=objective.norm_constant,
-                entropy=True,
-                next_step=index + 1 if index + 1 < len(plan.steps) else None,
-            )
+            next_step = index + 1 if index + 1 < len(plan.steps) else None
+            try:
+                result = self._gradients(plan, batch, index, next_step)
+            except StepOutOfMemory as error:
+                self._note_oom(error)
+                smaller, planned = agree(
+                    lambda: self.replanner.step(rows, batch, plan, index), device=self.device
+                )
+                started, step = time.perf_counter(), planned.steps[0]
+                simulation = simulate_planned(planned, step, self.cost)
+                result = self._gradients(planned, smaller, 0, None)
             torch.cuda.synchronize()
             measured_s = time.perf_counter() - started
             self.watchdog.place.enter("optimizer")
             updated, grad_norm, _ = self.optimizer.step()
-            _refuse_norm(float(grad_norm))
+            check_norm(float(grad_norm))
         assert self.schedule is not None
         lr = self.optimizer.param_groups[0]["lr"]
         self.schedule.step(increment=1)
@@ -336,6 +363,7 @@ class Trainer:
                 "step_measured_s": measured_s,
                 "optimizer_s": total_s - measured_s,
                 **costs,
+                "num_oom_replans": self._num_oom_replans,
                 **memory_peaks(),
                 "tokens_per_second": packing["tokens"] / total_s,
                 "tokens_per_second_per_gpu": packing["tokens"] / total_s / dist.get_world_size(),
@@ -362,14 +390,3 @@ class Trainer:
                 f"a signal ended the run after step {self.num_steps}; it is saved: start it again "
                 "with train.resume=auto"
             )
-
-
-def _refuse_norm(grad_norm: float) -> None:
-    """Raise where the norm of finite gradients is none; it is the same on every rank."""
-    if not math.isfinite(grad_norm):
-        error = ScheduleError(
-            f"the gradient norm is {grad_norm}, though every rank's own gradients are finite; "
-            "resume from the last checkpoint, with a lower optim.lr"
-        )
-        error.on_all_ranks = True
-        raise error

@@ -19,8 +19,8 @@ import torch
 
 from megapack import schedule, train
 from megapack.config import load_config
-from megapack.errors import DataError
-from megapack.forward import RowForward
+from megapack.errors import DataError, StepOutOfMemory
+from megapack.forward import LastStage, RowForward
 from megapack.interrupt import Interrupt
 from megapack.non_finite import FiniteFlags
 from megapack.schedule_run import ScheduleRunner
@@ -37,6 +37,7 @@ FAULTS = ("bad_sample", "out_of_memory", "user_error", "nan", "killed")
 AT_STEP = 2
 """The fault comes after this many steps."""
 AT_MICROBATCH = 1
+EVERY_RANK = -1
 NAN = float("nan")
 
 
@@ -46,7 +47,7 @@ class Trigger:
     def __init__(self, folder: Path, fault: str, rank: int) -> None:
         self.folder, self.fault = folder, fault
         self.is_due = False
-        self.is_own = int(os.environ["RANK"]) == rank
+        self.is_own = rank in (int(os.environ["RANK"]), EVERY_RANK)
 
     def fires(self) -> bool:
         """Whether the fault happens now; it is noted when."""
@@ -66,13 +67,15 @@ class Trigger:
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.fault == "bad_sample":
             raise DataError("sample 3 has no tokens; leave it out of the batch")
+        if self.fault == "planned_anew":
+            raise StepOutOfMemory("as if a GPU had run out of memory")
         if self.fault == "out_of_memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         raise ValueError("the user's own code failed")
 
 
 def inject(trigger: Trigger, phase: str) -> None:
-    """Put the fault into one phase of the job."""
+    """Put the fault into one phase of the job, or into its losses, or before a whole step."""
     _count_steps(trigger)
     is_nan = trigger.fault == "nan"
     if phase == "plan" and is_nan:
@@ -89,8 +92,12 @@ def inject(trigger: Trigger, phase: str) -> None:
         _around(RowForward, "__call__", after=lambda found: _poisoned_forward(found, trigger))
     elif phase == "backward" and is_nan:
         _around(RowForward, "__call__", after=lambda found: _poisoned_backward(found, trigger))
-    elif phase in ("forward", "backward"):
+    elif phase in ("forward", "backward", "log-probs"):
         _around(ScheduleRunner, "run", before=lambda *call: _listen(call[0], phase, trigger))
+    elif phase == "loss":
+        _around(LastStage, "__call__", before=lambda *_: torch.is_grad_enabled() and trigger())
+    elif phase == "step":
+        _around(schedule.ScheduleAdapter, "step", before=trigger)
     elif phase == "reduction" and is_nan:
         _around(FiniteFlags, "look_at_gradients", before=lambda *a: _poison_buffers(a, trigger))
     elif phase == "reduction":
@@ -160,13 +167,12 @@ class _Faulty:
     """Fails where one forward or backward begins."""
 
     def __init__(self, phase: str, trigger: Trigger) -> None:
-        self._kind, self._trigger = {"forward": "F", "backward": "B"}[phase], trigger
+        # Kind, and whether gradients are on: log-probs are forwards too.
+        phases = {"forward": ("F", True), "backward": ("B", False), "log-probs": ("F", False)}
+        self._wanted, self._trigger = phases[phase], trigger
 
     def begins(self, kind: str, chunk: int, microbatch: int) -> None:
-        # The log-probs of the batch are forwards too.
-        if (kind, microbatch) == (self._kind, AT_MICROBATCH) and torch.is_grad_enabled():
-            self._trigger()
-        if kind == self._kind == "B" and microbatch == AT_MICROBATCH:
+        if microbatch == AT_MICROBATCH and (kind, torch.is_grad_enabled()) == self._wanted:
             self._trigger()
 
     def ends(self, kind: str, chunk: int, microbatch: int) -> None:

@@ -32,8 +32,8 @@ LAYERS = [
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
     "run_context segments objectives preference value_head checkpoint_state reference interrupt "
     "board watch_peers watchdog agreements guard job microbatch_events non_finite schedule_run "
-    "step_call",
-    "model layer_specs optimizer train checkpoint launch report trackers trace dry_run",
+    "step_call out_of_memory",
+    "model layer_specs optimizer train checkpoint launch report trackers trace dry_run replan",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
     "commands.trace commands.plot commands.report commands.patch commands.run "
@@ -51,7 +51,7 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.spl
 MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
 MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
 MEGATRON |= {"run_context", "schedule", "schedule_run", "settings", "trace", "train"}
-MEGATRON |= {"doctor_probes", "layer_specs", "optimizer"}
+MEGATRON |= {"doctor_probes", "out_of_memory", "layer_specs", "optimizer"}
 MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
