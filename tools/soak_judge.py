@@ -53,12 +53,12 @@ def judge_counts(samples: Sequence[Sample]) -> list[str]:
             continue
         for name in COUNTS:
             # A file that is open for a moment is in one sample; what leaks is in all later ones.
-            half = len(own) // 2
-            first, last = (min(getattr(s, name) for s in part) for part in (own[:half], own[half:]))
+            few = len(own) // 4
+            first, last = (min(getattr(s, name) for s in part) for part in (own[:few], own[-few:]))
             seen.add((rank, name, first, last))
             if last != first:
                 failed.append(f"life {life}, rank {rank}: {name} went from {first} to {last}")
-    print("\nin the first and the second half of a life, at least:")
+    print("\nleast of the first and of the last quarter of a life:")
     for rank, name, first, last in sorted(seen):
         print(f"  rank {rank} {name:8} {first:5} {last:5}")
     return failed
