@@ -52,7 +52,7 @@ class Soak:
 
     def __init__(self, folder: Path, args: argparse.Namespace, faults: Sequence[Fault]) -> None:
         self.folder, self.world, self.settings = folder, args.world, settings(args)
-        self.save_interval = save_interval(args.steps)
+        self.num_steps, self.save_interval = args.steps, save_interval(args.steps)
         self.sample_interval = max(1, args.steps // 200)
         self.waiting = list(faults)
         self.struck: list[dict[str, Any]] = []
@@ -91,7 +91,8 @@ class Soak:
                 self._note_resume(job)
             if now - changed > PATIENCE_S or now > self.deadline:
                 raise SoakFailed(f"no step after step {step} of life {job.life}:\n{_tail(job)}")
-            if step // self.sample_interval > sampled:
+            # After the last step the ranks let go of what they hold.
+            if step // self.sample_interval > sampled and step < self.num_steps:
                 sampled = step // self.sample_interval
                 self._keep(job.samples())
             if self.waiting and soak_faults.due(self.waiting[0], job, self._start_s):

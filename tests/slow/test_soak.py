@@ -19,7 +19,7 @@ def test_a_run_under_faults_takes_the_same_steps(repo_root: Path, tmp_path: Path
         cwd=repo_root,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

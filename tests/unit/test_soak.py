@@ -78,6 +78,7 @@ def samples(tool: Any, **ways: Any) -> list[Any]:
         ("groups", lambda time: 20 + time, True),
         ("uss_mib", lambda time: 300 + 0.07 * time, False),
         ("uss_mib", lambda time: 300 + 0.1 * time, True),
+        ("pss_mib", lambda time: 400 + time, False),
         # What the first 200 steps take is the warm-up's.
         ("rss_mib", lambda time: 500 + 100 * (time >= 20), False),
     ],
