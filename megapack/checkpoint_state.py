@@ -85,7 +85,10 @@ class RunState:
             dist_checkpointing.save(sharded, str(folder), _SaveInProcess("torch_dist", 1))
         except torch_checkpoint.CheckpointException as error:
             failed = {rank: " ".join(str(why[0]).split()) for rank, why in error.failures.items()}
-            raise CheckpointError(f"{folder} cannot be written (by rank: {failed})") from error
+            raise CheckpointError(
+                f"{folder} cannot be written (by rank: {failed}); earlier checkpoints stand: see "
+                "that the disk has room and takes writes, and resume with train.resume=auto"
+            ) from error
 
     def load(self, folder: Path, *, num_updates: int, with_reference: bool) -> None:
         """Read what `save` wrote, on any layout. A collective.

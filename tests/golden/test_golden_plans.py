@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megapack import Plan, build_dp_schedule, check_plan
@@ -28,17 +31,55 @@ def _cases() -> dict[str, tuple[list[int], dict[str, Any]]]:
 CASES = _cases()
 
 
+def _pinned(name: str) -> Plan:
+    return Plan.from_text((FOLDER / f"{name}.plan").read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_plan_is_the_pinned_one(name: str) -> None:
     lengths, arguments = CASES[name]
     plan = build_dp_schedule(lengths, **arguments)
     check_plan(plan, lengths)
-    file = FOLDER / f"{name}.plan"
     if os.environ.get("MEGAPACK_WRITE_GOLDEN"):
-        file.write_text(str(plan), encoding="utf-8")
-    pinned = Plan.from_text(file.read_text(encoding="utf-8"))
+        (FOLDER / f"{name}.plan").write_text(str(plan), encoding="utf-8")
+    pinned = _pinned(name)
     assert str(plan) == str(pinned)
     assert plan.digest() == pinned.digest()
+
+
+def _vector_units() -> str:
+    """What numpy has found on this CPU and can do without."""
+    return " ".join(np.show_config(mode="dicts")["SIMD Extensions"]["found"])
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTHONHASHSEED": "0"},
+        {"PYTHONHASHSEED": "777", "OMP_NUM_THREADS": "4", "NUMBA_NUM_THREADS": "1", "LC_ALL": "C"},
+        # Neither this machine's vector units nor any compiled kernel: plain IEEE arithmetic.
+        {"NUMBA_DISABLE_JIT": "1", "NPY_DISABLE_CPU_FEATURES": _vector_units()},
+    ],
+    ids=["hash_seed", "threads", "no_machine_code"],
+)
+def test_plans_do_not_depend_on_the_process(environment: dict[str, str], repo_root: Path) -> None:
+    code = (
+        "from cases import CASES\n"
+        "from megapack import build_dp_schedule\n"
+        "for name, (lengths, arguments) in CASES.items():\n"
+        "    print(name, build_dp_schedule(lengths, **arguments).digest())\n"
+    )
+    path = f"{repo_root}{os.pathsep}{FOLDER}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert found == {name: _pinned(name).digest() for name in CASES}
 
 
 def test_there_are_no_other_golden_plans() -> None:

@@ -1,0 +1,107 @@
+"""What the soak finds in two runs; the runs themselves are in tests/slow."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+LINE = {"loss": 0.1, "tokens": 7, "step_measured_s": 1.0, "tokens_per_second": 5.0}
+
+
+@pytest.fixture
+def tool(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of tools/, which is no package."""
+    monkeypatch.syspath_prepend(str(repo_root / "tools"))
+    return importlib.import_module
+
+
+def run_folder(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    (folder / "runs/run").mkdir(parents=True)
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (folder / "runs/run/metrics.jsonl").write_text(text)
+    return folder
+
+
+def steps(*numbers: int, **changed: float) -> list[dict[str, Any]]:
+    return [{"step": number, **LINE, **changed} for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (steps(1, 2, 3, step_measured_s=9.0, tokens_per_second=1.0), None),
+        (steps(1, 3), "wild: 2 lines of metrics are not steps 1 to 3"),
+        (steps(1, 2, 2, 3), "wild: 4 lines"),
+        (steps(1, 3, 2), "wild: 3 lines"),
+        (steps(1, 2) + steps(3, loss=0.1 + 2**-56), "step 3: loss is 0.10000000000000002"),
+        ([*steps(1, 2), {"step": 3, "tokens": 7}], "step 3: loss is None, undisturbed 0.1"),
+    ],
+)
+def test_steps_are_compared_digit_by_digit(
+    found: list[dict[str, Any]], says: str | None, tmp_path: Path, tool: Any
+) -> None:
+    calm = run_folder(tmp_path / "calm", steps(1, 2, 3))
+    wild = run_folder(tmp_path / "wild", found)
+    failed = tool("soak_judge").judge_steps(calm, wild, 3)
+    assert [says in text for text in failed] == ([] if says is None else [True])
+
+
+def samples(tool: Any, **ways: Any) -> list[Any]:
+    """Two ranks at 100 times; a way gives a field's value on rank 1 by the time."""
+    held = {"rss_mib": 500.0, "pss_mib": 400.0, "uss_mib": 300.0}
+    held |= {"threads": 60, "fds": 100, "groups": 20}
+    return [
+        tool("soak_job").Sample(
+            life=0,
+            step=10 * time,
+            rank=rank,
+            **held | {name: way(time) for name, way in ways.items() if rank == 1},
+        )
+        for time in range(100)
+        for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "grew"),
+    [
+        ("fds", lambda time: 100 + (time % 10 == 0), False),
+        ("fds", lambda time: 100 + (time >= 70), True),
+        ("threads", lambda time: 60 + time // 10, True),
+        ("groups", lambda time: 20 + time, True),
+        ("uss_mib", lambda time: 300 + 0.07 * time, False),
+        ("uss_mib", lambda time: 300 + 0.1 * time, True),
+        ("pss_mib", lambda time: 400 + time, False),
+        # What the first 200 steps take is the warm-up's.
+        ("rss_mib", lambda time: 500 + 100 * (time >= 20), False),
+    ],
+)
+def test_what_grows_is_found_on_the_rank_where_it_grows(
+    name: str, way: Any, grew: bool, tool: Any
+) -> None:
+    judge, found = tool("soak_judge"), samples(tool, **{name: way})
+    failed = judge.judge_counts(found) + judge.judge_memory(found, 1000)
+    assert len(failed) == grew
+    assert all("rank 1" in text and name in text for text in failed)
+
+
+def test_every_kind_of_fault_strikes_and_a_seed_repeats_them(tool: Any) -> None:
+    faults = tool("soak_faults")
+    drawn = faults.draw(5, 14, 200, 5, 4)
+    assert drawn == faults.draw(5, 14, 200, 5, 4) != faults.draw(6, 14, 200, 5, 4)
+    for half in (drawn[:7], drawn[7:]):
+        assert {fault.kind for fault in half} == set(faults.KINDS)
+    assert [fault.step for fault in drawn] == sorted(fault.step for fault in drawn)
+    assert drawn[0].step > 5
+    assert drawn[-1].step < 190
+
+
+def test_the_fitted_line_of_the_docstring(tool: Any) -> None:
+    assert doctest.testmod(tool("soak_judge")).failed == 0

@@ -1,0 +1,217 @@
+"""Train twice on this machine's CPU, once undisturbed and once under faults, and compare.
+
+    python tools/soak.py [--steps 2000] [--faults 28] [--seed 0] [--world 4] [--out runs/soak]
+
+Ranks are killed, stopped, told to stop, run out of disk, or die with a checkpoint half written; the
+job is started again each time with train.resume=auto. Then every step's numbers must be those of
+the undisturbed run, digit by digit, and neither memory nor threads, files or process groups may
+have grown. Prints tables; the exit code is 1 where something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import soak_faults
+from soak_faults import KINDS, Fault
+from soak_job import Job, Sample
+from soak_judge import fault_table, judge_counts, judge_memory, judge_steps
+
+LAYOUTS = {
+    1: ("layout.dp=1", "layout.pp=1", "layout.vpp=1"),
+    2: ("layout.dp=1", "layout.pp=2", "layout.vpp=2"),
+    4: ("layout.dp=2", "layout.pp=2", "layout.vpp=2"),
+}
+MODEL = ("model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=1")
+# A step takes a fraction of a second, a start on a busy machine half a minute.
+PATIENCE_S = 180.0
+END_S = 90.0
+_POLL_S = 0.02
+
+
+class SoakFailed(Exception):
+    """What did not come as it had to."""
+
+
+class Soak:
+    """One run, in as many lives as its faults make of it.
+
+    Args:
+        folder: an empty one.
+        faults: none for the undisturbed run.
+    """
+
+    def __init__(self, folder: Path, args: argparse.Namespace, faults: Sequence[Fault]) -> None:
+        self.folder, self.world, self.settings = folder, args.world, settings(args)
+        self.num_steps, self.save_interval = args.steps, save_interval(args.steps)
+        self.sample_interval = max(1, args.steps // 200)
+        self.waiting = list(faults)
+        self.struck: list[dict[str, Any]] = []
+        """What came of each fault."""
+        self.samples: list[Sample] = []
+        self.deadline = time.monotonic() + args.timeout_s
+        self._start_s = 20.0
+
+    def run(self) -> None:
+        """Until the run comes to its end.
+
+        Raises:
+            SoakFailed: it hangs, or ends otherwise than a fault makes it.
+        """
+        self.folder.mkdir(parents=True)
+        for life in range(len(self.waiting) + 1):
+            job = Job(self.folder, life, self.world, self.settings)
+            try:
+                finished = self._live(job)
+                left = job.left_behind()
+            finally:
+                job.kill()
+            if left:
+                raise SoakFailed(f"life {life} left processes {left} behind:\n{_tail(job)}")
+            if finished:
+                return
+
+    def _live(self, job: Job) -> bool:
+        """One life; True where the run is at its end."""
+        changed, sampled, step = time.monotonic(), 0, 0
+        while job.running():
+            now = time.monotonic()
+            if job.last_step != step:
+                self._start_s = self._start_s if step else now - job.started
+                changed, step = now, job.last_step
+                self._note_resume(job)
+            if now - changed > PATIENCE_S or now > self.deadline:
+                raise SoakFailed(f"no step after step {step} of life {job.life}:\n{_tail(job)}")
+            # After the last step the ranks let go of what they hold.
+            if step // self.sample_interval > sampled and step < self.num_steps:
+                sampled = step // self.sample_interval
+                self._keep(job.samples())
+            if self.waiting and soak_faults.due(self.waiting[0], job, self._start_s):
+                if self._strike(job, self.waiting.pop(0)):
+                    return False
+                changed = time.monotonic()
+            time.sleep(_POLL_S)
+        if job.launcher.returncode:
+            raise SoakFailed(f"life {job.life} ended by itself:\n{_tail(job)}")
+        return True
+
+    def _keep(self, samples: list[Sample]) -> None:
+        self.samples += samples
+        with open(self.folder / "samples.jsonl", "a") as file:
+            file.writelines(f"{json.dumps(dataclasses.asdict(one))}\n" for one in samples)
+
+    def _strike(self, job: Job, fault: Fault) -> bool:
+        """Strike, and wait for what has to come of it; True where the job has ended."""
+        kind = KINDS[fault.kind]
+        record = {"life": job.life, "kind": fault.kind, "rank": fault.rank}
+        record |= {"step": job.last_step, "exit_code": None}
+        self.struck.append(record)
+        started = time.monotonic()
+        kind.strike(job, fault)
+        record["seconds"] = time.monotonic() - started
+        while kind.ends and job.running():
+            if time.monotonic() - started > END_S:
+                raise SoakFailed(f"{fault.kind}: not at an end after {END_S} s:\n{_tail(job)}")
+            time.sleep(_POLL_S)
+        job.running()
+        record |= {"step": job.last_step, "exit_code": job.launcher.poll()}
+        if kind.ends:
+            record["seconds"] = time.monotonic() - started
+            self._check_end(job, fault)
+        return kind.ends
+
+    def _check_end(self, job: Job, fault: Fault) -> None:
+        kind, code = KINDS[fault.kind], job.launcher.returncode
+        if code == 0 or kind.exit_code not in (None, code):
+            raise SoakFailed(f"{fault.kind}: ended with {code}:\n{_tail(job)}")
+        if not re.search(kind.says, job.output()):
+            raise SoakFailed(f"{fault.kind}: does not say {kind.says!r}:\n{_tail(job)}")
+
+    def _note_resume(self, job: Job) -> None:
+        """Where a new life goes on after the last fault."""
+        resumed = job.first_step - 1
+        # A life that was killed while it started has told of no step.
+        latest = max((one["step"] for one in self.struck), default=0)
+        for one in self.struck:
+            if one["exit_code"] is None or "resumed" in one:
+                continue
+            one["resumed"] = resumed
+            lost = 0 if KINDS[one["kind"]].saves else self.save_interval
+            if latest - resumed > lost:
+                raise SoakFailed(
+                    f"{one['kind']} after step {latest}: goes on after step {resumed}, "
+                    f"{lost} steps may be lost"
+                )
+
+
+def save_interval(num_steps: int) -> int:
+    """Optimizer steps from a checkpoint to the next; odd, so that some stand inside a batch."""
+    return max(5, num_steps // 160 * 2 + 1)
+
+
+def settings(args: argparse.Namespace) -> list[str]:
+    """Overrides that make the tiny config's run so long: two epochs of batches of two steps."""
+    num_samples = args.steps // 4 * 16
+    return [
+        *("name=run", f"data.num_generated={num_samples}", "data.shuffle=true", "train.epochs=2"),
+        *("data.prompts_per_batch=4", "plan.global_batch_size=8", "plan.max_tokens_per_gpu=512"),
+        *MODEL,
+        *LAYOUTS[args.world],
+        *("train.resume=auto", f"train.save_interval={save_interval(args.steps)}"),
+    ]
+
+
+def _tail(job: Job) -> str:
+    return job.output()[-3000:]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.steps % 4 or args.steps < 8 * save_interval(args.steps):
+        print("soak: --steps must be a multiple of 4, and 40 or more", file=sys.stderr)
+        return 2
+    shutil.rmtree(args.out, ignore_errors=True)
+    faults = soak_faults.draw(
+        args.seed, args.faults, args.steps, save_interval(args.steps), args.world
+    )
+    calm = Soak(args.out / "undisturbed", args, ())
+    wild = Soak(args.out / "disturbed", args, faults)
+    try:
+        for run in (calm, wild):
+            started = time.monotonic()
+            run.run()
+            print(f"{run.folder.name}: {time.monotonic() - started:.0f} s", flush=True)
+    except SoakFailed as error:
+        print(f"{fault_table(wild.struck)}\nFAILED: {error}")
+        return 1
+    print(fault_table(wild.struck))
+    failed = [f"{len(wild.waiting)} faults did not strike"] if wild.waiting else []
+    failed += judge_steps(calm.folder, wild.folder, args.steps)
+    failed += judge_counts(calm.samples) + judge_counts(wild.samples)
+    failed += judge_memory(calm.samples, args.steps)
+    print("\n".join(f"FAILED: {text}" for text in failed) or "all holds")
+    return int(bool(failed))
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    found.add_argument("--steps", type=int, default=2000, help="optimizer steps, a multiple of 4")
+    found.add_argument("--faults", type=int, default=28)
+    found.add_argument("--seed", type=int, default=0, help="of the faults")
+    found.add_argument("--world", type=int, choices=LAYOUTS, default=4, help="ranks")
+    found.add_argument("--out", type=Path, default=Path("runs/soak"), help="is replaced")
+    found.add_argument("--timeout-s", type=float, default=3600.0, help="of each of the two runs")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What disturbs a run, when, and what must come of it; all of it follows from a seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from soak_job import Job
+
+EXIT_RESUME = 75
+"""What the launcher ends with where the run is saved and wants to be started again."""
+_POLL_S = 0.0005
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One disturbance."""
+
+    kind: str
+    """A key of `KINDS`."""
+    step: int
+    """Strikes once the life has told of a step as late as this."""
+    rank: int
+    """Whom it strikes, where it strikes one."""
+    share: float
+    """How much of it, in [0, 1)."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to disturb."""
+
+    strike: Callable[[Job, Fault], None]
+    exit_code: int | None = None
+    """What the launcher must end with; None = anything but 0."""
+    ends: bool = True
+    """Whether the job must end of it, or go on."""
+    saves: bool = False
+    """Whether no step may be lost; else all since the last checkpoint."""
+    says: str = ""
+    """A pattern of what the job must print."""
+    while_starting: bool = False
+    """Strikes at some time of the start, not at a step."""
+
+
+def draw(seed: int, num_faults: int, num_steps: int, save_interval: int, world: int) -> list[Fault]:
+    """Faults in the order in which they strike, every kind before one comes again."""
+    rng = random.Random(seed)
+    # The last ones leave time to save once more.
+    places = range(save_interval + 1, num_steps - 2 * save_interval)
+    kinds: list[str] = []
+    while len(kinds) < num_faults:
+        kinds += rng.sample(list(KINDS), len(KINDS))
+    return [
+        Fault(kind=kind, step=step, rank=rng.randrange(world), share=rng.random())
+        for kind, step in zip(kinds, sorted(rng.choices(places, k=num_faults)), strict=False)
+    ]
+
+
+def due(fault: Fault, job: Job, start_s: float) -> bool:
+    """Whether a fault is to strike now, in a life that takes `start_s` to its first step."""
+    if KINDS[fault.kind].while_starting:
+        return time.monotonic() - job.started >= fault.share * start_s
+    return bool(job.last_step) and job.last_step >= fault.step
+
+
+def _kill_rank(job: Job, fault: Fault) -> None:
+    _send(job, fault, signal.SIGKILL)
+
+
+def _stop_rank(job: Job, fault: Fault) -> None:
+    _send(job, fault, signal.SIGSTOP)
+    time.sleep(1 + 3 * fault.share)
+    _send(job, fault, signal.SIGCONT)
+
+
+def _terminate(job: Job, fault: Fault) -> None:
+    job.launcher.send_signal(signal.SIGTERM)
+
+
+def _kill_job(job: Job, fault: Fault) -> None:
+    job.kill()
+
+
+def _fill_disk(job: Job, fault: Fault) -> None:
+    """A limit on the size of files: the next checkpoint, or line of metrics, is cut in it."""
+    latest = max(_checkpoints(job).glob("step-*[0-9]/checkpoint.json"))
+    limit = int(fault.share * max(json.loads(latest.read_text())["files"].values()))
+    for pid in job.ranks().values():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+def _kill_saving(job: Job, fault: Fault) -> None:
+    """Killed with a checkpoint half written, of which the longest file is cut and overwritten."""
+    while not list(_checkpoints(job).glob("*.part")) and job.running():
+        time.sleep(_POLL_S)
+    time.sleep(0.05 * fault.share)
+    job.kill()
+    for part in _checkpoints(job).glob("*.part"):
+        files = [path for path in part.rglob("*") if path.is_file()]
+        if files:
+            longest = max(files, key=lambda path: path.stat().st_size)
+            longest.write_bytes(b"\xff" * (longest.stat().st_size // 2))
+
+
+def _send(job: Job, fault: Fault, number: int) -> None:
+    pid = job.ranks().get(fault.rank)
+    if pid is not None:
+        os.kill(pid, number)
+
+
+def _checkpoints(job: Job) -> Path:
+    return job.folder / "runs/run/checkpoints"
+
+
+KINDS = {
+    "rank killed": Kind(_kill_rank),
+    "rank stopped, goes on": Kind(_stop_rank, ends=False),
+    "SIGTERM": Kind(
+        _terminate, exit_code=EXIT_RESUME, saves=True, says="a signal ended the run after step"
+    ),
+    "job killed": Kind(_kill_job),
+    "disk full": Kind(_fill_disk, says="cannot be written|File too large"),
+    "killed while saving": Kind(_kill_saving),
+    "killed while starting": Kind(_kill_job, while_starting=True),
+}
+"""By name; `draw` gives each of them."""
