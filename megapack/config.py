@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megapack.errors import ConfigError
+from megapack.files import read_whole
 from megapack.typed import Converter, shown
 from megapack.yaml_io import Node, dump, parse
 
@@ -43,8 +44,7 @@ def load_config(path: str | Path, overrides: Sequence[str], cls: type[T]) -> T:
             value of the wrong type; the message has the file, the line and the dotted key.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        data = read_whole(path, _MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(

@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from megapack.cost_fit import Measurement, fit_coefficients
 from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError, brief
+from megapack.json_io import parse
 from megapack.layout import Layout
 
 _NUMBERS = ("fixed", "per_token", "per_token_sq", "per_sample", "backward_ratio", "p2p")
@@ -107,11 +107,10 @@ class CostModel:
             ConfigError: not a JSON object of these fields.
         """
         try:
-            payload = json.loads(text, object_pairs_hook=_each_once)
-        except (ValueError, RecursionError) as error:
-            reason = str(error).partition(";")[0]
+            payload = parse(text)
+        except ValueError as error:
             raise ConfigError(
-                f"not a cost model in JSON ({reason}); give what to_json wrote"
+                f"not a cost model in JSON ({error}); give what to_json wrote"
             ) from None
         if not isinstance(payload, dict):
             raise ConfigError(f"a cost model is {brief(payload)}; give a JSON object")
@@ -191,15 +190,6 @@ def _check_number(name: str, value: object) -> None:
     # An integer may be larger than any float; NaN is not at least 0.
     if not is_number or not 0 <= value <= sys.float_info.max:  # type: ignore[operator]
         raise ConfigError(f"{name}={brief(value)}; set a finite number of at least 0")
-
-
-def _each_once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ValueError(f"{brief(name)} stands twice")
-        fields[name] = value
-    return fields
 
 
 TOKENS = CostModel(per_token=1.0)

@@ -21,6 +21,11 @@ def brief(value: object) -> str:
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
 
 
+def first_line(error: BaseException) -> str:
+    """What another library says, for a message: its first line, cut short."""
+    return str(error).partition("\n")[0][:120]
+
+
 class MegapackError(Exception):
     """Base of all errors that megapack raises on purpose."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapack.errors import DataError, brief
+from megapack.errors import DataError, brief, first_line
 from megapack.inputs import MAX_LENGTH
 from megapack.ragged import RaggedTensor, RowTensor, TensorField
 
@@ -315,15 +315,11 @@ def _ragged(
     return [full[b, start:stop] for b, (start, stop) in enumerate(spans)]
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]
-
-
 def _tensor(what: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{what} cannot be a tensor ({_line(error)}); give numbers") from None
+        raise DataError(f"{what} cannot be a tensor ({first_line(error)}); give numbers") from None
 
 
 def _token_tensor(sample: int, ids: Any) -> Tensor:
