@@ -65,7 +65,9 @@ def parse_config(text: str, overrides: Sequence[str], cls: type[T], source: str 
     if root.value is None:
         root = Node({}, root.where)
     if not isinstance(root.value, dict):
-        raise ConfigError(f"{root.where}: a config is `key: value` lines, got {shown(root.value)}")
+        raise ConfigError(
+            f"{root.where}: a config is `key: value` lines, got {shown(root.value)}; write it so"
+        )
     for override in overrides:
         _apply(root, override)
     config: T = Converter(cls, source).dataclass(root, cls, "")
@@ -115,7 +117,7 @@ def _apply(root: Node, override: str) -> None:
     keys = key.strip().split(".")
     where = f"override {shown(override)}"
     if not equals or not all(name.isidentifier() for name in keys):
-        raise ConfigError(f"{where} is not of the form section.key=value")
+        raise ConfigError(f"{where} is not of the form section.key=value; write it so")
     section = root
     for depth, name in enumerate(keys[:-1], start=1):
         section = section.value.setdefault(name, Node({}, where))

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from megapack import ConfigError, CostModel, DataError, Layout, Measurement, ModelSizes
+from megapack.dataset import Judged
 from megapack.loss import GRPO, PPO, sample_weights
+from megapack.rollouts import group_advantages
 from megapack.samples import SampleBatch
 from megapack.thd import pack_row
 from tests.bad_input import Row, row
@@ -153,6 +155,14 @@ BATCH_ROWS = [
         partial(SampleBatch.from_lengths, [2, 3], [1]),
         DataError,
         *("2 prompts for 1 responses", "give"),
+    ),
+    Row(
+        "samples without rewards",
+        lambda: group_advantages([Judged(group=0, rollout=0, reward=None, advantage=None)]),
+        DataError,
+        ("group 0", "neither `reward` nor `advantage`"),
+        files={},
+        asks=False,
     ),
     row(
         "prompts without responses",

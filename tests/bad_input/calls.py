@@ -186,11 +186,13 @@ PLAN_ROWS = [
         ConfigError,
         *("max_live_tokens_per_gpu=0", "at least 1"),
     ),
-    row(
+    Row(
         "check with other lengths",
         lambda: check_plan(plan(), LENGTHS[:3]),  # type: ignore[arg-type]
         PlanError,
-        *("3 lengths", "8 samples"),
+        ("3 lengths", "8 samples"),
+        files={},
+        asks=False,
     ),
 ]
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 import pytest
 
-from tests.bad_input import Content, Row, batches, calls
+from tests.bad_input import Content, Line, Row, batches, calls, folders
+from tests.bad_input.command_lines import FINDING_LENGTHS, FINDINGS, LINES
 
 pytestmark = pytest.mark.unit
 
-ROWS: list[Row] = calls.ROWS + batches.ROWS
+ROWS: list[Row] = calls.ROWS + batches.ROWS + folders.ROWS
+Call = Callable[..., tuple[int, str, str]]
 _SECONDS = 10
 _MAX_CHARS = 400
 # What a message asks for.
 _ASKS = re.compile(
-    r"\b(set|give|pass|leave|drop|raise|lower|make|plan|pack|start|save|write|name|keep|check|"
-    r"install|resume|divide|call|unset|change|did you mean|valid keys are|shipped configs are)\b"
+    r"\b(set|give|pass|leave|drop|raise|lower|make|plan with|pack with|start|save|write|name|keep|"
+    r"check|install|resume|divide|call|unset|change|did you mean|valid keys are|expected|must be|"
+    r"configs are)\b"
 )
 
 
@@ -65,11 +69,11 @@ def listing(folder: Path) -> dict[str, int]:
     return {str(path): path.lstat().st_size for path in sorted(folder.rglob("*"))}
 
 
-def hold(message: str, words: tuple[str, ...]) -> None:
+def hold(message: str, words: tuple[str, ...], asks: bool) -> None:
     """A message's form, and its words."""
     assert "\n" not in message
     assert len(message) <= _MAX_CHARS
-    assert _ASKS.search(message), message
+    assert _ASKS.search(message) or not asks, message
     assert words
     missing = [word for word in words if word not in message]
     assert missing == [], message
@@ -87,5 +91,31 @@ def test_a_call_is_refused(row: Row, folder: Path) -> None:
         row.call()
     assert issubclass(row.error, ValueError | RuntimeError)
     assert type(caught.value) is row.error
-    hold(str(caught.value), row.words)
+    hold(str(caught.value), row.words, row.asks)
     assert listing(folder) == before
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.args[:60]}: {line.words[0][:30]}")
+def test_a_command_line_is_refused(line: Line, folder: Path, call: Call) -> None:
+    make(folder, line.files)
+    before = listing(folder)
+    code, out, err = call(*shlex.split(line.args))
+    (told,) = err.splitlines()
+    assert (code, out) == (2, "")
+    assert told.startswith("megapack: ")
+    hold(told, line.words, line.asks)
+    assert listing(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [row[1:] for row in FINDINGS], ids=[row[0] for row in FINDINGS]
+)
+def test_an_edited_plan_is_found_out(
+    content: Content, words: tuple[str, ...], folder: Path, call: Call
+) -> None:
+    make(folder, {"p.json": content, "lengths.txt": FINDING_LENGTHS})
+    code, out, err = call("check", "p.json", "lengths.txt")
+    assert (code, err) == (1, "")
+    (told,) = out.splitlines()
+    assert told.startswith("p.json: ")
+    assert [word for word in words if word not in told] == [], told
