@@ -189,6 +189,12 @@ BATCH_ROWS = [
         *("(1, 3)", "(1, 2)", "give"),
     ),
     row(
+        "a token beyond the vocabulary",
+        lambda: pack_row(fields(), plan([3]).steps[0].ranks[0][0], Layout(), vocab_size=7),  # type: ignore[attr-defined]
+        DataError,
+        *("sample 0", "token id 7", "vocabulary is 7", "give"),
+    ),
+    row(
         "a row of other samples",
         lambda: pack_row(fields(), plan([9]).steps[0].ranks[0][0], Layout()),  # type: ignore[attr-defined]
         DataError,
