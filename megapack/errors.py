@@ -12,7 +12,7 @@ def brief(value: object) -> str:
     """A value for a message: its repr on one line, cut short.
 
     >>> brief([0] * 99)
-    '[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0...'
+    '[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,...'
     """
     try:
         text = " ".join(repr(value).split())

@@ -56,6 +56,7 @@ CONFIG_LINES = [
         *("num_experts=3", "layout.ep=2", "set a multiple"),
         overrides="model.num_experts=3 layout.ep=2",
     ),
+    _config(CONFIG, "['wandb', 'wandb']", "once", overrides="train.trackers=[wandb,wandb]"),
     line("train none.yaml", "none.yaml: no such file", "configs are"),
     line("train folder --dry-run world=1", "folder: no such file", folder=Path.mkdir),
     line("train pipe --dry-run world=1", "pipe: no such file", pipe=os.mkfifo),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import shlex
 import signal
@@ -11,6 +12,7 @@ from types import FrameType
 
 import pytest
 
+import megapack.errors
 from tests.bad_input import Content, Line, Row, batches, calls, folders
 from tests.bad_input.command_lines import FINDING_LENGTHS, FINDINGS, LINES
 
@@ -79,8 +81,14 @@ def hold(message: str, words: tuple[str, ...], asks: bool) -> None:
     assert missing == [], message
 
 
+def test_doctest_of_the_errors() -> None:
+    result = doctest.testmod(megapack.errors)
+    assert (result.attempted, result.failed) == (1, 0)
+
+
 def test_the_table_is_long_and_its_names_differ() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS) >= 80
+    assert len({row.name for row in ROWS}) == len(ROWS) >= 200
+    assert len({(line.args, line.words) for line in LINES}) == len(LINES) >= 60
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
