@@ -24,7 +24,7 @@ from megapack.checkpoint_files import Checkpoint, Manifest, Position
 from megapack.checkpoint_state import RunState, rng_state, set_rng_state
 from megapack.config import to_dict
 from megapack.consensus import agree
-from megapack.errors import CheckpointError
+from megapack.errors import CheckpointError, first_line
 from megapack.layout import Layout
 from megapack.plan import Plan
 from megapack.samples import SampleBatch
@@ -265,4 +265,6 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({first_line(error)}); set train.resume to another checkpoint"
+        ) from None

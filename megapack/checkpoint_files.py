@@ -21,12 +21,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapack.errors import CheckpointError
+from megapack.errors import CheckpointError, brief, first_line
+from megapack.files import read_whole
+from megapack.json_io import parse
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
+_ELSE = "set train.resume to another checkpoint"
 _NAME = re.compile(r"step-\d{8,}")
 
 
@@ -102,25 +105,42 @@ def read_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: what is missing or other than written.
     """
     try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
-        values = json.loads(text)
+        values = parse(read_whole(path / MANIFEST).decode("utf-8"))
         if values.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} has format {values.get('format')}, this megapack reads {FORMAT}; resume "
-                "with the megapack that wrote it"
+                f"{path} has format {brief(values.get('format'))}, this megapack reads {FORMAT}; "
+                "resume with the megapack that wrote it"
             )
         manifest = Manifest(**{**values, "position": Position(**values["position"])})
+        _check_types(manifest)
     except OSError as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise CheckpointError(f"{path / MANIFEST} is no manifest of a checkpoint") from None
+        raise CheckpointError(
+            f"{path / MANIFEST} cannot be read ({error.strerror}); {_ELSE}"
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path / MANIFEST} is no manifest of a checkpoint ({first_line(error)}); {_ELSE}"
+        ) from None
     for name, size in manifest.files.items():
         file = path / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes of {size}"
-            raise CheckpointError(f"{file} {state}")
+            raise CheckpointError(f"{file} {state}; {_ELSE}")
     return Checkpoint(path, manifest)
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise ValueError for a value that no run wrote."""
+    kinds = {"config": dict, "layout": dict, "files": dict, "has_reference": bool}
+    digests = ("plan_digest", "samples_done_digest", "data_digest")
+    kinds |= dict.fromkeys((*digests, "megatron_core"), str)
+    for name, kind in kinds.items():
+        if type(getattr(manifest, name)) is not kind:
+            raise ValueError(f"{name} is {brief(getattr(manifest, name))}")
+    for name, count in [*vars(manifest.position).items(), *manifest.files.items()]:
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{name} is {brief(count)}")
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:

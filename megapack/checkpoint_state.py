@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
+from megapack.checkpoint_index import check_index
 from megapack.consensus import agree
 from megapack.errors import CheckpointError
 from megapack.head import unwrapped
@@ -98,7 +99,8 @@ class RunState:
             with_reference: whether the reference's weights are in the folder.
 
         Raises:
-            CheckpointError: a tensor is missing, has another shape, or cannot be read.
+            CheckpointError: a tensor is missing, has another shape, or cannot be read; or the
+                folder's index holds more than an index does.
         """
         inner = _inner_optimizers(self._optimizer)
         for one in inner.values():
@@ -106,6 +108,7 @@ class RunState:
         sharded = self._sharded(is_loading=True)
         if not with_reference:
             sharded.pop("reference", None)
+        check_index(folder)
         try:
             loaded = dist_checkpointing.load(sharded, str(folder))
         except (Exception, torch_checkpoint.CheckpointException) as error:

@@ -1,5 +1,6 @@
 """The `megapack` command. Exit codes: 0 done, 1 found a problem, 2 bad input (one line, and what to
-set), 75 a signal ended a run that is saved (start it again), 130 Ctrl-C.
+set) or a full disk behind standard output, 75 a signal ended a run that is saved (start it again),
+130 Ctrl-C, 141 nobody read to the end.
 
 Each command is a module of `megapack.commands` with `add_arguments(parser)` and `run(args)`, which
 returns the exit code. Only the module of the command that is asked for is imported. One that runs
@@ -37,6 +38,10 @@ COMMANDS = {
 """Name of each command, its module's too, and what `--help` says of it."""
 
 
+# What a shell tells of a program that SIGPIPE ended.
+_NOT_READ_TO_THE_END = 141
+
+
 class _Parser(argparse.ArgumentParser):
     """Tells a mistake in one line, like every other bad input."""
 
@@ -54,9 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             format="%(levelname)s %(name)s: %(message)s",
             level=logging.WARNING if on_first_rank else logging.ERROR,
         )
+    code = _NOT_READ_TO_THE_END
     try:
         code = int(args.run(args))
-        sys.stdout.flush()
+        print(end="", flush=True)
         return code
     except MegapackError as error:
         if on_first_rank:
@@ -70,10 +76,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if on_first_rank:
             print("megapack: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # `megapack show PLAN | head`: nobody reads on, and the exit's own flush must not fail.
+    except OSError as error:
+        if not _stdout_is_lost():
+            raise
+        # `megapack diff A B | head`: what was found is told by the code, if it was all found.
+        if isinstance(error, BrokenPipeError):
+            return code
+        print(
+            f"megapack: standard output: {error.strerror}; make room, or send it elsewhere",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _stdout_is_lost() -> bool:
+    """Whether nothing can be printed any more; the exit's own flush must not fail then."""
+    try:
+        print(flush=True)
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return True
+    return False
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megapack.errors import ConfigError
+from megapack.files import read_whole
 from megapack.typed import Converter, shown
 from megapack.yaml_io import Node, dump, parse
 
@@ -43,8 +44,7 @@ def load_config(path: str | Path, overrides: Sequence[str], cls: type[T]) -> T:
             value of the wrong type; the message has the file, the line and the dotted key.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        data = read_whole(path, _MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
@@ -65,7 +65,9 @@ def parse_config(text: str, overrides: Sequence[str], cls: type[T], source: str 
     if root.value is None:
         root = Node({}, root.where)
     if not isinstance(root.value, dict):
-        raise ConfigError(f"{root.where}: a config is `key: value` lines, got {shown(root.value)}")
+        raise ConfigError(
+            f"{root.where}: a config is `key: value` lines, got {shown(root.value)}; write it so"
+        )
     for override in overrides:
         _apply(root, override)
     config: T = Converter(cls, source).dataclass(root, cls, "")
@@ -115,7 +117,7 @@ def _apply(root: Node, override: str) -> None:
     keys = key.strip().split(".")
     where = f"override {shown(override)}"
     if not equals or not all(name.isidentifier() for name in keys):
-        raise ConfigError(f"{where} is not of the form section.key=value")
+        raise ConfigError(f"{where} is not of the form section.key=value; write it so")
     section = root
     for depth, name in enumerate(keys[:-1], start=1):
         section = section.value.setdefault(name, Node({}, where))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from megapack.cost_fit import Measurement, fit_coefficients
 from megapack.cost_sizes import ModelSizes
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, brief
+from megapack.json_io import parse
 from megapack.layout import Layout
 
 _NUMBERS = ("fixed", "per_token", "per_token_sq", "per_sample", "backward_ratio", "p2p")
@@ -52,12 +53,16 @@ class CostModel:
         for name in _NUMBERS:
             _check_number(name, getattr(self, name))
         if self.stage_weights is not None:
+            if not isinstance(self.stage_weights, Iterable):
+                raise ConfigError(
+                    f"stage_weights={brief(self.stage_weights)}; set one number per chunk"
+                )
             weights = tuple(self.stage_weights)
             for weight in weights:
                 _check_number("stage_weights", weight)
             if not weights or abs(sum(weights) / len(weights) - 1) > 1e-6:
                 raise ConfigError(
-                    f"stage_weights={weights} must have mean 1; divide them by their mean"
+                    f"stage_weights={brief(weights)} must have mean 1; divide them by their mean"
                 )
             object.__setattr__(self, "stage_weights", weights)
 
@@ -102,15 +107,18 @@ class CostModel:
             ConfigError: not a JSON object of these fields.
         """
         try:
-            payload = json.loads(text)
+            payload = parse(text)
         except ValueError as error:
-            raise ConfigError(f"not a cost model in JSON: {error}") from None
+            raise ConfigError(
+                f"not a cost model in JSON ({error}); give what to_json wrote"
+            ) from None
         if not isinstance(payload, dict):
-            raise ConfigError(f"a cost model is a JSON object, not {type(payload).__name__}")
+            raise ConfigError(f"a cost model is {brief(payload)}; give a JSON object")
         known = set(asdict(cls()))
         unknown = sorted(set(payload) - known)
         if unknown:
-            raise ConfigError(f"unknown cost model fields {unknown}; known are {sorted(known)}")
+            names = ", ".join(sorted(known))
+            raise ConfigError(f"unknown cost model fields {brief(unknown)}; set some of {names}")
         if isinstance(payload.get("stage_weights"), list):
             payload["stage_weights"] = tuple(payload["stage_weights"])
         return cls(**payload)
@@ -179,8 +187,9 @@ class CostModel:
 
 def _check_number(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
-        raise ConfigError(f"{name}={value!r}; set a finite number of at least 0")
+    # An integer may be larger than any float; NaN is not at least 0.
+    if not is_number or not 0 <= value <= sys.float_info.max:  # type: ignore[operator]
+        raise ConfigError(f"{name}={brief(value)}; set a finite number of at least 0")
 
 
 TOKENS = CostModel(per_token=1.0)

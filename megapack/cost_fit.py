@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,13 +45,12 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
     one sample each tell nothing of `per_sample` beside `fixed`) come out as one of them.
 
     Raises:
-        DataError: no measurements, or seconds that are not positive.
+        DataError: no measurements, or one of sizes or seconds that cannot be.
     """
     from scipy.optimize import nnls
 
     rows = [Measurement(*row) for row in measurements]
-    if not rows or any(not row.forward_seconds > 0 for row in rows):
-        raise DataError(f"{len(rows)} measurements; give at least one, each of positive seconds")
+    _check(rows)
     seconds = np.array([row.forward_seconds for row in rows])
     share = 1.0 / (layout.num_chunks * layout.cp)
     columns = np.array(
@@ -64,6 +64,18 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
     fixed, per_token, per_token_sq, per_sample = found.tolist()
     ratio = _backward_ratio(rows)
     return Coefficients(fixed, per_token, per_token_sq, per_sample, ratio, error)
+
+
+def _check(rows: Sequence[Measurement]) -> None:
+    if not rows:
+        raise DataError("0 measurements; give at least one")
+    for number, row in enumerate(rows):
+        *sizes, forward, backward = row
+        seconds = [forward] if backward is None else [forward, backward]
+        if not all(0 < value < math.inf for value in seconds):
+            raise DataError(f"row {number} took {seconds} seconds; give positive, finite ones")
+        if not all(0 <= value < math.inf for value in sizes):
+            raise DataError(f"row {number} has tokens and samples {sizes}; give 0 or more")
 
 
 def _backward_ratio(rows: Sequence[Measurement]) -> float:

@@ -5,6 +5,26 @@ A message is one line: what is wrong, the numbers, what to set.
 
 from __future__ import annotations
 
+_MAX_CHARS = 60
+
+
+def brief(value: object) -> str:
+    """A value for a message: its repr on one line, cut short.
+
+    >>> brief([0] * 99)
+    '[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,...'
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:
+        return "a number too long to print"  # Python prints no integer of above 4300 digits.
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says, for a message: its first line, cut short."""
+    return str(error).partition("\n")[0][:120]
+
 
 class MegapackError(Exception):
     """Base of all errors that megapack raises on purpose."""

@@ -1,4 +1,4 @@
-"""Files written whole or not at all."""
+"""Files read without waiting for ever, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,20 +8,43 @@ from pathlib import Path
 from megapack.errors import ConfigError
 
 
+def read_whole(path: str | Path, most_bytes: int = -1) -> bytes:
+    """The bytes of a file; of a named pipe that nobody writes to, none.
+
+    Args:
+        most_bytes: read no more than these; -1 = all.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: the path has a NUL in it.
+    """
+    with open(path, "rb", opener=_without_waiting) as file:
+        return file.read(most_bytes)
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all: whoever reads it sees the old content or the new one.
+
+    A link stays, what it points to is written. A device or a pipe is written into: it must not be
+    replaced by a file.
 
     Raises:
         OSError: it cannot be written; nothing is left beside it.
     """
-    part = path.with_name(f"{path.name}.part")
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        with open(path, "wb", opener=_without_waiting) as file:
+            file.write(data)
+        return
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f"{target.name}.part")
     try:
         with open(part, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
+        os.replace(part, target)
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
 
@@ -37,3 +60,10 @@ def write_output(path: str | Path, content: str | bytes) -> None:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"{path}: cannot be written ({reason}); set another -o") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opening a named pipe waits for its other end, unless told not to."""
+    handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(handle, True)
+    return handle

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megapack.errors import ConfigError, DataError
+from megapack.errors import ConfigError, DataError, brief
 from megapack.layout import Layout
 
 Ints = npt.NDArray[np.int64]
@@ -33,24 +33,28 @@ def read_lengths(lengths: Sequence[int] | Ints) -> Ints:
         raise DataError(f"lengths are {flat.dtype}; give integers")
     bad = np.flatnonzero((flat < 1) | (flat > MAX_LENGTH))
     if bad.size:
-        raise DataError(
-            f"sample {bad[0]} has length {flat[bad[0]]}; lengths lie in [1, {MAX_LENGTH}]"
-        )
+        raise _out_of_range(int(bad[0]), int(flat[bad[0]]))
     return flat.astype(np.int64)
+
+
+def _out_of_range(sample: int, length: int) -> DataError:
+    return DataError(
+        f"sample {sample} has length {brief(length)}; give lengths in [1, {MAX_LENGTH}]"
+    )
 
 
 def _from_sequence(lengths: Any) -> npt.NDArray[Any]:
     try:
         values = list(lengths)
     except TypeError:
-        raise DataError(f"lengths are {type(lengths).__name__}; give a sequence") from None
+        raise DataError(f"lengths are {brief(lengths)}; give an integer per sample") from None
     for i, value in enumerate(values):
         if type(value) is not int and not isinstance(value, np.integer):
-            raise DataError(f"sample {i} has length {value!r}; give an integer")
-    try:
-        return np.array(values, dtype=np.int64)
-    except OverflowError:
-        raise DataError(f"a length is above {MAX_LENGTH}") from None
+            raise DataError(f"sample {i} has length {brief(value)}; give an integer")
+        # Here already: an array takes no integer of more than 64 bits.
+        if not 1 <= value <= MAX_LENGTH:
+            raise _out_of_range(i, int(value))
+    return np.array(values, dtype=np.int64)
 
 
 Ids = tuple[int | str, ...]
@@ -74,6 +78,8 @@ def read_ids(
     """
     if given is None:
         return np.arange(num_samples, dtype=np.int64), None
+    if not isinstance(given, Iterable):
+        raise DataError(f"{kind}_ids are {brief(given)}; give an id per sample")
     ids = tuple(_read_id(kind, i, value) for i, value in enumerate(given))
     if len(ids) != num_samples:
         raise DataError(f"{len(ids)} {kind}_ids for {num_samples} samples; give one per sample")
@@ -123,7 +129,7 @@ def _read_id(kind: str, sample: int, value: object) -> int | str:
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise DataError(f"sample {sample} has {kind} id {value!r}; give an int or a str")
+    raise DataError(f"sample {sample} has {kind} id {brief(value)}; give an int or a str")
 
 
 def read_budget(
@@ -145,7 +151,13 @@ def read_budget(
     check_count("max_tokens_per_gpu", max_tokens_per_gpu)
     if max_tokens_per_gpu is None:
         return -1
-    return int(max_tokens_per_gpu) * layout.cp // layout.row_alignment * layout.row_alignment
+    budget, unit = int(max_tokens_per_gpu) * layout.cp, layout.row_alignment
+    if budget < unit:
+        raise ConfigError(
+            f"max_tokens_per_gpu={max_tokens_per_gpu} with cp={layout.cp} is less than the {unit} "
+            f"tokens that rows are multiples of; set it to {-(-unit // layout.cp)} or more"
+        )
+    return budget // unit * unit
 
 
 def check_count(name: str, value: object) -> None:
@@ -157,6 +169,6 @@ def check_count(name: str, value: object) -> None:
         return
     good = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not good or value < 1:  # type: ignore[operator]
-        raise ConfigError(f"{name}={value!r}; set an integer of at least 1")
+        raise ConfigError(f"{name}={brief(value)}; set an integer of at least 1")
     if value > _MAX_COUNT:  # type: ignore[operator]
-        raise ConfigError(f"{name}={value}; set an integer of at most {_MAX_COUNT}")
+        raise ConfigError(f"{name}={brief(value)}; set an integer of at most {_MAX_COUNT}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, brief
 
 CountRule = Literal["legal", "multiple", "per_rank"]
 Fp8 = Literal["mxfp8", "blockwise"] | bool
@@ -53,9 +53,11 @@ class Layout:
         for name in ("dp", "tp", "pp", "vpp", "cp", "ep"):
             _check_size(name, getattr(self, name))
         if not isinstance(self.sequence_parallel, bool):
-            raise ConfigError(f"sequence_parallel={self.sequence_parallel!r}; set True or False")
+            raise ConfigError(
+                f"sequence_parallel={brief(self.sequence_parallel)}; set True or False"
+            )
         if not isinstance(self.fp8, bool | str) or self.fp8 not in _FP8_UNIT_TOKENS:
-            raise ConfigError(f'fp8={self.fp8!r}; set False, True, "mxfp8" or "blockwise"')
+            raise ConfigError(f'fp8={brief(self.fp8)}; set False, True, "mxfp8" or "blockwise"')
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"vpp={self.vpp} with pp=1; set pp > 1 or vpp=1")
         if (self.dp * self.cp * self.tp) % self.ep:
@@ -183,6 +185,6 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _check_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r}; set an integer of at least 1")
+        raise ConfigError(f"{name}={brief(value)}; set an integer of at least 1")
     if value > _MAX_SIZE:
-        raise ConfigError(f"{name}={value}; set an integer of at most {_MAX_SIZE}")
+        raise ConfigError(f"{name}={brief(value)}; set an integer of at most {_MAX_SIZE}")

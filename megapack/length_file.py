@@ -8,7 +8,7 @@ cell is a whole number, or a list of token ids that counts its items.
 from __future__ import annotations
 
 import csv
-import json
+import io
 import re
 import sys
 from collections.abc import Iterator
@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from megapack.errors import ConfigError, DataError
+from megapack.errors import ConfigError, DataError, brief, first_line
+from megapack.files import read_whole
 from megapack.inputs import MAX_LENGTH, Ids, Ints, read_lengths
+from megapack.json_io import parse
 from megapack.typed import shown
 
 STDIN = "-"
@@ -139,9 +141,11 @@ def _read_npy(path: Path, columns: Columns) -> LengthTable:
     if columns != Columns():
         raise DataError("an array has no columns; leave the --...-column options out")
     try:
-        array = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise DataError(f"not an array of numbers ({error}); save one with numpy.save") from None
+        array = np.load(io.BytesIO(read_whole(path)), allow_pickle=False)
+    except (ValueError, MemoryError) as error:
+        raise DataError(
+            f"not an array of numbers ({first_line(error)}); save one with numpy.save"
+        ) from None
     return LengthTable(read_lengths(array), None, None, "array")
 
 
@@ -207,7 +211,9 @@ def _identity(row: dict[str, Any], column: str) -> int | str:
 
 def _cell(row: dict[str, Any], column: str) -> Any:
     if column not in row:
-        raise DataError(f"no column {column!r} among {_listed(list(row))}; name one that is there")
+        raise DataError(
+            f"no column {brief(column)} among {_listed(list(row))}; name one that is there"
+        )
     return row[column]
 
 
@@ -227,7 +233,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _text_rows(path: str) -> Rows:
-    data = sys.stdin.buffer.read() if path == STDIN else Path(path).read_bytes()
+    data = sys.stdin.buffer.read() if path == STDIN else read_whole(path)
     try:
         lines = data.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
@@ -249,8 +255,8 @@ def _text_rows(path: str) -> Rows:
 def _json_rows(numbered: list[tuple[int, str]]) -> Rows:
     for number, line in numbered:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse(line)
+        except ValueError as error:
             cut = " (the last line; is the file cut off?)" if number == numbered[-1][0] else ""
             raise DataError(f"line {number}: not JSON: {error}{cut}; write it again") from None
         if not isinstance(row, dict):
@@ -283,9 +289,11 @@ def _header(cells: list[str], number: int) -> list[str]:
     for name in names:
         if _is_number(name):
             raise DataError(
-                f"line {number}: {name!r} is no column name; begin with a header, or give one "
+                f"line {number}: {brief(name)} is no column name; begin with a header, or give one "
                 "whole number per line"
             )
+        if names.count(name) > 1:
+            raise DataError(f"line {number}: column {brief(name)} stands twice; keep one of them")
     return names
 
 
@@ -310,5 +318,4 @@ def _parquet_rows(path: Path, columns: Columns) -> Rows:
                     number += 1
                     yield number, row
     except ArrowException as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"not Parquet ({reason}); write it again") from None
+        raise DataError(f"not Parquet ({first_line(error)}); write it again") from None

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megapack.errors import ConfigError, DataError
+from megapack.errors import ConfigError, DataError, brief
 from megapack.plan import Plan
 
 LossWeighting = Literal[
@@ -58,16 +58,23 @@ def sample_weights(
     """
     if weighting not in get_args(LossWeighting):
         raise ConfigError(
-            f"unknown loss weighting {weighting!r}; one of {', '.join(get_args(LossWeighting))}"
+            f"unknown loss weighting {brief(weighting)}; set one of "
+            f"{', '.join(get_args(LossWeighting))}"
         )
     counts = np.asarray(num_loss_tokens, dtype=np.int64)
     if counts.shape != (plan.num_samples,):
-        raise DataError(f"{counts.size} token counts for a plan of {plan.num_samples} samples")
+        raise DataError(
+            f"{counts.size} token counts for a plan of {plan.num_samples} samples; give one per "
+            "sample"
+        )
     kept = np.zeros(plan.num_samples, dtype=bool)
     kept[list(plan.steps[step].kept_samples)] = True
     counted = kept & (counts > 0)
     if not counted.any():
-        raise DataError(f"step {step} has no response token among {int(kept.sum())} samples")
+        raise DataError(
+            f"step {step} has no response token among {int(kept.sum())} samples; give one of them "
+            "a response"
+        )
     weights = np.zeros(plan.num_samples, dtype=np.float64)
     weights[counted] = 1.0 / _denominators(weighting, counts, counted, plan, norm_constant)
     return weights
@@ -161,12 +168,14 @@ class PPO:
     """Times the entropy, subtracted from the loss."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
+        if not 0 <= self.clip_low <= 1 or not 0 <= self.clip_high < math.inf:
             raise ConfigError(
-                f"clip_low={self.clip_low} must be in [0, 1] and clip_high={self.clip_high} >= 0"
+                f"clip_low={self.clip_low} and clip_high={self.clip_high}; set them in [0, 1] and "
+                "to at least 0"
             )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"dual_clip={self.dual_clip} must be above 1, or None")
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ConfigError(f"dual_clip={self.dual_clip}; set it above 1, or to None")
+        _check_finite("entropy_coef", self.entropy_coef)
 
     @property
     def required_fields(self) -> tuple[str, ...]:
@@ -220,7 +229,8 @@ class GRPO(PPO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_kind not in ("k1", "k2", "k3"):
-            raise ConfigError(f"unknown kl_kind {self.kl_kind!r}; one of k1, k2, k3")
+            raise ConfigError(f"unknown kl_kind {self.kl_kind!r}; set one of k1, k2, k3")
+        _check_finite("kl_coef", self.kl_coef)
 
     @property
     def required_fields(self) -> tuple[str, ...]:
@@ -237,6 +247,11 @@ class GRPO(PPO):
             metrics["kl_ref"] = kl_R
             loss_R = loss_R + self.kl_coef * kl_R
         return loss_R, metrics
+
+
+def _check_finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise ConfigError(f"{name}={value}; set a finite number")
 
 
 def kl_estimate(logprobs_R: Tensor, reference_R: Tensor, kind: str) -> Tensor:

@@ -16,7 +16,8 @@ def at_least(config: Any, section: str, least: float, *names: str) -> None:
     """Raise ConfigError for the first of these fields that is below `least`; null passes."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < least:
+        # NaN is not at least anything.
+        if value is not None and not value >= least:
             key = f"{section}.{name}" if section else name
             raise ConfigError(f"{key} is {value}; set {least} or more")
 

@@ -76,7 +76,7 @@ class GSPO(GRPO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_level not in ("token", "sequence"):
-            raise ConfigError(f"unknown kl_level {self.kl_level!r}; one of token, sequence")
+            raise ConfigError(f"unknown kl_level {self.kl_level!r}; set one of token, sequence")
 
     def __call__(  # type: ignore[override]
         self,
@@ -119,8 +119,8 @@ class ValueLoss:
     """Values are clipped to old_values -+ clip and the larger loss counts; None: no clipping."""
 
     def __post_init__(self) -> None:
-        if self.clip is not None and self.clip <= 0:
-            raise ConfigError(f"clip={self.clip} must be above 0, or None")
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(f"clip={self.clip}; set it above 0, or to None")
 
     @property
     def required_fields(self) -> tuple[str, ...]:

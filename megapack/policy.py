@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from megapack.errors import ConfigError, ScheduleError
+from megapack.errors import ConfigError, ScheduleError, brief
 from megapack.layout import CountRule, Layout
 
 Unreachable = Literal["pad", "drop", "error"]
@@ -62,7 +62,7 @@ class Policy:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r}; set one of {choices}")
+                raise ConfigError(f"{name}={brief(getattr(self, name))}; set one of {choices}")
         _check_int("search", self.search, 0)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
@@ -95,6 +95,6 @@ def check_count_rule(policy: Policy, layout: Layout, *, ranks_share_fp8_scales: 
 
 def _check_int(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}; set an integer of at least {least}")
+        raise ConfigError(f"{name}={brief(value)}; set an integer of at least {least}")
     if value > _MAX_INT:
-        raise ConfigError(f"{name}={value}; set an integer of at most {_MAX_INT}")
+        raise ConfigError(f"{name}={brief(value)}; set an integer of at most {_MAX_INT}")

@@ -9,6 +9,7 @@ step's loss is the mean over pairs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -71,10 +72,10 @@ class DPO(_Pairs):
     """Probability that a pair is labelled the wrong way, below 0.5."""
 
     def __post_init__(self) -> None:
-        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5:
+        if not 0 < self.beta < math.inf or not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(
-                f"beta={self.beta} must be above 0 and label_smoothing={self.label_smoothing} in "
-                "[0, 0.5)"
+                f"beta={self.beta} and label_smoothing={self.label_smoothing}; set them above 0 "
+                "and in [0, 0.5)"
             )
 
     def check(self, batch: SampleBatch, plan: Plan, step: int) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megapack.cost import CostModel
-from megapack.errors import DataError, PlanError
+from megapack.errors import DataError, PlanError, first_line
+from megapack.files import read_whole
 from megapack.inputs import Ints
+from megapack.json_io import parse
 from megapack.length_file import Columns, read_length_file
 from megapack.pipeline import Event
 from megapack.plan import Plan
@@ -85,9 +87,9 @@ def number_or_none(value: Any) -> float | None:
     return float(value) if known else None
 
 
-def _lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+def _lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_whole(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(f"{path}: cannot be read ({reason}); give the folder of a run") from None
@@ -96,10 +98,17 @@ def _lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
         if number == len(lines) and not line.endswith("}"):
             return
         try:
-            yield parse(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = str(error).partition("\n")[0][:120]
-            raise DataError(f"{path}: line {number} is no record of a run ({reason})") from None
+            yield read(parse(line))
+        except KeyError as error:
+            raise _no_record(path, number, f"no {error}") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise _no_record(path, number, first_line(error)) from None
+
+
+def _no_record(path: Path, number: int, reason: str) -> DataError:
+    return DataError(
+        f"{path}: line {number} is no record of a run ({reason}); give the folder as a run left it"
+    )
 
 
 def _metrics(line: dict[str, Any]) -> dict[str, Any]:

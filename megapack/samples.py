@@ -7,13 +7,15 @@ advantage), or one per sample. Frameworks keep them ragged or padded to [B, S]; 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megapack.errors import DataError
+from megapack.errors import DataError, brief, first_line
+from megapack.inputs import MAX_LENGTH
 from megapack.ragged import RaggedTensor, RowTensor, TensorField
 
 RESPONSE_MASK = "response_mask"
@@ -41,8 +43,10 @@ class SampleBatch:
         *,
         tensors: Mapping[str, TensorField] | None = None,
     ) -> None:
+        if not isinstance(tokens, Sized):
+            raise DataError(f"tokens are {brief(tokens)}; give the ids of each sample")
         if len(tokens) == 0:
-            raise DataError("the batch has no samples")
+            raise DataError("the batch has no samples; give at least 1")
         self._tokens = {i: _token_tensor(i, ids) for i, ids in enumerate(tokens)}
         self._lengths = [t.numel() for t in self._tokens.values()]
         self._fields: dict[str, list[Tensor]] = {}
@@ -97,7 +101,7 @@ class SampleBatch:
         if tokens.numel() != self.length(sample):
             raise DataError(
                 f"sample {sample} has {tokens.numel()} tokens, the batch counts "
-                f"{self.length(sample)}"
+                f"{self.length(sample)}; give the tokens that were counted"
             )
         self._tokens[sample] = tokens
         self.revision += 1
@@ -139,8 +143,13 @@ class SampleBatch:
 
     def set_field(self, name: str, values: Sequence[Any]) -> None:
         """Add or replace a field, with the checks of the constructor."""
+        if not isinstance(values, Sized):
+            raise DataError(f"field {name!r} is {brief(values)}; give a value per sample")
         if len(values) != len(self):
-            raise DataError(f"field {name!r} has {len(values)} values for {len(self)} samples")
+            raise DataError(
+                f"field {name!r} has {len(values)} values for {len(self)} samples; give one per "
+                "sample"
+            )
         tensors = [self._field_tensor(name, i, value) for i, value in enumerate(values)]
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         self._fields[name] = [t.to(dtype) for t in tensors]
@@ -152,12 +161,20 @@ class SampleBatch:
         tensor, length = _tensor(f"sample {sample}: field {name!r}", value), self.length(sample)
         if tensor.dtype == torch.float64:
             tensor = tensor.float()
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise DataError(f"sample {sample}: field {name!r} holds a NaN or an infinity")
+        if tensor.is_complex():
+            raise DataError(f"sample {sample}: field {name!r} is {tensor.dtype}; give real numbers")
+        bad = tensor[~torch.isfinite(tensor)]
+        if bad.numel():
+            raise DataError(
+                f"sample {sample}: field {name!r} holds {bad[0].item()}; give finite numbers, or "
+                "drop the sample"
+            )
         if name == RESPONSE_MASK:
             tensor = tensor != 0
             if tensor.dim() != 1:
-                raise DataError(f"sample {sample}: {name} needs one value per token")
+                raise DataError(
+                    f"sample {sample}: {name} is {brief(value)}; give one value per token"
+                )
         if tensor.dim() == 0:
             return tensor
         if tensor.dim() != 1 or tensor.numel() > length:
@@ -178,7 +195,7 @@ class SampleBatch:
     ) -> SampleBatch:
         """Prompt and response ids per sample; the response counts in the loss."""
         if len(prompts) != len(responses):
-            raise DataError(f"{len(prompts)} prompts for {len(responses)} responses")
+            raise _unpaired(prompts, responses)
         pairs = [
             (_part(i, p), _part(i, r))
             for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
@@ -198,13 +215,16 @@ class SampleBatch:
 
         A rank gives the tokens of its own samples with `set_tokens` before they are packed.
         """
+        if len(prompt_tokens) != len(response_tokens):
+            raise _unpaired(prompt_tokens, response_tokens)
+        if len(prompt_tokens) == 0:
+            raise DataError("the batch has no samples; give at least 1")
         batch = cls([[0]])
         batch._tokens, batch._lengths = {}, []
         pairs = enumerate(zip(prompt_tokens, response_tokens, strict=True))
         masks = []
         for sample, (prompt, response) in pairs:
-            if prompt + response < 1:
-                raise DataError(f"sample {sample} has no tokens; leave it out of the batch")
+            _check_counts(sample, prompt, response)
             batch._lengths.append(prompt + response)
             masks.append(torch.cat([torch.zeros(prompt), torch.ones(response)]))
         for name, values in {RESPONSE_MASK: masks, **(fields or {})}.items():
@@ -231,7 +251,7 @@ class SampleBatch:
         if input_ids_BS.dim() != 2 or input_ids_BS.shape != attention_mask_BS.shape:
             raise DataError(
                 f"input_ids {tuple(input_ids_BS.shape)} and attention_mask "
-                f"{tuple(attention_mask_BS.shape)} must both be [B, S]"
+                f"{tuple(attention_mask_BS.shape)} must both be [B, S]; give tensors of one shape"
             )
         spans = padded_spans(attention_mask_BS)
         ragged = {
@@ -248,10 +268,13 @@ def padded_spans(attention_mask_BS: Tensor) -> list[tuple[int, int]]:
     for b, mask in enumerate(attention_mask_BS != 0):
         columns = mask.nonzero().squeeze(1)
         if columns.numel() == 0:
-            raise DataError(f"row {b} of the attention mask is empty")
+            raise DataError(f"row {b} of the attention mask is empty; leave the row out")
         start, stop = int(columns[0]), int(columns[-1]) + 1
         if stop - start != columns.numel():
-            raise DataError(f"row {b} of the attention mask has a hole between {start} and {stop}")
+            raise DataError(
+                f"row {b} of the attention mask has a hole between {start} and {stop}; give one "
+                "unbroken run of real tokens"
+            )
         spans.append((start, stop))
     return spans
 
@@ -263,11 +286,15 @@ def to_padded(values: Sequence[Tensor], attention_mask_BS: Tensor, fill: float =
     tensor([[0., 1., 2.]])
     """
     if len(values) != len(attention_mask_BS):
-        raise DataError(f"{len(values)} samples for {len(attention_mask_BS)} rows of the mask")
+        raise DataError(
+            f"{len(values)} samples for {len(attention_mask_BS)} rows of the mask; give one per row"
+        )
     out_BS = values[0].new_full(tuple(attention_mask_BS.shape), fill)
     for b, (start, stop) in enumerate(padded_spans(attention_mask_BS)):
         if values[b].numel() != stop - start:
-            raise DataError(f"row {b}: {values[b].numel()} values for {stop - start} tokens")
+            raise DataError(
+                f"row {b}: {values[b].numel()} values for {stop - start} tokens; give one per token"
+            )
         out_BS[b, start:stop] = values[b]
     return out_BS
 
@@ -296,22 +323,41 @@ def _tensor(what: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{what} cannot be a tensor ({error}); give numbers") from None
+        raise DataError(f"{what} cannot be a tensor ({first_line(error)}); give numbers") from None
 
 
 def _token_tensor(sample: int, ids: Any) -> Tensor:
     tensor = _tensor(f"sample {sample}", ids)
     if tensor.numel() == 0 and tensor.dim() == 1:
         raise DataError(f"sample {sample} has no tokens; leave it out of the batch")
-    if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() != 1:
+    integers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if not integers or tensor.dim() != 1:
         raise DataError(
             f"sample {sample}: token ids are {tensor.dtype} of shape {tuple(tensor.shape)}; "
             "give one integer per token"
         )
     tensor = tensor.to(torch.int64)
     if int(tensor.min()) < 0:
-        raise DataError(f"sample {sample} has the negative token id {int(tensor.min())}")
+        raise DataError(
+            f"sample {sample} has the negative token id {int(tensor.min())}; give ids of 0 or more"
+        )
     return tensor
+
+
+def _unpaired(prompts: Sequence[Any], responses: Sequence[Any]) -> DataError:
+    return DataError(
+        f"{len(prompts)} prompts for {len(responses)} responses; give a response to each prompt"
+    )
+
+
+def _check_counts(sample: int, prompt: int, response: int) -> None:
+    for count in (prompt, response):
+        if not isinstance(count, int | np.integer) or not 0 <= count <= MAX_LENGTH:
+            raise DataError(
+                f"sample {sample} has {brief(count)} tokens in a part; give 0 to {MAX_LENGTH}"
+            )
+    if prompt + response < 1:
+        raise DataError(f"sample {sample} has no tokens; leave it out of the batch")
 
 
 def _part(sample: int, ids: Any) -> Tensor:

@@ -29,6 +29,7 @@ from megapack.experts import ModelRouting
 from megapack.forward import LastStage, taken_inputs
 from megapack.frozen import keep_gradients_through_recompute
 from megapack.guard import guarded
+from megapack.head import unwrapped
 from megapack.job import current_job
 from megapack.layout import Layout
 from megapack.loss import LossWeighting
@@ -327,6 +328,7 @@ class ScheduleAdapter:
             call.sample_weights,
             call.field_names,
             plan.colocate_ids,
+            getattr(unwrapped(self.chunks[0]), "vocab_size", None),
         )
         depths = num_depths(self.config) if isinstance(call, TrainingCall) else 0
         return slice_row(with_rows_ahead(row, depths), cp.size(), cp.rank())

@@ -105,6 +105,7 @@ def pack_row(
     sample_weights: Sequence[float] | None = None,
     field_names: Sequence[str] | None = None,
     colocate_ids: Sequence[int | str] | None = None,
+    vocab_size: int | None = None,
 ) -> PackedRow:
     """Lay the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
 
@@ -116,9 +117,11 @@ def pack_row(
             sample_weights`); None gives every response token the weight 1.
         field_names: fields to carry; None for all.
         colocate_ids: the plan's; None where each sample is its own set.
+        vocab_size: token ids must be below it; None = not known.
 
     Raises:
-        DataError: the samples are not as long as the plan counts them.
+        DataError: the samples are not as long as the plan counts them, or have an id that the
+            model's embedding has not (on a GPU that would end the process).
     """
     lengths = tuple(batch.length(i) for i in micro_batch.samples)
     aligned = [layout.padded_length(n) for n in lengths]
@@ -138,6 +141,8 @@ def pack_row(
     rows = _Rows(batch, micro_batch.samples, starts, micro_batch.row_tokens)
     names = batch.field_names if field_names is None else field_names
     weights_T = rows.weights(sample_weights)
+    if vocab_size is not None:
+        _check_ids(batch, micro_batch.samples, vocab_size)
     real = [*lengths, *[0] * (len(spans) - len(lengths))]
     return PackedRow(
         samples=micro_batch.samples,
@@ -256,6 +261,16 @@ class _Rows:
             span = slice(start, start + self.batch.length(i) - 1)
             out_T[span] = value if value.dim() == 0 else value[1:]
         return out_T
+
+
+def _check_ids(batch: SampleBatch, samples: tuple[int, ...], vocab_size: int) -> None:
+    for i in samples:
+        largest = int(batch.tokens(i).max())
+        if largest >= vocab_size:
+            raise DataError(
+                f"sample {i} has the token id {largest}, the model's vocabulary is {vocab_size}; "
+                "give ids of the model's tokenizer"
+            )
 
 
 def _moved(value: RowTensor, device: torch.device | str) -> RowTensor:

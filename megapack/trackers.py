@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megapack.errors import ConfigError
+from megapack.files import write_whole
 
 Metrics = Mapping[str, float | int | str | None]
 
@@ -90,7 +91,7 @@ class _WeightsAndBiases:
             config=dict(config),
         )
         self._run.define_metric("*", step_metric="step")
-        known.write_text(self._run.id)
+        write_whole(known, self._run.id)
 
     def write(self, metrics: Metrics) -> None:
         self._run.log(_numbers(metrics))

@@ -27,6 +27,7 @@ from megapack.policy import (
     StepSplit,
     Unreachable,
 )
+from megapack.tokenizer import ByteTokenizer
 
 __all__ = [
     "TrainConfig",
@@ -229,6 +230,12 @@ class TrainConfig:
         if self.name in ("", ".", "..") or any(c in self.name for c in "/\\\0\n"):
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         self._check_division()
+        vocabulary, needed = self.model.vocab_size, ByteTokenizer.vocab_size
+        if self.data.path is None and vocabulary is not None and vocabulary < needed:
+            raise ConfigError(
+                f"model.vocab_size={vocabulary} is less than the {needed} of generated rollouts; "
+                f"set {needed} or more, or data.path"
+            )
         longest, positions = self.data.max_length, self.model.max_position_embeddings
         if longest is not None and longest > positions:
             raise ConfigError(

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal, Union
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, brief
 from megapack.yaml_io import Node
 
 
@@ -168,5 +168,4 @@ def shown(value: Any) -> str:
         return "a mapping"
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return brief(value)

@@ -46,12 +46,16 @@ def parse(text: str, source: str, lines: bool = True) -> Node:
             return Node(None, source) if node is None else _tree(loader, node, source, lines)
         finally:
             loader.dispose()
+    except ConfigError:
+        raise
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if lines and error.problem_mark else ""
-        raise ConfigError(f"{source}{line}: {error.problem}") from None
+        begins = f"{error.context} " if (error.context or "").startswith("expected") else ""
+        raise ConfigError(f"{source}{line}: {begins}{error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{source}: not plain YAML ({reason[:120]})") from None
+        # Of a number that is too long, Python says what to set in Python.
+        reason = " ".join(str(error).split()).partition(";")[0]
+        raise ConfigError(f"{source}: not plain YAML ({reason[:120]}); check that place") from None
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -95,7 +99,7 @@ class _Loader(yaml.SafeLoader):
         elif getattr(event, "tag", None) is not None:
             problem = f"tags are refused, got {event.tag}; write the value without it"
         elif self._depth >= _MAX_DEPTH:
-            problem = f"nested deeper than {_MAX_DEPTH}"
+            problem = f"nested deeper than {_MAX_DEPTH}; write it flatter"
         if problem is not None:
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         self._depth += 1

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
-from megapack.errors import ConfigError, PlanError
+from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import CountRule, Layout
 from megapack.length_file import Columns, LengthTable, read_length_file
 from megapack.memory import GIB
@@ -32,7 +32,7 @@ def integer(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}; set an integer") from None
+        raise argparse.ArgumentTypeError(f"{brief(text)}; set an integer") from None
 
 
 def number(text: str) -> float:
@@ -40,7 +40,7 @@ def number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}; set a number") from None
+        raise argparse.ArgumentTypeError(f"{brief(text)}; set a number") from None
 
 
 def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -190,6 +190,17 @@ def span(counts: tuple[int, int]) -> str:
     return f"{counts[0]}" if counts[0] == counts[1] else f"{counts[0]}-{counts[1]}"
 
 
+def is_run(target: str) -> bool:
+    """Whether PLAN|RUN is the folder of a run; else it is a plan.
+
+    Raises:
+        ConfigError: nothing is there.
+    """
+    if not os.path.exists(target):
+        raise ConfigError(f"{target}: no such file; give a plan.json, or the folder of a run")
+    return os.path.isdir(target)
+
+
 def asked_steps(plan: Plan, step: int | None) -> range:
     """Indices of the steps of --step: one, or all.
 
@@ -216,11 +227,13 @@ def asked_steps(plan: Plan, step: int | None) -> range:
     return range(step, step + 1)
 
 
-def keep_input(given: str, output: str) -> None:
-    """Refuse to write over what was read.
+def check_output(output: str, given: str) -> None:
+    """Refuse to write over what was read, or among what is printed.
 
     Raises:
-        ConfigError: the two are one file.
+        ConfigError: the two are one file, or -o is standard output.
     """
+    if output == "-":
+        raise ConfigError("-o - is where the summary goes; set a file's name")
     if os.path.exists(given) and os.path.exists(output) and os.path.samefile(given, output):
         raise ConfigError(f"-o {output} is the input itself; set another -o")

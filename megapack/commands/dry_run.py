@@ -16,6 +16,7 @@ from megapack.commands.arguments import (
 )
 from megapack.commands.costs import Pricing, add_speed, price_by_sizes
 from megapack.cost_sizes import ModelSizes
+from megapack.errors import brief
 from megapack.memory import GIB, GpuMemory
 from megapack.train_config import TrainConfig
 
@@ -60,7 +61,7 @@ def run_dry(args: argparse.Namespace, config: TrainConfig) -> int:
 def _world(text: str) -> int:
     name, _, count = text.partition("=")
     if name != "world" or not count.isdecimal() or int(count) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; set world=N, the number of GPUs")
+        raise argparse.ArgumentTypeError(f"{brief(text)}; set world=N, the number of GPUs")
     return int(count)
 
 

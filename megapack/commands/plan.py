@@ -12,8 +12,8 @@ from megapack.commands.arguments import (
     add_lengths,
     add_policy,
     add_steps,
+    check_output,
     integer,
-    keep_input,
     print_json,
     print_table,
     read_layout,
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan, compare, write, tell."""
     layout, policy = read_layout(args), read_policy(args)
     table = read_table(args)
-    keep_input(args.lengths, args.output)
+    check_output(args.output, args.lengths)
     typical = float((table.lengths**2).sum() / table.lengths.sum())
     pricing = read_pricing(args, layout, typical)
     # The planner's compiler takes a third of a second to import: bad input is told before.

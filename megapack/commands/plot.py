@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megapack.commands.arguments import asked_steps, integer, keep_input
+from megapack.commands.arguments import asked_steps, check_output, integer
 from megapack.commands.costs import add_costs, plan_pricing
 from megapack.errors import ConfigError
 from megapack.files import write_output
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     suffix = Path(args.output).suffix
     if suffix not in _FORMATS:
         raise ConfigError(f"-o {args.output}: unknown kind of picture; name it {_listed()}")
-    keep_input(args.plan, args.output)
+    check_output(args.output, args.plan)
     plan = read_plan(args.plan)
     (number,) = asked_steps(plan, args.step)
     pricing = plan_pricing(args, plan)

@@ -5,13 +5,13 @@ what was predicted against what was measured.
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING
 
 from megapack.commands.arguments import (
     add_lengths,
     asked_steps,
-    keep_input,
+    check_output,
+    is_run,
     read_table,
 )
 from megapack.commands.costs import add_costs, plan_pricing, run_pricing
@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write and tell."""
-    keep_input(args.target, args.output)
+    check_output(args.output, args.target)
     if args.lengths is not None:
-        keep_input(args.lengths, args.output)
-    page, basis = _run_page(args) if os.path.isdir(args.target) else _plan_page(args)
+        check_output(args.output, args.lengths)
+    page, basis = _run_page(args) if is_run(args.target) else _plan_page(args)
     page.notes.append(f"planned time {basis}")
     from megapack.page import page_html
 

@@ -5,9 +5,8 @@ simulated, of a run as it was planned and measured side by side.
 from __future__ import annotations
 
 import argparse
-import os
 
-from megapack.commands.arguments import asked_steps, integer, keep_input
+from megapack.commands.arguments import asked_steps, check_output, integer, is_run
 from megapack.commands.costs import add_costs, plan_pricing, run_pricing
 from megapack.errors import ConfigError, DataError
 from megapack.files import write_output
@@ -26,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write and tell."""
-    keep_input(args.target, args.output)
-    of_run = os.path.isdir(args.target)
+    check_output(args.output, args.target)
+    of_run = is_run(args.target)
     text, num_steps, basis = _run_trace(args) if of_run else _plan_trace(args)
     write_output(args.output, text)
     sources = "planned and measured" if of_run else "planned"

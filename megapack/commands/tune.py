@@ -22,7 +22,7 @@ from megapack.commands.arguments import (
     span,
 )
 from megapack.commands.costs import add_costs, read_config, read_pricing, read_sizes
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
 from megapack.memory import GIB, MemoryModel, Recompute
 from megapack.policy import GroupSize
@@ -124,7 +124,7 @@ def _integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}; set integers with commas") from None
+        raise argparse.ArgumentTypeError(f"{brief(text)}; set integers with commas") from None
 
 
 def _memory_model(args: argparse.Namespace) -> MemoryModel:

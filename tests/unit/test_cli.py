@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megapack import cli
 from megapack.commands import run as run_command
 from megapack.commands import train
 from megapack.errors import RunInterrupted, ScheduleError
+from tests.run_folder import make_plan
 
 pytestmark = pytest.mark.unit
 
@@ -151,6 +153,56 @@ def test_ctrl_c_is_one_line_but_in_programs_of_others(
     monkeypatch.setattr(run_command, "run", stop)
     with pytest.raises(KeyboardInterrupt):
         cli.main(["run", "script.py"])
+
+
+def shell(tmp_path: Path, command: str) -> tuple[int, str]:
+    """Exit code and stderr of a command line with `megapack` in it, under pipefail."""
+    command = command.replace("megapack", f"{sys.executable} -m megapack")
+    environment = {**os.environ, "PYTHONPATH": str(Path(megapack.__file__).parents[1])}
+    # What is printed is written at the end then, all at once.
+    environment.pop("PYTHONUNBUFFERED", None)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=environment,
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_lost_standard_output_is_told_by_the_exit_code(tmp_path: Path) -> None:
+    plan = make_plan()
+    (tmp_path / "a.json").write_text(plan.to_json())
+    (tmp_path / "b.json").write_text(replace(plan, max_tokens_per_gpu=2048).to_json())
+    code, err = shell(tmp_path, "megapack show a.json > /dev/full")
+    assert (code, err) == (
+        2,
+        "megapack: standard output: No space left on device; make room, or send it elsewhere\n",
+    )
+    assert shell(tmp_path, "megapack show a.json >&-") == (0, "")
+    # What was found is told though nobody reads it.
+    assert shell(tmp_path, "megapack diff a.json b.json | true") == (1, "")
+    assert shell(tmp_path, "megapack diff a.json a.json | true") == (0, "")
+
+
+def test_a_command_that_is_cut_off_is_not_done(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that prints more than a pipe holds breaks before it knows its code."""
+
+    def fail(args: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(train, "run", fail)
+    monkeypatch.setattr(cli, "_stdout_is_lost", lambda: True)
+    assert cli.main(["train", "config.yaml"]) == 141
+    # Another pipe than standard output is a mistake of ours.
+    monkeypatch.setattr(cli, "_stdout_is_lost", lambda: False)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["train", "config.yaml"])
 
 
 def test_it_tells_its_version(repo_root: Path) -> None:

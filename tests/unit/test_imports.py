@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
     "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl "
-    "data_files files length_file place",
+    "data_files files json_io length_file place",
     "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
     "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
     "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
@@ -30,9 +30,9 @@ LAYERS = [
     "thd cp_slices samples ragged loop_config train_config run_data batch_plan checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
-    "run_context segments objectives preference value_head checkpoint_state reference interrupt "
-    "board watch_peers watchdog agreements guard job microbatch_events non_finite schedule_run "
-    "step_call out_of_memory",
+    "run_context segments objectives preference value_head checkpoint_state checkpoint_index "
+    "reference interrupt board watch_peers watchdog agreements guard job microbatch_events "
+    "non_finite schedule_run step_call out_of_memory",
     "model layer_specs optimizer train checkpoint launch report trackers trace dry_run replan",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "

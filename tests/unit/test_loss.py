@@ -170,7 +170,7 @@ def test_a_rollout_of_empty_samples_alone_is_in_no_denominator() -> None:
 
 
 def test_an_unknown_weighting_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'mean'; one of token-mean, .*rollout-mean"):
+    with pytest.raises(ConfigError, match=r"'mean'; set one of token-mean, .*rollout-mean"):
         weights("mean", [1])  # type: ignore[arg-type]
 
 
@@ -355,7 +355,7 @@ def test_gradients_flow_through_the_policy_alone() -> None:
         ({"clip_low": -0.1}, r"clip_low=-0.1"),
         ({"clip_low": 1.5}, r"clip_low=1.5"),
         ({"clip_high": -0.1}, r"clip_high=-0.1"),
-        ({"dual_clip": 1.0}, r"dual_clip=1.0 must be above 1"),
+        ({"dual_clip": 1.0}, r"dual_clip=1.0; set it above 1"),
     ],
 )
 @pytest.mark.parametrize("kind", [PPO, GRPO])
@@ -367,7 +367,7 @@ def test_a_clip_that_cannot_be_is_refused(
 
 
 def test_an_unknown_kl_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'k4'; one of k1, k2, k3"):
+    with pytest.raises(ConfigError, match="'k4'; set one of k1, k2, k3"):
         GRPO(kl_kind="k4")  # type: ignore[arg-type]
 
 

@@ -62,7 +62,7 @@ def test_report_of_a_plan_and_of_a_run(call: Call) -> None:
 
 BAD = [
     (("trace",), ["PLAN|RUN"]),
-    (("trace", "none.json"), ["none.json", "cannot be read"]),
+    (("trace", "none.json"), ["none.json", "no such file", "the folder of a run"]),
     (("trace", "plan.json", "--step", "2"), ["step 2 of 2", "0 to 1"]),
     (("trace", "plan.json", "-o", "plan.json"), ["plan.json is the input itself"]),
     (("trace", "plan.json", "-o", "no/such/t.json"), ["no/such/t.json", "cannot be written"]),

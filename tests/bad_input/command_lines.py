@@ -1,0 +1,219 @@
+"""Command lines that end with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.bad_input import Content, Line, line
+from tests.bad_input.folders import long_line, run_with
+from tests.run_folder import LENGTHS, make_plan
+
+CONFIG = "name: x\ndevice: cpu\nplan: {max_tokens_per_gpu: 64}\n"
+CSV = "length\n5\n9\n3\n"
+SAMPLE = {"prompt_ids": [1, 2], "response_ids": [3]}
+TEN_THOUSAND_DIGITS = "9" * 10_000
+
+
+def _config(text: str | bytes, *words: str, overrides: str = "") -> Line:
+    return line(f"train c.yaml {overrides} --dry-run world=1", *words, c_yaml=text)
+
+
+def _bomb() -> str:
+    """Nine levels of nine references each: 10^9 strings, were they built."""
+    lists = [f"a0: &a0 [{', '.join(['x'] * 9)}]"]
+    lists += [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 10)]
+    return "\n".join(lists)
+
+
+CONFIG_LINES = [
+    _config(_bomb(), "c.yaml:2", "aliases", "write the value out"),
+    _config("name: !!python/object/apply:os.system [touch a]", "c.yaml:1", "tags are refused"),
+    _config(CONFIG + "seeed: 1", "c.yaml:4", "unknown key seeed", "did you mean seed?"),
+    _config(CONFIG + "plan: {}", "c.yaml:4", "key plan stands twice", "keep one"),
+    _config(CONFIG + "seed: many", "seed is 'many'", "expected an integer"),
+    _config(CONFIG + "seed: " + TEN_THOUSAND_DIGITS, "c.yaml", "4300 digits", "check"),
+    _config(CONFIG + "model: [1]", "model is a section, got a list of 1", "set keys"),
+    _config(CONFIG + "optim: {lr: .nan}", "optim.lr is nan", "a finite number"),
+    _config(CONFIG + "optim: {lr: -1}", "optim.lr is -1", "set 0 or more"),
+    _config("- name", "c.yaml:1", "a list of 1", "key: value"),
+    _config("", "name has no default", "set it"),
+    _config(CONFIG + "---\nname: y", "expected a single document"),
+    _config(b"\x89PNG\r\n\xff", "byte 0 is not UTF-8", "save it"),
+    _config(b"name: \x00", "c.yaml", "not plain YAML", "check"),
+    _config(CONFIG + "model: " + "[" * 10**4, "nested deeper than 16"),
+    _config(CONFIG, "layout.pp is 0", "set 1", overrides="layout.pp=0"),
+    _config(CONFIG, "layout.ppp", "did you mean layout.pp?", overrides="layout.ppp=2"),
+    _config(CONFIG, "'nonsense'", "section.key=value", overrides="nonsense"),
+    _config(CONFIG, "tags are refused", overrides="name='!!str y'"),
+    _config(CONFIG, "259", "set 259 or more", overrides="model.vocab_size=100"),
+    _config(CONFIG, "dp * tp * pp * cp", "2 ranks", "has 1", overrides="layout.dp=2"),
+    _config(
+        CONFIG,
+        *("num_experts=3", "layout.ep=2", "set a multiple"),
+        overrides="model.num_experts=3 layout.ep=2",
+    ),
+    _config(CONFIG, "['wandb', 'wandb']", "once", overrides="train.trackers=[wandb,wandb]"),
+    line("train none.yaml", "none.yaml: no such file", "configs are"),
+    line("train folder --dry-run world=1", "folder: no such file", folder=Path.mkdir),
+    line("train pipe --dry-run world=1", "pipe: no such file", pipe=os.mkfifo),
+    line("train c.yaml --dry-run world=0", "'world=0'", "set world=N", c_yaml=CONFIG),
+    line("train c.yaml --json", "--json is for dry runs", "world=N", c_yaml=CONFIG),
+]
+
+
+def _rows(
+    content: Content | dict[str, Any], *words: str, overrides: str = "", asks: bool = True
+) -> Line:
+    text = json.dumps(content) if isinstance(content, dict) else content
+    args = f"train c.yaml data.path=r.jsonl {overrides} --dry-run world=1"
+    return Line(args, words, {"c.yaml": CONFIG, "r.jsonl": text}, asks)
+
+
+DATA_LINES = [
+    _rows("", "r.jsonl has no sample", "give at least one"),
+    _rows(json.dumps(SAMPLE) + "\n" + json.dumps(SAMPLE)[:-5], "r.jsonl:2", "cut off", asks=False),
+    _rows(b'{"prompt": "\xff"}', "r.jsonl:1", "byte 12 is not UTF-8", asks=False),
+    _rows(b"\0" * 99, "r.jsonl:1", "not JSON", asks=False),
+    _rows(long_line, "r.jsonl:1", "not JSON", asks=False),
+    _rows("[" * 10**5, "r.jsonl:1", "too deep", asks=False),
+    _rows('{"prompt": "a", "prompt": "b"}', "key prompt stands twice", asks=False),
+    _rows({**SAMPLE, "response_ids": [259]}, "[0] is 259", "vocabulary of 259", "set"),
+    _rows({**SAMPLE, "prompt_ids": [-1]}, "[0] is -1", "vocabulary of 259", "set"),
+    _rows({**SAMPLE, "prompt_ids": [10**30]}, "outside the vocabulary", "set"),
+    _rows({**SAMPLE, "prompt_ids": [1.0]}, "[0] is 1.0", "expected an integer"),
+    _rows({"prompt_ids": [], "response_ids": []}, "the sample is empty", asks=False),
+    _rows({"prompt_ids": [1]}, "has prompt_ids", "give prompt and response"),
+    _rows({**SAMPLE, "advantage": float("inf")}, "advantage is Infinity", "finite"),
+    _rows({**SAMPLE, "reward": float("nan")}, "reward is NaN", "finite"),
+    _rows({**SAMPLE, "reward": "1"}, 'reward is "1"', "expected a number"),
+    _rows({**SAMPLE, "group": 1.5}, "group is 1.5", "expected an integer or a string"),
+    _rows({**SAMPLE, "reward": 1}, "3 tokens", "max_length is 2", overrides="data.max_length=2"),
+    line(
+        "train c.yaml data.path=none.jsonl --dry-run world=1",
+        *("none.jsonl", "cannot be read", "check data.path"),
+        c_yaml=CONFIG,
+    ),
+    line(
+        "train c.yaml data.path=folder --dry-run world=1",
+        *("folder", "no file named *.jsonl", "check data.path"),
+        c_yaml=CONFIG,
+        folder=Path.mkdir,
+    ),
+]
+
+
+def _plan(args: str, *words: str) -> Line:
+    return line(f"plan a.csv {args}", *words, a_csv=CSV)
+
+
+PLAN_LINES = [
+    _plan("", "neither of max_tokens_per_gpu", "set exactly one"),
+    _plan("--max-tokens-per-gpu 8 -o -", "-o -", "set a file's name"),
+    _plan("--max-tokens-per-gpu 8 -o a.csv", "a.csv is the input itself", "set another -o"),
+    _plan("--max-tokens-per-gpu 8 -o no/p.json", "no/p.json", "set another -o"),
+    _plan("--max-tokens-per-gpu 8 -o /dev/full", "/dev/full", "No space left", "set another -o"),
+    _plan(f"--max-tokens-per-gpu {TEN_THOUSAND_DIGITS}", "999", "set an integer"),
+    _plan("--max-tokens-per-gpu 1 --cp 2", "max_tokens_per_gpu=1", "4 tokens", "set it to 2"),
+    _plan("--max-tokens-per-gpu nan", "'nan'", "set an integer"),
+    _plan("--max-tokens-per-gpu 8 --dp -1", "dp=-1", "at least 1"),
+    _plan("--max-tokens-per-gpu 8 --vpp 2", "vpp=2 with pp=1", "set pp > 1"),
+    _plan("--max-tokens-per-gpu 8 --ep 2", "ep=2", "set ep to a divisor"),
+    _plan("--max-tokens-per-gpu 8 --num-steps 9", "num_steps=9", "3 rollouts", "at most 3"),
+    _plan("--max-tokens-per-gpu 8 --cost c.yaml", "c.yaml", "No such file", "give"),
+    _plan("--max-tokens-per-gpu 8 --rollout-column id", "'id'", "length", "name one"),
+    line("plan none.csv --max-tokens-per-gpu 8", "none.csv", "No such file", "give"),
+    line("plan pipe --max-tokens-per-gpu 8", "pipe", "no samples", "give", pipe=os.mkfifo),
+    line("tune a.csv --gpus 0", "needs a model", "set --config", a_csv=CSV),
+    line(f"tune a.csv --gpus 4 --tp 1,{TEN_THOUSAND_DIGITS}", "999", "set integers", a_csv=CSV),
+]
+
+
+def planned(path: Path) -> None:
+    path.write_text(make_plan().to_json())
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Content:
+    """A plan's JSON with something changed in it."""
+
+    def make(path: Path) -> None:
+        payload = json.loads(make_plan().to_json())
+        change(payload)
+        path.write_text(json.dumps(payload))
+
+    return make
+
+
+def _show(content: Content, *words: str) -> Line:
+    return Line("show p.json", words, {"p.json": content}, asks=False)
+
+
+FILE_LINES = [
+    line("show none.json", "none.json", "No such file", "give a plan.json"),
+    line("show folder", "folder", "Is a directory", "give a plan.json", folder=Path.mkdir),
+    _show("", "not a plan in text: line 1"),
+    _show(b"\xff", "byte 0 is not UTF-8", "give a plan.json"),
+    _show("[" * 10**5, "not a plan"),
+    _show('{"layout": {', "not a plan in JSON", "char 12"),
+    _show('{"layout": ' * 10**5, "maximum recursion"),
+    line("simulate p.json --step 9", "step 9 of 2", "set --step", p_json=planned),
+    line("show p.json --step 0 --rank 9", "rank 9 of 2", "set --rank", p_json=planned),
+    line(
+        "trace p.json",
+        *("no steps", "make the plan again"),
+        p_json=edited(lambda p: p.update(steps=[])),
+    ),
+    line("trace none", "none: no such file", "give a plan.json, or the folder of a run"),
+    line("report none", "none: no such file", "give a plan.json, or the folder of a run"),
+    line("report run -o -", "-o -", "set a file's name", run=run_with(lambda folder: None)),
+    line("report run -o no/r.html", "no/r.html", "set", run=run_with(lambda folder: None)),
+    line(
+        "report run",
+        *("metrics.jsonl", "line 1", "give the folder"),
+        run=run_with(lambda folder: (folder / "metrics.jsonl").write_text("{}\n")),
+    ),
+    line(
+        "trace run",
+        *("no traced steps", "set train.trace_steps"),
+        run=run_with(lambda folder: (folder / "trace.jsonl").unlink()),
+    ),
+    line("report folder", "metrics.jsonl", "give the folder of a run", folder=Path.mkdir),
+    line("plot p.json -o p.bmp", "p.bmp", "name it", p_json=planned),
+    line("plot p.json -o p.json", "p.json", "name it", p_json=planned),
+    line("diff p.json none.json", "none.json", "give a plan.json", p_json=planned),
+    line("run", "nothing to run", "give a script"),
+    line("run none.py", "none.py: no such script", "give its path"),
+    line("fly", "'fly'", "--help"),
+]
+
+LINES = CONFIG_LINES + DATA_LINES + PLAN_LINES + FILE_LINES
+
+
+def first_row(change: Callable[[list[Any]], object]) -> Content:
+    """A plan whose first micro-batch is changed."""
+    return edited(lambda plan: change(plan["steps"][0]["ranks"][0][0]))
+
+
+def grown(row: list[Any]) -> None:
+    row[1] += 1
+
+
+def miscounted(row: list[Any]) -> None:
+    row[2] += 1
+
+
+FINDINGS: list[tuple[str, Content, tuple[str, ...]]] = [
+    ("a sample twice", first_row(lambda row: row[0].append(row[0][0])), ("2 times",)),
+    ("a sample missing", first_row(lambda row: row[0].pop()), ("0 times",)),
+    ("a sample of nowhere", first_row(lambda row: row[0].append(99)), ("99", "16")),
+    ("other tokens", first_row(miscounted), ("invariant 4",)),
+    ("a longer row", first_row(grown), ("invariant 5",)),
+    ("a smaller budget", edited(lambda p: p.update(max_tokens_per_gpu=100)), ("invariant 4",)),
+    ("a rank too few", edited(lambda p: p["steps"][0]["ranks"].pop()), ("1 ranks", "dp=2")),
+]
+"""Plans of a valid form and wrong contents: what `check` finds, with exit code 1."""
+
+FINDING_LENGTHS = "".join(f"{length}\n" for length in LENGTHS)
