@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from megapack import checkpoint_files as files
 from megapack.checkpoint_files import Checkpoint, Manifest, Position
-from megapack.checkpoint_index import check_index
 from megapack.checkpoint_state import RunState, rng_state, set_rng_state
 from megapack.config import to_dict
 from megapack.consensus import agree
@@ -94,7 +93,6 @@ class Checkpoints:
         """
         manifest = checkpoint.manifest
         agree(lambda: self._check_batch(checkpoint, field_names), device=self.device)
-        agree(lambda: check_index(checkpoint.path / "state"), device=self.device)
         self.state.load(
             checkpoint.path / "state",
             num_updates=manifest.position.num_updates,

@@ -93,7 +93,10 @@ class RunState:
             _write_tensors(tensors, folder)
         except torch_checkpoint.CheckpointException as error:
             failed = {rank: " ".join(str(why[0]).split()) for rank, why in error.failures.items()}
-            raise CheckpointError(f"{folder} cannot be written (by rank: {failed})") from error
+            raise CheckpointError(
+                f"{folder} cannot be written (by rank: {failed}); earlier checkpoints stand: see "
+                "that the disk has room and takes writes, and resume with train.resume=auto"
+            ) from error
         agree(lambda: _write_format(folder), device=device)
 
     def load(self, folder: Path, *, num_updates: int, with_reference: bool) -> None:

@@ -30,8 +30,7 @@ LAYERS = [
     "thd cp_slices samples ragged train_config run_data batch_plan checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
-    "run_context segments objectives preference value_head checkpoint_state checkpoint_index "
-    "reference",
+    "run_context segments objectives preference value_head checkpoint_state reference",
     "model layer_specs optimizer train checkpoint launch report interrupt trackers trace dry_run",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
