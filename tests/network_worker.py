@@ -62,7 +62,7 @@ def leave_network() -> bool:
 
 def main(folder: str) -> None:
     """Note exit codes, what was reached, and who may read the files that were written."""
-    from megapack import cli, doctor_probes
+    from megapack import cli, doctor, doctor_probes
 
     os.chdir(folder)
     os.umask(0o077)
@@ -82,7 +82,7 @@ def main(folder: str) -> None:
         for name, line in COMMANDS.items():
             codes[name] = cli.main(line.split())
     # `doctor` runs its probes in processes of their own, where no hook would be.
-    for probe in doctor_probes._PROBES:
+    for probe in doctor.PROBES:
         doctor_probes.main(probe)
     found = {
         "codes": codes,

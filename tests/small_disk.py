@@ -25,7 +25,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(disk: Path, *, but_bytes: int = 0) -> Path:
