@@ -27,9 +27,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 COMMANDS = [
     "plan many.txt --dp 2 --max-tokens-per-gpu 1024 -o {disk}/plan.json",
     "plot plan.json -o {disk}/plan.svg",
-    "report plan.json lengths.txt -o {disk}/plan.html",
     "report run -o {disk}/run.html",
-    "trace plan.json -o {disk}/plan_trace.json",
     "trace run -o {disk}/run_trace.json",
 ]
 

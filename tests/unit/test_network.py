@@ -1,20 +1,14 @@
-"""megapack reaches no network, runs nothing that data could name, and keeps to the umask."""
+"""megapack imports nothing that speaks with a network, and runs nothing that data could name."""
 
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.network_worker import COMMANDS, ROOT
 from tests.unit.test_imports import imports, modules
 
 pytestmark = pytest.mark.unit
@@ -71,34 +65,3 @@ def test_what_runs_code_by_name_is_listed() -> None:
         if any(fnmatchcase(name, pattern) for pattern in BY_NAME.split())
     }
     assert found == set(RUNS)
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the commands did."""
-    folder = tmp_path_factory.mktemp("network")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.network_worker", str(folder)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
-
-
-def test_no_command_reaches_anything(ran: dict[str, Any]) -> None:
-    """As root on a machine that has no network at all."""
-    assert ran["codes"] == dict.fromkeys(COMMANDS, 0), ran["said"][-4000:]
-    assert any("127.0.0.1" in event for event in ran["control"])
-    assert ran["reached"] == []
-
-
-def test_files_have_no_more_rights_than_the_umask_leaves(ran: dict[str, Any]) -> None:
-    written = {Path(name).name for name in ran["modes"]}
-    assert written >= {"plan.json", "run.html", "metrics.jsonl", "rank0.pt", ".metadata"}
-    assert [name for name, mode in ran["modes"].items() if mode & 0o077] == []

@@ -3,7 +3,7 @@
 As root it runs where there is no network but a loopback of its own. What torch does in C++ is not
 noted: there it could only fail.
 
-python -m tests.network_worker FOLDER
+python -m tests.dist.network_worker FOLDER
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 ALONE = ["layout.dp=1", "layout.pp=1", "layout.vpp=1", "train.trace_steps=1", "name=run"]
 SMALL = ["data.num_generated=16", "data.prompts_per_batch=2", "train.save_interval=1"]
