@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megapack import checkpoint_files as files
 from megapack.checkpoint_files import Checkpoint, Manifest, Position
+from megapack.checkpoint_index import check_index
 from megapack.checkpoint_state import RunState, rng_state, set_rng_state
 from megapack.config import to_dict
 from megapack.consensus import agree
@@ -93,6 +94,8 @@ class Checkpoints:
         """
         manifest = checkpoint.manifest
         agree(lambda: self._check_batch(checkpoint, field_names), device=self.device)
+        # torch unpickles the index of its own format.
+        agree(lambda: check_index(checkpoint.path / "state"), device=self.device)
         self.state.load(
             checkpoint.path / "state",
             num_updates=manifest.position.num_updates,
@@ -140,7 +143,8 @@ class Checkpoints:
             field_names: fields of the batch that its own weights gave; all ranks have them.
 
         Raises:
-            CheckpointError: it cannot be written; earlier checkpoints are untouched.
+            CheckpointError, ScheduleError: it cannot be written, on all ranks or on the ranks that
+                are named; earlier checkpoints are untouched.
         """
         if position.num_steps == self._saved_at:
             return
@@ -148,17 +152,17 @@ class Checkpoints:
         part = path.with_name(f"{path.name}.part")
         try:
             num_bytes = self._num_bytes()
-            agree(lambda: self._on_first_rank(_open, path, num_bytes), device=self.device)
+            self._write(path, self._on_first_rank, _open, path, num_bytes)
             self.state.save(part / "state", device=self.device)
             fields = field_names if position.step_in_batch else ()
-            agree(lambda: _write_small(part, batch, fields), device=self.device)
+            self._write(path, _write_small, part, batch, fields)
             manifest = self._manifest(position, plan)
-            agree(lambda: self._on_first_rank(files.finish, part, manifest), device=self.device)
+            self._write(path, self._on_first_rank, files.finish, part, manifest)
         except Exception:
             self._on_first_rank(shutil.rmtree, part, True)
             raise
         keep = self.config.train.keep_checkpoints
-        agree(lambda: self._on_first_rank(files.thin_out, self.folder, keep), device=self.device)
+        self._write(self.folder, self._on_first_rank, files.thin_out, self.folder, keep)
         self._saved_at = position.num_steps
 
     def _check(self, found: Checkpoint | None) -> None:
@@ -222,6 +226,15 @@ class Checkpoints:
             megatron_core=importlib.metadata.version("megatron-core"),
         )
 
+    def _write(self, path: Path, work: Callable[..., object], *args: Any) -> None:
+        """A rank's own part of writing a checkpoint."""
+
+        def write() -> None:
+            with files.writing(path):
+                work(*args)
+
+        agree(write, device=self.device)
+
     def _on_first_rank(self, work: Any, *args: Any) -> None:
         if dist.get_rank() == 0:
             work(*args)
@@ -234,9 +247,8 @@ def samples_done_digest(plan: Plan, num_steps: int) -> str:
 
 
 def _open(path: Path, num_bytes: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.check_space(path.parent, num_bytes)
     files.open_part(path)
+    files.check_space(path.parent, num_bytes)
 
 
 def _write_small(part: Path, batch: SampleBatch, field_names: Sequence[str]) -> None:

@@ -11,17 +11,18 @@ is on the disk, so that a folder of that name is whole. All ranks must see the s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapack.errors import CheckpointError, brief, first_line
+from megapack.errors import CheckpointError, MegapackError, brief, first_line
 from megapack.files import read_whole
 from megapack.json_io import parse
 
@@ -93,6 +94,14 @@ class Checkpoint:
     manifest: Manifest
 
 
+class IncompleteError(CheckpointError):
+    """A folder that was a checkpoint once, or never became one: going back further is right.
+
+    What merely cannot be read at the moment, or by this megapack, is none: a run that went back
+    would remove it.
+    """
+
+
 def checkpoint_path(folder: Path, num_steps: int) -> Path:
     """Where the checkpoint after `num_steps` optimizer steps stands in `folder`."""
     return folder / f"step-{num_steps:08d}"
@@ -102,32 +111,38 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint folder's manifest, if all of its files are there and as long as it says.
 
     Raises:
-        CheckpointError: what is missing or other than written.
+        IncompleteError: what is missing or other than written.
+        CheckpointError: it cannot be read, or another megapack wrote it.
     """
     try:
         values = parse(read_whole(path / MANIFEST).decode("utf-8"))
-        if values.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {brief(values.get('format'))}, this megapack reads {FORMAT}; "
-                "resume with the megapack that wrote it"
-            )
+        _refuse_format(path, values["format"])
         manifest = Manifest(**{**values, "position": Position(**values["position"])})
         _check_types(manifest)
+        sizes = {path / name: (_size(path / name), size) for name, size in manifest.files.items()}
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteError(f"{path / MANIFEST} is missing; {_ELSE}") from None
     except OSError as error:
         raise CheckpointError(
-            f"{path / MANIFEST} cannot be read ({error.strerror}); {_ELSE}"
+            f"{error.filename or path} cannot be read ({error.strerror}); mend that, or {_ELSE}"
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
+        raise IncompleteError(
             f"{path / MANIFEST} is no manifest of a checkpoint ({first_line(error)}); {_ELSE}"
         ) from None
-    for name, size in manifest.files.items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
+    for file, (found, size) in sizes.items():
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes of {size}"
-            raise CheckpointError(f"{file} {state}; {_ELSE}")
+            raise IncompleteError(f"{file} {state}; {_ELSE}")
     return Checkpoint(path, manifest)
+
+
+def _refuse_format(path: Path, found: Any) -> None:
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {brief(found)}, this megapack reads {FORMAT}; resume with the "
+            "megapack that wrote it"
+        )
 
 
 def _check_types(manifest: Manifest) -> None:
@@ -143,12 +158,24 @@ def _check_types(manifest: Manifest) -> None:
             raise ValueError(f"{name} is {brief(count)}")
 
 
+def _size(file: Path) -> int | None:
+    """Bytes of a file; None where there is none."""
+    try:
+        return file.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The complete checkpoint of most steps; damaged ones are passed over with a warning."""
+    """The complete checkpoint of most steps; damaged ones are passed over with a warning.
+
+    Raises:
+        CheckpointError: one that may be complete cannot be read.
+    """
     for path in reversed(_folders(folder)):
         try:
             return read_checkpoint(path)
-        except CheckpointError as error:
+        except IncompleteError as error:
             logger.warning("checkpoint ignored: %s", error)
     return None
 
@@ -163,7 +190,7 @@ def find_checkpoint(resume: str, own_folder: Path) -> Checkpoint | None:
         None under "auto" where there is no complete checkpoint.
 
     Raises:
-        CheckpointError: a path that holds no complete checkpoint.
+        CheckpointError: a path that holds no complete checkpoint, or one that cannot be read.
     """
     if resume == "auto":
         return latest_checkpoint(own_folder)
@@ -179,17 +206,41 @@ def find_checkpoint(resume: str, own_folder: Path) -> Checkpoint | None:
     return found
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk refuses within the block is a CheckpointError about `path`."""
+    try:
+        yield
+    except MegapackError:
+        raise
+    except (OSError, RuntimeError) as error:  # the latter is how torch's writer tells it
+        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{path} cannot be written ({reason}); earlier checkpoints are untouched: make room, "
+            "and resume with train.resume=auto"
+        ) from error
+
+
 def open_part(path: Path) -> Path:
     """An empty folder to write the checkpoint `path` into; all that were left behind are removed.
 
     A run that was killed leaves its half-written one, which no later step may ever reuse.
     """
+    _make_folder(path.parent)
     for left in path.parent.glob("step-*.part"):
         shutil.rmtree(left, ignore_errors=True)
     part = path.with_name(f"{path.name}.part")
     for name in ("state", "rng"):
         (part / name).mkdir(parents=True)
     return part
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it; a power cut does not take them back."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
 
 
 def finish(part: Path, manifest: Manifest) -> Path:
@@ -202,8 +253,7 @@ def finish(part: Path, manifest: Manifest) -> Path:
     for path in (*part.rglob("*"), part):
         sync(path)
     path = part.with_name(part.name.removesuffix(".part"))
-    # Of an earlier run that was resumed before this step: its steps are being taken again.
-    shutil.rmtree(path, ignore_errors=True)
+    # There is none of this name: a run that goes back removes those of later steps first.
     os.rename(part, path)
     sync(path.parent)
     return path
@@ -213,17 +263,23 @@ def thin_out(folder: Path, keep: int | None) -> None:
     """Remove all but the last `keep` checkpoints; None keeps all."""
     if keep is not None:
         for path in _folders(folder)[:-keep]:
-            # First out of sight: half a removed checkpoint must not look like a whole one.
-            doomed = path.with_name(f"{path.name}.part")
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(path)
 
 
 def drop_after(folder: Path, num_steps: int) -> None:
     """Remove checkpoints of later steps, which a run that went back takes again."""
-    for path in _folders(folder):
-        if _num_steps(path) > num_steps:
-            shutil.rmtree(path, ignore_errors=True)
+    with writing(folder):
+        for path in reversed(_folders(folder)):
+            if _num_steps(path) > num_steps:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # First out of sight: half a removed checkpoint is no damaged one that needs a warning.
+    doomed = path.with_name(f"{path.name}.part")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def check_space(folder: Path, num_bytes: int) -> None:

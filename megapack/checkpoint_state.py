@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -22,9 +24,10 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -32,7 +35,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
-from megapack.checkpoint_index import check_index
+from megapack.checkpoint_files import writing
 from megapack.consensus import agree
 from megapack.errors import CheckpointError
 from megapack.head import unwrapped
@@ -82,14 +85,19 @@ class RunState:
         """
         # Gathers within data-parallel groups: an error must reach the ranks of the others too.
         sharded = agree(lambda: self._sharded(is_loading=False), device=device)
+        # The steps of Megatron's own `save`, in which the first rank writes two small files: an
+        # error there would leave the others waiting.
+        tensors, common = save_preprocess(sharded)
+        agree(lambda: _write_common(common, folder), device=device)
         try:
-            dist_checkpointing.save(sharded, str(folder), _SaveInProcess("torch_dist", 1))
+            _write_tensors(tensors, folder)
         except torch_checkpoint.CheckpointException as error:
             failed = {rank: " ".join(str(why[0]).split()) for rank, why in error.failures.items()}
             raise CheckpointError(
                 f"{folder} cannot be written (by rank: {failed}); earlier checkpoints stand: see "
                 "that the disk has room and takes writes, and resume with train.resume=auto"
             ) from error
+        agree(lambda: _write_format(folder), device=device)
 
     def load(self, folder: Path, *, num_updates: int, with_reference: bool) -> None:
         """Read what `save` wrote, on any layout. A collective.
@@ -108,7 +116,6 @@ class RunState:
         sharded = self._sharded(is_loading=True)
         if not with_reference:
             sharded.pop("reference", None)
-        check_index(folder)
         try:
             loaded = dist_checkpointing.load(sharded, str(folder))
         except (Exception, torch_checkpoint.CheckpointException) as error:
@@ -161,24 +168,32 @@ class RunState:
         return {n: self._reference[t.data] for n, t in tensors.items() if t.data in self._reference}
 
 
-class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Megatron's format, written by the rank itself.
+def _write_common(common: dict[str, Any], folder: Path) -> None:
+    """On the first rank what is no tensor, which is nothing; Megatron's reader wants the file."""
+    with writing(folder):
+        TorchCommonSaveStrategy("torch", 1).save_common(common, str(folder))
+
+
+def _write_tensors(tensors: dict[str, Any], folder: Path) -> None:
+    """This rank's main copies, and on the first rank the index of all. A collective.
 
     Megatron's own writer forks workers from a process that may hold CUDA and communication
     threads, and starts a manager that outlives a rank that is killed. torch's writer also brings
     one rank's failure to all of them.
     """
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, keep_only_main_replica=True)
+    torch_checkpoint.save(
+        mcore_to_pyt_state_dict(flat),
+        storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=True),
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Write this rank's main copies, and on rank 0 the index of all."""
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(flat),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+
+def _write_format(folder: Path) -> None:
+    """On the first rank the name of Megatron's format."""
+    if dist.get_rank() == 0:
+        with writing(folder):
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 def rng_state() -> dict[str, Tensor]:

@@ -72,7 +72,8 @@ def diagnose(timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Diagnosis]:
 
 
 def _probe(probe: str, timeout_s: float) -> Diagnosis:
-    command = [sys.executable, "-c", _CHILD, probe, *(path or os.getcwd() for path in sys.path)]
+    paths = [path or os.getcwd() for path in sys.path]
+    command = [sys.executable, *_isolation(), "-c", _CHILD, probe, *paths]
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -100,6 +101,13 @@ def _probe(probe: str, timeout_s: float) -> Diagnosis:
         faults=tuple(told["faults"]),
         notes=tuple(told["notes"]),
     )
+
+
+def _isolation() -> list[str]:
+    """What this Python ignores its children ignore too: variables name code that would run."""
+    if sys.flags.isolated:
+        return ["-I"]
+    return ["-E"] if sys.flags.ignore_environment else []
 
 
 def _broken(probe: str, how: str) -> Diagnosis:

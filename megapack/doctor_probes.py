@@ -187,9 +187,12 @@ def _numba(answer: Answer) -> None:
 
 def _patches(answer: Answer) -> None:
     from megapack import patching
-    from megapack.startup import VARIABLE
+    from megapack.startup import VARIABLE, asked_hosts
 
-    hosts = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    if sys.flags.ignore_environment:
+        answer.found = f"{VARIABLE} is ignored (-E or -I)"
+        return
+    hosts = asked_hosts(os.environ.get(VARIABLE, ""))
     if not hosts:
         answer.found = f"none asked for ({VARIABLE} is not set)"
         return

@@ -73,6 +73,7 @@ class StepOutOfMemory(ScheduleError):
 class RunInterrupted(MegapackError, RuntimeError):
     """A signal ended the run before its last step; it is saved, and resuming goes on with it."""
 
+    on_all_ranks = True
     exit_code = 75
     """EX_TEMPFAIL of sysexits.h: try again later."""
 

@@ -100,9 +100,14 @@ class Patch:
         """Import what takes the name's place."""
         module, _, name = self.entry.replacement.partition(":")
         try:
-            return getattr(importlib.import_module(module), name)
+            found = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise PatchError(f"{module}.{name} is missing ({error})") from None
+        if getattr(found, "__module__", None) != module:
+            raise PatchError(
+                f"{module}.{name} was not written in {module}; name a function or class that was"
+            )
+        return found
 
     def put(self) -> None:
         """Replace the name, and its copies in the host's own modules. Once; then nothing."""

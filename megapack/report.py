@@ -14,6 +14,8 @@ import torch
 from tqdm import tqdm
 
 from megapack import cpu
+from megapack.checkpoint_files import writing
+from megapack.errors import DataError
 from megapack.files import write_whole
 from megapack.pipeline import Simulation
 from megapack.plan import Plan, StepPlan
@@ -33,27 +35,33 @@ class RunFolder:
     Args:
         continue_after: go on in the folder that is there, after this many steps: lines of later
             steps are cut from its files. None = a new folder.
+
+    Raises:
+        CheckpointError: by all that writes; the disk refuses it.
     """
 
     def __init__(self, runs_dir: str, name: str, *, continue_after: int | None = None) -> None:
         self.path = Path(runs_dir) / name
-        if continue_after is None:
-            _keep_earlier(self.path)
-            self.path.mkdir(parents=True)
-        else:
-            for path in (self.path / METRICS_FILE, self.path / TRACE_FILE):
-                if path.exists():
-                    self.write_text(path.name, _lines_until(path, continue_after))
-        # Open for the whole run; `close` ends it.
-        self._metrics: TextIO = open(  # noqa: SIM115
-            self.path / METRICS_FILE, "a", encoding="utf-8"
-        )
+        with writing(self.path):
+            if continue_after is None:
+                _keep_earlier(self.path)
+                self.path.mkdir(parents=True)
+            else:
+                for path in (self.path / METRICS_FILE, self.path / TRACE_FILE):
+                    if path.exists():
+                        self.write_text(path.name, _lines_until(path, continue_after))
+            # Open for the whole run; `close` ends it.
+            self._metrics: TextIO = open(  # noqa: SIM115
+                self.path / METRICS_FILE, "a", encoding="utf-8"
+            )
         self.trackers: Sequence[Tracker] = ()
         """What else gets every line of metrics; `close` closes them."""
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
-        write_whole(self.path / name, text)
+        path = self.path / name
+        with writing(path):
+            write_whole(path, text)
 
     def write_plan(self, plan: Plan, lengths: Sequence[int]) -> None:
         """The plan of the batch in work, and the tokens of each of its samples, one per line."""
@@ -62,13 +70,15 @@ class RunFolder:
 
     def append_line(self, name: str, values: Mapping[str, Any]) -> None:
         """Add a line of JSON to a file that is written now and then."""
-        with open(self.path / name, "a", encoding="utf-8") as file:
+        path = self.path / name
+        with writing(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(values, allow_nan=False) + "\n")
 
     def append_metrics(self, metrics: Metrics) -> None:
         """Add a line to metrics.jsonl, and tell the trackers."""
-        self._metrics.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
-        self._metrics.flush()
+        with writing(self.path / METRICS_FILE):
+            self._metrics.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
+            self._metrics.flush()
         for tracker in self.trackers:
             tracker.write(metrics)
 
@@ -82,9 +92,14 @@ class RunFolder:
 
 def _lines_until(path: Path, num_steps: int) -> str:
     """The lines of a file of the first steps; a run that was killed may end in half one."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= num_steps]
-    return "".join(f"{line}\n" for line in kept)
+    kept = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            if json.loads(line)["step"] <= num_steps:
+                kept.append(f"{line}\n")
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f"{path}:{number} is no line of a step; remove it") from None
+    return "".join(kept)
 
 
 def _finite(metrics: Metrics) -> dict[str, float | int | str | None]:

@@ -7,41 +7,59 @@ For processes that a framework starts itself, Ray's actors among them:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import struct
 import sys
 
 VARIABLE = "MEGAPACK_PATCH"
+
+# Of the kernel's auxiliary vector: rights were raised, by file capabilities too (see getauxval(3)).
+_AT_SECURE = 23
 
 
 def start() -> None:
     """Apply the patches that the variable names; a name that is none ends the process.
 
     Nothing of the host is imported here: what does not fit is raised by the host's own import.
-    Python started with -I or -E, or for another user (setuid), ignores the variable.
+    Python started with -I or -E, or with rights that its caller has not (setuid, setgid, file
+    capabilities), ignores the variable.
     """
-    if sys.flags.ignore_environment or _is_setuid():
+    if sys.flags.ignore_environment or _has_more_rights():
         return
     try:
+        # Not above: a process with more rights imports none of it.
+        from megapack.patching import apply
+
         log_to_stderr()
-        _apply(os.environ[VARIABLE].split(","))
+        for host in asked_hosts(os.environ[VARIABLE]):
+            apply(host)
     except Exception as error:
         # site prints and forgets what a start-up file raises: the process would run unpatched.
-        print(f"megapack: {VARIABLE}: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # there may be no stderr, or a full one
+            sys.stderr.write(f"megapack: {VARIABLE}: {' '.join(str(error).split())}\n")
+            sys.stderr.flush()
         os._exit(2)
 
 
-def _apply(names: list[str]) -> None:
-    # Not above: a process of another user imports none of it.
+def asked_hosts(value: str) -> list[str]:
+    """The hosts that a value of the variable names: shipped ones, never a path.
+
+    Who sets a variable may not be who wrote the command line, which alone can name files.
+
+    Raises:
+        ConfigError: there are no shipped patches of one of these names.
+    """
     from megapack.errors import ConfigError
     from megapack.patch_files import shipped_hosts
-    from megapack.patching import apply
 
-    for name in filter(None, map(str.strip, names)):
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    for name in names:
         if name not in shipped_hosts():
             known = ", ".join(shipped_hosts())
             raise ConfigError(f"no patches for {name!r:.60}; there are {known}")
-        apply(name)
+    return names
 
 
 def log_to_stderr() -> None:
@@ -55,5 +73,17 @@ def log_to_stderr() -> None:
         log.propagate = False
 
 
-def _is_setuid() -> bool:
-    return os.getuid() != os.geteuid() or os.getgid() != os.getegid()
+def _has_more_rights() -> bool:
+    """Whether the process has rights that who started it has not, and so must not trust it."""
+    if os.getuid() != os.geteuid() or os.getgid() != os.getegid():
+        return True
+    try:
+        with open("/proc/self/auxv", "rb") as file:
+            entries = struct.iter_unpack("@LL", file.read())
+            return any(key == _AT_SECURE and value for key, value in entries)
+    except PermissionError:
+        # The kernel hides it where it has raised the rights.
+        return True
+    except OSError:
+        # No /proc: users and groups have told all that can be known.
+        return False

@@ -91,7 +91,10 @@ class Trainer:
         self.config, self.device, self.interrupt = config, device, interrupt
         self.watchdog = current_job().watchdog
         agree(lambda: check_installed(config.train.trackers), device=device)
-        self.layout: Layout = config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows)
+        self.layout: Layout = agree(
+            lambda: config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows),
+            device=device,
+        )
         self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
         agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
         self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)

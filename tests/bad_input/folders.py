@@ -112,7 +112,7 @@ def _checkpoint(name: str, damage: Damage, *words: str) -> Row:
 
 
 CHECKPOINT_ROWS = [
-    _checkpoint("without manifest", instead(None), "checkpoint.json", "No such file"),
+    _checkpoint("without manifest", instead(None), "checkpoint.json", "is missing; set"),
     _checkpoint("cut off", instead('{"format": 1,'), "no manifest", "char"),
     _checkpoint("no object", instead("[1]"), "no manifest"),
     _checkpoint("doubled key", instead('{"format": 1, "format": 1}'), "stands twice"),

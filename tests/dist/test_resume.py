@@ -18,6 +18,7 @@ import pytest
 
 from megapack.errors import RunInterrupted
 from tests.dist.spawn import ROOT, run_job
+from tests.small_disk import PAGE, fill, small_disk
 
 pytestmark = pytest.mark.dist
 
@@ -288,3 +289,28 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(undisturbed: Path, tmp_p
     assert names(tmp_path) == ["step-00000003"]
     lines = finished(tmp_path, *DP2, "train.resume=auto")
     assert_same_steps(lines, metrics(undisturbed), rel=0.0)
+
+
+def test_a_run_on_a_disk_without_room_goes_on_once_there_is_some(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """First nothing can be written; then all but the next checkpoint."""
+    with small_disk(tmp_path / "disk", 32 << 20) as disk:
+        copy_of_run(undisturbed, disk, until=3)
+        for free_bytes, says in (
+            (0, "No space left on device"),
+            (PAGE, "does not fit into the 0 MiB"),
+        ):
+            ballast = fill(disk, but_bytes=free_bytes)
+            code, output = job(disk, *DP2, "train.resume=auto")
+            assert code != 0
+            (line,) = [line for line in output.splitlines() if line.startswith("megapack: ")]
+            assert says in line
+            assert "make room" in line
+            assert "Traceback" not in output
+            assert names(disk) == ["step-00000003"]
+            assert list(disk.rglob("*.part")) == []
+            ballast.unlink()
+        assert len(metrics(disk)) == 6
+        lines = finished(disk, *DP2, "train.resume=auto")
+        assert_same_steps(lines, metrics(undisturbed), rel=0.0)

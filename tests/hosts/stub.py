@@ -30,6 +30,10 @@ def pack_method(self: object, lengths: object) -> str:
     return "megapack"
 
 
+for own in (pack, pack_method):
+    own.__module__ = "megapack.hosts.stub"
+
+
 class Host:
     """The package `stubhost` in a temporary folder, and its patch file."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -168,6 +169,17 @@ def test_a_missing_replacement_is_refused(host: Host) -> None:
         patching.apply(path)
 
 
+def test_a_replacement_is_code_of_the_module_that_it_names(host: Host) -> None:
+    """What a module of megapack.hosts imported from elsewhere would otherwise be nameable."""
+    path = host.patch("stubhost.utils.packing:pack", replacement="imported")
+    ours = sys.modules["megapack.hosts.stub"]
+    ours.imported = os.remove  # type: ignore[attr-defined]
+    packing = host.load("stubhost.utils.packing")
+    with pytest.raises(PatchError, match=r"stub.imported was not written in megapack.hosts.stub"):
+        patching.apply(path)
+    assert packing.pack([1]) == "host"
+
+
 def test_check_imports_and_compares_and_changes_nothing(host: Host) -> None:
     assert [finding.problem for finding in patching.check(host.patches)] == [""]
     assert "stubhost.utils.packing" in sys.modules
@@ -196,6 +208,11 @@ GOOD = {
         {"replacement": "os:system"},
         {"replacement": "megapack.hosts:slime"},
         {"replacement": "megapack.hosts.slime:a.b"},
+        {"replacement": "megapack.hosts..os:system"},
+        {"replacement": "megapack.hosts./../os:system"},
+        {"replacement": "megapack.hosts_of_others.a:b"},
+        {"replacement": "megapack.hosts.slime:build_dp_schedule\n"},
+        {"replacement": " megapack.hosts.slime:build_dp_schedule"},
     ],
 )
 def test_entries_that_are_refused(change: dict[str, object]) -> None:

@@ -75,13 +75,49 @@ def test_the_latest_is_of_most_steps_and_whole(
     assert "is missing" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 99}', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "[" * 9999, "\xff"])
 def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, 1)
     (path / files.MANIFEST).write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"step-00000001"):
         files.read_checkpoint(path)
     assert files.latest_checkpoint(tmp_path) is None
+
+
+def refused_and_kept(tmp_path: Path, says: str) -> None:
+    """Neither the checkpoint nor an older one in its place."""
+    with pytest.raises(CheckpointError, match=says):
+        files.latest_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=says):
+        files.find_checkpoint(str(tmp_path / "step-00000002"), tmp_path)
+
+
+def test_one_that_another_megapack_wrote_is_not_passed_over(tmp_path: Path) -> None:
+    """The run would go back, and remove it."""
+    write(tmp_path, 1)
+    path = write(tmp_path, 2)
+    (path / files.MANIFEST).write_text('{"format": 99}')
+    refused_and_kept(tmp_path, r"has format 99, this megapack reads 1; resume with the megapack")
+
+
+@pytest.mark.parametrize("name", [files.MANIFEST, "state/tensors"])
+def test_one_that_cannot_be_read_now_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    """A link to itself stands in for a server that does not answer: an error, but not absence."""
+    write(tmp_path, 1)
+    file = write(tmp_path, 2) / name
+    file.unlink()
+    file.symlink_to(file)
+    refused_and_kept(tmp_path, f"{name} cannot be read")
+
+
+def test_a_name_that_is_taken_is_not_written_over(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with (
+        pytest.raises(CheckpointError, match=r"step-00000001 cannot be written \(Directory not"),
+        files.writing(files.checkpoint_path(tmp_path, 1)),
+    ):
+        write(tmp_path, 1)
+    assert files.latest_checkpoint(tmp_path) is not None
 
 
 def test_a_manifest_that_leaves_something_out_is_refused(tmp_path: Path) -> None:

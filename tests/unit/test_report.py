@@ -14,6 +14,7 @@ import torch
 
 from megapack import cli, report
 from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import CheckpointError, DataError
 from megapack.layout import Layout
 from megapack.pipeline import simulate
 from megapack.report import Progress, RunFolder, StepClock, packing_metrics, plan_line
@@ -75,10 +76,10 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert (run.path / "plan.json").read_text() == "second"
 
     def fail(descriptor: int) -> None:
-        raise OSError("no space left")
+        raise OSError(28, "no space left")
 
     monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(CheckpointError, match=r"plan.json cannot be written \(no space left\)"):
         run.write_text("plan.json", "third")
     assert (run.path / "plan.json").read_text() == "second"
 
@@ -88,6 +89,21 @@ def test_no_part_of_a_file_is_left_after_writing(tmp_path: Path) -> None:
     run.write_text("config.yaml", "name: ü\n")
     assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "metrics.jsonl"]
     assert (run.path / "config.yaml").read_bytes() == "name: ü\n".encode()
+
+
+def test_a_run_that_goes_on_cuts_later_lines_and_half_ones(tmp_path: Path) -> None:
+    """Half a line of a trace may end like a whole one."""
+    run = folder(tmp_path)
+    lines = [json.dumps({"step": step, "events": {"a": step}}) + "\n" for step in (1, 2, 3)]
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        (run.path / name).write_text("".join(lines)[:-2])
+    RunFolder(str(tmp_path), "run", continue_after=2).close()
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        assert (run.path / name).read_text() == "".join(lines[:2])
+    (run.path / "metrics.jsonl").write_text(f"{lines[0]}\0\0\n{lines[1]}")
+    with pytest.raises(DataError, match=r"metrics.jsonl:2 is no line of a step"):
+        RunFolder(str(tmp_path), "run", continue_after=2)
+    assert (run.path / "metrics.jsonl").read_text() == f"{lines[0]}\0\0\n{lines[1]}"
 
 
 def metrics_of(lengths: list[int], layout: Layout, **kwargs: Any) -> dict[str, Any]:

@@ -1,0 +1,289 @@
+"""Files and variables that someone else left behind name no code that a process then runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megapack import doctor
+from megapack.errors import ConfigError
+from megapack.patch_files import shipped_hosts
+from megapack.startup import VARIABLE, asked_hosts
+
+pytestmark = pytest.mark.hosts
+
+TRAINING = "def get_forward_backward_func(pp_size=None, vp_size=None): return 'host'\n"
+LOOK = "from megatron.training.training import get_forward_backward_func as f; print(f.__module__)"
+OURS = "megapack.hosts.megatron_lm"
+MARK = "open({mark!r}, 'a').write(__name__)\n"
+EVIL = """\
+host: slime
+seen: never
+patches:
+  - target: evil:main
+    signatures: ["()"]
+    replacement: megapack.hosts.slime:build_dp_schedule
+    why: it is planted
+"""
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives rights away")
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of an environment where megapack and Megatron-LM's training module are installed."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder)
+    training = folder / "lm" / "megatron" / "training"
+    training.mkdir(parents=True)
+    (training / "__init__.py").write_text("")
+    (training / "training.py").write_text(TRAINING)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    # Read in the order of their names.
+    paths = [str(folder / "lm"), str(ROOT), sysconfig.get_path("purelib")]
+    (site / "a.pth").write_text("\n".join(paths))
+    shutil.copy(ROOT / "megapack-startup.pth", site)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A working directory full of traps; what is run of them leaves the file `mark`."""
+    mark = MARK.format(mark=str(tmp_path / "mark"))
+    for name in ("startup", "patching", "patch_files", "__init__", "__main__", "errors"):
+        path = tmp_path / "megapack" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(mark)
+    (tmp_path / "evil.py").write_text(mark + "def main(): pass\n")
+    for path in ("slime", "slime.yaml", "patches/slime.yaml", "megapack/patches/slime.yaml"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(EVIL)
+    (tmp_path / "link.yaml").symlink_to(tmp_path / "slime.yaml")
+    return tmp_path
+
+
+def start(
+    python: Path, cwd: Path, *args: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    names = (VARIABLE, "PYTHONPATH")
+    env = {k: v for k, v in os.environ.items() if k not in names} | environment
+    return subprocess.run(
+        [python, *args], check=False, capture_output=True, text=True, timeout=60, cwd=cwd, env=env
+    )
+
+
+def test_a_process_that_is_patched_at_its_start_runs_nothing_of_its_folder(
+    python: Path, planted: Path
+) -> None:
+    done = start(python, planted, "-c", LOOK, MEGAPACK_PATCH="megatron_lm,slime")
+    assert (done.returncode, done.stdout) == (0, f"{OURS}\n"), done.stderr
+    assert not (planted / "mark").exists()
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E"])
+def test_an_isolated_process_runs_nothing_that_variables_name(
+    python: Path, planted: Path, flag: str
+) -> None:
+    environment = {"MEGAPACK_PATCH": "megatron_lm", "PYTHONPATH": str(planted)}
+    done = start(python, planted.parent, flag, "-c", LOOK, **environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "megatron.training.training\n", "")
+    assert not (planted / "mark").exists()
+
+
+def test_the_children_of_an_isolated_doctor_are_isolated(
+    python: Path, planted: Path, tmp_path: Path
+) -> None:
+    (planted / "sitecustomize.py").write_text(MARK.format(mark=str(tmp_path / "mark")))
+    code = (
+        "from megapack import doctor\n"
+        "doctor.PROBES = {'python': (), 'patches': ()}\n"
+        "print(*(one.found or one.faults for one in doctor.diagnose()))"
+    )
+    environment = {"MEGAPACK_PATCH": "./slime.yaml", "PYTHONPATH": str(planted)}
+    done = start(python, planted.parent, "-I", "-c", code, **environment)
+    assert done.stdout.endswith("MEGAPACK_PATCH is ignored (-E or -I)\n"), done
+    assert not (planted / "mark").exists()
+
+
+def test_a_name_means_the_installed_patches(python: Path, planted: Path) -> None:
+    """-P keeps the folder off the path, as the `megapack` script does."""
+    args = ("-P", "-m", "megapack", "patch", "show", "slime")
+    here, elsewhere = start(python, planted, *args), start(python, ROOT.parent, *args)
+    assert (here.returncode, here.stdout, here.stderr) == (0, elsewhere.stdout, "")
+    assert "becomes megapack.hosts.slime.build_dp_schedule" in here.stdout
+    assert "planted" not in here.stdout
+    by_path = start(python, planted, *args[:-1], "link.yaml")
+    assert "it is planted" in by_path.stdout
+    assert not (planted / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("slime.yaml", "./slime.yaml", "../slime.yaml", "link.yaml", "{cwd}/slime.yaml"),
+        *("verl,slime.yaml", "patches/slime", "slime/../slime", "SLIME", "slime\0", "sl ime", "."),
+    ],
+)
+def test_the_variable_names_no_files(planted: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"no patches for '.*; there are .*slime"):
+        asked_hosts(value.format(cwd=planted))
+
+
+@pytest.mark.parametrize("value", ["slime.yaml", "{cwd}/link.yaml"])
+def test_doctor_reads_no_file_that_the_variable_names(
+    planted: Path, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its probe imports what patches would replace, here `evil`."""
+    asked = value.format(cwd=planted)
+    # Set once the child runs: with the start-up file it would end before.
+    late = f"import os; os.environ[{VARIABLE!r}] = {asked!r}; {doctor._CHILD}"
+    monkeypatch.setattr(doctor, "_CHILD", late)
+    monkeypatch.setattr(doctor, "PROBES", {"patches": ()})
+    monkeypatch.chdir(planted)
+    monkeypatch.syspath_prepend(str(ROOT))
+    (found,) = doctor.diagnose()
+    assert found.broken
+    assert "no patches for" in found.faults[0]
+    assert not (planted / "mark").exists()
+
+
+FORK_EACH = """\
+import json, os, sys
+import megapack.patching, megapack.patch_files, wrapt
+from megapack import startup
+for value in map(os.fsdecode, map(bytes.fromhex, json.load(sys.stdin))):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(write, 2)
+        os.environ[startup.VARIABLE] = value
+        startup.start()
+        os._exit(0)
+    os.close(write)
+    said = os.fdopen(read).read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said]))
+"""
+
+
+def values(num_values: int) -> Iterator[bytes]:
+    """Of the variable: names, paths, and bytes that are no text."""
+    rng = random.Random(0)
+    pieces = [*shipped_hosts(), "", " ", ",", ", ,", "/", "..", ".yaml", "./slime.yaml", "%s{0}"]
+    pieces += ["'", '"', "\\", "\n", "\r", "\t", "\x1b[2J", "é", "\u2028", "$(id)", "a" * 5000]
+    for _ in range(num_values):
+        text = "".join(rng.choices(pieces, k=rng.randrange(6)))
+        yield text.encode() + rng.choice([b"", b"", b"", b"\xff", b"\xed\xa0\x80"])
+
+
+def test_a_start_goes_on_or_ends_with_one_line_whatever_the_variable_holds() -> None:
+    tried = list(values(200))
+    done = subprocess.run(
+        [sys.executable, "-c", FORK_EACH],
+        input=json.dumps([value.hex() for value in tried]),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(tried)
+    for value, (code, said) in zip(tried, answers, strict=True):
+        names = [name.strip() for name in os.fsdecode(value).split(",") if name.strip()]
+        right = set(names) <= set(shipped_hosts())
+        assert code == (0 if right else 2), (value, said)
+        assert len(said.splitlines()) == (0 if right else 1), (value, said)
+        assert right or said.startswith(f"megapack: {VARIABLE}: no patches for "), (value, said)
+    assert 20 < sum(code == 0 for code, _ in answers) < 180
+
+
+@pytest.mark.parametrize("where", [">/dev/full", ">&-"])
+def test_an_error_that_cannot_be_told_still_ends_the_process(python: Path, where: str) -> None:
+    """It would run unpatched."""
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "print(1)" 2{where}', python],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={VARIABLE: "slim"},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_without_the_variable_a_start_takes_less_than_a_millisecond() -> None:
+    line = compile((ROOT / "megapack-startup.pth").read_text(), "startup", "exec")
+    assert VARIABLE not in os.environ
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        exec(line, {})
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 1e-3
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["setresuid", "setresgid"])
+def test_raised_rights_of_a_process_are_seen(python: Path, tmp_path: Path, kind: str) -> None:
+    code = (
+        f"import os, sys; os.environ[{VARIABLE!r}] = 'megatron_lm'\n"
+        f"os.{kind}({NOBODY}, 0, 0)\n"
+        "from megapack import startup\n"
+        f"startup.start(); print('megapack.patching' in sys.modules); {LOOK}"
+    )
+    done = start(python, tmp_path, "-c", code)
+    assert (done.returncode, done.stdout) == (0, "False\nmegatron.training.training\n"), done.stderr
+
+
+# Bits of capabilities(7), in the second version of the attribute: permitted and effective.
+READS_ALL_FILES = struct.pack("<5I", 0x02000001, 1 << 2, 0, 0, 0)
+
+
+@as_root
+@pytest.mark.parametrize("rights", ["setuid", "capability", "none"])
+def test_a_python_that_has_more_rights_than_its_caller_says_so(rights: str) -> None:
+    """A copy of this Python that is root's in part, started by nobody; and one that is not."""
+    code = (
+        "import sys, types\n"
+        "megapack = sys.modules['megapack'] = types.ModuleType('megapack')\n"
+        "megapack.__path__ = [sys.argv[1]]\n"
+        "from megapack import startup\n"
+        "print(startup._has_more_rights())"
+    )
+    # Not below tmp_path, which nobody cannot enter.
+    with tempfile.TemporaryDirectory() as name:
+        folder, binary = Path(name), Path(name, "python")
+        folder.chmod(0o755)
+        shutil.copy(Path(sys.executable).resolve(), binary)
+        shutil.copy(ROOT / "megapack" / "startup.py", folder)
+        binary.chmod(0o4755 if rights == "setuid" else 0o755)
+        if rights == "capability":
+            try:
+                os.setxattr(binary, "security.capability", READS_ALL_FILES)
+            except OSError as error:
+                pytest.skip(f"files get no capabilities here: {error}")
+        done = subprocess.run(
+            [binary, "-S", "-c", code, folder],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            user=None if rights == "none" else NOBODY,
+            env={"PYTHONHOME": sys.base_prefix},
+        )
+    assert done.stdout == f"{rights != 'none'}\n"
