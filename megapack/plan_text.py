@@ -251,8 +251,8 @@ def _check_ids(ids: Any, place: str) -> None:
 
 def _keys(value: Any, place: str, keys: set[str], some: bool = False) -> None:
     _require(isinstance(value, dict), place, "an object")
-    good = set(value) <= keys if some else set(value) == keys
-    _require(good, place, f"an object of {sorted(keys)}")
+    wrong = set(value) - keys if some else set(value) ^ keys
+    _require(not wrong, place, f"an object of {sorted(keys)}; see {sorted(wrong)!s:.80}")
 
 
 def _is_count(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -54,10 +55,9 @@ def plan_text() -> list[bytes]:
 def configs() -> list[bytes]:
     """Sections of a shipped config, each a small document with overrides behind NUL bytes."""
     text = (CONFIGS / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml").read_text()
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    sections = "\n".join(lines).replace("\n  ", "\0  ").split("\n")
-    small = ["name: a\nplan: {max_tokens_per_gpu: 64}"]
-    small += [f"{small[0]}\n{section}".replace("\0", "\n") for section in sections]
+    least = "name: a\nplan: {max_tokens_per_gpu: 64}\n"
+    sections = re.findall(r"^(?!name|plan)\w.*\n(?: .*\n)*", text, re.MULTILINE)
+    small = [least, *(least + section for section in sections)]
     flow = (
         "name: a\ntrain: {trackers: [wandb], resume: auto}\noptim: {lr: 1e-5}\0plan.search=0\0"
         "plan.micro_batch_size=2\0model.freeze=['embedding.*']"
