@@ -1,6 +1,6 @@
 """Fuzz what reads plans, configs and rollouts, and the planner, under atheris.
 
-    python tools/fuzz.py TARGET --runs 200000 [--seed 1] [--corpus DIR] [--out fuzz.md]
+    python tools/fuzz.py TARGET --runs 200000 [--seconds N] [--seed 1] [--corpus DIR] [--out FILE]
 
 TARGET is one of plan_json, plan_text, config, rollouts, schedule, or all: each in a process of its
 own, one after the other. A corpus that is kept lets the next run begin where this one ended. The
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -25,14 +26,14 @@ TARGETS = ("plan_json", "plan_text", "config", "rollouts", "schedule")
 COVERAGE = re.compile(r"cov: (\d+) .*?corp: (\d+)")
 
 
-def fuzz(target: str, runs: int, seed: int, corpus: Path) -> dict[str, Any]:
+def fuzz(target: str, corpus: Path, **settings: float) -> dict[str, Any]:
     """Run one target; its summary, with the coverage that the fuzzer told last."""
     findings = corpus / "findings" / target
     documents = corpus / target
     for folder in (findings, documents):
         folder.mkdir(parents=True, exist_ok=True)
-    settings = {"runs": runs, "seed": seed, "corpus": documents, "findings": findings}
     options = [f"--{name}={value}" for name, value in settings.items()]
+    options += [f"--corpus={documents}", f"--findings={findings}"]
     command = [sys.executable, str(RUNNER), target, *options]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     try:
@@ -66,6 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", choices=(*TARGETS, "all"))
     parser.add_argument("--runs", type=int, default=200_000, help="executions per target")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="most per target")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corpus", type=Path, help="folder that keeps inputs and findings")
     parser.add_argument("--out", type=Path, help="file for the table")
@@ -76,7 +78,8 @@ def main() -> int:
     corpus = options.corpus or Path(tempfile.mkdtemp(prefix="megapack-fuzz-"))
     results = []
     for target in TARGETS if options.target == "all" else (options.target,):
-        results.append(fuzz(target, options.runs, options.seed, corpus))
+        limits = {"runs": options.runs, "seconds": options.seconds}
+        results.append(fuzz(target, corpus, seed=options.seed, **limits))
         print(table(results[-1:]).splitlines()[-1], flush=True)
         print("".join(f"  {line}\n" for line in results[-1]["findings"]), end="", flush=True)
     print(f"\n{table(results)}\n\ninputs and findings: {corpus}")

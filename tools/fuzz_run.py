@@ -1,6 +1,6 @@
 """One fuzz target under atheris, in a process of its own; `tools/fuzz.py` starts it.
 
-    python tools/fuzz_run.py TARGET --runs N --seed S --corpus DIR --findings DIR
+    python tools/fuzz_run.py TARGET --runs N --seconds N --seed S --corpus DIR --findings DIR
 
 A finding is saved and the fuzzer goes on; the last line on standard output is a JSON summary.
 """
@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import logging
+import os
 import resource
 import sys
 import time
@@ -59,8 +60,8 @@ def instrument_functions(module_name: str) -> None:
 class Watch:
     """Runs a target; keeps count, and one input of each kind of finding."""
 
-    def __init__(self, hold: Callable[[bytes], bool], folder: Path) -> None:
-        self.hold, self.folder = hold, folder
+    def __init__(self, hold: Callable[[bytes], bool], folder: Path, seconds: float) -> None:
+        self.hold, self.folder, self.seconds = hold, folder, seconds
         self.executions = self.taken = 0
         self.findings: dict[str, str] = {}
         self.started = time.perf_counter()
@@ -77,6 +78,9 @@ class Watch:
             self._found("slow", f"{seconds:.1f} s", data)
         if mib > MOST_GROWTH_MIB:
             self._found("memory", f"{mib} MiB", data)
+        if time.perf_counter() - self.started > self.seconds:
+            self.tell()
+            os._exit(0)
 
     def _found(self, kind: str, what: str, data: bytes) -> None:
         if kind in self.findings:
@@ -86,15 +90,15 @@ class Watch:
         self.findings[kind] = f"{kind}: {what} ({path})"
         print(f"FINDING {self.findings[kind]}", file=sys.stderr, flush=True)
 
-    def summary(self) -> str:
-        return json.dumps(
-            {
-                "executions": self.executions,
-                "taken": self.taken,
-                "seconds": time.perf_counter() - self.started,
-                "findings": list(self.findings.values()),
-            }
-        )
+    def tell(self) -> None:
+        """Print the summary."""
+        summary = {
+            "executions": self.executions,
+            "taken": self.taken,
+            "seconds": time.perf_counter() - self.started,
+            "findings": list(self.findings.values()),
+        }
+        print(json.dumps(summary), flush=True)
 
 
 def _peak_kib() -> int:
@@ -117,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", choices=fuzz_targets.TARGETS)
     parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--findings", type=Path, required=True)
@@ -129,11 +134,12 @@ def main() -> None:
         instrument_functions(module)
     documents = fuzz_targets.DOCUMENTS.get(options.target)
     hold = documents.hold if documents else schedule
-    for seed in documents.seeds() if documents else [b"", bytes(range(200))]:
-        hold(seed)  # compiles what it needs
+    # They also compile what is compiled at its first call.
+    for seed in documents.seeds() if documents else [Random(k).randbytes(200) for k in range(60)]:
+        hold(seed)
         (options.corpus / hashlib.sha256(seed).hexdigest()[:12]).write_bytes(seed)
-    watch = Watch(hold, options.findings)
-    atexit.register(lambda: print(watch.summary(), flush=True))
+    watch = Watch(hold, options.findings, options.seconds)
+    atexit.register(watch.tell)
 
     def mutated(data: bytes, max_size: int, seed: int) -> bytes:
         rng = Random(seed)
