@@ -27,13 +27,13 @@ def plans() -> tuple[Plan, ...]:
             settings["max_tokens_per_gpu"] = 80
         return build_dp_schedule(lengths, layout=layout, **settings)  # type: ignore[arg-type]
 
-    ids = [number // 2 for number in range(14)]
+    ids = [0, 0, 1, 1]
     return (
         plan(1, Layout()),
-        plan(7, Layout(dp=2, pp=2, vpp=2), num_steps=2),
-        plan(6, Layout(dp=2, cp=2, tp=2, sequence_parallel=True), micro_batch_size=2),
-        plan(14, Layout(dp=2), rollout_ids=ids, policy=Policy(count_rule="per_rank")),
-        plan(14, Layout(pp=2, vpp=2, microbatch_group_size=3), colocate_ids=ids, forward_only=True),
+        plan(4, Layout(dp=2, pp=2, vpp=2), num_steps=2),
+        plan(4, Layout(dp=2, cp=2, tp=2, sequence_parallel=True), micro_batch_size=2),
+        plan(4, Layout(dp=2), rollout_ids=ids, policy=Policy(count_rule="per_rank")),
+        plan(4, Layout(pp=2, vpp=2, microbatch_group_size=3), colocate_ids=ids, forward_only=True),
         plan(
             9,
             Layout(dp=4, pp=2, vpp=2),
