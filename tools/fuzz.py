@@ -21,8 +21,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-RUNNER = Path(__file__).with_name("fuzz_run.py")
-TARGETS = ("plan_json", "plan_text", "config", "rollouts", "schedule")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.fuzz_targets import TARGETS  # noqa: E402
+
+RUNNER = ROOT / "tools" / "fuzz_run.py"
 COVERAGE = re.compile(r"cov: (\d+) .*?corp: (\d+)")
 
 

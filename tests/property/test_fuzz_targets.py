@@ -18,7 +18,8 @@ pytestmark = pytest.mark.property
 # Numbers that are too long to print and names of columns with line breaks: tests of configs and of
 # length files have them, as failures that are expected.
 KNOWN = {"config": b"f" * 3000, "rollouts": rb'"a\nb"'}
-MANY = int(os.environ.get("MEGAPACK_EXAMPLES", "10000"))
+# atheris runs many more; here the time of a test run counts.
+MANY = int(os.environ.get("MEGAPACK_EXAMPLES", "10000")) // 3
 
 
 def examples(number: int) -> settings:
