@@ -242,6 +242,7 @@ def _check_cell(cell: Any, place: str) -> None:
     good = isinstance(cell, list) and len(cell) == 5 and isinstance(cell[0], list)
     good = good and all(map(_is_count, cell[0])) and all(map(_is_count, cell[1:]))
     _require(good, place, "[[samples], row_tokens, tokens, tokens_sq, padded_tokens]")
+    _require(cell[0] or not any(cell[2:]), place, "[[], row_tokens, 0, 0, 0] without samples")
 
 
 def _check_ids(ids: Any, place: str) -> None:

@@ -72,7 +72,7 @@ class Watch:
         try:
             self.taken += self.hold(data)
         except Exception as error:
-            self._found(f"{type(error).__name__} at {_place(error)}", f"{error!r:.300}", data)
+            self._found(_kind(error), f"{error!r:.300}", data)
         seconds, mib = time.process_time() - seconds, (_peak_kib() - kib) >> 10
         if seconds > MOST_SECONDS:
             self._found("slow", f"{seconds:.1f} s", data)
@@ -105,12 +105,13 @@ def _peak_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _place(error: BaseException) -> str:
-    """The innermost line of the package that an error passed, else of anything."""
+def _kind(error: BaseException) -> str:
+    """An error's class and the innermost line of the package that it passed, or what is broken."""
     cause = error.__cause__ or error
     frames = traceback.extract_tb(cause.__traceback__)
-    own = [frame for frame in frames if "/megapack/" in frame.filename] or list(frames)
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+    own = [frame for frame in frames if "/megapack/" in frame.filename]
+    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else str(error)[:60]
+    return f"{type(error).__name__} at {place}"
 
 
 def schedule(data: bytes) -> bool:

@@ -97,6 +97,10 @@ def test_damaged_cell_says_where(plan: Plan) -> None:
         (lambda text: text.replace('"dp":2', '"a\\nb":2'), "layout must be an object of"),
         (lambda text: text.replace('"search":2048', '"a\\nb":2'), "policy must be an object of"),
         (lambda text: text.replace('"num_samples":12', f'"num_samples":{2**63}'), "num_samples"),
+        (
+            lambda text: text.replace('"ranks":[[', '"ranks":[[[[],1,0,5,0],'),
+            r"ranks.0..0. .* 0, 0, 0",
+        ),
         (lambda text: text.replace("[[[[", f"[[[[{10**30},"), r"steps.0..ranks.0..0."),
     ],
 )
