@@ -26,7 +26,7 @@ from megapack.policy import Policy
 _RUN = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})")
 # A damaged text must not ask for all memory: its runs may have this many rollouts in all, and one
 # more for each character. A sample in a cell takes more characters than it may have ids.
-_MAX_FREE_RUN = 2**20
+_MAX_FREE_RUN = 2**16
 # Sizes are counted in int64.
 _MAX_COUNT = 2**63 - 1
 _SETTINGS = {"layout": Layout, "policy": Policy}
