@@ -112,7 +112,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
-            raise BadLine(f"key {_shown(key)} stands twice")
+            raise BadLine(f"key {_shown(key)[1:-1]} stands twice")
         row[key] = value
     return row
 

@@ -71,9 +71,10 @@ def _format_value(value: Any) -> str:
 
 def _format_cell(cell: tuple[Any, ...]) -> str:
     samples, row_tokens, tokens, tokens_sq, padded = cell
-    if not samples:
+    if not samples and tokens == tokens_sq == padded == 0:
         return f"-:{row_tokens}"
-    text = f"{','.join(map(str, samples))}:{row_tokens}:{tokens}:{tokens_sq}"
+    # A plan that was edited may say tokens without samples; `check_plan` tells of it.
+    text = f"{','.join(map(str, samples)) or '-'}:{row_tokens}:{tokens}:{tokens_sq}"
     return text if padded == row_tokens else f"{text}:{padded}"
 
 
@@ -186,7 +187,7 @@ class _TextReader:
             if len(numbers) == 3:
                 numbers.append(numbers[0])
             if len(numbers) == 4:
-                return [[int(i) for i in samples.split(",")], *numbers]
+                return [[int(i) for i in samples.split(",") if samples != "-"], *numbers]
         except ValueError:
             pass
         raise self._error(f"cell {place} {cell[:40]!r} is not {_CELLS[9:]}")
@@ -242,7 +243,6 @@ def _check_cell(cell: Any, place: str) -> None:
     good = isinstance(cell, list) and len(cell) == 5 and isinstance(cell[0], list)
     good = good and all(map(_is_count, cell[0])) and all(map(_is_count, cell[1:]))
     _require(good, place, "[[samples], row_tokens, tokens, tokens_sq, padded_tokens]")
-    _require(cell[0] or not any(cell[2:]), place, "[[], row_tokens, 0, 0, 0] without samples")
 
 
 def _check_ids(ids: Any, place: str) -> None:
