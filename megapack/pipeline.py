@@ -157,10 +157,11 @@ class Runner:
         """
         layout = self.layout
         group = (group or layout.group_size) if layout.vpp > 1 else 1
-        if not layout.is_legal_count(num_microbatches, group):
+        too_small = layout.vpp > 1 and group < layout.pp
+        if too_small or not layout.is_legal_count(num_microbatches, group):
             raise ScheduleError(
                 f"M={num_microbatches} with pp={layout.pp}, vpp={layout.vpp}, G={group}; set a "
-                "legal count: M >= 1, interleaved M >= G and M % G 0 or >= pp"
+                "legal count: M >= 1, interleaved M >= G >= pp and M % G 0 or >= pp"
             )
         if num_microbatches * layout.num_chunks > _MAX_OPS:
             raise ConfigError(

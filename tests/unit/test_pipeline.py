@@ -175,6 +175,11 @@ def test_sizes_beyond_any_pipeline_are_refused() -> None:
         simulate(step_of([[10] * 8000]), layout=Layout(pp=4096))
 
 
+def test_groups_smaller_than_the_pipeline_are_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"pp=4, vpp=2, G=2; .* G >= pp"):
+        simulate(step_of([[10] * 4], group=2), layout=Layout(pp=4, vpp=2))
+
+
 def test_a_step_without_ranks_is_refused() -> None:
     with pytest.raises(ScheduleError, match="0 ranks for dp=2"):
         simulate(StepPlan((), None, None, (), ()), layout=Layout(dp=2))
