@@ -21,6 +21,9 @@ from megapack.search_counts import keep_reachable
 from megapack.search_problem import StepProblem, build_step
 from megapack.step_split import split_rollouts
 
+# Sums of it over any number of rows stay finite in fp64.
+_MAX_SECONDS = 1e200
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -69,6 +72,7 @@ def build_dp_schedule(
     budget = read_budget(layout, max_tokens_per_gpu, micro_batch_size)
     batch = _read_batch(lengths, rollout_ids, colocate_ids, layout)
     _check_set_sizes(batch, micro_batch_size)
+    _check_cost(batch, layout, cost)
     _check_oversize(batch, budget, layout, policy)
     steps = split_rollouts(
         batch.rollout_tokens(),
@@ -190,6 +194,22 @@ def _check_combination(layout: Layout, policy: Policy, cost: CostModel | None) -
         )
     if cost is not None:
         cost.weights_for(layout)
+
+
+def _check_cost(batch: _Batch, layout: Layout, cost: CostModel | None) -> None:
+    """The search compares seconds: sums of all of them must be finite."""
+    if cost is None:
+        return
+    tokens, num_samples = int(batch.aligned.sum()), batch.lengths.size
+    seconds = cost.forward_seconds(
+        layout, row_tokens=tokens, tokens_sq=tokens**2, num_samples=num_samples
+    )
+    seconds = (seconds + cost.fixed * num_samples) * (1 + cost.backward_ratio) + cost.p2p
+    if not seconds < _MAX_SECONDS:
+        raise ConfigError(
+            f"the cost model takes {seconds:.3g} seconds for {num_samples} samples of {tokens} "
+            "tokens; set coefficients in seconds"
+        )
 
 
 def _check_set_sizes(batch: _Batch, micro_batch_size: int | None) -> None:

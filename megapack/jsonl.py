@@ -112,7 +112,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
-            raise BadLine(f"key {key} stands twice")
+            raise BadLine(f"key {_shown(key)[1:-1]} stands twice")
         row[key] = value
     return row
 
@@ -140,5 +140,8 @@ def _identity(key: str, value: Any) -> int | str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except RecursionError:
+        text = "nested brackets"
     return text if len(text) <= 40 else text[:37] + "..."

@@ -21,6 +21,10 @@ from megapack.pipeline_kernels import RankOps, peak_live, rank_seconds
 from megapack.pipeline_order import StepOrder, step_order
 from megapack.plan import MicroBatch, Plan, StepPlan
 
+# Sizes given by mistake must not ask for all memory, nor for all time.
+_MAX_CHUNKS = 2**12
+_MAX_OPS = 2**24
+
 
 @dataclass(frozen=True)
 class Event:
@@ -103,9 +107,12 @@ def simulate(
         forward_only: no backwards, and no activations kept.
 
     Raises:
-        ConfigError: stage weights that do not fit the layout, or lockstep with unequal counts.
-        ScheduleError: a count that Megatron would not run.
+        ConfigError: stage weights that do not fit the layout, lockstep with unequal counts, or
+            sizes far beyond any pipeline.
+        ScheduleError: a count that Megatron would not run, or a step without ranks.
     """
+    if not step.ranks:
+        raise ScheduleError(f"a step of 0 ranks for dp={layout.dp}; give one with micro-batches")
     cost = cost or TOKENS
     forward = [_forward_seconds(rank, layout, cost) for rank in step.ranks]
     work = forward
@@ -133,6 +140,10 @@ class Runner:
     """Simulates single ranks of one layout and cost model."""
 
     def __init__(self, layout: Layout, cost: CostModel, forward_only: bool = False) -> None:
+        if layout.num_chunks > _MAX_CHUNKS:
+            raise ConfigError(
+                f"pp * vpp = {layout.num_chunks} chunks; set sizes of at most {_MAX_CHUNKS} chunks"
+            )
         self.layout, self.p2p, self.forward_only = layout, float(cost.p2p), forward_only
         self.weights = np.array(cost.weights_for(layout))
         self.backward_ratio = float(cost.backward_ratio)
@@ -142,13 +153,20 @@ class Runner:
 
         Raises:
             ScheduleError: a count that Megatron would not run.
+            ConfigError: a count too large to simulate.
         """
         layout = self.layout
         group = (group or layout.group_size) if layout.vpp > 1 else 1
-        if not layout.is_legal_count(num_microbatches, group):
+        too_small = layout.vpp > 1 and group < layout.pp
+        if too_small or not layout.is_legal_count(num_microbatches, group):
             raise ScheduleError(
                 f"M={num_microbatches} with pp={layout.pp}, vpp={layout.vpp}, G={group}; set a "
-                "legal count: M >= 1, interleaved M >= G and M % G 0 or >= pp"
+                "legal count: M >= 1, interleaved M >= G >= pp and M % G 0 or >= pp"
+            )
+        if num_microbatches * layout.num_chunks > _MAX_OPS:
+            raise ConfigError(
+                f"M={num_microbatches} of pp * vpp = {layout.num_chunks} chunks; set sizes of "
+                f"which the product is at most {_MAX_OPS}"
             )
         return step_order(layout.pp, layout.vpp, num_microbatches, group, self.forward_only)
 

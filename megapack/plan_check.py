@@ -2,7 +2,8 @@
 
 1. Megatron accepts every rank's M, and all ranks have the same M in a step (under "per_rank": only
    on layouts without experts, each at least 1).
-2. Every kept sample stands in exactly one micro-batch; dropped and kept partition the input.
+2. Every kept sample stands in exactly one micro-batch; dropped and kept partition the input; each
+   step keeps a sample.
 3. A rollout is whole in one step, or dropped whole; what "drop" drops is trailing.
 4. No row holds more padded tokens than the budget, alignment counted. The one exception is a sample
    that alone is over it, under oversize="alone": it is alone in its row.
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megapack.errors import PlanError
+from megapack.errors import ConfigError, PlanError
 from megapack.inputs import Ints, read_budget, read_lengths, read_sets
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class _Checker:
         align = self.layout.sample_alignment
         self.lengths = lengths
         self.aligned = -(-lengths // align) * align
-        self.budget = read_budget(self.layout, plan.max_tokens_per_gpu, plan.micro_batch_size)
+        self.budget = _budget(plan)
         sets = read_sets(plan.rollout_ids, plan.colocate_ids, plan.num_samples)
         self.rollout_of, ids, self.set_of, _ = sets
         self.ids = tuple(dict.fromkeys(ids)) if ids is not None else tuple(range(lengths.size))
@@ -88,9 +89,11 @@ class _Checker:
 
     def _check_partition(self) -> None:
         times = np.zeros(self.plan.num_samples, dtype=np.int64)
-        for step in self.plan.steps:
+        for number, step in enumerate(self.plan.steps):
             samples = np.array(step.kept_samples, dtype=np.int64)
-            if samples.size and (samples[0] < 0 or samples[-1] >= times.size):
+            if not samples.size:
+                raise _broken(2, f"step {number} keeps no sample")
+            if samples[0] < 0 or samples[-1] >= times.size:
                 raise _broken(2, f"samples {samples[0]} to {samples[-1]} of {times.size}")
             np.add.at(times, samples, 1)
         numbers = {rollout: k for k, rollout in enumerate(self.ids)}
@@ -179,6 +182,13 @@ class _Checker:
                 f"{place} holds {padded} padded tokens in {num_samples} samples, the budget is "
                 f"{self.budget} (max_tokens_per_gpu={self.plan.max_tokens_per_gpu} * cp)",
             )
+
+
+def _budget(plan: Plan) -> int:
+    try:
+        return read_budget(plan.layout, plan.max_tokens_per_gpu, plan.micro_batch_size)
+    except ConfigError as error:
+        raise _broken(4, str(error)) from None
 
 
 def _broken(number: int, what: str) -> PlanError:

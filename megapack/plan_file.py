@@ -24,7 +24,7 @@ def read_plan(path: str | Path) -> Plan:
         raise PlanError(f"{path}: cannot be read ({reason}); give a plan.json") from None
     try:
         return Plan.from_json(text) if text.lstrip()[:1] == "{" else Plan.from_text(text)
-    except (PlanError, RecursionError) as error:
+    except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
 
 

@@ -13,16 +13,23 @@ Rollouts that are numbered in one run stand as `0..2047`. The line of
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from megapack.errors import MegapackError, PlanError
+from megapack.layout import Layout
+from megapack.policy import Policy
 
-_RUN = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
-# A damaged text must not ask for all memory.
-_MAX_RUN = 2**28
+_RUN = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})")
+# A damaged text must not ask for all memory: its runs may have this many rollouts in all, and one
+# more for each character. A sample in a cell takes more characters than it may have ids.
+_MAX_FREE_RUN = 2**16
+# Sizes are counted in int64.
+_MAX_COUNT = 2**63 - 1
+_SETTINGS = {"layout": Layout, "policy": Policy}
 
 P = TypeVar("P")
 Build = Callable[[dict[str, Any]], P]
@@ -56,27 +63,18 @@ def format_plan(payload: dict[str, Any]) -> str:
 
 def _format_value(value: Any) -> str:
     if isinstance(value, tuple | list) and len(value) > 2 and {type(i) for i in value} == {int}:
-        run = range(value[0], value[0] + len(value))
-        if all(a == b for a, b in zip(value, run, strict=True)):
-            return f"{run[0]}..{run[-1]}"
+        run = f"{value[0]}..{value[-1]}"
+        if _RUN.fullmatch(run) and list(value) == list(range(value[0], value[0] + len(value))):
+            return run
     return json.dumps(value)
-
-
-def _parse_value(text: str) -> Any:
-    run = _RUN.fullmatch(text)
-    if run is None:
-        return json.loads(text)
-    first, last = int(run[1]), int(run[2])
-    if last - first > _MAX_RUN:
-        raise ValueError(f"a run of {last - first + 1} rollouts")
-    return list(range(first, last + 1))
 
 
 def _format_cell(cell: tuple[Any, ...]) -> str:
     samples, row_tokens, tokens, tokens_sq, padded = cell
-    if not samples:
+    if not samples and tokens == tokens_sq == padded == 0:
         return f"-:{row_tokens}"
-    text = f"{','.join(map(str, samples))}:{row_tokens}:{tokens}:{tokens_sq}"
+    # A plan that was edited may say tokens without samples; `check_plan` tells of it.
+    text = f"{','.join(map(str, samples)) or '-'}:{row_tokens}:{tokens}:{tokens_sq}"
     return text if padded == row_tokens else f"{text}:{padded}"
 
 
@@ -87,10 +85,27 @@ def parse_json(text: str, build: Build[P]) -> P:
         PlanError: what is wrong, and where.
     """
     try:
-        payload = json.loads(text)
+        payload = _loads(text)
     except ValueError as error:
         raise PlanError(f"not a plan in JSON: {error}") from None
     return _build_checked(payload, build)
+
+
+def _loads(text: str) -> Any:
+    """JSON of which nothing is lost; ValueError where it is none."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("brackets too deep") from None
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r:.60} stands twice")
+        found[key] = value
+    return found
 
 
 def parse_text(text: str, build: Build[P]) -> P:
@@ -108,6 +123,7 @@ class _TextReader:
     def __init__(self, text: str) -> None:
         self.lines = text.splitlines()
         self.next_line = 0
+        self.runs_left = _MAX_FREE_RUN + len(text)
 
     def payload(self) -> dict[str, Any]:
         if self._line() != _TITLE:
@@ -136,9 +152,16 @@ class _TextReader:
         if name != key:
             raise self._error(f"expected {key!r}, found {name[:40]!r}")
         try:
-            return _parse_value(value)
+            run = _RUN.fullmatch(value)
+            return _loads(value) if run is None else self._run(int(run[1]), int(run[2]))
         except ValueError as error:
             raise self._error(f"{key}: {error}") from None
+
+    def _run(self, first: int, last: int) -> list[int]:
+        self.runs_left -= last - first + 1
+        if last < first or self.runs_left < 0:
+            raise ValueError(f"{first}..{last} is no run of so short a text")
+        return list(range(first, last + 1))
 
     def _step(self, number: int) -> dict[str, Any]:
         if self._line() != f"step {number}":
@@ -164,7 +187,7 @@ class _TextReader:
             if len(numbers) == 3:
                 numbers.append(numbers[0])
             if len(numbers) == 4:
-                return [[int(i) for i in samples.split(",")], *numbers]
+                return [[int(i) for i in samples.split(",") if samples != "-"], *numbers]
         except ValueError:
             pass
         raise self._error(f"cell {place} {cell[:40]!r} is not {_CELLS[9:]}")
@@ -177,15 +200,19 @@ def _build_checked(payload: Any, build: Build[P]) -> P:
     _check_payload(payload)
     try:
         return build(payload)
-    except (MegapackError, TypeError) as error:
+    except MegapackError as error:
         raise PlanError(f"not a plan: {error}") from None
+    except RecursionError:
+        raise PlanError("not a plan: brackets too deep in layout or policy") from None
 
 
 def _check_payload(payload: Any) -> None:
     _require(isinstance(payload, dict), "plan", "an object")
     _keys(payload, "plan", {*_HEADER, "steps", *({_COLOCATE} & set(payload))})
-    for key in ("layout", "policy"):
-        _require(isinstance(payload[key], dict), key, "an object")
+    for key, cls in _SETTINGS.items():
+        names = {field.name for field in dataclasses.fields(cls)}
+        # Absent ones take their defaults: plans outlive new settings.
+        _keys(payload[key], key, names, some=True)
     for key in ("max_tokens_per_gpu", "micro_batch_size"):
         _require(payload[key] is None or _is_count(payload[key]), key, "null or an integer")
     _require(isinstance(payload["forward_only"], bool), "forward_only", "true or false")
@@ -223,13 +250,14 @@ def _check_ids(ids: Any, place: str) -> None:
     _require(good, place, "a list of integers and strings")
 
 
-def _keys(value: Any, place: str, keys: set[str]) -> None:
+def _keys(value: Any, place: str, keys: set[str], some: bool = False) -> None:
     _require(isinstance(value, dict), place, "an object")
-    _require(set(value) == keys, place, f"an object of {sorted(keys)}")
+    wrong = set(value) - keys if some else set(value) ^ keys
+    _require(not wrong, place, f"an object of {sorted(keys)}; see {sorted(wrong)!s:.80}")
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
 def _require(good: bool, place: str, what: str) -> None:

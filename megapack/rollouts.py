@@ -37,6 +37,8 @@ Overlong = Literal["error", "truncate", "skip"]
 
 # Keeps the division finite where all rewards of a group are equal.
 _STD_EPS = 1e-6
+# Squares of their differences, and sums of those, stay finite in fp64.
+_MAX_REWARD = 1e100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,7 +205,8 @@ def group_advantages(
     has nothing to compare with: its mean is its own reward, a single sample gets 0.
 
     Raises:
-        DataError: a record has neither reward nor advantage, or a group has some of each.
+        DataError: a record has neither reward nor advantage, a group has some of each, or its
+            rewards are too large for their differences.
     """
     groups: dict[int | str, list[int]] = {}
     for index, record in enumerate(records):
@@ -220,6 +223,11 @@ def group_advantages(
         if any(value is None for value in rewards):
             raise DataError(f"group {group!r} has a sample with neither `reward` nor `advantage`")
         values = np.array(rewards, dtype=np.float64)
+        if mode != "none" and np.abs(values).max() > _MAX_REWARD:
+            raise DataError(
+                f"group {group!r} has a reward of {values[np.abs(values).argmax()]:.3g}; give "
+                f"rewards of at most {_MAX_REWARD:.0e}"
+            )
         advantages[members] = _centred(values, [records[i].rollout for i in members], mode)
     return advantages
 

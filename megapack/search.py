@@ -232,7 +232,9 @@ class _Search:
         if overhead <= 0:
             return self.problem.num_items
         work = self.total / (layout.num_chunks * layout.cp * layout.dp)
-        return max(1, round(math.sqrt(work * (layout.pp - 1) / overhead)))
+        best = math.sqrt(work * (layout.pp - 1) / overhead)
+        # More than a row for each item is never asked for; an overhead next to none gives infinity.
+        return max(1, round(min(best, float(self.problem.num_items))))
 
     def _huge(self, count: int) -> list[Floats]:
         """Per rank the work of samples above a mean row, falling: heaviest first to the rank with

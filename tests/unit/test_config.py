@@ -84,7 +84,11 @@ def test_overrides_come_last_and_are_typed() -> None:
     assert parse("", "name=x").name == "x"
 
 
-BAD: list[tuple[str, list[str], str]] = [
+# Python reads hexadecimal numbers of any size, and prints none of above 4300 digits.
+HUGE = "0x" + "f" * 4000
+UNFINISHED = pytest.mark.xfail(strict=True, reason="its error ends in another one")
+
+BAD: list[Any] = [
     ("name: x\ninner:\n  rat: 1", [], "c.yaml:3: unknown key inner.rat; did you mean inner.rate?"),
     ("name: x\ncount: 1", [], "c.yaml:2: unknown key count; did you mean inner.count?"),
     ("name: x\nzzz: 1", [], "c.yaml:2: unknown key zzz; valid keys are name, on, inner"),
@@ -125,6 +129,10 @@ BAD: list[tuple[str, list[str], str]] = [
     ("name: \x07", [], "c.yaml: not plain YAML"),
     ("name: " + "[" * 5000, [], "c.yaml:1: nested deeper than 16"),
     ("name: " + "1" * 5000, [], "c.yaml: not plain YAML"),
+    *(
+        pytest.param(text, [], "c.yaml", marks=UNFINISHED)
+        for text in (f"name: {HUGE}", f"name: x\ninner: {{count: {HUGE}}}")
+    ),
     ("name: x", ["inner.rate"], "override 'inner.rate' is not of the form section.key=value"),
     ("name: x", ["inner..rate=1"], "is not of the form section.key=value"),
     ("name: x", ["=1"], "is not of the form section.key=value"),

@@ -286,6 +286,11 @@ def test_steps_of_about_equal_tokens() -> None:
         ({"max_tokens_per_gpu": 8, "rollout_ids": [1, 2]}, DataError),
         ({"max_tokens_per_gpu": 8, "rollout_ids": [1, 2, None]}, DataError),
         ({"max_tokens_per_gpu": 8, "cost": CostModel(stage_weights=(1.0, 1.0))}, ConfigError),
+        ({"max_tokens_per_gpu": 8, "cost": CostModel(per_token=1e300)}, ConfigError),
+        (
+            {"max_tokens_per_gpu": 8, "cost": CostModel(fixed=1.0, backward_ratio=1e300)},
+            ConfigError,
+        ),
     ],
 )
 def test_arguments_that_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:

@@ -15,6 +15,8 @@ from megapack.length_file import Columns, read_length_file
 
 pytestmark = pytest.mark.unit
 
+UNFINISHED = pytest.mark.xfail(strict=True, reason="names of columns are told as they are")
+
 PROMPTS, RESPONSES = [3, 0, 5], [4, 9, 1]
 LENGTHS = [7, 9, 6]
 
@@ -109,6 +111,8 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
             '{"prompt": "2+2", "response": "4"}\n',
             ["prompt, response", "--length-column"],
         ),
+        pytest.param("a.jsonl", '{"a\\nb": 5, "c": 6}', ["no column of lengths"], marks=UNFINISHED),
+        pytest.param("a.jsonl", '{"a\\nb": {}}', ["line 1", "a mapping"], marks=UNFINISHED),
         ("a.parquet", "length\n5\n", ["not Parquet"]),
         ("a.npy", "length\n5\n", ["not an array"]),
     ],

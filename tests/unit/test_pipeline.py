@@ -166,6 +166,25 @@ def test_counts_that_hang_are_refused() -> None:
         simulate(step_of([[5] * 5], 4), layout=Layout(pp=4, vpp=2))
 
 
+def test_sizes_beyond_any_pipeline_are_refused() -> None:
+    """A plan is a file: what it says must not ask for all memory."""
+    step = step_of([[10]])
+    with pytest.raises(ConfigError, match=r"pp \* vpp = 1099511627776 chunks"):
+        simulate(step, layout=Layout(pp=2**20, vpp=2**20))
+    with pytest.raises(ConfigError, match=r"M=8000 of pp \* vpp = 4096 chunks"):
+        simulate(step_of([[10] * 8000]), layout=Layout(pp=4096))
+
+
+def test_groups_smaller_than_the_pipeline_are_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"pp=4, vpp=2, G=2; .* G >= pp"):
+        simulate(step_of([[10] * 4], group=2), layout=Layout(pp=4, vpp=2))
+
+
+def test_a_step_without_ranks_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="0 ranks for dp=2"):
+        simulate(StepPlan((), None, None, (), ()), layout=Layout(dp=2))
+
+
 def test_tokens_are_the_default_cost() -> None:
     step: Any = step_of([[10, 20]])
     assert simulate(step, layout=Layout()).makespan == 90

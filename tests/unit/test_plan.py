@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from megapack import Layout, Plan, PlanError, Policy, StepPlan, build_dp_schedule, check_plan
+from megapack import (
+    Layout,
+    MicroBatch,
+    Plan,
+    PlanError,
+    Policy,
+    StepPlan,
+    build_dp_schedule,
+    check_plan,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -34,6 +43,15 @@ def test_forms_are_exact_inverses(plan: Plan) -> None:
             assert Plan.from_text(str(again)) == again
             assert Plan.from_text(str(again)).digest() == again.digest()
     assert Plan.from_text(str(plan)).rollout_ids == tuple(IDS)
+
+
+def test_tokens_without_samples_come_back_and_are_told(plan: Plan) -> None:
+    none = {"samples": (), "tokens": 0, "tokens_sq": 0, "padded_tokens": 0}
+    for wrong in ({"tokens": 1}, {"tokens_sq": 5}, {"padded_tokens": 30}):
+        edited = _mb(plan, **{**none, **wrong})
+        assert Plan.from_text(str(edited)) == edited
+        with pytest.raises(PlanError, match="invariant"):
+            check_plan(edited, LENGTHS)
 
 
 def test_text_is_for_people(plan: Plan) -> None:
@@ -82,11 +100,42 @@ def test_damaged_cell_says_where(plan: Plan) -> None:
         (lambda text: text.replace('"group_size":null', '"group_size":"x"'), "steps.0.*group_size"),
         (lambda text: text.replace('"ranks":[[[[', '"ranks":[[[["a",'), r"steps.0..ranks.0..0."),
         (lambda text: "[1]", "object"),
+        (lambda text: "[" * 5000, "brackets too deep"),
+        (lambda text: text.replace('"dp":2', '"dp":' + "[" * 400 + "]" * 400), "dp="),
+        (lambda text: text.replace('"dp":2', '"dp":2,"dp":4'), "'dp' stands twice"),
+        (lambda text: text.replace('"dp":2', '"a\\nb":2'), "layout must be an object of"),
+        (lambda text: text.replace('"search":2048', '"a\\nb":2'), "policy must be an object of"),
+        (lambda text: text.replace('"num_samples":12', f'"num_samples":{2**63}'), "num_samples"),
+        (lambda text: text.replace("[[[[", f"[[[[{10**30},"), r"steps.0..ranks.0..0."),
     ],
 )
 def test_json_errors_say_where(plan: Plan, damage: Any, place: str) -> None:
-    with pytest.raises(PlanError, match=place):
+    with pytest.raises(PlanError, match=place) as caught:
         Plan.from_json(damage(plan.to_json()))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_settings_that_are_absent_take_their_defaults(plan: Plan) -> None:
+    older = plan.to_json().replace(',"group_size":"fixed","max_live_tokens_per_gpu":null', "")
+    assert older != plan.to_json()
+    assert Plan.from_json(older) == plan
+
+
+@pytest.mark.parametrize("ids", [range(10**20, 10**20 + 12), range(-5, 7), ["\n", "\ud800"] * 6])
+def test_ids_of_any_size_come_back_from_both_forms(ids: Any) -> None:
+    plan = build_dp_schedule(LENGTHS, layout=Layout(), max_tokens_per_gpu=40, rollout_ids=list(ids))
+    assert Plan.from_text(str(plan)) == plan
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_run_cannot_ask_for_all_memory(plan: Plan) -> None:
+    lines = str(plan).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("dropped_rollouts"))
+    lines[at] = "dropped_rollouts 0..200000000"
+    with pytest.raises(PlanError, match=rf"line {at + 1}: .*0\.\.200000000 is no run"):
+        Plan.from_text("\n".join(lines))
+    lines[at] = "dropped_rollouts 0..59999"
+    assert len(Plan.from_text("\n".join(lines)).steps[0].dropped_rollouts) == 60_000
 
 
 def _step(plan: Plan, **changes: Any) -> Plan:
@@ -103,6 +152,11 @@ def _mb(plan: Plan, **changes: Any) -> Plan:
     return _step(plan, ranks=((first, *ranks[0][1:]), *ranks[1:]))
 
 
+def _padding(step: StepPlan) -> StepPlan:
+    ranks = tuple((MicroBatch((), 1, 0, 0, 0),) for _ in step.ranks)
+    return StepPlan(ranks, 1, None, (), ())
+
+
 def _breakages(plan: Plan) -> dict[str, tuple[int, Plan]]:
     step = plan.steps[0]
     ranks = step.ranks
@@ -114,6 +168,7 @@ def _breakages(plan: Plan) -> dict[str, tuple[int, Plan]]:
         "another M than it says": (1, _step(plan, num_microbatches=99)),
         "a group size without chunks": (1, _step(plan, group_size=2)),
         "a sample twice": (2, _step(plan, ranks=(ranks[0], ranks[0]))),
+        "a step without samples": (2, dataclasses.replace(plan, steps=(step, _padding(step)))),
         "a sample from nowhere": (2, _mb(plan, samples=(*row.samples, 99))),
         "a dropped stranger": (2, _step(plan, dropped_rollouts=("z",))),
         "a rollout forgotten": (3, _step(plan, kept_rollouts=step.kept_rollouts[1:])),
@@ -132,6 +187,12 @@ def test_each_broken_invariant_is_named(plan: Plan) -> None:
         strict = dataclasses.replace(broken, policy=Policy(oversize="error"))
         with pytest.raises(PlanError, match=f"invariant {number} "):
             check_plan(strict, LENGTHS)
+
+
+@pytest.mark.parametrize("budget", [None, 2**50])
+def test_a_budget_that_is_none_breaks_a_plan(plan: Plan, budget: int | None) -> None:
+    with pytest.raises(PlanError, match=r"invariant 4 is broken: .*max_tokens_per_gpu"):
+        check_plan(dataclasses.replace(plan, max_tokens_per_gpu=budget), LENGTHS)
 
 
 def test_uniform_rows_have_one_length(plan: Plan) -> None:

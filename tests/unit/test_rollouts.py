@@ -92,6 +92,7 @@ BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
     ('{"group": 1' + "0" * 5000 + "}", "a number too long"),
     (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
     ('{"prompt": "a", "prompt": "b", "response": ""}', "key prompt stands twice"),
+    ('{"a\\nb": 1, "a\\nb": 2}', "key a\\nb stands twice"),
     ({}, "has no tokens"),
     ({"prompt": "a"}, "has prompt; give prompt and response"),
     ({"prompt_ids": [1]}, "has prompt_ids; give"),
@@ -114,6 +115,15 @@ BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
     ({**IDS, "group": 1.5}, "group is 1.5, expected an integer or a string"),
     ({**IDS, "rollout": [1]}, "rollout is [1], expected an integer or a string"),
 ]
+
+
+def test_brackets_that_parse_but_do_not_print(tmp_path: Path) -> None:
+    """JSON is read a few brackets deeper than it is written."""
+    path = tmp_path / "r.jsonl"
+    for depth in range(900, 1000):
+        path.write_text('{"prompt": "a", "response": ' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(DataError, match=r"r\.jsonl:1: "):
+            read_rollouts(path, TOKENIZER)
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=range(len(BAD_LINES)))
@@ -230,6 +240,14 @@ def test_given_advantages_are_taken_and_not_mixed() -> None:
         group_advantages([*records, sample(0, 2, reward=1.0)])
     with pytest.raises(DataError, match="group 'g' has a sample with neither"):
         group_advantages([sample("g", 0, reward=1.0), sample("g", 1)])
+
+
+@pytest.mark.parametrize("rewards", [[1e308, -1e308], [0.0, 1.7e308, 1.7e308], [0.0, -1e200]])
+def test_rewards_whose_differences_overflow_are_refused(rewards: list[float]) -> None:
+    records = [sample(0, rollout, reward=reward) for rollout, reward in enumerate(rewards)]
+    with pytest.raises(DataError, match=r"group 0 has a reward of -?1.*; give rewards of at most"):
+        group_advantages(records, "group-std")
+    assert group_advantages(records, "none").tolist() == rewards
 
 
 def test_generated_rollouts() -> None:

@@ -1,0 +1,82 @@
+"""Valid documents that the fuzz targets begin with."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+from megapack import Layout, Plan, Policy, build_dp_schedule
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def seed_length(sample: int) -> int:
+    """Tokens of a sample of every seed plan: a mutated plan can be held against them."""
+    return 1 + 37 * sample % 61
+
+
+@cache
+def plans() -> tuple[Plan, ...]:
+    """Small plans of every kind."""
+
+    def plan(num_samples: int, layout: Layout, **settings: object) -> Plan:
+        lengths = [seed_length(sample) for sample in range(num_samples)]
+        if "micro_batch_size" not in settings:
+            settings["max_tokens_per_gpu"] = 80
+        return build_dp_schedule(lengths, layout=layout, **settings)  # type: ignore[arg-type]
+
+    ids = [0, 0, 1, 1]
+    return (
+        plan(1, Layout()),
+        plan(4, Layout(dp=2, pp=2, vpp=2), num_steps=2),
+        plan(4, Layout(dp=2, cp=2, tp=2, sequence_parallel=True), micro_batch_size=2),
+        plan(4, Layout(dp=2), rollout_ids=ids, policy=Policy(count_rule="per_rank")),
+        plan(4, Layout(pp=2, vpp=2, microbatch_group_size=3), colocate_ids=ids, forward_only=True),
+        plan(
+            9,
+            Layout(dp=4, pp=2, vpp=2),
+            rollout_ids=list("aabbccdde"),
+            policy=Policy(unreachable="drop", row_shape="uniform", group_size="search"),
+        ),
+        plan(3, Layout(dp=2, ep=2), policy=Policy(oversize="alone", search=0)),
+    )
+
+
+def plan_json() -> list[bytes]:
+    return [plan.to_json().encode() for plan in plans()]
+
+
+def plan_text() -> list[bytes]:
+    return [str(plan).encode() for plan in plans()]
+
+
+def configs() -> list[bytes]:
+    """Sections of a shipped config, each a small document with overrides behind NUL bytes."""
+    text = (CONFIGS / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml").read_text()
+    least = "name: a\nplan: {max_tokens_per_gpu: 64}\n"
+    sections = re.findall(r"^(?!name|plan)\w.*\n(?: .*\n)*", text, re.MULTILINE)
+    small = [least, *(least + section for section in sections)]
+    flow = (
+        "name: a\ntrain: {trackers: [wandb], resume: auto}\noptim: {lr: 1e-5}\0plan.search=0\0"
+        "plan.micro_batch_size=2\0model.freeze=['embedding.*']"
+    )
+    return [document.encode() for document in (*small, flow, text)]
+
+
+def rollouts() -> list[bytes]:
+    """JSON Lines of every kind of row, and files of lengths."""
+    text = {"prompt": "2+2=", "response": "4"}
+    ids = {"prompt_ids": [5, 6], "response_ids": [7]}
+    rows = [{**text, "group": 0, "rollout": r, "reward": r * 0.5} for r in range(3)]
+    rows += [{**ids, "group": "a", "advantage": -0.5}, {**ids, "reward": 1, "length": 3}]
+    lines = [json.dumps(row) for row in rows]
+    return [
+        "\n".join(lines[:3]).encode(),
+        "\n\n".join(lines).encode() + b"\n",
+        *(line.encode() + b"\n" for line in lines),
+        b"17\n2\n300\n",
+        b'prompt_len,response_len,group\n3,4,a\n5,0,"b"\n',
+        b'{"input_ids": [1, 2, 3]}\n{"input_ids": [4]}\n',
+    ]

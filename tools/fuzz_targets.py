@@ -1,0 +1,272 @@
+"""What is fuzzed: functions that take any input, and what must hold of it.
+
+Each returns whether the input was taken. A refusal is the documented error, of one line; anything
+else that comes out is a finding. `tools/fuzz.py` runs them under atheris,
+`tests/property/test_fuzz_targets.py` under hypothesis.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megapack import (
+    ConfigError,
+    CostModel,
+    DataError,
+    Layout,
+    MegapackError,
+    Plan,
+    PlanError,
+    Policy,
+    ScheduleError,
+    build_dp_schedule,
+    check_plan,
+    simulate,
+)
+from megapack.config import dump_yaml, parse_config
+from megapack.data_index import ReadSettings
+from megapack.dataset import Dataset
+from megapack.length_file import Columns, read_length_file
+from megapack.plan_diff import diff_plans
+from megapack.rollouts import group_advantages, read_rollouts
+from megapack.tokenizer import ByteTokenizer
+from megapack.train_config import TrainConfig
+from tools import fuzz_seeds
+from tools.fuzz_mutate import Mutate, mutate_json, mutate_json_lines, mutate_text
+
+T = TypeVar("T")
+
+Integer = Callable[[int, int], int]
+"""Gives an integer from the first to the second, both included."""
+
+# Plans of more samples are not held against lengths.
+_MOST_SAMPLES = 1000
+_MEMORY = Path("/dev/shm")
+
+
+class Finding(Exception):
+    """Something that was promised does not hold."""
+
+
+def require(good: bool, what: str) -> None:
+    if not good:
+        raise Finding(what)
+
+
+def refused(call: Callable[[], T], *documented: type[MegapackError]) -> T | None:
+    """What the call returns, or None where it raises a documented error of one line."""
+    try:
+        return call()
+    except documented as error:
+        if len(str(error).splitlines()) != 1:
+            raise Finding(f"not one line: {str(error)!r:.200}") from error
+        return None
+
+
+def hold_plan_json(data: bytes) -> bool:
+    """`Plan.from_json` on any text."""
+    text = data.decode("utf-8", "surrogateescape")
+    return _hold_plan(refused(lambda: Plan.from_json(text), PlanError))
+
+
+def hold_plan_text(data: bytes) -> bool:
+    """`Plan.from_text` on any text."""
+    text = data.decode("utf-8", "surrogateescape")
+    return _hold_plan(refused(lambda: Plan.from_text(text), PlanError))
+
+
+def _hold_plan(plan: Plan | None) -> bool:
+    if plan is None:
+        return False
+    _hold_round_trips(plan)
+    require(diff_plans(plan, plan).equal, "a plan differs from itself")
+    for step in plan.steps:
+        refused(lambda: simulate(step, layout=plan.layout), ConfigError, ScheduleError)  # noqa: B023
+    if plan.num_samples <= _MOST_SAMPLES:
+        lengths = [fuzz_seeds.seed_length(sample) for sample in range(plan.num_samples)]
+        refused(lambda: check_plan(plan, lengths), PlanError, DataError)
+    return True
+
+
+def _hold_round_trips(plan: Plan) -> None:
+    for again in (Plan.from_json(plan.to_json()), Plan.from_text(str(plan))):
+        require(again == plan, "another plan comes back")
+        require(again.to_json() == plan.to_json(), "another JSON comes back")
+        require(again.digest() == plan.digest(), "another digest comes back")
+
+
+def hold_config(data: bytes) -> bool:
+    """`parse_config` of the main job; overrides stand behind NUL bytes."""
+    text, *overrides = data.decode("utf-8", "surrogateescape").split("\0")
+    config = refused(lambda: parse_config(text, overrides, TrainConfig), ConfigError)
+    if config is None:
+        return False
+    require(parse_config(dump_yaml(config), [], TrainConfig) == config, "dump_yaml loses something")
+    refused(lambda: config.layout.to_layout(8, config.model.fp8_rows), ConfigError)
+    return True
+
+
+READ_SETTINGS = (
+    ReadSettings(),
+    ReadSettings(vocab_size=300, max_length=6, overlong="truncate"),
+    ReadSettings(vocab_size=100, max_length=4, overlong="skip"),
+)
+
+
+def hold_rollouts(data: bytes) -> bool:
+    """Both readers of rollouts, which must agree, and the reader of lengths."""
+    settings = READ_SETTINGS[zlib.crc32(data) % len(READ_SETTINGS)]
+    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as name:
+        path = Path(name) / ("data.npy" if data.startswith(b"\x93NUMPY") else "data.jsonl")
+        path.write_bytes(data)
+        as_lengths = refused(lambda: read_length_file(str(path), Columns()), DataError)
+        return _hold_rollouts(path, settings) or as_lengths is not None
+
+
+def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
+    options: Any = {name: getattr(settings, name) for name in ("vocab_size", "max_length")}
+    options["overlong"] = settings.overlong
+    records = refused(lambda: read_rollouts(path, ByteTokenizer(), **options), DataError)
+    dataset = refused(lambda: Dataset.from_files(path, settings, path.parent), DataError)
+    require((records is None) == (dataset is None), "one reader takes what the other refuses")
+    if records is None or dataset is None:
+        return False
+    require(len(records) == len(dataset), "the readers disagree about the number of samples")
+    for number, record in enumerate(records):
+        for one, other in zip(
+            dataset.tokens(number), (record.prompt_ids, record.response_ids), strict=True
+        ):
+            require(np.array_equal(one, other), f"the readers disagree about sample {number}")
+    rows = np.arange(len(records))
+    for mode in ("group", "group-std", "none"):
+        for judged in (records, dataset.judged(rows)):
+            found = refused(lambda: group_advantages(judged, mode), DataError)  # noqa: B023
+            require(found is None or bool(np.isfinite(found).all()), "advantages are not finite")
+    batches = list(dataset.batches(2, shuffle=True, seed=1))
+    require(sorted(np.concatenate(batches)) == list(rows), "batches lose samples")
+    return True
+
+
+def hold_schedule(integer: Integer) -> bool:
+    """`build_dp_schedule` on small arguments; each is chosen by integers."""
+    lengths, settings = _arguments(integer)
+    plan = refused(
+        lambda: build_dp_schedule(lengths, **settings), DataError, ConfigError, PlanError
+    )
+    again = refused(
+        lambda: build_dp_schedule(list(lengths), **settings), DataError, ConfigError, PlanError
+    )
+    if plan is None or again is None:
+        require(plan is again, "equal inputs are planned once and refused once")
+        return False
+    require(plan.digest() == again.digest(), "equal inputs give two plans")
+    check_plan(plan, lengths)
+    _hold_round_trips(plan)
+    for step in plan.steps:
+        simulation = simulate(step, layout=plan.layout, forward_only=plan.forward_only)
+        cap = plan.policy.max_live_tokens_per_gpu
+        require(cap is None or simulation.peak_live_tokens <= cap, "the cap is not held")
+    return True
+
+
+def _arguments(integer: Integer) -> tuple[list[int], dict[str, Any]]:
+    def one_of(*options: T) -> T:
+        return options[integer(0, len(options) - 1)]
+
+    longest = one_of(1, 9, 40, 300, 2**28)
+    lengths = [integer(1, longest) for _ in range(integer(1, 16))]
+    for _ in range(integer(0, 12) // 12):
+        lengths[integer(0, len(lengths) - 1)] = one_of(0, -1, 2**28 + 1, 2**63, 2**64)
+    num_samples = len(lengths) + one_of(0, 0, 0, 0, 0, 0, 0, 1, -1)
+    pp = one_of(1, 1, 2, 3, 4)
+    vpp = one_of(1, 2, 3) if pp > 1 else 1
+    dp, cp = integer(1, 4), one_of(1, 1, 2, 3)
+    layout = Layout(
+        dp=dp,
+        tp=one_of(1, 2),
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        ep=one_of(1, 1, dp * cp),
+        sequence_parallel=one_of(False, True),
+        microbatch_group_size=one_of(None, pp, pp + 1, 2 * pp) if vpp > 1 else None,
+        fp8=one_of(False, False, True, "mxfp8", "blockwise"),  # type: ignore[arg-type]
+    )
+    budget = one_of(None, integer(1, 400), integer(1, 400), 2**40, 2**28)
+    settings: dict[str, Any] = {
+        "layout": layout,
+        "max_tokens_per_gpu": budget,
+        "micro_batch_size": integer(1, 5) if budget is None else one_of(None, None, None, 1),
+        "global_batch_size": one_of(None, None, integer(1, 12), 0),
+        "num_steps": one_of(None, None, integer(1, 5), 30),
+        "rollout_ids": _ids(integer, num_samples),
+        "colocate_ids": _ids(integer, num_samples),
+        "cost": _cost(integer, layout),
+        "policy": _policy(one_of),
+        "forward_only": one_of(False, False, True),
+    }
+    return lengths, settings
+
+
+def _ids(integer: Integer, num_samples: int) -> list[int | str] | None:
+    kinds = [None, ("a", "b", "c"), (0, 1, 2, 3, 4, 5), (0, 10**20, "0", "\n", "\ud800")]
+    kind: Sequence[int | str] | None = kinds[integer(0, 5) % len(kinds)]  # type: ignore[assignment]
+    if kind is None:
+        return None
+    return [kind[integer(0, len(kind) - 1)] for _ in range(num_samples)]
+
+
+def _cost(integer: Integer, layout: Layout) -> CostModel | None:
+    kind = integer(0, 4)
+    if kind == 0:
+        return None
+    small = [integer(0, 3) * scale for scale in (1.0, 1e-3, 1e-6, 0.5)]
+    weights = None
+    if kind == 2:
+        weights = tuple(0.5 + (place % 2) for place in range(2 * (layout.num_chunks // 2)))
+    scale = {3: 1e-300, 4: 1e300}.get(kind, 1.0)
+    return CostModel(
+        *(number * scale for number in small),
+        backward_ratio=integer(0, 2),
+        stage_weights=weights or None,
+        p2p=integer(0, 1),
+    )
+
+
+def _policy(one_of: Callable[..., Any]) -> Policy:
+    return Policy(
+        count_rule=one_of("legal", "legal", "multiple", "per_rank"),
+        unreachable=one_of("pad", "drop", "error"),
+        oversize=one_of("alone", "alone", "error"),
+        row_shape=one_of("planned", "uniform"),
+        balance=one_of("time", "tokens"),
+        step_split=one_of("contiguous", "balanced"),
+        search=one_of(0, 0, 1, 8, 8, 8, 8, 40),
+        group_size=one_of("fixed", "search"),
+        max_live_tokens_per_gpu=one_of(None, None, 30, 500, 2**40),
+    )
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A target that reads documents."""
+
+    hold: Callable[[bytes], bool]
+    seeds: Callable[[], list[bytes]]
+    mutate: Mutate
+
+
+DOCUMENTS = {
+    "plan_json": Documents(hold_plan_json, fuzz_seeds.plan_json, mutate_json),
+    "plan_text": Documents(hold_plan_text, fuzz_seeds.plan_text, mutate_text),
+    "config": Documents(hold_config, fuzz_seeds.configs, mutate_text),
+    "rollouts": Documents(hold_rollouts, fuzz_seeds.rollouts, mutate_json_lines),
+}
+TARGETS = (*DOCUMENTS, "schedule")
