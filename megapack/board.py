@@ -6,6 +6,7 @@ answers all the same: the first failure stands on it, who is alive, and who has 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -34,6 +35,8 @@ class Failure:
     def error(self) -> RankError:
         """What every rank raises; the traceback is its note."""
         error = RankError(self.text)
+        # Where rank 0 was killed, somebody else has to say so.
+        error.teller = next(rank for rank in itertools.count() if rank not in self.gone)
         if self.traceback:
             error.add_note(self.traceback)
         return error

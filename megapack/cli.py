@@ -65,8 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except MegapackError as error:
-        if on_first_rank:
-            print(f"megapack: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == str(error.teller):
+            # The notes of a rank's error are the traceback of the rank that failed.
+            print(
+                "\n".join([f"megapack: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr
+            )
         elif isinstance(error, ScheduleError) and not error.on_all_ranks:
             print(f"megapack: rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return error.exit_code

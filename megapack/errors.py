@@ -35,6 +35,9 @@ class MegapackError(Exception):
     on_all_ranks = False
     """Whether every rank raises this same error, so that one of them may speak for all."""
 
+    teller = 0
+    """The rank that speaks for all."""
+
 
 class ConfigError(MegapackError, ValueError):
     """A setting, or a combination of settings, that cannot work."""

@@ -12,6 +12,7 @@ import pytest
 
 import megapack
 from megapack import cli
+from megapack.board import Failure
 from megapack.commands import run as run_command
 from megapack.commands import train
 from megapack.errors import RunInterrupted, ScheduleError
@@ -115,6 +116,26 @@ def test_an_error_of_a_command_is_one_line_and_exit_2(
     monkeypatch.setattr(train, "run", fail)
     assert cli.main(["train", "config.yaml"]) == 2
     assert capsys.readouterr().err == "megapack: ranks [1] differ in plan\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "gone", "speaks"), [(0, (), True), (1, (), False), (1, (0,), True)]
+)
+def test_the_first_rank_that_is_left_tells_a_rank_s_failure(
+    rank: int,
+    gone: tuple[int, ...],
+    speaks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(args: object) -> int:
+        raise Failure(text="rank 2 failed in step 4", traceback="its lines", gone=gone).error()
+
+    monkeypatch.setattr(train, "run", fail)
+    monkeypatch.setenv("RANK", str(rank))
+    assert cli.main(["train", "config.yaml"]) == 1
+    told = "megapack: rank 2 failed in step 4\nits lines\n"
+    assert capsys.readouterr().err == (told if speaks else "")
 
 
 def test_an_error_that_is_ours_to_fix_keeps_its_traceback(
