@@ -56,7 +56,7 @@ def guarded(
         except GeneratorExit:
             raise
         except KeyboardInterrupt:
-            watchdog.tell(Failure(text=f"rank {watchdog.rank} was interrupted in {place}"))
+            watchdog.tell(Failure(text=f"rank {watchdog.rank} was interrupted{place.within}"))
             raise
         except BaseException as error:
             if watchdog.world == 1 or getattr(error, "on_all_ranks", False):
@@ -75,7 +75,7 @@ def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:
     if failure is None:
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         failure = Failure(
-            text=f"rank {watchdog.rank} {verb} in {watchdog.place}: {what}",
+            text=f"rank {watchdog.rank} {verb}{watchdog.place.within}: {what}",
             traceback="".join(traceback.format_exception(error)),
         )
     failure = watchdog.tell(failure)

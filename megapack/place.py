@@ -31,6 +31,11 @@ class Place:
         if phase not in ("forward", "backward", "reduction"):
             self.exchange = ""
 
+    @property
+    def within(self) -> str:
+        """In a sentence: " in step 4, pack"; "" where nothing that has a name goes on."""
+        return "" if str(self) == "idle" else f" in {self}"
+
     def __str__(self) -> str:
         text = f"{self.step}, {self.phase}" if self.step else self.phase
         if self.microbatch is not None:

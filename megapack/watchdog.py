@@ -190,7 +190,7 @@ class Watchdog:
     def gone(self, ranks: dict[int, str]) -> Failure:
         """The failure that processes are gone, with what is known of each."""
         known = "; ".join(ranks.values())
-        text = f"{known}; rank {self.rank} noticed it in {self.place}"
+        text = f"{known}; rank {self.rank} noticed it{self.place.within}"
         return Failure(text=text, gone=tuple(ranks))
 
     def _look_at_clock(self, elapsed_s: float) -> None:

@@ -115,7 +115,9 @@ def _rank(job: Job, rank: int, port: int) -> int:
         runpy.run_module(job.module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
+        # As the interpreter does, for those who look at it as they end.
+        sys.last_value = error
         traceback.print_exc()
         return 1
     return 0

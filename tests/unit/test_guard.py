@@ -94,7 +94,7 @@ def test_ctrl_c_stays_itself_and_the_others_are_told(pair: Pair) -> None:
 
 def test_leaving_the_process_within_a_step_is_a_failure(pair: Pair) -> None:
     first, second = pair
-    with pytest.raises(RankError, match="rank 0 failed in idle: SystemExit: 0"), guarded(first):
+    with pytest.raises(RankError, match=r"^rank 0 failed: SystemExit: 0"), guarded(first):
         raise SystemExit(0)
     until(lambda: second.failure)
 
@@ -149,6 +149,6 @@ def test_a_broken_collective_of_unknown_cause_blames_nobody(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CAUSE_S", 0.05)
-    says = "rank 0 lost its connection to another rank in idle: DistNetworkError: reset"
+    says = "rank 0 lost its connection to another rank: DistNetworkError: reset"
     with pytest.raises(RankError, match=says), guarded(pair[0]):
         raise dist.DistNetworkError("reset")

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.unit
 
 def test_a_rank_that_did_nothing_yet() -> None:
     assert str(Place()) == "idle"
+    assert Place().within == ""
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def test_phase_micro_batch_and_chunk(
     place.step = "step 4"
     place.enter(phase, chunk, microbatch)  # type: ignore[arg-type]
     assert str(place) == text
+    assert place.within == f" in {text}"
 
 
 def test_the_last_exchange_is_told_while_the_schedule_runs() -> None:
