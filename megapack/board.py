@@ -20,6 +20,8 @@ from megapack.bounded_calls import BoundedCalls
 from megapack.errors import RankError
 
 _NO_FAILURE = "-"
+# A store answers within milliseconds; its host may be frozen.
+_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class Board:
         own = store.clone() if hasattr(store, "clone") else store
         # How often a rank joined tells boards of one store apart; all ranks count alike.
         number = own.add(f"megapack/joined/{rank}", 1)
-        self._calls = BoundedCalls("megapack-board")
+        self._calls = BoundedCalls("megapack-board", limit_s=_ANSWER_S)
         self._store = dist.PrefixStore(f"megapack/{number}", own)
         self._num_beats = 0
         self._store.compare_set("failure", "", _NO_FAILURE)

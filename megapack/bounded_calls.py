@@ -22,7 +22,7 @@ class BoundedCalls:
         limit_s: how long a caller waits.
     """
 
-    def __init__(self, name: str, *, limit_s: float = 5.0) -> None:
+    def __init__(self, name: str, *, limit_s: float) -> None:
         self._limit_s = limit_s
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._calls = queue.SimpleQueue()

@@ -16,7 +16,7 @@ def _threads(name: str) -> list[threading.Thread]:
 
 
 def test_results_and_errors_come_back() -> None:
-    calls = BoundedCalls("calls")
+    calls = BoundedCalls("calls", limit_s=30.0)
     assert [calls.run(lambda: 1), calls.run(lambda: 2)] == [1, 2]
     with pytest.raises(KeyError, match="a"):
         calls.run(lambda: {}["a"])
@@ -41,7 +41,7 @@ def test_a_call_that_does_not_come_back_is_waited_for_once() -> None:
 
 
 def test_closing_ends_the_thread() -> None:
-    calls = BoundedCalls("calls-to-close")
+    calls = BoundedCalls("calls-to-close", limit_s=30.0)
     assert len(_threads("calls-to-close")) == 1
     calls.close()
     assert _threads("calls-to-close") == []

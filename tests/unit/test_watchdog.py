@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megapack import board
 from megapack import watchdog as module
 from megapack.board import Board, Failure
 from megapack.errors import RankError
@@ -57,8 +60,8 @@ def make() -> Iterator[Make]:
     with ExitStack() as stack:
 
         def one(rank: int = 0, *, world: int = 2, config: Any = None, **options: Any) -> Watchdog:
-            board = Board(options.pop("store", store), rank, world)
-            made = Watchdog(config, board=board, **options)
+            own = Board(options.pop("store", store), rank, world)
+            made = Watchdog(config, board=own, **options)
             stack.callback(made.stop)
             return made
 
@@ -248,6 +251,46 @@ def test_without_the_store_the_clock_goes_on_and_the_dead_are_named(
         assert first.failure is not None
         assert first.failure.gone == (1,)
     assert len(lines(caplog, "hears nothing")) == 1
+
+
+HOLDS_STORE = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_store_whose_host_is_frozen_holds_nobody_up(
+    clock: Clock,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rank 0 holds it where there is no launcher that does; a timeout of its client is no help."""
+    monkeypatch.setattr(board, "_ANSWER_S", 0.3)
+    args = [sys.executable, "-c", HOLDS_STORE]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            port = int(child.stdout.readline())
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            with pid_is(child.pid):
+                Board(store, 0, 2)
+            one = make(1, store=store, config=WatchdogConfig(abort_after_s=90.0))
+            with one.expecting(), one.timing():
+                time.sleep(0.1)
+                os.kill(child.pid, signal.SIGSTOP)
+                until(lambda: lines(caplog, "hears nothing of other ranks any more (no answer in"))
+                until(lambda: lines(caplog, "is stopped (SIGSTOP, or a debugger)"))
+                clock.now += 91
+                until(lambda: one.failure)
+            one.wait_until_heard(30.0)
+            one.stop()
+        finally:
+            child.kill()
+    assert one.failure is not None
+    assert one.failure.gone == (0,)
 
 
 def test_a_store_that_ends_after_the_last_step_is_no_news(
