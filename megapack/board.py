@@ -10,14 +10,16 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
 from megapack.bounded_calls import BoundedCalls
 from megapack.errors import RankError
+
+T = TypeVar("T")
 
 _NO_FAILURE = "-"
 # A store answers within milliseconds; its host may be frozen.
@@ -83,7 +85,7 @@ class Board:
         number = own.add(f"megapack/joined/{rank}", 1)
         self._calls = BoundedCalls("megapack-board", limit_s=_ANSWER_S)
         self._store = dist.PrefixStore(f"megapack/{number}", own)
-        self._num_beats = 0
+        self._num_beats, self._is_gone = 0, False
         self._store.compare_set("failure", "", _NO_FAILURE)
         self.beat()
         mine = Process.of(rank, os.getpid())
@@ -94,7 +96,7 @@ class Board:
     def beat(self) -> None:
         """Show that this process lives."""
         self._num_beats += 1
-        self._calls.run(lambda: self._store.set(f"beat/{self.rank}", str(self._num_beats)))
+        self._ask(lambda: self._store.set(f"beat/{self.rank}", str(self._num_beats)))
 
     def beats(self, ranks: Sequence[int]) -> list[int]:
         """How often each of them showed it; 0 for one that never joined."""
@@ -102,7 +104,7 @@ class Board:
 
     def processes_on_host(self) -> list[Process]:
         """The other ranks on this host that have joined so far."""
-        content = self._calls.run(lambda: self._store.get(self._host_key))
+        content = self._ask(lambda: self._store.get(self._host_key))
         entries = content.decode().split(",")[:-1]
         found = (entry.split(" ") for entry in entries)
         processes = [Process(int(rank), int(pid), started) for rank, pid, started in found]
@@ -111,16 +113,16 @@ class Board:
     def post(self, failure: Failure) -> Failure:
         """Tell a failure; returns the one that was told first."""
         text = json.dumps(asdict(failure))
-        first = self._calls.run(lambda: self._store.compare_set("failure", _NO_FAILURE, text))
+        first = self._ask(lambda: self._store.compare_set("failure", _NO_FAILURE, text))
         return _read(first) or failure
 
     def failure(self) -> Failure | None:
         """The failure that was told first."""
-        return _read(self._calls.run(lambda: self._store.get("failure")))
+        return _read(self._ask(lambda: self._store.get("failure")))
 
     def leave(self) -> None:
         """Say that this rank ends in good order."""
-        self._calls.run(lambda: self._store.set(f"left/{self.rank}", "1"))
+        self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank said so."""
@@ -128,21 +130,31 @@ class Board:
 
     def hear(self) -> int:
         """Say that this rank knows of the failure; how many do."""
-        return int(self._calls.run(lambda: self._store.add("heard", 1)))
+        return int(self._ask(lambda: self._store.add("heard", 1)))
 
     def num_heard(self) -> int:
         """How many ranks know of the failure."""
-        return int(self._calls.run(lambda: self._store.add("heard", 0)))
+        return int(self._ask(lambda: self._store.add("heard", 0)))
 
     def close(self) -> None:
         """End its thread; every later call raises RuntimeError."""
         self._calls.close()
 
+    def _ask(self, call: Callable[[], T]) -> T:
+        # Each try to reach a store that is gone would print a page of torch's own.
+        if self._is_gone:
+            raise ConnectionError("the store is gone")
+        try:
+            return self._calls.run(call)
+        except dist.DistNetworkError:
+            self._is_gone = True
+            raise
+
     def _number(self, key: str) -> int:
         def read() -> int:
             return int(self._store.get(key)) if self._store.check([key]) else 0
 
-        return self._calls.run(read)
+        return self._ask(read)
 
 
 def _read(content: bytes) -> Failure | None:
