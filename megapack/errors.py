@@ -47,6 +47,7 @@ class RunInterrupted(MegapackError, RuntimeError):
 
     exit_code = 75
     """EX_TEMPFAIL of sysexits.h: try again later."""
+    on_all_ranks = True
 
 
 class CheckpointError(MegapackError, RuntimeError):
