@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _POLL_S = 0.2
+_END_S = 1.0
 
 
 class Agreement(Generic[T]):
@@ -37,13 +38,9 @@ class Agreement(Generic[T]):
             ScheduleError: as `consensus.agree` does.
             RankError: another rank failed, or is gone, in the meantime.
         """
-        while True:
-            try:
-                return self._found.result(_POLL_S)
-            except TimeoutError:
-                if self._found.done():
-                    raise
-                self._watchdog.raise_failure()
+        while not wait([self._found], _POLL_S).done:
+            self._watchdog.raise_failure()
+        return self._found.result()
 
 
 class Agreements:
@@ -79,8 +76,9 @@ class Agreements:
         return Agreement(found, self._watchdog)
 
     def stop(self) -> None:
-        """End the thread, once it has nothing left to do."""
+        """End the thread once it has nothing left to do, unless it waits for other ranks."""
         self._jobs.put(None)
+        self._thread.join(0.0 if self._watchdog.failure else _END_S)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

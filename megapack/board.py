@@ -6,19 +6,25 @@ answers all the same: the first failure stands on it, who is alive, and who has 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
+from megapack.bounded_calls import BoundedCalls
 from megapack.errors import RankError
 
+T = TypeVar("T")
+
 _NO_FAILURE = "-"
+# A store answers within milliseconds; its host may be frozen.
+_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +58,9 @@ class Process:
     """Tells it from a later process of the same number; "" where the system does not say."""
 
     @classmethod
-    def own(cls, rank: int) -> Process:
-        """This process."""
-        return cls(rank, os.getpid(), _stat(os.getpid())[1])
+    def of(cls, rank: int, pid: int) -> Process:
+        """The process that has this number now."""
+        return cls(rank, pid, _stat(pid)[1])
 
     def state(self) -> Literal["running", "stopped", "gone"]:
         """Whether it runs; "running" where the system does not say."""
@@ -65,33 +71,35 @@ class Process:
 
 
 class Board:
-    """A rank's view of the job's store. Made on all ranks, each for itself.
+    """A rank's view of the job's store. Made on all ranks, in the same order.
 
     Args:
         store: any store that all ranks share.
         rank, world: of this process.
-        name: a prefix of its own, the same on all ranks.
 
-    Raises what the store raises where its host is gone.
+    Raises what the store raises where its host is gone, and TimeoutError where it does not answer.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, name: str) -> None:
+    def __init__(self, store: Any, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
         # A connection of its own: a call that waits in another one would hold up this one.
         own = store.clone() if hasattr(store, "clone") else store
-        self._store = dist.PrefixStore(f"megapack/{name}", own)
-        self._num_beats = 0
+        # How often a rank joined tells boards of one store apart; all ranks count alike.
+        number = own.add(f"megapack/joined/{rank}", 1)
+        self._calls = BoundedCalls("megapack-board", limit_s=_ANSWER_S)
+        self._store = dist.PrefixStore(f"megapack/{number}", own)
+        self._num_beats, self._is_gone = 0, False
         self._store.compare_set("failure", "", _NO_FAILURE)
         self.beat()
-        mine = Process.own(rank)
-        self._host_key = f"host/{socket.gethostname()}"
+        mine = Process.of(rank, os.getpid())
+        self._host_key = f"host/{_process_table()}"
         entry = f"{mine.rank} {mine.pid} {mine.started},"
         self._store.append(self._host_key, entry)  # type: ignore[attr-defined]
 
     def beat(self) -> None:
         """Show that this process lives."""
         self._num_beats += 1
-        self._store.set(f"beat/{self.rank}", str(self._num_beats))
+        self._ask(lambda: self._store.set(f"beat/{self.rank}", str(self._num_beats)))
 
     def beats(self, ranks: Sequence[int]) -> list[int]:
         """How often each of them showed it; 0 for one that never joined."""
@@ -99,7 +107,8 @@ class Board:
 
     def processes_on_host(self) -> list[Process]:
         """The other ranks on this host that have joined so far."""
-        entries = self._store.get(self._host_key).decode().split(",")[:-1]
+        content = self._ask(lambda: self._store.get(self._host_key))
+        entries = content.decode().split(",")[:-1]
         found = (entry.split(" ") for entry in entries)
         processes = [Process(int(rank), int(pid), started) for rank, pid, started in found]
         return [process for process in processes if process.rank != self.rank]
@@ -107,15 +116,16 @@ class Board:
     def post(self, failure: Failure) -> Failure:
         """Tell a failure; returns the one that was told first."""
         text = json.dumps(asdict(failure))
-        return _read(self._store.compare_set("failure", _NO_FAILURE, text)) or failure
+        first = self._ask(lambda: self._store.compare_set("failure", _NO_FAILURE, text))
+        return _read(first) or failure
 
     def failure(self) -> Failure | None:
         """The failure that was told first."""
-        return _read(self._store.get("failure"))
+        return _read(self._ask(lambda: self._store.get("failure")))
 
     def leave(self) -> None:
         """Say that this rank ends in good order."""
-        self._store.set(f"left/{self.rank}", "1")
+        self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank said so."""
@@ -123,14 +133,31 @@ class Board:
 
     def hear(self) -> int:
         """Say that this rank knows of the failure; how many do."""
-        return int(self._store.add("heard", 1))
+        return int(self._ask(lambda: self._store.add("heard", 1)))
 
     def num_heard(self) -> int:
         """How many ranks know of the failure."""
-        return int(self._store.add("heard", 0))
+        return int(self._ask(lambda: self._store.add("heard", 0)))
+
+    def close(self) -> None:
+        """End its thread; every later call raises RuntimeError."""
+        self._calls.close()
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        # Each try to reach a store that is gone would print a page of torch's own.
+        if self._is_gone:
+            raise ConnectionError("the store is gone")
+        try:
+            return self._calls.run(call)
+        except dist.DistNetworkError:
+            self._is_gone = True
+            raise
 
     def _number(self, key: str) -> int:
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        def read() -> int:
+            return int(self._store.get(key)) if self._store.check([key]) else 0
+
+        return self._ask(read)
 
 
 def _read(content: bytes) -> Failure | None:
@@ -139,6 +166,16 @@ def _read(content: bytes) -> Failure | None:
         return None
     fields = json.loads(text)
     return Failure(**{**fields, "gone": tuple(fields["gone"])})
+
+
+def _process_table() -> str:
+    """Names what process ids count in: containers of one host name may have their own."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            parts.append(file.read().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
 
 
 def _stat(pid: int) -> tuple[str, str]:

@@ -37,9 +37,11 @@ def guarded(
 
     Raises:
         RankError: on every rank; which one failed, where, and how. Process groups are of no use
-            any more. Errors that every rank raises by itself come as they are, and so do those of
-            a job of one rank.
+            any more, and each later block raises it at once. Errors that every rank raises by
+            itself come as they are, and so do those of a job of one rank. Ctrl-C stays itself
+            where it was pressed.
     """
+    watchdog.raise_failure()
     place = watchdog.place
     outer = place.step
     place.step = outer or step
@@ -51,7 +53,10 @@ def guarded(
             yield
             # A collective that was broken may end as if nothing had happened.
             watchdog.raise_failure()
-        except (KeyboardInterrupt, GeneratorExit):
+        except GeneratorExit:
+            raise
+        except KeyboardInterrupt:
+            watchdog.tell(Failure(text=f"rank {watchdog.rank} was interrupted{place.within}"))
             raise
         except BaseException as error:
             if watchdog.world == 1 or getattr(error, "on_all_ranks", False):
@@ -64,13 +69,13 @@ def guarded(
 
 
 def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:
-    failure = watchdog.failure
+    failure, verb = watchdog.failure, "failed"
     if failure is None and _is_broken_collective(error):
-        failure = _cause(watchdog)
+        failure, verb = _cause(watchdog), "lost its connection to another rank"
     if failure is None:
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         failure = Failure(
-            text=f"rank {watchdog.rank} failed in {watchdog.place}: {what}",
+            text=f"rank {watchdog.rank} {verb}{watchdog.place.within}: {what}",
             traceback="".join(traceback.format_exception(error)),
         )
     failure = watchdog.tell(failure)
@@ -90,9 +95,8 @@ def _cause(watchdog: Watchdog) -> Failure | None:
     while time.monotonic() < end:
         if watchdog.failure is not None:
             return watchdog.failure
-        with contextlib.suppress(Exception):  # the store may be gone with the rank that failed
-            if gone := watchdog.peers.ended():
-                # It may have told its failure right before it ended.
-                return watchdog.gone(gone)
+        if gone := watchdog.peers.ended():
+            # It may have told its failure right before it ended.
+            return watchdog.gone(gone)
         time.sleep(0.1)
     return None

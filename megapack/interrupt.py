@@ -41,6 +41,7 @@ class Interrupt:
         self.saves, self.noted, self.is_watched = saves, False, False
         self._before: dict[signal.Signals, Any] = {}
         self._said_last = threading.Event()
+        self._wakeup_before = -1
         self.bytes: socket.socket | None = None
         self._writes: socket.socket | None = None
 
@@ -48,7 +49,9 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             self.bytes, self._writes = socket.socketpair()
             self._writes.setblocking(False)
-            signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
+            self._wakeup_before = signal.set_wakeup_fd(
+                self._writes.fileno(), warn_on_full_buffer=False
+            )
             self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
         return self
 
@@ -62,7 +65,7 @@ class Interrupt:
             signal.signal(one, handler)
         self._before = {}
         if self.bytes is not None and self._writes is not None:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._wakeup_before)
             self.bytes.close()
             self._writes.close()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import sys
+import traceback
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from megapack.agreements import Agreements
+from megapack.board import Failure
 from megapack.watchdog import Watchdog
 
 
@@ -18,10 +21,10 @@ class Job:
     watchdog: Watchdog
     agreements: Agreements
 
-    def stop(self) -> None:
-        """End its threads."""
+    def stop(self, failure: Failure | None = None) -> None:
+        """End its threads, in good order or with a failure that the others are told."""
+        self.watchdog.stop(failure)
         self.agreements.stop()
-        self.watchdog.stop()
 
 
 _joined: list[tuple[dist.ProcessGroup, Job]] = []
@@ -49,4 +52,15 @@ def leave_job() -> None:
         _joined.pop()[1].stop()
 
 
-atexit.register(leave_job)
+def _leave_at_exit() -> None:
+    """An error that ends a script outside of a step is one that other ranks would wait for."""
+    error = getattr(sys, "last_value", None)
+    while error is not None and _joined:
+        _, job = _joined.pop()
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        told = "".join(traceback.format_exception(error))
+        job.stop(Failure(text=f"rank {job.watchdog.rank} ended with {what}", traceback=told))
+    leave_job()
+
+
+atexit.register(_leave_at_exit)

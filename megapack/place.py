@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 Phase = Literal[
-    "idle", "plan", "agree", "pack", "schedule", "forward", "backward", "reduction", "output",
+    "idle", "plan", "pack", "schedule", "forward", "backward", "reduction", "output",
     "optimizer", "checkpoint",
 ]  # fmt: skip
 """The last thing that began. `schedule` is the time between forwards and backwards."""
@@ -30,6 +30,11 @@ class Place:
         self.phase, self.chunk, self.microbatch = phase, chunk, microbatch
         if phase not in ("forward", "backward", "reduction"):
             self.exchange = ""
+
+    @property
+    def within(self) -> str:
+        """In a sentence: " in step 4, pack"; "" where nothing that has a name goes on."""
+        return "" if str(self) == "idle" else f" in {self}"
 
     def __str__(self) -> str:
         text = f"{self.step}, {self.phase}" if self.step else self.phase

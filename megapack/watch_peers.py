@@ -6,6 +6,7 @@ one, the next, by the beats on the board: so the store is asked as often as ther
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -33,26 +34,41 @@ class Peers:
         self._num_looks = 0
         self._last_beat = (0, time.monotonic())
 
-    def look(self) -> dict[int, str]:
+    def look(self, *, in_step: bool) -> dict[int, str]:
         """Ranks of this host whose processes are gone, and what is known of them.
 
         Ranks that are silent are logged once, and again when they came back in between.
+
+        Args:
+            in_step: this rank is in a step, before whose end no rank leaves in good order.
         """
         if self._board is None:
             return {}
         if self._num_looks % _REFRESH_LOOKS == 0:
-            self._processes = self._board.processes_on_host()
+            self._refresh()
         self._num_looks += 1
         states = {process: process.state() for process in self._processes}
         stopped = {p.rank: self._name(p, "stopped") for p in states if states[p] == "stopped"}
         self._note_silent({**stopped, **self._silent_next()})
         gone = [process for process in states if states[process] == "gone"]
-        return {p.rank: self._name(p, "gone") for p in gone if not self._board.has_left(p.rank)}
+        return {p.rank: self._name(p, "gone") for p in gone if not self._left(p.rank, in_step)}
 
     def ended(self) -> dict[int, str]:
         """Ranks of this host that are gone, in good order or not."""
-        processes = [] if self._board is None else self._board.processes_on_host()
-        return {p.rank: self._name(p, "gone") for p in processes if p.state() == "gone"}
+        self._refresh()
+        return {p.rank: self._name(p, "gone") for p in self._processes if p.state() == "gone"}
+
+    def _refresh(self) -> None:
+        # The store may be gone with the rank that is looked for: what is known of it stays.
+        with contextlib.suppress(Exception):
+            self._processes = self._board.processes_on_host() if self._board else []
+
+    def _left(self, rank: int, in_step: bool) -> bool:
+        assert self._board is not None
+        try:
+            return self._board.has_left(rank)
+        except Exception:  # the store is gone: with a rank that failed, or after the last step
+            return not in_step
 
     def _name(self, process: Process, state: str) -> str:
         why = {
@@ -68,11 +84,15 @@ class Peers:
         rank = (board.rank + 1) % board.world
         if any(process.rank == rank for process in self._processes):
             return {}
-        (beats,), now = board.beats([rank]), time.monotonic()
+        try:
+            (beats,), has_left = board.beats([rank]), board.has_left(rank)
+        except Exception:  # without the store nothing is known of other hosts
+            return {}
+        now = time.monotonic()
         if beats != self._last_beat[0]:
             self._last_beat = (beats, now)
         silent_s = now - self._last_beat[1]
-        if silent_s < _SILENT_S or board.has_left(rank):
+        if silent_s < _SILENT_S or has_left:
             return {}
         return {rank: f"rank {rank} shows no sign of life since {silent_s:.0f} s"}
 

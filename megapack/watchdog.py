@@ -29,6 +29,8 @@ from megapack.watch_peers import Peers
 _LOG = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+# One store answers all ranks, a few questions each in this time.
+_RANKS_PER_TICK_S = 512
 # What a rank that heard of a failure gets to come out of its collective by itself.
 _GRACE_S = 2.0
 _END_S = 8.0
@@ -41,13 +43,12 @@ class Watchdog:
         config: when steps are late.
         ends_process: end the process where its main thread does not come back from a failure.
         interrupt: tells it of signals that the main thread may be too stuck to take.
+        board: in place of one on the default group's store.
 
     Attributes:
         place: where the rank is; its main thread keeps it up to date.
         failure: what ended the job, once this rank knows of one.
     """
-
-    _num_made = 0
 
     def __init__(
         self,
@@ -55,22 +56,24 @@ class Watchdog:
         *,
         ends_process: bool = False,
         interrupt: Interrupt | None = None,
+        board: Board | None = None,
     ) -> None:
         self.config, self.place = config or WatchdogConfig(), Place()
         self.failure: Failure | None = None
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.board = board or _default_board()
+        self.rank, self.world = (self.board.rank, self.board.world) if self.board else (0, 1)
         self._ends_process, self._interrupt = ends_process, interrupt
         if interrupt is not None:
             interrupt.is_watched = True
+        self._tick_s = max(_TICK_S, self.world / _RANKS_PER_TICK_S)
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._num_expecting = 0
         self._began: float | None = None
         self._predicted_s: float | None = None
         self._logged_s = 0.0
         self._failed_at = self._terminated_at = float("inf")
         self._lock, self._stopping = threading.Lock(), threading.Event()
-        Watchdog._num_made += 1
-        # Ranks make their watchdogs in the same order, so that the names meet.
-        self.board = _board(self.rank, self.world, str(Watchdog._num_made))
+        self._is_deaf = self._is_broken = False
         self.peers = Peers(self.board)
         self._thread = threading.Thread(target=self._watch, name="megapack-watchdog", daemon=True)
         self._thread.start()
@@ -123,15 +126,17 @@ class Watchdog:
                     return
                 time.sleep(0.05)
 
-    def stop(self) -> None:
-        """End in good order."""
+    def stop(self, failure: Failure | None = None) -> None:
+        """End, in good order or with a failure that the others are told."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._thread.join(2 * _TICK_S)
-        with contextlib.suppress(Exception):
-            if self.board is not None:
-                self.board.leave()
+        self._thread.join(2 * self._tick_s)
+        if self.board is None:
+            return
+        with contextlib.suppress(Exception):  # the store may be gone
+            self.board.leave() if failure is None else self.board.post(failure)
+        self.board.close()
 
     def _heard_of(self, failure: Failure) -> None:
         with self._lock:
@@ -144,38 +149,52 @@ class Watchdog:
                 self.board.hear()
 
     def _watch(self) -> None:
-        is_broken = False
         while not self._stopping.is_set():
             self._wait()
-            try:
+            self._end_with_launcher()
+            if self.failure is None and not self._stopping.is_set():
+                self._listen()
+            if self.failure is None and not self._stopping.is_set():
                 self._look()
-            except Exception as error:  # the store's host is gone, and most often the job with it
-                if not is_broken and not self._stopping.is_set():
-                    _LOG.warning("the watchdog hears nothing of other ranks any more (%s)", error)
-                is_broken = True
             self._end_if_stuck()
 
     def _wait(self) -> None:
         signals = None if self._interrupt is None else self._interrupt.bytes
         if signals is None or self._terminated_at < float("inf"):
-            self._stopping.wait(_TICK_S)
+            self._stopping.wait(self._tick_s)
             return
-        with contextlib.suppress(TimeoutError, OSError):
-            signals.settimeout(_TICK_S)
+        try:
+            signals.settimeout(self._tick_s)
             if signal.SIGTERM in signals.recv(64):
                 self._terminated_at = min(self._terminated_at, time.monotonic())
+        except TimeoutError:
+            pass
+        except OSError:  # closed: who interrupts has ended before
+            self._stopping.wait(self._tick_s)
+
+    def _end_with_launcher(self) -> None:
+        """torchrun that was killed leaves ranks that would train on beside a job that resumes."""
+        if self._launcher in (None, os.getppid()) or self._interrupt is None:
+            return
+        self._launcher = None
+        _LOG.error("rank %d: torchrun is gone, which ends this rank as SIGTERM does", self.rank)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _listen(self) -> None:
+        try:
+            if self.board is not None:
+                self.board.beat()
+                found = self.board.failure()
+                if found is not None:
+                    self._heard_of(found)
+        except Exception as error:  # the store's host is gone, and most often the job with it
+            if self._num_expecting and not self._is_deaf:
+                self._is_deaf = True
+                _LOG.warning("the watchdog hears nothing of other ranks any more (%s)", error)
 
     def _look(self) -> None:
-        if self.failure is not None:
-            return
-        if self.board is not None:
-            self.board.beat()
-            found = self.board.failure()
-            if found is not None:
-                self._heard_of(found)
-                return
-        gone = self.peers.look() if self._num_expecting else {}
         began = self._began
+        gone = self.peers.look(in_step=began is not None) if self._num_expecting else {}
         if gone:
             self.tell(self.gone(gone))
         elif began is not None:
@@ -184,7 +203,7 @@ class Watchdog:
     def gone(self, ranks: dict[int, str]) -> Failure:
         """The failure that processes are gone, with what is known of each."""
         known = "; ".join(ranks.values())
-        text = f"{known}; rank {self.rank} noticed it in {self.place}"
+        text = f"{known}; rank {self.rank} noticed it{self.place.within}"
         return Failure(text=text, gone=tuple(ranks))
 
     def _look_at_clock(self, elapsed_s: float) -> None:
@@ -208,7 +227,8 @@ class Watchdog:
         failed_s, terminated_s = now - self._failed_at, now - self._terminated_at
         if terminated_s >= 0 and self._interrupt is not None:
             self._interrupt.watchdog_is_done()
-        if failed_s > _GRACE_S and self._num_expecting:
+        if failed_s > _GRACE_S and self._num_expecting and not self._is_broken:
+            self._is_broken = True
             _abort_nccl()
         # A launcher says SIGTERM to those who are left, and SIGKILL only much later.
         if self._ends_process and failed_s > (_GRACE_S if terminated_s >= 0 else _END_S):
@@ -220,14 +240,16 @@ class Watchdog:
             os._exit(128 + signal.SIGTERM)
 
 
-def _board(rank: int, world: int, name: str) -> Board | None:
-    if world == 1:
+def _default_board() -> Board | None:
+    if dist.get_world_size() == 1:
         return None
-    return Board(dist.distributed_c10d._get_default_store(), rank, world, name)
+    store = dist.distributed_c10d._get_default_store()
+    return Board(store, dist.get_rank(), dist.get_world_size())
 
 
 def _abort_nccl() -> None:
     """Break the collectives in which the main thread may be stuck; gloo has no such call."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
+    # "nccl", or "cpu:gloo,cuda:nccl".
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()

@@ -89,6 +89,12 @@ def _kill_job(job: Job, fault: Fault) -> None:
     job.kill()
 
 
+def _kill_launcher(job: Job, fault: Fault) -> None:
+    """torchrun alone, which leaves its ranks to themselves."""
+    for pid in {_parent(pid) for pid in job.ranks().values()}:
+        os.kill(pid, signal.SIGKILL)
+
+
 def _fill_disk(job: Job, fault: Fault) -> None:
     """A limit on the size of files: the next checkpoint, or line of metrics, is cut in it."""
     latest = max(_checkpoints(job).glob("step-*[0-9]/checkpoint.json"))
@@ -116,6 +122,10 @@ def _send(job: Job, fault: Fault, number: int) -> None:
         os.kill(pid, number)
 
 
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def _checkpoints(job: Job) -> Path:
     return job.folder / "runs/run/checkpoints"
 
@@ -127,6 +137,7 @@ KINDS = {
         _terminate, exit_code=EXIT_RESUME, saves=True, says="a signal ended the run after step"
     ),
     "job killed": Kind(_kill_job),
+    "launcher killed": Kind(_kill_launcher),
     "disk full": Kind(_fill_disk, says="cannot be written|File too large"),
     "killed while saving": Kind(_kill_saving),
     "killed while starting": Kind(_kill_job, while_starting=True),

@@ -70,6 +70,7 @@ class PlannedStep:
         self._objective = objective
         self._weighting = {"weighting": weighting, "norm_constant": norm_constant}
         self._adapter: Any = None
+        self._num_steps = 0
 
     def __call__(self, data_iterator: Any, model: Any, *_: Any, **__: Any) -> Any:
         """Called by Megatron's own schedule alone, which the patch would have replaced."""
@@ -85,31 +86,51 @@ class PlannedStep:
 
         Returns:
             What Megatron-LM logs: one dict of one-element tensors, the same on every rank.
+
+        Raises:
+            MegapackError: on every rank; see `ScheduleAdapter.step`.
         """
         import torch
 
+        from megapack.guard import guarded
+
+        adapter = self._adapter_of(model)
+        self._num_steps += 1
+        with guarded(adapter.job.watchdog, f"planned step {self._num_steps}"):
+            report = self._report(adapter, data_iterator, num_items, forward_only)
+        device = torch.cuda.current_device()
+        return [{k: torch.tensor([v], device=device) for k, v in report.items()}]
+
+    def _report(
+        self, adapter: Any, data_iterator: Any, num_items: int, forward_only: bool
+    ) -> dict[str, float]:
+        """Draw, plan and run; what to log."""
+        import torch
+
+        from megapack.consensus import agree
         from megapack.hosts.megatron_lm_data import draw_batch
         from megapack.loss import SFT
 
         objective = SFT() if self._objective is None else self._objective
-        adapter = self._adapter_of(model)
+        adapter.job.watchdog.place.enter("plan")
         batch = draw_batch(data_iterator, num_items, objective.required_fields)
-        plan = megapack.build_dp_schedule(
-            batch.lengths,
-            layout=adapter.layout,
-            max_tokens_per_gpu=self._budget,
-            cost=self._cost,
-            policy=self._policy,
-            forward_only=forward_only,
-        )
+
+        def build() -> Plan:
+            return megapack.build_dp_schedule(
+                batch.lengths,
+                layout=adapter.layout,
+                max_tokens_per_gpu=self._budget,
+                cost=self._cost,
+                policy=self._policy,
+                forward_only=forward_only,
+            )
+
+        plan = agree(build, device=torch.device(torch.cuda.current_device()))
         if forward_only:
-            report = {"lm loss": self._likelihood(adapter, plan, batch)}
-        else:
-            result = adapter.step(plan, batch, objective=objective, **self._weighting)
-            name = "lm loss" if isinstance(objective, SFT) else "loss"
-            report = {name: result.loss, **result.metrics}
-        device = torch.cuda.current_device()
-        return [{k: torch.tensor([v], device=device) for k, v in report.items()}]
+            return {"lm loss": self._likelihood(adapter, plan, batch)}
+        result = adapter.step(plan, batch, objective=objective, **self._weighting)
+        name = "lm loss" if isinstance(objective, SFT) else "loss"
+        return {name: result.loss, **result.metrics}
 
     def _likelihood(self, adapter: Any, plan: Plan, batch: Any) -> float:
         """Negative log-likelihood of the loss tokens, weighted like the loss."""

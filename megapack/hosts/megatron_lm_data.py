@@ -44,7 +44,9 @@ def draw_batch(data_iterator: Any, num_items: int, field_names: Sequence[str]) -
     dist.broadcast_object_list(parts, src=source, group=model_group)
     failed = [f"data-parallel rank {r}: {part}" for r, part in enumerate(parts[0]) if _bad(part)]
     if failed:
-        raise DataError("; ".join(failed))
+        error = DataError("; ".join(failed))
+        error.on_all_ranks = True
+        raise error
     samples = [sample for part in parts[0] for sample in part]
     return SampleBatch(
         [sample["tokens"] for sample in samples],

@@ -25,8 +25,6 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-# After one rank failed the others may still say why, then they are ended.
-_GRACE_S = 2.0
 TIMED_OUT = 124
 
 
@@ -44,6 +42,8 @@ class Job:
     """A file that takes what all ranks print."""
     max_file_bytes: int | None = None
     """A limit on files that ranks write, which stands in for a full disk."""
+    grace_s: float = 2.0
+    """After one rank failed the others may still say why for so long, then they are ended."""
 
 
 def serve() -> int:
@@ -88,7 +88,7 @@ def _launch(job: Job) -> int:
         ranks.append(pid)
     store = _store(job.world) if job.world > 1 else None
     os.write(write, b"%06d" % (store.port if store else 0) * job.world)
-    return _wait(ranks, time.monotonic() + job.timeout_s)
+    return _wait(ranks, time.monotonic() + job.timeout_s, job.grace_s)
 
 
 def _store(world: int) -> Any:
@@ -115,7 +115,9 @@ def _rank(job: Job, rank: int, port: int) -> int:
         runpy.run_module(job.module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
+        # As the interpreter does, for those who look at it as they end.
+        sys.last_value = error
         traceback.print_exc()
         return 1
     return 0
@@ -129,7 +131,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _wait(ranks: list[int], deadline: float) -> int:
+def _wait(ranks: list[int], deadline: float, grace_s: float) -> int:
     """The exit code of a single rank; of several 1 where any failed, as torchrun has it."""
     running, failed = set(ranks), 0
     while running:
@@ -139,7 +141,7 @@ def _wait(ranks: list[int], deadline: float) -> int:
             code = os.waitstatus_to_exitcode(status)
             if code and not failed:
                 failed = code if len(ranks) == 1 else 1
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
         elif time.monotonic() > deadline:
             for rank in running:
                 with contextlib.suppress(ProcessLookupError):

@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 
-from megapack import schedule, train
+from megapack import checkpoint_state, schedule, train
 from megapack.config import load_config
 from megapack.errors import DataError, StepOutOfMemory
 from megapack.forward import LastStage, RowForward
 from megapack.interrupt import Interrupt
 from megapack.non_finite import FiniteFlags
+from megapack.report import RunFolder
 from megapack.schedule_run import ScheduleRunner
+from megapack.step_call import TrainingCall
 from megapack.train_config import TrainConfig
 from tests.dist.spawn import ROOT
 
@@ -33,7 +35,14 @@ SETTINGS = [
     *("model.num_layers=4", "model.hidden_size=32", "plan.search=64", "objective.kl_coef=0.0"),
 ]
 PHASES = ("plan", "pack", "forward", "backward", "reduction", "output")
+ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint")
+"""Phases outside of the step's own, and outside of the matrix."""
 FAULTS = ("bad_sample", "out_of_memory", "user_error", "nan", "killed")
+SIGNALS = {
+    "killed": signal.SIGKILL,
+    "stopped": signal.SIGSTOP,
+    "terminated": signal.SIGTERM,
+}
 AT_STEP = 2
 """The fault comes after this many steps."""
 AT_MICROBATCH = 1
@@ -58,13 +67,12 @@ class Trigger:
         return True
 
     def __call__(self) -> None:
-        """Raise or be killed, here."""
+        """Raise or get a signal, here."""
         if not self.fires():
             return
-        if self.fault == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[self.fault])
+            return
         if self.fault == "bad_sample":
             raise DataError("sample 3 has no tokens; leave it out of the batch")
         if self.fault == "planned_anew":
@@ -78,7 +86,9 @@ def inject(trigger: Trigger, phase: str) -> None:
     """Put the fault into one phase of the job, or into its losses, or before a whole step."""
     _count_steps(trigger)
     is_nan = trigger.fault == "nan"
-    if phase == "plan" and is_nan:
+    if phase in ELSEWHERE:
+        _inject_elsewhere(trigger, phase)
+    elif phase == "plan" and is_nan:
         _around(train, "group_advantages", after=lambda found: _poisoned(found, trigger))
     elif phase == "plan":
         _around(train.Trainer, "_prepare", before=trigger)
@@ -106,6 +116,25 @@ def inject(trigger: Trigger, phase: str) -> None:
         _around(schedule, "sum_metrics", after=lambda found: _poisoned_loss(found, trigger))
     else:
         _around(schedule, "sum_metrics", before=trigger)
+
+
+def _inject_elsewhere(trigger: Trigger, phase: str) -> None:
+    def with_trigger(optimizer: Any) -> Any:
+        _around(optimizer, "step", before=trigger)
+        return optimizer
+
+    trigger.is_due = phase == "start"
+    if phase == "start":
+        _around(train, "build_optimizer", before=trigger)
+    elif phase == "prefetch":
+        # The first step of a batch has none that it could be prepared in.
+        _around(TrainingCall, "rows", before=lambda call, *_: trigger() if call.step else None)
+    elif phase == "optimizer":
+        _around(train, "build_optimizer", after=with_trigger)
+    elif phase == "checkpoint":
+        _around(checkpoint_state._SaveInProcess, "save", before=trigger)
+    else:
+        _around(RunFolder, "write_plan", before=trigger)
 
 
 def _count_steps(trigger: Trigger) -> None:

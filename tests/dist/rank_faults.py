@@ -52,7 +52,7 @@ def every_case() -> list[Case]:
 def run_case(case: Case, folder: Path, *overrides: str) -> Outcome:
     """Run a case in an empty folder."""
     args = [str(folder), case.fault, case.phase, str(case.rank), *overrides]
-    done = run_job(WORLD, "tests.dist.rank_fault_worker", args, timeout_s=150)
+    done = run_job(WORLD, "tests.dist.rank_fault_worker", args, timeout_s=150, grace_s=LIMIT_S)
     if not (folder / "injected").exists():
         return Outcome(0.0, (f"the fault did not happen: {done.stdout[-2000:]}",))
     injected = float((folder / "injected").read_text(encoding="utf-8"))

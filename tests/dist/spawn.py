@@ -26,6 +26,7 @@ def run_job(
     timeout_s: float,
     cwd: Path = ROOT,
     max_file_bytes: int | None = None,
+    grace_s: float = 2.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module args` on `world` ranks, with torchrun's exit codes; see `fork_server`.
 
@@ -45,6 +46,7 @@ def run_job(
         timeout_s=timeout_s,
         output=str(output),
         max_file_bytes=max_file_bytes,
+        grace_s=grace_s,
     )
     server.stdin.write(request(job))
     server.stdin.flush()

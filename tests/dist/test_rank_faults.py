@@ -34,6 +34,11 @@ def test_every_rank_tells_one_error(case: Case, tmp_path: Path) -> None:
     assert run_case(case, tmp_path).complaints == ()
 
 
+def test_ranks_that_meet_inside_layers_tell_it_too(tmp_path: Path) -> None:
+    layout = ("layout.dp=1", "layout.tp=2", "layout.pp=2")
+    assert run_case(Case("user_error", "forward", 1), tmp_path, *layout).complaints == ()
+
+
 def test_a_stopped_rank_is_named_and_the_step_given_up(tmp_path: Path) -> None:
     """gloo's waits cannot be broken: the watchdogs of those who wait end their processes."""
     args = [str(tmp_path), "stopped", "forward", "3"]

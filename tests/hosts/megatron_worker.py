@@ -18,8 +18,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, build_dp_schedule, launch, patching
-from megapack.errors import MegapackError
-from megapack.hosts import megatron_lm
+from megapack.errors import MegapackError, RankError
+from megapack.hosts import megatron_lm, megatron_lm_data
 from megapack.loss import GRPO, SFT
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
@@ -132,6 +132,26 @@ def _told(training: Any, chunks: list[Any], layout: Layout, dp_rank: int) -> str
     return ""
 
 
+def _fails_alone(training: Any) -> str:
+    """The second rank fails before it could plan, while the first waits for its samples."""
+    layout = LAYOUTS["dp2"]
+    chunks = build_chunks(layout)
+    data = _iterators(layout, parallel_state.get_data_parallel_rank())
+    if dist.get_rank() == 1:
+        megatron_lm_data.draw_batch = _broken
+    try:
+        training.train_step(
+            megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET), data, chunks, NUM_ITEMS
+        )
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def _broken(*_: Any) -> None:
+    raise ValueError("no sample fits")
+
+
 def _distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm().clamp(min=1e-9))
 
@@ -143,13 +163,13 @@ def main(out: str) -> None:
     patching.apply("megatron_lm")
     from megatron.training import training
 
-    found = {}
+    found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         found[name] = run_layout(layout, training)
         parallel_state.destroy_model_parallel()
+    found["fails_alone"] = _fails_alone(training)
     Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
-    dist.barrier()
-    launch.stop()
+    launch.stop(failed=True)
 
 
 if __name__ == "__main__":

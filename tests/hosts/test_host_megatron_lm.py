@@ -63,6 +63,12 @@ def test_data_that_end_raise_on_every_rank(found: list[dict[str, Any]], layout: 
     assert "the data ended within a step of 4 items" in told
 
 
+@pytest.mark.dist
+def test_a_rank_that_fails_before_it_plans_is_told_by_all(found: list[dict[str, Any]]) -> None:
+    says = "rank 1 failed in planned step 1, plan: ValueError: no sample fits"
+    assert [rank["fails_alone"] for rank in found] == [says] * 2
+
+
 def test_a_planned_step_without_the_patch_says_so() -> None:
     step = megatron_lm.PlannedStep(max_tokens_per_gpu=64)
     with pytest.raises(ScheduleError, match=r"patching.apply"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -64,6 +65,17 @@ def test_a_watchdog_gets_a_byte_per_signal() -> None:
         interrupt.bytes.settimeout(5)
         assert signal.SIGTERM in interrupt.bytes.recv(8)
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_who_was_told_of_signals_before_is_told_again() -> None:
+    """An event loop, say."""
+    reads, writes = socket.socketpair()
+    with reads, writes:
+        writes.setblocking(False)
+        signal.set_wakeup_fd(writes.fileno())
+        with Interrupt(saves=True):
+            pass
+        assert signal.set_wakeup_fd(-1) == writes.fileno()
 
 
 def test_ctrl_c_stays_as_it_is() -> None:

@@ -1,0 +1,59 @@
+"""The main job as a function: what of it is left in the process once it has ended.
+
+torchrun --nproc-per-node 2 -m tests.dist.leftovers_worker OUT_DIR [overrides]
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megapack.config import load_config
+from megapack.errors import MegapackError
+from megapack.interrupt import Interrupt
+from megapack.train import train
+from megapack.train_config import TrainConfig
+from tests.dist.rank_fault_worker import CONFIG, SETTINGS
+
+
+def state() -> dict[str, Any]:
+    """What a job may leave behind."""
+    names = sorted(t.name for t in threading.enumerate() if t.name.startswith("megapack-"))
+    before = signal.set_wakeup_fd(-1)
+    return {
+        "threads": names,
+        "wakeup_fd": before,
+        "handler": str(signal.getsignal(signal.SIGTERM)),
+        "process_group": dist.is_initialized(),
+    }
+
+
+def main(out_dir: str, *overrides: str) -> None:
+    """Run it, and look before and after."""
+    layout = ("layout.pp=1", "layout.vpp=1", "train.num_batches=1")
+    settings = [*SETTINGS, *layout, f"runs_dir={out_dir}/runs", *overrides]
+    found: dict[str, Any] = {"error": "", "before": state()}
+    warnings.simplefilter("always", ResourceWarning)
+    try:
+        with Interrupt(saves=False) as interrupt:
+            train(load_config(CONFIG, settings, TrainConfig), interrupt)
+    except MegapackError as error:
+        found["error"] = str(error)
+    # Warns of sockets and files that nobody has closed.
+    gc.collect()
+    found["after"] = state()
+    path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
+    path.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,66 @@
+"""Several ranks of a job within one process, without Megatron."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from megapack.board import Board
+
+LIMIT_S = 30.0
+"""For what takes milliseconds on a machine that is not busy."""
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.005)
+
+
+@contextmanager
+def boards(world: int, store: Any = None) -> Iterator[list[Board]]:
+    """A board per rank, on one store."""
+    store = dist.HashStore() if store is None else store
+    made = [Board(store, rank, world) for rank in range(world)]
+    yield made
+    for board in made:
+        board.close()
+
+
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits, in place of a rank's."""
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def pid_is(pid: int) -> Iterator[None]:
+    """Within the block this process passes for another."""
+    own, os.getpid = os.getpid, lambda: pid
+    try:
+        yield
+    finally:
+        os.getpid = own
+
+
+@contextmanager
+def job_of_one() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,360 @@
+"""The watchdog's thread hears of failures, names ranks that are gone, and times steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megapack import board
+from megapack import watchdog as module
+from megapack.board import Board, Failure
+from megapack.errors import RankError
+from megapack.interrupt import Interrupt
+from megapack.loop_config import WatchdogConfig
+from megapack.watchdog import Watchdog
+from tests.job_in_process import job_of_one, pid_is, sleeper, until
+
+pytestmark = pytest.mark.unit
+
+Make = Callable[..., Watchdog]
+
+
+class Clock:
+    """In place of the module `time`, for the watchdog alone."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    sleep = staticmethod(time.sleep)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TICK_S", 0.02)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(module, "time", fake)
+    return fake
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes watchdogs of ranks of one job."""
+    store = dist.HashStore()
+    with ExitStack() as stack:
+
+        def one(rank: int = 0, *, world: int = 2, config: Any = None, **options: Any) -> Watchdog:
+            own = Board(options.pop("store", store), rank, world)
+            made = Watchdog(config, board=own, **options)
+            stack.callback(made.stop)
+            return made
+
+        yield one
+
+
+def lines(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [message for message in caplog.messages if text in message]
+
+
+def test_a_failure_reaches_every_rank(make: Make) -> None:
+    first, second = make(0), make(1)
+    first.raise_failure()
+    told = second.tell(Failure(text="rank 1 failed"))
+    until(lambda: first.failure)
+    assert first.failure == second.failure == told
+    for one in (first, second):
+        with pytest.raises(RankError, match=r"^rank 1 failed$"):
+            one.raise_failure()
+
+
+def test_the_failure_that_was_told_first_is_every_ranks(make: Make) -> None:
+    first, second = make(0), make(1)
+    first.tell(Failure(text="a"))
+    assert second.tell(Failure(text="b")) == Failure(text="a")
+    assert second.failure == Failure(text="a")
+
+
+def test_a_rank_that_failed_waits_until_the_others_know(make: Make) -> None:
+    first, second = make(0), make(1)
+    first.tell(Failure(text="a"))
+    first.wait_until_heard(30.0)
+    assert second.failure is not None
+
+
+def test_it_does_not_wait_for_those_who_are_gone(make: Make) -> None:
+    first = make(0)
+    first.tell(Failure(text="a", gone=(1,)))
+    started = time.monotonic()
+    first.wait_until_heard(30.0)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("reap", [True, False], ids=["reaped", "zombie"])
+def test_a_rank_that_was_killed_is_named(make: Make, reap: bool) -> None:
+    with sleeper() as child:
+        with pid_is(child.pid):
+            make(1)
+        first = make(0)
+        first.place.step = "step 3"
+        first.place.enter("forward", 0, 2)
+        with first.expecting():
+            child.kill()
+            if reap:
+                child.wait()
+            until(lambda: first.failure)
+    assert first.failure is not None
+    assert first.failure.gone == (1,)
+    assert f"rank 1 (process {child.pid} on " in first.failure.text
+    assert "is gone: it was killed, or ended without a word; " in first.failure.text
+    assert first.failure.text.endswith("rank 0 noticed it in step 3, forward of micro-batch 2")
+
+
+def test_nobody_is_missed_outside_of_a_block(make: Make) -> None:
+    with sleeper() as child, pid_is(child.pid):
+        make(1)
+    first = make(0)
+    time.sleep(0.2)
+    assert first.failure is None
+
+
+def test_a_rank_that_left_in_good_order_is_not_missed(make: Make) -> None:
+    with sleeper() as child, pid_is(child.pid):
+        make(1).stop()
+    first = make(0)
+    with first.expecting():
+        time.sleep(0.2)
+    assert first.failure is None
+
+
+def test_a_rank_that_left_with_an_error_tells_it(make: Make) -> None:
+    first, second = make(0), make(1)
+    second.stop(Failure(text="rank 1 ended with ValueError: a"))
+    until(lambda: first.failure)
+    assert first.failure == Failure(text="rank 1 ended with ValueError: a")
+
+
+def test_a_stopped_rank_is_logged_once_per_stop(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sleeper() as child:
+        with pid_is(child.pid):
+            make(1)
+        first = make(0)
+        with first.expecting():
+            for times in (1, 2):
+                os.kill(child.pid, signal.SIGSTOP)
+                until(lambda: 1 in first.peers.silent)
+                time.sleep(0.1)
+                assert len(lines(caplog, "is stopped (SIGSTOP, or a debugger)")) == times
+                os.kill(child.pid, signal.SIGCONT)
+                until(lambda: not first.peers.silent)
+    assert first.failure is None
+
+
+def test_a_step_is_late_at_the_limit_and_at_each_doubling(
+    make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = make()
+    one.place.step = "step 4"
+    with one.timing():
+        for elapsed_s, num_logged in [(59, 0), (61, 1), (120, 1), (125, 2), (249, 2), (251, 3)]:
+            clock.now = 100.0 + elapsed_s
+            until(lambda wanted=num_logged: len(lines(caplog, "has run for")) == wanted)
+            time.sleep(0.1)
+            assert len(lines(caplog, "has run for")) == num_logged
+    assert lines(caplog, "has run for")[0] == "rank 0: step 4, idle has run for 61 s"
+    clock.now += 1000
+    time.sleep(0.1)
+    assert len(lines(caplog, "has run for")) == 3
+    assert one.failure is None
+
+
+def test_a_prediction_moves_the_limit_up_only(
+    make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = make()
+    with one.timing(30.0):
+        clock.now += 149
+        time.sleep(0.1)
+        assert lines(caplog, "has run for") == []
+        clock.now += 2
+        until(lambda: lines(caplog, "has run for 151 s, 30.0 s were predicted"))
+    caplog.clear()
+    with one.timing(0.1):
+        clock.now += 59
+        time.sleep(0.1)
+        assert lines(caplog, "has run for") == []
+
+
+def test_a_block_inside_another_has_no_clock_of_its_own(
+    make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = make()
+    with one.timing(30.0):
+        clock.now += 100
+        with one.timing(1.0):
+            clock.now += 49
+            time.sleep(0.1)
+            assert lines(caplog, "has run for") == []
+        clock.now += 2
+        until(lambda: lines(caplog, "has run for 151 s"))
+
+
+def test_a_step_is_given_up_where_that_was_asked_for(make: Make, clock: Clock) -> None:
+    first, second = make(0, config=WatchdogConfig(abort_after_s=90.0)), make(1)
+    first.place.step = "step 4"
+    with first.timing():
+        clock.now += 89
+        time.sleep(0.1)
+        assert first.failure is None
+        clock.now += 2
+        until(lambda: second.failure)
+    assert second.failure is not None
+    assert second.failure.text == (
+        "step 4, idle on rank 0 has run for 91 s, which is above watchdog.abort_after_s=90"
+    )
+
+
+def test_without_the_store_the_clock_goes_on_and_the_dead_are_named(
+    clock: Clock, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    with sleeper() as child:
+        with pid_is(child.pid):
+            Board(store, 1, 2)
+        first = make(0, store=store)
+        with first.expecting(), first.timing():
+            time.sleep(0.1)
+            del server
+            until(lambda: lines(caplog, "hears nothing of other ranks any more"))
+            clock.now += 61
+            until(lambda: lines(caplog, "has run for 61 s"))
+            child.kill()
+            until(lambda: first.failure)
+        assert first.failure is not None
+        assert first.failure.gone == (1,)
+    assert len(lines(caplog, "hears nothing")) == 1
+
+
+HOLDS_STORE = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_store_whose_host_is_frozen_holds_nobody_up(
+    clock: Clock,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rank 0 holds it where there is no launcher that does; a timeout of its client is no help."""
+    monkeypatch.setattr(board, "_ANSWER_S", 0.3)
+    args = [sys.executable, "-c", HOLDS_STORE]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            port = int(child.stdout.readline())
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            with pid_is(child.pid):
+                Board(store, 0, 2)
+            one = make(1, store=store, config=WatchdogConfig(abort_after_s=90.0))
+            with one.expecting(), one.timing():
+                time.sleep(0.1)
+                os.kill(child.pid, signal.SIGSTOP)
+                until(lambda: lines(caplog, "hears nothing of other ranks any more (no answer in"))
+                until(lambda: lines(caplog, "is stopped (SIGSTOP, or a debugger)"))
+                clock.now += 91
+                until(lambda: one.failure)
+            one.wait_until_heard(30.0)
+            one.stop()
+        finally:
+            child.kill()
+    assert one.failure is not None
+    assert one.failure.gone == (0,)
+
+
+def test_a_store_that_ends_after_the_last_step_is_no_news(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one = make(store=dist.TCPStore("127.0.0.1", server.port, is_master=False))
+    del server
+    time.sleep(0.2)
+    one.stop()
+    assert lines(caplog, "hears nothing") == []
+
+
+def test_a_process_that_does_not_come_back_from_a_failure_is_ended(
+    make: Make,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    stays, ends = make(0), make(1, ends_process=True)
+    stays.tell(Failure(text="rank 0 failed"))
+    until(lambda: ends.failure)
+    clock.now += 7
+    time.sleep(0.1)
+    assert codes == []
+    clock.now += 2
+    until(lambda: codes)
+    assert set(codes) == {1}
+    assert "megapack: rank 1: rank 0 failed\n" in capsys.readouterr().err
+    stays.stop()
+    ends.stop()
+
+
+def test_sigterm_ends_a_stuck_process_sooner(
+    make: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with Interrupt(saves=True) as interrupt:
+        one = make(ends_process=True, interrupt=interrupt)
+        one.tell(Failure(text="rank 1 failed"))
+        signal.raise_signal(signal.SIGTERM)
+        clock.now += 3
+        until(lambda: codes)
+        one.stop()
+    assert set(codes) == {1}
+
+
+def test_a_rank_alone_needs_no_store(make: Make, clock: Clock) -> None:
+    with job_of_one():
+        one = Watchdog(WatchdogConfig(abort_after_s=5.0))
+        assert (one.rank, one.world, one.board) == (0, 1, None)
+        with one.expecting(), one.timing():
+            clock.now += 6
+            until(lambda: one.failure)
+        one.stop()
+
+
+def test_stopping_ends_its_threads(make: Make) -> None:
+    before = threading.active_count()
+    one = make()
+    assert threading.active_count() > before
+    one.stop()
+    one.stop()
+    assert threading.active_count() == before
