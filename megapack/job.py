@@ -57,9 +57,9 @@ def _leave_at_exit() -> None:
     error = getattr(sys, "last_value", None)
     while error is not None and _joined:
         _, job = _joined.pop()
-        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        rank, what = job.watchdog.rank, f"{type(error).__name__}: {error}".partition("\n")[0]
         told = "".join(traceback.format_exception(error))
-        job.stop(Failure(text=f"rank {job.watchdog.rank} ended with {what}", traceback=told))
+        job.stop(Failure(text=f"rank {rank} ended with {what}", traceback=told, gone=(rank,)))
     leave_job()
 
 

@@ -238,7 +238,7 @@ def test_without_the_store_the_clock_goes_on_and_the_dead_are_named(
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     with sleeper() as child:
         with pid_is(child.pid):
-            Board(store, 1, 2)
+            Board(store, 1, 2).close()
         first = make(0, store=store)
         with first.expecting(), first.timing():
             time.sleep(0.1)
@@ -276,7 +276,7 @@ def test_a_store_whose_host_is_frozen_holds_nobody_up(
             port = int(child.stdout.readline())
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             with pid_is(child.pid):
-                Board(store, 0, 2)
+                Board(store, 0, 2).close()
             one = make(1, store=store, config=WatchdogConfig(abort_after_s=90.0))
             with one.expecting(), one.timing():
                 time.sleep(0.1)
