@@ -56,8 +56,9 @@ class WatchdogConfig:
     slow_after_s: float = 60.0
     """Seconds before which no step is late; all that counts while nothing is predicted."""
     abort_after_s: float | None = None
-    """Seconds after which a step is given up and the job ends with an error on every rank;
-    null = never, the process group's own timeout of 10 minutes aside."""
+    """Seconds after which a step, a pass for log-probs or a checkpoint is given up and the job ends
+    with an error on every rank; null = never, the process group's own timeout of 10 minutes
+    aside."""
 
     def __post_init__(self) -> None:
         for name in ("slow_factor", "slow_after_s", "abort_after_s"):

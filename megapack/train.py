@@ -239,8 +239,9 @@ class Trainer:
                 self._save(plan, batch)
 
     def _save(self, plan: Plan, batch: SampleBatch) -> None:
-        self.watchdog.place.enter("checkpoint")
-        self.checkpoints.save(self.position, plan, batch, self._computed_fields())
+        with guarded(self.watchdog, f"the checkpoint after step {self.num_steps}"):
+            self.watchdog.place.enter("checkpoint")
+            self.checkpoints.save(self.position, plan, batch, self._computed_fields())
 
     def _prepare(self, rows: Rows) -> tuple[SampleBatch, Plan, Plan]:
         """Local work of a batch: tensors, advantages, and the plans that every rank finds alike."""

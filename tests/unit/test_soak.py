@@ -94,9 +94,9 @@ def test_what_grows_is_found_on_the_rank_where_it_grows(
 
 def test_every_kind_of_fault_strikes_and_a_seed_repeats_them(tool: Any) -> None:
     faults = tool("soak_faults")
-    drawn = faults.draw(5, 14, 200, 5, 4)
-    assert drawn == faults.draw(5, 14, 200, 5, 4) != faults.draw(6, 14, 200, 5, 4)
-    for half in (drawn[:7], drawn[7:]):
+    drawn = faults.draw(5, 16, 200, 5, 4)
+    assert drawn == faults.draw(5, 16, 200, 5, 4) != faults.draw(6, 16, 200, 5, 4)
+    for half in (drawn[:8], drawn[8:]):
         assert {fault.kind for fault in half} == set(faults.KINDS)
     assert [fault.step for fault in drawn] == sorted(fault.step for fault in drawn)
     assert drawn[0].step > 5
