@@ -148,6 +148,22 @@ def test_killed_and_resumed_bit_by_bit(undisturbed: Path, tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
 
 
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    """torchrun that is killed leaves them to themselves: they save and end, as after a signal."""
+    many = ("data.num_generated=2048", "data.prompts_per_batch=8")
+    with running(tmp_path, *DP2, *many, after_steps=2) as launcher:
+        ranks = children(launcher.pid)
+        assert len(ranks) == 2
+        launcher.kill()
+        launcher.wait()
+        deadline = time.monotonic() + 90
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+            assert time.monotonic() < deadline, "ranks train on without their launcher"
+            time.sleep(0.1)
+    assert "torchrun is gone" in (tmp_path / "job.log").read_text()
+    assert names(tmp_path)[-1] == f"step-{len(metrics(tmp_path)):08d}"
+
+
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     with running(tmp_path, *DP2, "train.resume=auto", after_steps=2) as launcher:
         os.kill(children(launcher.pid)[-1], signal.SIGUSR1)
