@@ -192,7 +192,6 @@ PLAN_ROWS = [
         PlanError,
         ("3 lengths", "8 samples"),
         files={},
-        asks=False,
     ),
 ]
 

@@ -87,7 +87,11 @@ def test_a_file_is_written_whole_or_not_at_all(
 def test_no_part_of_a_file_is_left_after_writing(tmp_path: Path) -> None:
     run = folder(tmp_path)
     run.write_text("config.yaml", "name: ü\n")
-    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        ".lock",
+        "config.yaml",
+        "metrics.jsonl",
+    ]
     assert (run.path / "config.yaml").read_bytes() == "name: ü\n".encode()
 
 
