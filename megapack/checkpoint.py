@@ -26,6 +26,7 @@ from megapack.checkpoint_state import RunState, rng_state, set_rng_state
 from megapack.config import to_dict
 from megapack.consensus import agree
 from megapack.errors import CheckpointError, first_line
+from megapack.files import sync
 from megapack.layout import Layout
 from megapack.plan import Plan
 from megapack.samples import SampleBatch
@@ -270,7 +271,7 @@ def _rng_name() -> str:
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     torch.save(tensors, path)
-    files.sync(path)
+    sync(path)
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:

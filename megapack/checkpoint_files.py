@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megapack.errors import CheckpointError, MegapackError, brief, first_line
-from megapack.files import read_whole
+from megapack.files import read_whole, sync
 from megapack.json_io import parse
 
 logger = logging.getLogger(__name__)
@@ -291,15 +291,6 @@ def check_space(folder: Path, num_bytes: int) -> None:
             f"{free / 2**20:.0f} MiB that are free at {folder}; make room, or lower "
             "train.keep_checkpoints, and resume with train.resume=auto"
         )
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def differences(saved: Any, now: Any, keys: Sequence[str]) -> list[str]:

@@ -51,7 +51,14 @@ def list_files(path: str | Path) -> list[Path]:
 
 
 def open_file(path: Path) -> SampleFile:
-    """A reader by the file's name: Parquet where it ends so, else JSON Lines."""
+    """A reader by the file's name: Parquet where it ends so, else JSON Lines.
+
+    Raises:
+        ConfigError: pyarrow is needed and not installed.
+        DataError: a pipe or a device, which cannot be read twice; no Parquet by that name.
+    """
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: no regular file; set data.path to a file or a folder of files")
     return ParquetFile(path) if path.suffix == ".parquet" else JsonLinesFile(path)
 
 

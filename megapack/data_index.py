@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,6 @@ _FORMAT = 1
 _KEY_CHARS = 16
 _SUFFIX = ".megapack-index.npy"
 _ROWS_AT_A_TIME = 1 << 16
-# Temporary files are for their owner alone; an index is for all who read the data.
-_MODE = 0o644
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,11 +205,11 @@ class _Builder:
 
 def _write(cached: Path, files: Sequence[Path], settings: ReadSettings) -> None:
     """Write the index aside, piece by piece, and give it its name when it is whole."""
-    # Not by the process id, which processes on two nodes that share the folder may have alike.
-    handle, name = tempfile.mkstemp(prefix=f"{cached.name}.", suffix=".part", dir=cached.parent)
-    part = Path(name)
+    # Not by the process id, which processes on two nodes that share the folder may have alike; and
+    # not by tempfile, whose files are for their owner alone.
+    part = cached.with_name(f"{cached.name}.{uuid.uuid4().hex}.part")
     try:
-        with open(handle, "wb") as file:
+        with open(part, "xb") as file:
             header = {"descr": INDEX_DTYPE.descr, "fortran_order": False, "shape": (10**12,)}
             np.lib.format.write_array_header_1_0(file, header)
             start, num_rows = file.tell(), 0
@@ -223,7 +222,6 @@ def _write(cached: Path, files: Sequence[Path], settings: ReadSettings) -> None:
             assert file.tell() == start, "the header's length depends on the count"
             file.flush()
             os.fsync(file.fileno())
-        part.chmod(_MODE)
         os.replace(part, cached)
     finally:
         part.unlink(missing_ok=True)

@@ -44,9 +44,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, target)
+        sync(target.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_output(path: str | Path, content: str | bytes) -> None:

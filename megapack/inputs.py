@@ -60,6 +60,13 @@ def _from_sequence(lengths: Any) -> npt.NDArray[Any]:
 Ids = tuple[int | str, ...]
 
 
+def is_id(value: object) -> bool:
+    """Whether it is a string or an integer of int64; Python may not even print larger ones."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return -(2**63) <= value < 2**63
+    return isinstance(value, str)
+
+
 def read_ids(
     kind: str, given: Sequence[int | str] | None, num_samples: int
 ) -> tuple[Ints, Ids | None]:
@@ -74,7 +81,7 @@ def read_ids(
         ids: per sample its id as int or str; None where none were given.
 
     Raises:
-        DataError: another number of ids than samples, or an id that is neither int nor str.
+        DataError: another number of ids than samples, or an id that is neither int64 nor str.
     """
     if given is None:
         return np.arange(num_samples, dtype=np.int64), None
@@ -122,14 +129,11 @@ def read_sets(
 
 
 def _read_id(kind: str, sample: int, value: object) -> int | str:
-    if isinstance(value, np.integer):
-        return int(value)
+    value = int(value) if isinstance(value, np.integer) else value
+    if not is_id(value):
+        raise DataError(f"sample {sample} has {kind} id {brief(value)}; give an int64 or a str")
     # np.str_ is a str; JSON writes it as one.
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise DataError(f"sample {sample} has {kind} id {brief(value)}; give an int or a str")
+    return str(value) if isinstance(value, str) else value  # type: ignore[return-value]
 
 
 def read_budget(

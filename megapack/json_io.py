@@ -13,12 +13,17 @@ def parse(text: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is none; the message is one line.
+        json.JSONDecodeError: it is none; a ValueError that knows the place.
+        ValueError: a doubled key, a number too long, or brackets too deep.
+
+    Every message is one line.
     """
     try:
         return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("brackets too deep") from None
+    except json.JSONDecodeError:
+        raise
     except ValueError as error:
         # Behind the semicolon of a number that is too long Python names a setting of its own.
         raise ValueError(str(error).partition(";")[0]) from None

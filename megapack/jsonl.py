@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from megapack.inputs import is_id
+from megapack.json_io import parse
 from megapack.tokenizer import ByteTokenizer, Ids
 
 
@@ -38,7 +40,9 @@ class LineParser:
         row = _json_object(line) if isinstance(line, bytes) else line
         prompt_ids, response_ids = self._tokens(row)
         if len(prompt_ids) + len(response_ids) == 0:
-            raise BadLine("the sample is empty: neither prompt nor response has a token")
+            raise BadLine(
+                "the sample is empty: neither prompt nor response has a token; leave it out"
+            )
         fields: dict[str, Any] = {"prompt_ids": prompt_ids, "response_ids": response_ids}
         checks = {"reward": _number, "advantage": _number, "group": _identity, "rollout": _identity}
         for key, check in checks.items():
@@ -75,7 +79,7 @@ class LineParser:
         try:
             return encode(row[key])
         except UnicodeEncodeError:
-            raise BadLine(f"{key} holds half of a surrogate pair, which is no text") from None
+            raise BadLine(f"{key} holds half of a surrogate pair; write it again") from None
 
     def _ids(self, row: dict[str, Any], key: str) -> Ids:
         values = row[key]
@@ -95,30 +99,18 @@ class LineParser:
 
 def _json_object(line: bytes) -> dict[str, Any]:
     cut_off = "" if line.endswith(b"\n") else "; the last line is cut off"
+    remedy = f"{cut_off}; write it again"
     try:
-        row = _DECODER.decode(line.decode("utf-8"))
+        row = parse(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadLine(f"byte {error.start} is not UTF-8{cut_off}") from None
+        raise BadLine(f"byte {error.start} is not UTF-8{remedy}") from None
     except json.JSONDecodeError as error:
-        raise BadLine(f"not JSON: {error.msg} at column {error.colno}{cut_off}") from None
-    except (ValueError, RecursionError):
-        raise BadLine(f"not JSON: a number too long or brackets too deep{cut_off}") from None
+        raise BadLine(f"not JSON: {error.msg} at column {error.colno}{remedy}") from None
+    except ValueError as error:
+        raise BadLine(f"not JSON: {error}{remedy}") from None
     if not isinstance(row, dict):
         raise BadLine(f"is {_shown(row)}, expected an object with prompt and response")
     return row
-
-
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in row:
-            raise BadLine(f"key {_shown(key)[1:-1]} stands twice")
-        row[key] = value
-    return row
-
-
-# `json.loads` would make a decoder for every line.
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _number(key: str, value: Any) -> float:
@@ -134,9 +126,9 @@ def _number(key: str, value: Any) -> float:
 
 
 def _identity(key: str, value: Any) -> int | str:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise BadLine(f"{key} is {_shown(value)}, expected an integer or a string")
-    return value
+    if not is_id(value):
+        raise BadLine(f"{key} is {_shown(value)}, expected an int64 or a string")
+    return value  # type: ignore[no-any-return]
 
 
 def _shown(value: Any) -> str:

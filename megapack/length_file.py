@@ -20,7 +20,7 @@ import numpy as np
 
 from megapack.errors import ConfigError, DataError, brief, first_line
 from megapack.files import read_whole
-from megapack.inputs import MAX_LENGTH, Ids, Ints, read_lengths
+from megapack.inputs import MAX_LENGTH, Ids, Ints, is_id, read_lengths
 from megapack.json_io import parse
 from megapack.typed import shown
 
@@ -38,6 +38,8 @@ _SUMS = [
     for unit in ("_len", "_length", "_tokens", "_ids")
 ]
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
+# `str.splitlines` knows more of them, which JSON allows inside a string.
+_LINE_END = re.compile(r"\r\n?|\n")
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """Line or row number from 1, and the row's cells by column."""
@@ -170,7 +172,7 @@ def _read_rows(rows: Rows, columns: Columns) -> LengthTable:
         np.array(lengths, dtype=np.int64),
         _ids(rollouts) if columns.rollout is not None else None,
         _ids(colocated) if columns.colocate is not None else None,
-        " + ".join(summands),
+        _sum(summands),
     )
 
 
@@ -181,11 +183,11 @@ def _chain(first: tuple[int, dict[str, Any]], rows: Rows) -> Rows:
 
 def _length(row: dict[str, Any], summands: tuple[str, ...]) -> int:
     length = sum(_count(row, column) for column in summands)
-    what = " + ".join(summands)
+    what = _sum(summands)
     if length < 1:
-        raise DataError(f"{what} is {length}; a sample has at least 1 token")
+        raise DataError(f"{what} is {brief(length)}; a sample has at least 1 token")
     if length > MAX_LENGTH:
-        raise DataError(f"{what} is {length}; a sample has at most {MAX_LENGTH} tokens")
+        raise DataError(f"{what} is {brief(length)}; a sample has at most {MAX_LENGTH} tokens")
     return length
 
 
@@ -196,16 +198,16 @@ def _count(row: dict[str, Any], column: str) -> int:
     if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
         value = int(value)
     if type(value) is not int:
-        raise DataError(f"{column} is {shown(value)}; give a whole number of tokens")
+        raise DataError(f"{_one_line(column)} is {shown(value)}; give a whole number of tokens")
     if value < 0:
-        raise DataError(f"{column} is {value}; give 0 or more tokens")
+        raise DataError(f"{_one_line(column)} is {brief(value)}; give 0 or more tokens")
     return value
 
 
 def _identity(row: dict[str, Any], column: str) -> int | str:
     value = _cell(row, column)
-    if type(value) not in (int, str) or value == "":
-        raise DataError(f"{column} is {shown(value)}; give an integer or a string")
+    if not is_id(value) or value == "":
+        raise DataError(f"{_one_line(column)} is {shown(value)}; give an int64 or a string")
     return value  # type: ignore[no-any-return]
 
 
@@ -227,15 +229,23 @@ def _plain(value: str) -> str | None:
     return str(int(value)) if _WHOLE.fullmatch(value) else None
 
 
+def _one_line(name: str) -> str:
+    return (name if name.isprintable() else repr(name))[:40]
+
+
+def _sum(columns: tuple[str, ...]) -> str:
+    return " + ".join(map(_one_line, columns))
+
+
 def _listed(names: list[str]) -> str:
-    shown_names = ", ".join(name[:40] for name in names[:12])
+    shown_names = ", ".join(map(_one_line, names[:12]))
     return shown_names + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def _text_rows(path: str) -> Rows:
     data = sys.stdin.buffer.read() if path == STDIN else read_whole(path)
     try:
-        lines = data.decode("utf-8-sig").splitlines()
+        lines = _LINE_END.split(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(
             f"byte {error.start} is not UTF-8; give CSV or JSON Lines, or name the file .parquet "

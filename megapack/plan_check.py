@@ -44,7 +44,10 @@ def check_plan(plan: Plan, lengths: Sequence[int] | Ints) -> None:
 class _Checker:
     def __init__(self, plan: Plan, lengths: Ints) -> None:
         if lengths.size != plan.num_samples:
-            raise PlanError(f"{lengths.size} lengths for a plan of {plan.num_samples} samples")
+            raise PlanError(
+                f"{lengths.size} lengths for a plan of {plan.num_samples} samples; give those that "
+                "it was made for"
+            )
         self.plan, self.layout, self.policy = plan, plan.layout, plan.policy
         align = self.layout.sample_alignment
         self.lengths = lengths

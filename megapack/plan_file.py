@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megapack.errors import PlanError
-from megapack.files import write_output
+from megapack.files import read_whole, write_output
 from megapack.plan import Plan
 
 
@@ -16,7 +16,7 @@ def read_plan(path: str | Path) -> Plan:
         PlanError: the file cannot be read, or is no plan; the message says where.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = read_whole(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise PlanError(f"{path}: byte {error.start} is not UTF-8; give a plan.json") from None
     except (OSError, ValueError) as error:

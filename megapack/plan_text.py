@@ -16,10 +16,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megapack.errors import MegapackError, PlanError
+from megapack.inputs import is_id
+from megapack.json_io import parse
 from megapack.layout import Layout
 from megapack.policy import Policy
 
@@ -29,6 +31,7 @@ _RUN = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})")
 _MAX_FREE_RUN = 2**16
 # Sizes are counted in int64.
 _MAX_COUNT = 2**63 - 1
+_REMEDY = "give the plan as it was written"
 _SETTINGS = {"layout": Layout, "policy": Policy}
 
 P = TypeVar("P")
@@ -85,27 +88,10 @@ def parse_json(text: str, build: Build[P]) -> P:
         PlanError: what is wrong, and where.
     """
     try:
-        payload = _loads(text)
+        payload = parse(text)
     except ValueError as error:
-        raise PlanError(f"not a plan in JSON: {error}") from None
+        raise PlanError(f"not a plan in JSON: {error}; {_REMEDY}") from None
     return _build_checked(payload, build)
-
-
-def _loads(text: str) -> Any:
-    """JSON of which nothing is lost; ValueError where it is none."""
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except RecursionError:
-        raise ValueError("brackets too deep") from None
-
-
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {key!r:.60} stands twice")
-        found[key] = value
-    return found
 
 
 def parse_text(text: str, build: Build[P]) -> P:
@@ -153,7 +139,7 @@ class _TextReader:
             raise self._error(f"expected {key!r}, found {name[:40]!r}")
         try:
             run = _RUN.fullmatch(value)
-            return _loads(value) if run is None else self._run(int(run[1]), int(run[2]))
+            return parse(value) if run is None else self._run(int(run[1]), int(run[2]))
         except ValueError as error:
             raise self._error(f"{key}: {error}") from None
 
@@ -193,7 +179,7 @@ class _TextReader:
         raise self._error(f"cell {place} {cell[:40]!r} is not {_CELLS[9:]}")
 
     def _error(self, what: str) -> PlanError:
-        return PlanError(f"not a plan in text: line {self.next_line}: {what}")
+        return PlanError(f"not a plan in text: line {self.next_line}: {what}; {_REMEDY}")
 
 
 def _build_checked(payload: Any, build: Build[P]) -> P:
@@ -203,7 +189,7 @@ def _build_checked(payload: Any, build: Build[P]) -> P:
     except MegapackError as error:
         raise PlanError(f"not a plan: {error}") from None
     except RecursionError:
-        raise PlanError("not a plan: brackets too deep in layout or policy") from None
+        raise PlanError(f"not a plan: brackets too deep in layout or policy; {_REMEDY}") from None
 
 
 def _check_payload(payload: Any) -> None:
@@ -246,8 +232,8 @@ def _check_cell(cell: Any, place: str) -> None:
 
 
 def _check_ids(ids: Any, place: str) -> None:
-    good = isinstance(ids, list) and all(type(i) in (int, str) for i in ids)
-    _require(good, place, "a list of integers and strings")
+    good = isinstance(ids, list) and all(map(is_id, ids))
+    _require(good, place, "a list of int64 integers and strings")
 
 
 def _keys(value: Any, place: str, keys: set[str], some: bool = False) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from megapack import cpu
 from megapack.checkpoint_files import writing
 from megapack.errors import DataError
 from megapack.files import write_whole
+from megapack.folder_lock import lock_folder
 from megapack.pipeline import Simulation
 from megapack.plan import Plan, StepPlan
 from megapack.run_records import LENGTHS_FILE, METRICS_FILE, PLAN_FILE, TRACE_FILE
@@ -37,23 +39,26 @@ class RunFolder:
             steps are cut from its files. None = a new folder.
 
     Raises:
+        ConfigError: another run is at work in the folder.
         CheckpointError: by all that writes; the disk refuses it.
     """
 
     def __init__(self, runs_dir: str, name: str, *, continue_after: int | None = None) -> None:
         self.path = Path(runs_dir) / name
-        with writing(self.path):
+        with writing(self.path), contextlib.ExitStack() as opened:
             if continue_after is None:
                 _keep_earlier(self.path)
-                self.path.mkdir(parents=True)
-            else:
+                self.path.mkdir(parents=True, exist_ok=True)
+            opened.enter_context(lock_folder(self.path))
+            if continue_after is not None:
                 for path in (self.path / METRICS_FILE, self.path / TRACE_FILE):
                     if path.exists():
                         self.write_text(path.name, _lines_until(path, continue_after))
-            # Open for the whole run; `close` ends it.
-            self._metrics: TextIO = open(  # noqa: SIM115
-                self.path / METRICS_FILE, "a", encoding="utf-8"
+            self._metrics = opened.enter_context(
+                open(self.path / METRICS_FILE, "a", encoding="utf-8")
             )
+            # Both for the whole run; `close` ends it.
+            self._opened = opened.pop_all()
         self.trackers: Sequence[Tracker] = ()
         """What else gets every line of metrics; `close` closes them."""
 
@@ -83,11 +88,12 @@ class RunFolder:
             tracker.write(metrics)
 
     def close(self) -> None:
-        """Close metrics.jsonl and the trackers; a second call does nothing."""
+        """Close metrics.jsonl and the trackers, and let others have the folder; a second call does
+        nothing."""
         trackers, self.trackers = self.trackers, ()
         for tracker in trackers:
             tracker.close()
-        self._metrics.close()
+        self._opened.close()
 
 
 def _lines_until(path: Path, num_steps: int) -> str:
@@ -116,7 +122,8 @@ def _keep_earlier(path: Path) -> None:
     number = 1
     while (kept := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    path.rename(kept)
+    with lock_folder(path):
+        path.rename(kept)
     logger.warning("%s of an earlier run is kept as %s", path, kept)
 
 
@@ -175,21 +182,20 @@ class StepClock:
 
     def __init__(self, *, in_seconds: bool = False) -> None:
         self._in_seconds = in_seconds
-        self._measured_s: list[float] = []
-        self._simulated: list[float] = []
+        self._measured_s = self._simulated = 0.0
 
     def predict(self, makespan: float) -> float | None:
         """Seconds that a step of this simulated makespan will take; None where none is known."""
         if self._in_seconds:
             return makespan
-        if not self._measured_s:
+        if not self._simulated:
             return None
-        return makespan * sum(self._measured_s) / sum(self._simulated)
+        return makespan * self._measured_s / self._simulated
 
     def record(self, makespan: float, measured_s: float) -> None:
         """Learn from a step that ran."""
-        self._measured_s.append(measured_s)
-        self._simulated.append(makespan)
+        self._measured_s += measured_s
+        self._simulated += makespan
 
 
 class Progress:

@@ -221,7 +221,9 @@ def group_advantages(
             raise DataError(f"group {group!r} has samples with and without `advantage`; give all")
         rewards = [records[index].reward for index in members]
         if any(value is None for value in rewards):
-            raise DataError(f"group {group!r} has a sample with neither `reward` nor `advantage`")
+            raise DataError(
+                f"group {group!r} has a sample with neither `reward` nor `advantage`; give one"
+            )
         values = np.array(rewards, dtype=np.float64)
         if mode != "none" and np.abs(values).max() > _MAX_REWARD:
             raise DataError(

@@ -89,14 +89,12 @@ def number_or_none(value: Any) -> float | None:
 
 def _lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     try:
-        lines = read_whole(path).decode("utf-8").splitlines()
+        # A run that was killed may end in half a line.
+        lines = read_whole(path).decode("utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(f"{path}: cannot be read ({reason}); give the folder of a run") from None
     for number, line in enumerate(lines, start=1):
-        # A run that was killed may end in half a line.
-        if number == len(lines) and not line.endswith("}"):
-            return
         try:
             yield read(parse(line))
         except KeyError as error:

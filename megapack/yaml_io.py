@@ -16,6 +16,8 @@ import yaml
 from megapack.errors import ConfigError
 
 _MAX_DEPTH = 16
+# Python reads hexadecimal numbers of any size, and prints none of above 4300 digits.
+_MAX_WHOLE = 2**63
 _CORE = {
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -69,7 +71,10 @@ def _tree(loader: _Loader, node: yaml.Node, source: str, lines: bool) -> Node:
     if isinstance(node, yaml.SequenceNode):
         return Node([_tree(loader, item, source, lines) for item in node.value], where)
     if not isinstance(node, yaml.MappingNode):
-        return Node(loader.construct_object(node), where)
+        value = loader.construct_object(node)
+        if type(value) is int and abs(value) >= _MAX_WHOLE:
+            raise ConfigError(f"{where}: a whole number of 2^63 or more; write a smaller one")
+        return Node(value, where)
     mapping: dict[str, Node] = {}
     for key_node, value_node in node.value:
         key_where = f"{source}:{key_node.start_mark.line + 1}" if lines else source

@@ -48,10 +48,12 @@ def run(args: argparse.Namespace) -> int:
         apply(host)
     _tell_children(args.patch)
     sys.argv[:] = command
+    # Under -P and -I its first entry is none of python's own making.
     if args.module:
-        sys.path[0] = os.getcwd()
+        if not sys.flags.safe_path:
+            sys.path[0] = os.getcwd()
         return _exit_code(lambda: runpy.run_module(command[0], run_name="__main__", alter_sys=True))
-    if os.path.isfile(command[0]):
+    if os.path.isfile(command[0]) and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
     return _exit_code(lambda: runpy.run_path(command[0], run_name="__main__"))
 

@@ -22,8 +22,6 @@ class Row:
     words: tuple[str, ...]
     """What the message holds: the number that is wrong, and what to set."""
     files: dict[str, Content]
-    asks: bool = True
-    """Whether the message says what to set, and not only what is wrong in a file."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,6 @@ class Line:
     """Behind `megapack`, as a shell would split them."""
     words: tuple[str, ...]
     files: dict[str, Content]
-    asks: bool = True
 
 
 def row(

@@ -162,7 +162,6 @@ BATCH_ROWS = [
         DataError,
         ("group 0", "neither `reward` nor `advantage`"),
         files={},
-        asks=False,
     ),
     row(
         "prompts without responses",

@@ -80,11 +80,12 @@ ID_ROWS = [
     _ids("too few", ("3 rollout_ids for 8 samples", "one per sample"), rollout_ids=[1, 2, 3]),
     _ids("too many", ("9 colocate_ids for 8",), colocate_ids=range(9)),
     _ids("one number", ("rollout_ids are 5", "give"), rollout_ids=5),
-    _ids("None inside", ("sample 1", "None", "int or a str"), rollout_ids=["a", None] * 4),
+    _ids("None inside", ("sample 1", "None", "int64 or a str"), rollout_ids=["a", None] * 4),
     _ids("float", ("sample 7", "1.5"), rollout_ids=[1, 2, 3, 4, 5, 6, 7, 1.5]),
     _ids("NaN", ("sample 0", "nan"), rollout_ids=[NAN] * 8),
     _ids("bool", ("sample 0", "True"), rollout_ids=[True] * 8),
-    _ids("long list", ("sample 0", "int or a str"), rollout_ids=[list(range(10**5))] * 8),
+    _ids("10^5000", ("sample 0", "too long to print", "int64"), rollout_ids=[10**5000] * 8),
+    _ids("long list", ("sample 0", "int64 or a str"), rollout_ids=[list(range(10**5))] * 8),
     _ids(
         "a colocated set in two rollouts",
         ("samples 0 and 1", "'a'", "1 and 2", "one rollout id"),
@@ -192,7 +193,6 @@ PLAN_ROWS = [
         PlanError,
         ("3 lengths", "8 samples"),
         files={},
-        asks=False,
     ),
 ]
 

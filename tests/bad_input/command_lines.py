@@ -65,37 +65,41 @@ CONFIG_LINES = [
 ]
 
 
-def _rows(
-    content: Content | dict[str, Any], *words: str, overrides: str = "", asks: bool = True
-) -> Line:
+def _rows(content: Content | dict[str, Any], *words: str, overrides: str = "") -> Line:
     text = json.dumps(content) if isinstance(content, dict) else content
     args = f"train c.yaml data.path=r.jsonl {overrides} --dry-run world=1"
-    return Line(args, words, {"c.yaml": CONFIG, "r.jsonl": text}, asks)
+    return Line(args, words, {"c.yaml": CONFIG, "r.jsonl": text})
 
 
 DATA_LINES = [
     _rows("", "r.jsonl has no sample", "give at least one"),
-    _rows(json.dumps(SAMPLE) + "\n" + json.dumps(SAMPLE)[:-5], "r.jsonl:2", "cut off", asks=False),
-    _rows(b'{"prompt": "\xff"}', "r.jsonl:1", "byte 12 is not UTF-8", asks=False),
-    _rows(b"\0" * 99, "r.jsonl:1", "not JSON", asks=False),
-    _rows(long_line, "r.jsonl:1", "not JSON", asks=False),
-    _rows("[" * 10**5, "r.jsonl:1", "too deep", asks=False),
-    _rows('{"prompt": "a", "prompt": "b"}', "key prompt stands twice", asks=False),
+    _rows(json.dumps(SAMPLE) + "\n" + json.dumps(SAMPLE)[:-5], "r.jsonl:2", "cut off"),
+    _rows(b'{"prompt": "\xff"}', "r.jsonl:1", "byte 12 is not UTF-8"),
+    _rows(b"\0" * 99, "r.jsonl:1", "not JSON"),
+    _rows(long_line, "r.jsonl:1", "not JSON"),
+    _rows("[" * 10**5, "r.jsonl:1", "too deep"),
+    _rows('{"prompt": "a", "prompt": "b"}', "key 'prompt' stands twice"),
     _rows({**SAMPLE, "response_ids": [259]}, "[0] is 259", "vocabulary of 259", "set"),
     _rows({**SAMPLE, "prompt_ids": [-1]}, "[0] is -1", "vocabulary of 259", "set"),
     _rows({**SAMPLE, "prompt_ids": [10**30]}, "outside the vocabulary", "set"),
     _rows({**SAMPLE, "prompt_ids": [1.0]}, "[0] is 1.0", "expected an integer"),
-    _rows({"prompt_ids": [], "response_ids": []}, "the sample is empty", asks=False),
+    _rows({"prompt_ids": [], "response_ids": []}, "the sample is empty"),
     _rows({"prompt_ids": [1]}, "has prompt_ids", "give prompt and response"),
     _rows({**SAMPLE, "advantage": float("inf")}, "advantage is Infinity", "finite"),
     _rows({**SAMPLE, "reward": float("nan")}, "reward is NaN", "finite"),
     _rows({**SAMPLE, "reward": "1"}, 'reward is "1"', "expected a number"),
-    _rows({**SAMPLE, "group": 1.5}, "group is 1.5", "expected an integer or a string"),
+    _rows({**SAMPLE, "group": 1.5}, "group is 1.5", "expected an int64 or a string"),
     _rows({**SAMPLE, "reward": 1}, "3 tokens", "max_length is 2", overrides="data.max_length=2"),
     line(
         "train c.yaml data.path=none.jsonl --dry-run world=1",
         *("none.jsonl", "cannot be read", "check data.path"),
         c_yaml=CONFIG,
+    ),
+    line(
+        "train c.yaml data.path=pipe --dry-run world=1",
+        *("pipe", "no regular file", "set data.path"),
+        c_yaml=CONFIG,
+        pipe=os.mkfifo,
     ),
     line(
         "train c.yaml data.path=folder --dry-run world=1",
@@ -148,17 +152,18 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Content:
 
 
 def _show(content: Content, *words: str) -> Line:
-    return Line("show p.json", words, {"p.json": content}, asks=False)
+    return Line("show p.json", words, {"p.json": content})
 
 
 FILE_LINES = [
     line("show none.json", "none.json", "No such file", "give a plan.json"),
     line("show folder", "folder", "Is a directory", "give a plan.json", folder=Path.mkdir),
+    line("show pipe", "pipe: not a plan in text", "give the plan", pipe=os.mkfifo),
     _show("", "not a plan in text: line 1"),
     _show(b"\xff", "byte 0 is not UTF-8", "give a plan.json"),
     _show("[" * 10**5, "not a plan"),
     _show('{"layout": {', "not a plan in JSON", "char 12"),
-    _show('{"layout": ' * 10**5, "maximum recursion"),
+    _show('{"layout": ' * 10**5, "brackets too deep"),
     line("simulate p.json --step 9", "step 9 of 2", "set --step", p_json=planned),
     line("show p.json --step 0 --rank 9", "rank 9 of 2", "set --rank", p_json=planned),
     line(

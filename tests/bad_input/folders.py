@@ -39,9 +39,9 @@ def write(name: str, text: str) -> Edit:
     return lambda folder: (folder / name).write_text(text)
 
 
-def _run(name: str, damage: Edit, error: Any, *words: str, asks: bool = True) -> Row:
+def _run(name: str, damage: Edit, error: Any, *words: str) -> Row:
     files = {"run": run_with(damage)}
-    return Row(f"run {name}", partial(read_run, "run"), error, words, files, asks)
+    return Row(f"run {name}", partial(read_run, "run"), error, words, files)
 
 
 RUN_ROWS = [
@@ -62,7 +62,7 @@ RUN_ROWS = [
         DataError,
         *("metrics.jsonl", "0xe9", "give the folder"),
     ),
-    _run("half a plan", cut("plan.json", 99), PlanError, "plan.json", "not a plan", asks=False),
+    _run("half a plan", cut("plan.json", 99), PlanError, "plan.json", "not a plan"),
     _run("without a plan", lambda f: (f / "plan.json").unlink(), PlanError, "plan.json", "give"),
     _run("negative lengths", write("lengths.txt", "5\n-1\n"), DataError, "line 2", "-1"),
     _run("trace of nothing", write("trace.jsonl", '{"step": 2}\n'), DataError, "line 1", "plan"),
@@ -196,6 +196,12 @@ LENGTH_FILE_ROWS = [
     _lengths("a.jsonl doubled key", '{"length": 5, "length": 6}', "'length' stands twice"),
     _lengths("a.jsonl deep", '{"length": ' + "[" * 10**5, "line 1", "too deep"),
     _lengths("a.jsonl 5000 digits", '{"length": ' + "1" * 5000 + "}", "line 1", "4300 digits"),
+    _lengths(
+        "a.jsonl of long ids",
+        '{"length": 5, "id": 9223372036854775808}',
+        *("line 1", "id is 9223372036854775808", "give an int64"),
+        columns=Columns(rollout="id"),
+    ),
     _lengths("a.jsonl infinite", '{"length": Infinity}', "line 1", "inf"),
     _lengths("a.npy no array", "length\n5\n", "save one with numpy.save"),
     _lengths("a.npy of 10^13", npy_of_many, "save one with numpy.save"),
@@ -228,7 +234,7 @@ def _edited(change: Callable[[dict[str, Any]], object]) -> Callable[[], Plan]:
 
 
 def _plan(name: str, call: Callable[[], object], *words: str) -> Row:
-    return Row(f"plan JSON {name}", call, PlanError, words, files={}, asks=False)
+    return Row(f"plan JSON {name}", call, PlanError, words, files={})
 
 
 PLAN_FILE_ROWS = [
@@ -241,6 +247,7 @@ PLAN_FILE_ROWS = [
     _plan("samples of text", _edited(lambda p: p.update(num_samples="8")), "num_samples"),
     _plan("dp of 10^30", _edited(lambda p: p["layout"].update(dp=10**30)), "dp=1000", "1048576"),
     _plan("an unknown rule", _edited(lambda p: p["policy"].update(balance="x")), "balance='x'"),
+    _plan("ids above int64", _edited(lambda p: p.update(rollout_ids=[2**63])), "rollout_ids"),
     _plan("ids of floats", _edited(lambda p: p.update(rollout_ids=[1.5])), "rollout_ids"),
 ]
 

@@ -149,6 +149,13 @@ def test_torchrun_starts_patched_ranks(folder: Path) -> None:
     assert done.stderr.count("megapack: megatron_lm:") == 1
 
 
+@pytest.mark.parametrize("what", [("-m", "look"), ("path/look.py",)])
+def test_a_safe_path_stays_as_python_made_it(folder: Path, what: tuple[str, ...]) -> None:
+    (folder / "path" / "look.py").write_text("import sys; print(sys.path)")
+    plain, ours = (python(folder, "-P", *run, *what) for run in ((), ("-m", "megapack", "run")))
+    assert ours.stdout == plain.stdout != "", ours.stderr
+
+
 def child(folder: Path, *flags: str, patch: str, code: str = LOOK) -> tuple[int, str, str]:
     """A process that reads the start-up file as site-packages' are read."""
     path = [str(folder / "path"), str(Path(__file__).resolve().parents[2])]

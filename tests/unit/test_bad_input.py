@@ -71,11 +71,11 @@ def listing(folder: Path) -> dict[str, int]:
     return {str(path): path.lstat().st_size for path in sorted(folder.rglob("*"))}
 
 
-def hold(message: str, words: tuple[str, ...], asks: bool) -> None:
+def hold(message: str, words: tuple[str, ...]) -> None:
     """A message's form, and its words."""
     assert "\n" not in message
     assert len(message) <= _MAX_CHARS
-    assert _ASKS.search(message) or not asks, message
+    assert _ASKS.search(message), message
     assert words
     missing = [word for word in words if word not in message]
     assert missing == [], message
@@ -100,7 +100,7 @@ def test_a_call_is_refused(row: Row, folder: Path) -> None:
     assert issubclass(row.error, ValueError | RuntimeError)
     # The class itself, or one that says more.
     assert row.error in type(caught.value).__mro__[:2]
-    hold(str(caught.value), row.words, row.asks)
+    hold(str(caught.value), row.words)
     assert listing(folder) == before
 
 
@@ -112,7 +112,7 @@ def test_a_command_line_is_refused(line: Line, folder: Path, call: Call) -> None
     (told,) = err.splitlines()
     assert (code, out) == (2, "")
     assert told.startswith("megapack: ")
-    hold(told, line.words, line.asks)
+    hold(told, line.words)
     assert listing(folder) == before
 
 

@@ -198,6 +198,24 @@ def test_the_index_is_kept_until_something_changes(tmp_path: Path, reads: Reads)
     assert len(indexes(tmp_path)) == 1, "outdated ones stay"
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_an_index_has_the_rights_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        load_index(write_lines(tmp_path / "a.jsonl"), ReadSettings(), tmp_path)
+    finally:
+        os.umask(before)
+    (name,) = indexes(tmp_path)
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_pipe_among_the_files_is_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl: no regular file; set data\.path"):
+        load_index(tmp_path, ReadSettings(), tmp_path)
+
+
 def test_another_tokenizer_is_another_index(tmp_path: Path, reads: Reads) -> None:
     class Longer(ByteTokenizer):
         vocab_size = 260

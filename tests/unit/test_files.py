@@ -42,6 +42,19 @@ def test_a_write_that_fails_leaves_the_old_content_alone(
     assert (names(tmp_path), read_whole(tmp_path / "a")) == (["a"], b"old")
 
 
+def test_a_new_name_is_on_the_disk_before_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+
+    def note(handle: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, names(tmp_path)))
+
+    monkeypatch.setattr(files.os, "fsync", note)
+    write_whole(tmp_path / "a", "text")
+    assert synced == [("a.part", ["a.part"]), (tmp_path.name, ["a"])]
+
+
 def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to("there/a")

@@ -15,8 +15,6 @@ from megapack.length_file import Columns, read_length_file
 
 pytestmark = pytest.mark.unit
 
-UNFINISHED = pytest.mark.xfail(strict=True, reason="names of columns are told as they are")
-
 PROMPTS, RESPONSES = [3, 0, 5], [4, 9, 1]
 LENGTHS = [7, 9, 6]
 
@@ -40,6 +38,9 @@ def csv_of_parts(path: Path) -> str:
         ("a.csv", "\ufefflength,x\r\n7,1\r\n\r\n9,2\r\n6,3\r\n", "length"),
         ("a.csv", "anything\n7\n9\n6\n", "anything"),
         ("a.txt", "7\n9\n\n6", "length"),
+        ("a.csv", "length\r7\r9\r6\r", "length"),
+        # JSON allows Unicode's line breaks inside of strings.
+        ("a.jsonl", '{"length": 7, "x": "\u2028\x85"}\r\n{"length": 9}\n{"length": 6}', "length"),
         ("a.jsonl", '{"num_tokens": 7}\n{"num_tokens": 9}\n{"num_tokens": 6}', "num_tokens"),
         ("a.jsonl", "".join(f'{{"input_ids": {[1] * n}}}\n' for n in LENGTHS), "input_ids"),
         ("a.csv", "input_len,output_len\n3,4\n0,9\n5,1\n", "input_len + output_len"),
@@ -111,8 +112,8 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
             '{"prompt": "2+2", "response": "4"}\n',
             ["prompt, response", "--length-column"],
         ),
-        pytest.param("a.jsonl", '{"a\\nb": 5, "c": 6}', ["no column of lengths"], marks=UNFINISHED),
-        pytest.param("a.jsonl", '{"a\\nb": {}}', ["line 1", "a mapping"], marks=UNFINISHED),
+        ("a.jsonl", '{"a\\nb": 5, "c": 6}', ["no column of lengths among 'a\\nb', c"]),
+        ("a.jsonl", '{"a\\nb": {}}', ["line 1: 'a\\nb' is a mapping"]),
         ("a.parquet", "length\n5\n", ["not Parquet"]),
         ("a.npy", "length\n5\n", ["not an array"]),
     ],

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ import torch
 
 from megapack import cli, report
 from megapack.dp_schedule import build_dp_schedule
-from megapack.errors import CheckpointError, DataError
+from megapack.errors import CheckpointError, ConfigError, DataError
 from megapack.layout import Layout
 from megapack.pipeline import simulate
 from megapack.report import Progress, RunFolder, StepClock, packing_metrics, plan_line
@@ -67,6 +71,53 @@ def test_earlier_runs_are_kept_in_order(tmp_path: Path, caplog: pytest.LogCaptur
     assert "run.2" in caplog.records[1].getMessage()
 
 
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path), "run")
+    run.append_metrics({"step": 1})
+    for continue_after in (None, 0):
+        with pytest.raises(ConfigError, match=rf"run is in use by process {os.getpid()} on .*set "):
+            RunFolder(str(tmp_path), "run", continue_after=continue_after)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (run.path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    run.close()
+    folder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1"]
+
+
+def test_a_process_holds_a_folder_until_it_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    code = (
+        "import sys; from pathlib import Path; from megapack.folder_lock import lock_folder\n"
+        "file = lock_folder(Path('run')); print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(ConfigError, match=f"in use by process {other.pid} on "):
+            folder(tmp_path)
+        other.kill()
+    folder(tmp_path)
+    assert (tmp_path / "run.1" / ".lock").exists()
+
+
+def test_a_folder_that_cannot_be_locked_is_taken_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder(tmp_path)
+    (told,) = caplog.records
+    assert "no locks" in told.getMessage()
+
+
 def test_a_file_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +138,11 @@ def test_a_file_is_written_whole_or_not_at_all(
 def test_no_part_of_a_file_is_left_after_writing(tmp_path: Path) -> None:
     run = folder(tmp_path)
     run.write_text("config.yaml", "name: ü\n")
-    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        ".lock",
+        "config.yaml",
+        "metrics.jsonl",
+    ]
     assert (run.path / "config.yaml").read_bytes() == "name: ü\n".encode()
 
 

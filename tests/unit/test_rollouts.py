@@ -89,10 +89,10 @@ BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
     ("[1]", "is [1], expected an object"),
     ("null", "is null, expected an object"),
     ("[" * 100_000, "brackets too deep"),
-    ('{"group": 1' + "0" * 5000 + "}", "a number too long"),
+    ('{"group": 1' + "0" * 5000 + "}", "4300 digits"),
     (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
-    ('{"prompt": "a", "prompt": "b", "response": ""}', "key prompt stands twice"),
-    ('{"a\\nb": 1, "a\\nb": 2}', "key a\\nb stands twice"),
+    ('{"prompt": "a", "prompt": "b", "response": ""}', "key 'prompt' stands twice"),
+    ('{"a\\nb": 1, "a\\nb": 2}', "key 'a\\nb' stands twice"),
     ({}, "has no tokens"),
     ({"prompt": "a"}, "has prompt; give prompt and response"),
     ({"prompt_ids": [1]}, "has prompt_ids; give"),
@@ -112,8 +112,9 @@ BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
     ({**IDS, "reward": 10**400}, "expected a finite number"),
     ({**IDS, "reward": "1"}, 'reward is "1", expected a number'),
     ({**IDS, "reward": True}, "reward is true, expected a number"),
-    ({**IDS, "group": 1.5}, "group is 1.5, expected an integer or a string"),
-    ({**IDS, "rollout": [1]}, "rollout is [1], expected an integer or a string"),
+    ({**IDS, "group": 1.5}, "group is 1.5, expected an int64 or a string"),
+    ({**IDS, "rollout": [1]}, "rollout is [1], expected an int64 or a string"),
+    ({**IDS, "rollout": 2**63}, "rollout is 9223372036854775808, expected an int64"),
 ]
 
 
