@@ -180,10 +180,11 @@ class Trainer:
             return None
         config, found = self.config, self.resumed
         own = found if found is not None and self.checkpoints.is_own(found) else None
-        if own is not None:
-            drop_after(own.path.parent, self.num_steps)
         done = None if own is None else self.num_steps
         folder = RunFolder(config.runs_dir, config.name, continue_after=done)
+        # Behind the folder's lock: another run may be at work there.
+        if own is not None:
+            drop_after(own.path.parent, self.num_steps)
         folder.write_text("config.yaml", dump_yaml(config))
         folder.trackers = open_trackers(
             config.train.trackers, folder.path, to_dict(config), continue_after=done

@@ -22,6 +22,7 @@ NETWORK = (
 SPEAKS = {
     ("trackers", "wandb"): "train.trackers asks for it",
     ("board", "socket"): "the host's name",
+    ("folder_lock", "socket"): "the host's name",
     ("watch_peers", "socket"): "the host's name",
     ("interrupt", "socket"): "a pair within the process, which takes a byte per signal",
 }
