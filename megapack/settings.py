@@ -126,9 +126,7 @@ def _check_features(config: Any) -> None:
 
 def check_counts(plan: Plan, config: Any) -> None:
     """Raise ScheduleError for counts per rank where ranks meet in every micro-batch."""
-    check_count_rule(
-        plan.policy, plan.layout, ranks_share_fp8_scales=shares_fp8_scales(config)
-    )
+    check_count_rule(plan.policy, plan.layout, ranks_share_fp8_scales=shares_fp8_scales(config))
 
 
 def shares_fp8_scales(config: Any) -> bool:
