@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -170,8 +170,9 @@ class RunState:
 
 def _write_common(common: dict[str, Any], folder: Path) -> None:
     """On the first rank what is no tensor, which is nothing; Megatron's reader wants the file."""
-    with writing(folder):
-        TorchCommonSaveStrategy("torch", 1).save_common(common, str(folder))
+    if dist.get_rank() == 0:
+        with writing(folder):
+            torch.save(common, folder / COMMON_STATE_FNAME)
 
 
 def _write_tensors(tensors: dict[str, Any], folder: Path) -> None:

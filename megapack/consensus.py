@@ -151,7 +151,7 @@ def _are_alike(
 
 def _number(value: str) -> int:
     """A digest that a signed 64-bit number and its negative can hold."""
-    return int.from_bytes(hashlib.sha256(value.encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(_encoded(value)).digest()[:7], "big")
 
 
 def _tell_apart(
@@ -190,13 +190,19 @@ def _exchange(
 
 def _shortened(value: str) -> str:
     """A value that is short, or a digest of it."""
-    if len(value.encode()) <= _VALUE_BYTES:
+    encoded = _encoded(value)
+    if len(encoded) <= _VALUE_BYTES:
         return value
-    return f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:16]}"
+    return f"sha256 {hashlib.sha256(encoded).hexdigest()[:16]}"
 
 
 def _packed(text: str, num_bytes: int) -> bytes:
-    return text.encode()[:num_bytes].ljust(num_bytes, b"\0")
+    return _encoded(text)[:num_bytes].ljust(num_bytes, b"\0")
+
+
+def _encoded(text: str) -> bytes:
+    # Paths may hold what is no character; a rank that failed to tell of one would fail alone.
+    return text.encode(errors="backslashreplace")
 
 
 def _unpacked(row: bytes, num_values: int) -> tuple[str, list[str]]:

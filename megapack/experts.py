@@ -96,6 +96,15 @@ class ModelRouting:
             for router in self._routers:
                 router.follow(None)
 
+    def forget_choices(self) -> None:
+        """Count none of what the expert bias would follow: the pass that chose it is thrown away.
+
+        Megatron sets these counts to 0 where it reduces gradients.
+        """
+        for router in self._routers:
+            if router.enable_expert_bias:
+                router.local_tokens_per_expert.zero_()
+
     def metrics(self, routing: RoutingPass, device: torch.device) -> dict[str, float]:
         """The pass's auxiliary losses without coefficients, mean over layers. A collective.
 

@@ -17,7 +17,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
-from megapack import cpu
+from megapack import cpu, settings
 from megapack.consensus import agree, on_any_rank
 from megapack.errors import ScheduleError, StepOutOfMemory
 from megapack.forward import DeviceRow, ForwardStep
@@ -25,7 +25,7 @@ from megapack.head import unwrapped
 from megapack.layout import Layout
 
 
-def check_retry(layout: Layout, chunks: Sequence[Any]) -> None:
+def check_retry(layout: Layout, chunks: Sequence[Any], config: Any) -> None:
     """Raise ScheduleError where a step out of memory cannot be carried to its end."""
     if max(layout.tp, layout.cp, layout.ep) > 1:
         raise ScheduleError(
@@ -33,12 +33,19 @@ def check_retry(layout: Layout, chunks: Sequence[Any]) -> None:
             f"{layout.ep}: ranks meet inside layers, and one that runs out there leaves the others "
             "waiting; set train.on_oom=error (retries_oom=False)"
         )
+    if layout.dp > 1 and settings.shares_fp8_scales(config):
+        raise ScheduleError(
+            f"steps out of memory cannot be tried again with dp={layout.dp} and "
+            "fp8_recipe='delayed': ranks meet after each forward to share scales; set "
+            "tp_only_amax_red=True, another recipe, or train.on_oom=error (retries_oom=False)"
+        )
     for chunk in chunks:
-        if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
-            raise ScheduleError(
-                "steps out of memory cannot be tried again with overlap_grad_reduce: gradients "
-                "are reduced before the step is known to be whole; set it to False"
-            )
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if getattr(getattr(chunk, "ddp_config", None), name, False):
+                raise ScheduleError(
+                    f"steps out of memory cannot be tried again with {name}: ranks meet in the "
+                    "middle of forwards or backwards; set it to False"
+                )
 
 
 class OutOfMemoryCarrier:

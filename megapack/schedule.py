@@ -124,7 +124,7 @@ class ScheduleAdapter:
         settings.check_config(self.config, self.layout)
         settings.check_chunks(self.chunks)
         if self._retries_oom:
-            check_retry(self.layout, self.chunks)
+            check_retry(self.layout, self.chunks, self.config)
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         return ModelRouting(self.chunks, self.config, self.layout, tp_rank)
 

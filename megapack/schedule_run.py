@@ -112,7 +112,8 @@ class ScheduleRunner:
             )
         if isinstance(communicator, PlannedP2PCommunicator):
             assert communicator.num_pending == 0, "a planned receive is missing"
-        if carrier is not None:
+        if carrier is not None and carrier.agree():
+            self.routing.forget_choices()
             carrier.raise_on_all()
 
     def _communicator(

@@ -126,12 +126,13 @@ def _check_features(config: Any) -> None:
 
 def check_counts(plan: Plan, config: Any) -> None:
     """Raise ScheduleError for counts per rank where ranks meet in every micro-batch."""
+    check_count_rule(plan.policy, plan.layout, ranks_share_fp8_scales=shares_fp8_scales(config))
+
+
+def shares_fp8_scales(config: Any) -> bool:
+    """Whether data-parallel ranks agree on FP8 scales after each forward and backward."""
     delayed = bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed"
-    check_count_rule(
-        plan.policy,
-        plan.layout,
-        ranks_share_fp8_scales=delayed and not config.tp_only_amax_red,
-    )
+    return delayed and not config.tp_only_amax_red
 
 
 def check_planned_rows(config: Any) -> None:

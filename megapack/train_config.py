@@ -230,6 +230,7 @@ class TrainConfig:
         if self.name in ("", ".", "..") or any(c in self.name for c in "/\\\0\n"):
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         self._check_division()
+        self._check_retry()
         vocabulary, needed = self.model.vocab_size, ByteTokenizer.vocab_size
         if self.data.path is None and vocabulary is not None and vocabulary < needed:
             raise ConfigError(
@@ -287,3 +288,12 @@ class TrainConfig:
             )
         if layout.sequence_parallel and layout.tp == 1:
             raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
+
+    def _check_retry(self) -> None:
+        layout = self.layout
+        if self.train.on_oom == "replan" and max(layout.tp, layout.cp, layout.ep) > 1:
+            raise ConfigError(
+                f"train.on_oom=replan with layout.tp={layout.tp}, cp={layout.cp}, ep={layout.ep}: "
+                "ranks meet inside layers, and one that runs out there leaves the others waiting; "
+                "set train.on_oom=error"
+            )

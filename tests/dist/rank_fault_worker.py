@@ -132,7 +132,7 @@ def _inject_elsewhere(trigger: Trigger, phase: str) -> None:
     elif phase == "optimizer":
         _around(train, "build_optimizer", after=with_trigger)
     elif phase == "checkpoint":
-        _around(checkpoint_state._SaveInProcess, "save", before=trigger)
+        _around(checkpoint_state, "_write_tensors", before=trigger)
     else:
         _around(RunFolder, "write_plan", before=trigger)
 

@@ -314,6 +314,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["model.moe_bias_update_rate=0.1"], "needs model.moe_score_function=sigmoid"),
     (["model.num_experts=3", "layout.ep=2"], "num_experts=3 does not divide over layout.ep=2"),
     (["layout.ep=2"], "num_experts=None does not divide over layout.ep=2"),
+    (["train.on_oom=replan", "layout.tp=2"], "replan with layout.tp=2, cp=1, ep=1: ranks"),
     (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),
     (["layout.sequence_paralel=true"], "did you mean layout.sequence_parallel?"),

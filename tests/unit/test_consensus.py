@@ -8,6 +8,7 @@ import torch
 from megapack import consensus
 from megapack.consensus import agree, agree_with_flags
 from megapack.errors import DataError, MegapackError, ScheduleError
+from tests.job_in_process import job_of_one
 
 pytestmark = pytest.mark.unit
 
@@ -158,3 +159,11 @@ def test_one_process_goes_first_and_alone() -> None:
 
 def _fail() -> None:
     raise DataError("bad line")
+
+
+def test_a_path_that_is_no_text_can_be_told() -> None:
+    def work() -> None:
+        raise DataError("runs/\udcff: no such file")
+
+    with job_of_one(), pytest.raises(DataError, match="no such file"):
+        agree(work, device=CPU, same={"runs_dir": "runs/\udcff"})

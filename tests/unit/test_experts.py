@@ -73,3 +73,14 @@ def test_layers_with_experts_follow_megatrons_pattern() -> None:
     assert moe_layers(config(moe_layer_freq=2)) == [0, 2]
     assert moe_layers(config(moe_layer_freq=[0, 1, 1, 0])) == [1, 2]
     assert moe_layers(config(num_moe_experts=None)) == []
+
+
+def test_choices_of_a_pass_that_is_thrown_away_do_not_move_the_bias() -> None:
+    found = routing(PackedRouter, moe_router_enable_expert_bias=True)
+    (router,) = found._routers
+    router.enable_expert_bias = True
+    router.local_tokens_per_expert = torch.tensor([3.0, 1.0])
+    found.forget_choices()
+    assert router.local_tokens_per_expert.tolist() == [0.0, 0.0]
+    router.enable_expert_bias, router.local_tokens_per_expert = False, None
+    found.forget_choices()

@@ -38,6 +38,7 @@ WRITERS = {
     ("checkpoint", "torch.save"): "in a folder that gets its name when all in it is on the disk",
     ("checkpoint_files", "write_text"): "the same",
     ("checkpoint_files", "os.rename"): "gives it the name, or takes it before it is removed",
+    ("checkpoint_state", "torch.save"): "as checkpoint",
     ("checkpoint_state", "torch_checkpoint.save"): "as checkpoint",
     ("plot", "figure.savefig"): "into memory",
     ("doctor_probes", "os.fdopen"): "a pipe to the parent",

@@ -47,13 +47,23 @@ def test_rows_of_one_sample_cannot_be_halved() -> None:
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}])
 def test_ranks_that_meet_inside_layers_cannot_try_again(ranks: dict[str, int]) -> None:
     with pytest.raises(ScheduleError, match=r"meet inside layers.*set train\.on_oom=error"):
-        check_retry(Layout(**ranks), [])
+        check_retry(Layout(**ranks), [], SimpleNamespace())
 
 
-def test_gradients_that_are_reduced_early_cannot_be_discarded() -> None:
-    chunk = SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=True))
-    with pytest.raises(ScheduleError, match="set it to False"):
-        check_retry(Layout(pp=2), [chunk])
+@pytest.mark.parametrize("name", ["overlap_grad_reduce", "overlap_param_gather"])
+def test_ranks_that_meet_within_forwards_or_backwards_cannot_try_again(name: str) -> None:
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(**{name: True}))
+    with pytest.raises(ScheduleError, match=f"with {name}.*set it to False"):
+        check_retry(Layout(pp=2), [chunk], SimpleNamespace())
+
+
+def test_ranks_that_share_fp8_scales_cannot_try_again() -> None:
+    config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed", tp_only_amax_red=False)
+    with pytest.raises(ScheduleError, match=r"fp8_recipe='delayed'.*set tp_only_amax_red=True"):
+        check_retry(Layout(dp=2), [], config)
+    check_retry(Layout(), [], config)
+    config.tp_only_amax_red = True
+    check_retry(Layout(dp=2), [], config)
 
 
 def test_work_ends_with_the_first_failure() -> None:
