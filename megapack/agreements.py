@@ -6,8 +6,10 @@ does not wait for the device; the step then finds both done.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
@@ -31,15 +33,22 @@ class Agreement(Generic[T]):
     def __init__(self, found: Future[T], watchdog: Watchdog) -> None:
         self._found, self._watchdog = found, watchdog
 
-    def result(self) -> T:
+    def result(self, limit_s: float = math.inf) -> T:
         """What this rank's work gave, once all ranks have agreed.
+
+        Args:
+            limit_s: how long to wait for the others.
 
         Raises:
             ScheduleError: as `consensus.agree` does.
             RankError: another rank failed, or is gone, in the meantime.
+            TimeoutError: the others did not come in this time.
         """
+        end = time.monotonic() + limit_s
         while not wait([self._found], _POLL_S).done:
             self._watchdog.raise_failure()
+            if time.monotonic() > end:
+                raise TimeoutError(f"the other ranks did not join in {limit_s:g} s")
         return self._found.result()
 
 

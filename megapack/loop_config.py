@@ -57,8 +57,7 @@ class WatchdogConfig:
     """Seconds before which no step is late; all that counts while nothing is predicted."""
     abort_after_s: float | None = None
     """Seconds after which a step, a pass for log-probs or a checkpoint is given up and the job ends
-    with an error on every rank; null = never, the process group's own timeout of 10 minutes
-    aside."""
+    with an error on every rank; null = never, the process groups' own timeouts aside."""
 
     def __post_init__(self) -> None:
         for name in ("slow_factor", "slow_after_s", "abort_after_s"):

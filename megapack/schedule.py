@@ -45,6 +45,9 @@ from megapack.schedule_run import Rows, ScheduleRunner
 from megapack.step_call import ForwardCall, StepCall, TrainingCall
 from megapack.thd import PackedRow, pack_row
 
+# Ranks come to one call at about the same time.
+_OTHER_CALL_S = 30.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -162,7 +165,8 @@ class ScheduleAdapter:
                 samples of this data-parallel rank, as `forward(record_routing=True)` gives them;
                 None lets the routers choose. Probabilities are those of the current logits.
             next_step: the step of this plan that is called next, with all else the same: it is
-                packed and agreed on while this one runs. None where nothing is known of it.
+                packed and agreed on while this one runs, so that fields may not be changed in
+                place meanwhile; `set_field` is noticed. None where nothing is known of it.
 
         Raises:
             ScheduleError: on every rank, where plans differ, one rank's work failed, or a loss or
@@ -293,11 +297,26 @@ class ScheduleAdapter:
         """This rank's rows, once all ranks have theirs for the same call."""
         self.job.watchdog.place.enter("pack")
         prepared, self._next = self._next, None
-        if prepared is None or prepared[0].key != call.key:
-            prepared = self._start(call)
-        rows = prepared[1].result()
+        if prepared is None:
+            rows = self._start(call)[1].result()
+        elif prepared[0].key == call.key:
+            rows = prepared[1].result()
+        else:
+            rows = self._other_rows(call)
         self._check_inputs(call.batch.tensor_names)
         return rows
+
+    def _other_rows(self, call: StepCall) -> Rows:
+        """Rows of another call than `next_step` announced. Where not all ranks make such a call,
+        the others are in a step by now, and only the watchdog's board reaches them."""
+        try:
+            return self._start(call)[1].result(_OTHER_CALL_S)
+        except Exception as error:
+            raise ScheduleError(
+                f"this rank's step {call.step} is another call than next_step announced (another "
+                "plan, batch or step, or fields that were set since), and the ranks do not agree "
+                f"on it: {error}; make the same calls on all ranks, or pass next_step=None"
+            ) from error
 
     def _start(self, call: StepCall) -> tuple[StepCall, Agreement[Rows]]:
         return call, self.job.agreements.start(lambda: self._check_and_pack(call), call.same)

@@ -115,6 +115,9 @@ class ScheduleRunner:
         if carrier is not None and carrier.agree():
             self.routing.forget_choices()
             carrier.raise_on_all()
+        if not forward_only and not settings.reduces(self.chunks):
+            params = [p for chunk in self.chunks for p in chunk.parameters()]
+            self._look_at([p.grad for p in params if p.grad is not None])
 
     def _communicator(
         self, rows: list[PackedRow], step: StepPlan, planned: bool, forward_only: bool
@@ -153,13 +156,16 @@ class ScheduleRunner:
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
             self.place.enter("reduction")
             buffers = [b for chunk in self.chunks for b in settings.gradient_buffers(chunk)]
-            # Under fp16 an overflow is what the loss scaler waits for.
-            if not self.config.fp16:
-                self.flags.look_at_gradients([buffer.grad_data for buffer in buffers])
+            self._look_at([buffer.grad_data for buffer in buffers])
             if self._carrier is None or not self._carrier.agree():
                 finalize(*args, **kwargs)
 
         return finalize_model_grads
+
+    def _look_at(self, gradients: list[Tensor]) -> None:
+        # Under fp16 an overflow is what the loss scaler waits for.
+        if gradients and not self.config.fp16:
+            self.flags.look_at_gradients(gradients)
 
 
 class _PlaceKeeper:

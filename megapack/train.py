@@ -332,7 +332,7 @@ class Trainer:
         with guarded(self.watchdog, f"step {self.num_steps + 1}", predicted_s):
             reset_memory_peaks()
             self.tracer.start()
-            started = time.perf_counter()
+            started = tried = time.perf_counter()
             next_step = index + 1 if index + 1 < len(plan.steps) else None
             try:
                 result = self._gradients(plan, batch, index, next_step)
@@ -341,17 +341,19 @@ class Trainer:
                 smaller, planned = agree(
                     lambda: self.replanner.step(rows, batch, plan, index), device=self.device
                 )
-                started, step = time.perf_counter(), planned.steps[0]
+                tried, step = time.perf_counter(), planned.steps[0]
                 simulation = simulate_planned(planned, step, self.cost)
                 result = self._gradients(planned, smaller, 0, None)
             torch.cuda.synchronize()
-            measured_s = time.perf_counter() - started
+            measured_s = time.perf_counter() - tried
             self.watchdog.place.enter("optimizer")
             updated, grad_norm, _ = self.optimizer.step()
             check_norm(float(grad_norm))
         assert self.schedule is not None
         lr = self.optimizer.param_groups[0]["lr"]
         self.schedule.step(increment=1)
+        optimizer_s = time.perf_counter() - tried - measured_s
+        # With the attempt that ran out of memory.
         total_s = time.perf_counter() - started
         self.clock.record(simulation.makespan, measured_s)
         self.position = self.position.after_step(index + 1, len(plan.steps), bool(updated))
@@ -366,7 +368,7 @@ class Trainer:
                 "lr": lr,
                 "step_predicted_s": predicted_s,
                 "step_measured_s": measured_s,
-                "optimizer_s": total_s - measured_s,
+                "optimizer_s": optimizer_s,
                 **costs,
                 "num_oom_replans": self._num_oom_replans,
                 **memory_peaks(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,12 @@ def test_imports_of_a_module(module: str) -> None:
 def test_what_may_import_megatron_does(module: str) -> None:
     """A name that stays in the table without need would let an import in unseen."""
     assert any(found.of("megatron") for found in imports(modules()[module]))
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by these names, without their folders."""
+    names = Counter(path.name for path in PACKAGE.parent.glob("tests/*/test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_cycles() -> None:
