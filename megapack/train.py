@@ -352,9 +352,9 @@ class Trainer:
         assert self.schedule is not None
         lr = self.optimizer.param_groups[0]["lr"]
         self.schedule.step(increment=1)
-        optimizer_s = time.perf_counter() - tried - measured_s
-        # With the attempt that ran out of memory.
-        total_s = time.perf_counter() - started
+        ended = time.perf_counter()
+        # With an attempt that ran out of memory.
+        total_s = ended - started
         self.clock.record(simulation.makespan, measured_s)
         self.position = self.position.after_step(index + 1, len(plan.steps), bool(updated))
         packing = packing_metrics(step, simulation)
@@ -368,7 +368,7 @@ class Trainer:
                 "lr": lr,
                 "step_predicted_s": predicted_s,
                 "step_measured_s": measured_s,
-                "optimizer_s": optimizer_s,
+                "optimizer_s": ended - tried - measured_s,
                 **costs,
                 "num_oom_replans": self._num_oom_replans,
                 **memory_peaks(),

@@ -1,6 +1,6 @@
 """The step after the one that runs is prepared meanwhile; each rank counts the rows it packs.
 
-torchrun --nproc-per-node 2 -m tests.dist.prefetch_worker OUT_DIR
+torchrun --nproc-per-node 2 -m tests.dist.prefetch_worker OUT_DIR [silent | announcing]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapack import Layout, build_dp_schedule, launch, schedule
+from megapack.errors import RankError
 from megapack.loss import SFT
 from megapack.schedule import ScheduleAdapter
 from megapack.thd import pack_row
@@ -72,10 +73,29 @@ CHANGES = {
 }
 
 
-def main(out_dir: str) -> None:
+def parted(run: Run, next_step: int | None) -> dict[str, str]:
+    """One rank alone changes its batch, and the other one is in the announced step by then."""
+    schedule._OTHER_CALL_S = 3.0
+    call: dict[str, Any] = {"batch": problem.make_batch(), "objective": problem.OBJECTIVE}
+    run.adapter.step(run.plan, step=0, next_step=1, **call)
+    if os.environ["RANK"] == "1":
+        other_advantages(call)
+    try:
+        run.adapter.step(run.plan, step=1, next_step=next_step, **call)
+    except RankError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def main(out_dir: str, one_rank_changes: str = "") -> None:
     """With and without a next step, and with each change in between."""
     launch.start("cpu")
     run = Run()
+    if one_rank_changes:
+        told = parted(run, {"silent": None, "announcing": 0}[one_rank_changes])
+        path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
+        path.write_text(json.dumps(told), encoding="utf-8")
+        return
     found = {"alone": run(next_step=None), "same": run()}
     for name, change in CHANGES.items():
         found[name] = run(change)

@@ -39,3 +39,14 @@ def test_another_call_than_was_prepared_for_is_packed_anew(
         assert found["loss"] == alone["loss"]
     if change in ("other_advantages", "other_objective", "first_step_again"):
         assert ranks[0][change]["loss"] != ranks[0]["same"]["loss"]
+
+
+@pytest.mark.parametrize("and_then", ["silent", "announcing"])
+def test_a_rank_that_alone_makes_another_call_holds_nobody_up(
+    and_then: str, tmp_path: Path
+) -> None:
+    checked_job(2, "tests.dist.prefetch_worker", [str(tmp_path), and_then], timeout_s=120)
+    told = [json.loads((tmp_path / f"rank{r}.json").read_text())["error"] for r in range(2)]
+    assert told[0] == told[1]
+    assert "rank 1 failed in step 1 of plan" in told[0]
+    assert "is another call than next_step announced" in told[0]
