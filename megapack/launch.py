@@ -63,20 +63,20 @@ def quiet_known_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def stop(*, failed: bool = False) -> None:
+def stop(*, broken: bool = False) -> None:
     """Leave the job.
 
     Args:
-        failed: others may be in a collective that this rank will not join: break it, where the
-            backend can, and do not wait.
+        broken: a rank failed. Others may be in a collective that this rank will not join, and
+            taking groups apart may wait for them: NCCL's are aborted, and the process's end, which
+            the watchdog sees to, does the rest.
     """
-    leave_job()
-    if not dist.is_initialized():
-        return
-    if failed and dist.get_backend() == "nccl":
+    if not broken:
+        leave_job()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    elif dist.is_initialized() and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
-    else:
-        dist.destroy_process_group()
 
 
 def _check_environment() -> None:

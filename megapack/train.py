@@ -72,16 +72,14 @@ def train(config: TrainConfig, interrupt: Interrupt) -> Path:
         RunInterrupted: on every rank; SIGTERM or SIGUSR1 came to one of them, and the run is saved.
     """
     device = launch.start(config.device)
-    failed = True
+    watchdog = None
     try:
         watchdog = Watchdog(config.watchdog, ends_process=True, interrupt=interrupt)
         join_job(watchdog)
         with guarded(watchdog):
-            path = Trainer(config, device, interrupt).run()
-        failed = False
-        return path
+            return Trainer(config, device, interrupt).run()
     finally:
-        launch.stop(failed=failed)
+        launch.stop(broken=watchdog is not None and watchdog.failure is not None)
 
 
 class Trainer:

@@ -73,7 +73,7 @@ def main(out_dir: str, fails: str) -> None:
     found = [told(step) for _ in range(3)]
     path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
     path.write_text(json.dumps(found), encoding="utf-8")
-    launch.stop(failed=True)
+    launch.stop(broken=True)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def main(out: str) -> None:
         parallel_state.destroy_model_parallel()
     found["fails_alone"] = _fails_alone(training)
     Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
-    launch.stop(failed=True)
+    launch.stop(broken=True)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_check_finds_other_lengths(call: Call) -> None:
     Path("b.csv").write_text("length\n5\n")
     assert call("check", "plan.json", "b.csv")[:2] == (
         1,
-        "plan.json: 1 lengths for a plan of 8 samples\n",
+        "plan.json: 1 lengths for a plan of 8 samples; give those that it was made for\n",
     )
 
 
