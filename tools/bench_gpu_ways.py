@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapack import Layout, Plan, build_dp_schedule, schedule
+from megapack import Layout, Plan, build_dp_schedule, schedule_run
 from megapack.attention import packed_seq_params
 from megapack.head import deferred_head
 from megapack.logprobs import VocabHead, vocab_parallel_logprobs
@@ -262,7 +262,7 @@ def host_seconds(way: PackedWay) -> tuple[float, float]:
 
     The device is waited for on both sides of the call, so none of its work counts as the host's.
     """
-    inside, original = [], schedule.get_forward_backward_func
+    inside, original = [], schedule_run.get_forward_backward_func
 
     def timed() -> Any:
         def call(**kwargs: Any) -> None:
@@ -272,6 +272,6 @@ def host_seconds(way: PackedWay) -> tuple[float, float]:
 
     zero_gradients(way.chunks)
     planning = seconds_of(way.make_plan)
-    with mock.patch.object(schedule, "get_forward_backward_func", timed):
+    with mock.patch.object(schedule_run, "get_forward_backward_func", timed):
         whole = seconds_of(way.step)
     return planning, whole - sum(inside)

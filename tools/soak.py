@@ -1,6 +1,7 @@
 """Train twice on this machine's CPU, once undisturbed and once under faults, and compare.
 
-    python tools/soak.py [--steps 2000] [--faults 28] [--seed 0] [--world 4] [--out runs/soak]
+    python tools/soak.py [--steps 2000] [--faults 28] [--kinds KIND ...] [--seed 0] [--world 4]
+                         [--out runs/soak]
 
 Ranks are killed, stopped, told to stop, run out of disk, or die with a checkpoint half written; the
 job is started again each time with train.resume=auto. Then every step's numbers must be those of
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     shutil.rmtree(args.out, ignore_errors=True)
     faults = soak_faults.draw(
-        args.seed, args.faults, args.steps, save_interval(args.steps), args.world
+        args.seed, args.faults, args.steps, save_interval(args.steps), args.world, args.kinds
     )
     calm = Soak(args.out / "undisturbed", args, ())
     wild = Soak(args.out / "disturbed", args, faults)
@@ -196,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(fault_table(wild.struck))
     failed = [f"{len(wild.waiting)} faults did not strike"] if wild.waiting else []
     failed += judge_steps(calm.folder, wild.folder, args.steps)
-    failed += judge_counts(calm.samples) + judge_counts(wild.samples)
+    for run in (calm, wild):
+        failed += judge_counts(run.folder.name, run.samples)
     failed += judge_memory(calm.samples, args.steps)
     print("\n".join(f"FAILED: {text}" for text in failed) or "all holds")
     return int(bool(failed))
@@ -206,6 +208,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     found.add_argument("--steps", type=int, default=2000, help="optimizer steps, a multiple of 4")
     found.add_argument("--faults", type=int, default=28)
+    found.add_argument("--kinds", nargs="+", choices=KINDS, default=(), help="of faults; all")
     found.add_argument("--seed", type=int, default=0, help="of the faults")
     found.add_argument("--world", type=int, choices=LAYOUTS, default=4, help="ranks")
     found.add_argument("--out", type=Path, default=Path("runs/soak"), help="is replaced")

@@ -8,7 +8,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,14 +50,26 @@ class Kind:
     """Strikes at some time of the start, not at a step."""
 
 
-def draw(seed: int, num_faults: int, num_steps: int, save_interval: int, world: int) -> list[Fault]:
-    """Faults in the order in which they strike, every kind before one comes again."""
+def draw(
+    seed: int,
+    num_faults: int,
+    num_steps: int,
+    save_interval: int,
+    world: int,
+    among: Sequence[str] = (),
+) -> list[Fault]:
+    """Faults in the order in which they strike, every kind before one comes again.
+
+    Args:
+        among: the kinds to draw from; none for all.
+    """
     rng = random.Random(seed)
     # The last ones leave time to save once more.
     places = range(save_interval + 1, num_steps - 2 * save_interval)
     kinds: list[str] = []
+    among = list(among or KINDS)
     while len(kinds) < num_faults:
-        kinds += rng.sample(list(KINDS), len(KINDS))
+        kinds += rng.sample(among, len(among))
     return [
         Fault(kind=kind, step=step, rank=rng.randrange(world), share=rng.random())
         for kind, step in zip(kinds, sorted(rng.choices(places, k=num_faults)), strict=False)

@@ -40,8 +40,11 @@ def judge_steps(calm: Path, wild: Path, num_steps: int) -> list[str]:
     return failed[:10]
 
 
-def judge_counts(samples: Sequence[Sample]) -> list[str]:
+def judge_counts(run: str, samples: Sequence[Sample]) -> list[str]:
     """Whether each life's ranks end with no more threads, files and process groups than it began.
+
+    Args:
+        run: names the run.
 
     Returns:
         What grew, a line each.
@@ -57,8 +60,8 @@ def judge_counts(samples: Sequence[Sample]) -> list[str]:
             first, last = (min(getattr(s, name) for s in part) for part in (own[:few], own[-few:]))
             seen.add((rank, name, first, last))
             if last > first:
-                failed.append(f"life {life}, rank {rank}: {name} grew from {first} to {last}")
-    print("\nleast of the first and of the last quarter of a life:")
+                failed.append(f"{run}, life {life}, rank {rank}: {name} grew from {first} to {last}")
+    print(f"\n{run}: least of the first and of the last quarter of a life")
     for rank, name, first, last in sorted(seen):
         print(f"  rank {rank} {name:8} {first:5} {last:5}")
     return failed

@@ -87,7 +87,7 @@ def test_what_grows_is_found_on_the_rank_where_it_grows(
     name: str, way: Any, grew: bool, tool: Any
 ) -> None:
     judge, found = tool("soak_judge"), samples(tool, **{name: way})
-    failed = judge.judge_counts(found) + judge.judge_memory(found, 1000)
+    failed = judge.judge_counts("calm", found) + judge.judge_memory(found, 1000)
     assert len(failed) == grew
     assert all("rank 1" in text and name in text for text in failed)
 
@@ -101,6 +101,12 @@ def test_every_kind_of_fault_strikes_and_a_seed_repeats_them(tool: Any) -> None:
     assert [fault.step for fault in drawn] == sorted(fault.step for fault in drawn)
     assert drawn[0].step > 5
     assert drawn[-1].step < 190
+
+
+def test_faults_are_drawn_among_named_kinds(tool: Any) -> None:
+    among = ["job killed", "SIGTERM"]
+    drawn = tool("soak_faults").draw(5, 3, 200, 5, 4, among)
+    assert {fault.kind for fault in drawn[:2]} == {fault.kind for fault in drawn} == set(among)
 
 
 def test_the_fitted_line_of_the_docstring(tool: Any) -> None:
