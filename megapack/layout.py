@@ -179,6 +179,17 @@ class Layout:
         return count - tail + (group if rule == "multiple" else self.pp)
 
 
+def why_no_retry(*, tp: int, cp: int, ep: int) -> str:
+    """Why a step that runs out of memory on one rank of such a layout cannot be carried to its end,
+    and so not be tried again; "" where it can."""
+    if max(tp, cp, ep) == 1:
+        return ""
+    return (
+        f"tp={tp}, cp={cp}, ep={ep}: ranks meet inside layers, and one that runs out there leaves "
+        "the others waiting"
+    )
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 

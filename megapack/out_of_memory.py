@@ -22,16 +22,15 @@ from megapack.consensus import agree, on_any_rank
 from megapack.errors import ScheduleError, StepOutOfMemory
 from megapack.forward import DeviceRow, ForwardStep
 from megapack.head import unwrapped
-from megapack.layout import Layout
+from megapack.layout import Layout, why_no_retry
 
 
 def check_retry(layout: Layout, chunks: Sequence[Any], config: Any) -> None:
     """Raise ScheduleError where a step out of memory cannot be carried to its end."""
-    if max(layout.tp, layout.cp, layout.ep) > 1:
+    if reason := why_no_retry(tp=layout.tp, cp=layout.cp, ep=layout.ep):
         raise ScheduleError(
-            f"steps out of memory cannot be tried again with tp={layout.tp}, cp={layout.cp}, ep="
-            f"{layout.ep}: ranks meet inside layers, and one that runs out there leaves the others "
-            "waiting; set train.on_oom=error (retries_oom=False)"
+            f"steps out of memory cannot be tried again with {reason}; set train.on_oom=error "
+            "(retries_oom=False)"
         )
     if layout.dp > 1 and settings.shares_fp8_scales(config):
         raise ScheduleError(

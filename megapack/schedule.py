@@ -92,10 +92,9 @@ class ScheduleAdapter:
         self.layout, self.head = layout, head
         self.config = get_model_config(self.chunks[0])
         self.job = current_job()
-        self._retries_oom = retries_oom
         self._device = torch.device(torch.cuda.current_device())
         # Stages differ in their layers: what one refuses, all do.
-        self._routing = agree(self._checked, device=self._device)
+        self._routing = agree(lambda: self._checked(retries_oom), device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
         self._groups = process_groups()
         self._dp_group = parallel_state.get_data_parallel_group()
@@ -107,8 +106,8 @@ class ScheduleAdapter:
             device=self._device,
             routing=self._routing,
             place=self.job.watchdog.place,
+            retries_oom=retries_oom,
         )
-        self.runner.retries_oom = retries_oom
         self._head_options = {
             "tp_group": self._groups.tp,
             "cp_group": self._groups.cp,
@@ -122,11 +121,11 @@ class ScheduleAdapter:
         self._checked_inputs: set[tuple[str, ...]] = {()}
         self._next: tuple[StepCall, Agreement[Rows]] | None = None
 
-    def _checked(self) -> ModelRouting:
+    def _checked(self, retries_oom: bool) -> ModelRouting:
         settings.check_layout(self.layout, len(self.chunks))
         settings.check_config(self.config, self.layout)
         settings.check_chunks(self.chunks)
-        if self._retries_oom:
+        if retries_oom:
             check_retry(self.layout, self.chunks, self.config)
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         return ModelRouting(self.chunks, self.config, self.layout, tp_rank)

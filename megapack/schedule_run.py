@@ -38,11 +38,11 @@ class ScheduleRunner:
         device: where rows go.
         routing: of the model's experts.
         place: kept up to date.
+        retries_oom: see `ScheduleAdapter`.
 
     Attributes:
         listeners: told of each forward and backward.
         flags: of the last step, whether this rank had numbers everywhere.
-        retries_oom: see `ScheduleAdapter`.
     """
 
     communicator_class = PlannedP2PCommunicator
@@ -58,13 +58,14 @@ class ScheduleRunner:
         device: torch.device,
         routing: ModelRouting,
         place: Place,
+        retries_oom: bool,
     ) -> None:
         self.chunks, self.config, self.layout = chunks, config, layout
         self.device, self.routing, self.place = device, routing, place
         self.listeners: list[Listener] = [_PlaceKeeper(place)]
-        self.flags, self.retries_oom = FiniteFlags(), False
+        self.flags = FiniteFlags()
+        self._groups, self._retries_oom = groups, retries_oom
         self._carrier: OutOfMemoryCarrier | None = None
-        self._groups = groups
 
     def run(
         self,
@@ -92,7 +93,7 @@ class ScheduleRunner:
         self.flags = FiniteFlags()
         listeners = [*self.listeners, self.flags]
         forward: ForwardStep = HeardForward(RowForward(last_stage, routers), self.chunks, listeners)
-        carrier = OutOfMemoryCarrier(self.config, self.device) if self.retries_oom else None
+        carrier = OutOfMemoryCarrier(self.config, self.device) if self._retries_oom else None
         self._carrier = carrier
         with (
             contextlib.nullcontext() if carrier is None else carrier.backwards(),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megapack import launch
-from megapack.batch_plan import plan_logprobs, plan_steps
+from megapack.batch_passes import BatchPasses
 from megapack.checkpoint import Checkpoints
 from megapack.checkpoint_files import Checkpoint, Position, drop_after
 from megapack.checkpoint_state import RunState
@@ -31,12 +31,9 @@ from megapack.job import current_job, join_job
 from megapack.kernels import find_kernels
 from megapack.layout import Layout
 from megapack.model import build_model, initialize_parallel
-from megapack.objectives import make_objective
 from megapack.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.pipeline import simulate_planned
-from megapack.plan import Plan
-from megapack.reference import Reference
-from megapack.replan import Replanner
+from megapack.planned_batch import BatchPlanner, PlannedBatch
 from megapack.report import (
     Progress,
     RunFolder,
@@ -49,7 +46,6 @@ from megapack.report import (
 )
 from megapack.rollouts import group_advantages
 from megapack.run_data import all_batches, open_dataset, steps_in
-from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.tokenizer import ByteTokenizer
 from megapack.trace import StepTracer
@@ -112,28 +108,30 @@ class Trainer:
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
             retries_oom=config.train.on_oom == "replan",
         )
-        self.replanner = Replanner(
+        self.planner = BatchPlanner(
             config.plan, self.layout, self.cost, self.data, self.adapter.dp_rank
         )
-        self.objective = make_objective(config.objective)
-        self.reference = Reference(self.chunks) if config.objective.kl_coef else None
+        self.passes = BatchPasses(
+            config.objective,
+            self.adapter,
+            self.optimizer,
+            self.planner,
+            device=device,
+            on_oom=self._note_oom,
+        )
         self.schedule: OptimizerParamScheduler | None = None
         self.clock = StepClock(in_seconds=self.cost is not None)
         self.tracer = StepTracer(self.adapter, config.train.trace_steps, self.cost)
         self.position = Position()
         self.resumed: Checkpoint | None = None
-        self._last: tuple[Plan, SampleBatch] | None = None
+        self._last: PlannedBatch | None = None
         self._stopping = False
-        self._num_oom_replans = 0
+        reference = self.passes.reference
         self.checkpoints = Checkpoints(
             config,
             self.layout,
-            RunState(
-                self.chunks,
-                self.optimizer,
-                None if self.reference is None else self.reference.initial,
-            ),
-            has_reference=self.reference is not None,
+            RunState(self.chunks, self.optimizer, None if reference is None else reference.initial),
+            has_reference=reference is not None,
             data_digest=self.data.digest(),
             device=device,
         )
@@ -144,7 +142,7 @@ class Trainer:
         self.resumed = self.checkpoints.find()
         # Before the folder is touched: a resume that fails leaves all as it was.
         if self.resumed is not None:
-            self.position = self.checkpoints.load(self.resumed, self._computed_fields())
+            self.position = self.checkpoints.load(self.resumed, self.passes.logprob_fields)
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(active=writes, log_interval=config.train.log_interval)
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
@@ -156,7 +154,7 @@ class Trainer:
             for rows in self._batches():
                 self._train_on(rows)
             if config.train.save_interval is not None and self._last is not None:
-                self._save(*self._last)
+                self._save(self._last)
             agree(self._close_folder, device=self.device)
         finally:
             self.progress.close()
@@ -213,137 +211,64 @@ class Trainer:
         started = time.perf_counter()
         with guarded(self.watchdog, f"the plan of batch {self.position.batch}"):
             self.watchdog.place.enter("plan")
-            batch, plan, forward_plan = agree(lambda: self._prepare(rows), device=self.device)
+            batch = agree(lambda: self._prepare(rows), device=self.device)
         planned = time.perf_counter()
-        self.progress.line(plan_line(plan))
+        self.progress.line(plan_line(batch.plan))
         first_step = self.position.step_in_batch
         if first_step and self.resumed is not None:
-            resumed = self.resumed
-            names = self._computed_fields()
+            resumed, names = self.resumed, self.passes.logprob_fields
             agree(
-                lambda: self.checkpoints.load_batch(resumed, batch, plan, names),
+                lambda: self.checkpoints.load_batch(resumed, batch.samples, batch.plan, names),
                 device=self.device,
             )
         else:
-            self._add_logprobs(batch, forward_plan, rows)
+            self.passes.add_logprobs(batch)
         costs = {
             "plan_s": planned - started,
             "logprob_pass_s": time.perf_counter() - planned,
         }
-        self._last = plan, batch
-        for index in range(first_step, len(plan.steps)):
+        self._last = batch
+        for index in range(first_step, len(batch.plan.steps)):
             self._raise_if_stopping()
-            self._step(plan, batch, index, rows, costs)
+            self._step(batch, index, costs)
             if self._stopping or self.checkpoints.due(self.num_steps):
-                self._save(plan, batch)
+                self._save(batch)
 
-    def _save(self, plan: Plan, batch: SampleBatch) -> None:
+    def _save(self, batch: PlannedBatch) -> None:
         with guarded(self.watchdog, f"the checkpoint after step {self.num_steps}"):
             self.watchdog.place.enter("checkpoint")
-            self.checkpoints.save(self.position, plan, batch, self._computed_fields())
+            self.checkpoints.save(
+                self.position, batch.plan, batch.samples, self.passes.logprob_fields
+            )
 
-    def _prepare(self, rows: Rows) -> tuple[SampleBatch, Plan, Plan]:
+    def _prepare(self, rows: Rows) -> PlannedBatch:
         """Local work of a batch: tensors, advantages, and the plans that every rank finds alike."""
         fields: dict[str, Any] = {}
-        if "advantages" in self.objective.required_fields:
+        if "advantages" in self.passes.objective.required_fields:
             norm = self.config.objective.advantage_norm
             fields["advantages"] = torch.from_numpy(
                 group_advantages(self.data.judged(rows), norm)
             ).float()
-        batch = SampleBatch.from_lengths(
-            self.data.prompt_tokens(rows), self.data.response_tokens(rows), fields
-        )
-        plan = self._plan(batch, rows)
-        forward_plan = (
-            plan_logprobs(self.config.plan, self.layout, self.cost, batch.lengths) or plan
-        )
-        self.data.give_tokens(batch, rows, (plan, forward_plan), self.adapter.dp_rank)
+        batch = self.planner.plan(rows, fields)
         if self.folder is not None:
-            self.folder.write_plan(plan, batch.lengths)
-        return batch, plan, forward_plan
-
-    def _plan(self, batch: SampleBatch, rows: Rows) -> Plan:
-        return plan_steps(
-            self.config.plan, self.layout, self.cost, batch.lengths, self.data.rollout_ids(rows)
-        )
-
-    def _add_logprobs(self, batch: SampleBatch, plan: Plan, rows: Rows) -> None:
-        """Fill in the log-probs that the objective reads."""
-        needed = self.objective.required_fields
-        if "old_logprobs" in needed:
-            batch.set_field("old_logprobs", self._logprobs(batch, plan, rows))
-        if self.reference is not None and "ref_logprobs" in needed:
-            with self.reference.weights():
-                batch.set_field("ref_logprobs", self._logprobs(batch, plan, rows))
-
-    def _computed_fields(self) -> list[str]:
-        """Fields of a batch that `_add_logprobs` fills in."""
-        names = ["old_logprobs", *(["ref_logprobs"] if self.reference is not None else [])]
-        return [name for name in names if name in self.objective.required_fields]
-
-    def _logprobs(self, batch: SampleBatch, plan: Plan, rows: Rows) -> list[torch.Tensor]:
-        """Per sample its tokens' log-probs; 0 for samples that the plan drops."""
-        try:
-            return self._logprobs_of(batch, plan)
-        except StepOutOfMemory as error:
-            self._note_oom(error)
-            smaller = agree(lambda: self.replanner.logprobs(rows, batch, plan), device=self.device)
-            return self._logprobs_of(batch, smaller)
-
-    def _logprobs_of(self, batch: SampleBatch, plan: Plan) -> list[torch.Tensor]:
-        merged = [torch.zeros(())] * len(batch)
-        for index in range(len(plan.steps)):
-            found = self.adapter.forward(plan, batch, step=index)["logprobs"]
-            merged = [old if new is None else new for old, new in zip(merged, found, strict=True)]
-        return merged
+            self.folder.write_plan(batch.plan, batch.samples.lengths)
+        return batch
 
     def _note_oom(self, error: StepOutOfMemory) -> None:
-        """Rows are planned anew, for once; a second failure ends the run."""
-        self._num_oom_replans += 1
         self.tracer.drop()
         self.progress.line(f"{error}; planned anew in rows of half the size")
 
-    def _gradients(self, plan: Plan, batch: SampleBatch, index: int, next_step: int | None) -> Any:
-        """Forward and backward of a step, from gradients of zero."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        objective = self.config.objective
-        return self.adapter.step(
-            plan,
-            batch,
-            objective=self.objective,
-            step=index,
-            weighting=objective.loss_weighting,
-            norm_constant=objective.norm_constant,
-            entropy=True,
-            next_step=next_step,
-        )
-
-    def _step(
-        self, plan: Plan, batch: SampleBatch, index: int, rows: Rows, costs: dict[str, float]
-    ) -> None:
+    def _step(self, batch: PlannedBatch, index: int, costs: dict[str, float]) -> None:
         """One optimizer step and its line of metrics."""
-        step = plan.steps[index]
-        simulation = simulate_planned(plan, step, self.cost)
+        plan = batch.plan
+        simulation = simulate_planned(plan, plan.steps[index], self.cost)
         predicted_s = self.clock.predict(simulation.makespan)
         with guarded(self.watchdog, f"step {self.num_steps + 1}", predicted_s):
             reset_memory_peaks()
             self.tracer.start()
-            started = tried = time.perf_counter()
-            next_step = index + 1 if index + 1 < len(plan.steps) else None
-            try:
-                result = self._gradients(plan, batch, index, next_step)
-            except StepOutOfMemory as error:
-                self._note_oom(error)
-                smaller, planned = agree(
-                    lambda: self.replanner.step(rows, batch, plan, index), device=self.device
-                )
-                tried, step = time.perf_counter(), planned.steps[0]
-                simulation = simulate_planned(planned, step, self.cost)
-                result = self._gradients(planned, smaller, 0, None)
-            torch.cuda.synchronize()
-            measured_s = time.perf_counter() - tried
+            started = time.perf_counter()
+            ran = self.passes.gradients(batch, index, simulation)
+            optimizer_started = time.perf_counter()
             self.watchdog.place.enter("optimizer")
             updated, grad_norm, _ = self.optimizer.step()
             check_norm(float(grad_norm))
@@ -353,22 +278,22 @@ class Trainer:
         ended = time.perf_counter()
         # With an attempt that ran out of memory.
         total_s = ended - started
-        self.clock.record(simulation.makespan, measured_s)
+        self.clock.record(ran.simulation.makespan, ran.measured_s)
         self.position = self.position.after_step(index + 1, len(plan.steps), bool(updated))
-        packing = packing_metrics(step, simulation)
+        packing = packing_metrics(ran.step, ran.simulation)
         self._write(
             {
                 "step": self.num_steps,
                 "plan_digest": plan.digest()[:12],
-                **training_metrics(result),
+                **training_metrics(ran.result),
                 "grad_norm": float(grad_norm),
                 "updated": int(updated),
                 "lr": lr,
                 "step_predicted_s": predicted_s,
-                "step_measured_s": measured_s,
-                "optimizer_s": ended - tried - measured_s,
+                "step_measured_s": ran.measured_s,
+                "optimizer_s": ended - optimizer_started,
                 **costs,
-                "num_oom_replans": self._num_oom_replans,
+                "num_oom_replans": self.passes.num_oom_replans,
                 **memory_peaks(),
                 "tokens_per_second": packing["tokens"] / total_s,
                 "tokens_per_second_per_gpu": packing["tokens"] / total_s / dist.get_world_size(),

@@ -14,7 +14,7 @@ from megapack.calibration import read_cost
 from megapack.cost import CostModel
 from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
-from megapack.layout import CountRule, Fp8, Layout
+from megapack.layout import CountRule, Fp8, Layout, why_no_retry
 from megapack.loop_config import LoopConfig, WatchdogConfig
 from megapack.memory import MemoryModel
 from megapack.model_config import DataConfig, ModelConfig, ObjectiveConfig, at_least
@@ -290,10 +290,6 @@ class TrainConfig:
             raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
 
     def _check_retry(self) -> None:
-        layout = self.layout
-        if self.train.on_oom == "replan" and max(layout.tp, layout.cp, layout.ep) > 1:
-            raise ConfigError(
-                f"train.on_oom=replan with layout.tp={layout.tp}, cp={layout.cp}, ep={layout.ep}: "
-                "ranks meet inside layers, and one that runs out there leaves the others waiting; "
-                "set train.on_oom=error"
-            )
+        reason = why_no_retry(tp=self.layout.tp, cp=self.layout.cp, ep=self.layout.ep)
+        if self.train.on_oom == "replan" and reason:
+            raise ConfigError(f"train.on_oom=replan with layout.{reason}; set train.on_oom=error")

@@ -16,7 +16,7 @@ from megapack import launch
 from megapack.config import load_config
 from megapack.dataset import Dataset
 from megapack.interrupt import Interrupt
-from megapack.samples import SampleBatch
+from megapack.planned_batch import PlannedBatch
 from megapack.train import Trainer
 from megapack.train_config import TrainConfig
 
@@ -37,16 +37,16 @@ class Watched(Trainer):
         self.data.tokens = watched  # type: ignore[method-assign]
         return super().run()
 
-    def _prepare(self, rows: np.ndarray) -> tuple[SampleBatch, object, object]:  # type: ignore[override]
-        batch, plan, forward_plan = super()._prepare(rows)
-        own = [mb for p in (plan, forward_plan) for s in p.steps for mb in s.ranks[self._dp_rank()]]
+    def _prepare(self, rows: np.ndarray) -> PlannedBatch:
+        batch = super()._prepare(rows)
+        dp_rank = self.adapter.dp_rank
+        own = [
+            mb for p in (batch.plan, batch.forward_plan) for s in p.steps for mb in s.ranks[dp_rank]
+        ]
         samples = sorted({i for mb in own for i in mb.samples})
-        assert list(batch.samples_with_tokens) == samples
+        assert list(batch.samples.samples_with_tokens) == samples
         self.planned += rows[samples].tolist()
-        return batch, plan, forward_plan
-
-    def _dp_rank(self) -> int:
-        return self.adapter.dp_rank
+        return batch
 
 
 def main(config_path: str, out_dir: str, *overrides: str) -> None:

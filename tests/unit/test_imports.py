@@ -28,13 +28,15 @@ LAYERS = [
     "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
     "dp_schedule plan_summary forecast tune run_records timeline chrome_trace plot page page_data",
-    "thd cp_slices samples ragged loop_config train_config run_data batch_plan checkpoint_files",
+    "thd cp_slices samples ragged loop_config train_config run_data batch_plan planned_batch "
+    "checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
     "run_context segments objectives preference value_head checkpoint_state checkpoint_index "
     "reference interrupt bounded_calls board watch_peers watchdog agreements guard job "
     "microbatch_events non_finite schedule_run step_call out_of_memory",
-    "model layer_specs optimizer train checkpoint launch report trackers trace dry_run replan",
+    "model layer_specs optimizer train checkpoint launch report trackers trace dry_run replan "
+    "batch_passes",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
     "commands.trace commands.plot commands.report commands.patch commands.run "
