@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import socket
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
@@ -37,6 +38,13 @@ class Failure:
     """Of the rank that failed."""
     gone: tuple[int, ...] = ()
     """Ranks that will not answer: killed or stopped."""
+
+    @classmethod
+    def of(cls, who: str, error: BaseException, *, gone: tuple[int, ...] = ()) -> Failure:
+        """An error as the others are told it; `who` says whose it is, and where."""
+        text = f"{who} {type(error).__name__}: {error}".partition("\n")[0]
+        told = "".join(traceback.format_exception(error))
+        return cls(text=text, traceback=told, gone=gone)
 
     def error(self) -> RankError:
         """What every rank raises; the traceback is its note."""
@@ -87,14 +95,15 @@ class Board:
         # How often a rank joined tells boards of one store apart; all ranks count alike.
         number = own.add(f"megapack/joined/{rank}", 1)
         self._calls = BoundedCalls("megapack-board", limit_s=_ANSWER_S)
-        self._store = dist.PrefixStore(f"megapack/{number}", own)
+        prefixed: Any = dist.PrefixStore(f"megapack/{number}", own)
+        self._store = prefixed
         self._num_beats, self._is_gone = 0, False
         self._store.compare_set("failure", "", _NO_FAILURE)
         self.beat()
         mine = Process.of(rank, os.getpid())
         self._host_key = f"host/{_process_table()}"
         entry = f"{mine.rank} {mine.pid} {mine.started},"
-        self._store.append(self._host_key, entry)  # type: ignore[attr-defined]
+        self._store.append(self._host_key, entry)
 
     def beat(self) -> None:
         """Show that this process lives."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megapack.errors import ScheduleError
+from megapack.errors import ScheduleError, of_all_ranks
 
 T = TypeVar("T")
 
@@ -160,10 +160,10 @@ def _tell_apart(
     """Raise what went wrong, the same on every rank, from the message and values of each."""
     failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(ranks) if message]
     if error is not None and len({message for message, _ in ranks}) == 1:
-        error.on_all_ranks = True  # type: ignore[attr-defined]
-        raise error
+        raise of_all_ranks(error)
     if failed:
-        raise _shared(f"{len(failed)} of {len(ranks)} ranks failed: {'; '.join(failed)}") from error
+        told = f"{len(failed)} of {len(ranks)} ranks failed: {'; '.join(failed)}"
+        raise of_all_ranks(ScheduleError(told)) from error
     for part, name in enumerate(same):
         _refuse_difference(name, [values[part] for _, values in ranks])
     raise AssertionError("ranks differ, and what they tell does not")
@@ -212,19 +212,15 @@ def _unpacked(row: bytes, num_values: int) -> tuple[str, list[str]]:
     return message, values
 
 
-def _shared(message: str) -> ScheduleError:
-    error = ScheduleError(message)
-    error.on_all_ranks = True
-    return error
-
-
 def _refuse_difference(name: str, values: list[str]) -> None:
     (common, count), *others = Counter(values).most_common()
     if not others:
         return
     odd = [rank for rank, value in enumerate(values) if value != common]
-    raise _shared(
-        f"ranks {odd} differ from the other {count} in {name} (rank {odd[0]}: "
-        f"{values[odd[0]]!r}, most: {common!r}); every rank must plan from the same lengths, "
-        "rollouts, layout, budget, policy and cost model, and make the same call"
+    raise of_all_ranks(
+        ScheduleError(
+            f"ranks {odd} differ from the other {count} in {name} (rank {odd[0]}: "
+            f"{values[odd[0]]!r}, most: {common!r}); every rank must plan from the same lengths, "
+            "rollouts, layout, budget, policy and cost model, and make the same call"
+        )
     )

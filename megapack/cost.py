@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from megapack.cost_fit import Measurement, fit_coefficients
 from megapack.cost_sizes import ModelSizes
@@ -185,10 +186,10 @@ class CostModel:
         )
 
 
-def _check_number(name: str, value: object) -> None:
+def _check_number(name: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # An integer may be larger than any float; NaN is not at least 0.
-    if not is_number or not 0 <= value <= sys.float_info.max:  # type: ignore[operator]
+    if not is_number or not 0 <= value <= sys.float_info.max:
         raise ConfigError(f"{name}={brief(value)}; set a finite number of at least 0")
 
 

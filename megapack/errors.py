@@ -5,6 +5,10 @@ A message is one line: what is wrong, the numbers, what to set.
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 _MAX_CHARS = 60
 
 
@@ -24,6 +28,13 @@ def brief(value: object) -> str:
 def first_line(error: BaseException) -> str:
     """What another library says, for a message: its first line, cut short."""
     return str(error).partition("\n")[0][:120]
+
+
+def of_all_ranks(error: E) -> E:
+    """The error, marked as one that every rank raises: none of them need tell the others."""
+    marked: Any = error
+    marked.on_all_ranks = True
+    return error
 
 
 class MegapackError(Exception):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -73,11 +72,7 @@ def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:
     if failure is None and _is_broken_collective(error):
         failure, verb = _cause(watchdog), "lost its connection to another rank"
     if failure is None:
-        what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        failure = Failure(
-            text=f"rank {watchdog.rank} {verb}{watchdog.place.within}: {what}",
-            traceback="".join(traceback.format_exception(error)),
-        )
+        failure = Failure.of(f"rank {watchdog.rank} {verb}{watchdog.place.within}:", error)
     failure = watchdog.tell(failure)
     watchdog.wait_until_heard()
     return failure.error()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,7 @@ def _from_sequence(lengths: Any) -> npt.NDArray[Any]:
 Ids = tuple[int | str, ...]
 
 
-def is_id(value: object) -> bool:
+def is_id(value: object) -> TypeGuard[int | str]:
     """Whether it is a string or an integer of int64; Python may not even print larger ones."""
     if isinstance(value, int) and not isinstance(value, bool):
         return -(2**63) <= value < 2**63
@@ -133,7 +133,7 @@ def _read_id(kind: str, sample: int, value: object) -> int | str:
     if not is_id(value):
         raise DataError(f"sample {sample} has {kind} id {brief(value)}; give an int64 or a str")
     # np.str_ is a str; JSON writes it as one.
-    return str(value) if isinstance(value, str) else value  # type: ignore[return-value]
+    return str(value) if isinstance(value, str) else value
 
 
 def read_budget(
@@ -164,15 +164,15 @@ def read_budget(
     return budget // unit * unit
 
 
-def check_count(name: str, value: object) -> None:
+def check_count(name: str, value: Any) -> None:
     """Raise ConfigError where a size that is given is not an integer of at least 1.
 
     Compiled code takes it times cp as an int64.
     """
     if value is None:
         return
-    good = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not good or value < 1:  # type: ignore[operator]
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value < 1:
         raise ConfigError(f"{name}={brief(value)}; set an integer of at least 1")
-    if value > _MAX_COUNT:  # type: ignore[operator]
+    if value > _MAX_COUNT:
         raise ConfigError(f"{name}={brief(value)}; set an integer of at most {_MAX_COUNT}")

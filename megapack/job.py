@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import traceback
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -57,9 +56,8 @@ def _leave_at_exit() -> None:
     error = getattr(sys, "last_value", None)
     while error is not None and _joined:
         _, job = _joined.pop()
-        rank, what = job.watchdog.rank, f"{type(error).__name__}: {error}".partition("\n")[0]
-        told = "".join(traceback.format_exception(error))
-        job.stop(Failure(text=f"rank {rank} ended with {what}", traceback=told, gone=(rank,)))
+        rank = job.watchdog.rank
+        job.stop(Failure.of(f"rank {rank} ended with", error, gone=(rank,)))
     leave_job()
 
 

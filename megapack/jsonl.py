@@ -128,7 +128,7 @@ def _number(key: str, value: Any) -> float:
 def _identity(key: str, value: Any) -> int | str:
     if not is_id(value):
         raise BadLine(f"{key} is {_shown(value)}, expected an int64 or a string")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _shown(value: Any) -> str:

@@ -208,7 +208,7 @@ def _identity(row: dict[str, Any], column: str) -> int | str:
     value = _cell(row, column)
     if not is_id(value) or value == "":
         raise DataError(f"{_one_line(column)} is {shown(value)}; give an int64 or a string")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _cell(row: dict[str, Any], column: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from megapack.forward import DeviceRow, ForwardStep
 Kind = Literal["F", "B"]
 
 
-class Listener(Protocol):
+class Listener:
     """Called on the thread that does the work; what it raises is raised there."""
 
     def begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
@@ -76,7 +76,7 @@ class HeardForward:
                 lambda: self._ends("B", chunk, microbatch)
             )
 
-        output.register_hook(backward_begins)  # type: ignore[no-untyped-call]
+        output.register_hook(backward_begins)
 
     def _begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
         for listener in self._listeners:

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megapack.errors import ScheduleError
+from megapack.errors import ScheduleError, of_all_ranks
 from megapack.train_config import OptimConfig
 
 
@@ -54,9 +54,9 @@ def build_lr_schedule(
 def check_norm(grad_norm: float) -> None:
     """Raise ScheduleError where the norm of finite gradients is no number; all ranks have it."""
     if not math.isfinite(grad_norm):
-        error = ScheduleError(
-            f"the gradient norm is {grad_norm}, though every rank's own gradients are finite; "
-            "resume from the last checkpoint, with a lower optim.lr"
+        raise of_all_ranks(
+            ScheduleError(
+                f"the gradient norm is {grad_norm}, though every rank's own gradients are finite; "
+                "resume from the last checkpoint, with a lower optim.lr"
+            )
         )
-        error.on_all_ranks = True
-        raise error

@@ -18,7 +18,7 @@ from megapack.errors import ScheduleError
 from megapack.place import Place
 
 
-class NotingP2PCommunicator(P2PCommunicator):  # type: ignore[misc]
+class NotingP2PCommunicator(P2PCommunicator):
     """Megatron's own, which notes each exchange before it begins.
 
     Attributes:

@@ -24,7 +24,7 @@ from megapack import settings
 from megapack.agreements import Agreement
 from megapack.consensus import agree, on_any_rank
 from megapack.cp_slices import slice_row
-from megapack.errors import DataError, ScheduleError
+from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.experts import ModelRouting
 from megapack.forward import LastStage, taken_inputs
 from megapack.frozen import keep_gradients_through_recompute
@@ -359,12 +359,12 @@ class ScheduleAdapter:
         found = on_any_rank([name in taken for name in names], device=self._device)
         for name, is_taken in zip(names, found, strict=True):
             if not is_taken:
-                error = ScheduleError(
-                    f"no model chunk's forward takes {name!r}, which the batch has as a tensor; "
-                    "add the argument to the model's forward, or leave the tensor out"
+                raise of_all_ranks(
+                    ScheduleError(
+                        f"no model chunk's forward takes {name!r}, which the batch has as a "
+                        "tensor; add the argument to the model's forward, or leave the tensor out"
+                    )
                 )
-                error.on_all_ranks = True
-                raise error
         self._checked_inputs.add(names)
 
     def _run(

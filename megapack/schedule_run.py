@@ -63,8 +63,8 @@ class ScheduleRunner:
         self.chunks, self.config, self.layout = chunks, config, layout
         self.device, self.routing, self.place = device, routing, place
         self.listeners: list[Listener] = [_PlaceKeeper(place)]
-        self.flags = FiniteFlags()
         self._groups, self._retries_oom = groups, retries_oom
+        self.flags = self._new_flags()
         self._carrier: OutOfMemoryCarrier | None = None
 
     def run(
@@ -90,7 +90,7 @@ class ScheduleRunner:
         communicator = None
         if self.layout.pp > 1:
             communicator = self._communicator(rows, step, planned, forward_only)
-        self.flags = FiniteFlags()
+        self.flags = self._new_flags()
         listeners = [*self.listeners, self.flags]
         forward: ForwardStep = HeardForward(RowForward(last_stage, routers), self.chunks, listeners)
         carrier = OutOfMemoryCarrier(self.config, self.device) if self._retries_oom else None
@@ -117,8 +117,14 @@ class ScheduleRunner:
             self.routing.forget_choices()
             carrier.raise_on_all()
         if not forward_only and not settings.reduces(self.chunks):
-            params = [p for chunk in self.chunks for p in chunk.parameters()]
-            self._look_at([p.grad for p in params if p.grad is not None])
+            params = [list(chunk.parameters()) for chunk in self.chunks]
+            self._look_at([[p.grad for p in own if p.grad is not None] for own in params])
+
+    def _new_flags(self) -> FiniteFlags:
+        pp = self._groups.pp
+        # Megatron deals the stages of the model out to pipeline ranks in turn.
+        stages = [chunk * pp.size() + pp.rank() for chunk in range(len(self.chunks))]
+        return FiniteFlags(stages, self._groups.dp.rank())
 
     def _communicator(
         self, rows: list[PackedRow], step: StepPlan, planned: bool, forward_only: bool
@@ -156,30 +162,25 @@ class ScheduleRunner:
 
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
             self.place.enter("reduction")
-            buffers = [b for chunk in self.chunks for b in settings.gradient_buffers(chunk)]
-            self._look_at([buffer.grad_data for buffer in buffers])
+            self._look_at(
+                [[b.grad_data for b in settings.gradient_buffers(chunk)] for chunk in self.chunks]
+            )
             if self._carrier is None or not self._carrier.agree():
                 finalize(*args, **kwargs)
 
         return finalize_model_grads
 
-    def _look_at(self, gradients: list[Tensor]) -> None:
+    def _look_at(self, gradients: list[list[Tensor]]) -> None:
         # Under fp16 an overflow is what the loss scaler waits for.
-        if gradients and not self.config.fp16:
+        if not self.config.fp16:
             self.flags.look_at_gradients(gradients)
 
 
-class _PlaceKeeper:
-    """Writes forwards and backwards into this rank's place."""
+class _PlaceKeeper(Listener):
+    """Writes into this rank's place which forward or backward began last."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
     def begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
         self._place.enter("forward" if kind == "F" else "backward", chunk, microbatch)
-
-    def ends(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        """Until the next begins the rank exchanges what this one made."""
-
-    def puts_out(self, chunk: int, microbatch: int, output: Tensor) -> None:
-        """The exchange tells of it."""

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megapack import cpu
 from megapack.consensus import agree
 from megapack.cost import CostModel
-from megapack.microbatch_events import Kind
+from megapack.microbatch_events import Kind, Listener
 from megapack.plan import Plan
 from megapack.report import RunFolder
 from megapack.run_records import TRACE_FILE
@@ -89,7 +89,7 @@ class StepTracer:
         agree(write, device=torch.device(torch.cuda.current_device()))
 
 
-class _Recorder:
+class _Recorder(Listener):
     """Marks of one step on this rank, counted from a moment that all ranks share."""
 
     def __init__(self) -> None:
@@ -106,9 +106,6 @@ class _Recorder:
     def ends(self, kind: Kind, chunk: int, microbatch: int) -> None:
         begin = self._begun.pop((kind, chunk, microbatch))
         self._spans.append((chunk, microbatch, kind, begin, mark()))
-
-    def puts_out(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
-        """Nothing of it is kept."""
 
     def events(self, dp_rank: int) -> list[list[Any]]:
         """The fields of each `pipeline.Event`, seconds counted from the step's begin."""

@@ -1,6 +1,7 @@
 """Every fault in every phase of a step on every rank: 120 jobs of 4 ranks over gloo.
 
-    python tools/fault_matrix.py [--only TEXT] [overrides ...]
+    python tools/fault_matrix.py [--faults FAULT ...] [--phases PHASE ...] [--ranks RANK ...]
+                                 [--set section.key=value ...]
 
 Prints a line per case and a table of seconds from the fault to the last rank's error; exit code 1
 where a case ended otherwise than promised.
@@ -12,45 +13,51 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.dist.rank_fault_worker import FAULTS, PHASES
-from tests.dist.rank_faults import WORLD, Case, Outcome, every_case, run_case
+from tests.dist.rank_fault_worker import ELSEWHERE, FAULTS, PHASES
+from tests.dist.rank_faults import WORLD, Case, Outcome, cases, run_case
 
 
 def main() -> int:
     """Run the cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the job")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument(
+        "--phases", nargs="+", choices=PHASES + ELSEWHERE, default=PHASES, help="those of a step"
+    )
+    parser.add_argument("--ranks", nargs="+", type=int, choices=range(WORLD), default=range(WORLD))
+    parser.add_argument(
+        "--set", nargs="+", default=(), metavar="section.key=value", help="settings of the job"
+    )
     args = parser.parse_args()
     outcomes: dict[Case, Outcome] = {}
-    for case in every_case():
-        if args.only in str(case):
-            with tempfile.TemporaryDirectory(prefix="megapack-fault-") as folder:
-                outcomes[case] = run_case(case, Path(folder), *args.overrides)
-            print(f"{case}: {outcomes[case].seconds:.1f} s", *outcomes[case].complaints, flush=True)
+    for case in cases(args.faults, args.phases, args.ranks):
+        with tempfile.TemporaryDirectory(prefix="megapack-fault-") as folder:
+            outcomes[case] = run_case(case, Path(folder), *args.set)
+        print(f"{case}: {outcomes[case].seconds:.1f} s", *outcomes[case].complaints, flush=True)
     failed = [case for case, outcome in outcomes.items() if outcome.complaints]
-    _print_table(outcomes)
+    _print_table(outcomes, args.faults, args.phases)
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} cases as promised")
     return 1 if failed else 0
 
 
-def _print_table(outcomes: dict[Case, Outcome]) -> None:
+def _print_table(
+    outcomes: dict[Case, Outcome], faults: Sequence[str], phases: Sequence[str]
+) -> None:
     """Seconds, the largest of the ranks, per fault and phase."""
-    print("\n| fault | " + " | ".join(PHASES) + " |\n|---|" + "---:|" * len(PHASES))
-    for fault in FAULTS:
-        cells = []
-        for phase in PHASES:
-            cases = [Case(fault, phase, rank) for rank in range(WORLD)]
-            seconds = [outcomes[case].seconds for case in cases if case in outcomes]
-            cells.append(f"{max(seconds):.1f}" if seconds else "")
-        print(f"| {fault} | " + " | ".join(cells) + " |")
-    if outcomes:
-        middle = statistics.median(outcome.seconds for outcome in outcomes.values())
-        print(f"\nmedian {middle:.1f} s")
+    print("\n| fault | " + " | ".join(phases) + " |\n|---|" + "---:|" * len(phases))
+    for fault in faults:
+        slowest = []
+        for phase in phases:
+            found = [o.seconds for c, o in outcomes.items() if (c.fault, c.phase) == (fault, phase)]
+            slowest.append(f"{max(found):.1f}" if found else "")
+        print(f"| {fault} | " + " | ".join(slowest) + " |")
+    middle = statistics.median(outcome.seconds for outcome in outcomes.values())
+    print(f"\nmedian {middle:.1f} s")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ def judge_counts(run: str, samples: Sequence[Sample]) -> list[str]:
             first, last = (min(getattr(s, name) for s in part) for part in (own[:few], own[-few:]))
             seen.add((rank, name, first, last))
             if last > first:
-                failed.append(f"{run}, life {life}, rank {rank}: {name} grew from {first} to {last}")
+                who = f"{run}, life {life}, rank {rank}"
+                failed.append(f"{who}: {name} grew from {first} to {last}")
     print(f"\n{run}: least of the first and of the last quarter of a life")
     for rank, name, first, last in sorted(seen):
         print(f"  rank {rank} {name:8} {first:5} {last:5}")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megapack.errors import DataError
+from megapack.errors import DataError, of_all_ranks
 from megapack.samples import RESPONSE_MASK, SampleBatch
 
 Sample = dict[str, np.ndarray[Any, Any]]
@@ -44,9 +44,7 @@ def draw_batch(data_iterator: Any, num_items: int, field_names: Sequence[str]) -
     dist.broadcast_object_list(parts, src=source, group=model_group)
     failed = [f"data-parallel rank {r}: {part}" for r, part in enumerate(parts[0]) if _bad(part)]
     if failed:
-        error = DataError("; ".join(failed))
-        error.on_all_ranks = True
-        raise error
+        raise of_all_ranks(DataError("; ".join(failed)))
     samples = [sample for part in parts[0] for sample in part]
     return SampleBatch(
         [sample["tokens"] for sample in samples],

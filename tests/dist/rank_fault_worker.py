@@ -22,6 +22,7 @@ from megapack.config import load_config
 from megapack.errors import DataError, StepOutOfMemory
 from megapack.forward import LastStage, RowForward
 from megapack.interrupt import Interrupt
+from megapack.microbatch_events import Kind, Listener
 from megapack.non_finite import FiniteFlags
 from megapack.report import RunFolder
 from megapack.schedule_run import ScheduleRunner
@@ -37,6 +38,7 @@ SETTINGS = [
 PHASES = ("plan", "pack", "forward", "backward", "reduction", "output")
 ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint")
 """Phases outside of the step's own, and outside of the matrix."""
+ON_RANK_0 = ("write_plan",)
 FAULTS = ("bad_sample", "out_of_memory", "user_error", "nan", "killed")
 SIGNALS = {
     "killed": signal.SIGKILL,
@@ -180,7 +182,7 @@ def _poisoned_backward(found: Any, trigger: Trigger) -> Any:
 
 def _poison_buffers(args: Any, trigger: Trigger) -> None:
     if trigger.fires():
-        args[1][0].fill_(NAN)
+        args[1][0][0].fill_(NAN)
 
 
 def _poisoned_loss(found: dict[str, float], trigger: Trigger) -> dict[str, float]:
@@ -192,7 +194,7 @@ def _listen(runner: ScheduleRunner, phase: str, trigger: Trigger) -> None:
         runner.listeners.append(_Faulty(phase, trigger))
 
 
-class _Faulty:
+class _Faulty(Listener):
     """Fails where one forward or backward begins."""
 
     def __init__(self, phase: str, trigger: Trigger) -> None:
@@ -200,15 +202,9 @@ class _Faulty:
         phases = {"forward": ("F", True), "backward": ("B", False), "log-probs": ("F", False)}
         self._wanted, self._trigger = phases[phase], trigger
 
-    def begins(self, kind: str, chunk: int, microbatch: int) -> None:
+    def begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
         if microbatch == AT_MICROBATCH and (kind, torch.is_grad_enabled()) == self._wanted:
             self._trigger()
-
-    def ends(self, kind: str, chunk: int, microbatch: int) -> None:
-        """No fault there."""
-
-    def puts_out(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
-        """No fault there."""
 
 
 def main(out_dir: str, fault: str, phase: str, rank: str, *overrides: str) -> int:

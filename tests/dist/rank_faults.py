@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.dist.rank_fault_worker import FAULTS, PHASES
+from tests.dist.rank_fault_worker import FAULTS, ON_RANK_0, PHASES
 from tests.dist.spawn import run_job
 
 LIMIT_S = 20.0
@@ -44,9 +46,19 @@ class Outcome:
     """What was not as promised; empty where all was."""
 
 
-def every_case() -> list[Case]:
-    """All 120."""
-    return [Case(f, p, r) for f in FAULTS for p in PHASES for r in range(WORLD)]
+def cases(
+    faults: Sequence[str] = FAULTS,
+    phases: Sequence[str] = PHASES,
+    ranks: Sequence[int] = range(WORLD),
+) -> list[Case]:
+    """Each fault in each phase on each rank that goes through it."""
+    return [
+        Case(fault, phase, rank)
+        for fault in faults
+        for phase in phases
+        for rank in ranks
+        if rank == 0 or phase not in ON_RANK_0
+    ]
 
 
 def run_case(case: Case, folder: Path, *overrides: str) -> Outcome:
@@ -84,6 +96,8 @@ def _complaints(case: Case, reports: dict[int, dict[str, str]]) -> list[str]:
             found.append(f"rank {rank}: {told['error']!r} does not name the fault")
         if f"rank {case.rank}" not in told["error"]:
             found.append(f"rank {rank}: {told['error']!r} does not name rank {case.rank}")
+        if case.fault == "nan" and len(re.findall(r"\brank \d", told["error"])) > 1:
+            found.append(f"rank {rank}: {told['error']!r} names those that it was passed on to")
         if case.fault == "user_error" and "rank_fault_worker.py" not in (
             told["notes"] + told["cause"]
         ):
