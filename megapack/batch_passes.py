@@ -39,6 +39,8 @@ class StepGradients:
     result: StepResult
     measured_s: float
     """Seconds of the attempt that succeeded."""
+    failed_s: float
+    """Seconds of one before it that ran out of memory, and of planning anew."""
 
 
 class BatchPasses:
@@ -101,15 +103,19 @@ class BatchPasses:
             StepOutOfMemory, PlanError: also the second attempt failed, or none is possible.
             ScheduleError, RankError: as `ScheduleAdapter.step` does.
         """
+        started = time.perf_counter()
         try:
             return self._gradients(batch, index, simulation)
         except StepOutOfMemory as error:
             smaller = self._planned_anew(error, lambda: replan_step(self._planner, batch, index))
         plan = smaller.plan
         simulation = simulate_planned(plan, plan.steps[0], self._planner.cost)
-        return self._gradients(smaller, 0, simulation)
+        failed_s = time.perf_counter() - started
+        return self._gradients(smaller, 0, simulation, failed_s)
 
-    def _gradients(self, batch: PlannedBatch, index: int, simulation: Simulation) -> StepGradients:
+    def _gradients(
+        self, batch: PlannedBatch, index: int, simulation: Simulation, failed_s: float = 0.0
+    ) -> StepGradients:
         started = time.perf_counter()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -131,6 +137,7 @@ class BatchPasses:
             simulation=simulation,
             result=result,
             measured_s=time.perf_counter() - started,
+            failed_s=failed_s,
         )
 
     def _logprobs(self, batch: PlannedBatch) -> list[torch.Tensor]:

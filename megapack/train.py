@@ -266,18 +266,16 @@ class Trainer:
         with guarded(self.watchdog, f"step {self.num_steps + 1}", predicted_s):
             reset_memory_peaks()
             self.tracer.start()
-            started = time.perf_counter()
             ran = self.passes.gradients(batch, index, simulation)
-            optimizer_started = time.perf_counter()
+            started = time.perf_counter()
             self.watchdog.place.enter("optimizer")
             updated, grad_norm, _ = self.optimizer.step()
             check_norm(float(grad_norm))
         assert self.schedule is not None
         lr = self.optimizer.param_groups[0]["lr"]
         self.schedule.step(increment=1)
-        ended = time.perf_counter()
-        # With an attempt that ran out of memory.
-        total_s = ended - started
+        optimizer_s = time.perf_counter() - started
+        total_s = ran.failed_s + ran.measured_s + optimizer_s
         self.clock.record(ran.simulation.makespan, ran.measured_s)
         self.position = self.position.after_step(index + 1, len(plan.steps), bool(updated))
         packing = packing_metrics(ran.step, ran.simulation)
@@ -291,7 +289,7 @@ class Trainer:
                 "lr": lr,
                 "step_predicted_s": predicted_s,
                 "step_measured_s": ran.measured_s,
-                "optimizer_s": ended - optimizer_started,
+                "optimizer_s": optimizer_s,
                 **costs,
                 "num_oom_replans": self.passes.num_oom_replans,
                 **memory_peaks(),
