@@ -66,8 +66,13 @@ def halved(config: PlanConfig, steps: Sequence[StepPlan]) -> PlanConfig:
             f"a GPU ran out of memory though each row holds one sample, of up to {tokens} padded "
             "tokens; set data.max_length, model.recompute, or a layout with more stages"
         )
-    config = dataclasses.replace(config, global_batch_size=None, num_steps=None)
-    if config.max_tokens_per_gpu is None:
-        return dataclasses.replace(config, micro_batch_size=num_samples // 2)
-    budget = max(tokens // 2, 1)
-    return dataclasses.replace(config, max_tokens_per_gpu=budget, forward_max_tokens_per_gpu=budget)
+    is_counted, budget = config.max_tokens_per_gpu is None, max(tokens // 2, 1)
+    is_forward_counted = is_counted and config.forward_max_tokens_per_gpu is None
+    return dataclasses.replace(
+        config,
+        global_batch_size=None,
+        num_steps=None,
+        micro_batch_size=num_samples // 2 if is_counted else None,
+        max_tokens_per_gpu=None if is_counted else budget,
+        forward_max_tokens_per_gpu=None if is_forward_counted else budget,
+    )

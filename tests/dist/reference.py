@@ -8,6 +8,7 @@ from which each test adds up what a step must give.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -215,22 +216,27 @@ def run_sample(
     }
 
 
-def main(path: str) -> None:
-    """Write the reference to `path`."""
+def run_variant(variant: str, batch: SampleBatch) -> list[dict[str, Any]]:
+    """Every sample alone, on one of the problem's models."""
+    settings, temperature = problem.MODELS[variant]
+    model, found = build(settings), []
+    for i in range(len(batch)):
+        if variant == "moe_replay":
+            replay(model, problem.choices()[i])
+        sample = run_sample(model, batch, i, temperature)
+        if settings.num_experts:
+            sample["auxiliary"] = run_auxiliary(model, batch.tokens(i), settings)
+        found.append(sample)
+    return found
+
+
+def main(folder: str) -> None:
+    """Write the reference, a file for each of the problem's models."""
     launch.start("cpu")
     initialize_parallel(Layout(), problem.SEED)
-    batch, found = problem.make_batch(), {}
-    for variant, (settings, temperature) in problem.MODELS.items():
-        model = build(settings)
-        found[variant] = []
-        for i in range(len(batch)):
-            if variant == "moe_replay":
-                replay(model, problem.choices()[i])
-            sample = run_sample(model, batch, i, temperature)
-            if settings.num_experts:
-                sample["auxiliary"] = run_auxiliary(model, batch.tokens(i), settings)
-            found[variant].append(sample)
-    torch.save(found, path)
+    batch = problem.make_batch()
+    for variant in problem.MODELS:
+        torch.save(run_variant(variant, batch), Path(folder) / f"{variant}.pt")
     launch.stop()
 
 

@@ -32,7 +32,14 @@ def test_a_budget_far_above_the_rows_is_not_what_is_halved() -> None:
 
 def test_count_based_rows_have_half_the_samples() -> None:
     plan = build_dp_schedule([5] * 8, layout=Layout(), micro_batch_size=4)
-    assert halved(PlanConfig(micro_batch_size=4), plan.steps).micro_batch_size == 2
+    config = halved(PlanConfig(micro_batch_size=4), plan.steps)
+    assert config == PlanConfig(micro_batch_size=2)
+
+
+def test_a_forward_budget_beside_counts_is_halved_too() -> None:
+    plan = build_dp_schedule([30, 30, 20, 40], layout=Layout(), max_tokens_per_gpu=60)
+    config = halved(PlanConfig(micro_batch_size=3, forward_max_tokens_per_gpu=60), plan.steps)
+    assert config == PlanConfig(micro_batch_size=1, forward_max_tokens_per_gpu=30)
 
 
 def test_rows_of_one_sample_cannot_be_halved() -> None:
