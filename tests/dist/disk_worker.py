@@ -11,7 +11,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ from megapack.checkpoint import Checkpoints
 from megapack.checkpoint_files import Position
 from megapack.checkpoint_state import RunState
 from megapack.config import load_config
-from megapack.errors import MegapackError
 from megapack.optimizer import build_optimizer
 from megapack.train_config import OptimConfig, TrainConfig
 from tests.dist import problem
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, told
 from tests.dist.spawn import ROOT
 
 LAYOUT = Layout(pp=2)
@@ -74,15 +73,6 @@ def full_disk(name: str) -> Iterator[None]:
         mock.patch.object(torch, "save", save),
     ):
         yield
-
-
-def told(attempt: Callable[[], None]) -> str:
-    """The error's message; empty if there was none."""
-    try:
-        attempt()
-    except MegapackError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def main(out_dir: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from megapack import Layout, MegapackError, Policy, build_dp_schedule, launch
+from megapack import Layout, Policy, build_dp_schedule, launch
 from megapack.config import parse_config
 from megapack.consensus import agree_with_flags
 from megapack.interrupt import Interrupt
@@ -29,7 +28,7 @@ from megapack.schedule import ScheduleAdapter
 from megapack.train import Trainer
 from megapack.train_config import TrainConfig
 from tests.dist import problem
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, told
 
 LAYOUT = Layout(pp=2, vpp=2)
 
@@ -136,15 +135,6 @@ class Faults:
 
 
 FAULTS = [name for name in vars(Faults) if not name.startswith("_") and name != "nothing"]
-
-
-def told(attempt: Callable[[], None]) -> str:
-    """The error's class and message; "" where there was none."""
-    try:
-        attempt()
-    except MegapackError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def main(out_dir: str) -> None:

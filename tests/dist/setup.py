@@ -1,10 +1,12 @@
-"""The problem's model on a layout, as every worker builds it."""
+"""What workers begin with: the problem's model on a layout, and what an attempt was told."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron.core.distributed import DistributedDataParallel
 
-from megapack import Layout
+from megapack import Layout, MegapackError
 from megapack.model import build_model, initialize_parallel
 from megapack.train_config import ModelConfig
 from tests.dist import problem
@@ -27,3 +29,12 @@ def build_chunks(
         distributed_optimizer=distributed_optimizer,
         value_head=value_head,
     )
+
+
+def told(attempt: Callable[[], None]) -> str:
+    """The error's class and message; "" where there was none."""
+    try:
+        attempt()
+    except MegapackError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -30,33 +30,25 @@ def plan(num_steps: int = 2, budget: int = 8) -> Plan:
     )
 
 
-def training(**changes: Any) -> TrainingCall:
-    options: dict[str, Any] = {
+def both() -> dict[str, Any]:
+    return {
         "plan": plan(),
         "batch": batch(),
         "step": 0,
         "revision": 0,
         "routing": None,
-        "objective": SFT(),
-        "weighting": "token-mean",
-        "norm_constant": None,
         "entropy": False,
     }
-    return TrainingCall(**{**options, **changes})
+
+
+def training(**changes: Any) -> TrainingCall:
+    options = {"objective": SFT(), "weighting": "token-mean", "norm_constant": None}
+    return TrainingCall(**{**both(), **options, **changes})
 
 
 def forward(**changes: Any) -> ForwardCall:
-    options: dict[str, Any] = {
-        "plan": plan(),
-        "batch": batch(),
-        "step": 0,
-        "revision": 0,
-        "routing": None,
-        "entropy": False,
-        "scope": "all",
-        "record_routing": False,
-    }
-    return ForwardCall(**{**options, **changes})
+    options = {"scope": "all", "record_routing": False}
+    return ForwardCall(**{**both(), **options, **changes})
 
 
 def test_equal_calls_agree() -> None:
