@@ -23,12 +23,15 @@ NAME = "gpt_tiny_dp2_pp2_vpp2_cpu"
 
 
 def newcomers_environment() -> dict[str, str]:
-    """This process's environment without the virtual environment that it runs in."""
-    dropped = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHON")
+    """As in a container that brings torch and more along: here, this process's own packages.
+
+    Where nothing is brought along `.ci/run` makes the environment.
+    """
+    dropped = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
     environment = {key: value for key, value in os.environ.items() if key not in dropped}
     own = str(Path(sys.prefix, "bin"))
-    path = environment["PATH"].split(os.pathsep)
-    return environment | {"PATH": os.pathsep.join(entry for entry in path if entry != own)}
+    path = [entry for entry in environment["PATH"].split(os.pathsep) if entry != own]
+    return environment | {"PATH": os.pathsep.join(path), "PYTHON": sys.executable}
 
 
 def run(command: list[str], folder: Path) -> str:

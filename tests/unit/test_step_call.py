@@ -122,7 +122,7 @@ def test_an_earlier_call_stands_for_an_equal_one() -> None:
         {"entropy": True},
         {"routing": [None] * 6},
     ],
-    ids=str,
+    ids=lambda changes: next(iter(changes)),
 )
 def test_an_earlier_call_does_not_stand_for_another(changes: dict[str, Any]) -> None:
     call = training()
