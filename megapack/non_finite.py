@@ -93,8 +93,9 @@ class FiniteFlags(Listener):
         return Spot(self._replica, None, -self._stages[chunk])
 
     def _raise_own(self, first: set[Spot], row_samples: Sequence[tuple[int, ...]]) -> None:
-        for (chunk, microbatch), (_, is_loss) in self._outputs.items():
-            if self._output_spot(chunk, microbatch) in first:
+        # Ranks of one stage share its spots: tensor and context parallel ones.
+        for (chunk, microbatch), (is_finite, is_loss) in self._outputs.items():
+            if not is_finite and self._output_spot(chunk, microbatch) in first:
                 samples = row_samples[microbatch]
                 few = ", ".join(map(str, samples[:_MAX_SAMPLES]))
                 more = ", ..." if len(samples) > _MAX_SAMPLES else ""
@@ -104,7 +105,7 @@ class FiniteFlags(Listener):
                     "an infinity; throw gradients of this step away, and look at these samples' "
                     "fields, the weights, and the learning rate"
                 )
-        if any(self._gradient_spot(chunk) in first for chunk, _ in self._gradients):
+        if any(not fine and self._gradient_spot(chunk) in first for chunk, fine in self._gradients):
             raise ScheduleError(
                 "the gradients hold a NaN or an infinity, though the losses do not; throw them "
                 "away, and look at the model's precision and the learning rate"

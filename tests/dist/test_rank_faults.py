@@ -36,9 +36,12 @@ def test_every_rank_tells_one_error(case: Case, tmp_path: Path) -> None:
     assert run_case(case, tmp_path).complaints == ()
 
 
-def test_ranks_that_meet_inside_layers_tell_it_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", [Case("user_error", "forward", 1), Case("nan", "reduction", 1)], ids=str
+)
+def test_ranks_that_meet_inside_layers_tell_it_too(case: Case, tmp_path: Path) -> None:
     layout = ("layout.dp=1", "layout.tp=2", "layout.pp=2")
-    assert run_case(Case("user_error", "forward", 1), tmp_path, *layout).complaints == ()
+    assert run_case(case, tmp_path, *layout).complaints == ()
 
 
 def test_a_stopped_rank_is_named_and_the_step_given_up(tmp_path: Path) -> None:
