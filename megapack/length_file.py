@@ -195,8 +195,9 @@ def _count(row: dict[str, Any], column: str) -> int:
     value = _cell(row, column)
     if isinstance(value, list):
         return len(value)
-    if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
-        value = int(value)
+    # What `strip` takes for a blank is more than what `int` does.
+    if isinstance(value, str) and _WHOLE.fullmatch(stripped := value.strip()):
+        value = int(stripped)
     if type(value) is not int:
         raise DataError(f"{_one_line(column)} is {shown(value)}; give a whole number of tokens")
     if value < 0:

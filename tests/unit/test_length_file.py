@@ -39,6 +39,8 @@ def csv_of_parts(path: Path) -> str:
         ("a.csv", "anything\n7\n9\n6\n", "anything"),
         ("a.txt", "7\n9\n\n6", "length"),
         ("a.csv", "length\r7\r9\r6\r", "length"),
+        # A separator of files is a blank to `str`, and none to `int`.
+        ("a.txt", "7\x1c\n 9\n6\t", "length"),
         # JSON allows Unicode's line breaks inside of strings.
         ("a.jsonl", '{"length": 7, "x": "\u2028\x85"}\r\n{"length": 9}\n{"length": 6}', "length"),
         ("a.jsonl", '{"num_tokens": 7}\n{"num_tokens": 9}\n{"num_tokens": 6}', "num_tokens"),
