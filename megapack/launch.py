@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megapack import cpu
 from megapack.errors import ConfigError
 from megapack.job import leave_job
+from megapack.watchdog import abort_nccl
 
 # A rank that waits longer than this for another one is stuck; compile and file reads take less.
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -75,8 +76,8 @@ def stop(*, broken: bool = False) -> None:
         leave_job()
         if dist.is_initialized():
             dist.destroy_process_group()
-    elif dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()
+    else:
+        abort_nccl()
 
 
 def _check_environment() -> None:

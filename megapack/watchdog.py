@@ -229,7 +229,7 @@ class Watchdog:
             self._interrupt.watchdog_is_done()
         if failed_s > _GRACE_S and self._num_expecting and not self._is_broken:
             self._is_broken = True
-            _abort_nccl()
+            abort_nccl()
         # A launcher says SIGTERM to those who are left, and SIGKILL only much later.
         if self._ends_process and failed_s > (_GRACE_S if terminated_s >= 0 else _END_S):
             assert self.failure is not None
@@ -247,7 +247,7 @@ def _default_board() -> Board | None:
     return Board(store, dist.get_rank(), dist.get_world_size())
 
 
-def _abort_nccl() -> None:
+def abort_nccl() -> None:
     """Break the collectives in which the main thread may be stuck; gloo has no such call."""
     # "nccl", or "cpu:gloo,cuda:nccl".
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
