@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megapack import Layout, build_dp_schedule, launch, schedule
 from megapack.errors import RankError
@@ -31,7 +32,7 @@ class Run:
         self.adapter = ScheduleAdapter(build_chunks(LAYOUT), layout=LAYOUT)
         lengths = problem.make_batch().lengths
         self.plan = build_dp_schedule(lengths, layout=LAYOUT, max_tokens_per_gpu=64, num_steps=2)
-        schedule.pack_row = self.counted  # type: ignore[attr-defined]
+        mock.patch.object(schedule, "pack_row", self.counted).start()
 
     def counted(self, *args: Any) -> Any:
         self.num_packed += 1
@@ -39,8 +40,8 @@ class Run:
 
     def __call__(
         self, change: Callable[[dict[str, Any]], None] = lambda _: None, next_step: int | None = 1
-    ) -> dict[str, float]:
-        """Rows that were packed, in multiples of a step's, and the second step's loss."""
+    ) -> dict[str, Any]:
+        """Rows that were packed, those of each step, and the second step's loss."""
         call: dict[str, Any] = {"batch": problem.make_batch(), "objective": problem.OBJECTIVE}
         self.num_packed = 0
         self.adapter.step(self.plan, step=0, next_step=next_step, **call)
@@ -48,7 +49,7 @@ class Run:
         step = call.pop("step", 1)
         loss = self.adapter.step(self.plan, step=step, **call).loss
         counts = [len(step.ranks[0]) for step in self.plan.steps]
-        return {"packed": self.num_packed, "counts": counts, "loss": loss}  # type: ignore[dict-item]
+        return {"packed": self.num_packed, "counts": counts, "loss": loss}
 
 
 def other_advantages(call: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.dist.fork_server import TIMED_OUT, Job, request
 
@@ -62,6 +64,12 @@ def checked_job(world: int, module: str, args: Sequence[str], *, timeout_s: floa
     done = run_job(world, module, args, timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
+
+
+def rank_reports(folder: Path, world: int) -> list[Any]:
+    """What each rank of a job left as JSON in its folder."""
+    paths = [folder / f"rank{rank}.json" for rank in range(world)]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 _NUMBERS = itertools.count()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megapack.generated import generate_rollouts
-from tests.dist.spawn import ROOT, checked_job, run_job
+from tests.dist.spawn import ROOT, checked_job, rank_reports, run_job
 
 pytestmark = pytest.mark.dist
 
@@ -39,7 +39,7 @@ def test_a_rank_reads_its_own_samples_alone(tmp_path: Path) -> None:
     write_folder(tmp_path / "data")
     settings = [*SETTINGS, *DP2, f"data.path={tmp_path / 'data'}", f"runs_dir={tmp_path / 'runs'}"]
     checked_job(2, "tests.dist.data_worker", [str(CONFIG), str(tmp_path), *settings], timeout_s=200)
-    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
+    ranks = rank_reports(tmp_path, 2)
     for rank in ranks:
         assert rank["num_samples"] == 32
         assert rank["read"] == rank["planned"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.dist.faults_worker import FAULTS
-from tests.dist.spawn import checked_job
+from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.dist
 
@@ -37,7 +36,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Per rank the error of each fault."""
     folder: Path = tmp_path_factory.mktemp("faults")
     checked_job(2, "tests.dist.faults_worker", [str(folder)], timeout_s=120)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return rank_reports(folder, 2)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

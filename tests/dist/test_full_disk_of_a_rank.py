@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.dist.disk_worker import FAULTS
-from tests.dist.spawn import checked_job
+from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.dist
 
@@ -19,7 +18,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]
     """Per rank, for each fault, the error and the folders that it left; and then a sound save."""
     folder: Path = tmp_path_factory.mktemp("disk")
     checked_job(2, "tests.dist.disk_worker", [str(folder)], timeout_s=120)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return rank_reports(folder, 2)
 
 
 @pytest.mark.parametrize("index", range(len(FAULTS)), ids=lambda i: FAULTS[i][1])

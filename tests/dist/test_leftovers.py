@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.dist.spawn import checked_job
+from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.dist
 
@@ -21,8 +20,7 @@ def test_nothing_is_left(overrides: tuple[str, ...], says: str, tmp_path: Path) 
     output = checked_job(
         2, "tests.dist.leftovers_worker", [str(tmp_path), *overrides], timeout_s=120
     )
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    for found in rank_reports(tmp_path, 2):
         assert bool(found["error"]) == bool(says)
         assert says in found["error"]
         assert found["after"] == found["before"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.dist.prefetch_worker import CHANGES
-from tests.dist.spawn import checked_job
+from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.dist
 
@@ -19,7 +18,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     folder: Path = tmp_path_factory.mktemp("prefetch")
     checked_job(2, "tests.dist.prefetch_worker", [str(folder)], timeout_s=120)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return rank_reports(folder, 2)
 
 
 def test_rows_are_packed_once(ranks: list[dict[str, Any]]) -> None:
@@ -46,7 +45,7 @@ def test_a_rank_that_alone_makes_another_call_holds_nobody_up(
     and_then: str, tmp_path: Path
 ) -> None:
     checked_job(2, "tests.dist.prefetch_worker", [str(tmp_path), and_then], timeout_s=120)
-    told = [json.loads((tmp_path / f"rank{r}.json").read_text())["error"] for r in range(2)]
+    told = [report["error"] for report in rank_reports(tmp_path, 2)]
     assert told[0] == told[1]
     assert "rank 1 failed in step 1 of plan" in told[0]
     assert "is another call than next_step announced" in told[0]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.spawn import checked_job
+from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.hosts
 
@@ -18,7 +17,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Per rank what came of each case."""
     folder: Path = tmp_path_factory.mktemp("collectives")
     checked_job(2, "tests.hosts.collective_worker", [str(folder)], timeout_s=240)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return rank_reports(folder, 2)
 
 
 Ranks = list[dict[str, Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from megapack.errors import DataError, PlanError, ScheduleError
 from megapack.hosts import megatron_lm
 from megapack.hosts.megatron_lm_data import read_item
-from tests.dist.spawn import checked_job
+from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.hosts
 
@@ -28,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Per rank what the worker found."""
     folder: Path = tmp_path_factory.mktemp("megatron_lm")
     checked_job(2, "tests.hosts.megatron_worker", [str(folder)], timeout_s=600)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return rank_reports(folder, 2)
 
 
 @pytest.mark.dist

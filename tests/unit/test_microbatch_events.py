@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapack.microbatch_events import HeardForward
+from megapack.microbatch_events import HeardForward, Kind, Listener
 
 pytestmark = pytest.mark.unit
 
 
-class Notes:
+class Notes(Listener):
     """Writes down what it hears."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def begins(self, kind: str, chunk: int, microbatch: int) -> None:
+    def begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
         self.heard.append(f"({kind}{chunk}.{microbatch}")
 
-    def ends(self, kind: str, chunk: int, microbatch: int) -> None:
+    def ends(self, kind: Kind, chunk: int, microbatch: int) -> None:
         self.heard.append(f"{kind}{chunk}.{microbatch})")
 
     def puts_out(self, chunk: int, microbatch: int, output: Tensor) -> None:
@@ -35,16 +35,16 @@ def chunks(num: int) -> list[torch.nn.Module]:
 
 
 def make(modules: list[torch.nn.Module], *listeners: Any, is_last: bool = True) -> HeardForward:
-    def forward(rows: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+    def forward(rows: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         output = model(next(rows))
         if not (is_last and model is modules[-1]):
             return output, None
         return output, lambda hidden: (hidden.sum(), 3, {"a": 1})
 
-    return HeardForward(forward, modules, listeners)  # type: ignore[arg-type]
+    return HeardForward(forward, modules, listeners)
 
 
-def rows(num: int) -> Iterator[Tensor]:
+def rows(num: int) -> Iterator[Any]:
     return iter([torch.ones(1, 2)] * num)
 
 
@@ -77,7 +77,7 @@ def test_the_backward_ends_after_its_gradients_are_there() -> None:
     modules = chunks(1)
 
     class Looks(Notes):
-        def ends(self, kind: str, chunk: int, microbatch: int) -> None:
+        def ends(self, kind: Kind, chunk: int, microbatch: int) -> None:
             weight = modules[0].weight
             assert (weight.grad is not None) == (kind == "B")
             super().ends(kind, chunk, microbatch)
@@ -107,7 +107,7 @@ def test_a_pass_without_gradients_has_no_backward() -> None:
 
 def test_every_listener_hears_and_may_raise() -> None:
     class Refuses(Notes):
-        def begins(self, kind: str, chunk: int, microbatch: int) -> None:
+        def begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
             super().begins(kind, chunk, microbatch)
             if kind == "B":
                 raise ValueError("no backward")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapack.place import Place
+from megapack.place import Phase, Place
 
 pytestmark = pytest.mark.unit
 
@@ -23,11 +23,11 @@ def test_a_rank_that_did_nothing_yet() -> None:
     ],
 )
 def test_phase_micro_batch_and_chunk(
-    phase: str, chunk: int | None, microbatch: int | None, text: str
+    phase: Phase, chunk: int | None, microbatch: int | None, text: str
 ) -> None:
     place = Place()
     place.step = "step 4"
-    place.enter(phase, chunk, microbatch)  # type: ignore[arg-type]
+    place.enter(phase, chunk, microbatch)
     assert str(place) == text
     assert place.within == f" in {text}"
 

@@ -11,18 +11,9 @@ import torch.distributed as dist
 from megapack import watch_peers as module
 from megapack.board import Board
 from megapack.watch_peers import Peers
+from tests.job_in_process import Clock
 
 pytestmark = pytest.mark.unit
-
-
-class Clock:
-    """In place of the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

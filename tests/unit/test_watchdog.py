@@ -22,23 +22,11 @@ from megapack.errors import RankError
 from megapack.interrupt import Interrupt
 from megapack.loop_config import WatchdogConfig
 from megapack.watchdog import Watchdog
-from tests.job_in_process import job_of_one, pid_is, sleeper, until
+from tests.job_in_process import Clock, job_of_one, pid_is, sleeper, until
 
 pytestmark = pytest.mark.unit
 
 Make = Callable[..., Watchdog]
-
-
-class Clock:
-    """In place of the module `time`, for the watchdog alone."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    sleep = staticmethod(time.sleep)
 
 
 @pytest.fixture(autouse=True)
