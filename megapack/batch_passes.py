@@ -161,6 +161,7 @@ class BatchPasses:
         self._on_oom(error)
         return agree(replan, device=self._device)
 
+
 def make_objective(config: ObjectiveConfig) -> AnyObjective:
     """The objective that a config names."""
     if config.kind == "sft":

@@ -125,7 +125,7 @@ def read_sizes(args: argparse.Namespace) -> ModelSizes | None:
     if config is not None:
         if given:
             raise ConfigError(f"--config and {flags} given; set the config or the sizes")
-        return ModelSizes.from_config(config.model)
+        return config.model.to_sizes()
     if not given:
         return None
     needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
