@@ -37,7 +37,8 @@ from megapack.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
 from megapack.objectives import AnyObjective, metric_names
 from megapack.out_of_memory import check_retry
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
-from megapack.plan import Plan, check_plan
+from megapack.plan import Plan
+from megapack.plan_check import check_plan
 from megapack.routing import RoutingPass, collect_routing, token_weight
 from megapack.run_context import evaluating, process_groups
 from megapack.samples import SampleBatch

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from megapack.calibration import read_cost
 from megapack.cost import CostModel
+from megapack.cost_file import read_cost
 from megapack.errors import ConfigError
 from megapack.layout import CountRule, Fp8, Layout, why_no_retry
 from megapack.loop_config import LoopConfig, WatchdogConfig
@@ -155,7 +155,7 @@ class PlanConfig:
         """The cost model that is named; None where a row costs its tokens.
 
         Raises:
-            ConfigError: see `calibration.read_cost`.
+            ConfigError: see `cost_file.read_cost`.
         """
         return None if self.cost_model is None else read_cost(self.cost_model, layout)
 

@@ -148,7 +148,7 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
     if getattr(args, "cost", None) is not None:
         if sizes is not None or args.peak_tflops is not None:
             raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
-        from megapack.calibration import read_cost
+        from megapack.cost_file import read_cost
 
         cost = read_cost(args.cost, layout)
         if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):

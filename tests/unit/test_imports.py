@@ -23,7 +23,8 @@ LAYERS = [
     "__init__ errors layout policy config typed yaml_io inputs jit "
     "data_files files folder_lock json_io length_file place",
     "tokenizer jsonl model_config "
-    "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
+    "calibration cost_file "
+    "cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
     "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
     "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
     "generated data_index dataset",
