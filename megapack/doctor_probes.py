@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from megapack.apex import OTHER_APEX, find_apex
 from megapack.doctor_settings import check_environment
-from megapack.kernels import OTHER_APEX, find_apex
 
 # As setup.py asks for them; from the first, below the second.
 PYTHON = ((3, 11), (4,))
