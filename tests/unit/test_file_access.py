@@ -42,7 +42,6 @@ WRITERS = {
     ("checkpoint_state", "torch_checkpoint.save"): "as checkpoint",
     ("plot", "figure.savefig"): "into memory",
     ("doctor_probes", "os.fdopen"): "a pipe to the parent",
-    ("doctor_probes", "json.dump"): "a pipe to the parent",
 }
 WRITES = {"write_text", "write_bytes", "savefig", "tofile", "fdopen", "mkstemp", "copytree"}
 WRITES |= {"TemporaryFile", "NamedTemporaryFile", "SpooledTemporaryFile", "copyfile", "copy2"}

@@ -40,7 +40,7 @@ LAYERS = [
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
     "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
     "commands.trace commands.plot commands.report commands.patch commands.run "
-    "commands.dry_run commands.doctor doctor doctor_probes doctor_settings "
+    "commands.dry_run commands.doctor doctor doctor_probes "
     "startup signatures patch_files patch_target patching "
     "hosts.__init__ hosts.options hosts.megatron_lm hosts.megatron_lm_data hosts.balancing "
     "hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner hosts.unirl "
