@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # Megatron; 4 and 5 run; 6 is what people start. A plan is data that the simulator reads, so it
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
-    "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl "
+    "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer "
     "data_files files folder_lock json_io length_file place apex",
     "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
     "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
