@@ -20,7 +20,7 @@ SAFE_WITH = {
     "np.load": ("allow_pickle", False),
     "numpy.load": ("allow_pickle", False),
 }
-UNPICKLES = {"checkpoint_index": "looks through torch's pickled index with a list of names"}
+UNPICKLES = {"checkpoint_state": "looks through torch's pickled index with a list of names"}
 
 # Files are written by `files.write_whole`. All others, and why.
 WRITERS = {
