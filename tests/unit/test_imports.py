@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
     "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer "
-    "data_files files folder_lock json_io length_file place apex",
+    "data_files files folder_lock length_file place apex",
     "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
     "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
     "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
