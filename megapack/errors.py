@@ -58,6 +58,11 @@ class PlanError(MegapackError, ValueError):
     """Lengths that no legal plan serves, or a plan that breaks an invariant."""
 
 
+class HostAssertionError(PlanError, AssertionError):
+    """A refusal of a host that it makes itself with a bare assertion: handlers of either kind see
+    it."""
+
+
 class DataError(MegapackError, ValueError):
     """Input data (samples, files, batches) that cannot be used."""
 

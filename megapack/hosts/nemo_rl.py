@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapack.cost import CostModel
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts import bin_packers, nemo_rl_shards
-from megapack.hosts.errors import HostAssertionError
 from megapack.hosts.options import HostOptions
 from megapack.hosts.rank_rows import Rows, log_budget
 from megapack.layout import Layout

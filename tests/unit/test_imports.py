@@ -44,7 +44,7 @@ LAYERS = [
     "startup patch_files patch_target patching "
     "hosts.__init__ hosts.options hosts.megatron_lm hosts.megatron_lm_data hosts.balancing "
     "hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner hosts.unirl "
-    "hosts.unirl_bins hosts.errors hosts.bin_packers hosts.nemo_rl "
+    "hosts.unirl_bins hosts.bin_packers hosts.nemo_rl "
     "hosts.nemo_rl_shards hosts.rank_rows hosts.skyrl hosts.tensor_rows "
     "hosts.verl hosts.verl_items",
 ]
