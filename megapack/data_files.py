@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megapack.errors import ConfigError, DataError
-from megapack.files import parse_json
+from megapack.files import strict_json
 from megapack.inputs import is_id
 from megapack.tokenizer import ByteTokenizer, Ids
 
@@ -238,7 +238,7 @@ def _json_object(line: bytes) -> dict[str, Any]:
     cut_off = "" if line.endswith(b"\n") else "; the last line is cut off"
     remedy = f"{cut_off}; write it again"
     try:
-        row = parse_json(line.decode("utf-8"))
+        row = strict_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadLine(f"byte {error.start} is not UTF-8{remedy}") from None
     except json.JSONDecodeError as error:

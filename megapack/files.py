@@ -75,7 +75,7 @@ def write_output(path: str | Path, content: str | bytes) -> None:
         raise ConfigError(f"{path}: cannot be written ({reason}); set another -o") from None
 
 
-def parse_json(text: str) -> Any:
+def strict_json(text: str) -> Any:
     """The value of a JSON text. A doubled key is an error: one of its values would be lost.
 
     Raises:
