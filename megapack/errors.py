@@ -59,7 +59,7 @@ class PlanError(MegapackError, ValueError):
 
 
 class HostAssertionError(PlanError, AssertionError):
-    """A refusal of a host that it makes itself with a bare assertion: handlers of either kind see
+    """A refusal that the host itself makes with a bare assertion; handlers of either kind catch
     it."""
 
 
