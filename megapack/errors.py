@@ -58,6 +58,11 @@ class PlanError(MegapackError, ValueError):
     """Lengths that no legal plan serves, or a plan that breaks an invariant."""
 
 
+class HostAssertionError(PlanError, AssertionError):
+    """A refusal that the host itself makes with a bare assertion; handlers of either kind catch
+    it."""
+
+
 class DataError(MegapackError, ValueError):
     """Input data (samples, files, batches) that cannot be used."""
 
