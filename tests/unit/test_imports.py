@@ -33,7 +33,7 @@ LAYERS = [
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
     "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
     "run_context segments objectives preference value_head checkpoint_state checkpoint_index "
-    "reference interrupt bounded_calls board watch_peers watchdog agreements guard job "
+    "reference interrupt executor board watchdog guard job "
     "microbatch_events non_finite schedule_run step_call out_of_memory",
     "model layer_specs optimizer train checkpoint launch report trackers trace dry_run replan "
     "batch_passes",
