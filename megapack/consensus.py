@@ -1,7 +1,7 @@
 """Ranks agree before they communicate: a difference, or one rank's error, raises on every rank.
 
-A rank that raises alone leaves the others waiting in a send or receive forever. Therefore whatever
-can fail on one rank (its plan, its samples) runs first, and one small all-reduce tells all ranks
+A rank that raises alone leaves the others waiting in a send or receive forever. So whatever can
+fail on one rank (its plan, its samples) runs first, and one small all-reduce tells all ranks
 whether it succeeded. It takes the maximum of a digest of each value and of the digest's negative:
 the two add up to 0 exactly if all ranks have the same value. Only if they do not, the ranks gather
 their errors and values, and every rank raises the same error.
@@ -143,7 +143,7 @@ def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> 
 class Agreement(Generic[T]):
     """Work that all ranks have begun; see `Agreements.start`."""
 
-    def __init__(self, future: Future[T], watchdog: Watchdog) -> None:
+    def __init__(self, future: Future[T], watchdog: Watchdog | None) -> None:
         self._future = future
         self._watchdog = watchdog
 
@@ -160,7 +160,8 @@ class Agreement(Generic[T]):
         """
         end = time.monotonic() + limit_s
         while not wait([self._future], _POLL_S).done:
-            self._watchdog.raise_failure()
+            if self._watchdog is not None:
+                self._watchdog.raise_failure()
             if time.monotonic() > end:
                 raise TimeoutError(f"the other ranks did not join in {limit_s:g} s")
         return self._future.result()
@@ -171,9 +172,12 @@ class Agreements:
 
     A thread packs the rows and calls `agree` on a gloo group of its own, which does not wait for
     the device. Making it is a collective of all ranks, which then call `start` in the same order.
+
+    Args:
+        watchdog: ends the wait for a rank that failed; without one the wait is not ended.
     """
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog | None) -> None:
         self._watchdog = watchdog
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._executor = DaemonExecutor("megapack-agreements")
@@ -193,7 +197,8 @@ class Agreements:
 
     def stop(self) -> None:
         """End the thread after its queued work; after a failure do not wait for it."""
-        self._executor.stop(0.0 if self._watchdog.failure else _END_S)
+        has_failed = self._watchdog is not None and self._watchdog.failure is not None
+        self._executor.stop(0.0 if has_failed else _END_S)
 
 
 def _all_agree(

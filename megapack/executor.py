@@ -54,5 +54,5 @@ class DaemonExecutor:
                 future.set_result(call())
             except BaseException as error:  # raised by the future's `result`
                 future.set_exception(error)
-            # The rows that they hold would otherwise stay in memory until the next call.
+            # Otherwise a step's rows would stay in memory until the next call.
             del item, call, future

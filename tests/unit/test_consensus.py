@@ -265,6 +265,13 @@ def test_errors_of_the_work_are_raised_by_its_result(
     assert fine.result() == 1
 
 
+def test_agreements_work_without_a_watchdog() -> None:
+    with job_of_one():
+        agreements = Agreements(None)
+        assert agreements.start(lambda: 1, dict).result() == 1
+        agreements.stop()
+
+
 def test_an_error_while_computing_the_values_is_raised_too(agreements: Agreements) -> None:
     def same() -> Mapping[str, str]:
         raise ValueError("no digest")
