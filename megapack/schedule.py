@@ -21,8 +21,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import settings
-from megapack.agreements import Agreement
-from megapack.consensus import agree, on_any_rank
+from megapack.consensus import Agreement, agree, on_any_rank
 from megapack.cp_slices import slice_row
 from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.experts import ModelRouting

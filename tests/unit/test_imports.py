@@ -32,13 +32,10 @@ LAYERS = [
     "timeline tune",
     "batch_plan checkpoint_files cp_slices loop_config planned_batch ragged run_data samples "
     "thd train_config",
-    "agreements attention attention_choice attention_sdpa attention_varlen board "
-    "bounded_calls checkpoint_state consensus cpu experts forward frozen guard head init "
-    "interrupt job kernels logprobs loss microbatch_events moe mtp non_finite objectives "
-    "out_of_memory outputs p2p preference reference routing run_context schedule schedule_run "
-    "segments settings step_call value_head watch_peers watchdog",
-    "batch_passes checkpoint dry_run launch layer_specs model optimizer replan report trace "
-    "trackers train",
+    "attention attention_choice attention_sdpa attention_varlen cpu experts forward frozen "
+    "head init interrupt kernels logprobs loss microbatch_events moe mtp objectives outputs "
+    "p2p preference reference routing run_context segments settings step_call value_head",
+    "dry_run layer_specs model optimizer replan trackers",
     "__main__ cli commands.__init__ commands.arguments commands.check commands.costs "
     "commands.diff commands.doctor commands.dry_run commands.patch commands.plan "
     "commands.plot commands.report commands.run commands.show commands.simulate "
@@ -48,6 +45,8 @@ LAYERS = [
     "hosts.rollout_schedule hosts.skyrl hosts.slime hosts.tensor_rows hosts.unirl "
     "hosts.unirl_bins hosts.verl hosts.verl_items hosts.xtuner patch_files patch_target "
     "patching startup",
+    "batch_passes board checkpoint checkpoint_state consensus executor guard job launch "
+    "non_finite out_of_memory report schedule schedule_run trace train watchdog",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 

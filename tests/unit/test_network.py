@@ -23,7 +23,7 @@ SPEAKS = {
     ("trackers", "wandb"): "train.trackers asks for it",
     ("board", "socket"): "the host's name",
     ("folder_lock", "socket"): "the host's name",
-    ("watch_peers", "socket"): "the host's name",
+    ("watchdog", "socket"): "the host's name",
     ("interrupt", "socket"): "a pair within the process, which takes a byte per signal",
 }
 
