@@ -8,9 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from megapack.errors import ConfigError, brief
+
+if TYPE_CHECKING:
+    from megapack.inputs import Ints
+
+# A number, or an array of them.
+Tokens = TypeVar("Tokens", int, "Ints")
 
 CountRule = Literal["legal", "multiple", "per_rank"]
 Fp8 = Literal["mxfp8", "blockwise"] | bool
@@ -138,13 +144,29 @@ class Layout:
             return self.pp - stage
         return 2 * (self.pp - stage - 1) + (self.vpp - 1) * (group_size or self.group_size) + 1
 
-    def padded_length(self, length: int) -> int:
-        """Tokens that a sample of `length` real tokens takes in a row."""
-        return _round_up(length, self.sample_alignment)
+    def aligned_sample_tokens(self, real_tokens: Tokens) -> Tokens:
+        """Tokens that a sample takes in a row, or per sample of an array.
+
+        >>> Layout(cp=8).aligned_sample_tokens(17)
+        32
+        """
+        return round_up(real_tokens, self.sample_alignment)
+
+    def aligned_row_tokens(self, sample_tokens: Tokens) -> Tokens:
+        """Tokens of a row that holds this many of aligned samples, or per row of an array.
+
+        >>> Layout(cp=8, fp8=True).aligned_row_tokens(32 + 32)
+        128
+        """
+        return round_up(sample_tokens, self.row_alignment)
 
     def padded_tokens(self, lengths: Iterable[int]) -> int:
-        """Row tokens of samples packed together: aligned samples, then the row's own alignment."""
-        return _round_up(sum(self.padded_length(n) for n in lengths), self.row_alignment)
+        """Tokens of a row that holds samples of these lengths, both alignments counted.
+
+        >>> Layout(cp=8, fp8=True).padded_tokens([17, 17])
+        128
+        """
+        return self.aligned_row_tokens(sum(map(self.aligned_sample_tokens, lengths)))
 
     def is_legal_count(self, num_microbatches: int, group_size: int | None = None) -> bool:
         """Whether Megatron runs a step of `num_microbatches` per DP rank.
@@ -179,6 +201,15 @@ class Layout:
         return count - tail + (group if rule == "multiple" else self.pp)
 
 
+def round_up(value: Tokens, unit: int) -> Tokens:
+    """The least multiple of `unit` that is not below `value`, or per entry of an array.
+
+    >>> round_up(17, 16)
+    32
+    """
+    return -(-value // unit) * unit
+
+
 def why_no_retry(*, tp: int, cp: int, ep: int) -> str:
     """Why a step that runs out of memory on one rank of such a layout cannot be carried to its end,
     and so not be tried again; "" where it can."""
@@ -188,10 +219,6 @@ def why_no_retry(*, tp: int, cp: int, ep: int) -> str:
         f"tp={tp}, cp={cp}, ep={ep}: ranks meet inside layers, and one that runs out there leaves "
         "the others waiting"
     )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _check_size(name: str, value: object) -> None:

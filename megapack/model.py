@@ -24,7 +24,7 @@ from megapack.frozen import freeze
 from megapack.init import initialize_by_name
 from megapack.kernels import has_gradient_accumulation_fusion, has_rope_fusion
 from megapack.layer_specs import block_spec, mtp_spec
-from megapack.layout import Layout
+from megapack.layout import Layout, round_up
 from megapack.model_config import VOCAB_MULTIPLE, check_sizes
 from megapack.train_config import ModelConfig
 from megapack.value_head import keep_fp32, replace_output_layer
@@ -176,7 +176,7 @@ def build_model(
     """
     check_sizes(model, layout)
     config = transformer_config(model, layout)
-    padded_vocab = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
     chunks = [
         _chunk(model_class, model, layout, config, v, padded_vocab) for v in range(layout.vpp)
     ]
