@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megapack.choices import Overlong
 from megapack.data_files import SampleFile, list_files, open_file
 from megapack.errors import DataError
 from megapack.jsonl import BadLine, LineParser
-from megapack.rollouts import Overlong, Rollout, fitted
+from megapack.rollouts import Rollout, fitted
 from megapack.tokenizer import ByteTokenizer
 
 logger = logging.getLogger(__name__)

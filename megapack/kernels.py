@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Literal
 
+from megapack.choices import Attention, Dtype, Kernel
+
 logger = logging.getLogger(__name__)
 
 Library = Literal["te", "apex", "torch"]
@@ -29,7 +31,7 @@ OTHER_APEX = (
 class Kernels:
     """What a model of a given attention and dtype runs with."""
 
-    attention: Literal["te", "varlen", "sdpa"]
+    attention: Kernel
     passed_over: dict[str, str]
     """Kernels that come before it, and what keeps each from running."""
     norm: Library
@@ -59,8 +61,8 @@ class Kernels:
 
 
 def find_kernels(
-    attention: Literal["auto", "te", "varlen", "sdpa"] = "auto",
-    dtype: Literal["bf16", "fp32"] = "bf16",
+    attention: Attention = "auto",
+    dtype: Dtype = "bf16",
 ) -> Kernels:
     """What Megatron-Core takes for a model of this `ModelConfig.attention` and `dtype`.
 

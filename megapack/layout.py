@@ -29,7 +29,30 @@ _MAX_SIZE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelSizes:
+    """Sizes of a job's parallel groups, not checked; a `Layout` knows all of them."""
+
+    dp: int | None = None
+    """Data-parallel ranks; null = ranks of the job / (tp * pp * cp)."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks per stage (virtual pipeline); 1 = plain 1F1B, more = interleaved 1F1B."""
+    cp: int = 1
+    """Context-parallel ranks: each row is cut over them."""
+    ep: int = 1
+    """Expert-parallel ranks: a divisor of dp * cp, or of dp * cp * tp where experts have no TP."""
+    sequence_parallel: bool = False
+    """Scatter activations outside attention over the tensor-parallel ranks; needs tp > 1."""
+    microbatch_group_size: int | None = None
+    """Micro-batches that a stage runs through one chunk before the next chunk (G), Megatron's
+    microbatch_group_size_per_vp_stage; pp by default. Needs vpp > 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(ParallelSizes):
     """Sizes of the parallel groups of one training job.
 
     Raises:
@@ -37,21 +60,7 @@ class Layout:
     """
 
     dp: int = 1
-    """Data-parallel replicas: the ranks of a plan."""
-    tp: int = 1
-    """Tensor-parallel size."""
-    pp: int = 1
-    """Pipeline stages."""
-    vpp: int = 1
-    """Model chunks per stage; 1 is the plain 1F1B schedule, more the interleaved one."""
-    cp: int = 1
-    """Context-parallel size: a row is cut over this many GPUs."""
-    ep: int = 1
-    """Expert-parallel size. It divides dp * cp, or dp * cp * tp where experts have no TP."""
-    sequence_parallel: bool = False
-    """Megatron's sequence parallelism: a GPU's tokens are scattered over tp. Idle with tp=1."""
-    microbatch_group_size: int | None = None
-    """Megatron's microbatch_group_size_per_vp_stage (G); None = pp. Only with vpp > 1."""
+    """Data-parallel ranks: the ranks of a plan."""
     fp8: Fp8 = False
     """FP8 recipe, for alignment: True (16 tokens), "mxfp8" (32) or "blockwise" (128)."""
 
@@ -208,6 +217,17 @@ def round_up(value: Tokens, unit: int) -> Tokens:
     32
     """
     return -(-value // unit) * unit
+
+
+def fp8_rows(recipe: object) -> Fp8:
+    """`Layout.fp8` of a model that trains with Megatron's `fp8_recipe`.
+
+    >>> fp8_rows("mxfp8"), fp8_rows("delayed")
+    ('mxfp8', True)
+    """
+    if recipe == "mxfp8":
+        return "mxfp8"
+    return "blockwise" if recipe == "blockwise" else True
 
 
 def why_no_retry(*, tp: int, cp: int, ep: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -18,7 +18,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megapack import cpu
-from megapack.attention_choice import Kernel, choose_attention
+from megapack.attention_choice import choose_attention
+from megapack.choices import Kernel, Recompute
 from megapack.errors import ConfigError
 from megapack.frozen import freeze
 from megapack.init import initialize_by_name
@@ -132,7 +133,7 @@ def _without_cuda_graphs() -> dict[str, Any]:
     return {}
 
 
-def _recompute(mode: Literal["none", "full", "selective"]) -> dict[str, Any]:
+def _recompute(mode: Recompute) -> dict[str, Any]:
     if mode == "full":
         return {
             "recompute_granularity": "full",

@@ -17,7 +17,7 @@ from megapack.config import dump_yaml, find_config, load_config, parse_config, t
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 from megapack.policy import Policy
-from megapack.train_config import LayoutConfig, PlanConfig, TrainConfig
+from megapack.train_config import TrainConfig
 
 pytestmark = pytest.mark.unit
 
@@ -246,15 +246,23 @@ def test_every_shipped_config_loads(repo_root: Path) -> None:
         load_config(path, [], TrainConfig)
 
 
-def test_layout_and_policy_are_mirrored() -> None:
-    layout_names = {field.name for field in dataclasses.fields(LayoutConfig)}
-    assert layout_names <= {field.name for field in dataclasses.fields(Layout)}
-    for field in dataclasses.fields(Policy):
-        mirrored = {f.name: f for f in dataclasses.fields(PlanConfig)}[field.name]
-        assert mirrored.default == field.default
-    assert job("plan.search=7", "plan.unreachable=drop").plan.to_policy() == Policy(
-        search=7, unreachable="drop"
+def test_every_field_of_the_policy_is_a_key_that_reaches_it() -> None:
+    policy = Policy(
+        count_rule="multiple",
+        unreachable="drop",
+        oversize="error",
+        row_shape="uniform",
+        balance="tokens",
+        step_split="balanced",
+        search=7,
+        group_size="search",
+        max_live_tokens_per_gpu=65536,
     )
+    keys = policy.to_payload()
+    assert all(value != getattr(Policy(), name) for name, value in keys.items())
+    plan = job(*(f"plan.{name}={value}" for name, value in keys.items())).plan
+    assert plan.to_policy() == policy
+    assert dataclasses.replace(plan, search=8).to_policy() == dataclasses.replace(policy, search=8)
 
 
 def test_to_layout_fills_dp() -> None:

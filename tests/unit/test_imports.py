@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # Megatron; 4 and 5 run; 6 is what people start. A plan is data that the simulator reads, so it
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
-    "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl "
-    "data_files files folder_lock json_io length_file place",
+    "__init__ errors choices layout policy config typed yaml_io model_config inputs jit tokenizer "
+    "jsonl data_files field_docs files folder_lock json_io length_file place",
     "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
     "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
     "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
