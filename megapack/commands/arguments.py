@@ -87,12 +87,13 @@ def add_fields(
 
 def _form(hint: Any, default: object) -> dict[str, Any]:
     """How an option of this type is read."""
-    types = [part for part in get_args(hint) if part is not type(None)]
+    if type(None) in get_args(hint):
+        hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if hint is bool:
         return {"action": "store_false" if default else "store_true"}
-    if int in (hint, *types):
+    if hint is int:
         return {"type": integer, "metavar": "N"}
     return {"type": number, "metavar": "X"}
 

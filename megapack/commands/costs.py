@@ -180,6 +180,7 @@ def price_by_sizes(
     speed = GpuSpeed(**given_fields(args, GpuSpeed))
     peak = speed.peak_tflops
     share = speed.utilisation
+    overhead = speed.layer_overhead_us
     traffic = sizes.num_layers * sizes.layer_tp_bytes_per_token(layout.tp)
     if peak is None:
         raise ConfigError(
@@ -194,7 +195,7 @@ def price_by_sizes(
         sizes,
         layout=layout,
         flops_per_gpu=peak * 1e12 * share,
-        fixed=speed.layer_overhead_us * 1e-6 * sizes.num_layers / layout.num_chunks,
+        fixed=overhead * 1e-6 * sizes.num_layers / layout.num_chunks,
         mean_length=mean_length,
     )
     # The backward moves as much as each forward before it, not backward_ratio times as much.
@@ -202,7 +203,7 @@ def price_by_sizes(
     cost = replace(cost, backward_ratio=cost.backward_ratio + num_forwards - 1)
     per_token = (1 + num_forwards) / (1 + cost.backward_ratio) * traffic / (speed.tp_gbs * 1e9)
     basis = (
-        f"assumed: {share:.0%} of {peak:g} TFLOPS per GPU, {speed.layer_overhead_us:g} us per layer "
-        f"and micro-batch, TP at {speed.tp_gbs:g} GB/s; CP, EP and DP communication is not counted"
+        f"assumed: {share:.0%} of {peak:g} TFLOPS per GPU, {overhead:g} us per layer and "
+        f"micro-batch, TP at {speed.tp_gbs:g} GB/s; CP, EP and DP communication is not counted"
     )
     return Pricing(replace(cost, per_token=cost.per_token + per_token), True, basis)
