@@ -29,23 +29,27 @@ class ModelSizes:
     """A GPT with grouped-query attention, dense or with experts."""
 
     num_layers: int
+    """Transformer layers."""
     hidden_size: int
+    """Width of the residual stream."""
     ffn_hidden_size: int
-    """Of a dense layer; of one expert where `num_experts` is set."""
+    """Width of a dense layer's feed-forward; of one expert where `num_experts` is set."""
     num_attention_heads: int
+    """Query heads."""
     vocab_size: int
+    """Rows of the embedding."""
     num_query_groups: int | None = None
-    """None: as many as heads."""
+    """Key and value heads; as many as query heads by default."""
     kv_channels: int | None = None
-    """Head width; None: hidden_size / num_attention_heads."""
+    """Width of a head; hidden_size / num_attention_heads by default."""
     gated: bool = True
-    """Three matrices per feed-forward (SwiGLU), not two."""
+    """Three matrices per feed-forward (SwiGLU); two if not gated."""
     num_experts: int | None = None
-    """None: dense."""
+    """Experts of every layer; a dense model by default."""
     experts_per_token: int = 1
     """Experts that a token goes through."""
     shared_expert_ffn_hidden_size: int = 0
-    """Of an expert that every token goes through."""
+    """Width of an expert that every token goes through; 0 = no such expert."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megapack.choices import Overlong
 from megapack.data_files import BadLine, LineParser, SampleFile, list_files, open_file
 from megapack.errors import DataError
-from megapack.rollouts import Overlong, Rollout, fitted
+from megapack.rollouts import Rollout, fitted
 from megapack.tokenizer import ByteTokenizer
 
 logger = logging.getLogger(__name__)

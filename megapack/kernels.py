@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megapack.apex import Apex, find_apex
+from megapack.choices import Attention, Dtype, Kernel
 
 Library = Literal["te", "apex", "torch"]
 
@@ -15,7 +16,7 @@ Library = Literal["te", "apex", "torch"]
 class Kernels:
     """What a model of a given attention and dtype runs with."""
 
-    attention: Literal["te", "varlen", "sdpa"]
+    attention: Kernel
     passed_over: dict[str, str]
     """Kernels that come before it, and what keeps each from running."""
     norm: Library
@@ -45,8 +46,8 @@ class Kernels:
 
 
 def find_kernels(
-    attention: Literal["auto", "te", "varlen", "sdpa"] = "auto",
-    dtype: Literal["bf16", "fp32"] = "bf16",
+    attention: Attention = "auto",
+    dtype: Dtype = "bf16",
 ) -> Kernels:
     """What Megatron-Core takes for a model of this `ModelConfig.attention` and `dtype`.
 

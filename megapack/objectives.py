@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megapack.choices import KlLevel
 from megapack.errors import ConfigError
 from megapack.loss import GRPO, Objective, kl_estimate
 from megapack.segments import Segments, no_segments
@@ -68,7 +69,7 @@ class GSPO(GRPO):
     token_level: bool = False
     """GSPO-token: each token has its own gradient and advantage, and its sample's ratio. Where a
     sample has one advantage this is the same."""
-    kl_level: Literal["token", "sequence"] = "token"
+    kl_level: KlLevel = "token"
     """The KL penalty's estimator is taken of each token's log-ratio to the reference, or of their
     mean over the sample."""
 

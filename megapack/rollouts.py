@@ -20,19 +20,17 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from megapack.choices import AdvantageNorm, Overlong
 from megapack.data_files import BadLine, JsonLinesFile, LineParser
 from megapack.errors import ConfigError, DataError
 from megapack.tokenizer import ByteTokenizer, Ids
 
 logger = logging.getLogger(__name__)
-
-AdvantageNorm = Literal["group", "group-std", "none"]
-Overlong = Literal["error", "truncate", "skip"]
 
 # Keeps the division finite where all rewards of a group are equal.
 _STD_EPS = 1e-6

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
+    add_fields,
     add_json,
     add_memory_limit,
     print_json,
@@ -14,7 +15,7 @@ from megapack.commands.arguments import (
     read_memory_limit,
     span,
 )
-from megapack.commands.costs import Pricing, add_speed, price_by_sizes
+from megapack.commands.costs import GpuSpeed, Pricing, price_by_sizes
 from megapack.errors import brief
 from megapack.memory import GIB, GpuMemory
 from megapack.train_config import TrainConfig
@@ -35,7 +36,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dry-run", type=_world, metavar="world=N", help="as if on N GPUs")
     add_memory_limit(group)
     add_json(group)
-    add_speed(group, peak_tflops=_PEAK_TFLOPS)
+    add_fields(group, GpuSpeed, peak_tflops=_PEAK_TFLOPS)
 
 
 def run_dry(args: argparse.Namespace, config: TrainConfig) -> int:

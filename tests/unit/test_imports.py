@@ -22,31 +22,32 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 LAYERS = [
     "__init__ config errors files folder_lock inputs jit layout length_file place policy "
     "typed yaml_io",
-    "apex calibration cost cost_file cost_fit cost_sizes data_files model_config packing "
-    "packing_balance packing_kk tokenizer",
-    "baselines data_index dataset generated memory pipeline pipeline_kernels pipeline_order "
-    "plan plan_check plan_diff plan_file plan_grid plan_text rollouts search_even "
-    "search_moves search_refine search_scoring step_split",
+    "apex calibration cost cost_file cost_fit cost_sizes packing packing_balance packing_kk",
+    "baselines pipeline pipeline_kernels pipeline_order plan plan_check plan_diff plan_file "
+    "plan_grid plan_text search_even search_moves search_refine search_scoring step_split",
     "chrome_trace dp_schedule forecast page page_data plan_summary plot run_records search "
     "search_counts search_deal search_per_rank search_problem search_profile search_state "
-    "timeline tune",
-    "batch_plan checkpoint_files cp_slices loop_config planned_batch ragged run_data samples "
-    "thd train_config",
-    "attention attention_choice attention_sdpa attention_varlen cpu experts forward frozen "
-    "head init interrupt kernels logprobs loss microbatch_events moe mtp objectives outputs "
-    "p2p preference reference routing run_context segments settings step_call value_head",
-    "dry_run layer_specs model optimizer replan trackers",
-    "__main__ cli commands.__init__ commands.arguments commands.check commands.costs "
-    "commands.diff commands.doctor commands.dry_run commands.patch commands.plan "
-    "commands.plot commands.report commands.run commands.show commands.simulate "
-    "commands.trace commands.train commands.tune doctor doctor_probes hosts.__init__ "
-    "hosts.balancing hosts.bin_packers hosts.flops hosts.megatron_lm hosts.megatron_lm_data "
-    "hosts.miles hosts.nemo_rl hosts.nemo_rl_shards hosts.options hosts.rank_rows "
-    "hosts.rollout_schedule hosts.skyrl hosts.slime hosts.tensor_rows hosts.unirl "
-    "hosts.unirl_bins hosts.verl hosts.verl_items hosts.xtuner patch_files patch_target "
-    "patching startup",
-    "batch_passes board checkpoint checkpoint_state consensus executor guard job launch "
-    "non_finite out_of_memory report schedule schedule_run trace train watchdog",
+    "timeline",
+    "checkpoint_files cp_slices ragged samples thd",
+    "attention attention_sdpa attention_varlen cpu experts frozen head init interrupt "
+    "logprobs moe mtp outputs p2p preference reference routing run_context segments settings "
+    "value_head",
+    "trackers",
+    "__main__ cli commands.__init__ commands.patch commands.run doctor doctor_probes "
+    "hosts.__init__ hosts.balancing hosts.bin_packers hosts.flops hosts.megatron_lm "
+    "hosts.megatron_lm_data hosts.miles hosts.nemo_rl hosts.nemo_rl_shards hosts.options "
+    "hosts.rank_rows hosts.rollout_schedule hosts.skyrl hosts.slime hosts.tensor_rows "
+    "hosts.unirl hosts.unirl_bins hosts.verl hosts.verl_items hosts.xtuner patch_files "
+    "patch_target patching startup",
+    "board executor",
+    "attention_choice batch_passes batch_plan checkpoint checkpoint_state choices "
+    "commands.arguments commands.check commands.costs commands.diff commands.doctor "
+    "commands.dry_run commands.plan commands.plot commands.report commands.show "
+    "commands.simulate commands.trace commands.train commands.tune consensus data_files "
+    "data_index dataset dry_run field_docs forward generated guard job kernels launch "
+    "layer_specs loop_config loss memory microbatch_events model model_config non_finite "
+    "objectives optimizer out_of_memory planned_batch replan report rollouts run_data "
+    "schedule schedule_run step_call tokenizer trace train train_config tune watchdog",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
