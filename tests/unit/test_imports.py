@@ -27,7 +27,7 @@ LAYERS = [
     "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
     "generated data_index dataset",
     "search search_problem search_counts search_deal search_per_rank search_profile search_state "
-    "dp_schedule plan_summary forecast tune run_records timeline chrome_trace plot page page_data",
+    "dp_schedule stats tune run_records timeline chrome_trace plot page page_data",
     "thd cp_slices samples ragged loop_config train_config run_data batch_plan planned_batch "
     "checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
