@@ -116,30 +116,25 @@ def plan_report(
         ConfigError: stage weights that do not fit the layout.
         ScheduleError: a count that Megatron would not run.
     """
-    bounds = None
-    if lengths is not None:
-        flat = read_lengths(lengths)
-        if flat.size != plan.num_samples:
-            raise PlanError(f"{flat.size} lengths for a plan of {plan.num_samples} samples")
-        bounds = [_bounds(plan, step, flat, cost or TOKENS) for step in plan.steps]
-    runs = [simulate_planned(plan, step, cost) for step in plan.steps]
-    steps = tuple(
-        _step_report(plan, step, run, None if bounds is None else [bounds[number]])
-        for number, (step, run) in enumerate(zip(plan.steps, runs, strict=True))
-    )
-    return PlanReport(**_numbers(plan, plan.steps, runs, bounds), steps=steps)
+    flat = None if lengths is None else read_lengths(lengths)
+    if flat is not None and flat.size != plan.num_samples:
+        raise PlanError(f"{flat.size} lengths for a plan of {plan.num_samples} samples")
+    parts = [_simulated(plan, step, cost, flat) for step in plan.steps]
+    steps = tuple(_step_report(plan, part) for part in parts)
+    return PlanReport(**_sums(plan, parts), steps=steps)
 
 
 def step_report(plan: Plan, step: StepPlan, cost: CostModel | None = None) -> StepReport:
     """One step under a plan's settings, without bounds; otherwise as `plan_report`."""
-    return _step_report(plan, step, simulate_planned(plan, step, cost), None)
+    return _step_report(plan, _simulated(plan, step, cost, None))
 
 
 def full_row(plan: Plan, steps: Sequence[StepPlan]) -> tuple[int, str]:
     """Tokens of a row that counts as full, and their name: the budget, or the longest row."""
     if plan.capacity is not None:
         return plan.capacity, "the budget"
-    return max(mb.row_tokens for step in steps for mb in step.microbatches), "the longest row"
+    longest = max((mb.row_tokens for step in steps for mb in step.microbatches), default=1)
+    return longest, "the longest row"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,57 +152,67 @@ def _shown(bound: float | None, form: str) -> str:
     return "" if bound is None else f" (bound {bound:{form}})"
 
 
-def _step_report(
-    plan: Plan, step: StepPlan, run: Simulation, bounds: list[_Bounds] | None
-) -> StepReport:
+@dataclass(frozen=True)
+class _Part:
+    """One step of a sum."""
+
+    step: StepPlan
+    run: Simulation
+    bounds: _Bounds | None
+    """None without lengths."""
+
+    @property
+    def mean_work(self) -> float:
+        return math.fsum(self.run.rank_work) / len(self.run.rank_work)
+
+
+def _simulated(plan: Plan, step: StepPlan, cost: CostModel | None, lengths: Ints | None) -> _Part:
+    run = simulate_planned(plan, step, cost)
+    return _Part(step, run, None if lengths is None else _bounds(plan, step, lengths, cost))
+
+
+def _step_report(plan: Plan, part: _Part) -> StepReport:
+    run = part.run
     return StepReport(
-        **_numbers(plan, [step], [run], bounds),
-        rank_seconds=run.rank_makespans,
-        slowest_rank=run.slowest_rank,
+        **_sums(plan, [part]), rank_seconds=run.rank_makespans, slowest_rank=run.slowest_rank
     )
 
 
-def _numbers(
-    plan: Plan,
-    steps: Sequence[StepPlan],
-    runs: Sequence[Simulation],
-    bounds: list[_Bounds] | None,
-) -> dict[str, Any]:
+def _sums(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
     """The fields of `Report`."""
-    counts = count_steps(steps)
+    counts = count_steps([part.step for part in parts])
+    runs = [part.run for part in parts]
+    mean_work = math.fsum(part.mean_work for part in parts)
     seconds = math.fsum(run.makespan for run in runs)
-    mean_work = [math.fsum(run.rank_work) / len(run.rank_work) for run in runs]
     return {
         **vars(counts),
         "num_gpus": plan.layout.world_size,
         "fill": _fill(plan, counts),
-        "imbalance": _imbalance([max(run.rank_work) for run in runs], mean_work),
+        "imbalance": _ratio(math.fsum(max(run.rank_work) for run in runs), mean_work),
         "bubble_fraction": bubble_fraction(seconds, math.fsum(run.busy_seconds for run in runs)),
         "seconds": seconds,
-        "peak_live_tokens": max(run.peak_live_tokens for run in runs),
-        "peak_in_flight": max(run.peak_in_flight for run in runs),
-        **_sums(bounds, mean_work),
+        "peak_live_tokens": max((run.peak_live_tokens for run in runs), default=0.0),
+        "peak_in_flight": max((run.peak_in_flight for run in runs), default=0.0),
+        **_sums_of_bounds([(part.mean_work, part.bounds) for part in parts if part.bounds]),
     }
 
 
-def _sums(bounds: list[_Bounds] | None, mean_work: list[float]) -> dict[str, Any]:
-    """The fields of `Report` that need lengths."""
-    if bounds is None:
+def _sums_of_bounds(parts: Sequence[tuple[float, _Bounds]]) -> dict[str, Any]:
+    """The fields of `Report` that need lengths, of each step's mean work and bounds."""
+    if not parts:
         names = ("num_rows_bound", "imbalance_bound", "seconds_bound", "equal_work_seconds")
         return dict.fromkeys(names)
-    pairs = zip(bounds, mean_work, strict=True)
-    least_work = [max(bound.largest_work, mean) for bound, mean in pairs]
+    least_work = math.fsum(max(mean, bounds.largest_work) for mean, bounds in parts)
     return {
-        "num_rows_bound": sum(bound.num_rows for bound in bounds),
-        "imbalance_bound": _imbalance(least_work, mean_work),
-        "seconds_bound": math.fsum(bound.seconds for bound in bounds),
-        "equal_work_seconds": math.fsum(bound.equal_work_seconds for bound in bounds),
+        "num_rows_bound": sum(bounds.num_rows for _, bounds in parts),
+        "imbalance_bound": _ratio(least_work, math.fsum(mean for mean, _ in parts)),
+        "seconds_bound": math.fsum(bounds.seconds for _, bounds in parts),
+        "equal_work_seconds": math.fsum(bounds.equal_work_seconds for _, bounds in parts),
     }
 
 
-def _imbalance(busiest_work: list[float], mean_work: list[float]) -> float:
-    mean = math.fsum(mean_work)
-    return math.fsum(busiest_work) / mean if mean else 1.0
+def _ratio(busiest_work: float, mean_work: float) -> float:
+    return busiest_work / mean_work if mean_work else 1.0
 
 
 def _fill(plan: Plan, counts: Counts) -> float | None:
@@ -216,7 +221,8 @@ def _fill(plan: Plan, counts: Counts) -> float | None:
     return counts.tokens / (counts.num_rows * plan.capacity)
 
 
-def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel) -> _Bounds:
+def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -> _Bounds:
+    cost = cost or TOKENS
     layout = plan.layout
     kept = lengths[list(step.kept_samples)]
     aligned = -(-kept // layout.sample_alignment) * layout.sample_alignment

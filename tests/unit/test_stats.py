@@ -137,6 +137,8 @@ def test_a_plan_without_steps_or_rows_can_be_counted() -> None:
     for steps in ((), (step_of(),), (step_of([], []),)):
         counts = replace(plan, steps=steps).counts
         assert (counts.row_tokens, counts.microbatch_span, counts.padding_fraction) == (0, "0", 0)
+    found = plan_report(replace(plan, steps=()))
+    assert (found.num_steps, found.seconds, found.imbalance, found.peak_live_tokens) == (0, 0, 1, 0)
 
 
 def test_without_lengths_there_are_no_bounds() -> None:
