@@ -17,11 +17,10 @@ from typing import Any
 
 from megapack.inputs import read_budget
 from megapack.layout import Layout
-from megapack.plan_check import check_plan
 from megapack.plan_text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 
-__all__ = ["Counts", "MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan", "check_plan"]
+__all__ = ["Counts", "MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
 
 RolloutId = int | str
 
