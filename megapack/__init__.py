@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from megapack.pipeline import simulate
     from megapack.plan import MicroBatch, Plan, StepPlan
     from megapack.plan_check import check_plan
-    from megapack.plan_summary import PlanReport, StepReport, plan_report
     from megapack.policy import Policy
+    from megapack.stats import PlanReport, StepReport, plan_report
 
 __all__ = [
     "Layout",
@@ -67,8 +67,8 @@ _MODULES = {
     "pipeline": "simulate",
     "plan": "MicroBatch Plan StepPlan",
     "plan_check": "check_plan",
-    "plan_summary": "PlanReport StepReport plan_report",
     "policy": "Policy",
+    "stats": "PlanReport StepReport plan_report",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -8,10 +8,11 @@ other schedulers do, first by splitting the last rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
-from megapack.inputs import Ints, read_budget
+from megapack.inputs import Ints
 from megapack.layout import Layout
 from megapack.plan import MicroBatch, Plan, StepPlan
 
@@ -27,8 +28,8 @@ def next_fit(sizes: Ints, layout: Layout, capacity: int) -> Ranks:
     return _deal(_neighbours(sizes, lambda count, total, longest: total <= capacity), layout)
 
 
-def naive_steps(plan: Plan, lengths: Ints) -> dict[str, tuple[StepPlan, ...]]:
-    """A plan's steps as simple strategies would pack them: name -> steps.
+def naive_plans(plan: Plan, lengths: Ints) -> dict[str, Plan]:
+    """A plan's steps as simple strategies would pack them: name -> the plan with their steps.
 
     "next-fit" packs neighbours until the budget is full. "padded" does, but pads all samples of a
     micro-batch to the longest of them, as rectangular batches are. "one sample" is one per
@@ -37,15 +38,14 @@ def naive_steps(plan: Plan, lengths: Ints) -> dict[str, tuple[StepPlan, ...]]:
     Args:
         lengths: those that were planned, int64 [n].
     """
-    layout = plan.layout
-    capacity = read_budget(layout, plan.max_tokens_per_gpu, plan.micro_batch_size)
-    most = plan.micro_batch_size
+    capacity = plan.capacity
+    most = plan.micro_batch_size or 0
 
     def packed(count: int, total: int, longest: int) -> bool:
-        return total <= capacity if most is None else count <= most
+        return count <= most if capacity is None else total <= capacity
 
     def padded(count: int, total: int, longest: int) -> bool:
-        return count * longest <= capacity if most is None else count <= most
+        return count <= most if capacity is None else count * longest <= capacity
 
     strategies: dict[str, tuple[Fits, bool]] = {
         "next-fit": (packed, False),
@@ -53,7 +53,9 @@ def naive_steps(plan: Plan, lengths: Ints) -> dict[str, tuple[StepPlan, ...]]:
         "one sample": (lambda count, total, longest: False, False),
     }
     return {
-        name: tuple(_step(plan, step, lengths, fits, pad) for step in plan.steps)
+        name: replace(
+            plan, steps=tuple(_step(plan, step, lengths, fits, pad) for step in plan.steps)
+        )
         for name, (fits, pad) in strategies.items()
     }
 

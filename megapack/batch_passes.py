@@ -18,13 +18,13 @@ from megapack.errors import StepOutOfMemory
 from megapack.loss import GRPO, PPO, SFT
 from megapack.model_config import ObjectiveConfig
 from megapack.objectives import GSPO, AnyObjective
-from megapack.pipeline import Simulation, simulate_planned
-from megapack.plan import Plan, StepPlan
+from megapack.plan import Plan
 from megapack.planned_batch import BatchPlanner, PlannedBatch
 from megapack.reference import Reference
 from megapack.replan import replan_logprobs, replan_step
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter, StepResult
+from megapack.stats import StepReport, step_report
 
 T = TypeVar("T")
 
@@ -33,10 +33,8 @@ T = TypeVar("T")
 class StepGradients:
     """A step whose gradients are in the model."""
 
-    step: StepPlan
-    """The rows that ran."""
-    simulation: Simulation
-    """Of these rows."""
+    report: StepReport
+    """Of the rows that ran."""
     result: StepResult
     measured_s: float
     """Seconds of the attempt that succeeded."""
@@ -93,12 +91,12 @@ class BatchPasses:
             with self.reference.weights():
                 samples.set_field("ref_logprobs", self._logprobs(batch))
 
-    def gradients(self, batch: PlannedBatch, index: int, simulation: Simulation) -> StepGradients:
+    def gradients(self, batch: PlannedBatch, index: int, report: StepReport) -> StepGradients:
         """Forward and backward of a step, from gradients of zero.
 
         Args:
             index: which of the batch's steps.
-            simulation: of this step as it is planned.
+            report: of this step as it is planned.
 
         Raises:
             StepOutOfMemory, PlanError: also the second attempt failed, or none is possible.
@@ -106,16 +104,16 @@ class BatchPasses:
         """
         started = time.perf_counter()
         try:
-            return self._gradients(batch, index, simulation)
+            return self._gradients(batch, index, report)
         except StepOutOfMemory as error:
             smaller = self._planned_anew(error, lambda: replan_step(self._planner, batch, index))
         plan = smaller.plan
-        simulation = simulate_planned(plan, plan.steps[0], self._planner.cost)
+        report = step_report(plan, plan.steps[0], self._planner.cost)
         failed_s = time.perf_counter() - started
-        return self._gradients(smaller, 0, simulation, failed_s)
+        return self._gradients(smaller, 0, report, failed_s)
 
     def _gradients(
-        self, batch: PlannedBatch, index: int, simulation: Simulation, failed_s: float = 0.0
+        self, batch: PlannedBatch, index: int, report: StepReport, failed_s: float = 0.0
     ) -> StepGradients:
         started = time.perf_counter()
         for chunk in self._chunks:
@@ -134,8 +132,7 @@ class BatchPasses:
         )
         torch.cuda.synchronize()
         return StepGradients(
-            step=plan.steps[index],
-            simulation=simulation,
+            report=report,
             result=result,
             measured_s=time.perf_counter() - started,
             failed_s=failed_s,

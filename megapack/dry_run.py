@@ -14,7 +14,6 @@ import numpy as np
 
 from megapack.batch_plan import plan_logprobs, plan_steps
 from megapack.cost import CostModel
-from megapack.forecast import Forecast, forecast
 from megapack.generated import MEAN_OF_LONGEST, generate_lengths
 from megapack.inputs import Ints
 from megapack.layout import Layout
@@ -25,6 +24,7 @@ from megapack.plan import Plan
 from megapack.policy import check_count_rule
 from megapack.rollouts import group_advantages
 from megapack.run_data import all_batches, open_dataset
+from megapack.stats import PlanReport, plan_report
 from megapack.train_config import TrainConfig
 
 
@@ -49,9 +49,9 @@ class Prediction:
     """What the first batch takes."""
 
     plan: Plan
-    steps: Forecast
+    steps: PlanReport
     """Of forward and backward, all optimizer steps."""
-    logprobs: Forecast | None
+    logprobs: PlanReport | None
     """Of one pass for log-probs over the batch; None where the objective reads none."""
     num_logprob_passes: int
     memory: tuple[GpuMemory, ...]
@@ -134,10 +134,10 @@ def predict(config: TrainConfig, layout: Layout, batch: Batch, cost: CostModel) 
     if config.objective.kind != "sft":
         passed = plan_logprobs(config.plan, layout, planned_with, lengths)
         passed = passed or dataclasses.replace(plan, forward_only=True)
-        logprobs = forecast(passed, passed.steps, batch.lengths, cost)
+        logprobs = plan_report(passed, batch.lengths, cost)
     return Prediction(
         plan=plan,
-        steps=forecast(plan, plan.steps, batch.lengths, cost),
+        steps=plan_report(plan, batch.lengths, cost),
         logprobs=logprobs,
         num_logprob_passes=0 if logprobs is None else 1 + (config.objective.kl_coef > 0),
         memory=_memory(config, plan),
@@ -151,7 +151,7 @@ def _rollouts_per_batch(config: TrainConfig) -> int:
 def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
     """Each stage with full rows in flight; a sample over the budget makes a row of its own."""
     layout, model = plan.layout, config.memory_model()
-    longest = max(mb.row_tokens for step in plan.steps for rank in step.ranks for mb in rank)
+    longest = max(mb.row_tokens for step in plan.steps for mb in step.microbatches)
     row = max(plan.max_tokens_per_gpu or 0, -(-longest // layout.cp))
     group = max(step.group_size or 1 for step in plan.steps)
     live = row * layout.chunks_in_flight(group_size=group) / layout.vpp

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from megapack.cost import CostModel
-from megapack.inputs import Floats, Ints, read_budget
-from megapack.pipeline import simulate
+from megapack.inputs import Floats, Ints
 from megapack.plan import Plan
 from megapack.run_records import RunRecords, number_or_none
+from megapack.stats import full_row, plan_report
 from megapack.timeline import Timeline, planned, traced, typical_ranks
 
 _MAX_EVENTS, _MAX_STEPS, _MAX_RANKS, _MAX_LANES = 20_000, 32, 8, 64
@@ -46,31 +46,23 @@ def plan_page(plan: Plan, lengths: Ints | None, cost: CostModel, unit: str) -> P
         lengths: those that were planned; None leaves their histogram out.
         cost: times of micro-batches, in `unit`.
     """
-    runs = [
-        simulate(
-            step,
-            layout=plan.layout,
-            cost=cost,
-            lockstep=plan.layout.ep_spans_dp,
-            forward_only=plan.forward_only,
-        )
-        for step in plan.steps
-    ]
+    report = plan_report(plan, cost=cost)
     page = Page(title=f"plan {plan.digest()[:12]}", facts=_plan_facts(plan), unit=unit)
-    total = sum(run.makespan for run in runs)
-    busy = sum(run.makespan / (1 + run.bubble_fraction) for run in runs)
+    total = report.seconds
     page.facts += [
         ("predicted", f"{total:.4g} s" if unit == "s" else f"{total:.0f} {unit}"),
-        ("bubble", f"{total / busy - 1 if busy else 0.0:.1%}"),
+        ("bubble", f"{report.bubble_fraction:.1%}"),
     ]
-    numbers = list(range(len(runs)))
-    if len(runs) > 1:
+    numbers = list(range(report.num_steps))
+    seconds = [step.seconds for step in report.steps]
+    if report.num_steps > 1:
+        bubbles = [100 * step.bubble_fraction for step in report.steps]
         page.curves += [
-            _curve("predicted time", unit, numbers, {"step": [run.makespan for run in runs]}),
-            _curve("bubble", "%", numbers, {"step": [100 * run.bubble_fraction for run in runs]}),
+            _curve("predicted time", unit, numbers, {"step": seconds}),
+            _curve("bubble", "%", numbers, {"step": bubbles}),
         ]
-    slowest = sorted(numbers, key=lambda number: (-runs[number].makespan, number))
-    _add_timelines(page, ([planned(plan, n, n, cost)] for n in slowest), len(runs))
+    slowest = sorted(numbers, key=lambda number: (-seconds[number], number))
+    _add_timelines(page, ([planned(plan, n, n, cost)] for n in slowest), report.num_steps)
     page.histograms += _histograms(plan, lengths)
     return page
 
@@ -108,9 +100,8 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
 
 def _plan_facts(plan: Plan) -> Facts:
     layout = plan.layout
-    rows = [mb for step in plan.steps for rank in step.ranks for mb in rank]
-    counts = [len(rank) for step in plan.steps for rank in step.ranks]
-    tokens, row_tokens = sum(mb.tokens for mb in rows), sum(mb.row_tokens for mb in rows)
+    counts = plan.counts
+    num_microbatches = counts.num_rows + counts.num_padding_rows
     sizes = " ".join(f"{n}={getattr(layout, n)}" for n in ("dp", "tp", "pp", "vpp", "cp", "ep"))
     budget = f"{plan.max_tokens_per_gpu} tokens per GPU"
     if plan.max_tokens_per_gpu is None:
@@ -119,12 +110,12 @@ def _plan_facts(plan: Plan) -> Facts:
         ("layout", f"{sizes}, {layout.world_size} GPUs"),
         ("budget", budget),
         ("samples", f"{plan.num_samples}"),
-        ("optimizer steps", f"{len(plan.steps)}"),
-        ("M", " to ".join(map(str, sorted({min(counts), max(counts)})))),
-        ("micro-batches", f"{len(rows)}, {sum(not mb.samples for mb in rows)} of them padding"),
-        ("tokens", f"{tokens}"),
-        ("padding", f"{1 - tokens / row_tokens if row_tokens else 0.0:.2%} of row tokens"),
-        ("dropped rollouts", f"{sum(len(step.dropped_rollouts) for step in plan.steps)}"),
+        ("optimizer steps", f"{counts.num_steps}"),
+        ("M", counts.microbatch_span),
+        ("micro-batches", f"{num_microbatches}, {counts.num_padding_rows} of them padding"),
+        ("tokens", f"{counts.tokens}"),
+        ("padding", f"{counts.padding_fraction:.2%} of row tokens"),
+        ("dropped rollouts", f"{counts.num_dropped_rollouts}"),
     ]
 
 
@@ -219,14 +210,12 @@ def _short(value: float) -> float:
 
 
 def _histograms(plan: Plan, lengths: Ints | None) -> list[dict[str, Any]]:
-    rows = [mb for step in plan.steps for rank in step.ranks for mb in rank if mb.samples]
-    capacity = read_budget(plan.layout, plan.max_tokens_per_gpu, plan.micro_batch_size)
-    whole = capacity if capacity > 0 else max((mb.row_tokens for mb in rows), default=1)
-    of = "the budget" if capacity > 0 else "the longest row"
+    rows = [mb for step in plan.steps for mb in step.microbatches if mb.samples]
+    whole, name = full_row(plan, plan.steps)
     fills = np.array([100 * mb.tokens / whole for mb in rows])
     samples = np.array([float(len(mb.samples)) for mb in rows])
     found = [
-        _histogram(f"row fill: real tokens over {of}", "%", "rows", fills),
+        _histogram(f"row fill: real tokens over {name}", "%", "rows", fills),
         _histogram("samples per row", "samples", "rows", samples),
     ]
     if lengths is not None:

@@ -7,6 +7,7 @@ waits to give a result away. For M equal micro-batches the bubble is (pp - 1) / 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -52,14 +53,23 @@ class Simulation:
     """Seconds until the last rank has done its last backward."""
     rank_makespans: tuple[float, ...]
     """Seconds of each DP rank."""
-    bubble_fraction: float
-    """Makespan over the work of the slowest rank's busiest stage, minus 1."""
+    slowest_rank: int
+    """The DP rank that ends last; of those that end together, the one with the most work."""
+    rank_work: tuple[float, ...]
+    """Work of each DP rank: seconds of its rows' forwards through one chunk of weight 1."""
+    busy_seconds: float
+    """Work of the slowest rank's busiest stage."""
     peak_live_tokens: float
     """Most row tokens whose activations one GPU holds at once: per GPU, after CP; the share of one
     chunk counts 1/vpp, so that the unit is a whole stage's activations of one token."""
     peak_in_flight: float
     """The same in micro-batches."""
     _runs: tuple[_RankRun, ...] = field(repr=False)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Makespan over the work of the slowest rank's busiest stage, minus 1."""
+        return bubble_fraction(self.makespan, self.busy_seconds)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -129,7 +139,9 @@ def simulate(
     return Simulation(
         makespan=ends[slowest],
         rank_makespans=tuple(ends),
-        bubble_fraction=ends[slowest] / busiest[slowest] - 1 if busiest[slowest] else 0.0,
+        slowest_rank=slowest,
+        rank_work=tuple(math.fsum(seconds.tolist()) for seconds in work),
+        busy_seconds=busiest[slowest],
         peak_live_tokens=max(live),
         peak_in_flight=max(flight),
         _runs=tuple(runs),
@@ -227,6 +239,11 @@ def simulate_planned(plan: Plan, step: StepPlan, cost: CostModel | None) -> Simu
         lockstep=layout.ep_spans_dp,
         forward_only=plan.forward_only,
     )
+
+
+def bubble_fraction(seconds: float, busy_seconds: float) -> float:
+    """Time over the busiest stage's work in it, minus 1; rounding may not make it negative."""
+    return max(0.0, seconds / busy_seconds - 1) if busy_seconds else 0.0
 
 
 def _forward_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel) -> Floats:

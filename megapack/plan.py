@@ -1,4 +1,4 @@
-"""The plan as data: `MicroBatch`, `StepPlan`, `Plan`.
+"""The plan as data: `MicroBatch`, `StepPlan`, `Plan`, and their `Counts`.
 
     lengths -> build_dp_schedule -> Plan -> (check_plan, packed rows, simulate)
 
@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from megapack.inputs import read_budget
 from megapack.layout import Layout
 from megapack.plan_text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 
-__all__ = ["MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
+__all__ = ["Counts", "MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
 
 RolloutId = int | str
 
@@ -40,6 +41,43 @@ class MicroBatch:
     """Aligned samples and the row's own alignment; 0 for a padding micro-batch."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What optimizer steps hold, summed over steps and DP ranks."""
+
+    num_steps: int
+    num_microbatches: tuple[int, int]
+    """The least and the most M of a DP rank in a step."""
+    num_rows: int
+    """Micro-batches with samples."""
+    num_padding_rows: int
+    """Micro-batches without samples."""
+    num_samples: int
+    """Samples that the steps train on."""
+    num_dropped_rollouts: int
+    """Rollouts that unreachable="drop" left out."""
+    tokens: int
+    """Real tokens."""
+    row_tokens: int
+    """Tokens of all rows, padding included."""
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Real tokens over row tokens; 1 is perfect."""
+        return self.tokens / self.row_tokens if self.row_tokens else 1.0
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the row tokens that are not real."""
+        return 1 - self.packing_efficiency
+
+    @property
+    def microbatch_span(self) -> str:
+        """`num_microbatches` as text: "24", or "7-15" where it differs."""
+        least, most = self.num_microbatches
+        return f"{least}" if least == most else f"{least}-{most}"
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One optimizer step."""
@@ -58,7 +96,17 @@ class StepPlan:
     @cached_property
     def kept_samples(self) -> tuple[int, ...]:
         """Sample indices of the step, ascending."""
-        return tuple(sorted(i for rank in self.ranks for mb in rank for i in mb.samples))
+        return tuple(sorted(i for mb in self.microbatches for i in mb.samples))
+
+    @property
+    def microbatches(self) -> Iterator[MicroBatch]:
+        """Those of all ranks, rank after rank."""
+        return (mb for rank in self.ranks for mb in rank)
+
+    @property
+    def counts(self) -> Counts:
+        """Rows, samples and tokens of the step."""
+        return count_steps([self])
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,6 +162,17 @@ class Plan:
         """
         return parse_text(text, _build)
 
+    @property
+    def counts(self) -> Counts:
+        """Rows, samples and tokens of all steps."""
+        return count_steps(self.steps)
+
+    @property
+    def capacity(self) -> int | None:
+        """Padded tokens that a row may hold per DP rank; None for a count-based plan."""
+        capacity = read_budget(self.layout, self.max_tokens_per_gpu, self.micro_batch_size)
+        return None if capacity < 0 else capacity
+
     @cached_property
     def _digest(self) -> str:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
@@ -133,6 +192,23 @@ class Plan:
             **colocate,
             "steps": [_step_payload(step) for step in self.steps],
         }
+
+
+def count_steps(steps: Sequence[StepPlan]) -> Counts:
+    """Add up what steps hold."""
+    microbatches = [mb for step in steps for mb in step.microbatches]
+    per_rank = [len(rank) for step in steps for rank in step.ranks]
+    num_rows = sum(bool(mb.samples) for mb in microbatches)
+    return Counts(
+        num_steps=len(steps),
+        num_microbatches=(min(per_rank, default=0), max(per_rank, default=0)),
+        num_rows=num_rows,
+        num_padding_rows=len(microbatches) - num_rows,
+        num_samples=sum(len(mb.samples) for mb in microbatches),
+        num_dropped_rollouts=sum(len(step.dropped_rollouts) for step in steps),
+        tokens=sum(mb.tokens for mb in microbatches),
+        row_tokens=sum(mb.row_tokens for mb in microbatches),
+    )
 
 
 def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megapack.errors import ConfigError, PlanError
-from megapack.inputs import Ints, read_budget, read_lengths, read_sets
+from megapack.inputs import Ints, read_lengths, read_sets
 
 if TYPE_CHECKING:
     from megapack.plan import MicroBatch, Plan, StepPlan
@@ -175,7 +175,7 @@ class _Checker:
         size, num_samples = self.plan.micro_batch_size, len(samples)
         if size is not None and num_samples > size:
             raise _broken(4, f"{place} holds {num_samples} samples, micro_batch_size={size}")
-        if size is not None or padded <= self.budget:
+        if self.budget is None or padded <= self.budget:
             return
         alone = np.unique(self.set_of[samples]).size == 1
         if not alone or self.policy.oversize == "error":
@@ -186,9 +186,9 @@ class _Checker:
             )
 
 
-def _budget(plan: Plan) -> int:
+def _budget(plan: Plan) -> int | None:
     try:
-        return read_budget(plan.layout, plan.max_tokens_per_gpu, plan.micro_batch_size)
+        return plan.capacity
     except ConfigError as error:
         raise _broken(4, str(error)) from None
 

@@ -91,12 +91,10 @@ def _short(value: Any) -> Any:
 
 
 def _described(step: StepPlan) -> str:
-    rows = [mb for rank in step.ranks for mb in rank]
-    counts = sorted({len(rank) for rank in step.ranks})
-    count = "-".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "0"
+    counts = step.counts
     group = "" if step.group_size is None else f" G={step.group_size}"
     return (
-        f"M={count}{group}, {sum(bool(mb.samples) for mb in rows)} rows, "
-        f"{len(step.kept_samples)} samples, {sum(mb.row_tokens for mb in rows)} row tokens, "
-        f"{len(step.dropped_rollouts)} rollouts dropped"
+        f"M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
+        f"{counts.num_samples} samples, {counts.row_tokens} row tokens, "
+        f"{counts.num_dropped_rollouts} rollouts dropped"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapack.errors import ConfigError
-from megapack.inputs import read_budget
 from megapack.plan import MicroBatch, Plan, StepPlan
 
 _MAX_RANKS, _MAX_ROWS, _MAX_STEPS, _MAX_SAMPLES = 8, 64, 32, 16
@@ -56,16 +55,14 @@ def _head(plan: Plan) -> str:
 
 
 def _step_line(number: int, step: StepPlan) -> str:
-    rows = [mb for rank in step.ranks for mb in rank]
-    counts = [len(rank) for rank in step.ranks]
-    least, most = min(counts, default=0), max(counts, default=0)
-    count = f"{least}" if least == most else f"{least}-{most}"
+    counts = step.counts
     group = "" if step.group_size is None else f" G={step.group_size}"
-    dropped = f", {len(step.dropped_rollouts)} rollouts dropped" if step.dropped_rollouts else ""
+    num_dropped = counts.num_dropped_rollouts
+    dropped = f", {num_dropped} rollouts dropped" if num_dropped else ""
     return (
-        f"step {number}: M={count}{group}, {sum(bool(mb.samples) for mb in rows)} rows, "
-        f"{sum(not mb.samples for mb in rows)} padding, {sum(mb.tokens for mb in rows)} tokens in "
-        f"{sum(mb.row_tokens for mb in rows)} row tokens{dropped}"
+        f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
+        f"{counts.num_padding_rows} padding, {counts.tokens} tokens in "
+        f"{counts.row_tokens} row tokens{dropped}"
     )
 
 
@@ -92,8 +89,8 @@ def _cell(plan: Plan, mb: MicroBatch) -> str:
 
 
 def _mark(plan: Plan, mb: MicroBatch) -> str:
-    capacity = read_budget(plan.layout, plan.max_tokens_per_gpu, plan.micro_batch_size)
-    return "!" if 0 <= capacity < mb.padded_tokens else ""
+    capacity = plan.capacity
+    return "" if capacity is None or mb.padded_tokens <= capacity else "!"
 
 
 def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megapack.errors import ConfigError
-from megapack.inputs import read_budget
+from megapack.stats import StepReport, full_row
 from megapack.timeline import Timeline, typical_ranks
 
 # Okabe and Ito's colours, which also the colour-blind tell apart.
@@ -24,10 +24,11 @@ _MAX_LABELS = 400
 _FONT = {"font.size": 9, "svg.hashsalt": "megapack", "svg.fonttype": "none"}
 
 
-def draw_step(timeline: Timeline, unit: str, suffix: str) -> bytes:
+def draw_step(timeline: Timeline, report: StepReport, unit: str, suffix: str) -> bytes:
     """A page about one step.
 
     Args:
+        report: of the same step.
         unit: of the timeline's times.
         suffix: png, svg or pdf.
 
@@ -51,7 +52,7 @@ def draw_step(timeline: Timeline, unit: str, suffix: str) -> bytes:
         fill, load = bottom.subplots(1, 2)
         _draw_fill(fill, timeline)
         _draw_load(load, timeline, unit)
-        figure.suptitle(_title(timeline), fontsize=10)
+        figure.suptitle(_title(timeline, report), fontsize=10)
         return _bytes(figure, suffix)
 
 
@@ -100,16 +101,12 @@ def _bytes(figure: Any, suffix: str) -> bytes:
     return buffer.getvalue()
 
 
-def _title(timeline: Timeline) -> str:
-    layout, ends = timeline.plan.layout, timeline.rank_ends
-    counts = [len(rank) for rank in timeline.step.ranks]
-    m = f"{min(counts)}" if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
-    slowest = ends.index(max(ends))
-    bubble = max(ends) / timeline.stage_seconds[slowest] - 1
+def _title(timeline: Timeline, report: StepReport) -> str:
+    layout = timeline.plan.layout
     return (
         f"step {timeline.number} of plan {timeline.plan.digest()[:12]}: dp={layout.dp} "
-        f"tp={layout.tp} pp={layout.pp} vpp={layout.vpp} cp={layout.cp} ep={layout.ep}, M={m}, "
-        f"bubble {bubble:.1%}"
+        f"tp={layout.tp} pp={layout.pp} vpp={layout.vpp} cp={layout.cp} ep={layout.ep}, "
+        f"M={report.microbatch_span}, bubble {report.bubble_fraction:.1%}"
     )
 
 
@@ -197,11 +194,9 @@ def _legend(axes: Any) -> None:
 
 
 def _draw_fill(axes: Any, timeline: Timeline) -> None:
-    """Real tokens of each row over the budget; over the longest row where there is none."""
-    plan, ranks = timeline.plan, timeline.step.ranks
-    capacity = read_budget(plan.layout, plan.max_tokens_per_gpu, plan.micro_batch_size)
-    longest = max(mb.row_tokens for rank in ranks for mb in rank)
-    whole = capacity if capacity > 0 else longest
+    """Real tokens of each row over the budget, or over the longest row without a budget."""
+    ranks = timeline.step.ranks
+    whole, name = full_row(timeline.plan, [timeline.step])
     fill = np.full((len(ranks), max(map(len, ranks))), np.nan)
     for r, rank in enumerate(ranks):
         fill[r, : len(rank)] = [mb.tokens / whole for mb in rank]
@@ -213,11 +208,7 @@ def _draw_fill(axes: Any, timeline: Timeline) -> None:
         vmin=0,
         vmax=max(1.0, float(np.nanmax(fill))),
     )
-    axes.set_title(
-        f"row fill: real tokens over {'the budget' if capacity > 0 else 'the longest row'}",
-        fontsize=9,
-        loc="left",
-    )
+    axes.set_title(f"row fill: real tokens over {name}", fontsize=9, loc="left")
     axes.set_xlabel("micro-batch")
     axes.set_ylabel("DP rank")
     _whole_ticks(axes.xaxis, axes.yaxis)

@@ -58,7 +58,7 @@ def halved(config: PlanConfig, steps: Sequence[StepPlan]) -> PlanConfig:
     Raises:
         StepOutOfMemory: every row holds one sample already; every rank finds the same.
     """
-    microbatches = [mb for step in steps for rank in step.ranks for mb in rank]
+    microbatches = [mb for step in steps for mb in step.microbatches]
     tokens = max(mb.padded_tokens for mb in microbatches)
     num_samples = max(len(mb.samples) for mb in microbatches)
     if num_samples < 2:

@@ -19,10 +19,10 @@ from megapack.checkpoint_files import writing
 from megapack.errors import DataError
 from megapack.files import write_whole
 from megapack.folder_lock import lock_folder
-from megapack.pipeline import Simulation
-from megapack.plan import Plan, StepPlan
+from megapack.plan import Plan
 from megapack.run_records import LENGTHS_FILE, METRICS_FILE, PLAN_FILE, TRACE_FILE
 from megapack.schedule import StepResult
+from megapack.stats import StepReport
 from megapack.trackers import Metrics, Tracker
 
 logger = logging.getLogger(__name__)
@@ -134,22 +134,19 @@ def training_metrics(result: StepResult) -> dict[str, float]:
     return {"loss": result.loss, **named}
 
 
-def packing_metrics(step: StepPlan, simulation: Simulation) -> dict[str, Any]:
+def packing_metrics(step: StepReport) -> dict[str, Any]:
     """How well a step is packed; `docs/metrics.md` says what each key means."""
-    rows = [mb for rank in step.ranks for mb in rank]
-    tokens, row_tokens = sum(mb.tokens for mb in rows), sum(mb.row_tokens for mb in rows)
-    seconds = simulation.rank_makespans
     return {
-        "tokens": tokens,
-        "num_samples": len(step.kept_samples),
-        "num_dropped_rollouts": len(step.dropped_rollouts),
-        "num_microbatches_per_rank": max(len(rank) for rank in step.ranks),
-        "num_padding_microbatches": sum(not mb.samples for mb in rows),
-        "packing_efficiency": tokens / row_tokens,
-        "padding_fraction": 1 - tokens / row_tokens,
-        "imbalance": max(seconds) * len(seconds) / sum(seconds),
-        "bubble_fraction": simulation.bubble_fraction,
-        "peak_live_row_tokens_per_gpu": simulation.peak_live_tokens,
+        "tokens": step.tokens,
+        "num_samples": step.num_samples,
+        "num_dropped_rollouts": step.num_dropped_rollouts,
+        "num_microbatches_per_rank": step.num_microbatches[1],
+        "num_padding_microbatches": step.num_padding_rows,
+        "packing_efficiency": step.packing_efficiency,
+        "padding_fraction": step.padding_fraction,
+        "imbalance": step.imbalance,
+        "bubble_fraction": step.bubble_fraction,
+        "peak_live_row_tokens_per_gpu": step.peak_live_tokens,
     }
 
 
@@ -251,9 +248,9 @@ def _short(metrics: Metrics) -> str:
 def plan_line(plan: Plan) -> str:
     """One line about a batch's plan."""
     steps = plan.steps
-    dropped = sum(len(step.dropped_rollouts) for step in steps)
-    counts = ", ".join(str(step.num_microbatches or "per rank") for step in steps[:8])
+    spans = ", ".join(step.counts.microbatch_span for step in steps[:8])
     return (
         f"plan {plan.digest()[:12]}: {plan.num_samples} samples, {len(steps)} step(s), "
-        f"M = {counts}{', ...' if len(steps) > 8 else ''}, {dropped} rollout(s) dropped"
+        f"M = {spans}{', ...' if len(steps) > 8 else ''}, "
+        f"{plan.counts.num_dropped_rollouts} rollout(s) dropped"
     )

@@ -147,7 +147,7 @@ def check_choices(value: Tensor | None, sample: int, length: int, shape: Routing
 
 def token_weight(step: StepPlan) -> float:
     """What one real token counts in a step's auxiliary losses."""
-    return 1 / sum(mb.tokens for rank in step.ranks for mb in rank)
+    return 1 / step.counts.tokens
 
 
 class RoutingPass:

@@ -33,7 +33,6 @@ from megapack.layout import Layout
 from megapack.loop_config import check_installed
 from megapack.model import build_model, initialize_parallel
 from megapack.optimizer import build_lr_schedule, build_optimizer, check_norm
-from megapack.pipeline import simulate_planned
 from megapack.planned_batch import BatchPlanner, PlannedBatch
 from megapack.report import (
     Progress,
@@ -48,6 +47,7 @@ from megapack.report import (
 from megapack.rollouts import group_advantages
 from megapack.run_data import all_batches, open_dataset, steps_in
 from megapack.schedule import ScheduleAdapter
+from megapack.stats import step_report
 from megapack.tokenizer import ByteTokenizer
 from megapack.trace import StepTracer
 from megapack.trackers import open_trackers
@@ -262,12 +262,12 @@ class Trainer:
     def _step(self, batch: PlannedBatch, index: int, costs: dict[str, float]) -> None:
         """One optimizer step and its line of metrics."""
         plan = batch.plan
-        simulation = simulate_planned(plan, plan.steps[index], self.cost)
-        predicted_s = self.clock.predict(simulation.makespan)
+        report = step_report(plan, plan.steps[index], self.cost)
+        predicted_s = self.clock.predict(report.seconds)
         with guarded(self.watchdog, f"step {self.num_steps + 1}", predicted_s):
             reset_memory_peaks()
             self.tracer.start()
-            ran = self.passes.gradients(batch, index, simulation)
+            ran = self.passes.gradients(batch, index, report)
             started = time.perf_counter()
             self.watchdog.place.enter("optimizer")
             updated, grad_norm, _ = self.optimizer.step()
@@ -277,9 +277,8 @@ class Trainer:
         self.schedule.step(increment=1)
         optimizer_s = time.perf_counter() - started
         total_s = ran.failed_s + ran.measured_s + optimizer_s
-        self.clock.record(ran.simulation.makespan, ran.measured_s)
+        self.clock.record(ran.report.seconds, ran.measured_s)
         self.position = self.position.after_step(index + 1, len(plan.steps), bool(updated))
-        packing = packing_metrics(ran.step, ran.simulation)
         self._write(
             {
                 "step": self.num_steps,
@@ -294,9 +293,9 @@ class Trainer:
                 **costs,
                 "num_oom_replans": self.passes.num_oom_replans,
                 **memory_peaks(),
-                "tokens_per_second": packing["tokens"] / total_s,
-                "tokens_per_second_per_gpu": packing["tokens"] / total_s / dist.get_world_size(),
-                **packing,
+                "tokens_per_second": ran.report.tokens / total_s,
+                "tokens_per_second_per_gpu": ran.report.tokens / total_s / dist.get_world_size(),
+                **packing_metrics(ran.report),
             }
         )
         self.tracer.finish(plan, index, self.num_steps, self.folder)

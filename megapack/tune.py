@@ -16,12 +16,12 @@ from megapack.cost import CostModel
 from megapack.cost_sizes import ModelSizes
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
-from megapack.forecast import Forecast, forecast
 from megapack.inputs import Ids, Ints
 from megapack.layout import CountRule, Layout
 from megapack.memory import GpuMemory, MemoryModel
 from megapack.plan import Plan, StepPlan
 from megapack.policy import GroupSize, Policy
+from megapack.stats import PlanReport, plan_report
 
 _MAX_BUDGETS = 5
 _MAX_VPP = 8
@@ -86,14 +86,14 @@ class Candidate:
     policy: Policy
     group_size: int | None
     """G of the first step."""
-    forecast: Forecast
+    report: PlanReport
     memory: GpuMemory
     """Of the fullest stage when every row in flight is full, as in some later batch it may be."""
 
     @property
     def tokens_per_gpu_second(self) -> float:
         """Real tokens per second and GPU: what is ranked by."""
-        return self.forecast.tokens / self.forecast.seconds / self.layout.world_size
+        return self.report.tokens_per_gpu_second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ def _candidate(work: Workload, plan: Plan, budget: int) -> Candidate:
         max_tokens_per_gpu=budget,
         policy=plan.policy,
         group_size=plan.steps[0].group_size,
-        forecast=forecast(plan, plan.steps, work.lengths, work.cost_of(layout)),
+        report=plan_report(plan, work.lengths, work.cost_of(layout)),
         memory=_memory(work, layout, budget, group),
     )
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from megapack import CostModel, Layout, build_dp_schedule
-from megapack.baselines import naive_steps
+from megapack.baselines import naive_plans
 from megapack.files import write_whole
-from megapack.plan import Plan
 from megapack.plot import draw_step, draw_timelines
-from megapack.timeline import Timeline, planned
+from megapack.stats import StepReport, step_report
+from megapack.timeline import planned
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 
@@ -33,14 +32,14 @@ def main() -> None:
     """Draw all."""
     lengths = lognormal_lengths(256, mean=1200, sigma=0.9, most=BUDGET)
     plan = build_dp_schedule(lengths, layout=LAYOUT, max_tokens_per_gpu=BUDGET, cost=COST)
-    ours = planned(plan, 0, 0, COST)
-    next_fit = simulated(plan, np.array(lengths), "next-fit")
-    named = {titled("next-fit", next_fit): next_fit, titled("megapack", ours): ours}
+    plans = {"next-fit": naive_plans(plan, np.array(lengths))["next-fit"], "megapack": plan}
+    reports = {name: step_report(plan, plan.steps[0], COST) for name, plan in plans.items()}
+    named = {titled(name, reports[name]): planned(plans[name], 0, 0, COST) for name in plans}
     FOLDER.mkdir(exist_ok=True)
     unit = "token times"
     pictures = {
         "next_fit_and_megapack.png": draw_timelines(named, unit, "png"),
-        "step.png": draw_step(ours, unit, "png"),
+        "step.png": draw_step(planned(plan, 0, 0, COST), reports["megapack"], unit, "png"),
     }
     for name, picture in pictures.items():
         write_whole(FOLDER / name, picture)
@@ -54,19 +53,12 @@ def lognormal_lengths(count: int, *, mean: float, sigma: float, most: int) -> li
     return [min(most, max(16, int(rng.lognormvariate(mu, sigma)))) for _ in range(count)]
 
 
-def simulated(plan: Plan, lengths: np.ndarray, strategy: str) -> Timeline:
-    """The plan's samples as a simple strategy packs them."""
-    steps = naive_steps(plan, lengths)[strategy]
-    return planned(replace(plan, steps=steps), 0, 0, COST)
-
-
-def titled(name: str, timeline: Timeline) -> str:
+def titled(name: str, step: StepReport) -> str:
     """What a reader should compare."""
-    end = max(timeline.rank_ends)
-    counts = {len(rank) for rank in timeline.step.ranks}
-    slowest = timeline.rank_ends.index(end)
-    bubble = end / timeline.stage_seconds[slowest] - 1
-    return f"{name}: {end:.0f} token times, M={max(counts)}, bubble {bubble:.0%}"
+    return (
+        f"{name}: {step.seconds:.0f} token times, M={step.microbatch_span}, "
+        f"bubble {step.bubble_fraction:.0%}"
+    )
 
 
 if __name__ == "__main__":

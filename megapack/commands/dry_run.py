@@ -13,7 +13,6 @@ from megapack.commands.arguments import (
     print_json,
     print_table,
     read_memory_limit,
-    span,
 )
 from megapack.commands.costs import GpuSpeed, Pricing, price_by_sizes
 from megapack.errors import brief
@@ -22,8 +21,8 @@ from megapack.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from megapack.dry_run import Batch, Prediction
-    from megapack.forecast import Forecast
     from megapack.layout import Layout
+    from megapack.stats import PlanReport
 
 # Of an H100 SXM in bf16, without sparsity.
 _PEAK_TFLOPS = 989.4
@@ -87,8 +86,8 @@ def _payload(
         "num_samples": batch.lengths.size,
         "lengths": batch.source,
         "plan_digest": found.plan.digest(),
-        "steps": asdict(found.steps),
-        "logprob_pass": None if found.logprobs is None else asdict(found.logprobs),
+        "steps": found.steps.totals(),
+        "logprob_pass": None if found.logprobs is None else found.logprobs.totals(),
         "num_logprob_passes": found.num_logprob_passes,
         "seconds": found.seconds,
         "tokens_per_gpu_second": found.tokens_per_gpu_second,
@@ -117,12 +116,12 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, found: Predictio
     print_table(table)
 
 
-def _cells(name: str, num_passes: int, result: Forecast) -> list[str]:
+def _cells(name: str, num_passes: int, result: PlanReport) -> list[str]:
     return [
         name,
         str(num_passes),
         str(result.num_steps),
-        span(result.num_microbatches),
+        result.microbatch_span,
         str(result.num_rows),
         "-" if result.fill is None else f"{result.fill:.1%}",
         f"{result.padding_fraction:.1%}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
@@ -19,7 +18,6 @@ from megapack.commands.arguments import (
     read_layout,
     read_policy,
     read_table,
-    span,
 )
 from megapack.commands.costs import Pricing, add_costs, read_pricing
 from megapack.length_file import LengthTable
@@ -27,7 +25,7 @@ from megapack.plan import Plan
 from megapack.plan_file import write_plan
 
 if TYPE_CHECKING:
-    from megapack.forecast import Forecast
+    from megapack.stats import PlanReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     typical = float((table.lengths**2).sum() / table.lengths.sum())
     pricing = read_pricing(args, layout, typical)
     # The planner's compiler takes a third of a second to import: bad input is told before.
-    from megapack.baselines import naive_steps
+    from megapack.baselines import naive_plans
     from megapack.dp_schedule import build_dp_schedule
-    from megapack.forecast import forecast
+    from megapack.stats import plan_report
 
     plan = build_dp_schedule(
         table.lengths,
@@ -71,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
         policy=policy,
         forward_only=args.forward_only,
     )
-    strategies = {"megapack": plan.steps, **naive_steps(plan, table.lengths)}
+    strategies = {"megapack": plan, **naive_plans(plan, table.lengths)}
     found = {
-        name: forecast(plan, steps, table.lengths, pricing.cost)
-        for name, steps in strategies.items()
+        name: plan_report(packed, table.lengths, pricing.cost)
+        for name, packed in strategies.items()
     }
     write_plan(plan, args.output)
     if args.json:
@@ -89,7 +87,7 @@ def _payload(
     plan: Plan,
     table: LengthTable,
     pricing: Pricing,
-    found: dict[str, Forecast],
+    found: dict[str, PlanReport],
 ) -> dict[str, Any]:
     return {
         "plan": args.output,
@@ -100,10 +98,7 @@ def _payload(
         "columns": table.columns,
         "time_unit": "seconds" if pricing.in_seconds else "tokens",
         "time_basis": pricing.basis,
-        "strategies": {
-            name: asdict(result) | {"time_over_equal_work": result.time_over_equal_work}
-            for name, result in found.items()
-        },
+        "strategies": {name: result.totals() for name, result in found.items()},
     }
 
 
@@ -112,31 +107,31 @@ def _print(
     plan: Plan,
     table: LengthTable,
     pricing: Pricing,
-    found: dict[str, Forecast],
+    found: dict[str, PlanReport],
 ) -> None:
     layout, lengths = plan.layout, table.lengths
-    dropped = sum(len(step.dropped_rollouts) for step in plan.steps)
+    ours = found["megapack"]
+    dropped = ours.num_dropped_rollouts
     print(
         f"{lengths.size} samples, {lengths.sum()} tokens ({table.columns}), the longest "
         f"{lengths.max()}, on {layout.world_size} GPUs"
         f"{f'; {dropped} rollouts dropped' if dropped else ''}"
     )
-    ours = found["megapack"]
     seconds = ["seconds", "tokens/s/GPU"] if pricing.in_seconds else []
     head = ["", "steps", "M", "rows", "fill", "padding", "imbalance", "bubble", *seconds]
     rows = [[*head, "time/equal work", "time/megapack"]]
     for name, result in found.items():
-        rows.append([name, *_cells(result, layout.world_size, pricing.in_seconds)])
+        rows.append([name, *_cells(result, pricing.in_seconds)])
         rows[-1].append(f"{result.seconds / ours.seconds:.2f}")
     print_table(rows)
     print(f"time {pricing.basis}")
     print(f"{args.output}: digest {plan.digest()[:12]}")
 
 
-def _cells(result: Forecast, num_gpus: int, in_seconds: bool) -> list[str]:
+def _cells(result: PlanReport, in_seconds: bool) -> list[str]:
     cells = [
         str(result.num_steps),
-        span(result.num_microbatches),
+        result.microbatch_span,
         str(result.num_rows),
         "-" if result.fill is None else f"{result.fill:.1%}",
         f"{result.padding_fraction:.1%}",
@@ -144,7 +139,6 @@ def _cells(result: Forecast, num_gpus: int, in_seconds: bool) -> list[str]:
         f"{result.bubble_fraction:.1%}",
     ]
     if in_seconds:
-        speed = result.tokens / result.seconds / num_gpus
-        cells += [f"{result.seconds:.4g}", f"{speed:.0f}"]
+        cells += [f"{result.seconds:.4g}", f"{result.tokens_per_gpu_second:.0f}"]
     ratio = result.time_over_equal_work
     return [*cells, "-" if ratio is None else f"{ratio:.3f}"]

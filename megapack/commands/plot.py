@@ -35,11 +35,13 @@ def run(args: argparse.Namespace) -> int:
     pricing = plan_pricing(args, plan)
     # matplotlib and the simulator's compiler take a second to import: bad input is told before.
     from megapack.plot import draw_step
+    from megapack.stats import step_report
     from megapack.timeline import planned
 
     timeline = planned(plan, number, number, pricing.cost)
+    report = step_report(plan, plan.steps[number], pricing.cost)
     unit = "seconds" if pricing.in_seconds else "token times"
-    write_output(args.output, draw_step(timeline, unit, suffix[1:]))
+    write_output(args.output, draw_step(timeline, report, unit, suffix[1:]))
     print(f"{args.output}: step {number} of {len(plan.steps)}")
     print(f"time {pricing.basis}")
     return 0

@@ -20,7 +20,6 @@ from megapack.commands.arguments import (
     read_memory_limit,
     read_policy,
     read_table,
-    span,
 )
 from megapack.commands.costs import add_costs, read_config, read_pricing, read_sizes
 from megapack.errors import ConfigError, brief
@@ -159,7 +158,7 @@ def _payload(found: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str,
                 "max_tokens_per_gpu": candidate.max_tokens_per_gpu,
                 "policy": candidate.policy.to_payload(),
                 "group_size": candidate.group_size,
-                "forecast": asdict(candidate.forecast),
+                "forecast": candidate.report.totals(),
                 "memory_bytes": asdict(candidate.memory) | {"total": candidate.memory.total},
             }
             for candidate in shown
@@ -189,14 +188,14 @@ def _print(
 
 
 def _cells(candidate: Candidate) -> list[str]:
-    layout, result = candidate.layout, candidate.forecast
+    layout, result = candidate.layout, candidate.report
     sizes = (layout.dp, layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep)
     return [
         *map(str, sizes),
         str(candidate.max_tokens_per_gpu),
         candidate.policy.count_rule,
         "-" if candidate.group_size is None else str(candidate.group_size),
-        span(result.num_microbatches),
+        result.microbatch_span,
         f"{result.fill:.1%}",
         f"{result.bubble_fraction:.1%}",
         f"{result.seconds:.4g}",

@@ -1,13 +1,12 @@
-"""Simple strategies, and what is foretold of them and of plans."""
+"""Simple packing strategies."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megapack import CostModel, Layout, build_dp_schedule, check_plan, simulate
-from megapack.baselines import naive_steps, next_fit
-from megapack.forecast import forecast
+from megapack import CostModel, Layout, build_dp_schedule, check_plan
+from megapack.baselines import naive_plans, next_fit
 from megapack.plan import Plan
 
 pytestmark = pytest.mark.unit
@@ -43,10 +42,10 @@ def test_each_keeps_samples_budget_and_legal_counts(
     layout: Layout, settings: dict[str, int]
 ) -> None:
     plan = make_plan(layout, **settings)
-    found = naive_steps(plan, LENGTHS)
+    found = naive_plans(plan, LENGTHS)
     assert list(found) == ["next-fit", "padded", "one sample"]
-    for name, steps in found.items():
-        for step, ours in zip(steps, plan.steps, strict=True):
+    for name, packed in found.items():
+        for step, ours in zip(packed.steps, plan.steps, strict=True):
             assert step.kept_samples == ours.kept_samples
             assert len(step.ranks) == layout.dp
             assert layout.is_legal_count(int(step.num_microbatches or 0))
@@ -63,32 +62,4 @@ def test_each_keeps_samples_budget_and_legal_counts(
 
 def test_next_fit_under_a_plans_settings_is_a_plan() -> None:
     plan = make_plan(Layout(dp=2, pp=2, vpp=2))
-    steps = naive_steps(plan, LENGTHS)["next-fit"]
-    check_plan(Plan(**{**vars(plan), "steps": steps}), LENGTHS)
-
-
-def test_a_forecast_sums_its_steps() -> None:
-    layout = Layout(dp=2, pp=2, vpp=2, cp=2)
-    plan = make_plan(layout)
-    found = forecast(plan, plan.steps, LENGTHS, COST)
-    runs = [simulate(step, layout=layout, cost=COST) for step in plan.steps]
-    assert found.seconds == pytest.approx(sum(run.makespan for run in runs))
-    assert found.tokens == LENGTHS.sum()
-    assert found.num_rows + found.num_padding_rows == sum(
-        2 * (step.num_microbatches or 0) for step in plan.steps
-    )
-    # Forward and twice that backward, of 1 token or 1/1000 squared token, over 8 GPUs.
-    work = 3 * (LENGTHS.sum() + 1e-3 * (LENGTHS**2).sum()) / 8
-    assert found.equal_work_seconds == pytest.approx(work)
-    assert found.time_over_equal_work == pytest.approx(found.seconds / work)
-    assert found.seconds > work
-    assert found.imbalance >= 1
-    assert 0 < (found.fill or 0) <= 1
-
-
-def test_what_cannot_be_better_is_equal_work() -> None:
-    lengths = np.full(32, 100)
-    plan = build_dp_schedule(lengths, layout=Layout(dp=4), max_tokens_per_gpu=400)
-    found = forecast(plan, plan.steps, lengths, CostModel(per_token=1.0))
-    assert found.time_over_equal_work == pytest.approx(1.0)
-    assert (found.imbalance, found.bubble_fraction, found.padding_fraction) == (1, 0, 0)
+    check_plan(naive_plans(plan, LENGTHS)["next-fit"], LENGTHS)

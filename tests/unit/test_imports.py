@@ -25,9 +25,8 @@ LAYERS = [
     "apex calibration cost cost_file cost_fit cost_sizes packing packing_balance packing_kk",
     "baselines pipeline pipeline_kernels pipeline_order plan plan_check plan_diff plan_file "
     "plan_grid plan_text search_even search_moves search_refine search_scoring step_split",
-    "chrome_trace dp_schedule forecast page page_data plan_summary plot run_records search "
-    "search_counts search_deal search_per_rank search_problem search_profile search_state "
-    "timeline",
+    "chrome_trace dp_schedule run_records search search_counts search_deal search_per_rank "
+    "search_problem search_profile search_state timeline",
     "checkpoint_files cp_slices ragged samples thd",
     "attention attention_sdpa attention_varlen cpu experts frozen head init interrupt "
     "logprobs moe mtp outputs p2p preference reference routing run_context segments settings "
@@ -40,14 +39,15 @@ LAYERS = [
     "hosts.unirl hosts.unirl_bins hosts.verl hosts.verl_items hosts.xtuner patch_files "
     "patch_target patching startup",
     "board executor",
-    "attention_choice batch_passes batch_plan checkpoint checkpoint_state choices "
-    "commands.arguments commands.check commands.costs commands.diff commands.doctor "
-    "commands.dry_run commands.plan commands.plot commands.report commands.show "
-    "commands.simulate commands.trace commands.train commands.tune consensus data_files "
-    "data_index dataset dry_run field_docs forward generated guard job kernels launch "
-    "layer_specs loop_config loss memory microbatch_events model model_config non_finite "
-    "objectives optimizer out_of_memory planned_batch replan report rollouts run_data "
-    "schedule schedule_run step_call tokenizer trace train train_config tune watchdog",
+    "attention_choice batch_plan checkpoint checkpoint_state choices commands.arguments "
+    "commands.check commands.costs commands.diff commands.doctor commands.dry_run "
+    "commands.plan commands.plot commands.report commands.show commands.simulate "
+    "commands.trace commands.train commands.tune consensus data_files data_index dataset "
+    "field_docs forward generated guard job kernels launch layer_specs loop_config loss "
+    "memory microbatch_events model model_config non_finite objectives optimizer "
+    "out_of_memory planned_batch replan rollouts run_data schedule schedule_run step_call "
+    "tokenizer train_config watchdog",
+    "batch_passes dry_run page page_data plot report stats trace train tune",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 

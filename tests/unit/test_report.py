@@ -20,8 +20,8 @@ from megapack import cli, report
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import CheckpointError, ConfigError, DataError
 from megapack.layout import Layout
-from megapack.pipeline import simulate
 from megapack.report import Progress, RunFolder, StepClock, packing_metrics, plan_line
+from megapack.stats import step_report
 from tests.metric_names import documented
 
 pytestmark = pytest.mark.unit
@@ -163,7 +163,7 @@ def test_a_run_that_goes_on_cuts_later_lines_and_half_ones(tmp_path: Path) -> No
 
 def metrics_of(lengths: list[int], layout: Layout, **kwargs: Any) -> dict[str, Any]:
     plan = build_dp_schedule(lengths, layout=layout, **kwargs)
-    return packing_metrics(plan.steps[0], simulate(plan.steps[0], layout=layout))
+    return packing_metrics(step_report(plan, plan.steps[0]))
 
 
 def test_full_equal_rows_are_packed_perfectly() -> None:

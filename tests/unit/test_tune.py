@@ -78,7 +78,7 @@ def test_the_limit_counts_full_rows_in_flight(found: Tuning) -> None:
     for candidate in fitting.ranked:
         layout, budget = candidate.layout, candidate.max_tokens_per_gpu
         live = budget * layout.chunks_in_flight() / layout.vpp
-        assert candidate.forecast.peak_live_tokens <= live
+        assert candidate.report.peak_live_tokens <= live
         memory = MemoryModel(sizes=SIZES).fullest_stage(layout, live_tokens=live, row_tokens=budget)
         assert candidate.memory == memory
         assert memory.total <= limit
