@@ -30,7 +30,7 @@ _END_S = 1.0
 class Agreement(Generic[T]):
     """Work of all ranks that is under way; see `Agreements.start`."""
 
-    def __init__(self, found: Future[T], watchdog: Watchdog) -> None:
+    def __init__(self, found: Future[T], watchdog: Watchdog | None) -> None:
         self._found, self._watchdog = found, watchdog
 
     def result(self, limit_s: float = math.inf) -> T:
@@ -46,7 +46,8 @@ class Agreement(Generic[T]):
         """
         end = time.monotonic() + limit_s
         while not wait([self._found], _POLL_S).done:
-            self._watchdog.raise_failure()
+            if self._watchdog is not None:
+                self._watchdog.raise_failure()
             if time.monotonic() > end:
                 raise TimeoutError(f"the other ranks did not join in {limit_s:g} s")
         return self._found.result()
@@ -58,7 +59,7 @@ class Agreements:
     Made on all ranks together: a collective.
     """
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog | None) -> None:
         self._watchdog = watchdog
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -87,7 +88,8 @@ class Agreements:
     def stop(self) -> None:
         """End the thread once it has nothing left to do, unless it waits for other ranks."""
         self._jobs.put(None)
-        self._thread.join(0.0 if self._watchdog.failure else _END_S)
+        has_failed = self._watchdog is not None and self._watchdog.failure is not None
+        self._thread.join(0.0 if has_failed else _END_S)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

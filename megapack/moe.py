@@ -19,7 +19,8 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megapack.routing import RoutingPass, RoutingRow, balance_loss, z_loss
+from megapack.routing import SchedulePass, balance_loss, z_loss
+from megapack.thd import RoutingRow
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -32,13 +33,13 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pass: RoutingPass | None = None
+        self._pass: SchedulePass | None = None
         self._row: RoutingRow | None = None
         self._checkpointed: deque[RoutingRow | None] = deque()
         self._replay: Any = self.router_replay
         self._moe_layers = moe_layers(self.config)
 
-    def follow(self, routing: RoutingPass | None) -> None:
+    def follow(self, routing: SchedulePass | None) -> None:
         """Take rows from this pass; None ends it."""
         self._pass, self._row = routing, None
         self._checkpointed.clear()
@@ -59,10 +60,10 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         """
         assert self._pass is not None
         if self._pass.token_weight is not None and not torch.is_grad_enabled():
-            self._checkpointed.append(self._pass.row)
+            self._checkpointed.append(self._pass.routing)
         elif self._checkpointed:
             return self._checkpointed.popleft()
-        return self._pass.row
+        return self._pass.routing
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach both auxiliary losses to the logits, before experts are chosen from them."""
@@ -74,7 +75,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             return logits
         for name, coefficient, loss_sum in self._losses(logits, self._row):
             loss = loss_sum * token_weight
-            self._pass.add(name, loss)
+            self._pass.add_router_loss(name, loss)
             logits = MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
         return logits
 

@@ -31,10 +31,10 @@ LAYERS = [
     "thd cp_slices samples ragged loop_config train_config run_data batch_plan planned_batch "
     "checkpoint_files",
     "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
-    "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
-    "run_context segments objectives preference value_head checkpoint_state checkpoint_index "
+    "logprobs outputs consensus forward faults head init settings experts moe mtp routing "
+    "segments objectives preference checkpoint_state checkpoint_index "
     "reference interrupt bounded_calls board watch_peers watchdog agreements guard job "
-    "microbatch_events non_finite schedule_run step_call out_of_memory",
+    "schedule_run step_call",
     "model layer_specs optimizer train checkpoint launch report trackers trace dry_run replan "
     "batch_passes",
     "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
@@ -53,8 +53,8 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.spl
 # Who speaks with Megatron.
 MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
 MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
-MEGATRON |= {"run_context", "schedule", "schedule_run", "settings", "trace", "train"}
-MEGATRON |= {"doctor_probes", "out_of_memory", "layer_specs", "optimizer"}
+MEGATRON |= {"schedule", "schedule_run", "settings", "trace", "train"}
+MEGATRON |= {"doctor_probes", "faults", "layer_specs", "optimizer"}
 MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
