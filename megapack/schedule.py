@@ -68,7 +68,7 @@ class ScheduleAdapter:
         `ScheduleRunner.run`: rows to the device, one `SchedulePass` to take what is found
         `ScheduleRunner.run_schedule`: Megatron's call, with a `ForwardStep`
         `ForwardStep.run_row`: a row through a chunk, and on the last chunk `LastStage`: its loss
-        `FiniteFlags.refuse`: all ranks raise if one has a NaN; else `run` returns the pass
+        `FiniteFlags.refuse`: all ranks raise if one has a NaN; else the pass is returned
         `sum_metrics`: the pass's sums, added over ranks, are the `StepResult`
 
     Args:
