@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from megapack.errors import ConfigError
 from megapack.layout import Layout
-from megapack.model_config import ModelConfig
-from megapack.tokenizer import ByteTokenizer
 
 
 class LayerParameters(NamedTuple):
@@ -59,23 +57,6 @@ class ModelSizes:
     def head_width(self) -> int:
         """Channels of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @classmethod
-    def from_config(cls, model: ModelConfig) -> ModelSizes:
-        """The sizes of a config's model section, multi-token prediction left out."""
-        ffn = model.ffn_hidden_size or 4 * model.hidden_size
-        return cls(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            ffn_hidden_size=(model.num_experts and model.moe_ffn_hidden_size) or ffn,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            kv_channels=model.kv_channels,
-            vocab_size=model.vocab_size or ByteTokenizer.vocab_size,
-            gated=model.gated_linear_unit,
-            num_experts=model.num_experts,
-            experts_per_token=model.moe_top_k if model.num_experts else 1,
-        )
 
     def layer_parameters(self) -> LayerParameters:
         """Weights of one layer, by how they are split over GPUs."""

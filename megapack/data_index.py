@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megapack.data_files import SampleFile, list_files, open_file
+from megapack.data_files import BadLine, LineParser, SampleFile, list_files, open_file
 from megapack.errors import DataError
-from megapack.jsonl import BadLine, LineParser
 from megapack.rollouts import Overlong, Rollout, fitted
 from megapack.tokenizer import ByteTokenizer
 

@@ -233,7 +233,9 @@ class ForwardStep:
         microbatch = self._num_forwards[chunk]
         self._num_forwards[chunk] += 1
         found = self._attempt(lambda: self._forward(row, model, chunk, microbatch))
-        output, head = (_zero_output(row, model), None) if found is None else found
+        if found is None:
+            found = _zero_output(row, model), None
+        output, head = found
         if not unwrapped(model).post_process:
             return output, None
         return output, partial(self._loss, row, head, chunk, microbatch)

@@ -1,4 +1,4 @@
-"""A process's links to the other ranks of its job, beside Megatron's process groups."""
+"""A process's links to the other ranks of its job, in addition to Megatron's process groups."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megapack.agreements import Agreement, Agreements
 from megapack.board import Failure
+from megapack.consensus import Agreement, Agreements
 from megapack.guard import guarded
 from megapack.interrupt import Interrupt
 from megapack.loop_config import WatchdogConfig
@@ -109,7 +109,7 @@ class Ranks:
         return Agreement(found, None)
 
     def close(self, failure: Failure | None = None) -> None:
-        """End the threads, in good order or with a failure that the other ranks are told of."""
+        """End the threads, in good order or with a failure that the other ranks raise."""
         if self in _open:
             _open.remove(self)
         if not _open:
@@ -125,7 +125,7 @@ _shared: list[tuple[dist.ProcessGroup, Ranks]] = []
 
 
 def shared_ranks() -> Ranks:
-    """What all adapters of this process share that were not given ranks of their own.
+    """The ranks that all adapters of this process share, unless they are given others.
 
     Started at the first call, a collective of all ranks; `Ranks.alone()` in a job of one process.
     """

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout
+
+BYTE_VOCAB_SIZE = 259
+"""Of the built-in tokenizer: 256 bytes and three special tokens."""
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple that no common tp changes, so that padding is the same."""
@@ -137,6 +141,22 @@ class ModelConfig:
             "mxfp8": "mxfp8",
         }
         return by_block.get(self.fp8, True)
+
+    def to_sizes(self) -> ModelSizes:
+        """Sizes for the cost and memory models; multi-token prediction is left out."""
+        ffn = self.ffn_hidden_size or 4 * self.hidden_size
+        return ModelSizes(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=(self.num_experts and self.moe_ffn_hidden_size) or ffn,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+            vocab_size=self.vocab_size or BYTE_VOCAB_SIZE,
+            gated=self.gated_linear_unit,
+            num_experts=self.num_experts,
+            experts_per_token=self.moe_top_k if self.num_experts else 1,
+        )
 
     def _check_fp8(self) -> None:
         if self.fp8 is None:

@@ -41,7 +41,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
 
     def follow(self, routing: SchedulePass | None) -> None:
         """Take rows from this pass; None ends it."""
-        self._pass, self._row = routing, None
+        self._pass = routing
+        self._row = None
         self._checkpointed.clear()
         self.router_replay = self._replay if routing is None else _Choice(self)
 
@@ -91,7 +92,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             yield "moe_z_loss", self.config.moe_z_loss_coeff, z_loss(logits_tE, row)
 
     def is_aux_loss_enabled(self) -> bool:
-        """Whether Megatron adds its own losses: not in a run, where ours stand in their place."""
+        """Whether Megatron adds its own losses: not in a run, which has losses of its own."""
         return self._row is None and super().is_aux_loss_enabled()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -103,7 +104,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
 
     def choose(self, scores: Tensor, own_choice: Callable[[], tuple[Tensor, Tensor]]) -> Any:
         """The row's choices where it has some, else the router's own; (scores, experts) [t, K]."""
-        row, layer = self._row, self.layer_number - 1
+        row = self._row
+        layer = self.layer_number - 1
         if row is None or self._pass is None or layer not in self._moe_layers:
             return own_choice()
         layer = self._moe_layers.index(layer)

@@ -25,9 +25,8 @@ from typing import Literal, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from megapack.data_files import JsonLinesFile
+from megapack.data_files import BadLine, JsonLinesFile, LineParser
 from megapack.errors import ConfigError, DataError
-from megapack.jsonl import BadLine, LineParser
 from megapack.tokenizer import ByteTokenizer, Ids
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import settings
-from megapack.agreements import Agreement
-from megapack.consensus import agree, on_any_rank
+from megapack.consensus import Agreement, agree, on_any_rank
 from megapack.cp_slices import slice_row
 from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.experts import ModelRouting
@@ -35,7 +34,8 @@ from megapack.loss import LossWeighting
 from megapack.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
 from megapack.objectives import AnyObjective, metric_names
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
-from megapack.plan import MicroBatch, Plan, check_plan
+from megapack.plan import MicroBatch, Plan
+from megapack.plan_check import check_plan
 from megapack.routing import SchedulePass, collect_routing
 from megapack.samples import SampleBatch
 from megapack.schedule_run import ScheduleRunner, evaluating, process_groups

@@ -52,7 +52,7 @@ class StepCall:
 
     @property
     def has_planned_rows(self) -> bool:
-        """Whether rows have lengths of their own, which the plan knows."""
+        """Whether rows differ in length; the plan knows the length of each."""
         return self.plan.policy.row_shape == "planned"
 
     @property

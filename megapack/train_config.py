@@ -10,14 +10,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from megapack.calibration import read_cost
 from megapack.cost import CostModel
-from megapack.cost_sizes import ModelSizes
+from megapack.cost_file import read_cost
 from megapack.errors import ConfigError
 from megapack.layout import CountRule, Fp8, Layout, why_no_retry
 from megapack.loop_config import LoopConfig, WatchdogConfig
 from megapack.memory import MemoryModel
-from megapack.model_config import DataConfig, ModelConfig, ObjectiveConfig, at_least
+from megapack.model_config import (
+    BYTE_VOCAB_SIZE,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    at_least,
+)
 from megapack.policy import (
     Balance,
     GroupSize,
@@ -27,7 +32,6 @@ from megapack.policy import (
     StepSplit,
     Unreachable,
 )
-from megapack.tokenizer import ByteTokenizer
 
 __all__ = [
     "TrainConfig",
@@ -151,7 +155,7 @@ class PlanConfig:
         """The cost model that is named; None where a row costs its tokens.
 
         Raises:
-            ConfigError: see `calibration.read_cost`.
+            ConfigError: see `cost_file.read_cost`.
         """
         return None if self.cost_model is None else read_cost(self.cost_model, layout)
 
@@ -231,7 +235,7 @@ class TrainConfig:
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         self._check_division()
         self._check_retry()
-        vocabulary, needed = self.model.vocab_size, ByteTokenizer.vocab_size
+        vocabulary, needed = self.model.vocab_size, BYTE_VOCAB_SIZE
         if self.data.path is None and vocabulary is not None and vocabulary < needed:
             raise ConfigError(
                 f"model.vocab_size={vocabulary} is less than the {needed} of generated rollouts; "
@@ -252,7 +256,7 @@ class TrainConfig:
     def memory_model(self) -> MemoryModel:
         """What of this decides the bytes of a GPU."""
         return MemoryModel(
-            sizes=ModelSizes.from_config(self.model),
+            sizes=self.model.to_sizes(),
             untied_embeddings=self.model.untie_embeddings,
             dtype=self.model.dtype,
             distributed_optimizer=self.optim.distributed_optimizer,

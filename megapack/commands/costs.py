@@ -125,7 +125,7 @@ def read_sizes(args: argparse.Namespace) -> ModelSizes | None:
     if config is not None:
         if given:
             raise ConfigError(f"--config and {flags} given; set the config or the sizes")
-        return ModelSizes.from_config(config.model)
+        return config.model.to_sizes()
     if not given:
         return None
     needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
@@ -148,7 +148,7 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
     if getattr(args, "cost", None) is not None:
         if sizes is not None or args.peak_tflops is not None:
             raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
-        from megapack.calibration import read_cost
+        from megapack.cost_file import read_cost
 
         cost = read_cost(args.cost, layout)
         if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):

@@ -15,7 +15,6 @@ from megapack.commands.arguments import (
     span,
 )
 from megapack.commands.costs import Pricing, add_speed, price_by_sizes
-from megapack.cost_sizes import ModelSizes
 from megapack.errors import brief
 from megapack.memory import GIB, GpuMemory
 from megapack.train_config import TrainConfig
@@ -71,7 +70,7 @@ def _pricing(
     measured = config.plan.read_cost(layout)
     if measured is not None:
         return Pricing(measured, True, f"of the cost model {config.plan.cost_model}")
-    sizes = ModelSizes.from_config(config.model)
+    sizes = config.model.to_sizes()
     typical, recompute = batch.typical_length, config.model.recompute
     return price_by_sizes(args, sizes, layout, typical, recompute=recompute)
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from megapack.cost import CostModel
 from megapack.dp_schedule import build_dp_schedule
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts.bin_packers import SequencePacker
-from megapack.hosts.errors import HostAssertionError
 from megapack.hosts.rank_rows import Rows
 from megapack.inputs import Ints
 from megapack.layout import Layout
