@@ -1,8 +1,8 @@
-"""Attention over packed rows: what Megatron is told of a row, and what all kernels share.
+"""Attention over packed rows: Megatron's description of a row, and what all kernels share.
 
-A packed row holds many samples one behind the other. `cu_seqlens` says where each begins; a token
-attends to its own sample alone. Transformer Engine's spec does that by itself. Megatron's local
-spec refuses packed rows, so a `PackedAttention` takes the place of its core attention there:
+A packed row holds many samples one after the other. `cu_seqlens` says where each begins; a token
+attends to its own sample only. Transformer Engine's spec supports that. Megatron's local spec
+refuses packed rows, so a `PackedAttention` takes the place of its core attention there:
 `attention_varlen` with torch's varlen kernel, `attention_sdpa` with one call per sample. With
 context parallelism each rank holds two chunks of every sample (see `cp_slices`): its queries stay,
 keys and values of the whole row are gathered.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -23,10 +24,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
+from megapack.thd import PackedRow
+
+T = TypeVar("T")
 
 # Rotary tables are cached by length, 32 entries at most: few distinct lengths keep them alive.
 _MIN_SEQLEN_BUCKET = 64
-# Megatron's mixers that are no attention.
+# Megatron's mixers that are not attention.
 _RECURRENT = ("MambaMixer", "GatedDeltaNet")
 
 
@@ -77,18 +81,40 @@ def packed_seq_params(
     return PackedSeqParams(**{k: v for k, v in values.items() if k in names})
 
 
+def with_params(row: PackedRow) -> PackedRow:
+    """The row with Megatron's description of it, which every model chunk takes."""
+    params = packed_seq_params(
+        row.cu_seqlens_padded_S1,
+        row.max_seqlen,
+        row.row_tokens,
+        cp=row.row_tokens // row.tokens_T.numel(),
+    )
+    return dataclasses.replace(row, params=params)
+
+
+def once_per_row(params: PackedSeqParams, name: str, make: Callable[[], T]) -> T:
+    """What `make` returns for a row; only the first layer that asks calls it.
+
+    Megatron's signatures pass nothing but these params to all layers, so it is kept there.
+    """
+    kept = vars(params).setdefault("_megapack", {})
+    if name not in kept:
+        kept[name] = make()
+    return kept[name]  # type: ignore[no-any-return]
+
+
 class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Core attention for Megatron's local spec: causal within each sample of a packed row.
 
     Takes the place of `DotProductAttention` in `SelfAttentionSubmodules.core_attention`. Refuses
-    rows that are not packed: attention across samples never happens in silence. A kernel is a
+    rows that are not packed: samples never attend to each other silently. A kernel is a
     subclass with its own `attend`.
 
     Context parallelism is Megatron's `cp_comm_type="all_gather"`: the forward gathers keys and
     values over the context-parallel ranks, the backward sums and scatters their gradients.
 
     Raises:
-        ConfigError: the config asks for what no packed kernel here does.
+        ConfigError: a setting that the packed kernels here do not support.
     """
 
     def __init__(
@@ -151,7 +177,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             raise ConfigError(f"{name} does self attention only, not {attention_type!r}")
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ConfigError(f"{name} is causal; the spec asks for attn_mask_type={mask}")
-        # The config's and not this layer's, so that all pipeline stages refuse alike.
+        # The config's and not this layer's, so that all pipeline stages refuse it.
         comm = getattr(config, "cp_comm_type", None)
         if config.context_parallel_size > 1 and set(_as_list(comm)) - {None, "all_gather"}:
             raise ConfigError(
@@ -190,30 +216,26 @@ def chunk_ends(length: int, cp: int, cp_rank: int) -> list[int]:
 
 
 def sample_lengths(params: PackedSeqParams) -> list[int]:
-    """Each layer asks for the same host list: one device read per row, not one per layer."""
-    lengths: list[int] | None = getattr(params, "_megapack_lengths", None)
-    if lengths is None:
-        lengths = torch.diff(params.cu_seqlens_q).tolist()
-        params._megapack_lengths = lengths
-    return lengths
+    """Padded tokens of each sample: one device read per row, not one per layer."""
+    return once_per_row(params, "lengths", lambda: torch.diff(params.cu_seqlens_q).tolist())
 
 
 def refuse_unpacked_attention(model: Any) -> None:
     """Raise unless every core attention of a model chunk keeps packed samples apart.
 
     Raises:
-        ScheduleError: naming the module that would let samples attend to each other.
+        ConfigError: naming the module that would let samples attend to each other.
     """
     for name, module in model.named_modules():
         if type(module).__name__.startswith(_RECURRENT):
-            raise ScheduleError(
+            raise ConfigError(
                 f"{name} is {type(module).__name__}, which carries state from one packed sample "
                 "into the next; use attention layers only"
             )
         if name.rsplit(".", 1)[-1] != "core_attention" or isinstance(module, PackedAttention):
             continue
         if type(module).__name__ != "TEDotProductAttention":
-            raise ScheduleError(
+            raise ConfigError(
                 f"{name} is {type(module).__name__}, which has no packed (THD) attention; build "
                 "the model with megapack.layer_specs.local_layer_spec or Transformer Engine's spec"
             )

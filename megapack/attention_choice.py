@@ -23,7 +23,7 @@ def choose_attention(attention: Attention, dtype: Dtype = "bf16") -> Kernel:
         dtype: of activations. Fused kernels take bf16; in fp32 "auto" is SDPA.
 
     Raises:
-        ConfigError: what is asked for cannot run here, and what is missing.
+        ConfigError: the kernel that is asked for cannot run here, and why.
     """
     if attention == "auto":
         return next(kernel for kernel in get_args(Kernel) if obstacle(kernel, dtype) is None)
@@ -37,14 +37,14 @@ def choose_attention(attention: Attention, dtype: Dtype = "bf16") -> Kernel:
 
 
 def passed_over(kernel: Kernel, dtype: Dtype = "bf16") -> dict[str, str]:
-    """Why "auto" does not take each kernel that it would rather have than this one."""
+    """Why "auto" passes over each kernel that it prefers to this one."""
     kernels = get_args(Kernel)
     found = {name: obstacle(name, dtype) for name in kernels[: kernels.index(kernel)]}
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
 def obstacle(kernel: Kernel, dtype: Dtype = "bf16", *, forced: bool = False) -> str | None:
-    """What keeps a kernel from running here; None where nothing does.
+    """Why a kernel cannot run here; None if it can.
 
     Args:
         forced: it was asked for by name. Transformer Engine then runs in fp32 too, where it pads

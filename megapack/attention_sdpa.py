@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megapack.attention import PackedAttention, chunk_ends, gather_rows, sample_lengths
+from megapack.attention import (
+    PackedAttention,
+    chunk_ends,
+    gather_rows,
+    once_per_row,
+    sample_lengths,
+)
 from megapack.cp_slices import assembly_order
 
 
@@ -46,7 +52,7 @@ def packed_causal_attention(
     """Causal attention inside each sample of a packed row.
 
     Args:
-        query_QHD: the row, samples one behind the other; with cp > 1 the rank's slice of it
+        query_QHD: the row, samples one after the other; with cp > 1 the rank's slice of it
             (`cp_slices.slice_positions`), Q = T / cp.
         key_TGD, value_TGD: the whole row.
         lengths: tokens of each sample; they sum to T. Neighbours of equal length (the short dummy
@@ -57,7 +63,8 @@ def packed_causal_attention(
     Returns:
         [Q, H, D].
     """
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for length, count in _runs(lengths):
         rows = slice(start, start + length * count)
         mine = slice(rows.start // cp, rows.stop // cp)
@@ -78,7 +85,8 @@ def packed_causal_attention(
 
 def _causal_to_the_end(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
     """Causal attention of queries that are a sample's last ones; [count, heads, tokens, d]."""
-    num_queries, num_keys = q.shape[2], k.shape[2]
+    num_queries = q.shape[2]
+    num_keys = k.shape[2]
     mask = None
     if num_queries < num_keys:
         # `is_causal` would let the first query see the first key alone. A mask is L^2 / (2 * cp)
@@ -108,8 +116,7 @@ def _runs(lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def _assembly_order(params: PackedSeqParams, cp: int, device: torch.device) -> Tensor:
-    order_T: Tensor | None = getattr(params, "_megapack_assembly_order", None)
-    if order_T is None:
-        order_T = assembly_order(sample_lengths(params), cp).to(device)
-        params._megapack_assembly_order = order_T
-    return order_T
+    def make() -> Tensor:
+        return assembly_order(sample_lengths(params), cp).to(device)
+
+    return once_per_row(params, "assembly order", make)

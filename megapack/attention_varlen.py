@@ -19,7 +19,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megapack.attention import PackedAttention, chunk_ends, gather_rows, sample_lengths
+from megapack.attention import (
+    PackedAttention,
+    chunk_ends,
+    gather_rows,
+    once_per_row,
+    sample_lengths,
+)
 from megapack.cp_slices import assembly_order
 from megapack.errors import ConfigError
 
@@ -78,7 +84,7 @@ class VarlenSpans:
     max_q: int
     max_k: int
     order_K: Tensor | None = None
-    """Where each key stands in the slices of all context-parallel ranks, one behind the other;
+    """Where each key stands in the slices of all context-parallel ranks, one after the other;
     None: keys are the row's own."""
 
 
@@ -122,11 +128,11 @@ def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.devi
             max_q=params.max_seqlen_q,
             max_k=params.max_seqlen_kv,
         )
-    spans: VarlenSpans | None = getattr(params, "_megapack_varlen_spans", None)
-    if spans is None:
-        spans = varlen_spans(sample_lengths(params), cp, cp_rank, device)
-        params._megapack_varlen_spans = spans
-    return spans
+
+    def make() -> VarlenSpans:
+        return varlen_spans(sample_lengths(params), cp, cp_rank, device)
+
+    return once_per_row(params, "varlen spans", make)
 
 
 def varlen_causal_attention(
@@ -135,7 +141,7 @@ def varlen_causal_attention(
     """Causal attention of each sequence of `spans`, whose queries are the last of its keys.
 
     Args:
-        query_QHD: queries of all sequences, one behind the other.
+        query_QHD: queries of all sequences, one after the other.
         key_KGD, value_KGD: their keys; heads are a multiple of groups.
         scale: softmax scale.
 
@@ -143,7 +149,8 @@ def varlen_causal_attention(
         [Q, H, D].
     """
     kernel = varlen_kernel()
-    heads, groups = query_QHD.shape[1], key_KGD.shape[1]
+    heads = query_QHD.shape[1]
+    groups = key_KGD.shape[1]
     known = _parameters(kernel)
     if heads != groups and "enable_gqa" not in known:
         key_KGD = key_KGD.repeat_interleave(heads // groups, dim=1)

@@ -1,8 +1,9 @@
-"""All routers of a rank's chunks: what the adapter refuses, gives to them and takes from them."""
+"""All routers of a rank's chunks: their settings, their rows and their losses."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megapack.errors import DataError, ScheduleError
+from megapack.errors import ConfigError, DataError
 from megapack.head import unwrapped
 from megapack.layout import Layout
 from megapack.moe import PackedRouter, moe_layers
 from megapack.mtp import num_depths
-from megapack.routing import RoutingPass, RoutingRow, RoutingShape, routing_row
+from megapack.routing import RoutingShape, SchedulePass, routing_row
 from megapack.thd import PackedRow
 
 
@@ -28,7 +29,9 @@ class ModelRouting:
     """
 
     def __init__(self, chunks: Sequence[Any], config: Any, layout: Layout, tp_rank: int) -> None:
-        self._config, self._layout, self._tp_rank = config, layout, tp_rank
+        self._config = config
+        self._layout = layout
+        self._tp_rank = tp_rank
         modules = [module for chunk in chunks for module in unwrapped(chunk).modules()]
         self._routers = [module for module in modules if isinstance(module, PackedRouter)]
         self._stock = any(type(module) is TopKRouter for module in modules)
@@ -44,52 +47,57 @@ class ModelRouting:
         config = self._config
         asks = has_balance_loss(config) or config.moe_z_loss_coeff
         if self._stock and (asks or config.moe_router_enable_expert_bias):
-            raise ScheduleError(
+            raise ConfigError(
                 "with Megatron's TopKRouter auxiliary losses and the expert bias count padding "
                 "and depend on the packing; set router=megapack.moe.PackedRouter in the layer "
                 "spec's MoESubmodules"
             )
 
-    def rows(
-        self, rows: Sequence[PackedRow], choices: Sequence[Tensor | None] | None, record: bool
-    ) -> list[RoutingRow | None]:
-        """The packed rows as routers see them; None each where the model has no experts.
+    def with_routing(
+        self, rows: list[PackedRow], choices: Sequence[Tensor | None] | None, record: bool
+    ) -> list[PackedRow]:
+        """The rows with their routing; unchanged if the model has no experts.
+
+        Args:
+            rows: this context-parallel rank's slices.
+            choices: see `routing.routing_row`.
+            record: the pass records choices.
 
         Raises:
             DataError: choices for a model without experts, or that do not fit it.
-            ScheduleError: routers that cannot record or replay.
+            ConfigError: routers that cannot record or replay.
         """
         if choices is not None or record:
             self._check_replay()
         if not self.shape.num_layers:
-            return [None] * len(rows)
-        positions = (self._positions(row) for row in rows)
+            return rows
         return [
-            routing_row(row, at, choices, self.shape)
-            for row, at in zip(rows, positions, strict=True)
+            dataclasses.replace(row, routing=routing_row(row, self._part(row), choices, self.shape))
+            for row in rows
         ]
 
     def _check_replay(self) -> None:
         if not self.shape.num_layers:
             raise DataError("the model has no experts, so it has no routing to record or replay")
         if self._stock or self._config.moe_router_fusion:
-            raise ScheduleError(
+            raise ConfigError(
                 "routing is recorded and replayed by megapack.moe.PackedRouter without "
                 f"moe_router_fusion (it is {self._config.moe_router_fusion}); set it to False and "
                 "router=PackedRouter in the layer spec's MoESubmodules"
             )
 
-    def _positions(self, row: PackedRow) -> Tensor:
-        """Where the tokens of this rank's routers stand in the whole row."""
+    def _part(self, row: PackedRow) -> Tensor:
+        """The positions of the row that this rank's routers see."""
+        positions_T = torch.arange(row.tokens_T.numel())
         if not self._layout.sequence_parallel:
-            return row.row_positions_T
-        return row.row_positions_T.chunk(self._layout.tp)[self._tp_rank]
+            return positions_T
+        return positions_T.chunk(self._layout.tp)[self._tp_rank]
 
     @contextlib.contextmanager
-    def following(self, routing: RoutingPass) -> Iterator[None]:
+    def following(self, found: SchedulePass) -> Iterator[None]:
         """Within the block the routers take their rows from this pass."""
         for router in self._routers:
-            router.follow(routing)
+            router.follow(found)
         try:
             yield
         finally:
@@ -97,26 +105,26 @@ class ModelRouting:
                 router.follow(None)
 
     def forget_choices(self) -> None:
-        """Count none of what the expert bias would follow: the pass that chose it is thrown away.
+        """Set the counts that move the expert bias to 0, for a pass that is thrown away.
 
-        Megatron sets these counts to 0 where it reduces gradients.
+        Megatron does that when it reduces gradients.
         """
         for router in self._routers:
             if router.enable_expert_bias:
                 router.local_tokens_per_expert.zero_()
 
-    def metrics(self, routing: RoutingPass, device: torch.device) -> dict[str, float]:
+    def metrics(self, found: SchedulePass, device: torch.device) -> dict[str, float]:
         """The pass's auxiliary losses without coefficients, mean over layers. A collective.
 
-        Each rank holds other tokens or other layers: tensor-parallel ranks too, for experts under
-        tensor parallelism train with sequence parallelism only.
+        Each rank holds other tokens or other layers. That includes tensor-parallel ranks, because
+        experts under tensor parallelism need sequence parallelism.
         """
         names = ["moe_balance_loss"] if has_balance_loss(self._config) else []
         names += ["moe_z_loss"] if self._config.moe_z_loss_coeff else []
         if not names or not self.shape.num_layers:
             return {}
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        sums = torch.stack([routing.sums.get(name, zero) for name in names])
+        sums = torch.stack([found.router_sums.get(name, zero) for name in names])
         dist.all_reduce(sums)
         # Layers of multi-token prediction are built like the last one.
         ahead = num_depths(self._config) if self._config.num_layers - 1 in self._layers else 0
@@ -131,16 +139,18 @@ def has_balance_loss(config: Any) -> bool:
 
 
 def check_experts(config: Any, layout: Layout) -> None:
-    """Raise ScheduleError naming the first MoE setting that makes the gradient depend on packing.
+    """Raise ConfigError naming the first MoE setting that makes the gradient depend on packing.
 
     Called for models with experts, before any collective.
     """
-    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = config.moe_router_load_balancing_type
+    coefficients = config.moe_aux_loss_coeff
     if not isinstance(kinds, list):
-        kinds, coefficients = [kinds], [coefficients]
+        kinds = [kinds]
+        coefficients = [coefficients]
     for kind, coefficient in zip(kinds, coefficients, strict=True):
         if coefficient and kind != "seq_aux_loss":
-            raise ScheduleError(
+            raise ConfigError(
                 f"moe_router_load_balancing_type={kind!r} with moe_aux_loss_coeff={coefficient} "
                 "balances what happens to be packed together, so the gradient would depend on the "
                 "packing; set 'seq_aux_loss' (each sample by itself), or the coefficient to 0"
@@ -153,14 +163,14 @@ def check_experts(config: Any, layout: Layout) -> None:
     }
     for name, advice in unsupported.items():
         if getattr(config, name, None):
-            raise ScheduleError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
+            raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
     if "sinkhorn" in kinds:
-        raise ScheduleError(
+        raise ConfigError(
             "moe_router_load_balancing_type='sinkhorn' routes a token by what is packed with it; "
             "set 'seq_aux_loss' or 'none'"
         )
     if layout.tp > 1 and not layout.sequence_parallel:
-        raise ScheduleError(
+        raise ConfigError(
             f"experts with tp={layout.tp} train with sequence parallelism only; set "
             "Layout(sequence_parallel=True) and config.sequence_parallel=True"
         )

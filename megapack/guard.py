@@ -1,4 +1,4 @@
-"""One rank's error becomes every rank's: the block inside which a rank may not raise alone.
+"""One rank's error becomes every rank's: a block in which no rank raises alone.
 
 with guarded(watchdog, "step 4"):
     ...                         # local work and collectives
@@ -16,7 +16,7 @@ from megapack.board import Failure
 from megapack.errors import RankError
 from megapack.watchdog import Watchdog
 
-# A collective that breaks has a cause on another rank, which needs a moment to tell it.
+# A collective breaks because of another rank, which needs a moment to post its failure.
 _CAUSE_S = 4.0
 _BROKEN = ("gloo/", "NCCL", "nccl", "Connection closed by peer", "Connection reset by peer")
 
@@ -30,14 +30,14 @@ def guarded(
     """Within the block an error of one rank is raised on all of them.
 
     Args:
-        step: names the step in errors and logs, and has its time taken; inside a named block that
-            one's name and time go on. "" for a block that is no step.
-        predicted_s: what the step should take; None where nothing is known.
+        step: names the step in errors and logs, and starts its clock; inside a named block the
+            outer name and clock stay. "" for a block that is not a step.
+        predicted_s: seconds that the step should take; None if unknown.
 
     Raises:
-        RankError: on every rank; which one failed, where, and how. Process groups are of no use
+        RankError: on every rank: which one failed, where, and how. Process groups are of no use
             any more, and each later block raises it at once. Errors that every rank raises by
-            itself come as they are, and so do those of a job of one rank. Ctrl-C stays itself
+            itself are not changed, nor are those of a job of one rank, nor Ctrl-C on the rank
             where it was pressed.
     """
     watchdog.raise_failure()
@@ -68,9 +68,11 @@ def guarded(
 
 
 def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:
-    failure, verb = watchdog.failure, "failed"
+    failure = watchdog.failure
+    verb = "failed"
     if failure is None and _is_broken_collective(error):
-        failure, verb = _cause(watchdog), "lost its connection to another rank"
+        failure = _cause(watchdog)
+        verb = "lost its connection to another rank"
     if failure is None:
         failure = Failure.of(f"rank {watchdog.rank} {verb}{watchdog.place.within}:", error)
     failure = watchdog.tell(failure)
@@ -91,7 +93,7 @@ def _cause(watchdog: Watchdog) -> Failure | None:
         if watchdog.failure is not None:
             return watchdog.failure
         if gone := watchdog.peers.ended():
-            # It may have told its failure right before it ended.
+            # It may have posted its failure right before it ended.
             return watchdog.gone(gone)
         time.sleep(0.1)
     return None

@@ -1,4 +1,10 @@
-"""Taking the vocabulary projection out of a GPT model, so that log-probs can be made in chunks."""
+"""The head of a GPT model: its vocabulary projection, taken out so that log-probs can be computed
+in chunks, or a linear value head in its place.
+
+A value head gives one number per token. The position that predicts token t + 1 has seen the tokens
+up to t: its value is that of the state in which token t + 1 is chosen, so values stand where
+log-probs stand. A sample's score is the value at its last token.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,16 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megapack.errors import ScheduleError
+from megapack.errors import ConfigError, ScheduleError
+from megapack.segments import sum_by_sample
+from megapack.thd import PackedRow
 
 
 class DeferredHead:
-    """What the model would have projected: hidden states and the weight, kept for later."""
+    """Keeps the weight that the model would have projected its hidden states with."""
 
     def __init__(self, output_layer: Any) -> None:
         self.output_layer = output_layer
@@ -28,7 +37,7 @@ class DeferredHead:
         return weight  # type: ignore[no-any-return]
 
     def capture(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Any, None]:
-        """Stands in for the output layer's forward."""
+        """The output layer's forward within `deferred_head`: returns hidden states as they are."""
         self._weight = weight
         return hidden, None
 
@@ -43,7 +52,7 @@ def deferred_head(model: Any) -> Iterator[DeferredHead]:
         model: a pipeline's last chunk, wrapped (DDP, Float16Module) or not.
 
     Raises:
-        ScheduleError: the chunk has no `output_layer` without a bias.
+        ConfigError: the chunk has no `output_layer`, or one with a bias.
     """
     layer = find_output_layer(model)
     head = DeferredHead(layer)
@@ -61,8 +70,10 @@ def deferred_head(model: Any) -> Iterator[DeferredHead]:
 
 @contextlib.contextmanager
 def _without_mtp_losses(gpt: Any) -> Iterator[None]:
-    """With no MTP layers in its config the model asks for no labels; its MTP block runs all the
-    same, and what it makes is kept behind the model's own hidden states."""
+    """Within the block the model's config has no MTP layers, so that it needs no labels.
+
+    Its MTP block still runs; its hidden states follow the model's own.
+    """
     config = getattr(gpt, "config", None)
     if not getattr(config, "mtp_num_layers", None):
         yield
@@ -87,7 +98,57 @@ def find_output_layer(model: Any) -> Any:
     gpt = unwrapped(model)
     layer = getattr(gpt, "output_layer", None)
     if layer is None:
-        raise ScheduleError(f"{type(gpt).__name__} has no output_layer; a GPTModel has one")
+        raise ConfigError(f"{type(gpt).__name__} has no output_layer; use a GPTModel")
     if getattr(layer, "bias", None) is not None:
-        raise ScheduleError("the output layer has a bias, which chunked log-probs do not add")
+        raise ConfigError(
+            "the output layer has a bias, which chunked log-probs do not add; build it without one"
+        )
     return layer
+
+
+class ValueHead(torch.nn.Module):
+    """hidden -> 1 in fp32, without a bias; every tensor-parallel rank holds all of it.
+
+    It stands at the model's `output_layer`, so that DDP, optimizer and checkpoints see it.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=torch.float32))
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Values [..., 1], fp32; with the signature of Megatron's output layer."""
+        return torch.nn.functional.linear(hidden.float(), self.weight.float()), None
+
+
+def replace_output_layer(model: Any) -> None:
+    """Give a GPT model a value head; chunks before the last one stay as they are.
+
+    Before DDP wraps the model. All chunks of all ranks are to be built with untied embeddings.
+
+    Raises:
+        ConfigError: the embedding is tied to the output layer, which goes.
+    """
+    gpt = unwrapped(model)
+    if gpt.share_embeddings_and_output_weights:
+        raise ConfigError(
+            "a value head takes the output layer's place, and the embedding is tied to that; set "
+            "share_embeddings_and_output_weights=False (model.untie_embeddings=true)"
+        )
+    if gpt.post_process:
+        gpt.output_layer = ValueHead(gpt.config.hidden_size)
+
+
+def keep_fp32(model: Any) -> None:
+    """Undo what Float16Module does to a value head's weight; before DDP."""
+    head = getattr(unwrapped(model), "output_layer", None)
+    if isinstance(head, ValueHead):
+        head.float()
+
+
+def row_scores(row: PackedRow, values_T: Tensor, cp_group: Any = None) -> Tensor:
+    """Each sample's value at its last token, [n]; a collective of the CP group."""
+    at_end = row.ends_T
+    return sum_by_sample(values_T[at_end], row.sample_of_T[at_end], len(row.samples), cp_group)

@@ -1,4 +1,4 @@
-"""Weights that do not depend on the layout.
+"""Weights that do not depend on the layout, and parameters that are not trained.
 
 Megatron draws each stage's weights from that rank's random state, so another pp, tp or vpp starts
 from another model. Here a parameter's values follow from its name in the whole model and the seed
@@ -7,6 +7,7 @@ alone, and each rank keeps its slice.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import math
 import re
@@ -14,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megapack.errors import ConfigError
 from megapack.head import unwrapped
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -94,7 +97,8 @@ def local_slice(whole: Tensor, param: Tensor, tp_rank: int, tp: int) -> Tensor:
     """
     if not getattr(param, "tensor_model_parallel", False) or tp == 1:
         return whole
-    dim, stride = param.partition_dim, param.partition_stride  # type: ignore[attr-defined]
+    dim = param.partition_dim  # type: ignore[attr-defined]
+    stride = param.partition_stride  # type: ignore[attr-defined]
     pieces = whole.chunk(stride * tp, dim=dim)
     return torch.cat(pieces[tp_rank::tp], dim=dim)
 
@@ -102,3 +106,52 @@ def local_slice(whole: Tensor, param: Tensor, tp_rank: int, tp: int) -> Tensor:
 def _generator(name: str, seed: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose name in the whole model matches a glob.
+
+    A collective over all ranks: a pattern may match nothing on one stage, but not in the whole
+    model.
+
+    Args:
+        chunks: this rank's GPT models, not yet wrapped in DDP.
+        patterns: `decoder.layers.0.*` is the first layer, `embedding.*` the embedding, and with
+            tied embeddings the output projection too.
+
+    Raises:
+        ConfigError: on every rank, naming a pattern that matches nothing.
+    """
+    num_matches = torch.zeros(len(patterns), device=torch.cuda.current_device())
+    for chunk in chunks:
+        for name, param in global_parameters(chunk):
+            matches = [fnmatch.fnmatchcase(name, pattern) for pattern in patterns]
+            num_matches += torch.tensor(matches, device=num_matches.device)
+            if any(matches):
+                param.requires_grad_(False)
+    dist.all_reduce(num_matches)
+    for pattern, found in zip(patterns, num_matches.tolist(), strict=True):
+        if not found:
+            raise ConfigError(
+                f"model.freeze: no parameter matches {pattern!r}; names are like "
+                "embedding.word_embeddings.weight or decoder.layers.0.mlp.linear_fc1.weight"
+            )
+
+
+def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None:
+    """Let recomputed modules behind a frozen embedding get their gradients.
+
+    A recomputed layer, MLP or mixture of experts gets gradients only if its input requires one. The
+    output of a frozen embedding does not, and the layers behind it would silently not be trained.
+    """
+    for chunk in chunks:
+        embedding = getattr(unwrapped(chunk), "embedding", None)
+        if embedding is None or config.recompute_granularity is None:
+            continue
+        asks = _ask_for_gradient in embedding._forward_hooks.values()
+        if not asks and not any(param.requires_grad for param in embedding.parameters()):
+            embedding.register_forward_hook(_ask_for_gradient)
+
+
+def _ask_for_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output

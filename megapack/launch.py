@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megapack import cpu
 from megapack.choices import Device
 from megapack.errors import ConfigError
-from megapack.job import leave_job
+from megapack.job import close_all
 from megapack.watchdog import abort_nccl
 
 # A rank that waits longer than this for another one is stuck; compile and file reads take less.
@@ -73,7 +73,7 @@ def stop(*, broken: bool = False) -> None:
             the watchdog sees to, does the rest.
     """
     if not broken:
-        leave_job()
+        close_all()
         if dist.is_initialized():
             dist.destroy_process_group()
     else:

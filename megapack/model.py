@@ -21,14 +21,13 @@ from megapack import cpu
 from megapack.attention_choice import choose_attention
 from megapack.choices import Kernel, Recompute
 from megapack.errors import ConfigError
-from megapack.frozen import freeze
-from megapack.init import initialize_by_name
+from megapack.head import keep_fp32, replace_output_layer
+from megapack.init import freeze, initialize_by_name
 from megapack.kernels import has_gradient_accumulation_fusion, has_rope_fusion
 from megapack.layer_specs import block_spec, mtp_spec
 from megapack.layout import Layout, round_up
 from megapack.model_config import VOCAB_MULTIPLE, check_sizes
 from megapack.train_config import ModelConfig
-from megapack.value_head import keep_fp32, replace_output_layer
 
 
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:

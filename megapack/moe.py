@@ -19,7 +19,8 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megapack.routing import RoutingPass, RoutingRow, balance_loss, z_loss
+from megapack.routing import SchedulePass, balance_loss, z_loss
+from megapack.thd import RoutingRow
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -32,15 +33,16 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pass: RoutingPass | None = None
+        self._pass: SchedulePass | None = None
         self._row: RoutingRow | None = None
         self._checkpointed: deque[RoutingRow | None] = deque()
         self._replay: Any = self.router_replay
         self._moe_layers = moe_layers(self.config)
 
-    def follow(self, routing: RoutingPass | None) -> None:
+    def follow(self, routing: SchedulePass | None) -> None:
         """Take rows from this pass; None ends it."""
-        self._pass, self._row = routing, None
+        self._pass = routing
+        self._row = None
         self._checkpointed.clear()
         self.router_replay = self._replay if routing is None else _Choice(self)
 
@@ -59,10 +61,10 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         """
         assert self._pass is not None
         if self._pass.token_weight is not None and not torch.is_grad_enabled():
-            self._checkpointed.append(self._pass.row)
+            self._checkpointed.append(self._pass.routing)
         elif self._checkpointed:
             return self._checkpointed.popleft()
-        return self._pass.row
+        return self._pass.routing
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach both auxiliary losses to the logits, before experts are chosen from them."""
@@ -74,7 +76,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             return logits
         for name, coefficient, loss_sum in self._losses(logits, self._row):
             loss = loss_sum * token_weight
-            self._pass.add(name, loss)
+            self._pass.add_router_loss(name, loss)
             logits = MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
         return logits
 
@@ -90,7 +92,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             yield "moe_z_loss", self.config.moe_z_loss_coeff, z_loss(logits_tE, row)
 
     def is_aux_loss_enabled(self) -> bool:
-        """Whether Megatron adds its own losses: not in a run, where ours stand in their place."""
+        """Whether Megatron adds its own losses: not in a run, which has losses of its own."""
         return self._row is None and super().is_aux_loss_enabled()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -102,7 +104,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
 
     def choose(self, scores: Tensor, own_choice: Callable[[], tuple[Tensor, Tensor]]) -> Any:
         """The row's choices where it has some, else the router's own; (scores, experts) [t, K]."""
-        row, layer = self._row, self.layer_number - 1
+        row = self._row
+        layer = self.layer_number - 1
         if row is None or self._pass is None or layer not in self._moe_layers:
             return own_choice()
         layer = self._moe_layers.index(layer)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.errors import ScheduleError
+from megapack.errors import ConfigError
 from megapack.thd import PackedRow
 
 
@@ -77,11 +77,11 @@ def loss_coefs(config: Any) -> list[float]:
 
 
 def check_mtp(config: Any) -> None:
-    """Raise ScheduleError where multi-token prediction would fail or be wrong."""
+    """Raise ConfigError if multi-token prediction would fail or be wrong."""
     if not num_depths(config):
         return
     if config.recompute_granularity == "full":
-        raise ScheduleError(
+        raise ConfigError(
             f"config.mtp_num_layers={config.mtp_num_layers} with recompute_granularity='full': "
             "Megatron's MTP layers save packed_seq_params as if it were a tensor; set "
             "recompute_granularity='selective' or None, or mtp_num_layers=None"

@@ -1,8 +1,8 @@
 """Per-token results of the last pipeline stage, back to sample order on the ranks that ask.
 
-Every rank holds the plan and all lengths, so every rank knows who holds which sample and how long
-it is: nothing but the values travels. Context-parallel ranks hold parts of one sample, with zeros
-where another has the value: a sum over the ranks puts it together, exactly.
+Every rank holds the plan and all lengths, so every rank knows which rank holds which sample and how
+long it is: only the values are sent. Context-parallel ranks hold parts of one sample, with zeros at
+the positions of the others: their sum is the whole sample, exactly.
 """
 
 from __future__ import annotations

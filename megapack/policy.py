@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from megapack.errors import ConfigError, ScheduleError, brief
+from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
 
 Unreachable = Literal["pad", "drop", "error"]
@@ -76,7 +76,7 @@ class Policy:
 
 
 def check_count_rule(policy: Policy, layout: Layout, *, ranks_share_fp8_scales: bool) -> None:
-    """Raise ScheduleError for counts per rank where ranks meet in every micro-batch.
+    """Raise ConfigError for counts per rank where ranks meet in every micro-batch.
 
     Args:
         ranks_share_fp8_scales: delayed FP8 scaling that reduces its largest values over all ranks.
@@ -84,12 +84,12 @@ def check_count_rule(policy: Policy, layout: Layout, *, ranks_share_fp8_scales: 
     if policy.count_rule != "per_rank":
         return
     if layout.ep > 1:
-        raise ScheduleError(
+        raise ConfigError(
             f"count_rule='per_rank' with ep={layout.ep}: the experts' all-to-all in each layer "
             "needs one M on all ranks; plan with count_rule='legal'"
         )
     if ranks_share_fp8_scales:
-        raise ScheduleError(
+        raise ConfigError(
             "count_rule='per_rank' with fp8_recipe='delayed': ranks exchange their largest values "
             "after each micro-batch and need one M; plan with count_rule='legal', or set "
             "tp_only_amax_red=True"

@@ -1,10 +1,10 @@
-"""What the routers of a mixture of experts learn of a packed row, and what they leave behind.
+"""How the routers of a mixture of experts see packed rows, and what a pass finds.
 
     samples' choices -> RoutingRow (one per micro-batch) -> routers -> recorded choices -> samples
 
-A router sees hidden states one behind the other and no samples. A `RoutingRow` says which token
-belongs to which sample, so that padding counts nowhere and a sample's losses are its own; it may
-carry choices made in another pass, and keeps those of this one.
+A router gets the hidden states of a whole row and does not know its samples. A `RoutingRow` says
+which token belongs to which sample, so that padding counts nowhere and each sample has losses of
+its own. It may carry choices of an earlier pass, and keeps those of this one.
 
 Auxiliary losses are sums over the step's N real tokens, so that packing cannot change them:
 
@@ -20,8 +20,9 @@ the whole model, K experts per token.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.outputs import Scope, samples_in_scope
 from megapack.plan import StepPlan
-from megapack.thd import PackedRow
+from megapack.thd import PackedRow, RoutingRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,65 +50,33 @@ class RoutingShape:
         return torch.uint8 if self.num_experts <= 256 else torch.int32
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoutingRow:
-    """A packed row as the routers of one rank see it."""
-
-    samples: tuple[int, ...]
-    """Sample indices of the plan."""
-    samples_t: Tensor
-    """int64: which of `samples` a token belongs to; len(samples) for padding."""
-    offsets_t: Tensor
-    """int64: where a token stands in its sample."""
-    lengths_S: Tensor
-    """float32: real tokens of each sample."""
-    choices_tLK: Tensor | None = None
-    """Experts to take in place of the router's own; None leaves the choice to it."""
-    recorded: dict[int, Tensor] = field(default_factory=dict)
-    """MoE layer -> [t, K] experts taken, where a pass records them."""
-
-    @property
-    def real_t(self) -> Tensor:
-        """bool: tokens that are no padding."""
-        return self.samples_t < len(self.samples)
-
-    def to(self, device: torch.device) -> RoutingRow:
-        """The same row with its tensors on `device`; what is recorded is shared."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
-
-
 def routing_row(
     row: PackedRow,
-    positions_t: Tensor,
+    part: Tensor,
     choices: Sequence[Tensor | None] | None,
     shape: RoutingShape,
 ) -> RoutingRow:
-    """Lay per-sample choices out like a packed row, and take this rank's tokens.
+    """Lay per-sample choices out like a packed row, and take the tokens of this rank's routers.
 
     Args:
-        positions_t: int64, the row's positions that this rank's routers see.
+        row: this context-parallel rank's slice of the row.
+        part: int64, the positions of the slice that this rank's routers see.
         choices: per sample of the batch, see `check_choices`; those of this row must be there.
             Padding goes round robin over the experts.
 
     Raises:
         DataError: choices that the model cannot take.
     """
-    samples_T = torch.full((row.row_tokens,), len(row.samples), dtype=torch.int64)
-    offsets_T = torch.zeros(row.row_tokens, dtype=torch.int64)
-    for number, (start, length) in enumerate(zip(row.starts, row.lengths, strict=True)):
-        samples_T[start : start + length] = number
-        offsets_T[start : start + length] = torch.arange(length)
+    samples_t = row.sample_of_T[part]
+    choices_tLK = None
+    if choices is not None:
+        choices_tLK = _lay(row, choices, shape)[row.row_positions_T[part]]
     return RoutingRow(
         samples=row.samples,
-        samples_t=samples_T[positions_t],
-        offsets_t=offsets_T[positions_t],
+        samples_t=torch.where(samples_t < 0, len(row.samples), samples_t),
+        offsets_t=row.position_ids_T[part],
         lengths_S=torch.tensor(row.lengths, dtype=torch.float32),
-        choices_tLK=None if choices is None else _lay(row, choices, shape)[positions_t],
+        choices_tLK=choices_tLK,
     )
 
 
@@ -126,7 +95,7 @@ def _lay(row: PackedRow, choices: Sequence[Tensor | None], shape: RoutingShape) 
 def check_choices(value: Tensor | None, sample: int, length: int, shape: RoutingShape) -> None:
     """Raise DataError unless a sample's choices are distinct experts, [tokens, L, K].
 
-    A sample may come without its last token, which an inference engine never runs.
+    A sample may lack its last token, which an inference engine never runs.
     """
     sizes = (shape.num_layers, shape.top_k)
     if value is None or tuple(value.shape) not in ((length, *sizes), (length - 1, *sizes)):
@@ -150,24 +119,36 @@ def token_weight(step: StepPlan) -> float:
     return 1 / step.counts.tokens
 
 
-class RoutingPass:
-    """One run of the schedule as the routers see it.
+class SchedulePass:
+    """One run of the schedule: the row that runs now, and what routers and last stage found.
 
     Args:
         token_weight: 1 / N, what a real token counts in the auxiliary losses of a training pass;
             None for a pass without a backward.
-        record: keep the choices in the rows.
+        record: keep the choices of the routers in the rows.
+
+    Attributes:
+        routing: the row that is being run forward, as routers see it.
+        sums: the last stage's weighted sums of losses and metrics over the rows so far.
+        outputs: the last stage's values: name -> sample -> values.
+        router_sums: auxiliary losses without their coefficients, over rows and layers so far.
     """
 
     def __init__(self, *, token_weight: float | None = None, record: bool = False) -> None:
-        self.token_weight, self.record = token_weight, record
-        self.row: RoutingRow | None = None
-        """The row that is being run forward."""
+        self.token_weight = token_weight
+        self.record = record
+        self.routing: RoutingRow | None = None
         self.sums: dict[str, Tensor] = {}
+        self.outputs: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self.router_sums: dict[str, Tensor] = {}
 
-    def add(self, name: str, loss: Tensor) -> None:
-        """Add up a loss, without its coefficient, over rows and layers."""
-        self.sums[name] = self.sums.get(name, 0.0) + loss.detach().double()
+    def add(self, name: str, value: Tensor) -> None:
+        """Add a row's weighted sum of a loss or metric."""
+        self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
+
+    def add_router_loss(self, name: str, loss: Tensor) -> None:
+        """Add an auxiliary loss, without its coefficient, of one row and layer."""
+        self.router_sums[name] = self.router_sums.get(name, 0.0) + loss.detach().double()
 
 
 def balance_loss(
@@ -180,13 +161,14 @@ def balance_loss(
         chosen_tE: bool, the top K of them.
         group: ranks that hold the row's other tokens; only counts travel.
     """
-    num_experts, num_samples = scores_tE.shape[1], len(row.samples)
+    num_experts = scores_tE.shape[1]
+    num_samples = len(row.samples)
     counts_SE = scores_tE.new_zeros(num_samples + 1, num_experts)
     counts_SE.index_add_(0, row.samples_t, chosen_tE.to(counts_SE.dtype))
     if group is not None and group.size() > 1:
         dist.all_reduce(counts_SE, group=group)
     share_SE = counts_SE[:-1] * (num_experts / top_k) / row.lengths_S[:, None]
-    # The last row is that of padding, which no share of any expert belongs to.
+    # The last row belongs to padding, which counts in no expert's share.
     share_SE = torch.cat([share_SE, share_SE.new_zeros(1, num_experts)])
     return (scores_tE * share_SE[row.samples_t]).sum()
 
@@ -211,12 +193,12 @@ def collect_routing(
     """Recorded choices in sample order. A collective of the groups.
 
     Args:
-        rows: of this rank, with what its own layers recorded of its own tokens.
+        rows: this rank's, with what its layers recorded of its tokens.
         groups: the ranks that hold other layers, tokens or samples of the scope.
 
     Returns:
         Per sample of the batch [tokens, L, K] on the CPU, uint8 up to 256 experts and int32 beyond;
-        None where the step or the scope leaves it out.
+        None for samples that the step or the scope leaves out.
     """
     samples = samples_in_scope(step, dp_rank, scope)
     starts = dict(zip(samples, _starts([lengths[i] for i in samples]), strict=True))
@@ -235,7 +217,8 @@ def collect_routing(
 
 
 def _place(row: RoutingRow, starts: Mapping[int, int], flat: Tensor) -> None:
-    row, real_t = row.to(flat.device), row.real_t.to(flat.device)
+    row = row.to(flat.device)
+    real_t = row.real_t
     firsts_S = torch.tensor([starts[i] for i in row.samples], dtype=torch.int64).to(flat.device)
     into_r = firsts_S[row.samples_t[real_t]] + row.offsets_t[real_t]
     for layer, chosen_tK in row.recorded.items():
@@ -243,7 +226,8 @@ def _place(row: RoutingRow, starts: Mapping[int, int], flat: Tensor) -> None:
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    total, out = 0, []
+    total = 0
+    out = []
     for length in lengths:
         out.append(total)
         total += length

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -25,33 +24,31 @@ from megapack.consensus import Agreement, agree, on_any_rank
 from megapack.cp_slices import slice_row
 from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.experts import ModelRouting
-from megapack.forward import LastStage, taken_inputs
-from megapack.frozen import keep_gradients_through_recompute
-from megapack.guard import guarded
+from megapack.faults import check_retry
+from megapack.forward import HeadOptions, taken_inputs
 from megapack.head import unwrapped
-from megapack.job import current_job
+from megapack.init import keep_gradients_through_recompute
+from megapack.job import Ranks, shared_ranks
 from megapack.layout import Layout
 from megapack.loss import LossWeighting
 from megapack.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
 from megapack.objectives import AnyObjective, metric_names
-from megapack.out_of_memory import check_retry
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
-from megapack.plan import Plan
+from megapack.plan import MicroBatch, Plan
 from megapack.plan_check import check_plan
-from megapack.routing import RoutingPass, collect_routing, token_weight
-from megapack.run_context import evaluating, process_groups
+from megapack.routing import SchedulePass, collect_routing
 from megapack.samples import SampleBatch
-from megapack.schedule_run import Rows, ScheduleRunner
-from megapack.step_call import ForwardCall, StepCall, TrainingCall
+from megapack.schedule_run import ScheduleRunner, evaluating, process_groups
+from megapack.step_call import StepCall
 from megapack.thd import PackedRow, pack_row
 
-# Ranks come to one call at about the same time.
+# All ranks make a call at about the same time.
 _OTHER_CALL_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a training step found, the same on every rank."""
+    """The result of a training step, the same on every rank."""
 
     loss: float
     """Sum of weight * loss over every token of the step."""
@@ -62,21 +59,38 @@ class StepResult:
 class ScheduleAdapter:
     """Runs planned steps of a Megatron-Core model. Made on all ranks together: a collective.
 
+    From `step` to Megatron's call and back:
+
+        step: a `StepCall`; `Ranks.prepare` packs its rows on a thread while the step before runs
+        _check_and_pack: `StepCall.check`, then `pack_row`, `slice_row` and
+            `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
+        `agree`: all ranks have packed the same call, or all raise
+        `ScheduleRunner.run`: rows to the device, one `SchedulePass` to take what is found
+        `ScheduleRunner.run_schedule`: Megatron's call, with a `ForwardStep`
+        `ForwardStep.run_row`: a row through a chunk, and on the last chunk `LastStage`: its loss
+        `FiniteFlags.refuse`: all ranks raise if one has a NaN; else the pass is returned
+        `sum_metrics`: the pass's sums, added over ranks, are the `StepResult`
+
     Args:
         model: the chunks of this rank, one per virtual stage, wrapped in DDP or not.
-        layout: the one that the plans are made for; checked against Megatron's groups.
+        layout: the layout of the plans; checked against Megatron's groups.
         logprob_chunk_tokens: positions whose logits exist at one time.
         temperature: logits are divided by it.
-        head: "value" where the last chunk has a value head (`value_head.replace_output_layer`).
-        retries_oom: a step in which a GPU runs out of memory is carried to its end and raises
-            StepOutOfMemory on every rank, which may try again; see `out_of_memory`.
+        head: "value" if the last chunk has a value head (`head.replace_output_layer`).
+        retries_oom: a step in which a GPU runs out of memory goes on to its end and raises
+            StepOutOfMemory on every rank, which may try again; see `faults`.
+        ranks: the threads and connections by which an error of one rank reaches the others, and the
+            next step is packed ahead. None: the first adapter of a process starts them for all its
+            adapters if the job has more than one process (`Ranks.start()`); a process alone has
+            none (`Ranks.alone()`). `launch.stop`, or the end of the process, closes them.
 
     Raises:
-        ScheduleError: a setting that Megatron would hang or train wrongly with, and what to set.
+        ConfigError: a setting that Megatron would hang or train wrongly with, and what to set.
+        ScheduleError: only some ranks refuse their settings.
     """
 
     runner_class = ScheduleRunner
-    """What runs the packed rows; a subclass may set one of its own."""
+    """Runs the packed rows; a subclass may set one of its own."""
 
     def __init__(
         self,
@@ -87,13 +101,15 @@ class ScheduleAdapter:
         temperature: float = 1.0,
         head: settings.Head = "vocabulary",
         retries_oom: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self.layout, self.head = layout, head
+        self.layout = layout
+        self.head = head
         self.config = get_model_config(self.chunks[0])
-        self.job = current_job()
+        self.ranks = shared_ranks() if ranks is None else ranks
         self._device = torch.device(torch.cuda.current_device())
-        # Stages differ in their layers: what one refuses, all do.
+        # Stages differ in their layers: if one refuses its own, all raise.
         self._routing = agree(lambda: self._checked(retries_oom), device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
         self._groups = process_groups()
@@ -103,23 +119,23 @@ class ScheduleAdapter:
             self.config,
             layout,
             self._groups,
+            head=HeadOptions(
+                tp_group=self._groups.tp,
+                cp_group=self._groups.cp,
+                sequence_parallel=layout.sequence_parallel,
+                chunk_tokens=logprob_chunk_tokens,
+                temperature=temperature,
+                mtp_coefs=loss_coefs(self.config),
+            ),
             device=self._device,
             routing=self._routing,
-            place=self.job.watchdog.place,
+            place=self.ranks.place,
             retries_oom=retries_oom,
         )
-        self._head_options = {
-            "tp_group": self._groups.tp,
-            "cp_group": self._groups.cp,
-            "sequence_parallel": layout.sequence_parallel,
-            "chunk_tokens": logprob_chunk_tokens,
-            "temperature": temperature,
-            "mtp_coefs": loss_coefs(self.config),
-        }
         self._checked_digest = ""
-        # Agreed on already: no tensors need no word with the others.
+        # Names that all ranks have agreed on; a batch without tensors needs no agreement.
         self._checked_inputs: set[tuple[str, ...]] = {()}
-        self._next: tuple[StepCall, Agreement[Rows]] | None = None
+        self._next: tuple[StepCall, Agreement[list[PackedRow]]] | None = None
 
     def _checked(self, retries_oom: bool) -> ModelRouting:
         settings.check_layout(self.layout, len(self.chunks))
@@ -132,7 +148,7 @@ class ScheduleAdapter:
 
     @property
     def dp_rank(self) -> int:
-        """This process's data-parallel rank: which of the plan's ranks it runs."""
+        """This process's data-parallel rank, the index of its rows in the plan's `ranks`."""
         return int(self._dp_group.rank())
 
     def step(
@@ -157,24 +173,25 @@ class ScheduleAdapter:
             batch: the samples that the plan counts.
             objective: per-token losses; its required fields must be in the batch.
             step: which of the plan's steps.
-            weighting: how tokens weigh, see `loss.sample_weights`.
-            norm_constant: of the weighting that has one.
-            entropy: report the entropy even where the objective does not read it.
+            weighting: the weights of tokens, see `loss.sample_weights`.
+            norm_constant: for the weighting that takes one.
+            entropy: report the entropy even if the objective does not read it.
             routing: experts to take, per sample [tokens, MoE layers, experts per token] of the
                 samples of this data-parallel rank, as `forward(record_routing=True)` gives them;
                 None lets the routers choose. Probabilities are those of the current logits.
             next_step: the step of this plan that is called next, with all else the same: it is
-                packed and agreed on while this one runs, so that fields may not be changed in
-                place meanwhile; `set_field` is noticed. None where nothing is known of it.
+                packed and agreed on while this one runs, so fields may not be changed in place
+                meanwhile; `set_field` is noticed. None if it is not known.
 
         Raises:
-            ScheduleError: on every rank, where plans differ, one rank's work failed, or a loss or
-                gradient is no number.
+            ConfigError, DataError, PlanError: a call that no rank can run.
+            ScheduleError: on every rank, if plans differ, one rank's work failed, or a loss or
+                gradient is not finite.
             StepOutOfMemory: on every rank; see `retries_oom`.
-            RankError: on every rank, where one failed or ended inside the step; the process groups
+            RankError: on every rank, if one failed or ended inside the step; the process groups
                 are of no use then.
         """
-        call = TrainingCall(
+        call = StepCall(
             plan=plan,
             batch=batch,
             step=step,
@@ -185,21 +202,19 @@ class ScheduleAdapter:
             entropy=entropy,
             routing=routing,
         )
-        with guarded(self.job.watchdog, f"step {step} of plan {plan.digest()[:12]}"):
+        with self.ranks.guarded(f"step {step} of plan {plan.digest()[:12]}"):
             rows = self._agreed_rows(call)
             if next_step is not None:
                 self._next = self._start(replace(call, step=next_step))
-            last = LastStage(objective, with_entropy=call.with_entropy, **self._head_options)
-            routers = RoutingPass(token_weight=token_weight(plan.steps[step]))
-            self._run(call, rows, last, routers, forward_only=False)
+            found = self.runner.run(call, rows)
             sums = sum_metrics(
-                last.sums,
+                found.sums,
                 [*metric_names(objective, call.with_entropy), *loss_names(self.config)],
                 dp_cp_group=self._groups.dp_cp,
                 pp_group=self._groups.pp,
                 device=self._device,
             )
-            sums |= self._routing.metrics(routers, self._device)
+            sums |= self._routing.metrics(found, self._device)
             _refuse_loss(sums["loss"])
         return StepResult(loss=sums.pop("loss"), metrics=sums)
 
@@ -222,7 +237,7 @@ class ScheduleAdapter:
             entropy: compute the entropy of each next-token distribution too.
             scope: see `outputs.scatter_to_samples`.
             routing: see `step`.
-            record_routing: return the experts that were taken, too.
+            record_routing: also return the experts that were taken.
 
         Returns:
             "logprobs" (and "entropy"), from a value head "values": per sample of the batch one fp32
@@ -231,9 +246,10 @@ class ScheduleAdapter:
             "routing": see `routing.collect_routing`.
 
         Raises:
-            ScheduleError, RankError: as `step` does.
+            ConfigError, DataError, PlanError, ScheduleError, StepOutOfMemory, RankError: as `step`
+                does.
         """
-        call = ForwardCall(
+        call = StepCall(
             plan=plan,
             batch=batch,
             step=step,
@@ -245,28 +261,26 @@ class ScheduleAdapter:
         )
         name = f"forward pass {step} of plan {plan.digest()[:12]}"
         with (
-            guarded(self.job.watchdog, name),
+            self.ranks.guarded(name),
             torch.no_grad(),
             evaluating(self.chunks),
         ):
             rows = self._agreed_rows(call)
-            last = LastStage(None, with_entropy=entropy, **self._head_options)
-            routers = RoutingPass(record=record_routing)
-            self._run(call, rows, last, routers, forward_only=True)
-            return self._outputs(call, rows, last)
+            found = self.runner.run(call, rows)
+            return self._outputs(call, rows, found)
 
     def _outputs(
-        self, call: ForwardCall, rows: Rows, last: LastStage
+        self, call: StepCall, rows: list[PackedRow], found: SchedulePass
     ) -> dict[str, list[Tensor | None]]:
-        batch, step = call.batch, call.plan.steps[call.step]
+        lengths = call.batch.lengths
         names = ("logprobs", "entropy") if call.entropy else ("logprobs",)
         if self.head == "value":
             names = ("values", "scores")
         outputs = {
             name: scatter_to_samples(
-                last.outputs[name],
-                [1] * len(batch) if name == "scores" else batch.lengths,
-                step,
+                found.outputs[name],
+                [1] * len(lengths) if name == "scores" else lengths,
+                call.step_plan,
                 dp_rank=self.dp_rank,
                 dp_cp_group=self._groups.dp_cp,
                 cp_group=self._groups.cp,
@@ -281,9 +295,9 @@ class ScheduleAdapter:
             groups += [self._groups.tp] if self.layout.sequence_parallel else []
             groups += [self._dp_group] if call.scope == "all" else []
             outputs["routing"] = collect_routing(
-                [row for row in rows[1] if row is not None],
-                batch.lengths,
-                step,
+                [row.routing for row in rows if row.routing is not None],
+                lengths,
+                call.step_plan,
                 self._routing.shape,
                 dp_rank=self.dp_rank,
                 scope=call.scope,
@@ -292,10 +306,11 @@ class ScheduleAdapter:
             )
         return outputs
 
-    def _agreed_rows(self, call: StepCall) -> Rows:
+    def _agreed_rows(self, call: StepCall) -> list[PackedRow]:
         """This rank's rows, once all ranks have theirs for the same call."""
-        self.job.watchdog.place.enter("pack")
-        prepared, self._next = self._next, None
+        self.ranks.place.enter("pack")
+        prepared = self._next
+        self._next = None
         if prepared is None:
             rows = self._start(call)[1].result()
         elif prepared[0].key == call.key:
@@ -305,9 +320,12 @@ class ScheduleAdapter:
         self._check_inputs(call.batch.tensor_names)
         return rows
 
-    def _other_rows(self, call: StepCall) -> Rows:
-        """Rows of another call than `next_step` announced. Where not all ranks make such a call,
-        the others are in a step by now, and only the watchdog's board reaches them."""
+    def _other_rows(self, call: StepCall) -> list[PackedRow]:
+        """Rows of another call than `next_step` announced.
+
+        If not all ranks make such a call, the others are in a step by now, and only the watchdog's
+        board reaches them.
+        """
         try:
             return self._start(call)[1].result(_OTHER_CALL_S)
         except Exception as error:
@@ -317,28 +335,29 @@ class ScheduleAdapter:
                 f"on it: {error}; make the same calls on all ranks, or pass next_step=None"
             ) from error
 
-    def _start(self, call: StepCall) -> tuple[StepCall, Agreement[Rows]]:
-        return call, self.job.agreements.start(lambda: self._check_and_pack(call), call.same)
+    def _start(self, call: StepCall) -> tuple[StepCall, Agreement[list[PackedRow]]]:
+        return call, self.ranks.prepare(lambda: self._check_and_pack(call), call.same)
 
-    def _check_and_pack(self, call: StepCall) -> Rows:
-        plan, batch = call.plan, call.batch
+    def _check_and_pack(self, call: StepCall) -> list[PackedRow]:
+        plan = call.plan
         if plan.layout != self.layout:
             raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
         settings.check_head(self.chunks, self.head)
-        if plan.policy.row_shape == "planned":
+        if call.has_planned_rows:
             settings.check_planned_rows(self.config)
         settings.check_counts(plan, self.config)
         if plan.digest() != self._checked_digest:
-            check_plan(plan, batch.lengths)
+            check_plan(plan, call.batch.lengths)
             self._checked_digest = plan.digest()
-        if isinstance(call, TrainingCall):
+        if call.is_training:
             settings.check_reduction(self.config, self.chunks, self.layout)
         call.check(self.head)
         rows = [self._packed(call, microbatch) for microbatch in call.rows(self.dp_rank)]
-        return rows, self._routing.rows(rows, call.routing, record=call.records_routing)
+        return self._routing.with_routing(rows, call.routing, record=call.record_routing)
 
-    def _packed(self, call: StepCall, microbatch: Any) -> PackedRow:
-        plan, cp = call.plan, self._groups.cp
+    def _packed(self, call: StepCall, microbatch: MicroBatch) -> PackedRow:
+        plan = call.plan
+        cp = self._groups.cp
         row = pack_row(
             call.batch,
             microbatch,
@@ -348,11 +367,11 @@ class ScheduleAdapter:
             plan.colocate_ids,
             getattr(unwrapped(self.chunks[0]), "vocab_size", None),
         )
-        depths = num_depths(self.config) if isinstance(call, TrainingCall) else 0
+        depths = num_depths(self.config) if call.is_training else 0
         return slice_row(with_rows_ahead(row, depths), cp.size(), cp.rank())
 
     def _check_inputs(self, names: tuple[str, ...]) -> None:
-        """A tensor that no chunk of any rank takes would be left out in silence."""
+        """Refuse a tensor that no chunk of any rank takes: it would silently be left out."""
         if names in self._checked_inputs:
             return
         taken = {name for chunk in self.chunks for name in taken_inputs(chunk, names)}
@@ -367,25 +386,10 @@ class ScheduleAdapter:
                 )
         self._checked_inputs.add(names)
 
-    def _run(
-        self,
-        call: StepCall,
-        rows: Rows,
-        last_stage: LastStage,
-        routers: RoutingPass,
-        *,
-        forward_only: bool,
-    ) -> None:
-        step = call.plan.steps[call.step]
-        self.job.watchdog.place.enter("schedule")
-        self.runner.run(call.plan, step, rows, last_stage, routers, forward_only=forward_only)
-        self.job.watchdog.place.enter("output")
-        self.runner.flags.refuse([row.samples for row in rows[0]], device=self._device)
-
 
 def _refuse_loss(loss: float) -> None:
     if not math.isfinite(loss):
         raise ScheduleError(
-            f"the step's loss is {loss}, though every micro-batch's is a number; throw the "
+            f"the step's loss is {loss}, though every micro-batch's is finite; throw the "
             "gradients away, and look at the weights of the samples"
         )

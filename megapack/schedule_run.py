@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megapack import settings
+from megapack.attention import with_params
 from megapack.experts import ModelRouting
-from megapack.forward import DeviceRow, ForwardStep, LastStage, RowForward
+from megapack.faults import FiniteFlags, OutOfMemoryGuard
+from megapack.forward import ForwardStep, HeadOptions, Kind, LastStage, Listener
 from megapack.layout import Layout
-from megapack.microbatch_events import HeardForward, Kind, Listener
-from megapack.non_finite import FiniteFlags
-from megapack.out_of_memory import OutOfMemoryCarrier
 from megapack.p2p import NotingP2PCommunicator, PlannedP2PCommunicator
 from megapack.place import Place
-from megapack.plan import Plan, StepPlan
-from megapack.routing import RoutingPass, RoutingRow
-from megapack.run_context import config_for
+from megapack.routing import SchedulePass, token_weight
+from megapack.step_call import StepCall
 from megapack.thd import PackedRow
-
-Rows = tuple[list[PackedRow], list[RoutingRow | None]]
-"""The packed rows of a step on this rank, and how routers see each."""
 
 
 class ScheduleRunner:
@@ -35,18 +32,18 @@ class ScheduleRunner:
     Args:
         chunks, config, layout: see `ScheduleAdapter`.
         groups: Megatron's process groups.
+        head: how the last stage works.
         device: where rows go.
         routing: of the model's experts.
         place: kept up to date.
         retries_oom: see `ScheduleAdapter`.
 
     Attributes:
-        listeners: told of each forward and backward.
-        flags: of the last step, whether this rank had numbers everywhere.
+        listeners: hear of each forward and backward.
     """
 
     communicator_class = PlannedP2PCommunicator
-    """What carries planned rows between stages; a subclass may set one of its own."""
+    """Carries planned rows between stages; a subclass may set one of its own."""
 
     def __init__(
         self,
@@ -55,70 +52,97 @@ class ScheduleRunner:
         layout: Layout,
         groups: Any,
         *,
+        head: HeadOptions,
         device: torch.device,
         routing: ModelRouting,
         place: Place,
         retries_oom: bool,
     ) -> None:
-        self.chunks, self.config, self.layout = chunks, config, layout
-        self.device, self.routing, self.place = device, routing, place
+        self.chunks = chunks
+        self.config = config
+        self.layout = layout
+        self.head = head
+        self.device = device
+        self.routing = routing
+        self.place = place
         self.listeners: list[Listener] = [_PlaceKeeper(place)]
-        self._groups, self._retries_oom = groups, retries_oom
-        self.flags = self._new_flags()
-        self._carrier: OutOfMemoryCarrier | None = None
+        self._groups = groups
+        self._retries_oom = retries_oom
 
-    def run(
-        self,
-        plan: Plan,
-        step: StepPlan,
-        packed: Rows,
-        last_stage: LastStage,
-        routers: RoutingPass,
-        *,
-        forward_only: bool,
-    ) -> None:
-        """All rows of this rank, forward and, unless `forward_only`, backward and reduction.
+    def run(self, call: StepCall, rows: list[PackedRow]) -> SchedulePass:
+        """All rows of this rank, forward and, in training, backward and reduction.
+
+        Returns:
+            This rank's sums and outputs. The routers record into `rows`.
 
         Raises:
+            ScheduleError: on every rank, if an output or a gradient of one is not finite.
             StepOutOfMemory: under `retries_oom`, on every rank.
         """
-        rows, seen = packed
-        device_rows = [
-            DeviceRow(row, self.device, routing) for row, routing in zip(rows, seen, strict=True)
-        ]
-        planned = plan.policy.row_shape == "planned"
-        communicator = None
-        if self.layout.pp > 1:
-            communicator = self._communicator(rows, step, planned, forward_only)
-        self.flags = self._new_flags()
-        listeners = [*self.listeners, self.flags]
-        forward: ForwardStep = HeardForward(RowForward(last_stage, routers), self.chunks, listeners)
-        carrier = OutOfMemoryCarrier(self.config, self.device) if self._retries_oom else None
-        self._carrier = carrier
+        self.place.enter("schedule")
+        found = self._new_pass(call)
+        flags = self._new_flags()
+        memory = OutOfMemoryGuard(self.device) if self._retries_oom else None
+        self.run_schedule(call, rows, found, flags, memory)
+        if memory is not None and memory.agree():
+            self.routing.forget_choices()
+            memory.raise_on_all()
+        if call.is_training and not settings.reduces(self.chunks):
+            params = [list(chunk.parameters()) for chunk in self.chunks]
+            gradients = [[p.grad for p in own if p.grad is not None] for own in params]
+            self._check_gradients(flags, gradients)
+        self.place.enter("output")
+        flags.refuse([row.samples for row in rows], device=self.device)
+        return found
+
+    def run_schedule(
+        self,
+        call: StepCall,
+        rows: list[PackedRow],
+        found: SchedulePass,
+        flags: FiniteFlags,
+        memory: OutOfMemoryGuard | None,
+    ) -> None:
+        """Megatron's call."""
+        options: dict[str, Any] = {"listeners": [*self.listeners, flags]}
+        if memory is not None:
+            options["attempt"] = memory.attempt
+        device_rows = self.device_rows(rows)
+        communicator = self._communicator(call, rows) if self.layout.pp > 1 else None
         with (
-            contextlib.nullcontext() if carrier is None else carrier.backwards(),
-            config_for(self.config, self._overrides(step, planned)),
-            self.routing.following(routers),
+            contextlib.nullcontext() if memory is None else memory.backwards(),
+            _config_with(self.config, self._overrides(call, flags, memory)),
+            self.routing.following(found),
         ):
             get_forward_backward_func()(
-                forward_step_func=forward if carrier is None else carrier.forward(forward),
+                forward_step_func=self.forward_step(call, found, **options),
                 data_iterator=[iter(device_rows) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(rows),
                 seq_length=rows[0].row_tokens,
                 micro_batch_size=1,
-                forward_only=forward_only,
+                forward_only=not call.is_training,
                 p2p_communicator=communicator,
                 pg_collection=None if communicator is None else self._groups,
             )
         if isinstance(communicator, PlannedP2PCommunicator):
             assert communicator.num_pending == 0, "a planned receive is missing"
-        if carrier is not None and carrier.agree():
-            self.routing.forget_choices()
-            carrier.raise_on_all()
-        if not forward_only and not settings.reduces(self.chunks):
-            params = [list(chunk.parameters()) for chunk in self.chunks]
-            self._look_at([[p.grad for p in own if p.grad is not None] for own in params])
+
+    def device_rows(self, rows: list[PackedRow]) -> list[PackedRow]:
+        """The rows as the model chunks take them."""
+        return [with_params(row.to(self.device)) for row in rows]
+
+    def forward_step(self, call: StepCall, found: SchedulePass, **options: Any) -> ForwardStep:
+        """Megatron's forward step for a call; options are those of `ForwardStep`."""
+        last_stage = LastStage(
+            call.objective, with_entropy=call.with_entropy, options=self.head, found=found
+        )
+        return ForwardStep(self.chunks, last_stage, found, **options)
+
+    def _new_pass(self, call: StepCall) -> SchedulePass:
+        if not call.is_training:
+            return SchedulePass(record=call.record_routing)
+        return SchedulePass(token_weight=token_weight(call.step_plan))
 
     def _new_flags(self) -> FiniteFlags:
         pp = self._groups.pp
@@ -126,61 +150,109 @@ class ScheduleRunner:
         stages = [chunk * pp.size() + pp.rank() for chunk in range(len(self.chunks))]
         return FiniteFlags(stages, self._groups.dp.rank())
 
-    def _communicator(
-        self, rows: list[PackedRow], step: StepPlan, planned: bool, forward_only: bool
-    ) -> NotingP2PCommunicator:
-        layout, groups = self.layout, self._groups
+    def _communicator(self, call: StepCall, rows: list[PackedRow]) -> NotingP2PCommunicator:
+        layout = self.layout
         shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-        communicator = NotingP2PCommunicator(groups.pp, self.config)
-        if planned:
+        communicator = NotingP2PCommunicator(self._groups.pp, self.config)
+        if call.has_planned_rows:
             communicator = self.communicator_class(
-                groups.pp,
+                self._groups.pp,
                 self.config,
                 row_lengths=[row.row_tokens // shards for row in rows],
                 vpp=layout.vpp,
-                group_size=step.group_size,
-                forward_only=forward_only,
+                group_size=call.step_plan.group_size,
+                forward_only=not call.is_training,
             )
         communicator.place = self.place
         return communicator
 
-    def _overrides(self, step: StepPlan, planned: bool) -> dict[str, Any]:
-        overrides: dict[str, Any] = {"variable_seq_lengths": planned and self.layout.pp > 1}
+    def _overrides(
+        self, call: StepCall, flags: FiniteFlags, memory: OutOfMemoryGuard | None
+    ) -> dict[str, Any]:
+        overrides: dict[str, Any] = {
+            "variable_seq_lengths": call.has_planned_rows and self.layout.pp > 1
+        }
         if self.layout.vpp > 1:
-            overrides["microbatch_group_size_per_vp_stage"] = step.group_size
+            overrides["microbatch_group_size_per_vp_stage"] = call.step_plan.group_size
             # Megatron-Core before 0.19 frees a stage's output while its isend still reads it.
             overrides["deallocate_pipeline_outputs"] = False
         finalize = self.config.finalize_model_grads_func
         if finalize is None and settings.reduces(self.chunks):
             finalize = finalize_model_grads
         if finalize is not None:
-            overrides["finalize_model_grads_func"] = self._watched(finalize)
+            overrides["finalize_model_grads_func"] = self._checked(finalize, flags, memory)
         return overrides
 
-    def _watched(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """The reduction of gradients, before which this rank's own are looked at."""
+    def _checked(
+        self,
+        finalize: Callable[..., None],
+        flags: FiniteFlags,
+        memory: OutOfMemoryGuard | None,
+    ) -> Callable[..., None]:
+        """The reduction of gradients, which checks this rank's own before."""
 
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
             self.place.enter("reduction")
-            self._look_at(
-                [[b.grad_data for b in settings.gradient_buffers(chunk)] for chunk in self.chunks]
-            )
-            if self._carrier is None or not self._carrier.agree():
+            buffers = [settings.gradient_buffers(chunk) for chunk in self.chunks]
+            self._check_gradients(flags, [[b.grad_data for b in own] for own in buffers])
+            if memory is None or not memory.agree():
                 finalize(*args, **kwargs)
 
         return finalize_model_grads
 
-    def _look_at(self, gradients: list[list[Tensor]]) -> None:
-        # Under fp16 an overflow is what the loss scaler waits for.
+    def _check_gradients(self, flags: FiniteFlags, gradients: list[list[Tensor]]) -> None:
+        # Under fp16 the loss scaler handles an overflow.
         if not self.config.fp16:
-            self.flags.look_at_gradients(gradients)
+            flags.check_gradients(gradients)
 
 
 class _PlaceKeeper(Listener):
-    """Writes into this rank's place which forward or backward began last."""
+    """Keeps the forward or backward that began last in this rank's place."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
-    def begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
         self._place.enter("forward" if kind == "F" else "backward", chunk, microbatch)
+
+
+def process_groups() -> ProcessGroupCollection:
+    """The groups that Megatron's schedules need beside a communicator."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    # Megatron-Core 0.19 asks for these two as well.
+    groups.dp = parallel_state.get_data_parallel_group()
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return groups
+
+
+@contextlib.contextmanager
+def _config_with(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
+    """Within the block Megatron's config has the step's settings in place of the user's."""
+    before = {name: getattr(config, name) for name in overrides}
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+@contextlib.contextmanager
+def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within the block the chunks are in evaluation mode."""
+    # Per module: a user may have frozen some of them in evaluation mode.
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

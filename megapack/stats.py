@@ -225,7 +225,7 @@ def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -
     cost = cost or TOKENS
     layout = plan.layout
     kept = lengths[list(step.kept_samples)]
-    aligned = -(-kept // layout.sample_alignment) * layout.sample_alignment
+    aligned = layout.aligned_sample_tokens(kept)
     num_rows = _rows_bound(plan, aligned)
     largest = _work(aligned.max(keepdims=True), layout, cost)
     work = _work(aligned, layout, cost) - cost.fixed

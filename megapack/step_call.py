@@ -1,11 +1,10 @@
-"""What a step is called with: what all ranks must agree on, and what packing needs of it."""
+"""One call of the adapter: what all ranks must agree on, and what packing needs of it."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,45 +16,74 @@ from megapack.errors import DataError
 from megapack.loss import LossWeighting, sample_weights
 from megapack.objectives import AnyObjective
 from megapack.outputs import Scope
-from megapack.plan import MicroBatch, Plan
+from megapack.plan import MicroBatch, Plan, StepPlan
 from megapack.samples import SampleBatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCall(ABC):
-    """One call of the adapter."""
+class StepCall:
+    """One call of `ScheduleAdapter.step`, or without an objective of `ScheduleAdapter.forward`."""
 
     plan: Plan
     batch: SampleBatch
     step: int
     revision: int
-    """Of the batch when it was called."""
+    """Of the batch at the time of the call."""
+    entropy: bool
+    """Asked for by the caller."""
     routing: Sequence[Tensor | None] | None
+    objective: AnyObjective | None = None
+    weighting: LossWeighting = "token-mean"
+    """Of training, like `norm_constant`."""
+    norm_constant: float | None = None
+    scope: Scope = "all"
+    """Of a forward pass, like `record_routing`."""
+    record_routing: bool = False
 
     @property
-    @abstractmethod
-    def text(self) -> str:
-        """The call in words, the same on every rank."""
+    def is_training(self) -> bool:
+        """Whether gradients are computed."""
+        return self.objective is not None
+
+    @property
+    def step_plan(self) -> StepPlan:
+        """The step's rows on all ranks."""
+        return self.plan.steps[self.step]
+
+    @property
+    def has_planned_rows(self) -> bool:
+        """Whether rows differ in length; the plan knows the length of each."""
+        return self.plan.policy.row_shape == "planned"
+
+    @property
+    def with_entropy(self) -> bool:
+        """Whether the entropy is computed."""
+        return self.entropy or (self.objective is not None and self.objective.needs_entropy)
 
     @property
     def field_names(self) -> Sequence[str]:
         """Fields that rows carry."""
-        return ()
+        return () if self.objective is None else self.objective.required_fields
 
     @property
-    def records_routing(self) -> bool:
-        """Whether the experts that were taken are kept."""
-        return False
+    def text(self) -> str:
+        """The call in words, the same on every rank."""
+        replays = self.routing is not None
+        if self.objective is None:
+            return f"forward {self.entropy} {self.scope} {replays} {self.record_routing}"
+        objective = _described(self.objective)
+        return f"train {self.weighting} {self.norm_constant} {self.entropy} {replays} {objective}"
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for a call that packs and agrees on the same."""
+        """Calls with equal keys pack the same rows and need the same agreement."""
         routing = None if self.routing is None else id(self.routing)
         return id(self.plan), id(self.batch), self.revision, self.step, self.text, routing
 
     def same(self) -> Mapping[str, str]:
-        """What must be equal on all ranks, by name; the first that differs is the one told."""
-        plan, batch = self.plan, self.batch
+        """Values that must be equal on all ranks, by name; errors name the first that differs."""
+        plan = self.plan
+        batch = self.batch
         known = 0 <= self.step < len(plan.steps)
         ranks = plan.steps[self.step].ranks if known else ()
         row_tokens = [[microbatch.row_tokens for microbatch in rank] for rank in ranks]
@@ -66,9 +94,7 @@ class StepCall(ABC):
             "row lengths": _digest(row_tokens),
             "field names": ", ".join(sorted(batch.field_names)),
             "call": self.text,
-            "counts of loss tokens": hashlib.sha256(
-                repr(batch.num_loss_tokens).encode()
-            ).hexdigest(),
+            "counts of loss tokens": _digest(batch.num_loss_tokens),
             "tensor fields": batch.tensor_signature,
         }
 
@@ -79,54 +105,25 @@ class StepCall(ABC):
                 f"step={self.step} of a plan of {len(self.plan.steps)} steps; pass one of 0 to "
                 f"{len(self.plan.steps) - 1}"
             )
-        return self.plan.steps[self.step].ranks[dp_rank]
-
-    @abstractmethod
-    def check(self, head: settings.Head) -> None:
-        """Raise a MegapackError where this rank could not run the call."""
-
-    @property
-    def sample_weights(self) -> list[float] | None:
-        """Per sample of the batch what each of its loss tokens weighs; None without a loss."""
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingCall(StepCall):
-    """Of `ScheduleAdapter.step`."""
-
-    objective: AnyObjective
-    weighting: LossWeighting
-    norm_constant: float | None
-    entropy: bool
-
-    @property
-    def with_entropy(self) -> bool:
-        """Whether the entropy is computed."""
-        return self.entropy or self.objective.needs_entropy
-
-    @property
-    def field_names(self) -> Sequence[str]:
-        return self.objective.required_fields
-
-    @property
-    def text(self) -> str:
-        objective = _described(self.objective)
-        replays = self.routing is not None
-        return f"train {self.weighting} {self.norm_constant} {self.entropy} {replays} {objective}"
+        return self.step_plan.ranks[dp_rank]
 
     def check(self, head: settings.Head) -> None:
-        settings.check_objective(self.objective, head)
+        """Raise a MegapackError if this rank could not run the call."""
+        objective = self.objective
+        if objective is not None:
+            settings.check_objective(objective, head)
         settings.check_entropy(self.with_entropy, head)
-        missing = [n for n in self.objective.required_fields if n not in self.batch.field_names]
+        missing = [name for name in self.field_names if name not in self.batch.field_names]
         if missing:
-            name = type(self.objective).__name__
-            raise DataError(f"{name} reads {missing}; add them to the batch")
-        if hasattr(self.objective, "check"):
-            self.objective.check(self.batch, self.plan, self.step)
+            raise DataError(f"{type(objective).__name__} reads {missing}; add them to the batch")
+        if objective is not None and hasattr(objective, "check"):
+            objective.check(self.batch, self.plan, self.step)
 
     @functools.cached_property
-    def sample_weights(self) -> list[float]:
+    def sample_weights(self) -> list[float] | None:
+        """The weight of each sample's loss tokens, per sample of the batch; None without a loss."""
+        if self.objective is None:
+            return None
         weights = sample_weights(
             self.weighting,
             self.batch.num_loss_tokens,
@@ -140,27 +137,6 @@ class TrainingCall(StepCall):
                 f"{self.norm_constant} and the response masks"
             )
         return list(weights.tolist())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardCall(StepCall):
-    """Of `ScheduleAdapter.forward`."""
-
-    entropy: bool
-    scope: Scope
-    record_routing: bool
-
-    @property
-    def records_routing(self) -> bool:
-        return self.record_routing
-
-    @property
-    def text(self) -> str:
-        replays = self.routing is not None
-        return f"forward {self.entropy} {self.scope} {replays} {self.record_routing}"
-
-    def check(self, head: settings.Head) -> None:
-        settings.check_entropy(self.entropy, head)
 
 
 def _digest(value: object) -> str:

@@ -4,15 +4,16 @@
 
 A row lays the samples of a micro-batch one behind the other; `cu_seqlens` says where each begins.
 Everything about loss stands where its prediction is made: the position of token t carries the
-label, weight and fields of token t + 1 of the same sample. Shape suffixes: T row tokens, S1 samples
-(dummies included) plus one, n real samples.
+label, weight and fields of token t + 1 of the same sample. Shape suffixes: T row tokens, t those
+that this rank's routers see, S1 samples (dummies included) plus one, n and S real samples, L MoE
+layers of the whole model, K experts per token.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,33 @@ from megapack.samples import SampleBatch
 
 # A uniform row's tail is cut into dummies this long, so that its attention stays linear.
 DUMMY_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingRow:
+    """A packed row as the routers of one rank see it; `routing.routing_row` makes it."""
+
+    samples: tuple[int, ...]
+    """Sample indices of the plan."""
+    samples_t: Tensor
+    """int64: the index in `samples` of each token's sample; len(samples) for padding."""
+    offsets_t: Tensor
+    """int64: the position of each real token in its sample."""
+    lengths_S: Tensor
+    """float32: real tokens of each sample."""
+    choices_tLK: Tensor | None = None
+    """Experts to take in place of the router's own; None leaves the choice to the router."""
+    recorded: dict[int, Tensor] = field(default_factory=dict)
+    """MoE layer -> [t, K] experts taken, in a pass that records them."""
+
+    @property
+    def real_t(self) -> Tensor:
+        """bool: False at padding."""
+        return self.samples_t < len(self.samples)
+
+    def to(self, device: torch.device | str) -> RoutingRow:
+        """The same row with its tensors on `device`; `recorded` is shared with it."""
+        return replace(self, **_moved_tensors(self, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +108,14 @@ class PackedRow:
     """The samples' tensors of other shapes; whole on every context-parallel rank."""
     ahead: tuple[PackedRow, ...] = ()
     """The same row with labels further ahead, one for each depth of multi-token prediction."""
+    routing: RoutingRow | None = None
+    """The row as this rank's routers see it; None for a model without experts."""
+    params: Any = None
+    """Megatron's PackedSeqParams, once the row is on its device (`attention.with_params`)."""
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
+        moved = _moved_tensors(self, device)
         for group in ("fields", "sample_fields"):
             moved[group] = {
                 name: value.to(device, non_blocking=True)
@@ -95,7 +123,9 @@ class PackedRow:
             }
         moved["tensors"] = {name: _moved(value, device) for name, value in self.tensors.items()}
         moved["ahead"] = tuple(row.to(device) for row in self.ahead)
-        return PackedRow(**{**vars(self), **moved})
+        if self.routing is not None:
+            moved["routing"] = self.routing.to(device)
+        return replace(self, **moved)
 
 
 def pack_row(
@@ -121,7 +151,7 @@ def pack_row(
 
     Raises:
         DataError: the samples are not as long as the plan counts them, or have an id that the
-            model's embedding has not (on a GPU that would end the process).
+            model's embedding lacks (on a GPU that would end the process).
     """
     lengths = tuple(batch.length(i) for i in micro_batch.samples)
     aligned = [layout.aligned_sample_tokens(n) for n in lengths]
@@ -210,7 +240,8 @@ class _Rows:
         starts: tuple[int, ...],
         row_tokens: int,
     ) -> None:
-        self.batch, self.row_tokens = batch, row_tokens
+        self.batch = batch
+        self.row_tokens = row_tokens
         self.placed = list(zip(samples, starts, strict=True))
 
     def tokens(self) -> Tensor:
@@ -271,6 +302,14 @@ def _check_ids(batch: SampleBatch, samples: tuple[int, ...], vocab_size: int) ->
                 f"sample {i} has the token id {largest}, the model's vocabulary is {vocab_size}; "
                 "give ids of the model's tokenizer"
             )
+
+
+def _moved_tensors(row: PackedRow | RoutingRow, device: torch.device | str) -> dict[str, Any]:
+    return {
+        name: value.to(device, non_blocking=True)
+        for name, value in vars(row).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _moved(value: RowTensor, device: torch.device | str) -> RowTensor:

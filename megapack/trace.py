@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megapack import cpu
 from megapack.consensus import agree
 from megapack.cost import CostModel
-from megapack.microbatch_events import Kind, Listener
+from megapack.forward import Kind, Listener
 from megapack.plan import Plan
 from megapack.report import RunFolder
 from megapack.run_records import TRACE_FILE
@@ -100,10 +100,10 @@ class _Recorder(Listener):
         torch.cuda.synchronize()
         self._begin = mark()
 
-    def begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
         self._begun[kind, chunk, microbatch] = mark()
 
-    def ends(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
         begin = self._begun.pop((kind, chunk, microbatch))
         self._spans.append((chunk, microbatch, kind, begin, mark()))
 

@@ -25,9 +25,8 @@ from megapack.config import dump_yaml, to_dict
 from megapack.consensus import agree, agree_one_per_node_first, agree_with_flags
 from megapack.dataset import Rows
 from megapack.errors import RunInterrupted, StepOutOfMemory
-from megapack.guard import guarded
 from megapack.interrupt import Interrupt
-from megapack.job import current_job, join_job
+from megapack.job import Ranks
 from megapack.kernels import find_kernels
 from megapack.layout import Layout
 from megapack.loop_config import check_installed
@@ -52,7 +51,6 @@ from megapack.tokenizer import ByteTokenizer
 from megapack.trace import StepTracer
 from megapack.trackers import open_trackers
 from megapack.train_config import TrainConfig
-from megapack.watchdog import Watchdog
 
 
 def train(config: TrainConfig, interrupt: Interrupt) -> Path:
@@ -69,22 +67,25 @@ def train(config: TrainConfig, interrupt: Interrupt) -> Path:
         RunInterrupted: on every rank; SIGTERM or SIGUSR1 came to one of them, and the run is saved.
     """
     device = launch.start(config.device)
-    watchdog = None
+    ranks = None
     try:
-        watchdog = Watchdog(config.watchdog, ends_process=True, interrupt=interrupt)
-        join_job(watchdog)
-        with guarded(watchdog):
-            return Trainer(config, device, interrupt).run()
+        ranks = Ranks.start(config.watchdog, ends_process=True, interrupt=interrupt)
+        with ranks.guarded():
+            return Trainer(config, device, interrupt, ranks).run()
     finally:
-        launch.stop(broken=watchdog is not None and watchdog.failure is not None)
+        launch.stop(broken=ranks is not None and ranks.has_failed)
 
 
 class Trainer:
     """The state of one run on one rank."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, interrupt: Interrupt) -> None:
-        self.config, self.device, self.interrupt = config, device, interrupt
-        self.watchdog = current_job().watchdog
+    def __init__(
+        self, config: TrainConfig, device: torch.device, interrupt: Interrupt, ranks: Ranks
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.interrupt = interrupt
+        self.ranks = ranks
         agree(lambda: check_installed(config.train.trackers), device=device)
         self.layout: Layout = agree(
             lambda: config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows),
@@ -108,6 +109,7 @@ class Trainer:
             layout=self.layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
             retries_oom=config.train.on_oom == "replan",
+            ranks=ranks,
         )
         self.planner = BatchPlanner(
             config.plan, self.layout, self.cost, self.data, self.adapter.dp_rank
@@ -210,8 +212,8 @@ class Trainer:
         """Plan a batch, compute what the objective reads, and take its optimizer steps."""
         self._raise_if_stopping()
         started = time.perf_counter()
-        with guarded(self.watchdog, f"the plan of batch {self.position.batch}"):
-            self.watchdog.place.enter("plan")
+        with self.ranks.guarded(f"the plan of batch {self.position.batch}"):
+            self.ranks.place.enter("plan")
             batch = agree(lambda: self._prepare(rows), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
@@ -236,8 +238,8 @@ class Trainer:
                 self._save(batch)
 
     def _save(self, batch: PlannedBatch) -> None:
-        with guarded(self.watchdog, f"the checkpoint after step {self.num_steps}"):
-            self.watchdog.place.enter("checkpoint")
+        with self.ranks.guarded(f"the checkpoint after step {self.num_steps}"):
+            self.ranks.place.enter("checkpoint")
             self.checkpoints.save(
                 self.position, batch.plan, batch.samples, self.passes.logprob_fields
             )
@@ -264,12 +266,12 @@ class Trainer:
         plan = batch.plan
         report = step_report(plan, plan.steps[index], self.cost)
         predicted_s = self.clock.predict(report.seconds)
-        with guarded(self.watchdog, f"step {self.num_steps + 1}", predicted_s):
+        with self.ranks.guarded(f"step {self.num_steps + 1}", predicted_s):
             reset_memory_peaks()
             self.tracer.start()
             ran = self.passes.gradients(batch, index, report)
             started = time.perf_counter()
-            self.watchdog.place.enter("optimizer")
+            self.ranks.place.enter("optimizer")
             updated, grad_norm, _ = self.optimizer.step()
             check_norm(float(grad_norm))
         assert self.schedule is not None

@@ -21,9 +21,9 @@ from megapack.attention import packed_seq_params
 from megapack.head import deferred_head
 from megapack.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.loss import SFT
-from megapack.run_context import evaluating
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from megapack.schedule_run import evaluating
 
 Sample = tuple[int, int]
 """Tokens of a prompt and of its response."""

@@ -38,10 +38,10 @@ class TimedRunner(ScheduleRunner):
 
     seconds = 0.0
 
-    def run(self, *args: Any, **kwargs: Any) -> None:
+    def run_schedule(self, *args: Any) -> None:
         dist.barrier()
         started = time.perf_counter()
-        super().run(*args, **kwargs)
+        super().run_schedule(*args)
         seconds = torch.tensor(time.perf_counter() - started)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         self.seconds = float(seconds)

@@ -46,13 +46,14 @@ from megapack import (
 from megapack.calibration import Calibration, Origin
 from megapack.config import dump_yaml, find_config, load_config
 from megapack.errors import ConfigError
-from megapack.forward import DeviceRow, LastStage, RowForward
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
-from megapack.routing import RoutingPass
+from megapack.routing import SchedulePass
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule_run import ScheduleRunner
+from megapack.step_call import StepCall
+from megapack.thd import PackedRow
 from megapack.tokenizer import ByteTokenizer
 from megapack.trace import mark, seconds_between
 from megapack.train_config import TrainConfig
@@ -70,24 +71,18 @@ class RowRunner(ScheduleRunner):
     seconds: Sequence[tuple[float, float]] = ()
     """Per row of the last step, of its forward and of its backward."""
 
-    def run(
-        self,
-        plan: Plan,
-        step: StepPlan,
-        packed: Any,
-        last_stage: LastStage,
-        routers: RoutingPass,
-        *,
-        forward_only: bool,
+    def run_schedule(
+        self, call: StepCall, rows: list[PackedRow], found: SchedulePass, *_: Any
     ) -> None:
         (chunk,) = self.chunks
-        rows = [DeviceRow(row, self.device, seen) for row, seen in zip(*packed, strict=True)]
-        forward_row = RowForward(last_stage, routers)
+        device_rows = self.device_rows(rows)
+        forward_row = self.forward_step(call, found)
         marks = []
-        with self.routing.following(routers), chunk.no_sync():
-            for row in rows:
+        with self.routing.following(found), chunk.no_sync():
+            for row in device_rows:
                 begin = mark()
                 hidden, loss_function = forward_row(iter([row]), chunk)
+                assert loss_function is not None
                 loss = loss_function(hidden)[0]
                 middle = mark()
                 loss.backward()

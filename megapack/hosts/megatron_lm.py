@@ -92,11 +92,9 @@ class PlannedStep:
         """
         import torch
 
-        from megapack.guard import guarded
-
         adapter = self._adapter_of(model)
         self._num_steps += 1
-        with guarded(adapter.job.watchdog, f"planned step {self._num_steps}"):
+        with adapter.ranks.guarded(f"planned step {self._num_steps}"):
             report = self._report(adapter, data_iterator, num_items, forward_only)
         device = torch.cuda.current_device()
         return [{k: torch.tensor([v], device=device) for k, v in report.items()}]
@@ -112,7 +110,7 @@ class PlannedStep:
         from megapack.loss import SFT
 
         objective = SFT() if self._objective is None else self._objective
-        adapter.job.watchdog.place.enter("plan")
+        adapter.ranks.place.enter("plan")
         batch = draw_batch(data_iterator, num_items, objective.required_fields)
 
         def build() -> Plan:

@@ -16,6 +16,7 @@ from megapack import launch
 from megapack.config import load_config
 from megapack.dataset import Dataset
 from megapack.interrupt import Interrupt
+from megapack.job import Ranks
 from megapack.planned_batch import PlannedBatch
 from megapack.train import Trainer
 from megapack.train_config import TrainConfig
@@ -53,7 +54,7 @@ def main(config_path: str, out_dir: str, *overrides: str) -> None:
     """Train, and write what was read."""
     config = load_config(config_path, overrides, TrainConfig)
     device = launch.start("cpu")
-    trainer = Watched(config, device, Interrupt(saves=False))
+    trainer = Watched(config, device, Interrupt(saves=False), Ranks.start())
     assert isinstance(trainer.data, Dataset)
     trainer.run()
     found = {"read": trainer.read, "planned": trainer.planned, "num_samples": len(trainer.data)}

@@ -110,7 +110,7 @@ class Faults:
             path.write_text(f"cost: {{per_token: {1 + self.rank}}}", encoding="utf-8")
             text = f"{{name: x, plan: {{max_tokens_per_gpu: 64, cost_model: '{path}'}}}}"
             config = parse_config(text, [], TrainConfig)
-            Trainer(config, torch.device("cpu"), Interrupt(saves=False))
+            Trainer(config, torch.device("cpu"), Interrupt(saves=False), self.adapter.ranks)
 
     def a_full_disk(self) -> None:
         """On one rank, which alone writes."""

@@ -20,13 +20,12 @@ import torch
 from megapack import checkpoint_state, schedule, train
 from megapack.config import load_config
 from megapack.errors import DataError, StepOutOfMemory
-from megapack.forward import LastStage, RowForward
+from megapack.faults import FiniteFlags
+from megapack.forward import ForwardStep, Kind, LastStage, Listener
 from megapack.interrupt import Interrupt
-from megapack.microbatch_events import Kind, Listener
-from megapack.non_finite import FiniteFlags
 from megapack.report import RunFolder
 from megapack.schedule_run import ScheduleRunner
-from megapack.step_call import TrainingCall
+from megapack.step_call import StepCall
 from megapack.train_config import TrainConfig
 from tests.dist.spawn import ROOT
 
@@ -101,9 +100,9 @@ def inject(trigger: Trigger, phase: str) -> None:
     elif phase == "pack":
         _around(schedule, "pack_row", before=trigger)
     elif phase == "forward" and is_nan:
-        _around(RowForward, "__call__", after=lambda found: _poisoned_forward(found, trigger))
+        _around(ForwardStep, "run_row", after=lambda found: _poisoned_forward(found, trigger))
     elif phase == "backward" and is_nan:
-        _around(RowForward, "__call__", after=lambda found: _poisoned_backward(found, trigger))
+        _around(ForwardStep, "run_row", after=lambda found: _poisoned_backward(found, trigger))
     elif phase in ("forward", "backward", "log-probs"):
         _around(ScheduleRunner, "run", before=lambda *call: _listen(call[0], phase, trigger))
     elif phase == "loss":
@@ -111,9 +110,9 @@ def inject(trigger: Trigger, phase: str) -> None:
     elif phase == "step":
         _around(schedule.ScheduleAdapter, "step", before=trigger)
     elif phase == "reduction" and is_nan:
-        _around(FiniteFlags, "look_at_gradients", before=lambda *a: _poison_buffers(a, trigger))
+        _around(FiniteFlags, "check_gradients", before=lambda *a: _poison_buffers(a, trigger))
     elif phase == "reduction":
-        _around(FiniteFlags, "look_at_gradients", before=trigger)
+        _around(FiniteFlags, "check_gradients", before=trigger)
     elif is_nan:
         _around(schedule, "sum_metrics", after=lambda found: _poisoned_loss(found, trigger))
     else:
@@ -130,7 +129,7 @@ def _inject_elsewhere(trigger: Trigger, phase: str) -> None:
         _around(train, "build_optimizer", before=trigger)
     elif phase == "prefetch":
         # The first step of a batch has none that it could be prepared in.
-        _around(TrainingCall, "rows", before=lambda call, *_: trigger() if call.step else None)
+        _around(StepCall, "rows", before=lambda call, *_: _is_next(call) and trigger())
     elif phase == "optimizer":
         _around(train, "build_optimizer", after=with_trigger)
     elif phase == "checkpoint":
@@ -165,13 +164,17 @@ def _around(
     setattr(owner, name, outer)
 
 
+def _is_next(call: StepCall) -> bool:
+    return call.is_training and call.step > 0
+
+
 def _poisoned(values: Any, trigger: Trigger) -> Any:
     return values * NAN if trigger.fires() else values
 
 
 def _poisoned_forward(found: Any, trigger: Trigger) -> Any:
-    output, loss_function = found
-    return (output * NAN, loss_function) if trigger.fires() else found
+    output, head = found
+    return (output * NAN, head) if trigger.fires() else found
 
 
 def _poisoned_backward(found: Any, trigger: Trigger) -> Any:
@@ -202,7 +205,7 @@ class _Faulty(Listener):
         phases = {"forward": ("F", True), "backward": ("B", False), "log-probs": ("F", False)}
         self._wanted, self._trigger = phases[phase], trigger
 
-    def begins(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
         if microbatch == AT_MICROBATCH and (kind, torch.is_grad_enabled()) == self._wanted:
             self._trigger()
 

@@ -22,7 +22,7 @@ SAYS = {
     "routing_of_a_dense_model": "the model has no experts",
     "wrong_groups": "the layout has dp=2, Megatron's process groups have 1",
     "loss_divided_by_m": "set it to True",
-    "another_head": "rank 1: ScheduleError: the model has a vocabulary head",
+    "another_head": "rank 1: ConfigError: the model has a vocabulary head",
     "values_of_a_vocabulary": "ConfigError: ValueLoss reads values",
     "pairs_apart": "DataError: DPO needs pairs in one micro-batch; plan with colocate_ids",
     "other_tensors": "differ from the other 1 in tensor fields",

@@ -292,7 +292,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megapack import launch
 from megapack.attention import packed_seq_params, refuse_unpacked_attention
-from megapack.errors import ScheduleError
+from megapack.errors import ConfigError, ScheduleError
 from megapack.init import initialize_by_name
 from megapack.layout import Layout
 from megapack.layer_specs import PackedNorm, local_layer_spec
@@ -349,7 +349,7 @@ stock = gpt(get_gpt_layer_local_spec())
 try:
     refuse_unpacked_attention(stock)
     found["refused"] = None
-except ScheduleError as error:
+except ConfigError as error:
     found["refused"] = str(error)
 try:
     model(tokens[None], torch.arange(64)[None], None)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megapack import Layout
-from megapack.errors import DataError, ScheduleError
+from megapack.errors import ConfigError, DataError
 from megapack.experts import ModelRouting
 from megapack.moe import PackedRouter, moe_layers
 
@@ -47,7 +47,7 @@ def routing(kind: type[torch.nn.Module], **changes: Any) -> ModelRouting:
     ],
 )
 def test_statistics_that_would_count_padding_need_our_router(changes: dict[str, Any]) -> None:
-    with pytest.raises(ScheduleError, match=r"set router=megapack\.moe\.PackedRouter"):
+    with pytest.raises(ConfigError, match=r"set router=megapack\.moe\.PackedRouter"):
         routing(TopKRouter, **changes)
     routing(TopKRouter)
     routing(PackedRouter, **changes)
@@ -56,16 +56,16 @@ def test_statistics_that_would_count_padding_need_our_router(changes: dict[str, 
 def test_replay_needs_our_router_without_fusion() -> None:
     for kind, fusion in (TopKRouter, False), (PackedRouter, True):
         found = routing(kind, moe_router_fusion=fusion)
-        with pytest.raises(ScheduleError, match=f"it is {fusion}"):
-            found.rows([], None, record=True)
-        assert found.rows([], None, record=False) == []
-    assert routing(PackedRouter).rows([], [], record=True) == []
+        with pytest.raises(ConfigError, match=f"it is {fusion}"):
+            found.with_routing([], None, record=True)
+        assert found.with_routing([], None, record=False) == []
+    assert routing(PackedRouter).with_routing([], [], record=True) == []
 
 
 def test_a_dense_model_has_no_routing() -> None:
     found = ModelRouting([torch.nn.Linear(1, 1)], config(num_moe_experts=None), Layout(), 0)
     with pytest.raises(DataError, match="no experts"):
-        found.rows([], [], record=False)
+        found.with_routing([], [], record=False)
 
 
 def test_layers_with_experts_follow_megatrons_pattern() -> None:

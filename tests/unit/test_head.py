@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapack.errors import ScheduleError
+from megapack.errors import ConfigError, ScheduleError
 from megapack.head import DeferredHead, deferred_head, find_output_layer
 
 pytestmark = pytest.mark.unit
@@ -104,15 +104,15 @@ def test_a_head_that_was_not_reached_has_no_weight() -> None:
 
 
 def test_a_chunk_without_output_layer_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="Model has no output_layer"):
+    with pytest.raises(ConfigError, match="Model has no output_layer"):
         find_output_layer(Wrapper(Model()))
-    with pytest.raises(ScheduleError, match="Linear has no output_layer"):
+    with pytest.raises(ConfigError, match="Linear has no output_layer"):
         find_output_layer(torch.nn.Linear(2, 2))
 
 
 def test_a_bias_is_refused_as_log_probs_would_leave_it_out() -> None:
     with (
-        pytest.raises(ScheduleError, match="has a bias"),
+        pytest.raises(ConfigError, match="has a bias"),
         deferred_head(Model(Projection(bias=True))),
     ):
         pass

@@ -28,9 +28,8 @@ LAYERS = [
     "chrome_trace dp_schedule run_records search search_counts search_deal search_per_rank "
     "search_problem search_profile search_state timeline",
     "checkpoint_files cp_slices ragged samples thd",
-    "attention attention_sdpa attention_varlen cpu experts frozen head init interrupt "
-    "logprobs moe mtp outputs p2p preference reference routing run_context segments settings "
-    "value_head",
+    "attention attention_sdpa attention_varlen cpu experts head init interrupt logprobs moe "
+    "mtp outputs p2p preference reference routing segments settings",
     "trackers",
     "__main__ cli commands.__init__ commands.patch commands.run doctor doctor_probes "
     "hosts.__init__ hosts.balancing hosts.bin_packers hosts.flops hosts.megatron_lm "
@@ -44,18 +43,18 @@ LAYERS = [
     "commands.plan commands.plot commands.report commands.show commands.simulate "
     "commands.trace commands.train commands.tune consensus data_files data_index dataset "
     "field_docs forward generated guard job kernels launch layer_specs loop_config loss "
-    "memory microbatch_events model model_config non_finite objectives optimizer "
-    "out_of_memory planned_batch replan rollouts run_data schedule schedule_run step_call "
-    "tokenizer train_config watchdog",
-    "batch_passes dry_run page page_data plot report stats trace train tune",
+    "memory model model_config objectives optimizer planned_batch replan rollouts run_data "
+    "step_call tokenizer train_config watchdog",
+    "dry_run page page_data plot stats tune",
+    "batch_passes faults report schedule schedule_run trace train",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 
 # Who speaks with Megatron.
 MEGATRON = {"attention", "attention_choice", "attention_sdpa", "attention_varlen", "kernels"}
 MEGATRON |= {"checkpoint_state", "cpu", "experts", "forward", "model", "moe", "p2p"}
-MEGATRON |= {"run_context", "schedule", "schedule_run", "settings", "trace", "train"}
-MEGATRON |= {"doctor_probes", "out_of_memory", "layer_specs", "optimizer"}
+MEGATRON |= {"schedule", "schedule_run", "settings", "trace", "train"}
+MEGATRON |= {"doctor_probes", "faults", "layer_specs", "optimizer"}
 MEGATRON |= {"hosts.megatron_lm", "hosts.megatron_lm_data"}
 
 # Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.

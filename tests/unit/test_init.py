@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megapack.init import full_shape, global_parameters, initialize_by_name, local_slice
+from megapack.errors import ConfigError
+from megapack.init import (
+    freeze,
+    full_shape,
+    global_parameters,
+    initialize_by_name,
+    keep_gradients_through_recompute,
+    local_slice,
+)
 from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
@@ -172,3 +181,66 @@ def test_norms_are_one_biases_zero_and_residual_projections_smaller() -> None:
     assert found[layer + "linear_qkv.weight"].std().item() == pytest.approx(0.5, rel=0.1)
     # 4 layers: 0.5 / sqrt(2 * 4)
     assert found[layer + "linear_proj.weight"].std().item() == pytest.approx(0.177, rel=0.1)
+
+
+class Embedding(torch.nn.Embedding):
+    """Stands for a language-model embedding."""
+
+
+class FrozenChunk(torch.nn.Module):
+    """The parts of a GPT chunk that `freeze` reads."""
+
+    share_embeddings_and_output_weights = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding(4, 2)
+        self.head = torch.nn.Linear(2, 2)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
+def trained(chunk: Any) -> list[str]:
+    return [name for name, param in chunk.named_parameters() if param.requires_grad]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ((), ["embedding.weight", "head.weight", "head.bias"]),
+        (("embedding.*",), ["head.weight", "head.bias"]),
+        (("*.weight",), ["head.bias"]),
+        (("head.[bw]*", "embedding.weight"), []),
+    ],
+)
+def test_globs_choose_by_name(patterns: tuple[str, ...], expected: list[str]) -> None:
+    chunk = FrozenChunk()
+    freeze([chunk], patterns)
+    assert trained(chunk) == expected
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_glob_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no parameter matches 'haed\.\*'"):
+        freeze([FrozenChunk()], ("head.*", "haed.*"))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("granularity", "asks"), [("full", True), ("selective", True), (None, False)]
+)
+def test_a_frozen_embedding_asks_for_gradients_under_recompute(
+    granularity: str | None, asks: bool
+) -> None:
+    chunk = FrozenChunk()
+    freeze([chunk], ("embedding.*",))
+    config = type("Config", (), {"recompute_granularity": granularity})
+    keep_gradients_through_recompute([chunk], config)
+    assert chunk.embedding(torch.tensor([1])).requires_grad is asks
+    with torch.no_grad():
+        assert not chunk.embedding(torch.tensor([1])).requires_grad

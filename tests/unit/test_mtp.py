@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megapack import Layout, MicroBatch
-from megapack.errors import ScheduleError
+from megapack.errors import ConfigError
 from megapack.mtp import check_mtp, loss_coefs, loss_names, row_ahead
 from megapack.samples import SampleBatch
 from megapack.thd import PackedRow, pack_row
@@ -53,7 +53,7 @@ def test_depths_share_the_weight() -> None:
 
 def test_what_megatron_cannot_run_is_refused() -> None:
     config = SimpleNamespace(mtp_num_layers=1, recompute_granularity="full")
-    with pytest.raises(ScheduleError, match="set recompute_granularity='selective' or None"):
+    with pytest.raises(ConfigError, match="set recompute_granularity='selective' or None"):
         check_mtp(config)
     config.recompute_granularity = None
     check_mtp(config)

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megapack.attention_sdpa import PackedSDPA
 from megapack.dp_schedule import build_dp_schedule
-from megapack.errors import MegapackError, ScheduleError
+from megapack.errors import ConfigError, MegapackError
 from megapack.layout import Layout
 from megapack.policy import Policy
 from megapack.settings import (
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "context parallelism differs": (
         Layout(cp=2),
         {"context_parallel_size": 1},
-        r"context_parallel_size=1 and the layout's cp=2 differ; set both alike",
+        r"context_parallel_size=1 and the layout's cp=2 differ; set both to the same",
     ),
     "hierarchical context parallelism of packed rows": (
         Layout(cp=2),
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_setting_is_refused_with_what_to_set(name: str) -> None:
     layout, changes, message = REFUSED[name]
-    with pytest.raises(ScheduleError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         check_config(config(layout, **changes), layout)
     assert isinstance(caught.value, MegapackError)
     assert "\n" not in str(caught.value)
@@ -172,7 +172,7 @@ def test_a_wrong_setting_is_refused_with_what_to_set(name: str) -> None:
 def test_rows_of_different_lengths_are_refused_where_they_hang(
     changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(ConfigError, match=message):
         check_planned_rows(config(**changes))
 
 
@@ -203,10 +203,10 @@ def test_a_layout_like_the_groups_passes(groups: dict[str, int | None]) -> None:
 
 
 def test_megatron_must_know_the_virtual_stages(groups: dict[str, int | None]) -> None:
-    with pytest.raises(ScheduleError, match=r"is None, the layout has vpp=3"):
+    with pytest.raises(ConfigError, match=r"is None, the layout has vpp=3"):
         check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
     groups["virtual_pipeline_model"] = 1
-    with pytest.raises(ScheduleError, match=r"is 1, the layout has vpp=1.*None where vpp=1"):
+    with pytest.raises(ConfigError, match=r"is 1, the layout has vpp=1.*None where vpp=1"):
         check_layout(Layout(dp=2, tp=2, pp=4), 1)
 
 
@@ -227,15 +227,15 @@ def test_a_layout_unlike_the_groups_is_refused(
     groups[group] = size
     found = getattr(layout, axis)
     with pytest.raises(
-        ScheduleError, match=rf"has {axis}={found}.*{size}; set Layout\({axis}={size}"
+        ConfigError, match=rf"has {axis}={found}.*{size}; set Layout\({axis}={size}"
     ):
         check_layout(layout, 1)
 
 
 def test_as_many_chunks_as_virtual_stages_are_needed(groups: dict[str, int | None]) -> None:
-    with pytest.raises(ScheduleError, match=r"1 chunk\(s\).*vpp=2; build one chunk per virtual"):
+    with pytest.raises(ConfigError, match=r"1 chunk\(s\).*vpp=2; build one chunk per virtual"):
         check_layout(Layout(dp=2, tp=2, pp=4, vpp=2), 1)
-    with pytest.raises(ScheduleError, match=r"2 chunk\(s\).*vpp=1"):
+    with pytest.raises(ConfigError, match=r"2 chunk\(s\).*vpp=1"):
         check_layout(Layout(dp=2, tp=2, pp=4), 2)
 
 
@@ -273,22 +273,22 @@ def test_packed_attention_in_every_layer_passes() -> None:
 def test_one_layer_with_unpacked_attention_is_refused_by_its_name() -> None:
     wrong = chunk(packed(), DotProductAttention())
     message = r"layers.1.self_attention.core_attention is DotProductAttention.*local_layer_spec"
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(ConfigError, match=message):
         check_chunks([chunk(packed()), wrong])
 
 
 def test_gradients_that_ddp_would_average_are_refused() -> None:
     wrapped = chunk(packed())
     wrapped.buffers = [SimpleNamespace(gradient_scaling_factor=0.5)]  # type: ignore[assignment]
-    with pytest.raises(ScheduleError, match=r"by 0.5; set it to True before wrapping"):
+    with pytest.raises(ConfigError, match=r"by 0.5; set it to True before wrapping"):
         check_chunks([wrapped])
 
 
 def test_gradients_that_nobody_would_add_up_are_refused() -> None:
     bare, made = [chunk(packed())], config(Layout(dp=2))
-    with pytest.raises(ScheduleError, match=r"dp=2, cp=1, pp=1; wrap each chunk"):
+    with pytest.raises(ConfigError, match=r"dp=2, cp=1, pp=1; wrap each chunk"):
         check_reduction(made, bare, Layout(dp=2))
-    with pytest.raises(ScheduleError, match=r"dp=1, cp=2, pp=1; wrap each chunk"):
+    with pytest.raises(ConfigError, match=r"dp=1, cp=2, pp=1; wrap each chunk"):
         check_reduction(made, bare, Layout(cp=2))
     check_reduction(config(Layout()), bare, Layout())
     made.finalize_model_grads_func = print
@@ -320,7 +320,7 @@ REFUSED_EXPERTS: list[tuple[Layout, dict[str, Any], str]] = [
 def test_expert_settings_that_depend_on_the_packing_are_refused(
     layout: Layout, changes: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(ScheduleError, match=says):
+    with pytest.raises(ConfigError, match=says):
         check_config(config(layout, num_moe_experts=4, **changes), layout)
     check_config(config(layout, **changes), layout)
 
@@ -340,10 +340,10 @@ def test_counts_per_rank_are_refused_where_experts_span_ranks() -> None:
     policy = Policy(count_rule="per_rank")
     plan = build_dp_schedule(lengths, layout=Layout(dp=2), max_tokens_per_gpu=8, policy=policy)
     check_counts(plan, config())
-    with pytest.raises(ScheduleError, match=r"ep=2: the experts.*count_rule='legal'"):
+    with pytest.raises(ConfigError, match=r"ep=2: the experts.*count_rule='legal'"):
         check_counts(replace(plan, layout=Layout(dp=2, ep=2)), config())
     delayed = {"fp8": "hybrid", "fp8_recipe": "delayed"}
-    with pytest.raises(ScheduleError, match=r"fp8_recipe='delayed'.*need one M"):
+    with pytest.raises(ConfigError, match=r"fp8_recipe='delayed'.*need one M"):
         check_counts(plan, config(**delayed))
     check_counts(plan, config(**delayed, tp_only_amax_red=True))
     check_counts(replace(plan, policy=Policy()), config(**delayed))
@@ -363,9 +363,7 @@ def test_rows_that_an_fp8_product_cannot_take_are_refused(
 ) -> None:
     layout = replace(INTERLEAVED, fp8=rows)
     made = config(layout, fp8="e4m3", fp8_recipe=recipe)
-    with pytest.raises(
-        ScheduleError, match=rf"multiple of {unit} tokens per GPU.*set Layout\(fp8="
-    ):
+    with pytest.raises(ConfigError, match=rf"multiple of {unit} tokens per GPU.*set Layout\(fp8="):
         check_config(made, layout)
     for wide in ("blockwise", recipe if recipe == "mxfp8" else "blockwise"):
         check_config(made, replace(layout, fp8=wide))

@@ -11,8 +11,9 @@ from megapack import Layout, build_dp_schedule
 from megapack.errors import DataError
 from megapack.loss import PPO, SFT
 from megapack.plan import Plan
+from megapack.policy import Policy
 from megapack.samples import SampleBatch
-from megapack.step_call import ForwardCall, StepCall, TrainingCall
+from megapack.step_call import StepCall
 
 pytestmark = pytest.mark.unit
 
@@ -41,14 +42,14 @@ def both() -> dict[str, Any]:
     }
 
 
-def training(**changes: Any) -> TrainingCall:
+def training(**changes: Any) -> StepCall:
     options = {"objective": SFT(), "weighting": "token-mean", "norm_constant": None}
-    return TrainingCall(**{**both(), **options, **changes})
+    return StepCall(**{**both(), **options, **changes})
 
 
-def forward(**changes: Any) -> ForwardCall:
+def forward(**changes: Any) -> StepCall:
     options = {"scope": "all", "record_routing": False}
-    return ForwardCall(**{**both(), **options, **changes})
+    return StepCall(**{**both(), **options, **changes})
 
 
 def test_equal_calls_agree() -> None:
@@ -79,7 +80,7 @@ def test_equal_calls_agree() -> None:
         ),
     ],
 )
-def test_the_first_difference_is_told_by_its_name(name: str, other: StepCall) -> None:
+def test_the_first_difference_is_named(name: str, other: StepCall) -> None:
     mine, theirs = training().same(), other.same()
     assert list(mine) == list(theirs)
     assert next(key for key in mine if mine[key] != theirs[key]) == name
@@ -95,7 +96,7 @@ def test_counts_and_row_lengths_are_of_the_step() -> None:
     assert one["row lengths"] != other["row lengths"]
 
 
-def test_a_step_that_the_plan_lacks_is_told_by_rows_and_agrees() -> None:
+def test_a_step_that_the_plan_lacks_is_refused_when_rows_are_packed() -> None:
     call = training(step=2)
     assert call.same()["M"] == "[]"
     with pytest.raises(DataError, match=r"step=2 of a plan of 2 steps; pass one of 0 to 1"):
@@ -156,6 +157,7 @@ def test_sample_weights_are_of_the_step() -> None:
     call = training()
     kept = call.plan.steps[0].kept_samples
     weights = call.sample_weights
+    assert weights is not None
     counts = call.batch.num_loss_tokens
     assert sum(weights[i] * counts[i] for i in kept) == pytest.approx(1.0)
     assert forward().sample_weights is None
@@ -169,7 +171,21 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
 
 def test_what_a_forward_pass_packs() -> None:
     call = forward(record_routing=True)
-    assert call.records_routing
-    assert not training().records_routing
+    assert call.record_routing
+    assert not call.is_training
+    assert training().is_training
     assert list(call.field_names) == []
     assert forward(scope="dp").text != forward().text
+
+
+@pytest.mark.parametrize(("shape", "planned"), [("planned", True), ("uniform", False)])
+def test_rows_have_planned_lengths_under_one_policy(shape: Any, planned: bool) -> None:
+    changed = replace(plan(), policy=Policy(row_shape=shape))
+    assert training(plan=changed).has_planned_rows is planned
+
+
+def test_the_entropy_is_computed_if_asked_for_or_needed() -> None:
+    assert not training().with_entropy
+    assert training(entropy=True).with_entropy
+    assert training(objective=PPO(entropy_coef=0.1)).with_entropy
+    assert forward(entropy=True).with_entropy
