@@ -38,7 +38,6 @@ from megapack.plan_diff import diff_plans
 from megapack.rollouts import group_advantages
 from megapack.train_config import TrainConfig
 from tools import fuzz_seeds
-from tools.fuzz_mutate import Mutate, mutate_json, mutate_json_lines, mutate_text
 
 T = TypeVar("T")
 
@@ -253,13 +252,13 @@ class Documents:
 
     hold: Callable[[bytes], bool]
     seeds: Callable[[], list[bytes]]
-    mutate: Mutate
+    """Valid documents to begin with."""
 
 
 DOCUMENTS = {
-    "plan_json": Documents(hold_plan_json, fuzz_seeds.plan_json, mutate_json),
-    "plan_text": Documents(hold_plan_text, fuzz_seeds.plan_text, mutate_text),
-    "config": Documents(hold_config, fuzz_seeds.configs, mutate_text),
-    "rollouts": Documents(hold_rollouts, fuzz_seeds.rollouts, mutate_json_lines),
+    "plan_json": Documents(hold_plan_json, fuzz_seeds.plan_json),
+    "plan_text": Documents(hold_plan_text, fuzz_seeds.plan_text),
+    "config": Documents(hold_config, fuzz_seeds.configs),
+    "rollouts": Documents(hold_rollouts, fuzz_seeds.rollouts),
 }
 TARGETS = (*DOCUMENTS, "schedule")
