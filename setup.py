@@ -51,6 +51,7 @@ setup(
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
         "wrapt>=1.14",
+        "packaging>=22",
     ],
     extras_require={
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],

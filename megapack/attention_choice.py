@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
 from megapack import cpu
+from megapack.choices import Attention, Dtype, Kernel
 from megapack.errors import ConfigError
-
-Attention = Literal["auto", "te", "varlen", "sdpa"]
-Kernel = Literal["te", "varlen", "sdpa"]
 
 # Flash attention's kernels in torch begin with Ampere.
 _LEAST_CAPABILITY = (8, 0)
 
 
-def choose_attention(attention: Attention, dtype: Literal["bf16", "fp32"] = "bf16") -> Kernel:
+def choose_attention(attention: Attention, dtype: Dtype = "bf16") -> Kernel:
     """The first of Transformer Engine, torch's varlen attention and per-sample SDPA that can run.
 
     Args:
@@ -38,16 +36,14 @@ def choose_attention(attention: Attention, dtype: Literal["bf16", "fp32"] = "bf1
     return attention
 
 
-def passed_over(kernel: Kernel, dtype: Literal["bf16", "fp32"] = "bf16") -> dict[str, str]:
+def passed_over(kernel: Kernel, dtype: Dtype = "bf16") -> dict[str, str]:
     """Why "auto" does not take each kernel that it would rather have than this one."""
     kernels = get_args(Kernel)
     found = {name: obstacle(name, dtype) for name in kernels[: kernels.index(kernel)]}
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
-def obstacle(
-    kernel: Kernel, dtype: Literal["bf16", "fp32"] = "bf16", *, forced: bool = False
-) -> str | None:
+def obstacle(kernel: Kernel, dtype: Dtype = "bf16", *, forced: bool = False) -> str | None:
     """What keeps a kernel from running here; None where nothing does.
 
     Args:

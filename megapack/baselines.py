@@ -97,12 +97,11 @@ def _deal(rows: Rows, layout: Layout) -> Ranks:
 
 def _step(plan: Plan, step: StepPlan, lengths: Ints, fits: Fits, pad: bool) -> StepPlan:
     layout, samples = plan.layout, np.array(step.kept_samples, dtype=np.int64)
-    align = layout.sample_alignment
-    sizes = -(-lengths[samples] // align) * align
+    sizes = layout.aligned_sample_tokens(lengths[samples])
     ranks = _deal(_neighbours(sizes, fits), layout)
 
     def micro_batch(row: list[int]) -> MicroBatch:
-        return _micro_batch(row, samples, lengths, sizes, layout.row_alignment, pad)
+        return _micro_batch(row, samples, lengths, sizes, layout, pad)
 
     return StepPlan(
         ranks=tuple(tuple(map(micro_batch, rank)) for rank in ranks),
@@ -114,12 +113,12 @@ def _step(plan: Plan, step: StepPlan, lengths: Ints, fits: Fits, pad: bool) -> S
 
 
 def _micro_batch(
-    row: list[int], samples: Ints, lengths: Ints, sizes: Ints, unit: int, pad: bool
+    row: list[int], samples: Ints, lengths: Ints, sizes: Ints, layout: Layout, pad: bool
 ) -> MicroBatch:
     if not row:
-        return MicroBatch((), unit, 0, 0, 0)
+        return MicroBatch((), layout.row_alignment, 0, 0, 0)
     taken = np.full(len(row), sizes[row].max()) if pad else sizes[row]
-    row_tokens = -(-int(taken.sum()) // unit) * unit
+    row_tokens = layout.aligned_row_tokens(int(taken.sum()))
     return MicroBatch(
         samples=tuple(samples[row].tolist()),
         row_tokens=row_tokens,

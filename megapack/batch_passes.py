@@ -15,8 +15,9 @@ import torch
 
 from megapack.consensus import agree
 from megapack.errors import StepOutOfMemory
+from megapack.loss import GRPO, PPO, SFT
 from megapack.model_config import ObjectiveConfig
-from megapack.objectives import make_objective
+from megapack.objectives import GSPO, AnyObjective
 from megapack.pipeline import Simulation, simulate_planned
 from megapack.plan import Plan, StepPlan
 from megapack.planned_batch import BatchPlanner, PlannedBatch
@@ -159,3 +160,21 @@ class BatchPasses:
         self.num_oom_replans += 1
         self._on_oom(error)
         return agree(replan, device=self._device)
+
+
+def make_objective(config: ObjectiveConfig) -> AnyObjective:
+    """The objective that a config names."""
+    if config.kind == "sft":
+        return SFT()
+    clip: dict[str, Any] = {
+        "clip_low": config.clip_low,
+        "clip_high": config.clip_high,
+        "dual_clip": config.dual_clip,
+        "entropy_coef": config.entropy_coef,
+    }
+    if config.kind == "ppo":
+        return PPO(**clip)
+    penalty: dict[str, Any] = {"kl_coef": config.kl_coef, "kl_kind": config.kl_kind}
+    if config.kind == "gspo":
+        return GSPO(**clip, **penalty, kl_level=config.kl_level)
+    return GRPO(**clip, **penalty)

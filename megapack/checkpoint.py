@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from megapack import checkpoint_files as files
 from megapack.checkpoint_files import Checkpoint, Manifest, Position
-from megapack.checkpoint_index import check_index
-from megapack.checkpoint_state import RunState, rng_state, set_rng_state
+from megapack.checkpoint_state import RunState, check_index, rng_state, set_rng_state
 from megapack.config import to_dict
 from megapack.consensus import agree
 from megapack.errors import CheckpointError, first_line

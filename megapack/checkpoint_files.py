@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megapack.errors import CheckpointError, MegapackError, brief, first_line
-from megapack.files import read_whole, sync
-from megapack.json_io import parse
+from megapack.files import read_whole, strict_json, sync
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: it cannot be read, or another megapack wrote it.
     """
     try:
-        values = parse(read_whole(path / MANIFEST).decode("utf-8"))
+        values = strict_json(read_whole(path / MANIFEST).decode("utf-8"))
         _refuse_format(path, values["format"])
         manifest = Manifest(**{**values, "position": Position(**values["position"])})
         _check_types(manifest)

@@ -2,11 +2,14 @@
 
 Only tensors go in, each under its name in the whole model. What else an optimizer's state dict
 holds (learning rates, betas) follows from the config and the number of updates, on any layout.
+The format's index is a pickle, which is checked before torch reads it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from megapack.checkpoint_files import writing
 from megapack.consensus import agree
 from megapack.errors import CheckpointError
+from megapack.files import read_whole
 from megapack.head import unwrapped
 
 # Every layer under its own number, and optimizer state by parameter: nothing of the layout.
@@ -45,6 +49,18 @@ _METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
+}
+# What an index of tensors names. The metadata of entries that are pickles themselves is left out.
+_INDEX_NAMES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata"),
+    },
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
 }
 
 
@@ -197,6 +213,25 @@ def _write_format(folder: Path) -> None:
             save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
+def check_index(folder: Path) -> None:
+    """Look through the index of the distributed checkpoint in `folder` before torch reads it.
+
+    torch keeps it as a pickle, which may name any function and call it. A checkpoint of someone
+    else must not: only names that an index of tensors needs are let through.
+
+    Raises:
+        CheckpointError: it cannot be read, or names what an index of tensors does not need.
+    """
+    path = folder / ".metadata"
+    try:
+        _IndexUnpickler(io.BytesIO(read_whole(path))).load()
+    except Exception as error:  # a damaged pickle raises anything
+        reason = " ".join(str(error).split())[:120]
+        raise CheckpointError(
+            f"{path} is no index of tensors ({reason}); set train.resume to another checkpoint"
+        ) from None
+
+
 def rng_state() -> dict[str, Tensor]:
     """This rank's random states by name: torch's, CUDA's and Megatron's tracker."""
     tracked = {f"tracker.{k}": _plain(v) for k, v in get_cuda_rng_tracker().get_states().items()}
@@ -295,3 +330,11 @@ def _set_update_count(inner: Any, num_updates: int) -> None:
             continue
         for param in group["params"]:
             inner.optimizer.state[param]["step"] = torch.tensor(float(num_updates))
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _INDEX_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except MegapackError as error:
-        if os.environ.get("RANK", "0") == str(error.teller):
+        if os.environ.get("RANK", "0") == str(error.printed_by):
             # The notes of a rank's error are the traceback of the rank that failed.
             print(
                 "\n".join([f"megapack: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr

@@ -1,31 +1,44 @@
 """Ranks agree before they communicate: a difference, or one rank's error, raises on every rank.
 
-A rank that raises alone leaves the others waiting in a send or receive for ever. So what can fail
-on one rank (its plan, its samples) is done first, and one small collective tells all of them how
-it went: the largest of each number and of its negative, which are the same where all are alike.
-Only where they are not, a second one tells who differs, in what, and how.
+A rank that raises alone leaves the others waiting in a send or receive forever. So whatever can
+fail on one rank (its plan, its samples) runs first, and one small all-reduce tells all ranks
+whether it succeeded. It takes the maximum of a digest of each value and of the digest's negative:
+the two add up to 0 exactly if all ranks have the same value. Only if they do not, the ranks gather
+their errors and values, and every rank raises the same error.
+
+`Agreements` does this for the next step while the current one runs.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megapack.errors import ScheduleError, of_all_ranks
+from megapack.executor import DaemonExecutor
+from megapack.watchdog import Watchdog
 
 T = TypeVar("T")
 
-_MESSAGE_BYTES = 448
-# Of each thing that differs this much is told; more than that is a digest's or a list's.
-_VALUE_BYTES = 80
-_PATIENCE = datetime.timedelta(days=7)
+_CPU = torch.device("cpu")
+# A longer error message is cut.
+_MESSAGE_CHARS = 448
+# A longer value is replaced by its digest.
+_VALUE_CHARS = 80
+# How long the ranks of a node wait for their first rank.
+_NODE_TIMEOUT = datetime.timedelta(days=7)
+_POLL_S = 0.2
+_END_S = 1.0
 
 
 def agree(
@@ -35,34 +48,33 @@ def agree(
     same: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> T:
-    """Run `work` on every rank and return its result, if it succeeds on all of them.
+    """Run `work` on every rank and return its result if it succeeds on all of them.
 
     Args:
         work: local work without communication.
-        device: where the group's backend takes its tensors.
-        same: what has to be equal on all ranks, by name; the names are the same in every call
-            that ranks may mix up.
-        group: the ranks that call; None for all. Errors number them within the group.
+        device: a device whose tensors the group's backend can reduce.
+        same: values that must be equal on all ranks, by name. All calls that ranks could confuse
+            with each other use the same names.
+        group: the ranks that call; None for all. Errors number the ranks within the group.
 
     Raises:
-        ScheduleError: on every rank, naming the ranks whose work failed and how, or the first
-            thing that differs and the ranks that differ in it. The rank that failed chains its
-            own error. Where all ranks fail alike, each raises its own error as it is.
+        ScheduleError: on every rank. It names the ranks whose work failed and their errors, or the
+            first value that differs and the ranks that differ in it. A rank that failed chains its
+            own error. If all ranks fail with the same message, each raises its own error unchanged.
     """
+    values = [_printable(value) for value in (same or {}).values()]
     error: Exception | None = None
-    result: Any = None
     try:
         result = work()
     except Exception as caught:  # every local failure must reach the other ranks
         error = caught
-    same = same or {}
-    if not _are_alike(list(same.values()), error, device, group):
-        _tell_apart(same, error, _exchange(list(same.values()), error, device, group))
-    return result  # type: ignore[no-any-return]
+    if not _all_agree(values, error, device, group):
+        _raise_what_differs(list(same or {}), error, _gather_reports(values, error, group))
+    return result
 
 
 def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
-    """For each flag whether it is set on any rank; a collective of all ranks."""
+    """For each flag, whether any rank has set it; a collective of all ranks."""
     if not dist.is_initialized() or not flags:
         return list(flags)
     found = torch.tensor(flags, dtype=torch.int32, device=device)
@@ -73,14 +85,14 @@ def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
 def agree_with_flags(
     work: Callable[[], object], flags: Sequence[bool], *, device: torch.device
 ) -> list[bool]:
-    """`agree` and `on_any_rank` in one small collective, where nothing fails; for every step.
+    """`agree` and `on_any_rank` in one small all-reduce if nothing fails; cheap enough per step.
 
     Args:
-        work: local work without communication, of some ranks or all.
-        flags: as many on every rank.
+        work: local work without communication; some ranks may have nothing to do.
+        flags: the same number on every rank.
 
     Returns:
-        For each flag whether it is set on any rank.
+        For each flag, whether any rank has set it.
 
     Raises:
         ScheduleError: as `agree` does.
@@ -88,24 +100,24 @@ def agree_with_flags(
     error: Exception | None = None
     try:
         work()
-    except Exception as caught:  # raised below, where all ranks hear of it
+    except Exception as caught:  # raised below, on all ranks
         error = caught
     failed, *found = on_any_rank([error is not None, *flags], device=device)
 
-    def tell() -> None:
+    def raise_error() -> None:
         if error is not None:
             raise error
 
     if failed:
-        agree(tell, device=device)
+        agree(raise_error, device=device)
     return found
 
 
 def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> T:
-    """`agree`, where each node's first rank works alone before the others.
+    """`agree`, but the first rank of each node works before the others start.
 
-    For work that leaves a file which makes it cheap for the others. It may take as long as it
-    needs: the others wait without the process group's timeout.
+    This is for work that leaves a file with which the other ranks are fast. The first rank may take
+    as long as it needs: the others wait without the process group's timeout.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return agree(work, device=device)
@@ -114,9 +126,9 @@ def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> 
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             done.append(work())
-        except Exception as caught:  # raised below, where all ranks hear of it
+        except Exception as caught:  # raised below, on all ranks
             error = caught
-    waiting = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    waiting = dist.new_group(backend="gloo", timeout=_NODE_TIMEOUT)
     dist.barrier(group=waiting)
     dist.destroy_process_group(waiting)
 
@@ -128,91 +140,145 @@ def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> 
     return agree(finish, device=device)
 
 
-def _are_alike(
+class Agreement(Generic[T]):
+    """Work that all ranks have begun; see `Agreements.start`."""
+
+    def __init__(self, future: Future[T], watchdog: Watchdog | None) -> None:
+        self._future = future
+        self._watchdog = watchdog
+
+    def result(self, limit_s: float = math.inf) -> T:
+        """The result of this rank's work, once all ranks have agreed.
+
+        Args:
+            limit_s: how long to wait for the other ranks.
+
+        Raises:
+            ScheduleError: as `agree` does.
+            RankError: another rank failed or died in the meantime.
+            TimeoutError: the other ranks did not join within `limit_s`.
+        """
+        end = time.monotonic() + limit_s
+        while not wait([self._future], _POLL_S).done:
+            if self._watchdog is not None:
+                self._watchdog.raise_failure()
+            if time.monotonic() > end:
+                raise TimeoutError(f"the other ranks did not join in {limit_s:g} s")
+        return self._future.result()
+
+
+class Agreements:
+    """Prepares the next step and agrees on it while the current one runs.
+
+    A thread packs the rows and calls `agree` on a gloo group of its own, which does not wait for
+    the device. Making it is a collective of all ranks, which then call `start` in the same order.
+
+    Args:
+        watchdog: ends the wait for a rank that failed; without one the wait is not ended.
+    """
+
+    def __init__(self, watchdog: Watchdog | None) -> None:
+        self._watchdog = watchdog
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._executor = DaemonExecutor("megapack-agreements")
+
+    def start(self, work: Callable[[], T], same: Callable[[], Mapping[str, str]]) -> Agreement[T]:
+        """Begin local work on the thread, and agree on it; a collective of all ranks.
+
+        Args:
+            work: see `agree`.
+            same: returns the `same` of `agree`; called on the thread.
+        """
+
+        def agreed() -> T:
+            return agree(work, device=_CPU, same=same(), group=self._group)
+
+        return Agreement(self._executor.submit(agreed), self._watchdog)
+
+    def stop(self) -> None:
+        """End the thread after its queued work; after a failure do not wait for it."""
+        has_failed = self._watchdog is not None and self._watchdog.failure is not None
+        self._executor.stop(0.0 if has_failed else _END_S)
+
+
+def _all_agree(
     values: list[str],
     error: Exception | None,
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> bool:
-    """Whether no rank has an error and all have the same values."""
+    """Whether no rank has an error and all ranks have the same values."""
     if not dist.is_initialized():
         return error is None
     numbers = [_number(value) for value in values]
-    most = torch.tensor(
+    maxima = torch.tensor(
         [int(error is not None), *numbers, *(-number for number in numbers)],
         dtype=torch.int64,
         device=device,
     )
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    failed, *found = most.tolist()
-    largest, negatives = found[: len(values)], found[len(values) :]
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    failed, *found = maxima.tolist()
+    largest = found[: len(values)]
+    negatives = found[len(values) :]
     return not failed and all(a == -b for a, b in zip(largest, negatives, strict=True))
 
 
 def _number(value: str) -> int:
-    """A digest that a signed 64-bit number and its negative can hold."""
-    return int.from_bytes(hashlib.sha256(_encoded(value)).digest()[:7], "big")
+    """A digest below 2**56, so that it and its negative are signed 64-bit numbers."""
+    return int.from_bytes(hashlib.sha256(value.encode()).digest()[:7], "big")
 
 
-def _tell_apart(
-    same: Mapping[str, str], error: Exception | None, ranks: list[tuple[str, list[str]]]
-) -> None:
-    """Raise what went wrong, the same on every rank, from the message and values of each."""
-    failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(ranks) if message]
-    if error is not None and len({message for message, _ in ranks}) == 1:
-        raise of_all_ranks(error)
-    if failed:
-        told = f"{len(failed)} of {len(ranks)} ranks failed: {'; '.join(failed)}"
-        raise of_all_ranks(ScheduleError(told)) from error
-    for part, name in enumerate(same):
-        _refuse_difference(name, [values[part] for _, values in ranks])
-    raise AssertionError("ranks differ, and what they tell does not")
-
-
-def _exchange(
-    values: list[str],
-    error: Exception | None,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
+def _gather_reports(
+    values: list[str], error: Exception | None, group: dist.ProcessGroup | None
 ) -> list[tuple[str, list[str]]]:
-    """Per rank its error message and its values."""
-    message = "" if error is None else f"{type(error).__name__}: {error}"
+    """Every rank's error message, "" if it succeeded, and its values."""
+    report = _message(error), [_shortened(value) for value in values]
     if not dist.is_initialized():
-        return [(message, values)]
-    row = _packed(message, _MESSAGE_BYTES) + b"".join(
-        _packed(_shortened(value), _VALUE_BYTES) for value in values
-    )
-    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [_unpacked(bytes(other.tolist()), len(values)) for other in everyone]
+        return [report]
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group=group)
+    return reports
+
+
+def _message(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # a user's error may fail to print itself; see `_printable`
+        text = f"{type(error).__name__}, whose message cannot be printed"
+    return _printable(text)[:_MESSAGE_CHARS]
+
+
+def _printable(text: str) -> str:
+    # Paths can contain bytes that are not UTF-8. If encoding them raised, this rank alone would
+    # fail, and the others would wait for it forever.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _shortened(value: str) -> str:
-    """A value that is short, or a digest of it."""
-    encoded = _encoded(value)
-    if len(encoded) <= _VALUE_BYTES:
+    """The value itself if it is short, else its digest."""
+    if len(value) <= _VALUE_CHARS:
         return value
-    return f"sha256 {hashlib.sha256(encoded).hexdigest()[:16]}"
+    return f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:16]}"
 
 
-def _packed(text: str, num_bytes: int) -> bytes:
-    return _encoded(text)[:num_bytes].ljust(num_bytes, b"\0")
+def _raise_what_differs(
+    names: Sequence[str], error: Exception | None, reports: list[tuple[str, list[str]]]
+) -> NoReturn:
+    """Raise the same error on every rank, from all ranks' messages and values."""
+    failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(reports) if message]
+    if error is not None and len({message for message, _ in reports}) == 1:
+        raise of_all_ranks(error)
+    if failed:
+        text = f"{len(failed)} of {len(reports)} ranks failed: {'; '.join(failed)}"
+        raise of_all_ranks(ScheduleError(text)) from error
+    for part, name in enumerate(names):
+        _check_equal(name, [values[part] for _, values in reports])
+    raise AssertionError("the ranks differ, but the values that they report do not")
 
 
-def _encoded(text: str) -> bytes:
-    # Paths may hold what is no character; a rank that failed to tell of one would fail alone.
-    return text.encode(errors="backslashreplace")
-
-
-def _unpacked(row: bytes, num_values: int) -> tuple[str, list[str]]:
-    starts = [_MESSAGE_BYTES + _VALUE_BYTES * part for part in range(num_values)]
-    parts = [row[:_MESSAGE_BYTES], *(row[start : start + _VALUE_BYTES] for start in starts)]
-    message, *values = (part.rstrip(b"\0").decode(errors="replace") for part in parts)
-    return message, values
-
-
-def _refuse_difference(name: str, values: list[str]) -> None:
+def _check_equal(name: str, values: list[str]) -> None:
     (common, count), *others = Counter(values).most_common()
     if not others:
         return

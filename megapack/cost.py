@@ -11,7 +11,7 @@ from typing import Any
 from megapack.cost_fit import Measurement, fit_coefficients
 from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError, brief
-from megapack.json_io import parse
+from megapack.files import strict_json
 from megapack.layout import Layout
 
 _NUMBERS = ("fixed", "per_token", "per_token_sq", "per_sample", "backward_ratio", "p2p")
@@ -108,7 +108,7 @@ class CostModel:
             ConfigError: not a JSON object of these fields.
         """
         try:
-            payload = parse(text)
+            payload = strict_json(text)
         except ValueError as error:
             raise ConfigError(
                 f"not a cost model in JSON ({error}); give what to_json wrote"

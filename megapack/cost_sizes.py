@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from megapack.errors import ConfigError
 from megapack.layout import Layout
-from megapack.model_config import ModelConfig
-from megapack.tokenizer import ByteTokenizer
 
 
 class LayerParameters(NamedTuple):
@@ -31,23 +29,27 @@ class ModelSizes:
     """A GPT with grouped-query attention, dense or with experts."""
 
     num_layers: int
+    """Transformer layers."""
     hidden_size: int
+    """Width of the residual stream."""
     ffn_hidden_size: int
-    """Of a dense layer; of one expert where `num_experts` is set."""
+    """Width of a dense layer's feed-forward; of one expert where `num_experts` is set."""
     num_attention_heads: int
+    """Query heads."""
     vocab_size: int
+    """Rows of the embedding."""
     num_query_groups: int | None = None
-    """None: as many as heads."""
+    """Key and value heads; as many as query heads by default."""
     kv_channels: int | None = None
-    """Head width; None: hidden_size / num_attention_heads."""
+    """Width of a head; hidden_size / num_attention_heads by default."""
     gated: bool = True
-    """Three matrices per feed-forward (SwiGLU), not two."""
+    """Three matrices per feed-forward (SwiGLU); two if not gated."""
     num_experts: int | None = None
-    """None: dense."""
+    """Experts of every layer; a dense model by default."""
     experts_per_token: int = 1
     """Experts that a token goes through."""
     shared_expert_ffn_hidden_size: int = 0
-    """Of an expert that every token goes through."""
+    """Width of an expert that every token goes through; 0 = no such expert."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -59,23 +61,6 @@ class ModelSizes:
     def head_width(self) -> int:
         """Channels of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @classmethod
-    def from_config(cls, model: ModelConfig) -> ModelSizes:
-        """The sizes of a config's model section, multi-token prediction left out."""
-        ffn = model.ffn_hidden_size or 4 * model.hidden_size
-        return cls(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            ffn_hidden_size=(model.num_experts and model.moe_ffn_hidden_size) or ffn,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            kv_channels=model.kv_channels,
-            vocab_size=model.vocab_size or ByteTokenizer.vocab_size,
-            gated=model.gated_linear_unit,
-            num_experts=model.num_experts,
-            experts_per_token=model.moe_top_k if model.num_experts else 1,
-        )
 
     def layer_parameters(self) -> LayerParameters:
         """Weights of one layer, by how they are split over GPUs."""

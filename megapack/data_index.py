@@ -25,10 +25,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megapack.data_files import SampleFile, list_files, open_file, unreadable
+from megapack.choices import Overlong
+from megapack.data_files import (
+    BadLine,
+    LineParser,
+    SampleFile,
+    list_files,
+    open_file,
+    unreadable,
+)
 from megapack.errors import DataError
-from megapack.jsonl import BadLine, LineParser
-from megapack.rollouts import Overlong, Rollout
+from megapack.rollouts import Rollout
 from megapack.tokenizer import ByteTokenizer
 
 logger = logging.getLogger(__name__)

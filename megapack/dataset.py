@@ -10,10 +10,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megapack.data_files import SampleFile, list_files, open_file
+from megapack.data_files import BadLine, SampleFile, list_files, open_file
 from megapack.data_index import INDEX_DTYPE, Index, ReadSettings, load_index
 from megapack.errors import DataError
-from megapack.jsonl import BadLine
 from megapack.plan import Plan, own_samples
 from megapack.rollouts import Rollout, SampleReward, group_batches
 from megapack.tokenizer import Ids

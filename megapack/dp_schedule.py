@@ -157,9 +157,8 @@ def _read_batch(
     layout: Layout,
 ) -> _Batch:
     flat = read_lengths(lengths)
-    align = layout.sample_alignment
     sets = read_sets(rollout_ids, colocate_ids, flat.size)
-    return _Batch(flat, -(-flat // align) * align, *sets)
+    return _Batch(flat, layout.aligned_sample_tokens(flat), *sets)
 
 
 def _plan_step(problem: StepProblem, batch: _Batch) -> StepPlan:

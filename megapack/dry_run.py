@@ -18,13 +18,13 @@ from megapack.forecast import Forecast, forecast
 from megapack.generated import MEAN_OF_LONGEST, generate_lengths
 from megapack.inputs import Ints
 from megapack.layout import Layout
+from megapack.loop_config import check_installed
 from megapack.memory import GpuMemory
 from megapack.model_config import check_sizes
 from megapack.plan import Plan
 from megapack.policy import check_count_rule
 from megapack.rollouts import group_advantages
 from megapack.run_data import all_batches, open_dataset
-from megapack.trackers import check_installed
 from megapack.train_config import TrainConfig
 
 

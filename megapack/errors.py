@@ -46,8 +46,8 @@ class MegapackError(Exception):
     on_all_ranks = False
     """Whether every rank raises this same error, so that one of them may speak for all."""
 
-    teller = 0
-    """The rank that speaks for all."""
+    printed_by = 0
+    """The rank that prints an error of all ranks."""
 
 
 class ConfigError(MegapackError, ValueError):
@@ -56,6 +56,11 @@ class ConfigError(MegapackError, ValueError):
 
 class PlanError(MegapackError, ValueError):
     """Lengths that no legal plan serves, or a plan that breaks an invariant."""
+
+
+class HostAssertionError(PlanError, AssertionError):
+    """A refusal that the host itself makes with a bare assertion; handlers of either kind catch
+    it."""
 
 
 class DataError(MegapackError, ValueError):

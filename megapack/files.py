@@ -1,11 +1,14 @@
-"""Files read without waiting for ever, and written whole or not at all."""
+"""Files read without waiting for ever, and written whole or not at all; strict JSON."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, brief
 
 
 def read_whole(path: str | Path, most_bytes: int = -1) -> bytes:
@@ -72,8 +75,35 @@ def write_output(path: str | Path, content: str | bytes) -> None:
         raise ConfigError(f"{path}: cannot be written ({reason}); set another -o") from None
 
 
+def strict_json(text: str) -> Any:
+    """The value of a JSON text. A doubled key is an error: one of its values would be lost.
+
+    Raises:
+        json.JSONDecodeError: not valid JSON (a ValueError with the position).
+        ValueError: a doubled key, brackets too deep, or an integer that Python does not read. The
+            message is one line.
+    """
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("brackets too deep") from None
+
+
 def _without_waiting(path: str, flags: int) -> int:
     """Opening a named pipe waits for its other end, unless told not to."""
     handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(handle, True)
     return handle
+
+
+def _each_once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"key {brief(key)} stands twice")
+        values[key] = value
+    return values
+
+
+# `json.loads` would make a decoder for every text.
+_DECODER = json.JSONDecoder(object_pairs_hook=_each_once)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megapack.agreements import Agreements
 from megapack.board import Failure
+from megapack.consensus import Agreements
 from megapack.watchdog import Watchdog
 
 

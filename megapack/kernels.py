@@ -1,35 +1,22 @@
-"""Which optional kernels Megatron-Core takes on this machine: Transformer Engine, apex or torch.
-
-The package named apex on PyPI is another project than NVIDIA's, and Megatron-Core takes the name
-for NVIDIA's. Here only `amp_C` and `apex.normalization`, which NVIDIA's alone has, count, and
-nothing of the package is run to find them.
-"""
+"""Which optional kernels Megatron-Core takes on this machine: Transformer Engine, apex or torch."""
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from typing import Literal
 
-logger = logging.getLogger(__name__)
+from megapack.apex import Apex, find_apex
+from megapack.choices import Attention, Dtype, Kernel
 
 Library = Literal["te", "apex", "torch"]
-Apex = Literal["nvidia", "other", "none"]
-
-OTHER_APEX = (
-    "the package apex that is installed is not NVIDIA's, and Megatron-Core takes it for that: "
-    "uninstall it (pip uninstall apex); NVIDIA's is built from its source"
-)
-"""What to say where `find_apex` finds "other"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """What a model of a given attention and dtype runs with."""
 
-    attention: Literal["te", "varlen", "sdpa"]
+    attention: Kernel
     passed_over: dict[str, str]
     """Kernels that come before it, and what keeps each from running."""
     norm: Library
@@ -59,8 +46,8 @@ class Kernels:
 
 
 def find_kernels(
-    attention: Literal["auto", "te", "varlen", "sdpa"] = "auto",
-    dtype: Literal["bf16", "fp32"] = "bf16",
+    attention: Attention = "auto",
+    dtype: Dtype = "bf16",
 ) -> Kernels:
     """What Megatron-Core takes for a model of this `ModelConfig.attention` and `dtype`.
 
@@ -101,24 +88,6 @@ def has_gradient_accumulation_fusion() -> bool:
     return (
         cpu.uses_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
-
-
-def find_apex() -> Apex:
-    """Whether NVIDIA's apex is installed; runs none of its code."""
-    if importlib.util.find_spec("amp_C") is not None:
-        return "nvidia"
-    package = importlib.util.find_spec("apex")
-    if package is None:
-        return "none"
-    folders = package.submodule_search_locations
-    return "nvidia" if PathFinder.find_spec("apex.normalization", folders) else "other"
-
-
-def warn_of_other_apex() -> None:
-    """Log a warning where the name apex is another project's. Call it before Megatron-Core is
-    imported: that runs the package, and with the stock local spec builds norms that it lacks."""
-    if find_apex() == "other":
-        logger.warning(OTHER_APEX)
 
 
 def _library(function: object) -> Library:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import warnings
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from megapack import cpu
+from megapack.choices import Device
 from megapack.errors import ConfigError
 from megapack.job import leave_job
 from megapack.watchdog import abort_nccl
@@ -19,7 +19,7 @@ from megapack.watchdog import abort_nccl
 _TIMEOUT = datetime.timedelta(minutes=10)
 
 
-def start(device: Literal["cuda", "cpu"]) -> torch.device:
+def start(device: Device) -> torch.device:
     """Join the job that torchrun started, or a job of one.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK the job has one

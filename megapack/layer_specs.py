@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 
-from megapack.attention_choice import Kernel
 from megapack.attention_sdpa import PackedSDPA
 from megapack.attention_varlen import PackedVarlen
+from megapack.choices import Kernel
 from megapack.moe import use_packed_router
 
 

@@ -8,9 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from megapack.errors import ConfigError, brief
+
+if TYPE_CHECKING:
+    from megapack.inputs import Ints
+
+# A number, or an array of them.
+Tokens = TypeVar("Tokens", int, "Ints")
 
 CountRule = Literal["legal", "multiple", "per_rank"]
 Fp8 = Literal["mxfp8", "blockwise"] | bool
@@ -23,7 +29,30 @@ _MAX_SIZE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelSizes:
+    """Sizes of a job's parallel groups, not checked; a `Layout` knows all of them."""
+
+    dp: int | None = None
+    """Data-parallel ranks; null = ranks of the job / (tp * pp * cp)."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks per stage (virtual pipeline); 1 = plain 1F1B, more = interleaved 1F1B."""
+    cp: int = 1
+    """Context-parallel ranks: each row is cut over them."""
+    ep: int = 1
+    """Expert-parallel ranks: a divisor of dp * cp, or of dp * cp * tp where experts have no TP."""
+    sequence_parallel: bool = False
+    """Scatter activations outside attention over the tensor-parallel ranks; needs tp > 1."""
+    microbatch_group_size: int | None = None
+    """Micro-batches that a stage runs through one chunk before the next chunk (G), Megatron's
+    microbatch_group_size_per_vp_stage; pp by default. Needs vpp > 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(ParallelSizes):
     """Sizes of the parallel groups of one training job.
 
     Raises:
@@ -31,21 +60,7 @@ class Layout:
     """
 
     dp: int = 1
-    """Data-parallel replicas: the ranks of a plan."""
-    tp: int = 1
-    """Tensor-parallel size."""
-    pp: int = 1
-    """Pipeline stages."""
-    vpp: int = 1
-    """Model chunks per stage; 1 is the plain 1F1B schedule, more the interleaved one."""
-    cp: int = 1
-    """Context-parallel size: a row is cut over this many GPUs."""
-    ep: int = 1
-    """Expert-parallel size. It divides dp * cp, or dp * cp * tp where experts have no TP."""
-    sequence_parallel: bool = False
-    """Megatron's sequence parallelism: a GPU's tokens are scattered over tp. Idle with tp=1."""
-    microbatch_group_size: int | None = None
-    """Megatron's microbatch_group_size_per_vp_stage (G); None = pp. Only with vpp > 1."""
+    """Data-parallel ranks: the ranks of a plan."""
     fp8: Fp8 = False
     """FP8 recipe, for alignment: True (16 tokens), "mxfp8" (32) or "blockwise" (128)."""
 
@@ -138,13 +153,29 @@ class Layout:
             return self.pp - stage
         return 2 * (self.pp - stage - 1) + (self.vpp - 1) * (group_size or self.group_size) + 1
 
-    def padded_length(self, length: int) -> int:
-        """Tokens that a sample of `length` real tokens takes in a row."""
-        return _round_up(length, self.sample_alignment)
+    def aligned_sample_tokens(self, real_tokens: Tokens) -> Tokens:
+        """Tokens that a sample takes in a row, or per sample of an array.
+
+        >>> Layout(cp=8).aligned_sample_tokens(17)
+        32
+        """
+        return round_up(real_tokens, self.sample_alignment)
+
+    def aligned_row_tokens(self, sample_tokens: Tokens) -> Tokens:
+        """Tokens of a row that holds this many of aligned samples, or per row of an array.
+
+        >>> Layout(cp=8, fp8=True).aligned_row_tokens(32 + 32)
+        128
+        """
+        return round_up(sample_tokens, self.row_alignment)
 
     def padded_tokens(self, lengths: Iterable[int]) -> int:
-        """Row tokens of samples packed together: aligned samples, then the row's own alignment."""
-        return _round_up(sum(self.padded_length(n) for n in lengths), self.row_alignment)
+        """Tokens of a row that holds samples of these lengths, both alignments counted.
+
+        >>> Layout(cp=8, fp8=True).padded_tokens([17, 17])
+        128
+        """
+        return self.aligned_row_tokens(sum(map(self.aligned_sample_tokens, lengths)))
 
     def is_legal_count(self, num_microbatches: int, group_size: int | None = None) -> bool:
         """Whether Megatron runs a step of `num_microbatches` per DP rank.
@@ -179,6 +210,26 @@ class Layout:
         return count - tail + (group if rule == "multiple" else self.pp)
 
 
+def round_up(value: Tokens, unit: int) -> Tokens:
+    """The least multiple of `unit` that is not below `value`, or per entry of an array.
+
+    >>> round_up(17, 16)
+    32
+    """
+    return -(-value // unit) * unit
+
+
+def fp8_rows(recipe: object) -> Fp8:
+    """`Layout.fp8` of a model that trains with Megatron's `fp8_recipe`.
+
+    >>> fp8_rows("mxfp8"), fp8_rows("delayed")
+    ('mxfp8', True)
+    """
+    if recipe == "mxfp8":
+        return "mxfp8"
+    return "blockwise" if recipe == "blockwise" else True
+
+
 def why_no_retry(*, tp: int, cp: int, ep: int) -> str:
     """Why a step that runs out of memory on one rank of such a layout cannot be carried to its end,
     and so not be tried again; "" where it can."""
@@ -188,10 +239,6 @@ def why_no_retry(*, tp: int, cp: int, ep: int) -> str:
         f"tp={tp}, cp={cp}, ep={ep}: ranks meet inside layers, and one that runs out there leaves "
         "the others waiting"
     )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _check_size(name: str, value: object) -> None:

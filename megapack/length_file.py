@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from megapack.errors import ConfigError, DataError, brief, first_line
-from megapack.files import read_whole
+from megapack.files import read_whole, strict_json
 from megapack.inputs import MAX_LENGTH, Ids, Ints, is_id, read_lengths
-from megapack.json_io import parse
 from megapack.typed import shown
 
 STDIN = "-"
@@ -266,7 +265,7 @@ def _text_rows(path: str) -> Rows:
 def _json_rows(numbered: list[tuple[int, str]]) -> Rows:
     for number, line in numbered:
         try:
-            row = parse(line)
+            row = strict_json(line)
         except ValueError as error:
             cut = " (the last line; is the file cut off?)" if number == numbered[-1][0] else ""
             raise DataError(f"line {number}: not JSON: {error}{cut}; write it again") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from collections.abc import Sequence
 from typing import Literal
 
 from megapack.errors import ConfigError
@@ -64,3 +66,15 @@ class WatchdogConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"watchdog.{name}={value} must be above 0 and finite; set 60")
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise ConfigError for the first tracker whose package, of the same name, is missing."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        # A folder of that name, which W&B leaves behind, is found as a package without an origin.
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                f"train.trackers has {name}, which is not installed; pip install {name}, or leave "
+                "it out"
+            )

@@ -10,23 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megapack.choices import KlKind, LossWeighting
 from megapack.errors import ConfigError, DataError, brief
 from megapack.plan import Plan
 
-LossWeighting = Literal[
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "rollout-mean",
-]
+__all__ = ["GRPO", "PPO", "SFT", "LossWeighting", "Objective", "kl_estimate", "sample_weights"]
 
 
 def sample_weights(
@@ -222,13 +217,13 @@ class GRPO(PPO):
 
     kl_coef: float = 0.0
     """Times the KL estimate, added to the loss."""
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    kl_kind: KlKind = "k3"
     """Estimator: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, with x = log-prob - reference
     (joschu.net/blog/kl-approx.html)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kl_kind not in ("k1", "k2", "k3"):
+        if self.kl_kind not in get_args(KlKind):
             raise ConfigError(f"unknown kl_kind {self.kl_kind!r}; set one of k1, k2, k3")
         _check_finite("kl_coef", self.kl_coef)
 

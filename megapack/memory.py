@@ -8,13 +8,10 @@ activations; leave a tenth of the GPU or more to them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from megapack.choices import Dtype, Recompute
 from megapack.cost_sizes import ModelSizes
 from megapack.layout import Layout
-
-Recompute = Literal["none", "selective", "full"]
-Dtype = Literal["fp32", "bf16"]
 
 GIB = 2**30
 

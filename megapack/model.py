@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -18,13 +18,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megapack import cpu
-from megapack.attention_choice import Kernel, choose_attention
+from megapack.attention_choice import choose_attention
+from megapack.choices import Kernel, Recompute
 from megapack.errors import ConfigError
 from megapack.frozen import freeze
 from megapack.init import initialize_by_name
 from megapack.kernels import has_gradient_accumulation_fusion, has_rope_fusion
 from megapack.layer_specs import block_spec, mtp_spec
-from megapack.layout import Layout
+from megapack.layout import Layout, round_up
 from megapack.model_config import VOCAB_MULTIPLE, check_sizes
 from megapack.train_config import ModelConfig
 from megapack.value_head import keep_fp32, replace_output_layer
@@ -132,7 +133,7 @@ def _without_cuda_graphs() -> dict[str, Any]:
     return {}
 
 
-def _recompute(mode: Literal["none", "full", "selective"]) -> dict[str, Any]:
+def _recompute(mode: Recompute) -> dict[str, Any]:
     if mode == "full":
         return {
             "recompute_granularity": "full",
@@ -176,7 +177,7 @@ def build_model(
     """
     check_sizes(model, layout)
     config = transformer_config(model, layout)
-    padded_vocab = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
     chunks = [
         _chunk(model_class, model, layout, config, v, padded_vocab) for v in range(layout.vpp)
     ]

@@ -5,8 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from megapack.choices import (
+    AdvantageNorm,
+    Attention,
+    Dtype,
+    KlKind,
+    KlLevel,
+    LossWeighting,
+    Overlong,
+    Recompute,
+)
+from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
-from megapack.layout import Fp8, Layout
+from megapack.layout import Fp8, Layout, fp8_rows
+
+BYTE_VOCAB_SIZE = 259
+"""Of the built-in tokenizer: 256 bytes and three special tokens."""
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple that no common tp changes, so that padding is the same."""
@@ -54,17 +68,17 @@ class ModelConfig:
     """SwiGLU in the MLP; false = GELU."""
     untie_embeddings: bool = False
     """An output matrix of its own; false = the input embedding's, on the first and last stage."""
-    attention: Literal["auto", "te", "varlen", "sdpa"] = "auto"
+    attention: Attention = "auto"
     """Kernels for packed rows: Transformer Engine's, torch's varlen attention (bf16, torch 2.10 or
     later), per-sample SDPA of torch, or the first of these that can run; a forced one that cannot
     is an error."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Dtype = "fp32"
     """Of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """Scaling of the linear layers' FP8 products, Transformer Engine's; rows are aligned for it.
     Needs attention=te and dtype=bf16; weights stay bf16, attention and the vocabulary projection
     are not in FP8. null = none."""
-    recompute: Literal["none", "full", "selective"] = "none"
+    recompute: Recompute = "none"
     """Activations that the backward computes again: none, whole layers, or attention only."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
@@ -131,12 +145,23 @@ class ModelConfig:
     @property
     def fp8_rows(self) -> Fp8:
         """The recipe as `Layout.fp8` has it, which aligns rows for it."""
-        by_block: dict[str | None, Fp8] = {
-            None: False,
-            "blockwise": "blockwise",
-            "mxfp8": "mxfp8",
-        }
-        return by_block.get(self.fp8, True)
+        return False if self.fp8 is None else fp8_rows(self.fp8)
+
+    def to_sizes(self) -> ModelSizes:
+        """Sizes for the cost and memory models; multi-token prediction is left out."""
+        ffn = self.ffn_hidden_size or 4 * self.hidden_size
+        return ModelSizes(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=(self.num_experts and self.moe_ffn_hidden_size) or ffn,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+            vocab_size=self.vocab_size or BYTE_VOCAB_SIZE,
+            gated=self.gated_linear_unit,
+            num_experts=self.num_experts,
+            experts_per_token=self.moe_top_k if self.num_experts else 1,
+        )
 
     def _check_fp8(self) -> None:
         if self.fp8 is None:
@@ -212,7 +237,7 @@ class DataConfig:
     """Groups (prompts with all their rollouts) per batch; a batch is planned as a whole."""
     max_length: int | None = None
     """Tokens that a sample may have, prompt and response; null = model.max_position_embeddings."""
-    overlong: Literal["error", "truncate", "skip"] = "error"
+    overlong: Overlong = "error"
     """A sample above `max_length`: an error, its first tokens only, or left out with a warning."""
     tokenizer: Literal["bytes"] = "bytes"
     """Of text: one token per byte, 259 with the specials. Ids in a file are taken as they are."""
@@ -244,13 +269,7 @@ class ObjectiveConfig:
     kind: Literal["sft", "ppo", "grpo", "gspo"] = "grpo"
     """Negative log-likelihood, the clipped policy loss, that with a KL penalty in the loss, or with
     one ratio per sample (gspo: set seq-mean-token-mean, and clips near 3e-4)."""
-    loss_weighting: Literal[
-        "token-mean",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "rollout-mean",
-    ] = "token-mean"
+    loss_weighting: LossWeighting = "token-mean"
     """The weight of a response token in a step's loss, see `megapack.loss`."""
     norm_constant: float | None = None
     """The divisor of seq-mean-token-sum-norm, in tokens; null = not needed."""
@@ -262,13 +281,13 @@ class ObjectiveConfig:
     """Bound of the loss for negative advantages, above 1; null = none."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference policy (the initial weights); 0 = no reference pass."""
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    kl_kind: KlKind = "k3"
     """The KL's estimator."""
-    kl_level: Literal["token", "sequence"] = "token"
+    kl_level: KlLevel = "token"
     """Under gspo: the estimator of each token's log-ratio, or of their mean over a sample."""
     entropy_coef: float = 0.0
     """Weight of the entropy that is subtracted from the loss; 0 = entropy is only reported."""
-    advantage_norm: Literal["group", "group-std", "none"] = "group"
+    advantage_norm: AdvantageNorm = "group"
     """Rewards into advantages, see `megapack.rollouts.group_advantages`."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at one time in the vocabulary head; less saves memory."""

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megapack.choices import KlLevel
 from megapack.errors import ConfigError
-from megapack.loss import GRPO, PPO, SFT, Objective, kl_estimate
-from megapack.model_config import ObjectiveConfig
+from megapack.loss import GRPO, Objective, kl_estimate
 from megapack.segments import Segments, no_segments
 
 
@@ -69,7 +69,7 @@ class GSPO(GRPO):
     token_level: bool = False
     """GSPO-token: each token has its own gradient and advantage, and its sample's ratio. Where a
     sample has one advantage this is the same."""
-    kl_level: Literal["token", "sequence"] = "token"
+    kl_level: KlLevel = "token"
     """The KL penalty's estimator is taken of each token's log-ratio to the reference, or of their
     mean over the sample."""
 
@@ -163,21 +163,3 @@ def metric_names(objective: AnyObjective, with_entropy: bool) -> list[str]:
     entropy_R = empty if with_entropy else None
     _, metrics = call_objective(objective, empty, entropy_R, fields, no_segments())
     return ["loss", *sorted({*metrics, *(["entropy"] if with_entropy else [])})]
-
-
-def make_objective(config: ObjectiveConfig) -> AnyObjective:
-    """The objective that a config names."""
-    if config.kind == "sft":
-        return SFT()
-    clip: dict[str, Any] = {
-        "clip_low": config.clip_low,
-        "clip_high": config.clip_high,
-        "dual_clip": config.dual_clip,
-        "entropy_coef": config.entropy_coef,
-    }
-    if config.kind == "ppo":
-        return PPO(**clip)
-    penalty: dict[str, Any] = {"kl_coef": config.kl_coef, "kl_kind": config.kl_kind}
-    if config.kind == "gspo":
-        return GSPO(**clip, **penalty, kl_level=config.kl_level)
-    return GRPO(**clip, **penalty)

@@ -16,11 +16,10 @@ from functools import cached_property
 from typing import Any
 
 from megapack.layout import Layout
-from megapack.plan_check import check_plan
 from megapack.plan_text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 
-__all__ = ["MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan", "check_plan"]
+__all__ = ["MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
 
 RolloutId = int | str
 

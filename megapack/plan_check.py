@@ -49,9 +49,8 @@ class _Checker:
                 "it was made for"
             )
         self.plan, self.layout, self.policy = plan, plan.layout, plan.policy
-        align = self.layout.sample_alignment
         self.lengths = lengths
-        self.aligned = -(-lengths // align) * align
+        self.aligned = self.layout.aligned_sample_tokens(lengths)
         self.budget = _budget(plan)
         sets = read_sets(plan.rollout_ids, plan.colocate_ids, plan.num_samples)
         self.rollout_of, ids, self.set_of, _ = sets
@@ -140,7 +139,7 @@ class _Checker:
         layout, samples = self.layout, list(mb.samples)
         aligned = self.aligned[samples]
         unit = layout.row_alignment
-        padded = -(-int(aligned.sum()) // unit) * unit
+        padded = layout.aligned_row_tokens(int(aligned.sum()))
         found = (mb.tokens, mb.tokens_sq, mb.padded_tokens)
         right = (int(self.lengths[samples].sum()), int((aligned * aligned).sum()), padded)
         if found != right:

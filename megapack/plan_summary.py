@@ -78,8 +78,7 @@ def plan_report(
     flat = read_lengths(lengths)
     if flat.size != plan.num_samples:
         raise PlanError(f"{flat.size} lengths for a plan of {plan.num_samples} samples")
-    align = plan.layout.sample_alignment
-    aligned = -(-flat // align) * align
+    aligned = plan.layout.aligned_sample_tokens(flat)
     model = cost or TOKENS
     return PlanReport(
         tuple(_report(plan, step, aligned[list(step.kept_samples)], model) for step in plan.steps)

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megapack.errors import MegapackError, PlanError
+from megapack.files import strict_json
 from megapack.inputs import is_id
-from megapack.json_io import parse
 from megapack.layout import Layout
 from megapack.policy import Policy
 
@@ -88,7 +88,7 @@ def parse_json(text: str, build: Build[P]) -> P:
         PlanError: what is wrong, and where.
     """
     try:
-        payload = parse(text)
+        payload = strict_json(text)
     except ValueError as error:
         raise PlanError(f"not a plan in JSON: {error}; {_REMEDY}") from None
     return _build_checked(payload, build)
@@ -139,7 +139,7 @@ class _TextReader:
             raise self._error(f"expected {key!r}, found {name[:40]!r}")
         try:
             run = _RUN.fullmatch(value)
-            return parse(value) if run is None else self._run(int(run[1]), int(run[2]))
+            return strict_json(value) if run is None else self._run(int(run[1]), int(run[2]))
         except ValueError as error:
             raise self._error(f"{key}: {error}") from None
 

@@ -38,26 +38,29 @@ class Policy:
     """
 
     count_rule: CountRule = "legal"
-    """"legal": every M that Megatron runs. "multiple": multiples of G only. "per_rank": each DP
-    rank its own legal M; dense layouts only, as experts make ranks meet in every layer."""
+    """Numbers of micro-batches per rank (M) that are allowed. "legal": all that Megatron runs.
+    "multiple": multiples of the group size G only. "per_rank": each DP rank its own legal M; dense
+    models only, as experts make ranks meet in every layer."""
     unreachable: Unreachable = "pad"
-    """When splitting rows reaches no legal M: add padding micro-batches, drop whole trailing
-    rollouts of the step (recorded and logged), or raise."""
+    """When splitting rows reaches no allowed M: add padding micro-batches, drop whole trailing
+    rollouts of the step (recorded and logged), or raise an error."""
     oversize: Oversize = "alone"
-    """A sample over the budget: alone in its row, or a PlanError."""
+    """A sample over the budget: alone in its row, or an error."""
     row_shape: RowShape = "planned"
-    """"planned": each row is as long as its samples. "uniform": one length per step."""
+    """"planned": each row is as long as its samples. "uniform": all rows of a step are of one
+    length (CUDA graphs)."""
     balance: Balance = "time"
-    """Ranks and rows are balanced by the cost model's seconds, or by row tokens."""
+    """What is balanced over ranks and rows: the cost model's seconds, or row tokens."""
     step_split: StepSplit = "contiguous"
     """Rollouts go to steps in input order, or so that the steps' tokens are balanced."""
     search: int = 2048
     """Simulated rank-steps that one step's search may spend; 0 = construction only. A count and
     not a time, so that every rank finds the same plan."""
     group_size: GroupSize = "fixed"
-    """"search" also tries other G than the layout's; a larger G keeps more activations alive."""
+    """"fixed": the layout's G. "search": other G are tried too; a larger one keeps more activations
+    alive."""
     max_live_tokens_per_gpu: int | None = None
-    """Cap on the row tokens, per GPU, whose activations a stage holds at once; None = no cap."""
+    """Row tokens per GPU whose activations a stage may hold at once; no cap by default."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

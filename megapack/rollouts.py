@@ -18,16 +18,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from megapack.choices import AdvantageNorm
 from megapack.errors import ConfigError, DataError
 from megapack.tokenizer import Ids
-
-AdvantageNorm = Literal["group", "group-std", "none"]
-Overlong = Literal["error", "truncate", "skip"]
 
 # Keeps the division finite where all rewards of a group are equal.
 _STD_EPS = 1e-6

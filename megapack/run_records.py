@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from megapack.cost import CostModel
 from megapack.errors import DataError, PlanError, first_line
-from megapack.files import read_whole
+from megapack.files import read_whole, strict_json
 from megapack.inputs import Ints
-from megapack.json_io import parse
 from megapack.length_file import Columns, read_length_file
 from megapack.pipeline import Event
 from megapack.plan import Plan
@@ -96,7 +95,7 @@ def _lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
         raise DataError(f"{path}: cannot be read ({reason}); give the folder of a run") from None
     for number, line in enumerate(lines, start=1):
         try:
-            yield read(parse(line))
+            yield read(strict_json(line))
         except KeyError as error:
             raise _no_record(path, number, f"no {error}") from None
         except (ValueError, TypeError, AttributeError) as error:

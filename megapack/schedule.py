@@ -21,8 +21,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import settings
-from megapack.agreements import Agreement
-from megapack.consensus import agree, on_any_rank
+from megapack.consensus import Agreement, agree, on_any_rank
 from megapack.cp_slices import slice_row
 from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.experts import ModelRouting
@@ -37,7 +36,8 @@ from megapack.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
 from megapack.objectives import AnyObjective, metric_names
 from megapack.out_of_memory import check_retry
 from megapack.outputs import Scope, scatter_to_samples, sum_metrics
-from megapack.plan import Plan, check_plan
+from megapack.plan import Plan
+from megapack.plan_check import check_plan
 from megapack.routing import RoutingPass, collect_routing, token_weight
 from megapack.run_context import evaluating, process_groups
 from megapack.samples import SampleBatch

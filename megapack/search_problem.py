@@ -131,5 +131,4 @@ def row_sums(problem: StepProblem, row_of: Ints, num_rows: int) -> tuple[Ints, I
     np.add.at(tokens, row_of, problem.lengths)
     np.add.at(padded, row_of, problem.aligned)
     np.add.at(tokens_sq, row_of, problem.aligned_sq)
-    unit = problem.layout.row_alignment
-    return tokens, -(-padded // unit) * unit, tokens_sq
+    return tokens, problem.layout.aligned_row_tokens(padded), tokens_sq

@@ -57,12 +57,17 @@ class State(NamedTuple):
 
 
 @kernel
+def row_tokens(cost: RowCost, tokens: int) -> int:
+    """A row's length, as `Layout.aligned_row_tokens` has it; a row without samples is one unit."""
+    if cost.uniform_tokens > 0:
+        return cost.uniform_tokens
+    return max(-(-tokens // cost.unit) * cost.unit, cost.unit)
+
+
+@kernel
 def row_seconds(cost: RowCost, tokens: int, tokens_sq: int, samples: int) -> float:
     """One chunk's forward of a row; `samples` = 0 is a padding micro-batch."""
-    length = max(-(-tokens // cost.unit) * cost.unit, cost.unit)
-    if cost.uniform_tokens > 0:
-        length = cost.uniform_tokens
-    work = cost.per_token * length + cost.per_token_sq * tokens_sq
+    work = cost.per_token * row_tokens(cost, tokens) + cost.per_token_sq * tokens_sq
     return cost.fixed + work + cost.per_sample * samples
 
 
@@ -113,9 +118,7 @@ def _live(cost: RowCost, state: State, ops: RankOps, rank: int) -> float:
     for place in range(amounts.size):
         row = state.rows[rank, place]
         tokens = state.tokens[row] if row >= 0 else 0
-        amounts[place] = max(-(-tokens // cost.unit) * cost.unit, cost.unit)
-        if cost.uniform_tokens > 0:
-            amounts[place] = cost.uniform_tokens
+        amounts[place] = row_tokens(cost, tokens)
     return peak_live(ops, amounts)
 
 

@@ -112,10 +112,9 @@ def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:
 def _row_cost(problem: StepProblem, cost: CostModel, state: State) -> RowCost:
     layout, policy = problem.layout, problem.policy
     share = 1.0 / (layout.num_chunks * layout.cp)
-    unit = layout.row_alignment
     uniform = 0
     if policy.row_shape == "uniform":
-        uniform = -(-int(state.tokens.max()) // unit) * unit
+        uniform = layout.aligned_row_tokens(int(state.tokens.max()))
     live = 0.0
     if policy.max_live_tokens_per_gpu is not None:
         live = float(policy.max_live_tokens_per_gpu * layout.cp * layout.vpp)
@@ -124,7 +123,7 @@ def _row_cost(problem: StepProblem, cost: CostModel, state: State) -> RowCost:
         per_token=float(cost.per_token * share),
         per_token_sq=float(cost.per_token_sq * share),
         per_sample=float(cost.per_sample * share),
-        unit=unit,
+        unit=layout.row_alignment,
         uniform_tokens=uniform,
         capacity=problem.capacity if problem.capacity >= 0 else _UNCAPPED,
         max_live=live,

@@ -16,7 +16,7 @@ from megapack.attention import refuse_unpacked_attention
 from megapack.errors import ConfigError, ScheduleError
 from megapack.experts import check_experts
 from megapack.head import unwrapped
-from megapack.layout import Fp8, Layout
+from megapack.layout import Layout, fp8_rows
 from megapack.mtp import check_mtp, num_depths
 from megapack.plan import Plan
 from megapack.policy import check_count_rule
@@ -100,7 +100,7 @@ def _check_fp8(config: Any, layout: Layout) -> None:
     if not getattr(config, "fp8", None):
         return
     recipe = getattr(config, "fp8_recipe", None)
-    rows: Fp8 = recipe if recipe in ("mxfp8", "blockwise") else True
+    rows = fp8_rows(recipe)
     needed = Layout(fp8=rows).fp8_unit_tokens
     if layout.fp8_unit_tokens % needed:
         raise ScheduleError(

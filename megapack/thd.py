@@ -124,7 +124,7 @@ def pack_row(
             model's embedding has not (on a GPU that would end the process).
     """
     lengths = tuple(batch.length(i) for i in micro_batch.samples)
-    aligned = [layout.padded_length(n) for n in lengths]
+    aligned = [layout.aligned_sample_tokens(n) for n in lengths]
     if sum(lengths) != micro_batch.tokens:
         raise DataError(
             f"samples {micro_batch.samples} hold {sum(lengths)} tokens, the plan counts "

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from megapack.model_config import BYTE_VOCAB_SIZE
+
 Ids = npt.NDArray[np.int64]
 
 
@@ -28,7 +30,7 @@ class ByteTokenizer:
     bos = 256
     eos = 257
     pad = 258
-    vocab_size = 259
+    vocab_size = BYTE_VOCAB_SIZE
 
     def encode(self, text: str) -> Ids:
         """The bytes of a text, int64, without specials.

@@ -5,12 +5,10 @@ The keys are those of metrics.jsonl. Text and null have no curve and are left ou
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megapack.errors import ConfigError
 from megapack.files import write_whole
 
 Metrics = Mapping[str, float | int | str | None]
@@ -24,18 +22,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write out what is held back."""
-
-
-def check_installed(names: Sequence[str]) -> None:
-    """Raise ConfigError for the first tracker whose package, of the same name, is missing."""
-    for name in names:
-        spec = importlib.util.find_spec(name)
-        # A folder of that name, which W&B leaves behind, is found as a package without an origin.
-        if spec is None or spec.origin is None:
-            raise ConfigError(
-                f"train.trackers has {name}, which is not installed; pip install {name}, or leave "
-                "it out"
-            )
 
 
 def open_trackers(

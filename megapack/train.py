@@ -30,6 +30,7 @@ from megapack.interrupt import Interrupt
 from megapack.job import current_job, join_job
 from megapack.kernels import find_kernels
 from megapack.layout import Layout
+from megapack.loop_config import check_installed
 from megapack.model import build_model, initialize_parallel
 from megapack.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.pipeline import simulate_planned
@@ -49,7 +50,7 @@ from megapack.run_data import all_batches, open_dataset, steps_in
 from megapack.schedule import ScheduleAdapter
 from megapack.tokenizer import ByteTokenizer
 from megapack.trace import StepTracer
-from megapack.trackers import check_installed, open_trackers
+from megapack.trackers import open_trackers
 from megapack.train_config import TrainConfig
 from megapack.watchdog import Watchdog
 

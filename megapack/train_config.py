@@ -10,24 +10,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from megapack.calibration import read_cost
+from megapack.choices import Device
 from megapack.cost import CostModel
-from megapack.cost_sizes import ModelSizes
+from megapack.cost_file import read_cost
 from megapack.errors import ConfigError
-from megapack.layout import CountRule, Fp8, Layout, why_no_retry
+from megapack.layout import Fp8, Layout, ParallelSizes, why_no_retry
 from megapack.loop_config import LoopConfig, WatchdogConfig
 from megapack.memory import MemoryModel
-from megapack.model_config import DataConfig, ModelConfig, ObjectiveConfig, at_least
-from megapack.policy import (
-    Balance,
-    GroupSize,
-    Oversize,
-    Policy,
-    RowShape,
-    StepSplit,
-    Unreachable,
+from megapack.model_config import (
+    BYTE_VOCAB_SIZE,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    at_least,
 )
-from megapack.tokenizer import ByteTokenizer
+from megapack.policy import (
+    Policy,
+)
 
 __all__ = [
     "TrainConfig",
@@ -43,26 +42,8 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutConfig:
-    """How the ranks are split; mirrors `megapack.Layout`."""
-
-    dp: int | None = None
-    """Data-parallel ranks; null = ranks of the job / (tp * pp * cp)."""
-    tp: int = 1
-    """Tensor-parallel ranks."""
-    pp: int = 1
-    """Pipeline stages."""
-    vpp: int = 1
-    """Model chunks per stage (virtual pipeline); 1 = the schedule without interleaving."""
-    cp: int = 1
-    """Context-parallel ranks: each sample is cut over them."""
-    ep: int = 1
-    """Expert-parallel ranks, for mixtures of experts."""
-    sequence_parallel: bool = False
-    """Scatter activations over the tensor-parallel ranks outside attention; needs tp > 1."""
-    microbatch_group_size: int | None = None
-    """Micro-batches that a virtual stage takes in a row, Megatron's
-    microbatch_group_size_per_vp_stage; null = pp."""
+class LayoutConfig(ParallelSizes):
+    """How the ranks are split: the sizes of `megapack.Layout`."""
 
     def __post_init__(self) -> None:
         at_least(self, "layout", 1, "tp", "pp", "vpp", "cp", "ep", "dp", "microbatch_group_size")
@@ -88,8 +69,8 @@ class LayoutConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """How samples become steps and micro-batches; the last nine mirror `megapack.Policy`."""
+class _BatchSizes:
+    """Sizes of micro-batches and steps, and what a micro-batch costs."""
 
     max_tokens_per_gpu: int | None = None
     """Padded tokens that a micro-batch may have on one GPU, after context parallelism;
@@ -106,28 +87,12 @@ class PlanConfig:
     cost_model: str | None = None
     """YAML file of a cost model in seconds, as tools/calibrate.py writes it, relative to the
     working directory; the same on all ranks. null = a row costs its tokens."""
-    count_rule: CountRule = Policy.count_rule
-    """Numbers of micro-batches that are allowed: all that Megatron takes, multiples of the group
-    size only, or a number of its own for each data-parallel rank (dense models)."""
-    unreachable: Unreachable = Policy.unreachable
-    """Where an allowed number cannot be reached by splitting: add padding micro-batches, drop
-    trailing rollouts, or stop."""
-    oversize: Oversize = Policy.oversize
-    """A sample above the budget: alone in its micro-batch, or an error."""
-    row_shape: RowShape = Policy.row_shape
-    """Rows as long as their samples, or one length for all rows of a step (CUDA graphs)."""
-    balance: Balance = Policy.balance
-    """What is balanced over ranks and micro-batches: modelled seconds, or tokens."""
-    step_split: StepSplit = Policy.step_split
-    """Rollouts go to steps in their order, or so that steps cost alike."""
-    search: int = Policy.search
-    """Simulated rank-steps that one step's search may spend; 0 = none. A count and not a time, so
-    that every rank finds the same plan."""
-    group_size: GroupSize = Policy.group_size
-    """Micro-batch groups as the layout has them, or other sizes tried too, which may keep more
-    activations alive."""
-    max_live_tokens_per_gpu: int | None = Policy.max_live_tokens_per_gpu
-    """Row tokens per GPU whose activations a stage may hold at one time; null = any number."""
+
+
+# The fields of the last base come first: what must be set leads the section.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(Policy, _BatchSizes):
+    """How samples become steps and micro-batches: sizes, then the fields of `megapack.Policy`."""
 
     def __post_init__(self) -> None:
         sizes = ("max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "num_steps")
@@ -140,10 +105,10 @@ class PlanConfig:
             )
         if self.global_batch_size is not None and self.num_steps is not None:
             raise ConfigError("both of plan.global_batch_size and plan.num_steps set; unset one")
-        self.to_policy()
+        super().__post_init__()
 
     def to_policy(self) -> Policy:
-        """The planner's policy."""
+        """The planner's policy, without the sizes."""
         names = [field.name for field in dataclasses.fields(Policy)]
         return Policy(**{name: getattr(self, name) for name in names})
 
@@ -151,7 +116,7 @@ class PlanConfig:
         """The cost model that is named; None where a row costs its tokens.
 
         Raises:
-            ConfigError: see `calibration.read_cost`.
+            ConfigError: see `cost_file.read_cost`.
         """
         return None if self.cost_model is None else read_cost(self.cost_model, layout)
 
@@ -202,7 +167,7 @@ class TrainConfig:
 
     name: str
     """The run's name and its folder under `runs_dir`."""
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: Device = "cuda"
     """cpu sends Megatron-Core's CUDA calls to the CPU; never chosen by itself."""
     seed: int = 1234
     """Seeds the weights, dropout, and the order of shuffled data."""
@@ -231,7 +196,7 @@ class TrainConfig:
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         self._check_division()
         self._check_retry()
-        vocabulary, needed = self.model.vocab_size, ByteTokenizer.vocab_size
+        vocabulary, needed = self.model.vocab_size, BYTE_VOCAB_SIZE
         if self.data.path is None and vocabulary is not None and vocabulary < needed:
             raise ConfigError(
                 f"model.vocab_size={vocabulary} is less than the {needed} of generated rollouts; "
@@ -252,7 +217,7 @@ class TrainConfig:
     def memory_model(self) -> MemoryModel:
         """What of this decides the bytes of a GPU."""
         return MemoryModel(
-            sizes=ModelSizes.from_config(self.model),
+            sizes=self.model.to_sizes(),
             untied_embeddings=self.model.untie_embeddings,
             dtype=self.model.dtype,
             distributed_optimizer=self.optim.distributed_optimizer,

@@ -18,10 +18,10 @@ LIMIT_S = 30.0
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Wait for what another thread does."""
+    """Wait until something that another thread or process does holds."""
     end = time.monotonic() + LIMIT_S
     while not holds():
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, f"it did not happen in {LIMIT_S:g} s"
         time.sleep(0.005)
 
 
@@ -30,9 +30,16 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self._num_reads = 0
 
     def monotonic(self) -> float:
+        self._num_reads += 1
         return self.now
+
+    def wait_for_reads(self, count: int = 2) -> None:
+        """Wait until other threads have read the clock: after the second, the first was used."""
+        wanted = self._num_reads + count
+        until(lambda: self._num_reads >= wanted)
 
     sleep = staticmethod(time.sleep)
 
@@ -49,7 +56,7 @@ def boards(world: int, store: Any = None) -> Iterator[list[Board]]:
 
 @contextmanager
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits, in place of a rank's."""
+    """A process that sleeps, in place of a rank's."""
     process = subprocess.Popen(["sleep", "600"])
     try:
         yield process
@@ -60,7 +67,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def pid_is(pid: int) -> Iterator[None]:
-    """Within the block this process passes for another."""
+    """Within the block this process seems to have another pid."""
     own, os.getpid = os.getpid, lambda: pid
     try:
         yield

@@ -23,6 +23,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench_planner import machine
+from calibration_rows import (
+    fit_whole_model,
+    grid,
+    on_one_stage,
+    relative_errors,
+    stage_weights,
+)
 
 from megapack import (
     DataError,
@@ -36,15 +43,7 @@ from megapack import (
     cpu,
     launch,
 )
-from megapack.calibration import (
-    Calibration,
-    Origin,
-    fit_whole_model,
-    grid,
-    on_one_stage,
-    relative_errors,
-    stage_weights,
-)
+from megapack.calibration import Calibration, Origin
 from megapack.config import dump_yaml, find_config, load_config
 from megapack.errors import ConfigError
 from megapack.forward import DeviceRow, LastStage, RowForward

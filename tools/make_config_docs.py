@@ -5,18 +5,15 @@ python tools/make_config_docs.py [FILE]
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-import itertools
 import json
 import sys
-import textwrap
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megapack.field_docs import field_docs
 from megapack.train_config import TrainConfig
 from megapack.typed import describe
 
@@ -88,23 +85,6 @@ def default(field: dataclasses.Field[Any]) -> str:
         return "required"
     value = list(field.default) if isinstance(field.default, tuple) else field.default
     return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
-
-
-def field_docs(cls: Any) -> dict[str, str]:
-    """The text under each field of a dataclass."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    return dict(_field_docs(tree.body))
-
-
-def _field_docs(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
-    for field, text in itertools.pairwise(body):
-        match field, text:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(words))),
-            ):
-                yield name, " ".join(words.split())
 
 
 def _cell(text: str) -> str:

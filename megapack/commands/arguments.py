@@ -5,24 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, get_args
+from collections.abc import Collection, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megapack.errors import ConfigError, PlanError, brief
-from megapack.layout import CountRule, Layout
+from megapack.field_docs import field_docs
+from megapack.layout import Layout
 from megapack.length_file import Columns, LengthTable, read_length_file
 from megapack.memory import GIB
 from megapack.plan import Plan
-from megapack.policy import (
-    Balance,
-    GroupSize,
-    Oversize,
-    Policy,
-    RowShape,
-    StepSplit,
-    Unreachable,
-)
+from megapack.policy import Policy
 
 _MAX_GIB = 2**20
 
@@ -65,23 +58,66 @@ def read_table(args: argparse.Namespace) -> LengthTable:
     return read_length_file(args.lengths, Columns(**columns))
 
 
+def add_fields(
+    group: argparse._ActionsContainer, cls: Any, *, skip: Collection[str] = (), **defaults: object
+) -> None:
+    """An option for each field of a dataclass, `--row-shape` for `row_shape`.
+
+    The text under the field is the help. A field that is True has the switch `--no-NAME`. What is
+    not given is None, so that `given_fields` leaves it to the dataclass.
+
+    Args:
+        skip: fields without an option.
+        defaults: values of options that are not given, in place of the fields' own.
+    """
+    docs = field_docs(cls)
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        if field.name in skip:
+            continue
+        default = defaults.get(field.name, field.default)
+        group.add_argument(
+            f"--{'no-' if default is True else ''}{field.name.replace('_', '-')}",
+            dest=field.name,
+            default=defaults.get(field.name),
+            help=_help(docs[field.name], default),
+            **_form(hints[field.name], default),
+        )
+
+
+def _form(hint: Any, default: object) -> dict[str, Any]:
+    """How an option of this type is read."""
+    if type(None) in get_args(hint):
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if hint is bool:
+        return {"action": "store_false" if default else "store_true"}
+    if hint is int:
+        return {"type": integer, "metavar": "N"}
+    return {"type": number, "metavar": "X"}
+
+
+def _help(text: str, default: object) -> str:
+    """As other options have it: a small letter first, the default last."""
+    if not text[1].isupper():
+        text = text[0].lower() + text[1:]
+    text = text.rstrip(".").replace("%", "%%")
+    if default is None or default is MISSING or isinstance(default, bool):
+        return text
+    return f"{text} ({default:g})" if isinstance(default, float) else f"{text} ({default})"
+
+
+def given_fields(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
+    """The fields of a dataclass whose options are given."""
+    values = {field.name: getattr(args, field.name, None) for field in fields(cls)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def add_layout(parser: argparse.ArgumentParser) -> None:
     """Every field of `Layout`."""
     group = parser.add_argument_group("layout")
-    sizes = {
-        "dp": "data-parallel ranks",
-        "tp": "tensor-parallel ranks",
-        "pp": "pipeline stages",
-        "vpp": "model chunks per stage",
-        "cp": "context-parallel ranks",
-        "ep": "expert-parallel ranks",
-    }
-    for name, what in sizes.items():
-        group.add_argument(f"--{name}", type=integer, default=1, metavar="N", help=f"{what} (1)")
-    group.add_argument("--sequence-parallel", action="store_true", help="with tp > 1")
-    group.add_argument(
-        "--microbatch-group-size", type=integer, metavar="G", help="of the interleaved schedule; pp"
-    )
+    add_fields(group, Layout, skip=("fp8",))
     group.add_argument(
         "--fp8", choices=["true", "mxfp8", "blockwise"], help="recipe, for alignment (none)"
     )
@@ -89,8 +125,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 def read_layout(args: argparse.Namespace) -> Layout:
     """The layout of the options."""
-    given = {field.name: getattr(args, field.name) for field in fields(Layout)}
-    given["fp8"] = {None: False, "true": True}.get(args.fp8, args.fp8)
+    given = given_fields(args, Layout)
+    if args.fp8 == "true":
+        given["fp8"] = True
     return Layout(**given)
 
 
@@ -106,40 +143,12 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
 def add_policy(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
     """Every field of `Policy`, but for those that `tune` sweeps."""
     group = parser.add_argument_group("policy, see megapack.Policy")
-    default = Policy()
-    choices: dict[str, Any] = {
-        "unreachable": Unreachable,
-        "oversize": Oversize,
-        "row_shape": RowShape,
-        "balance": Balance,
-        "step_split": StepSplit,
-    }
-    if not swept:
-        choices = {"count_rule": CountRule, "group_size": GroupSize, **choices}
-    for name, literal in choices.items():
-        value = getattr(default, name)
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            choices=get_args(literal),
-            default=value,
-            help=f"({value})",
-        )
-    group.add_argument(
-        "--search",
-        type=integer,
-        default=default.search,
-        metavar="N",
-        help=f"simulated rank-steps per optimizer step ({default.search})",
-    )
-    group.add_argument(
-        "--max-live-tokens-per-gpu", type=integer, metavar="N", help="cap on activations in flight"
-    )
+    add_fields(group, Policy, skip=("count_rule", "group_size") if swept else ())
 
 
 def read_policy(args: argparse.Namespace) -> Policy:
     """The policy of the options."""
-    names = [field.name for field in fields(Policy) if hasattr(args, field.name)]
-    return Policy(**{name: getattr(args, name) for name in names})
+    return Policy(**given_fields(args, Policy))
 
 
 def add_memory_limit(group: argparse._ArgumentGroup) -> None:

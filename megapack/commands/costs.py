@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megapack.commands.arguments import integer, number
+from megapack.choices import Recompute
+from megapack.commands.arguments import add_fields, given_fields
 from megapack.cost import CostModel
 from megapack.cost_sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import Layout
-from megapack.memory import Recompute
 from megapack.plan import Plan
 
 if TYPE_CHECKING:
@@ -22,9 +22,19 @@ if TYPE_CHECKING:
 _FIXED_TOKENS = 256
 _TOKENS_PER_SQUARE = 49152
 
-_DEFAULT_UTILISATION = 0.4
-_DEFAULT_LAYER_OVERHEAD_US = 100.0
-_DEFAULT_TP_GBS = 300.0
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSpeed:
+    """What a model's seconds follow from."""
+
+    peak_tflops: float | None = None
+    """Most TFLOPS of one GPU, 989 for an H100 in bf16."""
+    utilisation: float = 0.4
+    """Share of the peak that kernels reach."""
+    layer_overhead_us: float = 100.0
+    """Microseconds of a layer's forward whatever it holds: launches."""
+    tp_gbs: float = 300.0
+    """GB/s of a GPU in tensor-parallel collectives."""
 
 
 @dataclass(frozen=True)
@@ -49,57 +59,9 @@ def add_costs(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> No
         group.add_argument(
             "--cost", metavar="FILE", help="a cost model in YAML, measured on this layout"
         )
-    add_sizes(group)
-    add_speed(group)
-
-
-def add_speed(group: argparse._ArgumentGroup, peak_tflops: float | None = None) -> None:
-    """What `price_by_sizes` reads.
-
-    Args:
-        peak_tflops: of a GPU, where none is given.
-    """
-    group.add_argument(
-        "--peak-tflops",
-        type=number,
-        default=peak_tflops,
-        metavar="N",
-        help="of one GPU; "
-        + ("with --config or sizes" if peak_tflops is None else f"({peak_tflops:g}, H100 in bf16)"),
-    )
-    group.add_argument(
-        "--utilisation",
-        type=number,
-        default=_DEFAULT_UTILISATION,
-        metavar="X",
-        help=f"share of the peak that kernels reach ({_DEFAULT_UTILISATION})",
-    )
-    group.add_argument(
-        "--layer-overhead-us",
-        type=number,
-        default=_DEFAULT_LAYER_OVERHEAD_US,
-        metavar="X",
-        help="microseconds of a layer's forward whatever it holds: launches "
-        f"({_DEFAULT_LAYER_OVERHEAD_US:g})",
-    )
-    group.add_argument(
-        "--tp-gbs",
-        type=number,
-        default=_DEFAULT_TP_GBS,
-        metavar="X",
-        help=f"GB/s of a GPU in tensor-parallel collectives ({_DEFAULT_TP_GBS:g})",
-    )
-
-
-def add_sizes(group: argparse._ArgumentGroup) -> None:
-    """--config, or each field of `ModelSizes`."""
     group.add_argument("--config", metavar="CONFIG", help="take sizes from its model section, or")
-    for field in fields(ModelSizes):
-        flag = f"--{field.name.replace('_', '-')}"
-        if field.name == "gated":
-            group.add_argument("--no-gated", dest="gated", action="store_false", default=None)
-        else:
-            group.add_argument(flag, type=integer, metavar="N")
+    add_fields(group, ModelSizes)
+    add_fields(group, GpuSpeed)
 
 
 def read_config(args: argparse.Namespace) -> TrainConfig | None:
@@ -118,14 +80,13 @@ def read_sizes(args: argparse.Namespace) -> ModelSizes | None:
     Raises:
         ConfigError: both, or sizes that are missing.
     """
-    given = {field.name: getattr(args, field.name) for field in fields(ModelSizes)}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = given_fields(args, ModelSizes)
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
     config = read_config(args)
     if config is not None:
         if given:
             raise ConfigError(f"--config and {flags} given; set the config or the sizes")
-        return ModelSizes.from_config(config.model)
+        return config.model.to_sizes()
     if not given:
         return None
     needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
@@ -148,7 +109,7 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
     if getattr(args, "cost", None) is not None:
         if sizes is not None or args.peak_tflops is not None:
             raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
-        from megapack.calibration import read_cost
+        from megapack.cost_file import read_cost
 
         cost = read_cost(args.cost, layout)
         if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):
@@ -216,15 +177,18 @@ def price_by_sizes(
     Raises:
         ConfigError: no speed, or numbers that are none.
     """
-    peak, share, overhead = args.peak_tflops, args.utilisation, args.layer_overhead_us
+    speed = GpuSpeed(**given_fields(args, GpuSpeed))
+    peak = speed.peak_tflops
+    share = speed.utilisation
+    overhead = speed.layer_overhead_us
     traffic = sizes.num_layers * sizes.layer_tp_bytes_per_token(layout.tp)
     if peak is None:
         raise ConfigError(
             "a model without a GPU's speed; set --peak-tflops, 989 for an H100 in bf16"
         )
-    if not peak > 0 or not 0 < share <= 1 or not args.tp_gbs > 0:
+    if not peak > 0 or not 0 < share <= 1 or not speed.tp_gbs > 0:
         raise ConfigError(
-            f"--peak-tflops={peak:g}, --utilisation={share:g}, --tp-gbs={args.tp_gbs:g}; set all "
+            f"--peak-tflops={peak:g}, --utilisation={share:g}, --tp-gbs={speed.tp_gbs:g}; set all "
             "above 0, and --utilisation to at most 1"
         )
     cost = CostModel.from_model(
@@ -237,9 +201,9 @@ def price_by_sizes(
     # The backward moves as much as each forward before it, not backward_ratio times as much.
     num_forwards = 2 if recompute == "full" else 1
     cost = replace(cost, backward_ratio=cost.backward_ratio + num_forwards - 1)
-    per_token = (1 + num_forwards) / (1 + cost.backward_ratio) * traffic / (args.tp_gbs * 1e9)
+    per_token = (1 + num_forwards) / (1 + cost.backward_ratio) * traffic / (speed.tp_gbs * 1e9)
     basis = (
         f"assumed: {share:.0%} of {peak:g} TFLOPS per GPU, {overhead:g} us per layer and "
-        f"micro-batch, TP at {args.tp_gbs:g} GB/s; CP, EP and DP communication is not counted"
+        f"micro-batch, TP at {speed.tp_gbs:g} GB/s; CP, EP and DP communication is not counted"
     )
     return Pricing(replace(cost, per_token=cost.per_token + per_token), True, basis)

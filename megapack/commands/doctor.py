@@ -1,4 +1,4 @@
-"""What of this machine's software and settings a run would trip over."""
+"""`megapack doctor`: print what of this machine's software and settings a run would trip over."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _COLUMN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How long, and for whom."""
+    """The time limit, and the form of the output."""
     add_json(parser)
     parser.add_argument(
         "--timeout",
         type=number,
         default=DEFAULT_TIMEOUT_S,
         metavar="S",
-        help=f"seconds after which a probe counts as hung ({DEFAULT_TIMEOUT_S:g})",
+        help=f"seconds after which the imports count as hung ({DEFAULT_TIMEOUT_S:g})",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Probe and tell; exit code 1 where a fault is found."""
+    """Run the probes and print what they found; exit code 1 if there is a fault."""
     if not 0 < args.timeout < float("inf"):
         raise ConfigError(f"--timeout={args.timeout:g}; set seconds above 0")
     found = diagnose(args.timeout)

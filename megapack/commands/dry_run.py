@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
+    add_fields,
     add_json,
     add_memory_limit,
     print_json,
@@ -14,8 +15,7 @@ from megapack.commands.arguments import (
     read_memory_limit,
     span,
 )
-from megapack.commands.costs import Pricing, add_speed, price_by_sizes
-from megapack.cost_sizes import ModelSizes
+from megapack.commands.costs import GpuSpeed, Pricing, price_by_sizes
 from megapack.errors import brief
 from megapack.memory import GIB, GpuMemory
 from megapack.train_config import TrainConfig
@@ -36,7 +36,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dry-run", type=_world, metavar="world=N", help="as if on N GPUs")
     add_memory_limit(group)
     add_json(group)
-    add_speed(group, peak_tflops=_PEAK_TFLOPS)
+    add_fields(group, GpuSpeed, peak_tflops=_PEAK_TFLOPS)
 
 
 def run_dry(args: argparse.Namespace, config: TrainConfig) -> int:
@@ -71,7 +71,7 @@ def _pricing(
     measured = config.plan.read_cost(layout)
     if measured is not None:
         return Pricing(measured, True, f"of the cost model {config.plan.cost_model}")
-    sizes = ModelSizes.from_config(config.model)
+    sizes = config.model.to_sizes()
     typical, recompute = batch.typical_length, config.model.recompute
     return price_by_sizes(args, sizes, layout, typical, recompute=recompute)
 

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         raise ConfigError("--json is for dry runs; set --dry-run world=N")
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
-        from megapack.kernels import warn_of_other_apex
+        from megapack.apex import warn_of_other_apex
         from megapack.launch import quiet_known_warnings
 
         quiet_known_warnings()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, get_args
 
+from megapack.choices import Recompute
 from megapack.commands.arguments import (
     add_json,
     add_lengths,
@@ -24,7 +25,7 @@ from megapack.commands.arguments import (
 from megapack.commands.costs import add_costs, read_config, read_pricing, read_sizes
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
-from megapack.memory import GIB, MemoryModel, Recompute
+from megapack.memory import GIB, MemoryModel
 from megapack.policy import GroupSize
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megapack.hosts.errors import HostAssertionError
+from megapack.errors import HostAssertionError
 from megapack.inputs import Ints
 from megapack.packing import first_fit, first_fit_decreasing
 from megapack.packing_kk import karmarkar_karp

@@ -16,6 +16,7 @@ import numpy as np
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts.rank_rows import Rows, split_rows
 from megapack.inputs import Ints
+from megapack.layout import round_up
 from megapack.packing import first_fit
 
 Rule = Callable[[Ints, int], Rows]
@@ -81,7 +82,7 @@ class SequencePacker:
 
     def _wanted(self, count: int) -> int:
         multiple = self.bin_count_multiple or 1
-        return -(-max(count, self.min_bin_count or 0) // multiple) * multiple
+        return round_up(max(count, self.min_bin_count or 0), multiple)
 
 
 def choose(name: enum.Enum | str, rules: dict[str, Rule]) -> tuple[str, Rule]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import megapack
 from megapack.errors import ScheduleError
 from megapack.hosts.options import HostOptions
-from megapack.layout import Fp8, Layout
+from megapack.layout import Layout, fp8_rows
 from megapack.policy import Policy
 
 if TYPE_CHECKING:
@@ -207,17 +207,8 @@ def megatron_layout(chunk: Any) -> Layout:
         ep=groups.get_expert_model_parallel_world_size(),
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if vpp > 1 else None,
-        fp8=_fp8(config),
+        fp8=fp8_rows(config.fp8_recipe) if getattr(config, "fp8", None) else False,
     )
-
-
-def _fp8(config: Any) -> Fp8:
-    if not getattr(config, "fp8", None):
-        return False
-    recipe = str(getattr(config, "fp8_recipe", ""))
-    if recipe == "mxfp8":
-        return "mxfp8"
-    return "blockwise" if recipe == "blockwise" else True
 
 
 class DpBalancedScheduler:

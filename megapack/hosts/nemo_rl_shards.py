@@ -13,12 +13,11 @@ import numpy as np
 
 from megapack.cost import CostModel
 from megapack.dp_schedule import build_dp_schedule
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts.bin_packers import SequencePacker
-from megapack.hosts.errors import HostAssertionError
 from megapack.hosts.rank_rows import Rows
 from megapack.inputs import Ints
-from megapack.layout import Layout
+from megapack.layout import Layout, round_up
 from megapack.policy import Policy
 
 Step = list[Rows]
@@ -41,7 +40,7 @@ class PackingArgs:
         if order not in (None, "packer", "largest_first"):
             raise ConfigError(f'microbatch_order={order!r}; set "packer" or "largest_first"')
         unit = int(args["sequence_length_pad_multiple"])
-        padded = -(-_lengths(data, args) // unit) * unit
+        padded = round_up(_lengths(data, args), unit)
         return cls(int(args["max_tokens_per_microbatch"]), padded, order == "largest_first")
 
 
@@ -141,7 +140,7 @@ def dynamic(
         # Rows that stand at the same place of their shards, the longest of each place.
         longest = lengths[rising].reshape(-1, shards).max(axis=1)
         unit, width = int(args["sequence_length_round"]), data.data[args["input_key"]].shape[1]
-        row_tokens = np.minimum(-(-longest // unit) * unit, width)
+        row_tokens = np.minimum(round_up(longest, unit), width)
         found = _rectangles(row_tokens.tolist(), int(args["max_tokens_per_microbatch"]))
         boundaries.append([[start, end] for start, end, _ in found])
         widths.append([tokens for _, _, tokens in found])

@@ -16,9 +16,8 @@ from typing import Any, Literal, get_args
 
 from megapack.cost import CostModel
 from megapack.dp_schedule import build_dp_schedule
-from megapack.errors import ConfigError, PlanError
+from megapack.errors import ConfigError, HostAssertionError, PlanError
 from megapack.hosts.balancing import get_seqlen_balanced_partitions
-from megapack.hosts.errors import HostAssertionError
 from megapack.hosts.flops import cost_in_tokens, knows_sizes
 from megapack.layout import Layout
 from megapack.plan import Plan, StepPlan

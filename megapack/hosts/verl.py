@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megapack.errors import DataError
+from megapack.errors import DataError, HostAssertionError
 from megapack.hosts.balancing import get_seqlen_balanced_partitions as balanced_partitions
-from megapack.hosts.errors import HostAssertionError
 from megapack.hosts.options import HostOptions
 from megapack.hosts.rank_rows import (
     Rows,

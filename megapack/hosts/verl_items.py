@@ -9,8 +9,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from megapack.cost import CostModel
-from megapack.errors import ConfigError, DataError
-from megapack.hosts.errors import HostAssertionError
+from megapack.errors import ConfigError, DataError, HostAssertionError
 from megapack.hosts.rank_rows import Need, Rows, plan_rank, split_rows
 from megapack.inputs import Ints
 from megapack.layout import Layout

@@ -12,7 +12,7 @@ from typing import Any
 
 from megapack import CheckpointError, ConfigError, DataError, PlanError
 from megapack import checkpoint_files as checkpoints
-from megapack.calibration import read_cost
+from megapack.cost_file import read_cost
 from megapack.files import write_output
 from megapack.layout import Layout
 from megapack.length_file import Columns, read_length_file

@@ -81,9 +81,9 @@ def main(folder: str) -> None:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         for name, line in COMMANDS.items():
             codes[name] = cli.main(line.split())
-    # `doctor` runs its probes in processes of their own, where no hook would be.
-    for probe in doctor.PROBES:
-        doctor_probes.main(probe)
+    # `doctor` runs most of them in a child, which has no hook.
+    for probe in (*doctor.HERE, *doctor.IN_CHILD):
+        doctor_probes.run_probe(probe)
     found = {
         "codes": codes,
         "said": said.getvalue(),

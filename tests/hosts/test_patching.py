@@ -14,7 +14,7 @@ import pytest
 from megapack import patching
 from megapack.errors import ConfigError, PatchError
 from megapack.patch_files import PatchFile, Replacement, load_patches, shipped_hosts
-from megapack.signatures import is_like, parse_signature, signature_of
+from megapack.patch_target import is_like, parse_signature, signature_of
 from tests.hosts.stub import PACK, Host, pack
 
 pytestmark = pytest.mark.hosts

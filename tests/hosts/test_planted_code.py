@@ -109,7 +109,7 @@ def test_the_children_of_an_isolated_doctor_are_isolated(
     (planted / "sitecustomize.py").write_text(MARK.format(mark=str(tmp_path / "mark")))
     code = (
         "from megapack import doctor\n"
-        "doctor.PROBES = {'python': (), 'patches': ()}\n"
+        "doctor.IN_CHILD = ('patches',)\n"
         "print(*(one.found or one.faults for one in doctor.diagnose()))"
     )
     environment = {"MEGAPACK_PATCH": "./slime.yaml", "PYTHONPATH": str(planted)}
@@ -151,10 +151,10 @@ def test_doctor_reads_no_file_that_the_variable_names(
     # Set once the child runs: with the start-up file it would end before.
     late = f"import os; os.environ[{VARIABLE!r}] = {asked!r}; {doctor._CHILD}"
     monkeypatch.setattr(doctor, "_CHILD", late)
-    monkeypatch.setattr(doctor, "PROBES", {"patches": ()})
+    monkeypatch.setattr(doctor, "IN_CHILD", ("patches",))
     monkeypatch.chdir(planted)
     monkeypatch.syspath_prepend(str(ROOT))
-    (found,) = doctor.diagnose()
+    found = doctor.diagnose()[-1]
     assert found.broken
     assert "no patches for" in found.faults[0]
     assert not (planted / "mark").exists()

@@ -52,7 +52,7 @@ def test_each_keeps_samples_budget_and_legal_counts(
             assert layout.is_legal_count(int(step.num_microbatches or 0))
             assert {len(rank) for rank in step.ranks} == {step.num_microbatches}
             for mb in (mb for rank in step.ranks for mb in rank if mb.samples):
-                longest = max(layout.padded_length(int(LENGTHS[i])) for i in mb.samples)
+                longest = max(layout.aligned_sample_tokens(int(LENGTHS[i])) for i in mb.samples)
                 taken = [int(LENGTHS[i]) for i in mb.samples]
                 if name == "padded":
                     taken = [longest] * len(taken)

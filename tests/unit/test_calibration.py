@@ -10,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import ConfigError, CostModel, DataError, Layout, Measurement
-from megapack.calibration import (
-    Calibration,
-    Origin,
+from megapack.calibration import Calibration, Origin
+from megapack.config import dump_yaml
+from megapack.cost_file import read_cost
+from megapack.train_config import ModelConfig, PlanConfig, TrainConfig
+from tools.calibration_rows import (
     fit_whole_model,
     grid,
     on_one_stage,
-    read_cost,
     relative_errors,
     stage_weights,
 )
-from megapack.config import dump_yaml
-from megapack.train_config import ModelConfig, PlanConfig, TrainConfig
 
 pytestmark = pytest.mark.unit
 

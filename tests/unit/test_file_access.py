@@ -20,7 +20,7 @@ SAFE_WITH = {
     "np.load": ("allow_pickle", False),
     "numpy.load": ("allow_pickle", False),
 }
-UNPICKLES = {"checkpoint_index": "looks through torch's pickled index with a list of names"}
+UNPICKLES = {"checkpoint_state": "looks through torch's pickled index with a list of names"}
 
 # Files are written by `files.write_whole`. All others, and why.
 WRITERS = {
@@ -42,7 +42,6 @@ WRITERS = {
     ("checkpoint_state", "torch_checkpoint.save"): "as checkpoint",
     ("plot", "figure.savefig"): "into memory",
     ("doctor_probes", "os.fdopen"): "a pipe to the parent",
-    ("doctor_probes", "json.dump"): "a pipe to the parent",
 }
 WRITES = {"write_text", "write_bytes", "savefig", "tofile", "fdopen", "mkstemp", "copytree"}
 WRITES |= {"TemporaryFile", "NamedTemporaryFile", "SpooledTemporaryFile", "copyfile", "copy2"}

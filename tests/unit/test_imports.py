@@ -20,33 +20,34 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megapack"
 # Megatron; 4 and 5 run; 6 is what people start. A plan is data that the simulator reads, so it
 # stands beside it, and what makes plans stands above both.
 LAYERS = [
-    "__init__ errors layout policy config typed yaml_io model_config inputs jit tokenizer jsonl "
-    "data_files files folder_lock json_io length_file place",
-    "calibration cost cost_fit cost_sizes packing packing_balance packing_kk search_scoring "
-    "search_moves search_even search_refine pipeline pipeline_order pipeline_kernels plan "
-    "plan_check plan_text plan_file plan_grid plan_diff memory baselines step_split rollouts "
-    "generated data_index dataset",
-    "search search_problem search_counts search_deal search_per_rank search_profile search_state "
-    "dp_schedule plan_summary forecast tune run_records timeline chrome_trace plot page page_data",
-    "thd cp_slices samples ragged loop_config train_config run_data batch_plan planned_batch "
-    "checkpoint_files",
-    "attention attention_choice attention_sdpa attention_varlen kernels p2p schedule cpu loss "
-    "logprobs outputs consensus forward frozen head init settings experts moe mtp routing "
-    "run_context segments objectives preference value_head checkpoint_state checkpoint_index "
-    "reference interrupt bounded_calls board watch_peers watchdog agreements guard job "
-    "microbatch_events non_finite schedule_run step_call out_of_memory",
-    "model layer_specs optimizer train checkpoint launch report trackers trace dry_run replan "
-    "batch_passes",
-    "cli __main__ commands.__init__ commands.arguments commands.costs commands.plan "
-    "commands.check commands.show commands.simulate commands.diff commands.tune commands.train "
-    "commands.trace commands.plot commands.report commands.patch commands.run "
-    "commands.dry_run commands.doctor doctor doctor_probes doctor_settings "
-    "startup signatures patch_files patch_target patching "
-    "hosts.__init__ hosts.options hosts.megatron_lm hosts.megatron_lm_data hosts.balancing "
-    "hosts.flops hosts.rollout_schedule hosts.slime hosts.miles hosts.xtuner hosts.unirl "
-    "hosts.unirl_bins hosts.errors hosts.bin_packers hosts.nemo_rl hosts.nemo_rl_metrics "
-    "hosts.nemo_rl_shards hosts.rank_rows hosts.skyrl hosts.skyrl_rows hosts.tensor_rows "
-    "hosts.verl hosts.verl_items",
+    "__init__ config errors files folder_lock inputs jit layout length_file place policy "
+    "typed yaml_io",
+    "apex calibration cost cost_file cost_fit cost_sizes packing packing_balance packing_kk",
+    "baselines pipeline pipeline_kernels pipeline_order plan plan_check plan_diff plan_file "
+    "plan_grid plan_text search_even search_moves search_refine search_scoring step_split",
+    "chrome_trace dp_schedule forecast page page_data plan_summary plot run_records search "
+    "search_counts search_deal search_per_rank search_problem search_profile search_state "
+    "timeline",
+    "checkpoint_files cp_slices ragged samples thd",
+    "attention attention_sdpa attention_varlen cpu experts frozen head init interrupt "
+    "logprobs moe mtp outputs p2p preference reference routing run_context segments settings "
+    "value_head",
+    "trackers",
+    "__main__ cli commands.__init__ commands.patch commands.run doctor doctor_probes "
+    "hosts.__init__ hosts.balancing hosts.bin_packers hosts.flops hosts.megatron_lm "
+    "hosts.megatron_lm_data hosts.miles hosts.nemo_rl hosts.nemo_rl_shards hosts.options "
+    "hosts.rank_rows hosts.rollout_schedule hosts.skyrl hosts.slime hosts.tensor_rows "
+    "hosts.unirl hosts.unirl_bins hosts.verl hosts.verl_items hosts.xtuner patch_files "
+    "patch_target patching startup",
+    "board executor",
+    "attention_choice batch_passes batch_plan checkpoint checkpoint_state choices "
+    "commands.arguments commands.check commands.costs commands.diff commands.doctor "
+    "commands.dry_run commands.plan commands.plot commands.report commands.show "
+    "commands.simulate commands.trace commands.train commands.tune consensus data_files "
+    "data_index dataset dry_run field_docs forward generated guard job kernels launch "
+    "layer_specs loop_config loss memory microbatch_events model model_config non_finite "
+    "objectives optimizer out_of_memory planned_batch replan report rollouts run_data "
+    "schedule schedule_run step_call tokenizer trace train train_config tune watchdog",
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 

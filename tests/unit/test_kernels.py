@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
-import logging
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from megapack import attention_choice, kernels
 from megapack.attention_choice import choose_attention, passed_over
 from megapack.errors import ConfigError
-from megapack.kernels import find_apex, find_kernels, warn_of_other_apex
+from megapack.kernels import find_kernels
 
 pytestmark = pytest.mark.unit
 
@@ -138,31 +136,3 @@ def test_fusion_of_weight_gradients_needs_the_extension_and_cuda(
     monkeypatch.setattr("megapack.cpu.uses_cuda", lambda: True)
     monkeypatch.delitem(sys.modules, extension.__name__)
     assert not kernels.has_gradient_accumulation_fusion()
-
-
-@pytest.mark.parametrize(
-    ("files", "found"),
-    [
-        ([], "none"),
-        (["apex/__init__.py"], "other"),
-        (["apex/__init__.py", "apex/normalization/__init__.py"], "nvidia"),
-        (["amp_C.py"], "nvidia"),
-    ],
-)
-def test_apex_is_found_by_what_nvidias_alone_has_and_not_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    files: list[str],
-    found: str,
-) -> None:
-    for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_text("raise SystemExit('was run')")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("apex", "amp_C"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert find_apex() == found
-    with caplog.at_level(logging.WARNING, logger="megapack.kernels"):
-        warn_of_other_apex()
-    assert ("pip uninstall apex" in caplog.text) == (found == "other")

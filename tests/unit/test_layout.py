@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megapack import ConfigError, Layout
@@ -34,7 +35,10 @@ def test_alignment(sizes: dict[str, object], sample: int, row: int) -> None:
 
 def test_padded_tokens_count_sample_and_row_alignment() -> None:
     layout = Layout(cp=8, fp8=True)
-    assert layout.padded_length(17) == 32
+    assert layout.aligned_sample_tokens(17) == 32
+    assert layout.aligned_sample_tokens(np.array([1, 16, 17])).tolist() == [16, 16, 32]
+    assert layout.aligned_row_tokens(64) == 128
+    assert layout.aligned_row_tokens(np.array([0, 1, 129])).tolist() == [0, 128, 256]
     assert layout.padded_tokens([17, 17]) == 128
     assert layout.padded_tokens([]) == 0
 

@@ -112,9 +112,9 @@ def test_the_heads_chunk_bounds_its_logits() -> None:
 
 def test_sizes_of_a_config() -> None:
     model = ModelConfig(hidden_size=64, num_experts=4, moe_ffn_hidden_size=32, moe_top_k=3)
-    sizes = ModelSizes.from_config(model)
+    sizes = model.to_sizes()
     assert (sizes.ffn_hidden_size, sizes.num_experts, sizes.experts_per_token) == (32, 4, 3)
-    dense = ModelSizes.from_config(ModelConfig(hidden_size=64, vocab_size=999))
+    dense = ModelConfig(hidden_size=64, vocab_size=999).to_sizes()
     assert (dense.ffn_hidden_size, dense.num_experts, dense.vocab_size) == (256, None, 999)
 
 
@@ -132,8 +132,6 @@ def test_shipped_models_have_the_published_numbers_of_parameters(
 ) -> None:
     path = Path(__file__).parents[2] / "configs" / f"{config}.yaml"
     model = load_config(path, [], TrainConfig).model
-    memory = MemoryModel(
-        sizes=ModelSizes.from_config(model), untied_embeddings=model.untie_embeddings
-    )
+    memory = MemoryModel(sizes=model.to_sizes(), untied_embeddings=model.untie_embeddings)
     stage = memory.stage(Layout(), 0, live_tokens=0, row_tokens=0)
     assert stage.parameters / 2e9 == pytest.approx(billions, abs=0.01)

@@ -23,7 +23,7 @@ SPEAKS = {
     ("trackers", "wandb"): "train.trackers asks for it",
     ("board", "socket"): "the host's name",
     ("folder_lock", "socket"): "the host's name",
-    ("watch_peers", "socket"): "the host's name",
+    ("watchdog", "socket"): "the host's name",
     ("interrupt", "socket"): "a pair within the process, which takes a byte per signal",
 }
 
@@ -33,7 +33,7 @@ RUNS = {
     ("cli", "importlib.import_module"): "commands of this package, from a table",
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
-    ("doctor", "subprocess.Popen"): "this Python, with a probe of this package",
+    ("doctor", "subprocess.Popen"): "this Python, with the probes of this package",
     ("doctor_probes", "importlib.import_module"): "torch and what stands beside it",
     ("patch_target", "importlib.import_module"): "below megapack.hosts, which is checked",
     ("patching", "importlib.import_module"): "`check` of a host, which the user named",

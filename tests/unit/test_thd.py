@@ -35,7 +35,7 @@ def row_of(
     **kwargs: Any,
 ) -> PackedRow:
     layout, data = layout or Layout(), data or batch()
-    aligned = [layout.padded_length(data.length(i)) for i in samples]
+    aligned = [layout.aligned_sample_tokens(data.length(i)) for i in samples]
     micro_batch = MicroBatch(
         samples,
         row_tokens,

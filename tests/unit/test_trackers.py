@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megapack.errors import ConfigError
+from megapack.loop_config import check_installed
 from megapack.report import RunFolder
-from megapack.trackers import check_installed, open_trackers
+from megapack.trackers import open_trackers
 
 pytestmark = pytest.mark.unit
 

@@ -1,4 +1,4 @@
-"""The watchdog's thread hears of failures, names ranks that are gone, and times steps."""
+"""The watchdog's thread learns of failures, names ranks that are gone, and times steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megapack.board import Board, Failure
 from megapack.errors import RankError
 from megapack.interrupt import Interrupt
 from megapack.loop_config import WatchdogConfig
-from megapack.watchdog import Watchdog
+from megapack.watchdog import Peers, Watchdog
 from tests.job_in_process import Clock, job_of_one, pid_is, sleeper, until
 
 pytestmark = pytest.mark.unit
@@ -60,18 +60,25 @@ def lines(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
     return [message for message in caplog.messages if text in message]
 
 
+def wait_for_a_round(one: Watchdog) -> None:
+    """Wait until its thread has gone once through its loop, which begins with a beat."""
+    assert one.board is not None
+    (before,) = one.board.beats([one.rank])
+    until(lambda: one.board.beats([one.rank])[0] >= before + 2)
+
+
 def test_a_failure_reaches_every_rank(make: Make) -> None:
     first, second = make(0), make(1)
     first.raise_failure()
-    told = second.tell(Failure(text="rank 1 failed"))
+    reported = second.tell(Failure(text="rank 1 failed"))
     until(lambda: first.failure)
-    assert first.failure == second.failure == told
+    assert first.failure == second.failure == reported
     for one in (first, second):
         with pytest.raises(RankError, match=r"^rank 1 failed$"):
             one.raise_failure()
 
 
-def test_the_failure_that_was_told_first_is_every_ranks(make: Make) -> None:
+def test_the_first_failure_reported_is_that_of_every_rank(make: Make) -> None:
     first, second = make(0), make(1)
     first.tell(Failure(text="a"))
     assert second.tell(Failure(text="b")) == Failure(text="a")
@@ -85,7 +92,7 @@ def test_a_rank_that_failed_waits_until_the_others_know(make: Make) -> None:
     assert second.failure is not None
 
 
-def test_it_does_not_wait_for_those_who_are_gone(make: Make) -> None:
+def test_it_does_not_wait_for_ranks_that_are_gone(make: Make) -> None:
     first = make(0)
     first.tell(Failure(text="a", gone=(1,)))
     started = time.monotonic()
@@ -109,28 +116,28 @@ def test_a_rank_that_was_killed_is_named(make: Make, reap: bool) -> None:
     assert first.failure is not None
     assert first.failure.gone == (1,)
     assert f"rank 1 (process {child.pid} on " in first.failure.text
-    assert "is gone: it was killed, or ended without a word; " in first.failure.text
+    assert "is gone: it was killed or ended without reporting an error; " in first.failure.text
     assert first.failure.text.endswith("rank 0 noticed it in step 3, forward of micro-batch 2")
 
 
-def test_nobody_is_missed_outside_of_a_block(make: Make) -> None:
+def test_a_dead_rank_is_no_failure_outside_of_a_block(make: Make) -> None:
     with sleeper() as child, pid_is(child.pid):
         make(1)
     first = make(0)
-    time.sleep(0.2)
+    wait_for_a_round(first)
     assert first.failure is None
 
 
-def test_a_rank_that_left_in_good_order_is_not_missed(make: Make) -> None:
+def test_a_rank_that_ended_normally_is_no_failure(make: Make) -> None:
     with sleeper() as child, pid_is(child.pid):
         make(1).stop()
     first = make(0)
     with first.expecting():
-        time.sleep(0.2)
+        wait_for_a_round(first)
     assert first.failure is None
 
 
-def test_a_rank_that_left_with_an_error_tells_it(make: Make) -> None:
+def test_a_rank_that_ends_with_an_error_reports_it(make: Make) -> None:
     first, second = make(0), make(1)
     second.stop(Failure(text="rank 1 ended with ValueError: a"))
     until(lambda: first.failure)
@@ -148,7 +155,7 @@ def test_a_stopped_rank_is_logged_once_per_stop(
             for times in (1, 2):
                 os.kill(child.pid, signal.SIGSTOP)
                 until(lambda: 1 in first.peers.silent)
-                time.sleep(0.1)
+                wait_for_a_round(first)
                 assert len(lines(caplog, "is stopped (SIGSTOP, or a debugger)")) == times
                 os.kill(child.pid, signal.SIGCONT)
                 until(lambda: not first.peers.silent)
@@ -163,12 +170,11 @@ def test_a_step_is_late_at_the_limit_and_at_each_doubling(
     with one.timing():
         for elapsed_s, num_logged in [(59, 0), (61, 1), (120, 1), (125, 2), (249, 2), (251, 3)]:
             clock.now = 100.0 + elapsed_s
-            until(lambda wanted=num_logged: len(lines(caplog, "has run for")) == wanted)
-            time.sleep(0.1)
+            wait_for_a_round(one)
             assert len(lines(caplog, "has run for")) == num_logged
     assert lines(caplog, "has run for")[0] == "rank 0: step 4, idle has run for 61 s"
     clock.now += 1000
-    time.sleep(0.1)
+    wait_for_a_round(one)
     assert len(lines(caplog, "has run for")) == 3
     assert one.failure is None
 
@@ -179,18 +185,18 @@ def test_a_prediction_moves_the_limit_up_only(
     one = make()
     with one.timing(30.0):
         clock.now += 149
-        time.sleep(0.1)
+        wait_for_a_round(one)
         assert lines(caplog, "has run for") == []
         clock.now += 2
         until(lambda: lines(caplog, "has run for 151 s, 30.0 s were predicted"))
     caplog.clear()
     with one.timing(0.1):
         clock.now += 59
-        time.sleep(0.1)
+        wait_for_a_round(one)
         assert lines(caplog, "has run for") == []
 
 
-def test_a_block_inside_another_has_no_clock_of_its_own(
+def test_a_block_inside_another_is_not_timed(
     make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = make()
@@ -198,18 +204,18 @@ def test_a_block_inside_another_has_no_clock_of_its_own(
         clock.now += 100
         with one.timing(1.0):
             clock.now += 49
-            time.sleep(0.1)
+            wait_for_a_round(one)
             assert lines(caplog, "has run for") == []
         clock.now += 2
         until(lambda: lines(caplog, "has run for 151 s"))
 
 
-def test_a_step_is_given_up_where_that_was_asked_for(make: Make, clock: Clock) -> None:
+def test_a_step_is_aborted_above_the_limit(make: Make, clock: Clock) -> None:
     first, second = make(0, config=WatchdogConfig(abort_after_s=90.0)), make(1)
     first.place.step = "step 4"
     with first.timing():
         clock.now += 89
-        time.sleep(0.1)
+        wait_for_a_round(first)
         assert first.failure is None
         clock.now += 2
         until(lambda: second.failure)
@@ -229,16 +235,16 @@ def test_without_the_store_the_clock_goes_on_and_the_dead_are_named(
             Board(store, 1, 2).close()
         first = make(0, store=store)
         with first.expecting(), first.timing():
-            time.sleep(0.1)
+            wait_for_a_round(first)
             del server
-            until(lambda: lines(caplog, "hears nothing of other ranks any more"))
+            until(lambda: lines(caplog, "has lost the store, its link to other ranks ("))
             clock.now += 61
             until(lambda: lines(caplog, "has run for 61 s"))
             child.kill()
             until(lambda: first.failure)
         assert first.failure is not None
         assert first.failure.gone == (1,)
-    assert len(lines(caplog, "hears nothing")) == 1
+    assert len(lines(caplog, "has lost the store")) == 1
 
 
 HOLDS_STORE = """
@@ -249,14 +255,13 @@ time.sleep(600)
 """
 
 
-def test_a_store_whose_host_is_frozen_holds_nobody_up(
+def test_a_store_whose_host_is_frozen_blocks_no_rank(
     clock: Clock,
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Rank 0 holds it where there is no launcher that does; a timeout of its client is no help."""
-    monkeypatch.setattr(board, "_ANSWER_S", 0.3)
+    """Without a launcher rank 0 holds the store. Its client's own timeout does not help."""
     args = [sys.executable, "-c", HOLDS_STORE]
     with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as child:
         try:
@@ -267,9 +272,10 @@ def test_a_store_whose_host_is_frozen_holds_nobody_up(
                 Board(store, 0, 2).close()
             one = make(1, store=store, config=WatchdogConfig(abort_after_s=90.0))
             with one.expecting(), one.timing():
-                time.sleep(0.1)
+                wait_for_a_round(one)
+                monkeypatch.setattr(board, "_ANSWER_S", 0.3)
                 os.kill(child.pid, signal.SIGSTOP)
-                until(lambda: lines(caplog, "hears nothing of other ranks any more (no answer in"))
+                until(lambda: lines(caplog, "has lost the store, its link to other ranks (no ans"))
                 until(lambda: lines(caplog, "is stopped (SIGSTOP, or a debugger)"))
                 clock.now += 91
                 until(lambda: one.failure)
@@ -281,18 +287,18 @@ def test_a_store_whose_host_is_frozen_holds_nobody_up(
     assert one.failure.gone == (0,)
 
 
-def test_a_store_that_ends_after_the_last_step_is_no_news(
-    make: Make, caplog: pytest.LogCaptureFixture
+def test_a_store_that_ends_after_the_last_step_is_not_logged(
+    make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     one = make(store=dist.TCPStore("127.0.0.1", server.port, is_master=False))
     del server
-    time.sleep(0.2)
+    clock.wait_for_reads()
     one.stop()
-    assert lines(caplog, "hears nothing") == []
+    assert lines(caplog, "has lost the store") == []
 
 
-def test_a_process_that_does_not_come_back_from_a_failure_is_ended(
+def test_a_process_that_does_not_return_from_a_failure_is_ended(
     make: Make,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
@@ -303,15 +309,15 @@ def test_a_process_that_does_not_come_back_from_a_failure_is_ended(
     stays, ends = make(0), make(1, ends_process=True)
     stays.tell(Failure(text="rank 0 failed"))
     until(lambda: ends.failure)
+    stays.stop()
     clock.now += 7
-    time.sleep(0.1)
+    clock.wait_for_reads()
     assert codes == []
     clock.now += 2
     until(lambda: codes)
     assert set(codes) == {1}
-    assert "megapack: rank 1: rank 0 failed\n" in capsys.readouterr().err
-    stays.stop()
     ends.stop()
+    assert "megapack: rank 1: rank 0 failed\n" in capsys.readouterr().err
 
 
 def test_sigterm_ends_a_stuck_process_sooner(
@@ -329,7 +335,7 @@ def test_sigterm_ends_a_stuck_process_sooner(
     assert set(codes) == {1}
 
 
-def test_a_rank_alone_needs_no_store(make: Make, clock: Clock) -> None:
+def test_a_job_of_one_rank_needs_no_store(make: Make, clock: Clock) -> None:
     with job_of_one():
         one = Watchdog(WatchdogConfig(abort_after_s=5.0))
         assert (one.rank, one.world, one.board) == (0, 1, None)
@@ -346,3 +352,57 @@ def test_stopping_ends_its_threads(make: Make) -> None:
     one.stop()
     one.stop()
     assert threading.active_count() == before
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Board]]:
+    """Four ranks, two on each of two hosts."""
+    store = dist.HashStore()
+    made = []
+    for rank in range(4):
+        monkeypatch.setattr(os, "readlink", lambda path, host=rank // 2: f"pid:[{host}]")
+        made.append(Board(store, rank, 4))
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_a_rank_that_shows_no_sign_of_life_is_named(
+    hosts: list[Board], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers = Peers(hosts[1])
+    assert peers.check(in_step=True) == {}
+    clock.now += 14
+    assert peers.check(in_step=True) == peers.silent == {}
+    clock.now += 2
+    assert peers.check(in_step=True) == {}
+    assert peers.silent == {2: "rank 2 has shown no sign of life for 16 s"}
+    clock.now += 10
+    peers.check(in_step=True)
+    assert peers.silent == {2: "rank 2 has shown no sign of life for 26 s"}
+    assert caplog.messages == ["rank 2 has shown no sign of life for 16 s"]
+    hosts[2].beat()
+    peers.check(in_step=True)
+    assert peers.silent == {}
+
+
+def test_a_rank_that_ended_normally_is_not_silent(hosts: list[Board], clock: Clock) -> None:
+    peers = Peers(hosts[3])
+    peers.check(in_step=True)
+    hosts[0].leave()
+    clock.now += 60
+    peers.check(in_step=True)
+    assert peers.silent == {}
+
+
+def test_beats_of_ranks_on_the_same_host_do_not_matter(hosts: list[Board], clock: Clock) -> None:
+    """Their processes are looked up: one may compile for a minute without a beat."""
+    peers = Peers(hosts[0])
+    peers.check(in_step=True)
+    clock.now += 60
+    peers.check(in_step=True)
+    assert peers.silent == {}
+
+
+def test_a_job_of_one_rank_has_no_peers() -> None:
+    assert Peers(None).check(in_step=True) == Peers(None).ended() == {}

@@ -1,0 +1,29 @@
+"""Words that a setting chooses from: one list for the config, the code that reads it and `--help`.
+
+Those of `Layout` and `Policy` stand beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Device = Literal["cuda", "cpu"]
+Dtype = Literal["fp32", "bf16"]
+Recompute = Literal["none", "full", "selective"]
+
+Kernel = Literal["te", "varlen", "sdpa"]
+"""What runs attention over packed rows."""
+Attention = Literal["auto", "te", "varlen", "sdpa"]
+"""A kernel, or the first that can run."""
+
+LossWeighting = Literal[
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "rollout-mean",
+]
+KlKind = Literal["k1", "k2", "k3"]
+KlLevel = Literal["token", "sequence"]
+AdvantageNorm = Literal["group", "group-std", "none"]
+Overlong = Literal["error", "truncate", "skip"]
