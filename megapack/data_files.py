@@ -87,7 +87,7 @@ class JsonLinesFile:
                         yield start, number, line
                     start += len(line)
         except (OSError, ValueError) as error:
-            raise _unreadable(self._path, error) from None
+            raise unreadable(self._path, error) from None
 
     def read(self, place: int) -> bytes:
         """See `SampleFile`."""
@@ -96,7 +96,7 @@ class JsonLinesFile:
                 file.seek(place)
                 return file.readline()
         except (OSError, ValueError) as error:
-            raise _unreadable(self._path, error) from None
+            raise unreadable(self._path, error) from None
 
 
 class ParquetFile:
@@ -117,7 +117,7 @@ class ParquetFile:
         try:
             self._file = parquet.ParquetFile(path)
         except self._errors as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
         # One row group is kept: whoever reads in the order of places reads each group once.
         self._group, self._rows = -1, None
         self._columns = [name for name in self._file.schema_arrow.names if name in COLUMNS]
@@ -134,7 +134,7 @@ class ParquetFile:
                     yield place, place + 1, _without_nulls(row)
                     place += 1
         except self._errors as error:
-            raise _unreadable(self._path, error) from None
+            raise unreadable(self._path, error) from None
 
     def read(self, place: int) -> dict[str, Any]:
         """See `SampleFile`."""
@@ -147,7 +147,7 @@ class ParquetFile:
             try:
                 self._rows = self._file.read_row_group(group, columns=self._columns)
             except self._errors as error:
-                raise _unreadable(self._path, error) from None
+                raise unreadable(self._path, error) from None
             self._group = group
         return self._rows
 
@@ -281,6 +281,7 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def unreadable(path: Path, error: Exception) -> DataError:
+    """The error for a file that could not be opened or read."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return DataError(f"{path}: cannot be read ({reason}); check data.path")

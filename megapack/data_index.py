@@ -26,9 +26,16 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.choices import Overlong
-from megapack.data_files import BadLine, LineParser, SampleFile, list_files, open_file
+from megapack.data_files import (
+    BadLine,
+    LineParser,
+    SampleFile,
+    list_files,
+    open_file,
+    unreadable,
+)
 from megapack.errors import DataError
-from megapack.rollouts import Rollout, fitted
+from megapack.rollouts import Rollout
 from megapack.tokenizer import ByteTokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,7 +71,8 @@ class ReadSettings:
     max_length: int | None = None
     """Tokens that a sample may have; None = any number."""
     overlong: Overlong = "error"
-    """See `rollouts.read_rollouts`."""
+    """What happens to a sample above `max_length`: it is an error, its first `max_length` tokens
+    are kept, or it is left out. A warning counts the latter two."""
 
     def parser(self) -> LineParser:
         """A parser of rows."""
@@ -88,8 +96,24 @@ class ReadSettings:
         return Rollout(**{"group": own_id, "rollout": own_id, **parser.parse(row)})
 
     def fit(self, record: Rollout) -> Rollout | None:
-        """The sample with at most `max_length` tokens, see `rollouts.fitted`."""
-        return fitted(record, self.max_length, self.overlong)
+        """The sample itself, its first `max_length` tokens, or None where it is skipped.
+
+        Raises:
+            BadLine: it is too long, and `overlong` is "error".
+        """
+        most = self.max_length
+        if most is None or record.num_tokens <= most:
+            return record
+        if self.overlong == "error":
+            raise BadLine(
+                f"{record.num_tokens} tokens, max_length is {most}; raise it, or set overlong to "
+                "truncate or skip"
+            )
+        if self.overlong == "skip":
+            return None
+        prompt_ids = record.prompt_ids[:most]
+        response_ids = record.response_ids[: most - len(prompt_ids)]
+        return dataclasses.replace(record, prompt_ids=prompt_ids, response_ids=response_ids)
 
 
 def load_index(path: str | Path, settings: ReadSettings, spare_folder: Path) -> Index:
@@ -124,17 +148,20 @@ def load_index(path: str | Path, settings: ReadSettings, spare_folder: Path) -> 
 
 def index_key(files: Sequence[Path], settings: ReadSettings) -> str:
     """A digest of all that an index depends on."""
-    try:
-        states = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    except OSError as error:
-        raise DataError(
-            f"{error.filename}: cannot be read ({error.strerror}); check data.path"
-        ) from None
+    states = [_state(file) for file in files]
     tokenizer = f"{type(settings.tokenizer).__qualname__} {settings.tokenizer.vocab_size}"
     rest = (settings.vocab_size, settings.max_length, settings.overlong)
     return hashlib.sha256(repr((_FORMAT, states, tokenizer, rest)).encode()).hexdigest()[
         :_KEY_CHARS
     ]
+
+
+def _state(file: Path) -> tuple[str, int, int]:
+    try:
+        return str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns
+    except (OSError, ValueError) as error:
+        # A path with a NUL is a ValueError.
+        raise unreadable(file, error) from None
 
 
 def build_index(files: Sequence[Path], settings: ReadSettings) -> Iterator[Index]:

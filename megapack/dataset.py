@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from megapack.data_files import BadLine, SampleFile, list_files, open_file
 from megapack.data_index import INDEX_DTYPE, Index, ReadSettings, load_index
 from megapack.errors import DataError
 from megapack.plan import Plan, own_samples
-from megapack.rollouts import Rollout, group_batches
+from megapack.rollouts import Rollout, SampleReward, group_batches
 from megapack.tokenizer import Ids
 
 Rows = npt.NDArray[np.int64]
@@ -35,16 +34,6 @@ class TokenSource(Protocol):
     def tokens(self, row: int) -> tuple[Ids, Ids]:
         """Prompt and response of one sample."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """What advantages are computed from, see `rollouts.group_advantages`."""
-
-    group: int
-    rollout: int
-    reward: float | None
-    advantage: float | None
 
 
 class Dataset:
@@ -95,7 +84,7 @@ class Dataset:
     def batches(
         self, prompts_per_batch: int, *, shuffle: bool = False, seed: int = 0, epoch: int = 0
     ) -> Iterator[Rows]:
-        """Sample numbers in batches of whole groups, see `rollouts.batches`."""
+        """Sample numbers in batches of whole groups, see `rollouts.group_batches`."""
         return group_batches(
             self._index["group"], prompts_per_batch, shuffle=shuffle, seed=seed, epoch=epoch
         )
@@ -118,12 +107,12 @@ class Dataset:
         """Rollouts among these samples."""
         return len(np.unique(self._index["rollout"][rows]))
 
-    def judged(self, rows: Rows) -> list[Judged]:
+    def rewards(self, rows: Rows) -> list[SampleReward]:
         """Groups, rollouts, rewards and advantages of these samples."""
         names = ("group", "rollout", "reward", "advantage")
         columns = [self._index[name][rows].tolist() for name in names]
         return [
-            Judged(group, rollout, _given(reward), _given(advantage))
+            SampleReward(group, rollout, _given(reward), _given(advantage))
             for group, rollout, reward, advantage in zip(*columns, strict=True)
         ]
 

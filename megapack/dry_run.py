@@ -110,7 +110,7 @@ def first_batch(config: TrainConfig) -> Batch:
     dataset = open_dataset(config)
     _, _, rows = next(all_batches(config, dataset))
     if config.objective.kind != "sft":
-        group_advantages(dataset.judged(rows), config.objective.advantage_norm)
+        group_advantages(dataset.rewards(rows), config.objective.advantage_norm)
     return Batch(
         lengths=np.array(dataset.prompt_tokens(rows)) + np.array(dataset.response_tokens(rows)),
         rollout_ids=dataset.rollout_ids(rows),

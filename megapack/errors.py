@@ -20,8 +20,8 @@ def brief(value: object) -> str:
     """
     try:
         text = " ".join(repr(value).split())
-    except ValueError:
-        return "a number too long to print"  # Python prints no integer of above 4300 digits.
+    except Exception:  # The message matters more than why this value cannot be printed.
+        text = f"an unprintable {type(value).__name__}"
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
 
 

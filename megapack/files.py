@@ -79,20 +79,14 @@ def strict_json(text: str) -> Any:
     """The value of a JSON text. A doubled key is an error: one of its values would be lost.
 
     Raises:
-        json.JSONDecodeError: it is none; a ValueError that knows the place.
-        ValueError: a doubled key, a number too long, or brackets too deep.
-
-    Every message is one line.
+        json.JSONDecodeError: not valid JSON (a ValueError with the position).
+        ValueError: a doubled key, brackets too deep, or an integer that Python does not read. The
+            message is one line.
     """
     try:
         return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("brackets too deep") from None
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:
-        # Behind the semicolon of a number that is too long Python names a setting of its own.
-        raise ValueError(str(error).partition(";")[0]) from None
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Bins of a fixed capacity: first-fit, best-fit, and the bound that they are held against.
+"""Bins of a fixed capacity: first-fit, and the bound that it is held against.
 
 Sizes are padded tokens. A size above the capacity is alone in its bin.
 """
@@ -32,15 +32,6 @@ def first_fit_decreasing(sizes: Ints, capacity: int) -> tuple[Ints, int]:
     Arguments and results as in `first_fit`.
     """
     bin_of, num_bins = _first_fit(sizes, np.argsort(-sizes, kind="stable"), capacity)
-    return bin_of, int(num_bins)
-
-
-def best_fit_decreasing(sizes: Ints, capacity: int) -> tuple[Ints, int]:
-    """Largest first into the fullest bin that has room, the earliest opened of these.
-
-    Arguments and results as in `first_fit`. O(n log capacity), memory for `capacity` counters.
-    """
-    bin_of, num_bins = _best_fit(sizes, np.argsort(-sizes, kind="stable"), capacity)
     return bin_of, int(num_bins)
 
 
@@ -100,71 +91,3 @@ def _first_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
             node //= 2
             free[node] = max(free[2 * node], free[2 * node + 1])
     return bin_of, num_bins
-
-
-@kernel
-def _best_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
-    """Queues of bins by free tokens, and a tree that tells which are not empty."""
-    leaves = 1
-    while leaves < capacity + 1:
-        leaves *= 2
-    waiting = np.zeros(2 * leaves, dtype=np.int64)
-    first = np.full(capacity + 1, -1, dtype=np.int64)
-    after = np.full(sizes.size, -1, dtype=np.int64)
-    bin_of = np.empty(sizes.size, dtype=np.int64)
-    num_bins = 0
-    for item in order:
-        size = sizes[item]
-        free = _least_from(waiting, leaves, size) if size <= capacity else -1
-        if free < 0:
-            chosen = num_bins
-            num_bins += 1
-            free = capacity
-        else:
-            chosen = first[free]
-            first[free] = after[chosen]
-            _count(waiting, leaves + free, -1)
-        bin_of[item] = chosen
-        if size <= capacity:
-            left = free - size
-            _enqueue(first, after, left, chosen)
-            _count(waiting, leaves + left, 1)
-    return bin_of, num_bins
-
-
-@kernel
-def _enqueue(first: Ints, after: Ints, left: int, chosen: int) -> None:
-    """Into the queue of bins with `left` free tokens, in order of opening."""
-    before = -1
-    at = first[left]
-    while 0 <= at < chosen:
-        before = at
-        at = after[at]
-    after[chosen] = at
-    if before < 0:
-        first[left] = chosen
-    else:
-        after[before] = chosen
-
-
-@kernel
-def _count(waiting: Ints, node: int, change: int) -> None:
-    while node > 0:
-        waiting[node] += change
-        node //= 2
-
-
-@kernel
-def _least_from(waiting: Ints, leaves: int, least: int) -> int:
-    """The smallest free space of at least `least` that a bin has; -1 for none."""
-    node = leaves + least
-    if waiting[node] > 0:
-        return least
-    while node > 1:
-        if node % 2 == 0 and waiting[node + 1] > 0:
-            node += 1
-            while node < leaves:
-                node = 2 * node if waiting[2 * node] > 0 else 2 * node + 1
-            return node - leaves
-        node //= 2
-    return -1

@@ -1,4 +1,4 @@
-"""Rollouts: from JSON Lines, or generated; their batches and advantages.
+"""Rollouts: their form in JSON Lines, their batches and advantages.
 
 One line is one sample:
 
@@ -16,21 +16,16 @@ One line is one sample:
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from megapack.choices import AdvantageNorm, Overlong
-from megapack.data_files import BadLine, JsonLinesFile, LineParser
+from megapack.choices import AdvantageNorm
 from megapack.errors import ConfigError, DataError
-from megapack.tokenizer import ByteTokenizer, Ids
-
-logger = logging.getLogger(__name__)
+from megapack.tokenizer import Ids
 
 # Keeps the division finite where all rewards of a group are equal.
 _STD_EPS = 1e-6
@@ -66,84 +61,6 @@ class Rollout:
         return self.group, self.rollout
 
 
-def read_rollouts(
-    path: str | Path,
-    tokenizer: ByteTokenizer,
-    *,
-    vocab_size: int | None = None,
-    max_length: int | None = None,
-    overlong: Overlong = "error",
-) -> list[Rollout]:
-    """Read a JSON Lines file, in its order; blank lines are passed over.
-
-    Args:
-        path: UTF-8 JSON Lines, see the module's first lines.
-        tokenizer: for `prompt` and `response`.
-        vocab_size: token ids must be below it; None = the tokenizer's.
-        max_length: tokens that a sample may have; None = any number.
-        overlong: what happens to a sample above `max_length`: an error, its first `max_length`
-            tokens are kept, or it is left out (counted in a warning).
-
-    Raises:
-        DataError: the file cannot be read, is empty, or has a bad line; file, line and reason.
-    """
-    parser = LineParser(tokenizer, tokenizer.vocab_size if vocab_size is None else vocab_size)
-    records: list[Rollout] = []
-    skipped = cut = 0
-    for _, number, line in JsonLinesFile(Path(path)).scan():
-        try:
-            fields = parser.parse(line)
-            own = f"line-{number}"
-            whole = Rollout(**{"group": own, "rollout": own, **fields})
-            record = fitted(whole, max_length, overlong)
-            if record is None:
-                skipped += 1
-                continue
-            cut += record is not whole
-        except BadLine as bad:
-            raise DataError(f"{path}:{number}: {bad}") from None
-        records.append(record)
-    if skipped or cut:
-        logger.warning(
-            "%s: %d samples skipped, %d truncated, above max_length=%d",
-            path,
-            skipped,
-            cut,
-            max_length,
-        )
-    if not records:
-        why = f"all {skipped} samples are above max_length={max_length}" if skipped else "is empty"
-        raise DataError(f"{path}: {why}; give a file with at least one sample")
-    return records
-
-
-def batches(
-    records: Sequence[Rollout],
-    prompts_per_batch: int,
-    *,
-    shuffle: bool = False,
-    seed: int = 0,
-    epoch: int = 0,
-) -> Iterator[list[Rollout]]:
-    """Records in batches of whole groups; the last batch may have fewer groups.
-
-    A group's records stand together, in the order of `records`, wherever they stood in the file.
-    Groups come in the order of their first record, or shuffled by `(seed, epoch)` alone, the same
-    on every rank and machine.
-    """
-    numbers: dict[int | str, int] = {}
-    group_of = [numbers.setdefault(record.group, len(numbers)) for record in records]
-    found = group_batches(
-        np.array(group_of, dtype=np.int64),
-        prompts_per_batch,
-        shuffle=shuffle,
-        seed=seed,
-        epoch=epoch,
-    )
-    for rows in found:
-        yield [records[row] for row in rows]
-
-
 def group_batches(
     group_of: npt.NDArray[np.int64],
     prompts_per_batch: int,
@@ -152,10 +69,14 @@ def group_batches(
     seed: int = 0,
     epoch: int = 0,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """`batches` for records that are known by their group alone: their numbers.
+    """Numbers of records in batches of whole groups; the last batch may have fewer groups.
+
+    A group's records stand together in file order. Groups come in the order of their first record,
+    or shuffled by `(seed, epoch)` alone, the same on every rank and machine.
 
     Args:
         group_of: int64 [records], groups numbered from 0 by first appearance.
+        prompts_per_batch: groups in a batch.
     """
     if prompts_per_batch < 1:
         raise ConfigError(f"data.prompts_per_batch is {prompts_per_batch}; set 1 or more")
@@ -172,21 +93,18 @@ def group_batches(
         yield np.concatenate([rows[starts[g] : starts[g + 1]] for g in chosen])
 
 
-class Judged(Protocol):
-    """What an advantage is computed from; `Rollout` has it."""
+@dataclasses.dataclass(frozen=True)
+class SampleReward:
+    """What the advantage of a sample is computed from; the fields are those of `Rollout`."""
 
-    @property
-    def group(self) -> int | str: ...
-    @property
-    def rollout(self) -> int | str: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def advantage(self) -> float | None: ...
+    group: int | str
+    rollout: int | str
+    reward: float | None = None
+    advantage: float | None = None
 
 
 def group_advantages(
-    records: Sequence[Judged], mode: AdvantageNorm = "group"
+    records: Sequence[SampleReward], mode: AdvantageNorm = "group"
 ) -> npt.NDArray[np.float64]:
     """One advantage per record, shape [len(records)].
 
@@ -250,23 +168,3 @@ def _mean(values: Sequence[float]) -> float:
     # About the first value: the mean of equal rewards is that reward, their advantage exactly 0.
     first = values[0]
     return first + math.fsum(value - first for value in values) / len(values)
-
-
-def fitted(record: Rollout, max_length: int | None, overlong: Overlong) -> Rollout | None:
-    """The record itself, its first `max_length` tokens, or None where it is left out.
-
-    Raises:
-        BadLine: it is too long, and that is an error.
-    """
-    if max_length is None or record.num_tokens <= max_length:
-        return record
-    if overlong == "error":
-        raise BadLine(
-            f"{record.num_tokens} tokens, max_length is {max_length}; raise it, or set overlong to "
-            "truncate or skip"
-        )
-    if overlong == "skip":
-        return None
-    prompt_ids = record.prompt_ids[:max_length]
-    response_ids = record.response_ids[: max_length - len(prompt_ids)]
-    return dataclasses.replace(record, prompt_ids=prompt_ids, response_ids=response_ids)

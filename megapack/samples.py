@@ -86,11 +86,6 @@ class SampleBatch:
             raise DataError(f"sample {sample} has no tokens on this rank; call set_tokens first")
         return self._tokens[sample]
 
-    @property
-    def samples_with_tokens(self) -> tuple[int, ...]:
-        """Samples whose tokens are here; all, but in a batch of lengths."""
-        return tuple(sorted(self._tokens))
-
     def set_tokens(self, sample: int, prompt: Any, response: Any) -> None:
         """Give a batch of lengths the tokens of one sample.
 

@@ -10,21 +10,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import struct
 import sys
 
 VARIABLE = "MEGAPACK_PATCH"
 
-# Of the kernel's auxiliary vector: rights were raised, by file capabilities too (see getauxval(3)).
-_AT_SECURE = 23
-
 
 def start() -> None:
-    """Apply the patches that the variable names; a name that is none ends the process.
+    """Apply the patches that the variable names; an unknown name ends the process.
 
     Nothing of the host is imported here: what does not fit is raised by the host's own import.
-    Python started with -I or -E, or with rights that its caller has not (setuid, setgid, file
-    capabilities), ignores the variable.
+    Python started with -I or -E, or with the rights of another user (setuid, setgid), ignores the
+    variable.
     """
     if sys.flags.ignore_environment or _has_more_rights():
         return
@@ -74,16 +70,5 @@ def log_to_stderr() -> None:
 
 
 def _has_more_rights() -> bool:
-    """Whether the process has rights that who started it has not, and so must not trust it."""
-    if os.getuid() != os.geteuid() or os.getgid() != os.getegid():
-        return True
-    try:
-        with open("/proc/self/auxv", "rb") as file:
-            entries = struct.iter_unpack("@LL", file.read())
-            return any(key == _AT_SECURE and value for key, value in entries)
-    except PermissionError:
-        # The kernel hides it where it has raised the rights.
-        return True
-    except OSError:
-        # No /proc: users and groups have told all that can be known.
-        return False
+    """Whether the process runs with the rights of another user than the one that started it."""
+    return os.getuid() != os.geteuid() or os.getgid() != os.getegid()

@@ -224,12 +224,6 @@ def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[T
     return out
 
 
-def unpack_tokens(row: PackedRow) -> list[Tensor]:
-    """The samples' tokens of a whole row; the exact inverse of `pack_row`."""
-    spans = zip(row.starts, row.lengths, strict=True)
-    return [row.tokens_T[start : start + length] for start, length in spans]
-
-
 class _Rows:
     """Writes one quantity of a micro-batch's samples into rows of a fixed length."""
 

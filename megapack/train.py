@@ -250,7 +250,7 @@ class Trainer:
         if "advantages" in self.passes.objective.required_fields:
             norm = self.config.objective.advantage_norm
             fields["advantages"] = torch.from_numpy(
-                group_advantages(self.data.judged(rows), norm)
+                group_advantages(self.data.rewards(rows), norm)
             ).float()
         batch = self.planner.plan(rows, fields)
         if self.folder is not None:

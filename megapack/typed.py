@@ -108,10 +108,7 @@ def _unexpected(node: Node, options: tuple[Any, ...], path: str) -> ConfigError:
 
 
 def _finite(node: Node, path: str) -> float:
-    try:
-        number = float(node.value)
-    except OverflowError:
-        number = math.inf
+    number = float(node.value)
     if not math.isfinite(number):
         raise ConfigError(f"{node.where}: {path} is {shown(node.value)}, expected a finite number")
     return number

@@ -16,7 +16,7 @@ import yaml
 from megapack.errors import ConfigError
 
 _MAX_DEPTH = 16
-# Python reads hexadecimal numbers of any size, and prints none of above 4300 digits.
+# Settings are int64 where they are used.
 _MAX_WHOLE = 2**63
 _CORE = {
     "null": r"~|null|Null|NULL|",
@@ -55,8 +55,7 @@ def parse(text: str, source: str, lines: bool = True) -> Node:
         begins = f"{error.context} " if (error.context or "").startswith("expected") else ""
         raise ConfigError(f"{source}{line}: {begins}{error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        # Of a number that is too long, Python says what to set in Python.
-        reason = " ".join(str(error).split()).partition(";")[0]
+        reason = " ".join(str(error).split())
         raise ConfigError(f"{source}: not plain YAML ({reason[:120]}); check that place") from None
 
 

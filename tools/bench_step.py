@@ -15,8 +15,9 @@ import argparse
 import os
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,20 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megapack import Layout, Plan, Policy, build_dp_schedule, launch
+from megapack.data_index import ReadSettings
+from megapack.dataset import Dataset
 from megapack.generated import generate_rollouts
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
 from megapack.p2p import PlannedP2PCommunicator
-from megapack.rollouts import Rollout, read_rollouts
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule_run import ScheduleRunner
-from megapack.tokenizer import ByteTokenizer
+from megapack.tokenizer import ByteTokenizer, Ids
 from megapack.train_config import ModelConfig
+
+Sample = tuple[Ids, Ids]
+"""Tokens of prompt and response."""
 
 LAYOUT = Layout(pp=2, vpp=2)
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2)
@@ -82,28 +87,33 @@ class Way:
         return float(seconds)
 
 
-def sample_batch(records: Sequence[Rollout], pad_to: Sequence[int] | None = None) -> SampleBatch:
-    """The rollouts as samples; `pad_to` appends tokens that no loss falls on."""
+def num_tokens(sample: Sample) -> int:
+    """Tokens of prompt and response together."""
+    return sum(map(len, sample))
+
+
+def sample_batch(samples: Sequence[Sample], pad_to: Sequence[int] | None = None) -> SampleBatch:
+    """The samples as a batch; `pad_to` appends tokens that no loss falls on."""
     prompts, responses, masks = [], [], []
-    for i, record in enumerate(records):
-        pad = 0 if pad_to is None else pad_to[i] - record.num_tokens
-        prompts.append(torch.from_numpy(record.prompt_ids))
-        response = torch.from_numpy(record.response_ids)
+    for i, (prompt_ids, response_ids) in enumerate(samples):
+        pad = 0 if pad_to is None else pad_to[i] - num_tokens(samples[i])
+        prompts.append(torch.from_numpy(prompt_ids))
+        response = torch.from_numpy(response_ids)
         responses.append(torch.cat([response, response.new_zeros(pad)]))
         masks.append(torch.tensor([0] * len(prompts[-1]) + [1] * len(response) + [0] * pad))
     return SampleBatch.from_prompt_response(prompts, responses, {"response_mask": masks})
 
 
-def make_ways(records: Sequence[Rollout], chunks: list, budget: int, dense: int) -> list[Way]:
-    """Every way of running `records`; rows of packed ones hold `budget` tokens."""
+def make_ways(samples: Sequence[Sample], chunks: list, budget: int, dense: int) -> list[Way]:
+    """Every way of running the samples; rows of packed ones hold `budget` tokens."""
     adapter = ScheduleAdapter(chunks, layout=LAYOUT)
     exchanging = ExchangingAdapter(chunks, layout=LAYOUT)
-    batch = sample_batch(records)
+    batch = sample_batch(samples)
     longest = [
-        max(r.num_tokens for r in records[i // dense * dense : i // dense * dense + dense])
-        for i in range(len(records))
+        max(map(num_tokens, samples[i // dense * dense : i // dense * dense + dense]))
+        for i in range(len(samples))
     ]
-    padded = sample_batch(records, longest)
+    padded = sample_batch(samples, longest)
 
     def plan(of: SampleBatch, policy: Policy, **budget: int) -> Plan:
         return build_dp_schedule(of.lengths, layout=LAYOUT, policy=policy, **budget)
@@ -145,11 +155,11 @@ def ratios(ways: Sequence[Way], rounds: int) -> list[tuple[Way, float]]:
     return [(way, statistics.median(c)) for way, c in zip(ways, columns, strict=True)]
 
 
-def table(title: str, records: Sequence[Rollout], results: list[tuple[Way, float]]) -> str:
+def table(title: str, samples: Sequence[Sample], results: list[tuple[Way, float]]) -> str:
     """A Markdown table of ratios to the first way."""
-    tokens = sum(r.num_tokens for r in records)
+    tokens = sum(map(num_tokens, samples))
     lines = [
-        f"### {title}: {len(records)} samples, {tokens} tokens",
+        f"### {title}: {len(samples)} samples, {tokens} tokens",
         "",
         "| way | M | real / row tokens | step time, packed = 1 |",
         "|---|---|---|---|",
@@ -183,30 +193,22 @@ def main() -> None:
     args = parser.parse_args()
     launch.start("cpu")
     initialize_parallel(LAYOUT, seed=1)
-    tokenizer = ByteTokenizer()
     chunks = build_model(
-        MODEL, LAYOUT, vocab_size=tokenizer.vocab_size, seed=1, distributed_optimizer=False
+        MODEL, LAYOUT, vocab_size=ByteTokenizer.vocab_size, seed=1, distributed_optimizer=False
     )
 
-    def generate() -> list[Rollout]:
-        return generate_rollouts(32, 4, seed=0)
-
-    data: list[tuple[str, Callable[[], list[Rollout]], int, int]] = [
-        ("generated rollouts", generate, 1024, 8),
-        ("generated rollouts", generate, 640, 8),
-    ]
+    generated = [(r.prompt_ids, r.response_ids) for r in generate_rollouts(32, 4, seed=0)]
+    data = [("generated rollouts", generated, 1024, 8), ("generated rollouts", generated, 640, 8)]
     if args.rollouts is not None:
-
-        def read() -> list[Rollout]:
-            longest = {"max_length": args.max_length, "overlong": "skip"}
-            return read_rollouts(args.rollouts, tokenizer, **longest)[: args.num_rollouts]
-
-        data.append((args.rollouts.stem, read, args.max_length, 4))
+        settings = ReadSettings(max_length=args.max_length, overlong="skip")
+        dataset = Dataset.from_files(args.rollouts, settings, Path(tempfile.gettempdir()))
+        rows = range(min(len(dataset), args.num_rollouts))
+        real = [dataset.tokens(row) for row in rows]
+        data.append((args.rollouts.stem, real, args.max_length, 4))
     tables = []
-    for title, make, budget, dense in data:
-        records = make()
-        ways = make_ways(records, chunks, budget, dense)
-        tables.append(table(f"{title}, rows of {budget}", records, ratios(ways, args.rounds)))
+    for title, samples, budget, dense in data:
+        ways = make_ways(samples, chunks, budget, dense)
+        tables.append(table(f"{title}, rows of {budget}", samples, ratios(ways, args.rounds)))
     if dist.get_rank() == 0:
         text = "\n\n".join([machine(), *tables])
         print(text)

@@ -33,7 +33,6 @@ MOST_SECONDS = 1.0
 MOST_GROWTH_MIB = 500
 _MOST_BYTES = 8192
 _ADDRESS_SPACE = 6 << 30
-_RAW_SHARE = 0.05
 
 # Bytecode that is instrumented cannot be compiled: of modules with kernels, only the functions are
 # that are no kernels.
@@ -42,7 +41,6 @@ with_kernels = sorted(
     for path in (ROOT / "megapack").glob("*.py")
     if "import kernel" in path.read_text()
 )
-# The fuzz targets are imported after their mutator, which is none of the package.
 with atheris.instrument_imports(include=["megapack"], exclude=with_kernels):
     from tools import fuzz_targets
 
@@ -142,12 +140,6 @@ def main() -> None:
     watch = Watch(hold, options.findings, options.seconds)
     atexit.register(watch.tell)
 
-    def mutated(data: bytes, max_size: int, seed: int) -> bytes:
-        rng = Random(seed)
-        if documents is None or rng.random() < _RAW_SHARE:
-            return atheris.Mutate(data, max_size)  # type: ignore[no-any-return]
-        return documents.mutate(data, rng)[:max_size]
-
     settings = {
         "atheris_runs": options.runs,
         "seed": options.seed,
@@ -158,7 +150,7 @@ def main() -> None:
         "artifact_prefix": f"{options.findings}/",
     }
     arguments = [f"-{name}={value}" for name, value in settings.items()]
-    atheris.Setup([sys.argv[0], *arguments, str(options.corpus)], watch, custom_mutator=mutated)
+    atheris.Setup([sys.argv[0], *arguments, str(options.corpus)], watch)
     atheris.Fuzz()
 
 

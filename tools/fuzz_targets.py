@@ -35,11 +35,9 @@ from megapack.data_index import ReadSettings
 from megapack.dataset import Dataset
 from megapack.length_file import Columns, read_length_file
 from megapack.plan_diff import diff_plans
-from megapack.rollouts import group_advantages, read_rollouts
-from megapack.tokenizer import ByteTokenizer
+from megapack.rollouts import group_advantages
 from megapack.train_config import TrainConfig
 from tools import fuzz_seeds
-from tools.fuzz_mutate import Mutate, mutate_json, mutate_json_lines, mutate_text
 
 T = TypeVar("T")
 
@@ -121,7 +119,7 @@ READ_SETTINGS = (
 
 
 def hold_rollouts(data: bytes) -> bool:
-    """Both readers of rollouts, which must agree, and the reader of lengths."""
+    """The readers of rollouts and of lengths."""
     settings = READ_SETTINGS[zlib.crc32(data) % len(READ_SETTINGS)]
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as name:
         path = Path(name) / ("data.npy" if data.startswith(b"\x93NUMPY") else "data.jsonl")
@@ -131,24 +129,18 @@ def hold_rollouts(data: bytes) -> bool:
 
 
 def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
-    options: Any = {name: getattr(settings, name) for name in ("vocab_size", "max_length")}
-    options["overlong"] = settings.overlong
-    records = refused(lambda: read_rollouts(path, ByteTokenizer(), **options), DataError)
     dataset = refused(lambda: Dataset.from_files(path, settings, path.parent), DataError)
-    require((records is None) == (dataset is None), "one reader takes what the other refuses")
-    if records is None or dataset is None:
+    if dataset is None:
         return False
-    require(len(records) == len(dataset), "the readers disagree about the number of samples")
-    for number, record in enumerate(records):
-        for one, other in zip(
-            dataset.tokens(number), (record.prompt_ids, record.response_ids), strict=True
-        ):
-            require(np.array_equal(one, other), f"the readers disagree about sample {number}")
-    rows = np.arange(len(records))
+    rows = np.arange(len(dataset))
+    counts = zip(dataset.prompt_tokens(rows), dataset.response_tokens(rows), strict=True)
+    for row, count in enumerate(counts):
+        lengths = tuple(map(len, dataset.tokens(row)))
+        require(lengths == count, f"sample {row} has other lengths than its index says")
+    rewards = dataset.rewards(rows)
     for mode in ("group", "group-std", "none"):
-        for judged in (records, dataset.judged(rows)):
-            found = refused(lambda: group_advantages(judged, mode), DataError)  # noqa: B023
-            require(found is None or bool(np.isfinite(found).all()), "advantages are not finite")
+        found = refused(lambda: group_advantages(rewards, mode), DataError)  # noqa: B023
+        require(found is None or bool(np.isfinite(found).all()), "advantages are not finite")
     batches = list(dataset.batches(2, shuffle=True, seed=1))
     require(sorted(np.concatenate(batches)) == list(rows), "batches lose samples")
     return True
@@ -260,13 +252,13 @@ class Documents:
 
     hold: Callable[[bytes], bool]
     seeds: Callable[[], list[bytes]]
-    mutate: Mutate
+    """Valid documents to begin with."""
 
 
 DOCUMENTS = {
-    "plan_json": Documents(hold_plan_json, fuzz_seeds.plan_json, mutate_json),
-    "plan_text": Documents(hold_plan_text, fuzz_seeds.plan_text, mutate_text),
-    "config": Documents(hold_config, fuzz_seeds.configs, mutate_text),
-    "rollouts": Documents(hold_rollouts, fuzz_seeds.rollouts, mutate_json_lines),
+    "plan_json": Documents(hold_plan_json, fuzz_seeds.plan_json),
+    "plan_text": Documents(hold_plan_text, fuzz_seeds.plan_text),
+    "config": Documents(hold_config, fuzz_seeds.configs),
+    "rollouts": Documents(hold_rollouts, fuzz_seeds.rollouts),
 }
 TARGETS = (*DOCUMENTS, "schedule")

@@ -49,7 +49,6 @@ LENGTH_ROWS = [
     _lengths("too long", [2**28 + 1], "sample 0", "268435457"),
     _lengths("2^63", [5, 2**63], "sample 1", "9223372036854775808", "268435456"),
     _lengths("10^30", [5, 10**30], "sample 1", "268435456"),
-    _lengths("10^5000", [5, 10**5000], "sample 1", "268435456"),
     _lengths("unsigned 2^64 - 1", array([5, 2**64 - 1], "uint64"), "sample 1", "18446744073709"),
     _lengths("NaN", [5, NAN], "sample 1", "nan", "integer"),
     _lengths("infinite", [INF], "sample 0", "inf", "integer"),
@@ -84,7 +83,6 @@ ID_ROWS = [
     _ids("float", ("sample 7", "1.5"), rollout_ids=[1, 2, 3, 4, 5, 6, 7, 1.5]),
     _ids("NaN", ("sample 0", "nan"), rollout_ids=[NAN] * 8),
     _ids("bool", ("sample 0", "True"), rollout_ids=[True] * 8),
-    _ids("10^5000", ("sample 0", "too long to print", "int64"), rollout_ids=[10**5000] * 8),
     _ids("long list", ("sample 0", "int64 or a str"), rollout_ids=[list(range(10**5))] * 8),
     _ids(
         "a colocated set in two rollouts",
@@ -121,7 +119,6 @@ PLAN_ROWS = [
             (10**30, "1099511627776"),
         ]
     ),
-    _settings("budget 10^5000", ConfigError, "1099511627776", max_tokens_per_gpu=10**5000),
     _settings(
         "budget below the alignment",
         ConfigError,
@@ -212,7 +209,6 @@ LAYOUT_ROWS = [
     _layout("pp=True & at least 1", pp=True),
     _layout("ep=None & at least 1", ep=None),
     _layout("dp=10000 & at most 1048576", dp=10**30),
-    _layout("dp=a number too long & at most 1048576", dp=10**5000),
     _layout("vpp=2 with pp=1 & set pp > 1", vpp=2),
     _layout("microbatch_group_size=2 & below pp=4 & set 4", pp=4, vpp=2, microbatch_group_size=2),
     _layout("microbatch_group_size=4 with vpp=1 & set None", pp=4, microbatch_group_size=4),

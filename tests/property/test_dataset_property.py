@@ -67,9 +67,9 @@ def test_round_trip(files: list[list[dict[str, Any]]], parquet: bool, order: Any
         for number in numbers:
             found = data.tokens(number)
             assert [part.tolist() for part in found] == list(tokens(written[number]))
-        found_rewards = [one.reward for one in data.judged(np.arange(len(written)))]
+        found_rewards = [one.reward for one in data.rewards(np.arange(len(written)))]
         assert found_rewards == [row.get("reward") for row in written]
         batches = list(data.batches(2, shuffle=True, seed=1))
         assert sorted(np.concatenate(batches).tolist()) == list(range(len(written)))
         for batch in batches:
-            assert len({one.group for one in data.judged(batch)}) <= 2
+            assert len({one.group for one in data.rewards(batch)}) <= 2

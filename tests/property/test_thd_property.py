@@ -13,7 +13,7 @@ from megapack.layout import Layout
 from megapack.plan import MicroBatch
 from megapack.ragged import TensorField
 from megapack.samples import SampleBatch, to_padded
-from megapack.thd import DUMMY_TOKENS, PackedRow, pack_row, unpack_row, unpack_tokens
+from megapack.thd import DUMMY_TOKENS, PackedRow, pack_row, unpack_row
 
 pytestmark = pytest.mark.property
 
@@ -77,10 +77,11 @@ def test_unpacking_undoes_packing(case: Case) -> None:
     batch = data(case)
     row = pack(case, batch)
     assert row.samples == case.samples
-    tokens, old = unpack_tokens(row), unpack_row(row, row.fields["old"], fill=-1.0)
+    old = unpack_row(row, row.fields["old"], fill=-1.0)
     reward = unpack_row(row, row.fields["reward"], fill=-1.0)
     for place, i in enumerate(case.samples):
-        assert torch.equal(tokens[place], batch.tokens(i))
+        tokens = row.tokens_T[row.starts[place] :][: row.lengths[place]]
+        assert torch.equal(tokens, batch.tokens(i))
         assert torch.equal(old[place][1:], batch.field("old", i)[1:])
         assert torch.equal(reward[place][1:], batch.field("reward", i).expand(len(old[place]) - 1))
         assert old[place][0] == reward[place][0] == -1.0

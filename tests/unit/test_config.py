@@ -83,9 +83,6 @@ def test_overrides_come_last_and_are_typed() -> None:
     assert parse("", "name=x").name == "x"
 
 
-# Python reads hexadecimal numbers of any size, and prints none of above 4300 digits.
-HUGE = "0x" + "f" * 4000
-
 BAD: list[Any] = [
     ("name: x\ninner:\n  rat: 1", [], "c.yaml:3: unknown key inner.rat; did you mean inner.rate?"),
     ("name: x\ncount: 1", [], "c.yaml:2: unknown key count; did you mean inner.count?"),
@@ -126,11 +123,7 @@ BAD: list[Any] = [
     ),
     ("name: \x07", [], "c.yaml: not plain YAML"),
     ("name: " + "[" * 5000, [], "c.yaml:1: nested deeper than 16"),
-    ("name: " + "1" * 5000, [], "c.yaml: not plain YAML"),
-    *(
-        (text, [], "a whole number of 2^63 or more; write a smaller one")
-        for text in (f"name: {HUGE}", f"name: x\ninner: {{count: {HUGE}}}")
-    ),
+    (f"name: x\ninner: {{count: {2**63}}}", [], "a whole number of 2^63 or more; write a smaller"),
     ("name: x", ["inner.rate"], "override 'inner.rate' is not of the form section.key=value"),
     ("name: x", ["inner..rate=1"], "is not of the form section.key=value"),
     ("name: x", ["=1"], "is not of the form section.key=value"),

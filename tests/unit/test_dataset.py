@@ -15,7 +15,7 @@ from megapack import data_index
 from megapack.data_index import ReadSettings, load_index
 from megapack.dataset import Dataset
 from megapack.errors import DataError
-from megapack.rollouts import Rollout, batches, group_advantages, read_rollouts
+from megapack.rollouts import Rollout, SampleReward, group_advantages, group_batches
 from megapack.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.unit
@@ -46,6 +46,27 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]], row_group_size: in
     return path
 
 
+def as_rollouts(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
+    """What a file of these rows holds."""
+    tokenizer, records = ByteTokenizer(), []
+    for number, row in enumerate(rows):
+        prompt_ids, response_ids = row.get("prompt_ids"), row.get("response_ids")
+        if "prompt" in row:
+            prompt_ids = tokenizer.encode_prompt(row["prompt"])
+            response_ids = tokenizer.encode_response(row["response"])
+        records.append(
+            Rollout(
+                prompt_ids=np.array(prompt_ids, dtype=np.int64),
+                response_ids=np.array(response_ids, dtype=np.int64),
+                group=row.get("group", f"own {number}"),
+                rollout=row.get("rollout", f"own {number}"),
+                reward=row.get("reward"),
+                advantage=row.get("advantage"),
+            )
+        )
+    return records
+
+
 def dataset(path: Path, spare: Path, **settings: Any) -> Dataset:
     return Dataset.from_files(path, ReadSettings(**settings), spare)
 
@@ -63,30 +84,32 @@ def assert_holds(found: Dataset, records: Sequence[Rollout]) -> None:
     numbers: dict[Any, int] = {}
     assert found.rollout_ids(rows) == [numbers.setdefault(r.key, len(numbers)) for r in records]
     assert found.num_rollouts(rows) == len(numbers)
-    if all(r.reward is not None or r.advantage is not None for r in records):
-        assert (group_advantages(found.judged(rows)) == group_advantages(records)).all()
-    number_of = {id(record): number for number, record in enumerate(records)}
+    rewards = [SampleReward(r.group, r.rollout, r.reward, r.advantage) for r in records]
+    if all(one.reward is not None or one.advantage is not None for one in rewards):
+        assert (group_advantages(found.rewards(rows)) == group_advantages(rewards)).all()
+    groups: dict[Any, int] = {}
+    group_of = np.array([groups.setdefault(r.group, len(groups)) for r in records])
     for options in ({}, {"shuffle": True, "seed": 3, "epoch": 2}):
-        expected = [[number_of[id(r)] for r in b] for b in batches(records, 2, **options)]
-        assert [b.tolist() for b in found.batches(2, **options)] == expected
+        expected = [batch.tolist() for batch in group_batches(group_of, 2, **options)]
+        assert [batch.tolist() for batch in found.batches(2, **options)] == expected
 
 
 @pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n"])
 def test_lines_are_found_again(tmp_path: Path, end: str) -> None:
     path = write_lines(tmp_path / "data.jsonl", end=end)
-    assert_holds(dataset(path, tmp_path / "spare"), read_rollouts(path, ByteTokenizer()))
+    assert_holds(dataset(path, tmp_path / "spare"), as_rollouts(ROWS))
 
 
 def test_the_last_line_may_have_no_end(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "data.jsonl", end="\n")
     path.write_bytes(path.read_bytes()[:-1])
-    assert_holds(dataset(path, tmp_path / "spare"), read_rollouts(path, ByteTokenizer()))
+    assert_holds(dataset(path, tmp_path / "spare"), as_rollouts(ROWS))
 
 
 def test_in_memory_and_in_a_file_are_alike(tmp_path: Path) -> None:
-    records = read_rollouts(write_lines(tmp_path / "data.jsonl"), ByteTokenizer())
+    records = as_rollouts(ROWS)
     assert_holds(Dataset.from_rollouts(records), records)
-    in_file = dataset(tmp_path / "data.jsonl", tmp_path)
+    in_file = dataset(write_lines(tmp_path / "data.jsonl"), tmp_path)
     assert Dataset.from_rollouts(records).digest() == in_file.digest()
     other = dataset(write_lines(tmp_path / "other.jsonl", ROWS[:-1]), tmp_path)
     assert other.digest() != in_file.digest()
@@ -94,9 +117,8 @@ def test_in_memory_and_in_a_file_are_alike(tmp_path: Path) -> None:
 
 def test_parquet_holds_the_same_samples(tmp_path: Path) -> None:
     rows = [ROWS[i] for i in (0, 2, 3, 4)]
-    lines = write_lines(tmp_path / "data.jsonl", rows)
     table = write_parquet(tmp_path / "data.parquet", rows)
-    assert_holds(dataset(table, tmp_path / "spare"), read_rollouts(lines, ByteTokenizer()))
+    assert_holds(dataset(table, tmp_path / "spare"), as_rollouts(rows))
 
 
 def test_a_folder_is_its_files_one_behind_the_other(tmp_path: Path) -> None:
@@ -106,8 +128,8 @@ def test_a_folder_is_its_files_one_behind_the_other(tmp_path: Path) -> None:
     write_parquet(folder / "c.parquet", [ROWS[3]])
     write_lines(folder / "a.jsonl", [ROWS[0], ROWS[2]])
     write_lines(folder / "notes.txt", ROWS)
-    whole = write_lines(tmp_path / "whole.jsonl", [ROWS[i] for i in (0, 2, 1, 3)])
-    assert_holds(dataset(folder, tmp_path / "spare"), read_rollouts(whole, ByteTokenizer()))
+    whole = [ROWS[i] for i in (0, 2, 1, 3)]
+    assert_holds(dataset(folder, tmp_path / "spare"), as_rollouts(whole))
 
 
 def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
@@ -115,20 +137,24 @@ def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
         dataset(tmp_path, tmp_path)
 
 
-@pytest.mark.parametrize("overlong", ["truncate", "skip"])
-def test_overlong_samples_are_as_read_rollouts_has_them(tmp_path: Path, overlong: Any) -> None:
-    path = write_lines(tmp_path / "data.jsonl")
-    records = read_rollouts(path, ByteTokenizer(), max_length=5, overlong=overlong)
-    found = dataset(path, tmp_path, max_length=5, overlong=overlong)
-    assert_holds(found, records)
-
-
-def test_truncated_samples_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "data.jsonl"
-    lines = [{"prompt_ids": [1] * n, "response_ids": [2]} for n in (4, 5, 9)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    dataset(path, tmp_path, max_length=5, overlong="truncate")
-    assert "2 samples truncated to 5 tokens" in caplog.text
+def test_overlong_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    short = {"prompt_ids": [1, 2], "response_ids": [3], "reward": 0.5}
+    long = {"prompt_ids": [1, 2, 3], "response_ids": [4, 5], "reward": 1.0}
+    path = write_lines(tmp_path / "data.jsonl", [short, long], end="\n")
+    assert len(dataset(path, tmp_path, max_length=5)) == 2
+    with pytest.raises(DataError, match=r"data\.jsonl:2: 5 tokens, max_length is 4; raise it"):
+        dataset(path, tmp_path, max_length=4)
+    cut = as_rollouts([short, {**long, "response_ids": [4]}])
+    assert_holds(dataset(path, tmp_path, max_length=4, overlong="truncate"), cut)
+    assert "1 samples truncated to 4 tokens" in caplog.text
+    assert_holds(dataset(path, tmp_path, max_length=4, overlong="skip"), as_rollouts([short]))
+    assert "1 samples above 4 tokens skipped" in caplog.text
+    prompts = as_rollouts(
+        [{**short, "response_ids": []}, {"prompt_ids": [1, 2], "response_ids": []}]
+    )
+    assert_holds(dataset(path, tmp_path, max_length=2, overlong="truncate"), prompts)
+    with pytest.raises(DataError, match=r"2 were above max_length=1"):
+        dataset(path, tmp_path, max_length=1, overlong="skip")
 
 
 @pytest.mark.parametrize(
@@ -145,12 +171,6 @@ def test_a_bad_line_is_named_and_leaves_no_index(tmp_path: Path, line: str, says
     with pytest.raises(DataError, match=says):
         dataset(path, tmp_path / "spare", max_length=50)
     assert [p.name for p in tmp_path.iterdir()] == ["data.jsonl"]
-
-
-def test_no_sample_is_an_error(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "data.jsonl")
-    with pytest.raises(DataError, match=r"5 were above max_length=1"):
-        dataset(path, tmp_path, max_length=1, overlong="skip")
 
 
 class Reads:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megapack.data_index import ReadSettings
+from megapack.dataset import Dataset
 from megapack.errors import ConfigError, DataError
 from megapack.generated import generate_rollouts
-from megapack.rollouts import Rollout, batches, group_advantages, read_rollouts
+from megapack.rollouts import SampleReward, group_advantages, group_batches
 from megapack.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.unit
@@ -30,21 +30,8 @@ def write(path: Path, *rows: dict[str, Any] | str | bytes) -> Path:
     return path
 
 
-def sample(
-    group: int | str = 0,
-    rollout: int | str = 0,
-    reward: float | None = None,
-    advantage: float | None = None,
-) -> Rollout:
-    one = np.array([1])
-    return Rollout(
-        prompt_ids=one,
-        response_ids=one,
-        group=group,
-        rollout=rollout,
-        reward=reward,
-        advantage=advantage,
-    )
+def read(path: Path, **settings: Any) -> Dataset:
+    return Dataset.from_files(path, ReadSettings(**settings), path.parent)
 
 
 @given(st.text(max_size=50))
@@ -64,24 +51,28 @@ def test_text_ids_and_identities(tmp_path: Path) -> None:
         {**IDS, "advantage": -0.5, "group": None},
         {"prompt_ids": [], "response_ids": [9], "group": "7"},
     )
-    first, second, third = read_rollouts(path, TOKENIZER)
-    assert first.prompt_ids.tolist() == [256, 97]
-    assert first.response_ids.tolist() == [0xC3, 0xA9, 257]
-    assert (first.num_tokens, first.reward, first.advantage) == (5, 1.0, None)
-    assert first.key == (7, "x")
-    assert (second.reward, second.advantage) == (None, -0.5)
-    assert second.key == ("line-3", "line-3")
-    assert third.group == "7" != first.group
-    assert third.prompt_ids.dtype == np.int64
+    found = read(path)
+    rows = np.arange(3)
+    prompt_ids, response_ids = found.tokens(0)
+    assert prompt_ids.tolist() == [256, 97]
+    assert response_ids.tolist() == [0xC3, 0xA9, 257]
+    assert found.tokens(2)[0].dtype == np.int64
+    assert found.rollout_ids(rows) == [0, 1, 2]
+    # The groups 7 and "7" differ; a row without a group is its own.
+    assert found.rewards(rows) == [
+        SampleReward(0, 0, reward=1.0),
+        SampleReward(1, 1, advantage=-0.5),
+        SampleReward(2, 2),
+    ]
 
 
 def test_a_last_line_without_newline_is_whole_if_it_parses(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(IDS))
-    assert len(read_rollouts(path, TOKENIZER)) == 1
+    assert len(read(path)) == 1
     path.write_text(json.dumps(IDS) + "\n" + json.dumps(IDS)[:-4])
     with pytest.raises(DataError, match=r"r\.jsonl:2: not JSON.*; the last line is cut off"):
-        read_rollouts(path, TOKENIZER)
+        read(path)
 
 
 BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
@@ -89,7 +80,6 @@ BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
     ("[1]", "is [1], expected an object"),
     ("null", "is null, expected an object"),
     ("[" * 100_000, "brackets too deep"),
-    ('{"group": 1' + "0" * 5000 + "}", "4300 digits"),
     (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
     ('{"prompt": "a", "prompt": "b", "response": ""}', "key 'prompt' stands twice"),
     ('{"a\\nb": 1, "a\\nb": 2}', "key 'a\\nb' stands twice"),
@@ -124,7 +114,7 @@ def test_brackets_that_parse_but_do_not_print(tmp_path: Path) -> None:
     for depth in range(900, 1000):
         path.write_text('{"prompt": "a", "response": ' + "[" * depth + "]" * depth + "}")
         with pytest.raises(DataError, match=r"r\.jsonl:1: "):
-            read_rollouts(path, TOKENIZER)
+            read(path)
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=range(len(BAD_LINES)))
@@ -133,7 +123,7 @@ def test_a_bad_line_names_file_line_and_reason(
 ) -> None:
     path = write(tmp_path / "r.jsonl", IDS, "", line)
     with pytest.raises(DataError) as caught:
-        read_rollouts(path, TOKENIZER)
+        read(path)
     message = str(caught.value)
     assert message.startswith(f"{path}:3: ")
     assert reason in message
@@ -142,11 +132,11 @@ def test_a_bad_line_names_file_line_and_reason(
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path, Path("a\0b")):
+    for path in (tmp_path / "absent", tmp_path / "a\0b"):
         with pytest.raises(DataError, match="cannot be read"):
-            read_rollouts(path, TOKENIZER)
-    with pytest.raises(DataError, match="is empty"):
-        read_rollouts(write(tmp_path / "empty.jsonl", "", " "), TOKENIZER)
+            read(path)
+    with pytest.raises(DataError, match="has no sample"):
+        read(write(tmp_path / "empty.jsonl", "", " "))
 
 
 @given(st.binary(max_size=80))
@@ -155,57 +145,33 @@ def test_any_bytes_are_rollouts_or_a_data_error(tmp_path: Path, data: bytes) -> 
     path = tmp_path / "fuzz.jsonl"
     path.write_bytes(data)
     with pytest.raises(DataError):
-        read_rollouts(path, TOKENIZER)
+        read(path)
 
 
 def test_vocabulary_of_the_model(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {**IDS, "response_ids": [999]})
-    assert read_rollouts(path, TOKENIZER, vocab_size=1000)[0].response_ids.tolist() == [999]
+    assert read(path, vocab_size=1000).tokens(0)[1].tolist() == [999]
     path = write(tmp_path / "t.jsonl", {"prompt": "a", "response": "b"})
     with pytest.raises(DataError, match="text needs a vocabulary of 259, the model has 100"):
-        read_rollouts(path, TOKENIZER, vocab_size=100)
-
-
-def test_overlong_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    long = {"prompt_ids": [1, 2, 3], "response_ids": [4, 5], "reward": 1.0}
-    path = write(tmp_path / "r.jsonl", IDS, long)
-    assert len(read_rollouts(path, TOKENIZER, max_length=5)) == 2
-    with pytest.raises(DataError, match=r"r\.jsonl:2: 5 tokens, max_length is 4; raise it"):
-        read_rollouts(path, TOKENIZER, max_length=4)
-    with caplog.at_level(logging.WARNING):
-        cut = read_rollouts(path, TOKENIZER, max_length=4, overlong="truncate")
-        assert [record.num_tokens for record in cut] == [3, 4]
-        assert cut[1].response_ids.tolist() == [4]
-        assert cut[1].reward == 1.0
-        assert len(read_rollouts(path, TOKENIZER, max_length=4, overlong="skip")) == 1
-    assert "0 samples skipped, 1 truncated" in caplog.text
-    assert "1 samples skipped, 0 truncated" in caplog.text
-    prompt_only = read_rollouts(path, TOKENIZER, max_length=2, overlong="truncate")[1]
-    assert prompt_only.prompt_ids.tolist() == [1, 2]
-    assert len(prompt_only.response_ids) == 0
-    with pytest.raises(DataError, match="all 2 samples are above max_length=1"):
-        read_rollouts(path, TOKENIZER, max_length=1, overlong="skip")
+        read(path, vocab_size=100)
 
 
 def test_batches_keep_groups_whole_and_lose_nothing() -> None:
-    records = [sample(group=index % 5, rollout=index) for index in range(17)]
-    found = list(batches(records, 2))
-    assert [len({record.group for record in batch}) for batch in found] == [2, 2, 1]
-    assert [record.rollout for record in found[0]] == [0, 5, 10, 15, 1, 6, 11, 16]
-    assert Counter(r.rollout for batch in found for r in batch) == Counter(range(17))
+    found = [rows.tolist() for rows in group_batches(np.arange(17) % 5, 2)]
+    assert [len({row % 5 for row in rows}) for rows in found] == [2, 2, 1]
+    assert found[0] == [0, 5, 10, 15, 1, 6, 11, 16]
+    assert sorted(row for rows in found for row in rows) == list(range(17))
     with pytest.raises(ConfigError, match=r"data\.prompts_per_batch is 0"):
-        next(batches(records, 0))
+        next(group_batches(np.arange(17), 0))
 
 
 def test_shuffled_batches_depend_on_seed_and_epoch_alone() -> None:
-    records = [sample(group=index) for index in range(64)]
-
-    def order(seed: int, epoch: int) -> list[int | str]:
-        found = batches(records, 8, shuffle=True, seed=seed, epoch=epoch)
-        return [record.group for batch in found for record in batch]
+    def order(seed: int, epoch: int) -> list[int]:
+        found = group_batches(np.arange(64), 8, shuffle=True, seed=seed, epoch=epoch)
+        return [row for rows in found for row in rows.tolist()]
 
     assert order(0, 0) == order(0, 0)
-    assert sorted(map(int, order(0, 0))) == list(range(64))
+    assert sorted(order(0, 0)) == list(range(64))
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
     # Another NumPy must not change the order of a run that is resumed.
     assert order(0, 0)[:4] == [11, 3, 20, 13]
@@ -213,7 +179,9 @@ def test_shuffled_batches_depend_on_seed_and_epoch_alone() -> None:
 
 def test_group_advantages() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0]
-    records = [sample(0, i, reward) for i, reward in enumerate(rewards)] + [sample(1, 0, 3.0)]
+    records = [SampleReward(0, i, reward) for i, reward in enumerate(rewards)] + [
+        SampleReward(1, 0, 3.0)
+    ]
     assert group_advantages(records).tolist() == [0.5, -0.5, -0.5, 0.5, 0.0]
     assert group_advantages(records, "none").tolist() == [*rewards, 3.0]
     std = np.std(rewards, ddof=1) + 1e-6
@@ -223,29 +191,29 @@ def test_group_advantages() -> None:
 
 def test_fan_out_samples_count_once() -> None:
     # Rollout 0 has three samples of reward 1, rollout 1 one of reward 0: the mean is 0.5, not 0.75.
-    records = [sample(0, 0, 1.0)] * 3 + [sample(0, 1, 0.0)]
+    records = [SampleReward(0, 0, 1.0)] * 3 + [SampleReward(0, 1, 0.0)]
     assert group_advantages(records).tolist() == [0.5, 0.5, 0.5, -0.5]
 
 
 @pytest.mark.parametrize("mode", ["group", "group-std"])
 @given(reward=st.floats(-1e6, 1e6), count=st.integers(1, 9))
 def test_equal_rewards_give_exactly_zero(mode: Any, reward: float, count: int) -> None:
-    records = [sample(0, index, reward) for index in range(count)]
+    records = [SampleReward(0, index, reward) for index in range(count)]
     assert group_advantages(records, mode).tolist() == [0.0] * count
 
 
 def test_given_advantages_are_taken_and_not_mixed() -> None:
-    records = [sample(0, 0, advantage=0.25, reward=9.0), sample(0, 1, advantage=-2.0)]
+    records = [SampleReward(0, 0, advantage=0.25, reward=9.0), SampleReward(0, 1, advantage=-2.0)]
     assert group_advantages(records, "group-std").tolist() == [0.25, -2.0]
     with pytest.raises(DataError, match="with and without `advantage`"):
-        group_advantages([*records, sample(0, 2, reward=1.0)])
+        group_advantages([*records, SampleReward(0, 2, reward=1.0)])
     with pytest.raises(DataError, match="group 'g' has a sample with neither"):
-        group_advantages([sample("g", 0, reward=1.0), sample("g", 1)])
+        group_advantages([SampleReward("g", 0, reward=1.0), SampleReward("g", 1)])
 
 
 @pytest.mark.parametrize("rewards", [[1e308, -1e308], [0.0, 1.7e308, 1.7e308], [0.0, -1e200]])
 def test_rewards_whose_differences_overflow_are_refused(rewards: list[float]) -> None:
-    records = [sample(0, rollout, reward=reward) for rollout, reward in enumerate(rewards)]
+    records = [SampleReward(0, rollout, reward=reward) for rollout, reward in enumerate(rewards)]
     with pytest.raises(DataError, match=r"group 0 has a reward of -?1.*; give rewards of at most"):
         group_advantages(records, "group-std")
     assert group_advantages(records, "none").tolist() == rewards
@@ -281,12 +249,15 @@ def test_generated_rollouts_are_deterministic() -> None:
         generate_rollouts(0, 4, seed=0)
 
 
-def test_real_rollouts(shared_dir: Path) -> None:
-    records = read_rollouts(shared_dir / "rollouts/skythought_math500_128x4.jsonl", TOKENIZER)
-    assert len(records) == 512
-    assert len({record.group for record in records}) == 128
-    assert len({record.key for record in records}) == 512
-    assert np.median([record.num_tokens for record in records]) == pytest.approx(1920, abs=2)
-    advantages = group_advantages(records)
+def test_real_rollouts(shared_dir: Path, tmp_path: Path) -> None:
+    path = shared_dir / "rollouts/skythought_math500_128x4.jsonl"
+    found = Dataset.from_files(path, ReadSettings(), tmp_path)
+    rows = np.arange(512)
+    assert len(found) == found.num_rollouts(rows) == 512
+    rewards = found.rewards(rows)
+    assert len({one.group for one in rewards}) == 128
+    lengths = np.add(found.prompt_tokens(rows), found.response_tokens(rows))
+    assert np.median(lengths) == pytest.approx(1920, abs=2)
+    advantages = group_advantages(rewards)
     assert abs(advantages.sum()) < 1e-9
     assert np.abs(advantages).max() <= 0.75

@@ -276,9 +276,7 @@ def test_a_batch_of_lengths_takes_tokens_later() -> None:
     batch = SampleBatch.from_lengths([2, 0], [1, 2], {"advantages": [1, 2]})
     assert batch.lengths == whole.lengths == [3, 2]
     assert batch.num_loss_tokens == whole.num_loss_tokens
-    assert batch.samples_with_tokens == ()
     batch.set_tokens(1, [], [4, 5])
-    assert batch.samples_with_tokens == (1,)
     assert batch.tokens(1).tolist() == [4, 5]
     assert batch.response_mask(0).tolist() == [False, False, True]
     batch.set_field("old_logprobs", [[0.5], [0.1, 0.2]])
