@@ -40,7 +40,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megapack", "megapack.*"]),
-    package_data={"megapack": ["py.typed", "web/*"]},
+    package_data={"megapack": ["py.typed", "view/web/*"]},
     cmdclass={"build_py": BuildPy},
     install_requires=[
         "numpy>=1.26",

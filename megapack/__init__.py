@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megapack.cost import CostModel
-    from megapack.cost_fit import Measurement
-    from megapack.cost_sizes import ModelSizes
+    from megapack.cost.fit import Measurement
+    from megapack.cost.model import CostModel
+    from megapack.cost.sizes import ModelSizes
     from megapack.dp_schedule import build_dp_schedule
     from megapack.errors import (
         CheckpointError,
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from megapack.layout import Layout
-    from megapack.pipeline import simulate
-    from megapack.plan import MicroBatch, Plan, StepPlan
-    from megapack.plan_check import check_plan
+    from megapack.outlook.stats import PlanReport, StepReport, plan_report
+    from megapack.pipeline.simulator import simulate
+    from megapack.plan.check import check_plan
+    from megapack.plan.plan import MicroBatch, Plan, StepPlan
     from megapack.policy import Policy
-    from megapack.stats import PlanReport, StepReport, plan_report
 
 __all__ = [
     "Layout",
@@ -57,18 +57,15 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "cost": "CostModel",
-    "cost_fit": "Measurement",
-    "cost_sizes": "ModelSizes",
+    "cost": "CostModel Measurement ModelSizes",
     "dp_schedule": "build_dp_schedule",
     "errors": "CheckpointError ConfigError DataError MegapackError PatchError PlanError "
     "ScheduleError",
     "layout": "Layout",
+    "outlook.stats": "PlanReport StepReport plan_report",
     "pipeline": "simulate",
-    "plan": "MicroBatch Plan StepPlan",
-    "plan_check": "check_plan",
+    "plan": "MicroBatch Plan StepPlan check_plan",
     "policy": "Policy",
-    "stats": "PlanReport StepReport plan_report",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

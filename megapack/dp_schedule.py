@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from megapack.cost import CostModel
+from megapack.base.arrays import Ids, Ints, read_budget, read_lengths, read_sets
+from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError
-from megapack.inputs import Ids, Ints, read_budget, read_lengths, read_sets
 from megapack.layout import Layout
-from megapack.plan import Plan, RolloutId, StepPlan
+from megapack.plan.plan import Plan, RolloutId, StepPlan
+from megapack.planner.counts import keep_reachable, split_rollouts
+from megapack.planner.problem import StepProblem, build_step
+from megapack.planner.search import plan_rows
 from megapack.policy import Policy
-from megapack.search import plan_rows
-from megapack.search_counts import keep_reachable
-from megapack.search_problem import StepProblem, build_step
-from megapack.step_split import split_rollouts
 
 # Sums of it over any number of rows stay finite in fp64.
 _MAX_SECONDS = 1e200

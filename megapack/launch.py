@@ -9,11 +9,11 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from megapack import cpu
-from megapack.choices import Device
+from megapack.base.choices import Device
 from megapack.errors import ConfigError
-from megapack.job import close_all
-from megapack.watchdog import abort_nccl
+from megapack.ranks import cpu
+from megapack.ranks.links import close_all
+from megapack.ranks.watchdog import abort_nccl
 
 # A rank that waits longer than this for another one is stuck; compile and file reads take less.
 _TIMEOUT = datetime.timedelta(minutes=10)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from megapack.errors import ConfigError, brief
 
 if TYPE_CHECKING:
-    from megapack.inputs import Ints
+    from megapack.base.arrays import Ints
 
 # A number, or an array of them.
 Tokens = TypeVar("Tokens", int, "Ints")

@@ -26,7 +26,7 @@ def start() -> None:
         return
     try:
         # Not above: a process with more rights imports none of it.
-        from megapack.patching import apply
+        from megapack.patching.applied import apply
 
         log_to_stderr()
         for host in asked_hosts(os.environ[VARIABLE]):
@@ -48,7 +48,7 @@ def asked_hosts(value: str) -> list[str]:
         ConfigError: there are no shipped patches of one of these names.
     """
     from megapack.errors import ConfigError
-    from megapack.patch_files import shipped_hosts
+    from megapack.patching.files import shipped_hosts
 
     names = [name.strip() for name in value.split(",") if name.strip()]
     for name in names:
@@ -60,7 +60,7 @@ def asked_hosts(value: str) -> list[str]:
 
 def log_to_stderr() -> None:
     """Show one line per patch on the first rank, and warnings on all."""
-    log = logging.getLogger("megapack.patch_target")
+    log = logging.getLogger("megapack.patching.target")
     if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("megapack: %(message)s"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megapack.board import Board
+from megapack.ranks.board import Board
 
 LIMIT_S = 30.0
 """For what takes milliseconds on a machine that is not busy."""

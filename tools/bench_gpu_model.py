@@ -34,11 +34,11 @@ from bench_gpu_ways import (
 from model_flops import forward_flops, model_sizes, peak_flops
 
 from megapack import Layout, launch
-from megapack.attention_choice import choose_attention
 from megapack.config import load_config
+from megapack.config.sections import ModelConfig, TrainConfig
+from megapack.data.tokenizer import ByteTokenizer
 from megapack.model import build_model, initialize_parallel
-from megapack.tokenizer import ByteTokenizer
-from megapack.train_config import ModelConfig, TrainConfig
+from megapack.model.attention.choice import choose_attention
 
 logger = logging.getLogger("bench_gpu")
 Way = PackedWay | DenseWay
@@ -71,7 +71,7 @@ def pick(samples: Sequence[Sample], num_tokens: int, max_length: int) -> list[Sa
 def build(model: ModelConfig, attention: str) -> list[Any]:
     """The model with an attention, and with weights as Megatron draws them on the device: weights
     that follow from names take minutes for billions of them."""
-    with mock.patch("megapack.model.initialize_by_name"):
+    with mock.patch("megapack.model.build.initialize_by_name"):
         return build_model(
             dataclasses.replace(model, attention=attention),
             Layout(),

@@ -16,14 +16,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapack import Layout, Plan, build_dp_schedule, schedule_run
-from megapack.attention import packed_seq_params
-from megapack.head import deferred_head
-from megapack.logprobs import VocabHead, vocab_parallel_logprobs
+from megapack import Layout, Plan, build_dp_schedule
 from megapack.loss import SFT
+from megapack.model.attention.packed import packed_seq_params
+from megapack.model.head import deferred_head
+from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
-from megapack.schedule_run import evaluating
+from megapack.schedule import runner as schedule_run
+from megapack.schedule.runner import evaluating
 
 Sample = tuple[int, int]
 """Tokens of a prompt and of its response."""

@@ -18,7 +18,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from megapack.logprobs import VocabHead, vocab_parallel_logprobs
+from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 
 MIB = 2**20
 

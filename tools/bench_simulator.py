@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from megapack import CostModel, Layout, Measurement, Plan, build_dp_schedule, launch, simulate
+from megapack.config.sections import ModelConfig
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
-from megapack.schedule_run import ScheduleRunner
-from megapack.train_config import ModelConfig
+from megapack.schedule.runner import ScheduleRunner
 
 MODEL = ModelConfig(num_layers=8, hidden_size=128, num_attention_heads=4, num_query_groups=2)
 ROUNDS = 5

@@ -27,17 +27,17 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megapack import Layout, Plan, Policy, build_dp_schedule, launch
-from megapack.data_index import ReadSettings
-from megapack.dataset import Dataset
-from megapack.generated import generate_rollouts
+from megapack.config.sections import ModelConfig
+from megapack.data.dataset import Dataset
+from megapack.data.generated import generate_rollouts
+from megapack.data.index import ReadSettings
+from megapack.data.tokenizer import ByteTokenizer, Ids
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
-from megapack.p2p import PlannedP2PCommunicator
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
-from megapack.schedule_run import ScheduleRunner
-from megapack.tokenizer import ByteTokenizer, Ids
-from megapack.train_config import ModelConfig
+from megapack.schedule.p2p import PlannedP2PCommunicator
+from megapack.schedule.runner import ScheduleRunner
 
 Sample = tuple[Ids, Ids]
 """Tokens of prompt and response."""

@@ -40,23 +40,23 @@ from megapack import (
     Policy,
     StepPlan,
     build_dp_schedule,
-    cpu,
     launch,
 )
-from megapack.calibration import Calibration, Origin
 from megapack.config import dump_yaml, find_config, load_config
+from megapack.config.sections import TrainConfig
+from megapack.cost.calibration import Calibration, Origin
+from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import ConfigError
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
-from megapack.routing import SchedulePass
+from megapack.model.experts.rows import SchedulePass
+from megapack.ranks import cpu
+from megapack.rows.packed import PackedRow
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
-from megapack.schedule_run import ScheduleRunner
-from megapack.step_call import StepCall
-from megapack.thd import PackedRow
-from megapack.tokenizer import ByteTokenizer
-from megapack.trace import mark, seconds_between
-from megapack.train_config import TrainConfig
+from megapack.schedule.call import StepCall
+from megapack.schedule.runner import ScheduleRunner
+from megapack.train.trace import mark, seconds_between
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megapack.cost import CostModel
-from megapack.cost_fit import Measurement
+from megapack.cost.fit import Measurement
 from megapack.errors import ConfigError, DataError
 from megapack.layout import Layout
 

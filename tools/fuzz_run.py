@@ -37,8 +37,8 @@ _ADDRESS_SPACE = 6 << 30
 # Bytecode that is instrumented cannot be compiled: of modules with kernels, only the functions are
 # that are no kernels.
 with_kernels = sorted(
-    f"megapack.{path.stem}"
-    for path in (ROOT / "megapack").glob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "megapack").rglob("*.py")
     if "import kernel" in path.read_text()
 )
 with atheris.instrument_imports(include=["megapack"], exclude=with_kernels):

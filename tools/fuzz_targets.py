@@ -31,12 +31,12 @@ from megapack import (
     simulate,
 )
 from megapack.config import dump_yaml, parse_config
-from megapack.data_index import ReadSettings
-from megapack.dataset import Dataset
-from megapack.length_file import Columns, read_length_file
-from megapack.plan_diff import diff_plans
-from megapack.rollouts import group_advantages
-from megapack.train_config import TrainConfig
+from megapack.config.sections import TrainConfig
+from megapack.data.dataset import Dataset
+from megapack.data.index import ReadSettings
+from megapack.data.lengths import Columns, read_length_file
+from megapack.data.rollouts import group_advantages
+from megapack.plan.show import diff_plans
 from tools import fuzz_seeds
 
 T = TypeVar("T")

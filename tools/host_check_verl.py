@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from megapack.hosts import verl as ours
-from megapack.hosts.tensor_rows import take
+from megapack.hosts.shared.tensor_rows import take
 
 Rows = list[list[int]]
 

@@ -13,9 +13,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from megapack.field_docs import field_docs
-from megapack.train_config import TrainConfig
-from megapack.typed import describe
+from megapack.base.field_docs import field_docs
+from megapack.config.sections import TrainConfig
+from megapack.config.typed import describe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
@@ -42,7 +42,7 @@ From Python:
 
 ```python
 from megapack.config import find_config, load_config
-from megapack.train_config import TrainConfig
+from megapack.config.sections import TrainConfig
 
 path = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
 config = load_config(path, ["plan.max_tokens_per_gpu=4096"], TrainConfig)

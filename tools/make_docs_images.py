@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from megapack import CostModel, Layout, build_dp_schedule
-from megapack.baselines import naive_plans
-from megapack.files import write_whole
-from megapack.plot import draw_step, draw_timelines
-from megapack.stats import StepReport, step_report
-from megapack.timeline import planned
+from megapack.base.files import write_whole
+from megapack.outlook.baselines import naive_plans
+from megapack.outlook.stats import StepReport, step_report
+from megapack.view.plot import draw_step, draw_timelines
+from megapack.view.timeline import planned
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megapack import ModelSizes
-from megapack.train_config import ModelConfig
+from megapack.config.sections import ModelConfig
 
 # TFLOP/s in bf16 without sparsity, of the SXM boards. The PCIe and NVL boards have others.
 PEAK_BF16_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}

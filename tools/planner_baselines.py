@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megapack import Layout, baselines
-from megapack.baselines import Ranks, Rows, aligned_rows, in_turn
-from megapack.packing_kk import karmarkar_karp
+from megapack import Layout
+from megapack.outlook import baselines
+from megapack.outlook.baselines import Ranks, Rows, aligned_rows, in_turn
+from megapack.planner.partition import karmarkar_karp
 
 
 def next_fit(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:

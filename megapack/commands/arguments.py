@@ -9,12 +9,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from megapack.base.field_docs import field_docs
+from megapack.cost.memory import GIB
+from megapack.data.lengths import Columns, LengthTable, read_length_file
 from megapack.errors import ConfigError, PlanError, brief
-from megapack.field_docs import field_docs
 from megapack.layout import Layout
-from megapack.length_file import Columns, LengthTable, read_length_file
-from megapack.memory import GIB
-from megapack.plan import Plan
+from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
 _MAX_GIB = 2**20

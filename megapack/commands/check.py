@@ -6,8 +6,8 @@ import argparse
 
 from megapack.commands.arguments import add_json, add_lengths, print_json, read_table
 from megapack.errors import MegapackError
-from megapack.plan_check import check_plan
-from megapack.plan_file import read_plan
+from megapack.plan.check import check_plan
+from megapack.plan.file import read_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

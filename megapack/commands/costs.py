@@ -6,17 +6,17 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megapack.choices import Recompute
+from megapack.base.choices import Recompute
 from megapack.commands.arguments import add_fields, given_fields
-from megapack.cost import CostModel
-from megapack.cost_sizes import ModelSizes
+from megapack.cost.model import CostModel
+from megapack.cost.sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import Layout
-from megapack.plan import Plan
+from megapack.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from megapack.run_records import RunRecords
-    from megapack.train_config import TrainConfig
+    from megapack.config.sections import TrainConfig
+    from megapack.view.records import RunRecords
 
 # What a plan is made with where nothing is known: as docs/planner.md has it for a 7B dense model.
 _FIXED_TOKENS = 256
@@ -68,8 +68,8 @@ def read_config(args: argparse.Namespace) -> TrainConfig | None:
     """The config of --config."""
     if args.config is None:
         return None
-    from megapack.config import find_config, load_config
-    from megapack.train_config import TrainConfig
+    from megapack.config.load import find_config, load_config
+    from megapack.config.sections import TrainConfig
 
     return load_config(find_config(args.config), [], TrainConfig)
 
@@ -109,7 +109,7 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
     if getattr(args, "cost", None) is not None:
         if sizes is not None or args.peak_tflops is not None:
             raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
-        from megapack.cost_file import read_cost
+        from megapack.config.cost_file import read_cost
 
         cost = read_cost(args.cost, layout)
         if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):

@@ -6,8 +6,8 @@ import argparse
 from dataclasses import asdict
 
 from megapack.commands.arguments import add_json, print_json
-from megapack.plan_diff import PlanDiff, diff_plans
-from megapack.plan_file import read_plan
+from megapack.plan.file import read_plan
+from megapack.plan.show import PlanDiff, diff_plans
 
 _MAX_SHOWN = 8
 

@@ -15,14 +15,14 @@ from megapack.commands.arguments import (
     read_memory_limit,
 )
 from megapack.commands.costs import GpuSpeed, Pricing, price_by_sizes
+from megapack.config.sections import TrainConfig
+from megapack.cost.memory import GIB, GpuMemory
 from megapack.errors import brief
-from megapack.memory import GIB, GpuMemory
-from megapack.train_config import TrainConfig
 
 if TYPE_CHECKING:
-    from megapack.dry_run import Batch, Prediction
     from megapack.layout import Layout
-    from megapack.stats import PlanReport
+    from megapack.outlook.dry_run import Batch, Prediction
+    from megapack.outlook.stats import PlanReport
 
 # Of an H100 SXM in bf16, without sparsity.
 _PEAK_TFLOPS = 989.4
@@ -42,7 +42,7 @@ def run_dry(args: argparse.Namespace, config: TrainConfig) -> int:
     """Predict and tell; exit code 1 where a stage does not fit."""
     limit = read_memory_limit(args)
     # The planner's compiler takes a third of a second to import.
-    from megapack.dry_run import check_start, first_batch, predict
+    from megapack.outlook.dry_run import check_start, first_batch, predict
 
     layout = check_start(config, args.dry_run)
     batch = first_batch(config)

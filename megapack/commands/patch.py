@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.patch_files import load_patches, shipped_hosts
-from megapack.patching import check
+from megapack.patching.applied import check
+from megapack.patching.files import load_patches, shipped_hosts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,12 +20,12 @@ from megapack.commands.arguments import (
     read_table,
 )
 from megapack.commands.costs import Pricing, add_costs, read_pricing
-from megapack.length_file import LengthTable
-from megapack.plan import Plan
-from megapack.plan_file import write_plan
+from megapack.data.lengths import LengthTable
+from megapack.plan.file import write_plan
+from megapack.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from megapack.stats import PlanReport
+    from megapack.outlook.stats import PlanReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     typical = float((table.lengths**2).sum() / table.lengths.sum())
     pricing = read_pricing(args, layout, typical)
     # The planner's compiler takes a third of a second to import: bad input is told before.
-    from megapack.baselines import naive_plans
     from megapack.dp_schedule import build_dp_schedule
-    from megapack.stats import plan_report
+    from megapack.outlook.baselines import naive_plans
+    from megapack.outlook.stats import plan_report
 
     plan = build_dp_schedule(
         table.lengths,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megapack.base.files import write_output
 from megapack.commands.arguments import asked_steps, check_output, integer
 from megapack.commands.costs import add_costs, plan_pricing
 from megapack.errors import ConfigError
-from megapack.files import write_output
-from megapack.plan_file import read_plan
+from megapack.plan.file import read_plan
 
 _FORMATS = (".png", ".svg", ".pdf")
 
@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
     (number,) = asked_steps(plan, args.step)
     pricing = plan_pricing(args, plan)
     # matplotlib and the simulator's compiler take a second to import: bad input is told before.
-    from megapack.plot import draw_step
-    from megapack.stats import step_report
-    from megapack.timeline import planned
+    from megapack.outlook.stats import step_report
+    from megapack.view.plot import draw_step
+    from megapack.view.timeline import planned
 
     timeline = planned(plan, number, number, pricing.cost)
     report = step_report(plan, plan.steps[number], pricing.cost)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from megapack.base.files import write_output
 from megapack.commands.arguments import (
     add_lengths,
     asked_steps,
@@ -16,11 +17,10 @@ from megapack.commands.arguments import (
 )
 from megapack.commands.costs import add_costs, plan_pricing, run_pricing
 from megapack.errors import ConfigError, PlanError
-from megapack.files import write_output
-from megapack.plan_file import read_plan
+from megapack.plan.file import read_plan
 
 if TYPE_CHECKING:
-    from megapack.page_data import Page
+    from megapack.view.page_data import Page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.output, args.lengths)
     page, basis = _run_page(args) if is_run(args.target) else _plan_page(args)
     page.notes.append(f"planned time {basis}")
-    from megapack.page import page_html
+    from megapack.view.page import page_html
 
     write_output(args.output, page_html(page))
     print(f"{args.output}: {page.title}")
@@ -60,7 +60,7 @@ def _plan_page(args: argparse.Namespace) -> tuple[Page, str]:
             "were planned"
         )
     # The simulator's compiler takes a third of a second to import: bad input is told before.
-    from megapack.page_data import plan_page
+    from megapack.view.page_data import plan_page
 
     unit = "s" if pricing.in_seconds else "token times"
     page = plan_page(plan, lengths, pricing.cost, unit)
@@ -74,8 +74,8 @@ def _run_page(args: argparse.Namespace) -> tuple[Page, str]:
         raise ConfigError(
             f"{args.target} is a run, which has its own lengths; leave {args.lengths} out"
         )
-    from megapack.page_data import run_page
-    from megapack.run_records import read_run
+    from megapack.view.page_data import run_page
+    from megapack.view.records import read_run
 
     records = read_run(args.target)
     pricing = run_pricing(args, records)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from megapack.commands.arguments import integer
-from megapack.plan_file import read_plan
-from megapack.plan_grid import format_grid
+from megapack.plan.file import read_plan
+from megapack.plan.show import format_grid
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,10 +13,10 @@ from megapack.commands.arguments import (
     print_table,
 )
 from megapack.commands.costs import Pricing, add_costs, plan_pricing
-from megapack.plan_file import read_plan
+from megapack.plan.file import read_plan
 
 if TYPE_CHECKING:
-    from megapack.stats import StepReport
+    from megapack.outlook.stats import StepReport
 
 _MAX_SHOWN = 32
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     numbers = asked_steps(plan, args.step)
     pricing = plan_pricing(args, plan)
     # The simulator's compiler takes a third of a second to import: bad input is reported before.
-    from megapack.stats import step_report
+    from megapack.outlook.stats import step_report
 
     steps = {number: step_report(plan, plan.steps[number], pricing.cost) for number in numbers}
     if args.json:

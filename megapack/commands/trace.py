@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import argparse
 
+from megapack.base.files import write_output
 from megapack.commands.arguments import asked_steps, check_output, integer, is_run
 from megapack.commands.costs import add_costs, plan_pricing, run_pricing
 from megapack.errors import ConfigError, DataError
-from megapack.files import write_output
-from megapack.plan_file import read_plan
+from megapack.plan.file import read_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +40,8 @@ def _plan_trace(args: argparse.Namespace) -> tuple[str, int, str]:
     numbers = asked_steps(plan, args.step)
     pricing = plan_pricing(args, plan)
     # The simulator's compiler takes a third of a second to import: bad input is told before.
-    from megapack.chrome_trace import chrome_trace
-    from megapack.timeline import planned
+    from megapack.view.chrome_trace import chrome_trace
+    from megapack.view.timeline import planned
 
     timelines = [planned(plan, number, number, pricing.cost) for number in numbers]
     in_seconds = pricing.in_seconds
@@ -50,9 +50,9 @@ def _plan_trace(args: argparse.Namespace) -> tuple[str, int, str]:
 
 
 def _run_trace(args: argparse.Namespace) -> tuple[str, int, str]:
-    from megapack.chrome_trace import chrome_trace
-    from megapack.run_records import read_run
-    from megapack.timeline import traced
+    from megapack.view.chrome_trace import chrome_trace
+    from megapack.view.records import read_run
+    from megapack.view.timeline import traced
 
     records = read_run(args.target)
     if not records.traced:

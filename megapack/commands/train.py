@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from megapack.commands.dry_run import add_dry_run, run_dry
-from megapack.config import find_config, load_config
+from megapack.config.load import find_config, load_config
+from megapack.config.sections import TrainConfig
 from megapack.errors import ConfigError
-from megapack.interrupt import Interrupt
-from megapack.train_config import TrainConfig
+from megapack.ranks.interrupt import Interrupt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +26,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         raise ConfigError("--json is for dry runs; set --dry-run world=N")
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
-        from megapack.apex import warn_of_other_apex
+        from megapack.base.apex import warn_of_other_apex
         from megapack.launch import quiet_known_warnings
 
         quiet_known_warnings()
         warn_of_other_apex()
-        from megapack.train import train  # torch and Megatron-Core take seconds to import
+        from megapack.train.job import train  # torch and Megatron-Core take seconds to import
 
         train(config, interrupt)
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from megapack.choices import Recompute
+from megapack.base.choices import Recompute
 from megapack.commands.arguments import (
     add_json,
     add_lengths,
@@ -22,13 +22,13 @@ from megapack.commands.arguments import (
     read_table,
 )
 from megapack.commands.costs import add_costs, read_config, read_pricing, read_sizes
+from megapack.cost.memory import GIB, MemoryModel
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
-from megapack.memory import GIB, MemoryModel
 from megapack.policy import GroupSize
 
 if TYPE_CHECKING:
-    from megapack.tune import Candidate, Tuning
+    from megapack.outlook.tune import Candidate, Tuning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 1:
         raise ConfigError(f"--top={args.top}; set 1 or more")
     # The planner's compiler takes a third of a second to import: bad input is told before.
-    from megapack.tune import Space, Workload, tune
+    from megapack.outlook.tune import Space, Workload, tune
 
     typical = float((table.lengths**2).sum() / table.lengths.sum())
     work = Workload(

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import megapack
 from megapack.errors import ScheduleError
-from megapack.hosts.options import HostOptions
+from megapack.hosts.shared.options import HostOptions
 from megapack.layout import Layout, fp8_rows
 from megapack.policy import Policy
 
 if TYPE_CHECKING:
-    from megapack.cost import CostModel
-    from megapack.plan import Plan
+    from megapack.cost.model import CostModel
+    from megapack.plan.plan import Plan
 
 _LOG = logging.getLogger(__name__)
 
@@ -105,9 +105,9 @@ class PlannedStep:
         """Draw, plan and run; what to log."""
         import torch
 
-        from megapack.consensus import agree
-        from megapack.hosts.megatron_lm_data import draw_batch
-        from megapack.loss import SFT
+        from megapack.hosts.shared.megatron_lm_data import draw_batch
+        from megapack.loss.token import SFT
+        from megapack.ranks.agree import agree
 
         objective = SFT() if self._objective is None else self._objective
         adapter.ranks.place.enter("plan")
@@ -132,7 +132,7 @@ class PlannedStep:
 
     def _likelihood(self, adapter: Any, plan: Plan, batch: Any) -> float:
         """Negative log-likelihood of the loss tokens, weighted like the loss."""
-        from megapack.loss import sample_weights
+        from megapack.loss.token import sample_weights
 
         logprobs = adapter.forward(plan, batch)["logprobs"]
         weights = sample_weights(
@@ -143,7 +143,7 @@ class PlannedStep:
         return -float(weights @ sums)
 
     def _adapter_of(self, model: Any) -> Any:
-        from megapack.schedule import ScheduleAdapter
+        from megapack.schedule.adapter import ScheduleAdapter
 
         chunks = list(model) if isinstance(model, Sequence) else [model]
         if self._adapter is None or self._adapter.chunks != chunks:

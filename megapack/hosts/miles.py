@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import PlanError
-from megapack.hosts.balancing import (
+from megapack.hosts.shared.balancing import (
     expand_bins_by_splitting,
     first_fit_decreasing_pack,
     first_fit_pack,
     get_seqlen_balanced_partitions,
 )
-from megapack.hosts.flops import sample_flops
-from megapack.hosts.options import HostOptions
-from megapack.hosts.rollout_schedule import (
+from megapack.hosts.shared.flops import sample_flops
+from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.rollout_schedule import (
     RolloutOptions,
     Rollouts,
     Schedule,

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapack.cost import CostModel
+from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, HostAssertionError
-from megapack.hosts import bin_packers, nemo_rl_shards
-from megapack.hosts.options import HostOptions
-from megapack.hosts.rank_rows import Rows, log_budget
+from megapack.hosts.shared import bin_packers, nemo_rl_shards
+from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.rank_rows import Rows, log_budget
 from megapack.layout import Layout
 
 _LOG = logging.getLogger(__name__)

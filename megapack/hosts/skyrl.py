@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megapack.cost import CostModel
+from megapack.base.arrays import Ints
+from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, DataError
-from megapack.hosts import bin_packers
-from megapack.hosts.options import HostOptions
-from megapack.hosts.rank_rows import (
+from megapack.hosts.shared import bin_packers
+from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.rank_rows import (
     Need,
     Rows,
     agree_on_need,
@@ -28,8 +29,7 @@ from megapack.hosts.rank_rows import (
     small_at_ends,
     split_rows,
 )
-from megapack.hosts.tensor_rows import take
-from megapack.inputs import Ints
+from megapack.hosts.shared.tensor_rows import take
 from megapack.layout import Layout
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from megapack.base.arrays import check_count
 from megapack.errors import ConfigError, PlanError
-from megapack.hosts.unirl_bins import (
+from megapack.hosts.shared.unirl_bins import (
     Bins,
     MicroCostModel,
     SampleSizes,
@@ -25,7 +26,6 @@ from megapack.hosts.unirl_bins import (
     pack,
     read_sizes,
 )
-from megapack.inputs import check_count
 
 if TYPE_CHECKING:
     import torch
@@ -275,7 +275,7 @@ def _agree(
 
 
 def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
-    from megapack.consensus import agree
+    from megapack.ranks.agree import agree
 
     return agree(read, device=_device(), same={"micro-batch settings": settings})
 

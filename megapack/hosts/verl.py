@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megapack.base.arrays import Ints
 from megapack.errors import DataError, HostAssertionError
-from megapack.hosts.balancing import get_seqlen_balanced_partitions as balanced_partitions
-from megapack.hosts.options import HostOptions
-from megapack.hosts.rank_rows import (
+from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions as balanced_partitions
+from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.rank_rows import (
     Rows,
     agree_on_need,
     log_budget,
     small_at_ends,
 )
-from megapack.hosts.tensor_rows import take, take_ragged
-from megapack.hosts.verl_items import (
+from megapack.hosts.shared.tensor_rows import take, take_ragged
+from megapack.hosts.shared.verl_items import (
     RankItems,
     VerlOptions,
     calculate_workload,
     ceildiv,
     roundup_divisible,
 )
-from megapack.inputs import Ints
-from megapack.packing_kk import karmarkar_karp as largest_differencing
+from megapack.planner.partition import karmarkar_karp as largest_differencing
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-from megapack.cost import CostModel
+from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
-from megapack.plan import Plan
+from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
 __all__ = ["RLDataPacker"]

@@ -1,4 +1,4 @@
-"""Bad inputs and the errors that they give; `tests/unit/test_bad_input.py` goes through them."""
+"""Bad inputs and their errors; `tests/unit/repository/test_bad_input.py` goes through them."""
 
 from __future__ import annotations
 

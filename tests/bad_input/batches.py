@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from megapack import ConfigError, CostModel, DataError, Layout, Measurement, ModelSizes
+from megapack.data.rollouts import SampleReward, group_advantages
 from megapack.loss import GRPO, PPO, sample_weights
-from megapack.rollouts import SampleReward, group_advantages
+from megapack.rows.packed import pack_row
 from megapack.samples import SampleBatch
-from megapack.thd import pack_row
 from tests.bad_input import Row, row
 from tests.bad_input.calls import plan
 

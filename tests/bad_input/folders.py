@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from megapack import CheckpointError, ConfigError, DataError, PlanError
-from megapack import checkpoint_files as checkpoints
-from megapack.cost_file import read_cost
-from megapack.files import write_output
+from megapack.base.files import write_output
+from megapack.checkpoint import folders as checkpoints
+from megapack.config.cost_file import read_cost
+from megapack.data.lengths import Columns, read_length_file
 from megapack.layout import Layout
-from megapack.length_file import Columns, read_length_file
 from megapack.plan import Plan
-from megapack.run_records import read_run
+from megapack.view.records import read_run
 from tests.bad_input import Content, Row, row
 from tests.run_folder import make_plan, write_run
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from megapack import launch
 from megapack.config import load_config
-from megapack.dataset import Dataset
-from megapack.interrupt import Interrupt
-from megapack.job import Ranks
-from megapack.planned_batch import PlannedBatch
+from megapack.config.sections import TrainConfig
+from megapack.data.dataset import Dataset
+from megapack.ranks.interrupt import Interrupt
+from megapack.ranks.links import Ranks
 from megapack.train import Trainer
-from megapack.train_config import TrainConfig
+from megapack.train.passes import PlannedBatch
 
 
 class Watched(Trainer):

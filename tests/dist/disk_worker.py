@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.checkpoint import Checkpoints
-from megapack.checkpoint_files import Position
-from megapack.checkpoint_state import RunState
+from megapack.checkpoint.folders import Position
+from megapack.checkpoint.state import RunState
 from megapack.config import load_config
-from megapack.optimizer import build_optimizer
-from megapack.train_config import OptimConfig, TrainConfig
+from megapack.config.sections import OptimConfig, TrainConfig
+from megapack.model.optimizer import build_optimizer
 from tests.dist import problem
 from tests.dist.setup import build_chunks, told
 from tests.dist.spawn import ROOT

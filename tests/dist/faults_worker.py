@@ -17,16 +17,15 @@ from megatron.core.utils import get_model_config
 
 from megapack import Layout, Policy, build_dp_schedule, launch
 from megapack.config import parse_config
-from megapack.consensus import agree_with_flags
-from megapack.interrupt import Interrupt
+from megapack.config.sections import TrainConfig
 from megapack.loss import PPO, SFT
-from megapack.objectives import ValueLoss
-from megapack.preference import DPO
-from megapack.ragged import TensorField
-from megapack.samples import SampleBatch
+from megapack.loss.preference import DPO
+from megapack.loss.sequence import ValueLoss
+from megapack.ranks.agree import agree_with_flags
+from megapack.ranks.interrupt import Interrupt
+from megapack.samples import SampleBatch, TensorField
 from megapack.schedule import ScheduleAdapter
 from megapack.train import Trainer
-from megapack.train_config import TrainConfig
 from tests.dist import problem
 from tests.dist.setup import build_chunks, told
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megapack.config import load_config
+from megapack.config.sections import TrainConfig
 from megapack.errors import MegapackError
-from megapack.interrupt import Interrupt
+from megapack.ranks.interrupt import Interrupt
 from megapack.train import train
-from megapack.train_config import TrainConfig
 from tests.dist.rank_fault_worker import CONFIG, SETTINGS
 
 

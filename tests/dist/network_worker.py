@@ -62,7 +62,9 @@ def leave_network() -> bool:
 
 def main(folder: str) -> None:
     """Note exit codes, what was reached, and who may read the files that were written."""
-    from megapack import cli, doctor, doctor_probes
+    from megapack import cli
+    from megapack.doctor import diagnosis as doctor
+    from megapack.doctor import probes as doctor_probes
 
     os.chdir(folder)
     os.umask(0o077)

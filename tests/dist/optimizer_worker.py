@@ -14,10 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack import Layout, build_dp_schedule, launch
-from megapack.init import global_parameters
-from megapack.optimizer import build_optimizer
+from megapack.config.sections import OptimConfig
+from megapack.model.init import global_parameters
+from megapack.model.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
-from megapack.train_config import OptimConfig
 from tests.dist import problem
 from tests.dist.setup import build_chunks
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megapack import Layout, build_dp_schedule, launch, schedule
+from megapack import Layout, build_dp_schedule, launch
 from megapack.errors import RankError
 from megapack.loss import SFT
+from megapack.rows.packed import pack_row
 from megapack.schedule import ScheduleAdapter
-from megapack.thd import pack_row
+from megapack.schedule import adapter as schedule
 from tests.dist import problem
 from tests.dist.setup import build_chunks
 

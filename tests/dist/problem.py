@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from megapack.config.sections import ModelConfig
 from megapack.loss import GRPO
 from megapack.samples import SampleBatch
-from megapack.train_config import ModelConfig
 
 SEED = 11
 VOCAB_SIZE = 100

@@ -17,16 +17,18 @@ from typing import Any
 
 import torch
 
-from megapack import checkpoint_state, schedule, train
+from megapack.checkpoint import state as checkpoint_state
 from megapack.config import load_config
+from megapack.config.sections import TrainConfig
 from megapack.errors import DataError, StepOutOfMemory
-from megapack.faults import FiniteFlags
-from megapack.forward import ForwardStep, Kind, LastStage, Listener
-from megapack.interrupt import Interrupt
-from megapack.report import RunFolder
-from megapack.schedule_run import ScheduleRunner
-from megapack.step_call import StepCall
-from megapack.train_config import TrainConfig
+from megapack.ranks.interrupt import Interrupt
+from megapack.schedule import adapter as schedule
+from megapack.schedule.call import StepCall
+from megapack.schedule.faults import FiniteFlags
+from megapack.schedule.forward import ForwardStep, Kind, LastStage, Listener
+from megapack.schedule.runner import ScheduleRunner
+from megapack.train import job as train
+from megapack.train.folder import RunFolder
 from tests.dist.spawn import ROOT
 
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
@@ -94,7 +96,7 @@ def inject(trigger: Trigger, phase: str) -> None:
     elif phase == "plan":
         _around(train.Trainer, "_prepare", before=trigger)
     elif phase == "pack" and is_nan:
-        from megapack import step_call
+        from megapack.schedule import call as step_call
 
         _around(step_call, "sample_weights", after=lambda found: _poisoned(found, trigger))
     elif phase == "pack":

@@ -24,11 +24,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megapack import launch
-from megapack.init import global_parameters, initialize_by_name
+from megapack.config.sections import ModelConfig
 from megapack.layout import Layout
 from megapack.model import initialize_parallel, transformer_config
+from megapack.model.init import global_parameters, initialize_by_name
 from megapack.samples import SampleBatch
-from megapack.train_config import ModelConfig
 from tests.dist import problem
 
 

@@ -10,9 +10,9 @@ import torch
 
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
-from megapack.objectives import GSPO, ValueLoss
+from megapack.loss.preference import DPO, PairwiseReward
+from megapack.loss.sequence import GSPO, ValueLoss
 from megapack.plan import Plan
-from megapack.preference import DPO, PairwiseReward
 from megapack.samples import SampleBatch
 from tests.dist import problem
 

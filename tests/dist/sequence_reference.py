@@ -14,9 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megapack import launch
-from megapack.init import global_parameters, initialize_by_name
 from megapack.layout import Layout
 from megapack.model import initialize_parallel
+from megapack.model.init import global_parameters, initialize_by_name
 from megapack.samples import SampleBatch
 from tests.dist import problem
 from tests.dist.reference import build, logprobs_and_entropy

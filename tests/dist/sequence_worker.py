@@ -16,12 +16,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import ConfigError, launch
-from megapack.head import unwrapped
+from megapack.config.sections import OptimConfig
 from megapack.layout import Layout
-from megapack.objectives import ValueLoss
-from megapack.optimizer import build_optimizer
+from megapack.loss.sequence import ValueLoss
+from megapack.model.head import unwrapped
+from megapack.model.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
-from megapack.train_config import OptimConfig
 from tests.dist import problem
 from tests.dist.sequence_problem import KINDS, LAYOUTS, Kind, make_batch, make_plan
 from tests.dist.setup import build_chunks

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from megatron.core.distributed import DistributedDataParallel
 
 from megapack import Layout, MegapackError
+from megapack.config.sections import ModelConfig
 from megapack.model import build_model, initialize_parallel
-from megapack.train_config import ModelConfig
 from tests.dist import problem
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.p2p import PlannedP2PCommunicator
 from megapack.schedule import ScheduleAdapter
-from megapack.schedule_run import ScheduleRunner
+from megapack.schedule.p2p import PlannedP2PCommunicator
+from megapack.schedule.runner import ScheduleRunner
 
 # With two stages the next one is the previous one too: tags keep the directions apart.
 FORWARD, BACKWARD = 0, 1

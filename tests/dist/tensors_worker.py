@@ -17,11 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 
 from megapack import Layout, ScheduleError, build_dp_schedule, launch
-from megapack.init import global_parameters, initialize_by_name
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel, transformer_config
-from megapack.ragged import TensorField
-from megapack.samples import SampleBatch
+from megapack.model.init import global_parameters, initialize_by_name
+from megapack.samples import SampleBatch, TensorField
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.worker import _gradient_errors

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapack.generated import generate_rollouts
+from megapack.data.generated import generate_rollouts
 from tests.dist.spawn import ROOT, checked_job, rank_reports, run_job
 
 pytestmark = pytest.mark.dist

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megapack.run_records import read_run
+from megapack.view.records import read_run
 from tests.dist.test_train import TINY, metrics, order, run
 
 pytestmark = pytest.mark.dist

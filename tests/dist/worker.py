@@ -20,9 +20,9 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import launch
-from megapack.head import unwrapped
-from megapack.init import global_parameters, local_slice
 from megapack.loss import GRPO
+from megapack.model.head import unwrapped
+from megapack.model.init import global_parameters, local_slice
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megapack.train_config import TrainConfig
-from megapack.typed import describe
+from megapack.config.sections import TrainConfig
+from megapack.config.typed import describe
 
 pytestmark = pytest.mark.golden
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout
-from megapack.init import global_parameters
+from megapack.model.init import global_parameters
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist.cases import Case

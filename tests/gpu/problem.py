@@ -6,8 +6,8 @@ import dataclasses
 from typing import Literal
 
 from megapack import Layout, Plan, build_dp_schedule
+from megapack.config.sections import ModelConfig
 from megapack.samples import SampleBatch
-from megapack.train_config import ModelConfig
 from tests.dist import problem
 
 MODEL = ModelConfig(

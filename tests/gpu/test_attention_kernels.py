@@ -9,11 +9,11 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megapack.attention import packed_seq_params
-from megapack.attention_choice import obstacle
-from megapack.attention_sdpa import packed_causal_attention
-from megapack.attention_varlen import PackedVarlen, varlen_causal_attention, varlen_spans
-from megapack.cp_slices import slice_positions
+from megapack.model.attention.choice import obstacle
+from megapack.model.attention.packed import packed_seq_params
+from megapack.model.attention.sdpa import packed_causal_attention
+from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention, varlen_spans
+from megapack.rows.slices import slice_positions
 
 pytestmark = [
     pytest.mark.gpu,

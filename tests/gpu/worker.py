@@ -14,8 +14,8 @@ from typing import Any, Literal, cast
 import torch
 
 from megapack import Layout, launch
-from megapack.cp_slices import slice_positions
 from megapack.model import initialize_parallel
+from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
 from tests.dist.problem import SEED, VOCAB_SIZE
 from tests.gpu import problem

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megapack.errors import DataError, PlanError, ScheduleError
 from megapack.hosts import megatron_lm
-from megapack.hosts.megatron_lm_data import read_item
+from megapack.hosts.shared.megatron_lm_data import read_item
 from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.hosts

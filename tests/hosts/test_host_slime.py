@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack import ConfigError
-from megapack.hosts import flops, slime
+from megapack.hosts import slime
+from megapack.hosts.shared import flops
 from tests.hosts.rollouts import (
     Schedule,
     check_schedule,

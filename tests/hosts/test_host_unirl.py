@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack import ConfigError, PlanError
+from megapack.hosts.shared.unirl_bins import exactly, pack, read_sizes
 from megapack.hosts.unirl import CountPlanner, MicroPlan, TokenBudgetPlanner, plan_micro_batches
-from megapack.hosts.unirl_bins import exactly, pack, read_sizes
 from tests.dist.spawn import checked_job
 
 pytestmark = pytest.mark.hosts

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack.hosts.balancing import first_fit_decreasing_pack
+from megapack.hosts.shared.balancing import first_fit_decreasing_pack
 from megapack.hosts.xtuner import PackedIndices, RLDataPacker
 
 pytestmark = pytest.mark.hosts

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megapack import patching
 from megapack.errors import ConfigError, PatchError
-from megapack.patch_files import PatchFile, Replacement, load_patches, shipped_hosts
-from megapack.patch_target import is_like, parse_signature, signature_of
+from megapack.patching import applied as patching
+from megapack.patching.files import PatchFile, Replacement, load_patches, shipped_hosts
+from megapack.patching.target import is_like, parse_signature, signature_of
 from tests.hosts.stub import PACK, Host, pack
 
 pytestmark = pytest.mark.hosts
@@ -278,7 +278,7 @@ def test_the_file_for_the_installed_version_is_taken(
         path = host.folder / f"stubhost-{since}.yaml"
         path.write_text(f"{text}distribution: stub\nsince: '{since}'\nbefore: '{before}'\n")
         paths.append(path)
-    monkeypatch.setattr("megapack.patch_files._shipped", lambda: paths)
+    monkeypatch.setattr("megapack.patching.files._shipped", lambda: paths)
     for version in ("1.9", "2.0"):
         monkeypatch.setattr("importlib.metadata.version", lambda name, found=version: found)
         assert load_patches("stubhost").since == version[0]

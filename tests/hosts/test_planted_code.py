@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from megapack import doctor
+from megapack.doctor import diagnosis as doctor
 from megapack.errors import ConfigError
-from megapack.patch_files import shipped_hosts
+from megapack.patching.files import shipped_hosts
 from megapack.startup import VARIABLE, asked_hosts
 
 pytestmark = pytest.mark.hosts
@@ -162,7 +162,7 @@ def test_doctor_reads_no_file_that_the_variable_names(
 
 FORK_EACH = """\
 import json, os, sys
-import megapack.patching, megapack.patch_files, wrapt
+import megapack.patching, megapack.patching.files, wrapt
 from megapack import startup
 for value in map(os.fsdecode, map(bytes.fromhex, json.load(sys.stdin))):
     read, write = os.pipe()

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megapack import patching, startup
+from megapack import startup
 from megapack.cli import main
+from megapack.patching import applied as patching
 
 pytestmark = pytest.mark.hosts
 

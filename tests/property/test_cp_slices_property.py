@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack.cp_slices import assembly_order, slice_positions, slice_row
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
+from megapack.rows.packed import PackedRow, pack_row, unpack_row
+from megapack.rows.slices import assembly_order, slice_positions, slice_row
 from megapack.samples import SampleBatch
-from megapack.thd import PackedRow, pack_row, unpack_row
 
 pytestmark = pytest.mark.property
 

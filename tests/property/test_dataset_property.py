@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack.data_index import ReadSettings
-from megapack.dataset import Dataset
-from megapack.tokenizer import ByteTokenizer
+from megapack.data.dataset import Dataset
+from megapack.data.index import ReadSettings
+from megapack.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.property
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
-from megapack.ragged import TensorField
-from megapack.samples import SampleBatch, to_padded
-from megapack.thd import DUMMY_TOKENS, PackedRow, pack_row, unpack_row
+from megapack.rows.packed import DUMMY_TOKENS, PackedRow, pack_row, unpack_row
+from megapack.samples import SampleBatch, TensorField, to_padded
 
 pytestmark = pytest.mark.property
 

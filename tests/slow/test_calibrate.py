@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megapack import Layout
-from megapack.cost_file import read_cost
+from megapack.config.cost_file import read_cost
 from tests.dist.spawn import ROOT, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megapack.config import load_config
+from megapack.config.sections import TrainConfig
 from megapack.plan import Plan
-from megapack.train_config import TrainConfig
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from megapack import CostModel, Layout, build_dp_schedule
-from megapack.page import page_html
-from megapack.page_data import plan_page, run_page
-from megapack.run_records import read_run
+from megapack.view.page import page_html
+from megapack.view.page_data import plan_page, run_page
+from megapack.view.records import read_run
 from tests.run_folder import write_run
 
 pytestmark = pytest.mark.slow

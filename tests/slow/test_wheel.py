@@ -24,9 +24,9 @@ from pathlib import Path
 import megapack
 from megapack import CostModel, Layout, build_dp_schedule, check_plan
 from megapack.config import find_config, load_config
-from megapack.page import page_html
-from megapack.page_data import plan_page
-from megapack.train_config import TrainConfig
+from megapack.view.page import page_html
+from megapack.view.page_data import plan_page
+from megapack.config.sections import TrainConfig
 
 assert Path(megapack.__file__).is_relative_to(sys.argv[1]), megapack.__file__
 lengths = [700, 300, 500, 900, 100, 250, 800, 640]

@@ -12,10 +12,10 @@ import pytest
 
 import megapack
 from megapack import cli
-from megapack.board import Failure
 from megapack.commands import run as run_command
 from megapack.commands import train
 from megapack.errors import RunInterrupted, ScheduleError
+from megapack.ranks.board import Failure
 from tests.run_folder import make_plan
 
 pytestmark = pytest.mark.unit

@@ -1,0 +1,13 @@
+"""Checkpoints of a run: whole or not at all, on any layout.
+
+checkpoints  save, load, resume
+folders      names, completeness, removal
+state        tensors in Megatron's distributed checkpoint format
+"""
+
+from megapack.checkpoint.checkpoints import Checkpoints, samples_done_digest
+
+__all__ = [
+    "Checkpoints",
+    "samples_done_digest",
+]

@@ -1,0 +1,282 @@
+"""Saving a run and coming back to it: what all ranks do together.
+
+Between two optimizer steps everything that the next one depends on is written: weights, Adam's
+state, the reference's weights, random states, the place in the data, and the log-probs of the
+batch in progress, which older weights gave. On the same layout the steps after it are the same
+bit by bit; on another one they are the same to rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megapack.base.files import sync
+from megapack.checkpoint import folders as files
+from megapack.checkpoint.folders import Checkpoint, Manifest, Position
+from megapack.checkpoint.state import RunState, check_index, rng_state, set_rng_state
+from megapack.config.load import to_dict
+from megapack.config.sections import TrainConfig
+from megapack.errors import CheckpointError, first_line
+from megapack.layout import Layout
+from megapack.plan.plan import Plan
+from megapack.ranks.agree import agree
+from megapack.samples import SampleBatch
+
+# What a run cannot change on its way: tensors, or the order of the data, would not fit.
+_FIXED = ("seed", "model", "data.prompts_per_batch", "data.shuffle", "optim.distributed_optimizer")
+_FREE = ("model.recompute", "model.attention")
+_BATCH_FILE = "batch.pt"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        config: of the run; `train.resume`, `save_interval` and `keep_checkpoints` steer this.
+        layout: the resolved one.
+        state: this rank's tensors.
+        has_reference: whether the state has reference weights.
+        data_digest: of all samples, alike on every rank.
+        device: see `agree`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        layout: Layout,
+        state: RunState,
+        *,
+        has_reference: bool,
+        data_digest: str,
+        device: torch.device,
+    ) -> None:
+        self.config, self.layout, self.state, self.device = config, layout, state, device
+        self.folder = Path(config.runs_dir) / config.name / "checkpoints"
+        self._has_reference, self._data_digest = has_reference, data_digest
+        self._saved_at = -1
+
+    def find(self) -> Checkpoint | None:
+        """The checkpoint that the config asks for, checked against the config on every rank.
+
+        Raises:
+            CheckpointError: there is none, or it is one of another model or other data.
+        """
+        resume = self.config.train.resume
+        if resume is None:
+            return None
+        found = agree(lambda: files.find_checkpoint(resume, self.folder), device=self.device)
+        name = {"checkpoint to resume from": str(found and found.path.resolve())}
+        agree(lambda: self._check(found), device=self.device, same=name)
+        return found
+
+    def is_own(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint lies in this run's folder, so that the run goes on in it."""
+        return checkpoint.path.resolve().parent == self.folder.resolve()
+
+    def load(self, checkpoint: Checkpoint, field_names: Sequence[str]) -> Position:
+        """Fill the model, the optimizer, the reference and the random states. A collective.
+
+        Args:
+            checkpoint: one that `find` gave.
+            field_names: see `save`; inside a batch the checkpoint must have them.
+
+        Raises:
+            CheckpointError: on every rank; nothing in the run's folder has changed.
+        """
+        manifest = checkpoint.manifest
+        agree(lambda: self._check_batch(checkpoint, field_names), device=self.device)
+        # torch unpickles the index of its own format.
+        agree(lambda: check_index(checkpoint.path / "state"), device=self.device)
+        self.state.load(
+            checkpoint.path / "state",
+            num_updates=manifest.position.num_updates,
+            with_reference=manifest.has_reference and self._has_reference,
+        )
+        agree(lambda: self._load_rng(checkpoint), device=self.device)
+        self._saved_at = manifest.position.num_steps if self.is_own(checkpoint) else -1
+        return manifest.position
+
+    def load_batch(
+        self, checkpoint: Checkpoint, batch: SampleBatch, plan: Plan, field_names: Sequence[str]
+    ) -> None:
+        """Give the batch in progress the log-probs that it had.
+
+        Raises:
+            CheckpointError: the plan's first steps are not those that were taken, or the
+                checkpoint lacks one of these fields.
+        """
+        manifest = checkpoint.manifest
+        if samples_done_digest(plan, manifest.position.step_in_batch) != (
+            manifest.samples_done_digest
+        ):
+            raise CheckpointError(
+                f"{checkpoint.path} stands inside a batch whose steps took other samples than "
+                f"the plan for {self.layout} has in them; resume with the layout and the plan "
+                "settings of its config, or from a checkpoint at a batch's end"
+            )
+        fields = self._check_batch(checkpoint, field_names)
+        for name in field_names:
+            batch.set_field(name, list(fields[name].split(batch.lengths)))
+
+    def due(self, num_steps: int) -> bool:
+        """Whether to save after this many steps."""
+        interval = self.config.train.save_interval
+        return interval is not None and num_steps % interval == 0
+
+    def save(
+        self, position: Position, plan: Plan, batch: SampleBatch, field_names: Sequence[str]
+    ) -> None:
+        """Write a checkpoint and remove the oldest. A collective.
+
+        Args:
+            position: after the step just taken.
+            plan, batch: of that step.
+            field_names: fields of the batch that its own weights gave; all ranks have them.
+
+        Raises:
+            CheckpointError, ScheduleError: it cannot be written, on all ranks or on the ranks that
+                are named; earlier checkpoints are untouched.
+        """
+        if position.num_steps == self._saved_at:
+            return
+        path = files.checkpoint_path(self.folder, position.num_steps)
+        part = path.with_name(f"{path.name}.part")
+        try:
+            num_bytes = self._num_bytes()
+            self._write(path, self._on_first_rank, _open, path, num_bytes)
+            self.state.save(part / "state", device=self.device)
+            fields = field_names if position.step_in_batch else ()
+            self._write(path, _write_small, part, batch, fields)
+            manifest = self._manifest(position, plan)
+            self._write(path, self._on_first_rank, files.finish, part, manifest)
+        except Exception:
+            self._on_first_rank(shutil.rmtree, part, True)
+            raise
+        keep = self.config.train.keep_checkpoints
+        self._write(self.folder, self._on_first_rank, files.thin_out, self.folder, keep)
+        self._saved_at = position.num_steps
+
+    def _check(self, found: Checkpoint | None) -> None:
+        if found is None:
+            return
+        manifest, now = found.manifest, to_dict(self.config)
+        other = [
+            text
+            for text in files.differences(manifest.config, now, _FIXED)
+            if not text.startswith(_FREE)
+        ]
+        if other:
+            raise CheckpointError(
+                f"{found.path} is of a run with other settings: {', '.join(other)}; set them as "
+                "they were, or train.resume=null"
+            )
+        if manifest.data_digest != self._data_digest:
+            raise CheckpointError(
+                f"{found.path} is of a run on other samples than data.path="
+                f"{self.config.data.path} gives; set the section data as it was, or "
+                "train.resume=null"
+            )
+
+    def _check_batch(
+        self, checkpoint: Checkpoint, field_names: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """The fields of the batch in progress, of which the run needs these."""
+        manifest = checkpoint.manifest
+        # An objective without log-probs of older weights (SFT) has no such file.
+        has_file = _BATCH_FILE in manifest.files
+        fields = _read_tensors(checkpoint.path / _BATCH_FILE) if has_file else {}
+        missing = [name for name in field_names if name not in fields]
+        if manifest.position.step_in_batch and missing:
+            changed = files.differences(manifest.config, to_dict(self.config), ("objective",))
+            raise CheckpointError(
+                f"{checkpoint.path} stands inside a batch and has no {', '.join(missing)} for it, "
+                f"which {', '.join(changed)} needs; set the section objective as it was, or resume "
+                "from a checkpoint at a batch's end"
+            )
+        return fields
+
+    def _load_rng(self, checkpoint: Checkpoint) -> None:
+        # Another layout has other streams: they begin anew, from the seed.
+        if checkpoint.manifest.layout == dataclasses.asdict(self.layout):
+            set_rng_state(_read_tensors(checkpoint.path / "rng" / _rng_name()))
+
+    def _num_bytes(self) -> int:
+        total = torch.tensor([self.state.num_bytes()], dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        return int(total)
+
+    def _manifest(self, position: Position, plan: Plan) -> Manifest:
+        return Manifest(
+            position=position,
+            config=to_dict(self.config),
+            layout=dataclasses.asdict(self.layout),
+            plan_digest=plan.digest(),
+            samples_done_digest=samples_done_digest(plan, position.step_in_batch),
+            data_digest=self._data_digest,
+            has_reference=self._has_reference,
+            megatron_core=importlib.metadata.version("megatron-core"),
+        )
+
+    def _write(self, path: Path, work: Callable[..., object], *args: Any) -> None:
+        """A rank's own part of writing a checkpoint."""
+
+        def write() -> None:
+            with files.writing(path):
+                work(*args)
+
+        agree(write, device=self.device)
+
+    def _on_first_rank(self, work: Any, *args: Any) -> None:
+        if dist.get_rank() == 0:
+            work(*args)
+
+
+def samples_done_digest(plan: Plan, num_steps: int) -> str:
+    """A digest of the samples that a plan's first steps train on, step by step."""
+    done = [step.kept_samples for step in plan.steps[:num_steps]]
+    return hashlib.sha256(repr(done).encode()).hexdigest()
+
+
+def _open(path: Path, num_bytes: int) -> None:
+    files.open_part(path)
+    files.check_space(path.parent, num_bytes)
+
+
+def _write_small(part: Path, batch: SampleBatch, field_names: Sequence[str]) -> None:
+    """What is no part of Megatron's format: random states, and the batch in progress."""
+    _write_tensors(part / "rng" / _rng_name(), rng_state())
+    if dist.get_rank() == 0 and field_names:
+        _write_tensors(part / _BATCH_FILE, {name: _flat(batch, name) for name in field_names})
+
+
+def _flat(batch: SampleBatch, name: str) -> torch.Tensor:
+    """A field of all samples in a row; dropped samples have one number for all their tokens."""
+    values = [batch.field(name, i).expand(batch.length(i)) for i in range(len(batch))]
+    return torch.cat(values)
+
+
+def _rng_name() -> str:
+    return f"rank{dist.get_rank()}.pt"
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(tensors, path)
+    sync(path)
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({first_line(error)}); set train.resume to another checkpoint"
+        ) from None

@@ -1,0 +1,16 @@
+"""YAML into frozen dataclasses, strictly, and the sections of the main job's configuration.
+
+yaml, typed, load   text -> plain values -> typed dataclasses, and back
+model, sections     the dataclasses, from ModelConfig to TrainConfig
+cost_file           a cost model from its file
+"""
+
+from megapack.config.load import dump_yaml, find_config, load_config, parse_config, to_dict
+
+__all__ = [
+    "load_config",
+    "parse_config",
+    "dump_yaml",
+    "find_config",
+    "to_dict",
+]

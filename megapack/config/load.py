@@ -1,0 +1,127 @@
+"""YAML into frozen dataclasses, strictly, and back.
+
+The way of a config: file (or text) -> `_Loader` (safe YAML, no aliases, no tags) -> plain values
+with the line of each key -> overrides `a.b=c` -> typed dataclasses. `dump_yaml` is the inverse:
+what it prints loads into an equal object.
+
+>>> import dataclasses
+>>> @dataclasses.dataclass(frozen=True, kw_only=True)
+... class Optim:
+...     lr: float = 1e-4
+>>> parse_config("lr: 1e-5", ["lr=3e-5"], Optim)
+Optim(lr=3e-05)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megapack.base.files import read_whole
+from megapack.config.typed import Converter, shown
+from megapack.config.yaml import Node, dump, parse
+from megapack.errors import ConfigError
+
+T = TypeVar("T")
+
+# Far above any real config; a file this long is something else given by mistake.
+_MAX_BYTES = 1 << 20
+
+
+def load_config(path: str | Path, overrides: Sequence[str], cls: type[T]) -> T:
+    """Read a YAML file into the frozen dataclass `cls`.
+
+    Args:
+        path: the YAML file.
+        overrides: `a.b=c` each, in order, the last one of a key wins; `c` is parsed as YAML.
+        cls: a keyword-only dataclass whose fields are typed with bool, int, float, str, None,
+            Literal, tuple, unions of them, and further such dataclasses.
+
+    Raises:
+        ConfigError: the file cannot be read, is not plain YAML, has an unknown or doubled key, or a
+            value of the wrong type; the message has the file, the line and the dotted key.
+    """
+    try:
+        data = read_whole(path, _MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{path}: cannot be read ({reason}); give the path of a YAML file"
+        ) from None
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{path}: longer than {_MAX_BYTES} bytes; give the path of a config")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+    return parse_config(text, overrides, cls, source=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str], cls: type[T], source: str = "<config>") -> T:
+    """`load_config` for YAML that is already in memory; `source` names it in errors."""
+    root = parse(text, source)
+    if root.value is None:
+        root = Node({}, root.where)
+    if not isinstance(root.value, dict):
+        raise ConfigError(
+            f"{root.where}: a config is `key: value` lines, got {shown(root.value)}; write it so"
+        )
+    for override in overrides:
+        _apply(root, override)
+    config: T = Converter(cls, source).dataclass(root, cls, "")
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as nested plain values: dicts, lists, numbers, strings, None."""
+    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def dump_yaml(config: Any) -> str:
+    """A config as YAML with every key; `parse_config(dump_yaml(c), [], type(c)) == c`."""
+    return dump(to_dict(config))
+
+
+def find_config(name: str | Path) -> Path:
+    """The config file `name`: a path as given, or one of the configs that megapack ships.
+
+    Raises:
+        ConfigError: neither is there; names the shipped ones.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    package = Path(__file__).resolve().parents[1]
+    # In a wheel configs/ stands inside the package, in a checkout beside it.
+    folders = (package / "configs", package.parent / "configs")
+    for folder in folders:
+        shipped = folder / Path(name).name
+        if str(name) in (shipped.name, f"configs/{shipped.name}") and shipped.is_file():
+            return shipped
+    names = sorted({p.name for f in folders for p in f.glob("*.yaml")})
+    raise ConfigError(f"{name}: no such file; shipped configs are {', '.join(names) or 'absent'}")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _apply(root: Node, override: str) -> None:
+    """Set one `a.b=c` in the tree under `root`."""
+    key, equals, text = override.partition("=")
+    keys = key.strip().split(".")
+    where = f"override {shown(override)}"
+    if not equals or not all(name.isidentifier() for name in keys):
+        raise ConfigError(f"{where} is not of the form section.key=value; write it so")
+    section = root
+    for depth, name in enumerate(keys[:-1], start=1):
+        section = section.value.setdefault(name, Node({}, where))
+        if not isinstance(section.value, dict):
+            found = f"{'.'.join(keys[:depth])} is {shown(section.value)}"
+            raise ConfigError(f"{where}: {found}, not a section")
+    section.value[keys[-1]] = parse(text, where, lines=False)

@@ -1,0 +1,317 @@
+"""Sections of the main job's config that need nothing of the planner: model, data, objective."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from megapack.base.choices import (
+    AdvantageNorm,
+    Attention,
+    Dtype,
+    KlKind,
+    KlLevel,
+    LossWeighting,
+    Overlong,
+    Recompute,
+)
+from megapack.cost.sizes import ModelSizes
+from megapack.errors import ConfigError
+from megapack.layout import Fp8, Layout, fp8_rows
+
+BYTE_VOCAB_SIZE = 259
+"""Of the built-in tokenizer: 256 bytes and three special tokens."""
+
+VOCAB_MULTIPLE = 128
+"""Vocabularies are padded to a multiple that no common tp changes, so that padding is the same."""
+
+
+def at_least(config: Any, section: str, least: float, *names: str) -> None:
+    """Raise ConfigError for the first of these fields that is below `least`; null passes."""
+    for name in names:
+        value = getattr(config, name)
+        # NaN is not at least anything.
+        if value is not None and not value >= least:
+            key = f"{section}.{name}" if section else name
+            raise ConfigError(f"{key} is {value}; set {least} or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A GPT as Megatron-Core builds it. The defaults are a toy that trains on a laptop."""
+
+    num_layers: int = 4
+    """Transformer layers; a multiple of pp * vpp."""
+    hidden_size: int = 64
+    """Width of the residual stream."""
+    num_attention_heads: int = 4
+    """Query heads; a multiple of tp."""
+    num_query_groups: int | None = None
+    """Key and value heads (grouped queries); null = one per query head."""
+    kv_channels: int | None = None
+    """Width of a head, even; null = hidden_size / num_attention_heads."""
+    qk_layernorm: bool = False
+    """Norms of each head's queries and keys before the rotary embedding (Qwen3)."""
+    ffn_hidden_size: int | None = None
+    """Width inside the MLP; null = 4 * hidden_size."""
+    vocab_size: int | None = None
+    """Rows of the embedding before Megatron pads them; null = the tokenizer's."""
+    max_position_embeddings: int = 4096
+    """Longest sample in tokens that the model is made for."""
+    rotary_base: int = 10000
+    """Base of the rotary embedding's wavelengths."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """The norm of every layer."""
+    norm_epsilon: float = 1e-5
+    """Added to the mean square under a norm's root."""
+    gated_linear_unit: bool = True
+    """SwiGLU in the MLP; false = GELU."""
+    untie_embeddings: bool = False
+    """An output matrix of its own; false = the input embedding's, on the first and last stage."""
+    attention: Attention = "auto"
+    """Kernels for packed rows: Transformer Engine's, torch's varlen attention (bf16, torch 2.10 or
+    later), per-sample SDPA of torch, or the first of these that can run; a forced one that cannot
+    is an error."""
+    dtype: Dtype = "fp32"
+    """Of weights and activations; bf16 keeps main weights and gradients in fp32."""
+    fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
+    """Scaling of the linear layers' FP8 products, Transformer Engine's; rows are aligned for it.
+    Needs attention=te and dtype=bf16; weights stay bf16, attention and the vocabulary projection
+    are not in FP8. null = none."""
+    recompute: Recompute = "none"
+    """Activations that the backward computes again: none, whole layers, or attention only."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: globs of names in the whole model, `embedding.*` or
+    `decoder.layers.0.*` for example."""
+    num_experts: int | None = None
+    """Experts in the MLP of every layer, a multiple of layout.ep; null = a dense model."""
+    moe_top_k: int = 2
+    """Experts that each token runs through; none is dropped for want of capacity."""
+    moe_ffn_hidden_size: int | None = None
+    """Width inside an expert; null = the MLP's ffn_hidden_size."""
+    moe_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """A router's scores from its logits: softmax over the chosen experts, or normalised sigmoids
+    (DeepSeek-V3)."""
+    moe_balance_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of each sample, see `model.experts.rows`; 0 = none."""
+    moe_z_loss_coef: float = 0.0
+    """Weight of the router z-loss per token; 0 = none."""
+    moe_bias_update_rate: float = 0.0
+    """Step of the expert bias that balances without a loss; needs sigmoid scores. 0 = no bias."""
+    mtp_num_layers: int = 0
+    """Layers on the last stage that predict tokens further ahead, each one more; 0 = none."""
+    mtp_loss_coef: float = 0.1
+    """Weight of the mean of their losses."""
+
+    def __post_init__(self) -> None:
+        self._check_experts()
+        at_least(self, "model", 0, "mtp_num_layers", "mtp_loss_coef")
+        if self.mtp_num_layers and self.recompute == "full":
+            raise ConfigError(
+                f"model.mtp_num_layers={self.mtp_num_layers} does not run with model.recompute="
+                "full; set model.recompute=selective"
+            )
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
+        at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
+        at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
+        at_least(self, "model", 0, "init_std")
+        at_least(self, "model", 0, "norm_epsilon")
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if self.kv_channels is None and self.hidden_size % (2 * heads):
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size} does not give model.num_attention_heads="
+                f"{heads} heads of an even width; set a multiple of {2 * heads}, or "
+                "model.kv_channels"
+            )
+        if self.head_width % 2:
+            raise ConfigError(
+                f"model.kv_channels={self.kv_channels} is odd; rotary embeddings turn pairs of "
+                f"channels: set {self.head_width + 1}"
+            )
+        self._check_fp8()
+        if groups is not None and heads % groups:
+            raise ConfigError(
+                f"model.num_attention_heads={heads} does not divide over model.num_query_groups="
+                f"{groups}; set a divisor of {heads}"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Channels of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def fp8_rows(self) -> Fp8:
+        """The recipe as `Layout.fp8` has it, which aligns rows for it."""
+        return False if self.fp8 is None else fp8_rows(self.fp8)
+
+    def to_sizes(self) -> ModelSizes:
+        """Sizes for the cost and memory models; multi-token prediction is left out."""
+        ffn = self.ffn_hidden_size or 4 * self.hidden_size
+        return ModelSizes(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=(self.num_experts and self.moe_ffn_hidden_size) or ffn,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+            vocab_size=self.vocab_size or BYTE_VOCAB_SIZE,
+            gated=self.gated_linear_unit,
+            num_experts=self.num_experts,
+            experts_per_token=self.moe_top_k if self.num_experts else 1,
+        )
+
+    def _check_fp8(self) -> None:
+        if self.fp8 is None:
+            return
+        if self.attention not in ("auto", "te") or self.dtype != "bf16":
+            raise ConfigError(
+                f"model.fp8={self.fp8} with model.attention={self.attention} and model.dtype="
+                f"{self.dtype}; set model.attention=te and model.dtype=bf16"
+            )
+
+    def _check_experts(self) -> None:
+        coefficients = ("moe_balance_loss_coef", "moe_z_loss_coef", "moe_bias_update_rate")
+        at_least(self, "model", 1, "num_experts", "moe_top_k", "moe_ffn_hidden_size")
+        at_least(self, "model", 0, *coefficients)
+        if self.num_experts is not None and self.moe_top_k > self.num_experts:
+            raise ConfigError(
+                f"model.moe_top_k={self.moe_top_k} is above model.num_experts={self.num_experts}; "
+                f"set {self.num_experts} or less"
+            )
+        if self.moe_bias_update_rate and self.moe_score_function != "sigmoid":
+            raise ConfigError(
+                f"model.moe_bias_update_rate={self.moe_bias_update_rate} needs "
+                "model.moe_score_function=sigmoid; set it, or moe_bias_update_rate=0"
+            )
+
+
+def check_sizes(model: ModelConfig, layout: Layout) -> None:
+    """Raise ConfigError for the first size of a model that a layout does not divide."""
+    heads = model.num_attention_heads
+    groups = model.num_query_groups or heads
+    # Experts are cut over tp as well: without it, Megatron's groups of them do not fill the ranks.
+    expert_ranks = layout.dp * layout.cp
+    checks = {
+        f"model.num_layers={model.num_layers}": (model.num_layers, layout.num_chunks),
+        f"model.num_attention_heads={heads}": (heads, layout.tp),
+        f"model.num_query_groups={groups}": (groups, layout.tp),
+        "the padded vocabulary (a multiple of 128)": (VOCAB_MULTIPLE, layout.tp),
+        f"layout.dp * cp={expert_ranks} with layout.ep={layout.ep}": (expert_ranks, layout.ep),
+        **_fp8_widths(model, layout),
+    }
+    for what, (size, divisor) in checks.items():
+        if size % divisor:
+            raise ConfigError(f"{what} does not divide by {divisor}; change it or the layout")
+
+
+def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Widths that FP8 products cut over tp, and what each must be a multiple of."""
+    if model.fp8 is None:
+        return {}
+    unit = layout.fp8_unit_tokens * layout.tp
+    ffn = model.ffn_hidden_size or 4 * model.hidden_size
+    widths = {
+        "hidden_size": (model.hidden_size, layout.fp8_unit_tokens),
+        "ffn_hidden_size": (ffn, unit),
+        "num_attention_heads * head width": (model.num_attention_heads * model.head_width, unit),
+    }
+    if model.num_experts is not None:
+        widths["moe_ffn_hidden_size"] = (model.moe_ffn_hidden_size or ffn, unit)
+    return {
+        f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp})": (size, divisor)
+        for name, (size, divisor) in widths.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where rollouts come from."""
+
+    path: str | None = None
+    """JSON Lines, see `megapack.data.rollouts`, Parquet with the same columns, or a folder of such
+    files, which count as one; null = generated rollouts."""
+    prompts_per_batch: int = 32
+    """Groups (prompts with all their rollouts) per batch; a batch is planned as a whole."""
+    max_length: int | None = None
+    """Tokens that a sample may have, prompt and response; null = model.max_position_embeddings."""
+    overlong: Overlong = "error"
+    """A sample above `max_length`: an error, its first tokens only, or left out with a warning."""
+    tokenizer: Literal["bytes"] = "bytes"
+    """Of text: one token per byte, 259 with the specials. Ids in a file are taken as they are."""
+    num_generated: int = 256
+    """Rollouts to generate where `path` is null; a multiple of `generated_group_size`."""
+    generated_group_size: int = 4
+    """Generated rollouts per prompt."""
+    generated_seed: int = 0
+    """Equal seeds generate equal rollouts."""
+    shuffle: bool = False
+    """Shuffle the groups, each epoch anew, by `seed`."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "data", 1, "prompts_per_batch", "max_length", "num_generated")
+        at_least(self, "data", 1, "generated_group_size")
+        if self.path == "":
+            raise ConfigError("data.path is empty; set a file, or null for generated rollouts")
+        if self.num_generated % self.generated_group_size:
+            raise ConfigError(
+                f"data.num_generated={self.num_generated} is no multiple of data."
+                f"generated_group_size={self.generated_group_size}; set one"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What is minimised, and how tokens are weighted."""
+
+    kind: Literal["sft", "ppo", "grpo", "gspo"] = "grpo"
+    """Negative log-likelihood, the clipped policy loss, that with a KL penalty in the loss, or with
+    one ratio per sample (gspo: set seq-mean-token-mean, and clips near 3e-4)."""
+    loss_weighting: LossWeighting = "token-mean"
+    """The weight of a response token in a step's loss, see `megapack.loss`."""
+    norm_constant: float | None = None
+    """The divisor of seq-mean-token-sum-norm, in tokens; null = not needed."""
+    clip_low: float = 0.2
+    """The probability ratio is clipped below at 1 - clip_low; in [0, 1]."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound of the loss for negative advantages, above 1; null = none."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference policy (the initial weights); 0 = no reference pass."""
+    kl_kind: KlKind = "k3"
+    """The KL's estimator."""
+    kl_level: KlLevel = "token"
+    """Under gspo: the estimator of each token's log-ratio, or of their mean over a sample."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy that is subtracted from the loss; 0 = entropy is only reported."""
+    advantage_norm: AdvantageNorm = "group"
+    """Rewards into advantages, see `megapack.data.rollouts.group_advantages`."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist at one time in the vocabulary head; less saves memory."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "objective", 0, "clip_low", "clip_high", "kl_coef")
+        at_least(self, "objective", 1, "logprob_chunk_tokens")
+        if self.clip_low > 1:
+            raise ConfigError(f"objective.clip_low is {self.clip_low}; set a number in [0, 1]")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"objective.dual_clip is {self.dual_clip}; set above 1, or null")
+        normed = self.loss_weighting == "seq-mean-token-sum-norm"
+        if normed and (self.norm_constant is None or self.norm_constant <= 0):
+            raise ConfigError(
+                f"objective.loss_weighting={self.loss_weighting} with norm_constant="
+                f"{self.norm_constant}; set objective.norm_constant above 0"
+            )
+        if self.kl_level != "token" and self.kind != "gspo":
+            raise ConfigError(
+                f"objective.kl_level={self.kl_level} has no effect under kind={self.kind}; set "
+                "objective.kind=gspo or kl_level=token"
+            )
+        if self.kl_coef and self.kind not in ("grpo", "gspo"):
+            raise ConfigError(
+                f"objective.kl_coef={self.kl_coef} has no effect under kind={self.kind}; set "
+                "objective.kind=grpo or kl_coef=0"
+            )

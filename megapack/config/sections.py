@@ -1,0 +1,330 @@
+"""The configuration of the main job. `load_config(path, overrides, TrainConfig)` reads it.
+
+Sections are named as in YAML: `layout`, `plan`, `model`, `data`, `objective`, `optim`, `train`,
+`watchdog`. Each field says under it what it means, in which unit, and what null means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from typing import Literal
+
+from megapack.base.choices import Device
+from megapack.config.cost_file import read_cost
+from megapack.config.model import (
+    BYTE_VOCAB_SIZE,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    at_least,
+)
+from megapack.cost.memory import MemoryModel
+from megapack.cost.model import CostModel
+from megapack.errors import ConfigError
+from megapack.layout import Fp8, Layout, ParallelSizes, why_no_retry
+from megapack.policy import (
+    Policy,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long the job runs and what it tells."""
+
+    num_batches: int | None = None
+    """Stop after this many batches of prompts; null = when the epochs are over."""
+    epochs: int = 1
+    """Passes over the data."""
+    log_interval: int = 1
+    """A line is logged every this many optimizer steps; `metrics.jsonl` gets every step."""
+    trace_steps: int = 0
+    """Optimizer steps, from the second on, whose forwards and backwards are timed on every rank and
+    written to `trace.jsonl`, for `megapack trace` and `megapack report`; 0 = none."""
+    save_interval: int | None = None
+    """A checkpoint is saved every this many optimizer steps, after the last, and where SIGTERM or
+    SIGUSR1 ends the run; null = none. All ranks must see the run's folder."""
+    keep_checkpoints: int | None = 2
+    """Complete checkpoints that stay, the latest; null = all."""
+    resume: str | None = None
+    """Go on from a checkpoint: its folder, the folder of a run (its latest), or auto (the latest
+    of this run, and from the start where there is none); null = from the start."""
+    on_oom: Literal["error", "replan"] = "error"
+    """A GPU out of memory ends the run, or the step is taken once more in rows of half the size;
+    that needs ranks that do not meet inside layers (tp = cp = ep = 1). `num_oom_replans` counts."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides `metrics.jsonl`; the packages of these names must be installed."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
+        at_least(self, "train", 1, "keep_checkpoints")
+        at_least(self, "train", 0, "trace_steps")
+        if self.resume == "":
+            raise ConfigError("train.resume is empty; set a folder, auto, or null")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ConfigError(f"train.trackers is {list(self.trackers)}; name each once")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    """When a step is late, and what happens then."""
+
+    slow_factor: float = 5.0
+    """A step is late after this many times its predicted seconds, and after `slow_after_s`; every
+    rank then logs its phase, micro-batch and last exchange."""
+    slow_after_s: float = 60.0
+    """Seconds before which no step is late; all that counts while nothing is predicted."""
+    abort_after_s: float | None = None
+    """Seconds after which a step, a pass for log-probs or a checkpoint is given up and the job ends
+    with an error on every rank; null = never, the process groups' own timeouts aside."""
+
+    def __post_init__(self) -> None:
+        for name in ("slow_factor", "slow_after_s", "abort_after_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"watchdog.{name}={value} must be above 0 and finite; set 60")
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise ConfigError for the first tracker whose package, of the same name, is missing."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        # A folder of that name, which W&B leaves behind, is found as a package without an origin.
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                f"train.trackers has {name}, which is not installed; pip install {name}, or leave "
+                "it out"
+            )
+
+
+__all__ = [
+    "TrainConfig",
+    "LayoutConfig",
+    "PlanConfig",
+    "ModelConfig",
+    "DataConfig",
+    "ObjectiveConfig",
+    "OptimConfig",
+    "LoopConfig",
+    "WatchdogConfig",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutConfig(ParallelSizes):
+    """How the ranks are split: the sizes of `megapack.Layout`."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "layout", 1, "tp", "pp", "vpp", "cp", "ep", "dp", "microbatch_group_size")
+
+    def to_layout(self, world_size: int, fp8: Fp8 = False) -> Layout:
+        """The layout of a job of `world_size` ranks.
+
+        Args:
+            fp8: the model's `fp8_rows`, for which rows are aligned.
+
+        Raises:
+            ConfigError: the ranks do not fill it.
+        """
+        model_ranks = self.tp * self.pp * self.cp
+        dp = self.dp if self.dp is not None else max(1, world_size // model_ranks)
+        if dp * model_ranks != world_size:
+            raise ConfigError(
+                f"layout needs dp * tp * pp * cp = {dp} * {self.tp} * {self.pp} * {self.cp} = "
+                f"{dp * model_ranks} ranks, the job has {world_size}; start {dp * model_ranks}, "
+                "or change layout"
+            )
+        return Layout(**{**dataclasses.asdict(self), "dp": dp, "fp8": fp8})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _BatchSizes:
+    """Sizes of micro-batches and steps, and what a micro-batch costs."""
+
+    max_tokens_per_gpu: int | None = None
+    """Padded tokens that a micro-batch may have on one GPU, after context parallelism;
+    null = count-based, by `micro_batch_size`."""
+    micro_batch_size: int | None = None
+    """Samples per micro-batch of a count-based plan; null = token-based."""
+    global_batch_size: int | None = None
+    """Rollouts per optimizer step; null = all rollouts of a batch in one step."""
+    num_steps: int | None = None
+    """Optimizer steps per batch, balanced by tokens; null = as `global_batch_size` gives."""
+    forward_max_tokens_per_gpu: int | None = None
+    """The budget of forward-only passes (log-probs), which store no activations and so may take
+    more; null = `max_tokens_per_gpu`."""
+    cost_model: str | None = None
+    """YAML file of a cost model in seconds, as tools/calibrate.py writes it, relative to the
+    working directory; the same on all ranks. null = a row costs its tokens."""
+
+
+# The fields of the last base come first: what must be set leads the section.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(Policy, _BatchSizes):
+    """How samples become steps and micro-batches: sizes, then the fields of `megapack.Policy`."""
+
+    def __post_init__(self) -> None:
+        sizes = ("max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "num_steps")
+        at_least(self, "plan", 1, *sizes, "forward_max_tokens_per_gpu", "max_live_tokens_per_gpu")
+        at_least(self, "plan", 0, "search")
+        if (self.max_tokens_per_gpu is None) == (self.micro_batch_size is None):
+            both = "neither" if self.max_tokens_per_gpu is None else "both"
+            raise ConfigError(
+                f"{both} of plan.max_tokens_per_gpu and plan.micro_batch_size set; set one"
+            )
+        if self.global_batch_size is not None and self.num_steps is not None:
+            raise ConfigError("both of plan.global_batch_size and plan.num_steps set; unset one")
+        super().__post_init__()
+
+    def to_policy(self) -> Policy:
+        """The planner's policy, without the sizes."""
+        names = [field.name for field in dataclasses.fields(Policy)]
+        return Policy(**{name: getattr(self, name) for name in names})
+
+    def read_cost(self, layout: Layout) -> CostModel | None:
+        """The cost model that is named; None where a row costs its tokens.
+
+        Raises:
+            ConfigError: see `cost_file.read_cost`.
+        """
+        return None if self.cost_model is None else read_cost(self.cost_model, layout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Adam and its learning-rate schedule, counted in optimizer steps."""
+
+    lr: float = 1e-5
+    """The highest learning rate."""
+    min_lr: float = 0.0
+    """What the learning rate decays to."""
+    warmup_steps: int = 0
+    """Optimizer steps in which the rate rises linearly from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """The rate's way from `lr` to `min_lr` over the steps after the warm-up."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; not on biases and norms."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment, in [0, 1)."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment, in [0, 1)."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Gradients are scaled down to this global norm; 0 = no clipping."""
+    distributed_optimizer: bool = False
+    """Split the optimizer's state over the data-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "optim", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
+        at_least(self, "optim", 0, "adam_beta1", "adam_beta2", "adam_eps")
+        if max(self.adam_beta1, self.adam_beta2) >= 1:
+            raise ConfigError(
+                f"optim.adam_beta1={self.adam_beta1} and optim.adam_beta2={self.adam_beta2} must "
+                "be below 1; set 0.9 and 0.95"
+            )
+        if self.min_lr > self.lr:
+            raise ConfigError(
+                f"optim.min_lr={self.min_lr} is above optim.lr={self.lr}; set it to {self.lr} or "
+                "less"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that a run depends on; written to the run's folder as it was resolved."""
+
+    name: str
+    """The run's name and its folder under `runs_dir`."""
+    device: Device = "cuda"
+    """cpu sends Megatron-Core's CUDA calls to the CPU; never chosen by itself."""
+    seed: int = 1234
+    """Seeds the weights, dropout, and the order of shuffled data."""
+    runs_dir: str = "runs"
+    """Where run folders go; relative to the working directory."""
+    layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
+    """Ranks."""
+    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
+    """Packing. A budget or a micro-batch size must be set: it is what fits into memory."""
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    """The GPT."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """Rollouts."""
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    """The loss."""
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    """The optimizer."""
+    train: LoopConfig = dataclasses.field(default_factory=LoopConfig)
+    """The loop."""
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
+    """Steps that are late."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 0, "seed")
+        if self.name in ("", ".", "..") or any(c in self.name for c in "/\\\0\n"):
+            raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
+        self._check_division()
+        self._check_retry()
+        vocabulary, needed = self.model.vocab_size, BYTE_VOCAB_SIZE
+        if self.data.path is None and vocabulary is not None and vocabulary < needed:
+            raise ConfigError(
+                f"model.vocab_size={vocabulary} is less than the {needed} of generated rollouts; "
+                f"set {needed} or more, or data.path"
+            )
+        longest, positions = self.data.max_length, self.model.max_position_embeddings
+        if longest is not None and longest > positions:
+            raise ConfigError(
+                f"data.max_length={longest} is above model.max_position_embeddings={positions}; "
+                f"set it to {positions} or less"
+            )
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens that a sample may have, prompt and response."""
+        return self.data.max_length or self.model.max_position_embeddings
+
+    def memory_model(self) -> MemoryModel:
+        """What of this decides the bytes of a GPU."""
+        return MemoryModel(
+            sizes=self.model.to_sizes(),
+            untied_embeddings=self.model.untie_embeddings,
+            dtype=self.model.dtype,
+            distributed_optimizer=self.optim.distributed_optimizer,
+            recompute=self.model.recompute,
+            logprob_chunk_tokens=self.objective.logprob_chunk_tokens,
+        )
+
+    def _check_division(self) -> None:
+        """What the layout must divide; nothing of this may first fail on a cluster."""
+        layout, model = self.layout, self.model
+        chunks = layout.pp * layout.vpp
+        if model.num_layers % chunks:
+            raise ConfigError(
+                f"model.num_layers={model.num_layers} does not divide over pp * vpp = {chunks} "
+                f"chunks; set a multiple of {chunks}"
+            )
+        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+            value = getattr(model, name)
+            if value is not None and value % layout.tp:
+                raise ConfigError(
+                    f"model.{name}={value} does not divide over layout.tp={layout.tp}; set a "
+                    f"multiple of {layout.tp}"
+                )
+        if (model.num_experts or 1) % layout.ep:
+            raise ConfigError(
+                f"model.num_experts={model.num_experts} does not divide over layout.ep="
+                f"{layout.ep}; set a multiple of {layout.ep}"
+            )
+        if model.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+            raise ConfigError(
+                f"model.num_experts={model.num_experts} with layout.tp={layout.tp} needs "
+                "layout.sequence_parallel=true: Megatron routes each token on one rank; set it"
+            )
+        if layout.sequence_parallel and layout.tp == 1:
+            raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
+
+    def _check_retry(self) -> None:
+        reason = why_no_retry(tp=self.layout.tp, cp=self.layout.cp, ep=self.layout.ep)
+        if self.train.on_oom == "replan" and reason:
+            raise ConfigError(f"train.on_oom=replan with layout.{reason}; set train.on_oom=error")

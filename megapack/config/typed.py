@@ -1,0 +1,168 @@
+"""Parsed YAML into typed dataclasses; what does not fit is told with its place and dotted key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, Union
+
+from megapack.config.yaml import Node
+from megapack.errors import ConfigError, brief
+
+
+@dataclasses.dataclass(frozen=True)
+class Converter:
+    """Nodes into typed values; knows the whole config to say which key was meant."""
+
+    root: Any
+    source: str
+
+    def dataclass(self, node: Node, cls: Any, path: str) -> Any:
+        names = _keys(cls)
+        if not isinstance(node.value, dict):
+            raise ConfigError(
+                f"{node.where}: {path} is a section, got {shown(node.value)}; "
+                f"set keys of it ({', '.join(names[:4])}, ...) or leave it out"
+            )
+        for key, child in node.value.items():
+            if key not in names:
+                meant = self.nearest(path, key, names)
+                raise ConfigError(f"{child.where}: unknown key {_join(path, key):.80}; {meant}")
+        hints = typing.get_type_hints(cls)
+        values = {
+            key: self.convert(child, hints[key], _join(path, key))
+            for key, child in node.value.items()
+        }
+        for name in names:
+            if name not in values and _required(cls, name):
+                raise ConfigError(f"{node.where}: {_join(path, name)} has no default; set it")
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            # A check across fields knows what is wrong, not in which file.
+            raise ConfigError(f"{self.source}: {error}") from None
+
+    def convert(self, node: Node, hint: Any, path: str) -> Any:
+        """The node's value as `hint` wants it, or ConfigError."""
+        value, origin = node.value, typing.get_origin(hint)
+        if dataclasses.is_dataclass(hint):
+            return self.dataclass(node, hint, path)
+        if origin in (Union, types.UnionType):
+            return self.union(node, typing.get_args(hint), path)
+        if origin is tuple and isinstance(value, list):
+            return self.tuple(node, typing.get_args(hint), path)
+        if origin is Literal:
+            # 1 == True in Python: the type is compared too.
+            for choice in typing.get_args(hint):
+                if type(value) is type(choice) and value == choice:
+                    return value
+        elif hint is float and type(value) in (int, float):
+            return _finite(node, path)
+        elif hint in (bool, int, str, type(None)) and type(value) is hint:
+            return value
+        raise _unexpected(node, (hint,), path)
+
+    def union(self, node: Node, options: tuple[Any, ...], path: str) -> Any:
+        for option in options:
+            # In the order they are written: an int stays an int under `int | float`.
+            try:
+                return self.convert(node, option, path)
+            except ConfigError:
+                if dataclasses.is_dataclass(option) and isinstance(node.value, dict):
+                    raise
+        raise _unexpected(node, options, path)
+
+    def tuple(self, node: Node, options: tuple[Any, ...], path: str) -> tuple[Any, ...]:
+        items: list[Node] = node.value
+        if len(options) == 2 and options[1] is ...:
+            options = (options[0],) * len(items)
+        if len(items) != len(options):
+            raise ConfigError(
+                f"{node.where}: {path} has {len(items)} items, expected {len(options)}"
+            )
+        pairs = enumerate(zip(items, options, strict=True))
+        return tuple(self.convert(item, option, f"{path}[{i}]") for i, (item, option) in pairs)
+
+    def nearest(self, path: str, key: str, names: list[str]) -> str:
+        """Which key was meant: one of this section, else one of that name anywhere."""
+        close = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
+        if close:
+            return f"did you mean {_join(path, close[0])}?"
+        anywhere = {full.rpartition(".")[2]: full for full in _dotted(self.root, "")}
+        close = difflib.get_close_matches(key, anywhere, n=1, cutoff=0.7)
+        if close:
+            return f"did you mean {anywhere[close[0]]}?"
+        return f"valid keys are {', '.join(names)}"
+
+
+def _unexpected(node: Node, options: tuple[Any, ...], path: str) -> ConfigError:
+    expected = " or ".join(describe(option) for option in options)
+    words = [word for option in options for word in _words(option)]
+    close = difflib.get_close_matches(str(node.value), words, n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return ConfigError(f"{node.where}: {path} is {shown(node.value)}, expected {expected}{meant}")
+
+
+def _finite(node: Node, path: str) -> float:
+    number = float(node.value)
+    if not math.isfinite(number):
+        raise ConfigError(f"{node.where}: {path} is {shown(node.value)}, expected a finite number")
+    return number
+
+
+def _dotted(cls: Any, path: str) -> Iterator[str]:
+    """Every key of a config with its section, `plan.micro_batch_size` for one."""
+    hints = typing.get_type_hints(cls)
+    for name in _keys(cls):
+        yield _join(path, name)
+        if dataclasses.is_dataclass(hints[name]):
+            yield from _dotted(hints[name], _join(path, name))
+
+
+def _keys(cls: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls) if field.init]
+
+
+def _required(cls: Any, name: str) -> bool:
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _words(hint: Any) -> list[str]:
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    return [str(choice) for choice in choices]
+
+
+def describe(hint: Any) -> str:
+    """A type as a user writes it in YAML.
+
+    >>> describe(int | None)
+    'an integer or null'
+    """
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(describe(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(_words(hint))
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {describe(typing.get_args(hint)[0])}"
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    return "null" if hint is type(None) else names.get(hint, "a section")
+
+
+def shown(value: Any) -> str:
+    """A value for a one-line message, short."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return brief(value)

@@ -1,0 +1,170 @@
+"""Rollouts: their form in JSON Lines, their batches and advantages.
+
+One line is one sample:
+
+    {"group": 0, "rollout": 1, "prompt": "2+2=", "response": "4", "reward": 1.0}
+    {"group": 0, "rollout": 2, "prompt_ids": [5, 6], "response_ids": [7], "advantage": -0.5}
+
+- text goes through the byte tokenizer; ids are taken as they are;
+- `group`: the prompt's identity (int or string, 1 and "1" differ); left out, the line is its own;
+- `rollout`: the trajectory's identity inside its group. Lines with the same group and rollout are
+  fan-out samples of one rollout and stay in one optimizer step; left out, the line is its own;
+- `reward` or `advantage`: finite numbers; supervised training needs neither;
+- other keys are ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megapack.base.choices import AdvantageNorm
+from megapack.data.tokenizer import Ids
+from megapack.errors import ConfigError, DataError
+
+# Keeps the division finite where all rewards of a group are equal.
+_STD_EPS = 1e-6
+# Squares of their differences, and sums of those, stay finite in fp64.
+_MAX_REWARD = 1e100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """One sample: a prompt, its response, and whom it belongs to."""
+
+    prompt_ids: Ids
+    """Token ids of the prompt, may be empty; no loss falls on them."""
+    response_ids: Ids
+    """Token ids of the response, may be empty; prompt and response are never both empty."""
+    reward: float | None = None
+    """The sample's reward; None where the file has none."""
+    advantage: float | None = None
+    """Given in place of a reward, taken as it is; None = computed from rewards."""
+    group: int | str
+    """Samples of one group answer one prompt."""
+    rollout: int | str
+    """Samples with equal `(group, rollout)` are one rollout."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response, before any padding."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def key(self) -> tuple[int | str, int | str]:
+        """The rollout's identity in the file: `(group, rollout)`."""
+        return self.group, self.rollout
+
+
+def group_batches(
+    group_of: npt.NDArray[np.int64],
+    prompts_per_batch: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Numbers of records in batches of whole groups; the last batch may have fewer groups.
+
+    A group's records stand together in file order. Groups come in the order of their first record,
+    or shuffled by `(seed, epoch)` alone, the same on every rank and machine.
+
+    Args:
+        group_of: int64 [records], groups numbered from 0 by first appearance.
+        prompts_per_batch: groups in a batch.
+    """
+    if prompts_per_batch < 1:
+        raise ConfigError(f"data.prompts_per_batch is {prompts_per_batch}; set 1 or more")
+    # Groups are numbered by first appearance: sorted by number they stand in file order.
+    rows = np.argsort(group_of, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(group_of))])
+    order = np.arange(len(starts) - 1)
+    if shuffle:
+        # Raw bits of a bit generator: NumPy keeps these streams, not those of `permutation`.
+        keys = np.random.PCG64([seed, epoch]).random_raw(len(order))
+        order = np.argsort(keys, kind="stable")
+    for first in range(0, len(order), prompts_per_batch):
+        chosen = order[first : first + prompts_per_batch]
+        yield np.concatenate([rows[starts[g] : starts[g + 1]] for g in chosen])
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleReward:
+    """What the advantage of a sample is computed from; the fields are those of `Rollout`."""
+
+    group: int | str
+    rollout: int | str
+    reward: float | None = None
+    advantage: float | None = None
+
+
+def group_advantages(
+    records: Sequence[SampleReward], mode: AdvantageNorm = "group"
+) -> npt.NDArray[np.float64]:
+    """One advantage per record, shape [len(records)].
+
+    A given `advantage` is taken as it is. Else, with R the reward of a record and the mean and
+    standard deviation (n - 1) of its group's rollouts, each rollout counted once with the mean
+    reward of its fan-out samples:
+
+    - "group": R - mean;
+    - "group-std": (R - mean) / (std + 1e-6);
+    - "none": R.
+
+    Rewards 1, 0, 0, 1 of one group give 0.5, -0.5, -0.5, 0.5 under "group". A group of one rollout
+    has nothing to compare with: its mean is its own reward, a single sample gets 0.
+
+    Raises:
+        DataError: a record has neither reward nor advantage, a group has some of each, or its
+            rewards are too large for their differences.
+    """
+    groups: dict[int | str, list[int]] = {}
+    for index, record in enumerate(records):
+        groups.setdefault(record.group, []).append(index)
+    advantages = np.zeros(len(records))
+    for group, members in groups.items():
+        given = [records[index].advantage for index in members]
+        if all(value is not None for value in given):
+            advantages[members] = cast("list[float]", given)
+            continue
+        if any(value is not None for value in given):
+            raise DataError(f"group {group!r} has samples with and without `advantage`; give all")
+        rewards = [records[index].reward for index in members]
+        if any(value is None for value in rewards):
+            raise DataError(
+                f"group {group!r} has a sample with neither `reward` nor `advantage`; give one"
+            )
+        values = np.array(rewards, dtype=np.float64)
+        if mode != "none" and np.abs(values).max() > _MAX_REWARD:
+            raise DataError(
+                f"group {group!r} has a reward of {values[np.abs(values).argmax()]:.3g}; give "
+                f"rewards of at most {_MAX_REWARD:.0e}"
+            )
+        advantages[members] = _centred(values, [records[i].rollout for i in members], mode)
+    return advantages
+
+
+def _centred(
+    rewards: npt.NDArray[np.float64], rollouts: Sequence[int | str], mode: AdvantageNorm
+) -> npt.NDArray[np.float64]:
+    if mode == "none":
+        return rewards
+    samples: dict[int | str, list[float]] = {}
+    for rollout, reward in zip(rollouts, rewards.tolist(), strict=True):
+        samples.setdefault(rollout, []).append(reward)
+    means = [_mean(values) for values in samples.values()]
+    centred = rewards - _mean(means)
+    if mode == "group" or len(means) == 1:
+        return centred
+    return centred / (np.std(means, ddof=1) + _STD_EPS)
+
+
+def _mean(values: Sequence[float]) -> float:
+    # About the first value: the mean of equal rewards is that reward, their advantage exactly 0.
+    first = values[0]
+    return first + math.fsum(value - first for value in values) / len(values)

@@ -1,0 +1,302 @@
+"""The probes of `doctor`: versions, apex, CUDA, patches, and rules for environment variables.
+
+Each rule for a variable has a source: torch's pages on CUDA, distributed debugging and
+ProcessGroupNCCL's variables; NCCL's on its own; Megatron-Core's `LanguageModule` and
+`tensor_parallel.layers`; numba's reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+
+from megapack.base.apex import OTHER_APEX, find_apex
+
+_ON = ("1", "true", "yes", "y", "on")
+_OFF = ("0",)
+_ASSERTS_1 = "Megatron asserts 1 under attention_backend=auto, which packed rows take; unset it"
+
+_Rules = dict[str, tuple[tuple[str, ...], str]]
+"""By variable: its bad values in lower case, and why they are bad."""
+
+_FAULTS: _Rules = {
+    "CUDA_LAUNCH_BLOCKING": (_ON, "the host waits for every kernel; unset it"),
+    # Any value counts.
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_ON + _OFF, "every tensor is a cudaMalloc; unset it"),
+    "TORCH_NCCL_BLOCKING_WAIT": (_ON, "no collective overlaps with compute; unset it"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (_OFF, "ranks wait for ever for a failed one; unset it"),
+    "TORCH_DISTRIBUTED_DEBUG": (("detail",), "every collective is checked; set INFO, or unset it"),
+    "PYTHONOPTIMIZE": (("1", "2"), "Megatron checks settings by assert; unset it"),
+    "NUMBA_DISABLE_JIT": (_ON, "the planner runs uncompiled, minutes per plan; unset it"),
+    "NVTE_FLASH_ATTN": (_OFF, _ASSERTS_1),
+    "NVTE_FUSED_ATTN": (_OFF, _ASSERTS_1),
+    "NVTE_UNFUSED_ATTN": (_OFF, _ASSERTS_1),
+}
+_NOTES: _Rules = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": (
+        _OFF,
+        "attention takes its slower, deterministic backward",
+    ),
+    "NCCL_P2P_DISABLE": (_ON, "GPUs of a node speak through host memory"),
+    "NCCL_IB_DISABLE": (_ON, "nodes speak over TCP, not InfiniBand or RoCE"),
+    "NCCL_SHM_DISABLE": (_ON, "GPUs of a node without peer access speak over the network"),
+}
+# torch has renamed NCCL_* to TORCH_NCCL_* for these; it warns of the old names and reads them.
+_RENAMED = [
+    "ASYNC_ERROR_HANDLING",
+    "BLOCKING_WAIT",
+    "DESYNC_DEBUG",
+    "DUMP_ON_TIMEOUT",
+    "ENABLE_TIMING",
+]
+
+
+@dataclass(kw_only=True)
+class Diagnosis:
+    """What one probe found."""
+
+    probe: str
+    found: str = ""
+    """Versions and the like; one line."""
+    broken: bool = False
+    """The probe raised, or its process ended without an answer."""
+    faults: list[str] = field(default_factory=list)
+    """What is wrong and what to do."""
+    notes: list[str] = field(default_factory=list)
+    """What is right for some runs only."""
+
+
+def run_probe(name: str) -> Diagnosis:
+    """Run one probe in this process."""
+    diagnosis = Diagnosis(probe=name)
+    try:
+        _PROBES[name](diagnosis)
+    except Exception as error:  # importing a broken package can raise anything
+        diagnosis.broken = True
+        diagnosis.faults.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return diagnosis
+
+
+def not_probed(name: str, broken: str) -> Diagnosis:
+    """The diagnosis of a probe that comes after a broken one."""
+    return Diagnosis(probe=name, found=f"not probed, {broken} is broken")
+
+
+def main(names: Sequence[str]) -> None:
+    """Run probes in `doctor`'s child; stdout gets one JSON object per line for each.
+
+    What the imported packages print goes to stderr. Without torch no other probe can work.
+    """
+    torch_is_broken = False
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for name in names:
+            diagnosis = not_probed(name, "torch") if torch_is_broken else run_probe(name)
+            torch_is_broken |= name == "torch" and diagnosis.broken
+            print(json.dumps(asdict(diagnosis)), file=answers, flush=True)
+
+
+def check_environment(
+    environment: Mapping[str, str], num_cores: int
+) -> tuple[list[str], list[str]]:
+    """Faults, which no run wants, and notes, which are right for some runs; `NAME=value: why`.
+
+    Args:
+        environment: the variables.
+        num_cores: of this node.
+    """
+    old = [name for name in _RENAMED if f"NCCL_{name}" in environment]
+    renamed = {f"TORCH_NCCL_{name}": environment[f"NCCL_{name}"] for name in old}
+    faults = _broken_rules(_FAULTS, {**renamed, **environment})
+    notes = _broken_rules(_NOTES, environment)
+    notes += [f"NCCL_{name}: torch has renamed it; set TORCH_NCCL_{name}" for name in old]
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    if connections != "1":
+        notes.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {connections}: with tp > 1 on Hopper and older "
+            "Megatron asks for 1, so that collectives start before the products that they overlap "
+            "with"
+        )
+    return [*faults, *_check_threads(environment, num_cores)], notes
+
+
+def _broken_rules(rules: _Rules, environment: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}={environment[name]}: {why}"
+        for name, (bad, why) in rules.items()
+        if environment.get(name, "").lower() in bad
+    ]
+
+
+def _check_threads(environment: Mapping[str, str], num_cores: int) -> list[str]:
+    """Ranks of a node that want more threads than it has cores wait for each other. Without
+    OMP_NUM_THREADS each takes all cores."""
+    ranks = _count(environment, "LOCAL_WORLD_SIZE") or _count(environment, "SLURM_NTASKS_PER_NODE")
+    wanted = ranks * (_count(environment, "OMP_NUM_THREADS") or num_cores)
+    if ranks < 2 or wanted <= num_cores:
+        return []
+    return [
+        f"OMP_NUM_THREADS is {environment.get('OMP_NUM_THREADS', 'not set')}: {ranks} ranks want "
+        f"{wanted} threads of {num_cores} cores; set {max(1, num_cores // ranks)}"
+    ]
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _python(diagnosis: Diagnosis) -> None:
+    from megapack import __file__ as place
+
+    diagnosis.found = f"{platform.python_version()}, {sys.executable}; megapack in {place}"
+
+
+def _numba(diagnosis: Diagnosis) -> None:
+    import numba
+
+    from megapack.pipeline import kernels as pipeline_kernels
+
+    diagnosis.found = numba.__version__
+    # A plain function under NUMBA_DISABLE_JIT, which the rules report.
+    stats = getattr(pipeline_kernels.rank_seconds, "stats", None)
+    if stats is not None and stats.cache_path is None:
+        diagnosis.faults.append(
+            "no folder for compiled code can be written, so every process compiles the planner "
+            "again; set NUMBA_CACHE_DIR to one that can"
+        )
+    elif stats is not None:
+        diagnosis.found += f", compiled code in {stats.cache_path}"
+
+
+def _environment(diagnosis: Diagnosis) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    diagnosis.faults, diagnosis.notes = check_environment(os.environ, num_cores)
+    diagnosis.found = f"{len(diagnosis.faults)} settings known to be wrong"
+
+
+def _torch(diagnosis: Diagnosis) -> None:
+    import torch
+
+    diagnosis.found = torch.__version__
+    _check_version(diagnosis, "torch", torch.__version__)
+
+
+def _cuda(diagnosis: Diagnosis) -> None:
+    import torch
+
+    diagnosis.found = f"torch is built for {torch.version.cuda or 'the CPU'}"
+    if torch.version.cuda is None:
+        if _has_driver():
+            diagnosis.faults.append("torch is a CPU build and there is a GPU; install a CUDA build")
+        return
+    if not torch.distributed.is_nccl_available():
+        diagnosis.faults.append("torch was built without NCCL; install a build that has it")
+    if not _has_driver():
+        diagnosis.notes.append("no libcuda.so.1: only device=cpu runs here")
+        return
+    # Raises where no GPU is visible or the driver is too old for the build, and says so.
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    count = torch.cuda.device_count()
+    diagnosis.found += f"; {count} x {torch.cuda.get_device_name()}"
+    # A build without code for this GPU fails at its first kernel, not before.
+    torch.ones(2, device="cuda").add(1).sum().item()
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _transformer_engine(diagnosis: Diagnosis) -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        diagnosis.found = "not installed"
+        diagnosis.notes.append(
+            "packed rows take torch's varlen attention or SDPA; context parallelism and FP8 need it"
+        )
+        return
+    importlib.import_module("transformer_engine.pytorch")
+    diagnosis.found = str(sys.modules["transformer_engine"].__version__)
+    _check_version(diagnosis, "transformer-engine", diagnosis.found, of="megatron-core")
+
+
+def _apex(diagnosis: Diagnosis) -> None:
+    found = find_apex()
+    names = {"nvidia": "NVIDIA's", "other": "another project's", "none": "not installed"}
+    diagnosis.found = names[found]
+    if found == "other":
+        diagnosis.faults.append(OTHER_APEX)
+    if found == "nvidia":
+        importlib.import_module("torch")  # amp_C needs torch's libraries
+        importlib.import_module("amp_C")
+
+
+def _megatron(diagnosis: Diagnosis) -> None:
+    import megatron.core
+    import megatron.core.pipeline_parallel.schedules
+
+    version = str(megatron.core.__version__)
+    diagnosis.found = f"megatron-core {version}, {os.path.dirname(megatron.core.__file__)}"
+    _check_version(diagnosis, "megatron-core", version)
+
+
+def _patches(diagnosis: Diagnosis) -> None:
+    from megapack.patching import applied as patching
+    from megapack.startup import VARIABLE, asked_hosts
+
+    if sys.flags.ignore_environment:
+        diagnosis.found = f"{VARIABLE} is ignored (-E or -I)"
+        return
+    hosts = asked_hosts(os.environ.get(VARIABLE, ""))
+    if not hosts:
+        diagnosis.found = f"none asked for ({VARIABLE} is not set)"
+        return
+    applied = {status.host for status in patching.status()}
+    diagnosis.faults += [
+        f"{host} is not patched in a new process: this Python has no megapack-startup.pth; "
+        "pip install megapack into it"
+        for host in hosts
+        if host not in applied
+    ]
+    findings = [finding for host in hosts for finding in patching.check(host)]
+    diagnosis.faults += [f"{one.target}: {one.problem}" for one in findings if one.problem]
+    diagnosis.found = f"{VARIABLE}={','.join(hosts)}, {len(findings)} names"
+
+
+def _check_version(diagnosis: Diagnosis, package: str, version: str, of: str = "megapack") -> None:
+    """Compare an imported version with the range that the installed package `of` requires."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    # NVIDIA's containers have builds such as 2.6.0a0+ecf3bae, which no range of releases contains.
+    release = Version(version).base_version
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a source tree has no metadata
+        ranges = map(Requirement, metadata.requires(of) or [])
+        wanted = next((one.specifier for one in ranges if one.name == package), None)
+        if wanted is not None and not wanted.contains(release):
+            diagnosis.faults.append(f"version {version}; install {package}{wanted}")
+
+
+_PROBES: dict[str, Callable[[Diagnosis], None]] = {
+    "python": _python,
+    "numba": _numba,
+    "environment": _environment,
+    "torch": _torch,
+    "cuda": _cuda,
+    "transformer_engine": _transformer_engine,
+    "apex": _apex,
+    "megatron": _megatron,
+    "patches": _patches,
+}

@@ -1,0 +1,1 @@
+"""What the hosts share, or would not fit into one file: balancing, packers, rows, options."""

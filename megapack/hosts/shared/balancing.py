@@ -1,0 +1,108 @@
+"""`seqlen_balancing` as several hosts have it: partitions of even sums, bins under a budget."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from megapack.base.arrays import Ints
+from megapack.errors import HostAssertionError
+from megapack.planner.bins import first_fit, first_fit_decreasing
+from megapack.planner.counts import halves
+from megapack.planner.partition import karmarkar_karp
+
+# Sums of weights stay exact in int64.
+_MAX_TOTAL_BITS = 62
+
+
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
+) -> list[list[int]]:
+    """Partition items so that the sums are about equal, by the largest differencing method.
+
+    Args:
+        seqlen_list: tokens or FLOPs per item, not negative.
+        k_partitions: how many partitions, at most one per item.
+        equal_size: every partition gets as many items.
+
+    Returns:
+        Per partition its items, ascending; none is empty, the one of largest sum comes first.
+
+    Raises:
+        HostAssertionError: fewer items than partitions, or equal sizes that do not divide.
+    """
+    num_items = len(seqlen_list)
+    if k_partitions < 1 or num_items < k_partitions:
+        raise HostAssertionError(
+            f"number of items: {num_items} items for k_partitions={k_partitions}; give at least "
+            "one item per partition"
+        )
+    if equal_size and num_items % k_partitions:
+        raise HostAssertionError(
+            f"{num_items} items % k_partitions={k_partitions} != 0; set equal_size=False"
+        )
+    parts = karmarkar_karp(exact_weights(seqlen_list), k_partitions, equal_size=equal_size)
+    return [sorted(part) for part in parts]
+
+
+def exact_weights(values: Sequence[float]) -> Ints:
+    """Weights as int64 whose sum does not overflow.
+
+    Whole numbers stay as they are while their sum fits; others are scaled to 62 bits in total.
+    """
+    total = sum(values)
+    if total < 2**_MAX_TOTAL_BITS and all(value == int(value) for value in values):
+        return np.array([int(value) for value in values], dtype=np.int64)
+    # A power of two, so that equal values stay equal and order is kept.
+    scale = 2.0 ** (_MAX_TOTAL_BITS - 1 - int(total).bit_length())
+    return np.array([int(value * scale) for value in values], dtype=np.int64)
+
+
+def first_fit_pack(total_lengths: Sequence[int], max_tokens_per_bin: int) -> list[list[int]]:
+    """Samples in input order, each into the first bin with room.
+
+    Returns:
+        Bins of indices, in order of opening; a sample over the budget is alone in its bin.
+    """
+    lengths = np.asarray(total_lengths, dtype=np.int64)
+    return _bins(*first_fit(lengths, max_tokens_per_bin), np.arange(lengths.size))
+
+
+def first_fit_decreasing_pack(
+    total_lengths: Sequence[int], max_tokens_per_bin: int
+) -> list[list[int]]:
+    """`first_fit_pack` of the samples from long to short."""
+    lengths = np.asarray(total_lengths, dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    return _bins(*first_fit_decreasing(lengths, max_tokens_per_bin), order)
+
+
+def _bins(bin_of: Ints, num_bins: int, order: Ints) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for item in order.tolist():
+        bins[bin_of[item]].append(item)
+    return bins
+
+
+def expand_bins_by_splitting(
+    bins: list[list[int]], target_count: int, lengths: Sequence[int]
+) -> None:
+    """Split the bin of most tokens in two, in place, until there are `target_count` of them.
+
+    One half stays where the bin was, the other goes to the end. Stops early where every bin holds
+    one sample. No half has more tokens than its bin had, so budgets hold.
+    """
+    work = [float(length) for length in lengths]
+    heap = [(-sum(work[i] for i in members), -place) for place, members in enumerate(bins)]
+    heapq.heapify(heap)
+    while len(bins) < target_count and heap:
+        place = -heapq.heappop(heap)[1]
+        if len(bins[place]) < 2:
+            continue
+        stays, leaves = halves(np.array(bins[place]), work)
+        bins[place] = stays.tolist()
+        bins.append(leaves.tolist())
+        for part in (place, len(bins) - 1):
+            heapq.heappush(heap, (-sum(work[i] for i in bins[part]), -part))

@@ -1,0 +1,94 @@
+"""What a sample costs, from the model sizes in a host's Megatron arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megapack.cost.model import CostModel
+from megapack.cost.sizes import ModelSizes
+from megapack.layout import Layout
+
+_NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+
+
+def knows_sizes(args: Any) -> bool:
+    """Whether the arguments name the sizes that FLOPs need."""
+    return all(getattr(args, name, None) is not None for name in _NEEDED)
+
+
+def sample_flops(args: Any, lengths: Sequence[int]) -> list[float]:
+    """Forward operations of each sample, attention within the sample alone.
+
+    Args:
+        args: Megatron's argument namespace; the fields are those of `model_flops`.
+        lengths: tokens per sample.
+    """
+    per_token, per_token_sq = model_flops(args)
+    return [per_token * length + per_token_sq * length * length for length in lengths]
+
+
+def cost_in_tokens(args: Any, layout: Layout, fixed_tokens: int) -> CostModel:
+    """A cost model whose unit is the forward of one token, so that no speed has to be known.
+
+    Args:
+        fixed_tokens: a micro-batch costs this many tokens whatever it holds. Without such a cost
+            ever more micro-batches would always pay in a pipeline.
+    """
+    per_token, per_token_sq = model_flops(args)
+    return CostModel(
+        fixed=fixed_tokens / layout.num_chunks,
+        per_token=1.0,
+        per_token_sq=per_token_sq / per_token,
+    )
+
+
+def model_flops(args: Any) -> tuple[float, float]:
+    """Forward operations per token, and per squared token of a sample.
+
+    Reads `num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`, `vocab_size`, and
+    where they are there `num_query_groups`, `kv_channels`, `swiglu`, `num_experts` with `moe_*`,
+    and the head widths of multi-latent attention.
+    """
+    dense = ModelSizes(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        vocab_size=args.vocab_size,
+        num_query_groups=getattr(args, "num_query_groups", None),
+        kv_channels=_head_width(args),
+        gated=getattr(args, "swiglu", True),
+    )
+    num_moe = _num_moe_layers(args)
+    per_token = dense.head_flops_per_token()
+    per_token += (args.num_layers - num_moe) * dense.layer_flops_per_token()
+    if num_moe:
+        experts = replace(
+            dense,
+            ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None) or args.ffn_hidden_size,
+            num_experts=args.num_experts,
+            experts_per_token=getattr(args, "moe_router_topk", 1),
+            shared_expert_ffn_hidden_size=getattr(args, "moe_shared_expert_intermediate_size", None)
+            or 0,
+        )
+        per_token += num_moe * experts.layer_flops_per_token()
+    return per_token, args.num_layers * dense.layer_flops_per_token_sq()
+
+
+def _head_width(args: Any) -> int | None:
+    if getattr(args, "multi_latent_attention", False):
+        # Scores and values have widths of their own; what counts here is their mean.
+        keys = int(args.qk_head_dim + args.qk_pos_emb_head_dim)
+        return (keys + int(args.v_head_dim)) // 2
+    return getattr(args, "kv_channels", None)
+
+
+def _num_moe_layers(args: Any) -> int:
+    if getattr(args, "num_experts", None) is None:
+        return 0
+    frequency = getattr(args, "moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return len(range(0, args.num_layers, frequency))
+    return sum(1 for layer in frequency if layer > 0)

@@ -1,0 +1,196 @@
+"""Which rows of a BatchedDataDict each shard gets, and its micro-batches.
+
+A step's rows share one optimizer step. Of a batch with 8 rows, 2 steps and 2 shards, the first
+shard has rows 0, 1, 4, 5 where nothing is packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megapack.base.arrays import Ints
+from megapack.cost.model import CostModel
+from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import ConfigError, HostAssertionError
+from megapack.hosts.shared.bin_packers import SequencePacker
+from megapack.hosts.shared.rank_rows import Rows
+from megapack.layout import Layout, round_up
+from megapack.policy import Policy
+
+Step = list[Rows]
+"""Per shard its micro-batches, of rows of the whole batch."""
+
+
+@dataclass(frozen=True)
+class PackingArgs:
+    """NeMo-RL's sequence_packing_args, read for a batch."""
+
+    max_tokens: int
+    """Padded tokens of a micro-batch, before CP."""
+    padded: Ints
+    """int64 [rows]: tokens of each row, padded to sequence_length_pad_multiple."""
+    largest_first: bool
+
+    @classmethod
+    def read(cls, data: Any, args: dict[str, Any]) -> PackingArgs:
+        order = args.get("microbatch_order")
+        if order not in (None, "packer", "largest_first"):
+            raise ConfigError(f'microbatch_order={order!r}; set "packer" or "largest_first"')
+        unit = int(args["sequence_length_pad_multiple"])
+        padded = round_up(_lengths(data, args), unit)
+        return cls(int(args["max_tokens_per_microbatch"]), padded, order == "largest_first")
+
+
+def step_rows(
+    data: Any, shards: int, batch_size: int | None, allow_uneven_shards: bool
+) -> list[range]:
+    """The rows of each step.
+
+    Raises:
+        HostAssertionError: rows that do not divide.
+    """
+    sizes = {len(value) for value in data.data.values()}
+    if len(sizes) != 1:
+        raise HostAssertionError(
+            f"Batch sizes are not the same across the rollout batch: {sorted(sizes)}"
+        )
+    num_rows = sizes.pop()
+    size = num_rows if batch_size is None else batch_size
+    if num_rows % size:
+        raise HostAssertionError(
+            f"Total batch size ({num_rows}) is not a multiple of batch_size ({size})"
+        )
+    if size % shards and not allow_uneven_shards:
+        raise HostAssertionError(f"Batch size ({size}) is not a multiple of shards ({shards})")
+    return [range(first, first + size) for first in range(0, num_rows, size)]
+
+
+def plain(data: Any, steps: list[range], shards: int) -> list[Any]:
+    """Consecutive rows of each step to each shard; the last get fewer where they do not divide."""
+    size = -(-len(steps[0]) // shards)
+    return [
+        _shard(data, [i for rows in steps for i in rows[s * size : (s + 1) * size]])
+        for s in range(shards)
+    ]
+
+
+def dealt(packer: SequencePacker, packing: PackingArgs, rows: range, shards: int) -> Step:
+    """The packer's bins of one step, dealt to the shards in turn."""
+    bins = packer.pack(packing.padded[rows].tolist())
+    bins = [[rows[i] for i in row] for row in bins]
+    return [bins[s::shards] for s in range(shards)]
+
+
+def planned(
+    packing: PackingArgs, steps: list[range], shards: int, layout: Layout, cost: CostModel | None
+) -> list[Step]:
+    """Every step planned for the layout.
+
+    Raises:
+        PlanError: a row over the budget, or too few rows for a count that the pipeline runs.
+    """
+    if layout.dp != shards:
+        raise ConfigError(f"the configured layout has dp={layout.dp}, the batch {shards} shards")
+    plan = build_dp_schedule(
+        packing.padded,
+        layout=layout,
+        max_tokens_per_gpu=packing.max_tokens // layout.cp,
+        global_batch_size=len(steps[0]),
+        cost=cost,
+        # A shard has no place for a micro-batch without rows.
+        policy=Policy(oversize="error", unreachable="error"),
+    )
+    return [[[list(mb.samples) for mb in rank] for rank in step.ranks] for step in plan.steps]
+
+
+def packed(
+    data: Any, packing: PackingArgs, plan: list[Step], shards: int
+) -> tuple[list[Any], list[int]]:
+    """Shards that know their micro-batches, and where their rows came from."""
+    made, indices = [], []
+    for s in range(shards):
+        steps = [_ordered(step[s], packing) for step in plan]
+        rows = [i for step in steps for row in step for i in row]
+        shard = _shard(data, rows)
+        shard.micro_batch_indices = [_boundaries(step) for step in steps]
+        shard.micro_batch_lengths = [
+            [int(packing.padded[row].sum()) for row in step] for step in steps
+        ]
+        shard.elem_counts_per_gb = [sum(map(len, step)) for step in steps]
+        made.append(shard)
+        indices += rows
+    return made, indices
+
+
+def dynamic(
+    data: Any, steps: list[range], shards: int, args: dict[str, Any]
+) -> tuple[list[Any], list[int]]:
+    """Rows of similar length together; a micro-batch is a rectangle, the same on every shard."""
+    lengths = _lengths(data, args)
+    rows_of: list[list[int]] = [[] for _ in range(shards)]
+    boundaries, widths, indices = [], [], []
+    for rows in steps:
+        rising = sorted(rows, key=lambda i: lengths[i])
+        for s in range(shards):
+            rows_of[s] += rising[s::shards]
+            indices += rising[s::shards]
+        # Rows that stand at the same place of their shards, the longest of each place.
+        longest = lengths[rising].reshape(-1, shards).max(axis=1)
+        unit, width = int(args["sequence_length_round"]), data.data[args["input_key"]].shape[1]
+        row_tokens = np.minimum(round_up(longest, unit), width)
+        found = _rectangles(row_tokens.tolist(), int(args["max_tokens_per_microbatch"]))
+        boundaries.append([[start, end] for start, end, _ in found])
+        widths.append([tokens for _, _, tokens in found])
+    made = [_shard(data, rows) for rows in rows_of]
+    for shard in made:
+        shard.micro_batch_indices, shard.micro_batch_lengths = boundaries, widths
+    return made, indices
+
+
+def _rectangles(row_tokens: list[int], max_tokens: int) -> list[tuple[int, int, int]]:
+    """(start, end, width) of consecutive rows whose number times width holds the budget."""
+    if max(row_tokens) > max_tokens:
+        raise HostAssertionError(
+            f"a row of {max(row_tokens)} padded tokens is over max_tokens_per_microbatch="
+            f"{max_tokens}; raise it"
+        )
+    found = [(0, 0, 0)]
+    for i, tokens in enumerate(row_tokens):
+        start, _, width = found[-1]
+        if (i + 1 - start) * max(width, tokens) <= max_tokens:
+            found[-1] = (start, i + 1, max(width, tokens))
+        else:
+            found.append((i, i + 1, tokens))
+    return found
+
+
+def _ordered(rows: Rows, packing: PackingArgs) -> Rows:
+    if not packing.largest_first:
+        return rows
+    return sorted(rows, key=lambda row: -int(packing.padded[row].sum()))
+
+
+def _boundaries(rows: Rows) -> list[list[int]]:
+    """[start, end] of each micro-batch within the step's rows of the shard."""
+    ends = np.cumsum([len(row) for row in rows]).tolist()
+    return [[end - len(row), end] for row, end in zip(rows, ends, strict=True)]
+
+
+def _shard(data: Any, rows: list[int]) -> Any:
+    """Rows of the batch, as the type that the host makes of a slice."""
+    if rows:
+        return data.select_indices(rows).slice(0, len(rows))
+    empty = type(data.slice(0, 1))()
+    for name, value in data.data.items():
+        # Images of unequal sizes have no empty slice.
+        has_own = hasattr(value, "empty_rows_like")
+        empty[name] = value.empty_rows_like(value, 0) if has_own else value[:0]
+    return empty
+
+
+def _lengths(data: Any, args: dict[str, Any]) -> Ints:
+    lengths = data.data[args["input_lengths_key"]]
+    return np.array([int(length) for length in lengths], dtype=np.int64)

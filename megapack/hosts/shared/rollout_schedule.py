@@ -1,0 +1,295 @@
+"""Schedules of whole rollouts, as slime and its kin take them.
+
+    samples of R rollouts -> steps of `global_batch_size` rollouts -> Plan -> lists of the host
+
+The host's arguments name the budget per GPU and the model's sizes. Rollouts that fill no step are
+left out, as the host does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+from megapack.cost.model import CostModel
+from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import ConfigError, HostAssertionError, PlanError
+from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
+from megapack.hosts.shared.flops import cost_in_tokens, knows_sizes
+from megapack.layout import Layout
+from megapack.plan.plan import Plan, StepPlan
+from megapack.policy import Policy
+
+_LOG = logging.getLogger(__name__)
+
+CountRule = Literal["multiple", "legal"]
+Unreachable = Literal["drop", "error"]
+
+Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
+"""partitions[dp][sample], micro_batch_indices[dp][mb][index into partitions[dp]],
+num_microbatches[step], rollouts kept[step]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """What `configure` of slime and miles changes.
+
+    Raises:
+        ConfigError: a value that is none of those named.
+    """
+
+    count_rule: CountRule = "multiple"
+    """"multiple": M a multiple of the VPP group, as the host's tests ask. "legal": every M that
+    Megatron runs; needs `args.pipeline_model_parallel_size`."""
+    unreachable: Unreachable = "drop"
+    """When a step's samples fill no allowed number of micro-batches: drop whole trailing rollouts,
+    or raise. Padding is no choice: the host's batches cannot be empty."""
+    count_row_padding: bool = False
+    """Rows also hold the budget after the host padded them to `data_pad_size_multiplier * tp`."""
+    fixed_tokens: int = 256
+    """What a micro-batch costs whatever it holds, in tokens; beside FLOPs."""
+    search: int | None = None
+    """Evaluations of the planner's search per step. None: the planner's own number where the host
+    is told to balance; else 8 per rank, which takes about as long as the host's first-fit."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("count_rule", CountRule), ("unreachable", Unreachable)):
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; set one of {get_args(choices)}")
+        if self.fixed_tokens < 0:
+            raise ConfigError(f"fixed_tokens={self.fixed_tokens}; set 0 or more")
+        if self.search is not None:
+            Policy(search=self.search)
+
+    def policy(self, dp: int, *, balanced: bool) -> Policy:
+        """The planner's policy on `dp` ranks."""
+        search = self.search
+        if search is None:
+            search = Policy.search if balanced else 8 * dp
+        return Policy(count_rule=self.count_rule, unreachable=self.unreachable, search=search)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The samples that are planned, and how many rollouts each step has."""
+
+    samples: list[int]
+    """Indices into the host's samples."""
+    rollout_of: list[int]
+    """Per planned sample its rollout, numbered in order of first appearance."""
+    per_step: list[int]
+    """Rollouts of each step."""
+
+    @classmethod
+    def read(
+        cls, rollout_indices: Sequence[Any], global_batch_size: int, *, partial: bool = False
+    ) -> Rollouts:
+        """Whole steps of `global_batch_size` rollouts; with `partial` one more of what is left.
+
+        Raises:
+            HostAssertionError: fewer rollouts than a step needs.
+        """
+        number = {name: k for k, name in enumerate(dict.fromkeys(rollout_indices))}
+        whole = len(number) // global_batch_size if global_batch_size > 0 else 0
+        if whole < 1:
+            raise HostAssertionError(
+                f"num_rollouts ({len(number)}) < global_batch_size ({global_batch_size}); give at "
+                "least one step's rollouts"
+            )
+        per_step = [global_batch_size] * whole
+        if partial and len(number) > sum(per_step):
+            per_step.append(len(number) - sum(per_step))
+        rollout_of = [number[name] for name in rollout_indices]
+        samples = [i for i, rollout in enumerate(rollout_of) if rollout < sum(per_step)]
+        return cls(samples, [rollout_of[i] for i in samples], per_step)
+
+    @property
+    def ids(self) -> list[int] | None:
+        """`rollout_of`; None, which is faster, where every sample is its own rollout."""
+        return None if sum(self.per_step) == len(self.samples) else self.rollout_of
+
+    def whole_steps(self) -> Rollouts:
+        """The same without a last step of fewer rollouts."""
+        per_step = [count for count in self.per_step if count == self.per_step[0]]
+        kept = [k for k, rollout in enumerate(self.rollout_of) if rollout < sum(per_step)]
+        return Rollouts(
+            [self.samples[k] for k in kept], [self.rollout_of[k] for k in kept], per_step
+        )
+
+    def step_samples(self) -> list[list[int]]:
+        """Per step the host's sample indices, rollout after rollout."""
+        steps: list[list[int]] = [[] for _ in self.per_step]
+        order = sorted(range(len(self.samples)), key=self.rollout_of.__getitem__)
+        for k in order:
+            steps[self.rollout_of[k] // self.per_step[0]].append(self.samples[k])
+        return steps
+
+
+def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:
+    """The layout that the host's parallel config and Megatron's arguments tell.
+
+    Args:
+        args: `pipeline_model_parallel_size`, `tensor_model_parallel_size` and
+            `expert_model_parallel_size` are read where they are there.
+        config: `dp_size`, `cp_size`, `vpp_size` (None is 1) and
+            `microbatch_group_size_per_vp_stage`.
+    """
+    group = config["microbatch_group_size_per_vp_stage"] or 1
+    vpp = config["vpp_size"] or 1
+    pp = getattr(args, "pipeline_model_parallel_size", None) or 1
+    if vpp > 1 and pp == 1:
+        # Not told; Megatron's groups are of pp micro-batches unless somebody asked for more.
+        pp = group
+    vpp = vpp if pp > 1 else 1
+    return Layout(
+        dp=config["dp_size"],
+        cp=config["cp_size"],
+        tp=getattr(args, "tensor_model_parallel_size", None) or 1,
+        ep=getattr(args, "expert_model_parallel_size", None) or 1,
+        pp=pp,
+        vpp=vpp,
+        microbatch_group_size=group if vpp > 1 else None,
+    )
+
+
+def align_to(layout: Layout) -> int:
+    """Micro-batches of a step over all ranks are a multiple of this."""
+    return layout.dp * (layout.group_size if layout.vpp > 1 else 1)
+
+
+def plan_dynamic(
+    args: Any,
+    layout: Layout,
+    lengths: Sequence[int],
+    rollouts: Rollouts,
+    *,
+    balanced: bool,
+    options: RolloutOptions,
+    host: str,
+) -> Schedule:
+    """Rows under `args.max_tokens_per_gpu`; ranks are balanced by FLOPs where the arguments name
+    the model's sizes, else by tokens.
+
+    Args:
+        balanced: the host is told to balance, so the search may take its time.
+
+    Raises:
+        HostAssertionError: no budget, or a step that no allowed count fits; it is a ValueError too.
+    """
+    if args.max_tokens_per_gpu is None:
+        raise HostAssertionError("use_dynamic_batch_size without max_tokens_per_gpu; set it")
+    _log_budget(host, args.max_tokens_per_gpu, layout)
+    try:
+        plan = build_dp_schedule(
+            [lengths[i] for i in rollouts.samples],
+            layout=layout,
+            max_tokens_per_gpu=_row_budget(args, options),
+            rollout_ids=rollouts.ids,
+            global_batch_size=rollouts.per_step[0],
+            cost=_cost(args, layout, options),
+            policy=options.policy(layout.dp, balanced=balanced),
+        )
+    except PlanError as error:
+        what = str(error).partition(";")[0]
+        raise HostAssertionError(
+            f"cannot align micro-batches to align_to={align_to(layout)}: {what}; set another "
+            "global_batch_size, n_samples_per_prompt or max_tokens_per_gpu"
+        ) from error
+    return _lists_of(plan, rollouts.samples)
+
+
+def plan_static(
+    args: Any,
+    layout: Layout,
+    rollouts: Rollouts,
+    weights: Sequence[float] | None,
+) -> Schedule:
+    """Chunks of `args.micro_batch_size` samples in the host's order; nothing is dropped.
+
+    Args:
+        weights: per sample of the host what ranks are balanced by; None deals chunks in turn.
+
+    Raises:
+        HostAssertionError: chunks that do not divide over the ranks and groups.
+    """
+    size = args.micro_batch_size
+    if size is None or size < 1:
+        raise HostAssertionError(f"static path: micro_batch_size={size!r}; set 1 or more")
+    dp = layout.dp
+    schedule: Schedule = ([[] for _ in range(dp)], [[] for _ in range(dp)], [], [])
+    for number, samples in enumerate(rollouts.step_samples()):
+        chunks = [samples[k : k + size] for k in range(0, len(samples), size)]
+        if len(chunks) % align_to(layout):
+            raise HostAssertionError(
+                f"static path: step {number} has {len(samples)} samples, {len(chunks)} "
+                f"micro-batches of micro_batch_size={size}, not a multiple of dp_size * mb_group="
+                f"{align_to(layout)}; set sizes that divide"
+            )
+        if weights is None:
+            ranks = [chunks[rank::dp] for rank in range(dp)]
+        else:
+            sums = [sum(weights[i] for i in chunk) for chunk in chunks]
+            parts = get_seqlen_balanced_partitions(sums, dp, equal_size=True)
+            ranks = [[chunks[k] for k in part] for part in parts]
+        _append(schedule, ranks, rollouts.per_step[number])
+    return schedule
+
+
+def _cost(args: Any, layout: Layout, options: RolloutOptions) -> CostModel | None:
+    return cost_in_tokens(args, layout, options.fixed_tokens) if knows_sizes(args) else None
+
+
+def _row_budget(args: Any, options: RolloutOptions) -> int:
+    budget = int(args.max_tokens_per_gpu)
+    if not options.count_row_padding:
+        return budget
+    # What is padded to a multiple of `unit` stays within the largest multiple in the budget.
+    unit = getattr(args, "data_pad_size_multiplier", 128)
+    unit *= getattr(args, "tensor_model_parallel_size", None) or 1
+    if budget < unit:
+        raise ConfigError(
+            f"max_tokens_per_gpu={budget} is below data_pad_size_multiplier * tp={unit}, to which "
+            "rows are padded; raise it, or set count_row_padding=False"
+        )
+    return budget // unit * unit
+
+
+@cache
+def _log_budget(host: str, max_tokens_per_gpu: int, layout: Layout) -> None:
+    """Once per budget and layout."""
+    _LOG.info(
+        "%s counts tokens per GPU: max_tokens_per_gpu=%d is %d padded tokens per micro-batch with "
+        "cp=%d, samples padded to multiples of %d",
+        host,
+        max_tokens_per_gpu,
+        max_tokens_per_gpu * layout.cp,
+        layout.cp,
+        layout.sample_alignment,
+    )
+
+
+def _lists_of(plan: Plan, samples: list[int]) -> Schedule:
+    dp = plan.layout.dp
+    schedule: Schedule = ([[] for _ in range(dp)], [[] for _ in range(dp)], [], [])
+    for step in plan.steps:
+        _append(schedule, _host_rows(step, samples), len(step.kept_rollouts))
+    return schedule
+
+
+def _host_rows(step: StepPlan, samples: list[int]) -> list[list[list[int]]]:
+    return [[[samples[i] for i in mb.samples] for mb in rank] for rank in step.ranks]
+
+
+def _append(schedule: Schedule, ranks: list[list[list[int]]], num_rollouts: int) -> None:
+    """One more step at the end of a schedule."""
+    partitions, micro_batch_indices, num_microbatches, kept = schedule
+    for rank, rows in enumerate(ranks):
+        for row in rows:
+            start = len(partitions[rank])
+            partitions[rank].extend(row)
+            micro_batch_indices[rank].append(list(range(start, start + len(row))))
+    num_microbatches.append(len(ranks[0]))
+    kept.append(num_rollouts)

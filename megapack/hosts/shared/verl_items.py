@@ -1,0 +1,188 @@
+"""One verl rank's samples as rows: verl's own where they hold the budget, megapack's elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from megapack.base.arrays import Ints
+from megapack.cost.model import CostModel
+from megapack.errors import ConfigError, DataError, HostAssertionError
+from megapack.hosts.shared.rank_rows import Need, Rows, plan_rank, split_rows
+from megapack.layout import Layout
+from megapack.planner.bins import fewest_bins_bound
+from megapack.planner.partition import karmarkar_karp
+
+N = TypeVar("N")
+
+# Work of L tokens is 24576 * L + L^2: 6 times a hidden size of 4096, which verl takes for 7B.
+_TOKENS_PER_TOKEN_SQ = 24576
+_COST = CostModel(per_token=float(_TOKENS_PER_TOKEN_SQ), per_token_sq=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlOptions:
+    """What may differ from verl's own behaviour."""
+
+    light_rank: Literal["error", "pad"] = "error"
+    """A rank with fewer samples than M: all ranks raise, as verl's do, or this rank runs copies of
+    its shortest sample (of its smallest group) with zero loss masks. A copy's index list names the
+    sample again."""
+    layout: Layout | None = None
+    """The job's layout: rows are planned and ordered for its pipeline, alignment counts, and M is
+    any count that Megatron runs. None: verl's own rows, order and counts."""
+    cost: CostModel | None = None
+    """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
+
+    def __post_init__(self) -> None:
+        if self.light_rank not in ("error", "pad"):
+            raise ConfigError(f'light_rank={self.light_rank!r}; set "error" or "pad"')
+        if self.cost is not None and self.layout is None:
+            raise ConfigError("cost without layout is not looked at; set both")
+
+
+def calculate_workload(seqlen_list: N) -> N:
+    """Relative work of sequences: 24576 * L + L^2, for a tensor, an array or a number."""
+    return _TOKENS_PER_TOKEN_SQ * seqlen_list + seqlen_list**2  # type: ignore[operator, no-any-return]
+
+
+def ceildiv(a: int, b: int) -> int:
+    """a / b rounded up: 7 and 3 give 3."""
+    return -(a // -b)
+
+
+def roundup_divisible(a: int, b: int) -> int:
+    """The smallest multiple of b that is not below a: 7 and 4 give 8."""
+    return ceildiv(a, b) * b
+
+
+@dataclass
+class RankItems:
+    """One rank's samples in groups of `group_size` that stay together: its items."""
+
+    lengths: Ints
+    """int64 [samples]: real tokens."""
+    max_tokens: int
+    group_size: int
+    step: int
+    """The count is a multiple of it."""
+    options: VerlOptions
+    least: int = 1
+    """Micro-batches that are asked for at least."""
+    need: Need = field(init=False)
+    own: Rows = field(init=False, default_factory=list)
+    """Rows of items that hold the budget; none where an item is over it."""
+
+    def __post_init__(self) -> None:
+        self._check()
+        longest, count = int(self.tokens.max()), 1
+        if longest <= self.max_tokens:
+            self.own, count = self._pack()
+        self.need = Need(max(count, self.least), self.tokens.size, longest)
+
+    @cached_property
+    def tokens(self) -> Ints:
+        """int64 [items]."""
+        return _sums(self.lengths, self.group_size)
+
+    @cached_property
+    def work(self) -> Ints:
+        """int64 [items]."""
+        return _sums(calculate_workload(self.lengths), self.group_size)
+
+    @property
+    def shortest(self) -> int:
+        """The item of fewest tokens."""
+        return int(self.tokens.argmin())
+
+    def shared_count(self, need: Need) -> int:
+        """M of all ranks, from what they agreed on."""
+        if need.longest > self.max_tokens:
+            what = "group of samples" if self.group_size > 1 else "sample"
+            raise HostAssertionError(
+                f"a {what} of {need.longest} tokens is over max_token_len={self.max_tokens}; "
+                f"set it to {need.longest} or more"
+            )
+        layout = self.options.layout
+        if layout is not None:
+            count = layout.next_legal_count(need.count)
+        else:
+            count = roundup_divisible(need.count, self.step)
+        if count > need.room and self.options.light_rank == "error":
+            raise HostAssertionError(
+                f"{count} micro-batches (in multiples of {self.step}) are needed, and a rank can "
+                f"fill {need.room}; give it more samples, raise max_token_len={self.max_tokens}, "
+                "or configure(light_rank='pad')"
+            )
+        return count
+
+    def rows(self, count: int) -> Rows:
+        """`count` rows of items, fewer where there are fewer items."""
+        if count != len(self.own) and self.options.layout is None and count <= self.tokens.size:
+            rows = self._balanced(count)
+            if self._holds(rows):
+                return rows
+        return split_rows(self.own, count, self.work)
+
+    def samples(self, rows: Rows) -> Rows:
+        """Rows of items as rows of samples."""
+        size = self.group_size
+        return [[i for item in row for i in range(item * size, (item + 1) * size)] for row in rows]
+
+    def _check(self) -> None:
+        num, layout = self.lengths.size, self.options.layout
+        if num == 0:
+            raise DataError("a rank has no samples; give every rank of dp_group one or more")
+        if self.group_size < 1 or num % self.group_size:
+            raise HostAssertionError(
+                f"{num} samples in groups of force_group_size={self.group_size}; give a multiple"
+            )
+        if layout is not None and self.step not in (1, layout.group_size):
+            raise ConfigError(
+                f"num_batches_divided_by={self.step}, but the configured layout has G="
+                f"{layout.group_size}; configure the layout of the job"
+            )
+
+    def _pack(self) -> tuple[Rows, int]:
+        """Rows, and the count that they ask for.
+
+        verl's way: Karmarkar-Karp by work, one step more until the budget holds. Where that finds
+        none, and for a layout, megapack's planner.
+        """
+        if self.options.layout is None:
+            fewest = max(self.least, fewest_bins_bound(self.tokens, self.max_tokens))
+            first = roundup_divisible(fewest, self.step)
+            for count in range(first, self.tokens.size + 1, self.step):
+                rows = self._balanced(count)
+                if self._holds(rows):
+                    return rows, count
+        return self._planned()
+
+    def _balanced(self, count: int) -> Rows:
+        return [sorted(row) for row in karmarkar_karp(self.work, count)]
+
+    def _holds(self, rows: Rows) -> bool:
+        return all(int(self.tokens[row].sum()) <= self.max_tokens for row in rows)
+
+    def _planned(self) -> tuple[Rows, int]:
+        """megapack's rows of items, and its M."""
+        groups = (np.arange(self.lengths.size) // self.group_size).tolist()
+        layout = self.options.layout
+        rows, count = plan_rank(
+            self.lengths,
+            self.max_tokens,
+            oversize="error",
+            layout=layout,
+            cost=_COST if layout is None else self.options.cost,
+            colocate_ids=groups if self.group_size > 1 else None,
+        )
+        return [sorted({i // self.group_size for i in row}) for row in rows], count
+
+
+def _sums(values: Ints, size: int) -> Ints:
+    """Sums of so many consecutive values."""
+    sums: Ints = values.reshape(-1, size).sum(axis=1)
+    return sums

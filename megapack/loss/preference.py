@@ -1,0 +1,156 @@
+"""Losses of pairs: one sample is preferred to the other. Plans keep pairs in one micro-batch.
+
+    plan = build_dp_schedule(lengths, colocate_ids=pair_of_sample, ...)
+    adapter.step(plan, batch, objective=DPO(), weighting="seq-mean-token-mean")
+
+Every response token of both samples carries its pair's loss, so with `seq-mean-token-mean` the
+step's loss is the mean over pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megapack.errors import ConfigError, DataError
+from megapack.plan.plan import Plan
+from megapack.rows.segments import Segments
+from megapack.samples import SampleBatch
+
+PAIR_SIGN = "pair_sign"
+
+
+class _Pairs:
+    """What the two losses share; a sample's field `pair_sign` is 1 if it is preferred, else -1."""
+
+    needs_segments: ClassVar[Literal[True]] = True
+    needs_entropy = False
+
+    def check(self, batch: SampleBatch, plan: Plan, step: int) -> None:
+        """Raise DataError unless each colocated set is a pair, both with response tokens."""
+        if plan.colocate_ids is None:
+            raise DataError(
+                f"{type(self).__name__} needs pairs in one micro-batch; plan with colocate_ids"
+            )
+        pairs: dict[int | str, list[int]] = {}
+        for i in plan.steps[step].kept_samples:
+            pairs.setdefault(plan.colocate_ids[i], []).append(i)
+        for name, samples in pairs.items():
+            signs = [batch.field(PAIR_SIGN, i) for i in samples]
+            if any(sign.dim() for sign in signs) or sorted(map(float, signs)) != [-1.0, 1.0]:
+                raise DataError(
+                    f"colocate id {name!r} holds samples {samples} with {PAIR_SIGN} "
+                    f"{[sign.tolist() for sign in signs]}; give two samples the numbers 1 and -1"
+                )
+            silent = [i for i in samples if batch.num_loss_tokens[i] == 0]
+            if silent:
+                raise DataError(
+                    f"sample {silent[0]} of the pair {name!r} has no response token, so that its "
+                    "pair would count by half; leave the pair out"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(_Pairs):
+    """Direct preference optimization (arXiv 2305.18290), with label smoothing (cDPO).
+
+    The loss of a pair is -log sigmoid(beta * margin), the margin being what the preferred sample's
+    response gained in log-prob over the reference, less what the other one's gained. Reads
+    `pair_sign` and `ref_logprobs`: per token, or one number per sample, the sum over its response.
+    """
+
+    required_fields = ("ref_logprobs", PAIR_SIGN)
+
+    beta: float = 0.1
+    """Inverse temperature of the margin."""
+    label_smoothing: float = 0.0
+    """Probability that a pair is labelled the wrong way, below 0.5."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf or not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"beta={self.beta} and label_smoothing={self.label_smoothing}; set them above 0 "
+                "and in [0, 0.5)"
+            )
+
+    def check(self, batch: SampleBatch, plan: Plan, step: int) -> None:
+        """The pairs' check; and reference log-probs are all sums, or all per token."""
+        super().check(batch, plan, step)
+        kept = plan.steps[step].kept_samples
+        if len({batch.field("ref_logprobs", i).dim() for i in kept}) > 1:
+            raise DataError(
+                "ref_logprobs is one number for some samples and one per token for others; give "
+                "all of them alike"
+            )
+
+    def __call__(
+        self,
+        logprobs_R: Tensor,
+        entropy_R: Tensor | None,
+        fields: Mapping[str, Tensor],
+        segments: Segments,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective`; metrics: preferred_fraction, margin (nats)."""
+        if "ref_logprobs" in segments.fields:
+            gain_n = segments.sum(logprobs_R) - segments.fields["ref_logprobs"]
+        else:
+            gain_n = segments.sum(logprobs_R - fields["ref_logprobs"])
+        margin_n = segments.sum_sets(segments.fields[PAIR_SIGN] * gain_n)
+        right_n, wrong_n = logsigmoid(self.beta * margin_n), logsigmoid(-self.beta * margin_n)
+        loss_n = -(1 - self.label_smoothing) * right_n - self.label_smoothing * wrong_n
+        return _spread(segments, loss_n, margin_n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairwiseReward(_Pairs):
+    """Bradley-Terry loss of a reward model: -log sigmoid(preferred score - other score).
+
+    Scores are a value head's values at the samples' last tokens. Reads `pair_sign`.
+    """
+
+    reads = "values"
+    required_fields = (PAIR_SIGN,)
+
+    def __call__(
+        self,
+        values_R: Tensor,
+        entropy_R: Tensor | None,
+        fields: Mapping[str, Tensor],
+        segments: Segments,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective`; metrics: preferred_fraction, margin."""
+        if segments.scores_n is None:
+            raise ConfigError("PairwiseReward reads scores; give the model a value head")
+        margin_n = segments.sum_sets(segments.fields[PAIR_SIGN] * segments.scores_n)
+        return _spread(segments, -logsigmoid(margin_n), margin_n)
+
+
+def _spread(
+    segments: Segments, loss_n: Tensor, margin_n: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    metrics_n = {"preferred_fraction": (margin_n > 0).float(), "margin": margin_n.detach()}
+    metrics = {name: segments.spread(value_n) for name, value_n in metrics_n.items()}
+    return segments.spread(loss_n), metrics
+
+
+def pair_signs(pairs: Sequence[tuple[int, int]], num_samples: int) -> tuple[list[int], list[float]]:
+    """Colocate ids and signs of samples, from pairs of (preferred, other) sample indices.
+
+    >>> pair_signs([(0, 3), (2, 1)], 4)
+    ([0, 1, 1, 0], [1.0, -1.0, 1.0, -1.0])
+
+    Raises:
+        DataError: a sample in no pair, or in more than one.
+    """
+    if sorted(i for pair in pairs for i in pair) != list(range(num_samples)):
+        raise DataError(f"{len(pairs)} pairs do not name each of {num_samples} samples once")
+    ids, signs = [0] * num_samples, [1.0] * num_samples
+    for number, (preferred, other) in enumerate(pairs):
+        ids[preferred] = ids[other] = number
+        signs[other] = -1.0
+    return ids, signs

@@ -1,0 +1,259 @@
+"""Per-token weights and objectives: the loss of a step is the sum of weight * loss over its tokens.
+
+A weight is fixed by the plan and the response masks before anything runs, and an objective returns
+one loss per token and never a mean; so packing, padding, dropping and the layout cannot change the
+gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megapack.base.choices import KlKind, LossWeighting
+from megapack.errors import ConfigError, DataError, brief
+from megapack.plan.plan import Plan
+
+__all__ = ["GRPO", "PPO", "SFT", "LossWeighting", "Objective", "kl_estimate", "sample_weights"]
+
+
+def sample_weights(
+    weighting: LossWeighting,
+    num_loss_tokens: Sequence[int],
+    plan: Plan,
+    step: int = 0,
+    norm_constant: float | None = None,
+) -> npt.NDArray[np.float64]:
+    """Weight of one response token, per sample of the batch; 0 for samples not in the step.
+
+    With n_i response tokens in sample i, and S samples and R rollouts of the step that have any:
+
+    - `token-mean`: 1 / sum(n), every token counts the same
+    - `seq-mean-token-mean`: 1 / (S * n_i), every sample counts the same
+    - `seq-mean-token-sum`: 1 / S
+    - `seq-mean-token-sum-norm`: 1 / (S * norm_constant), as Dr. GRPO (arXiv 2503.20783)
+    - `rollout-mean`: 1 / (R * tokens of the sample's rollout), every rollout counts the same
+
+    Denominators count the step's kept samples only. A sample whose mask is empty counts nowhere:
+    masks of sums [0, 4] have the denominator 4.
+
+    Args:
+        num_loss_tokens: per sample of the whole batch, the same on every rank.
+
+    Raises:
+        ConfigError: unknown weighting, or a norm constant that is missing or not positive.
+        DataError: as many counts as samples are needed; the step has no response token at all.
+    """
+    if weighting not in get_args(LossWeighting):
+        raise ConfigError(
+            f"unknown loss weighting {brief(weighting)}; set one of "
+            f"{', '.join(get_args(LossWeighting))}"
+        )
+    counts = np.asarray(num_loss_tokens, dtype=np.int64)
+    if counts.shape != (plan.num_samples,):
+        raise DataError(
+            f"{counts.size} token counts for a plan of {plan.num_samples} samples; give one per "
+            "sample"
+        )
+    kept = np.zeros(plan.num_samples, dtype=bool)
+    kept[list(plan.steps[step].kept_samples)] = True
+    counted = kept & (counts > 0)
+    if not counted.any():
+        raise DataError(
+            f"step {step} has no response token among {int(kept.sum())} samples; give one of them "
+            "a response"
+        )
+    weights = np.zeros(plan.num_samples, dtype=np.float64)
+    weights[counted] = 1.0 / _denominators(weighting, counts, counted, plan, norm_constant)
+    return weights
+
+
+def _denominators(
+    weighting: LossWeighting,
+    counts: npt.NDArray[np.int64],
+    counted: npt.NDArray[np.bool_],
+    plan: Plan,
+    norm_constant: float | None,
+) -> npt.NDArray[np.floating[Any]] | float:
+    num_samples = float(counted.sum())
+    if weighting == "token-mean":
+        return float(counts[counted].sum())
+    if weighting == "seq-mean-token-mean":
+        return num_samples * counts[counted]
+    if weighting == "seq-mean-token-sum":
+        return num_samples
+    if weighting == "seq-mean-token-sum-norm":
+        if norm_constant is None or not 0 < norm_constant < math.inf:
+            raise ConfigError(
+                f"seq-mean-token-sum-norm needs norm_constant > 0, not {norm_constant}; "
+                "set it to the longest response in tokens, say"
+            )
+        return num_samples * norm_constant
+    ids = plan.rollout_ids or tuple(range(plan.num_samples))
+    index = {rollout: k for k, rollout in enumerate(dict.fromkeys(ids))}
+    rollout_of = np.array([index[rollout] for rollout in ids])[counted]
+    tokens = np.bincount(rollout_of, weights=counts[counted])
+    return float((tokens > 0).sum()) * tokens[rollout_of]
+
+
+class Objective(Protocol):
+    """Per-token losses from log-probs; what a user's own objective implements.
+
+    An objective may also have:
+
+    - `needs_segments = True`: it is called with a fourth argument, the row's `segments.Segments`.
+    - `reads = "values"`: it is called with a value head's fp32 values in place of log-probs.
+    - `check(batch, plan, step)`: raises DataError for samples that it cannot take; it is called on
+      every rank before anything runs.
+    """
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:
+        """Fields of the batch that the objective reads."""
+        ...
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy of the next-token distribution is to be computed."""
+        ...
+
+    def __call__(
+        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses [R] and metrics (name -> [R], weighted like the loss) at response positions."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT:
+    """Negative log-likelihood of the response."""
+
+    required_fields = ()
+    needs_entropy = False
+
+    def __call__(
+        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective`."""
+        return -logprobs_R, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO:
+    """The clipped policy loss of PPO (arXiv 1707.06347), with an entropy bonus.
+
+    Reads the fields `advantages` and `old_logprobs`.
+    """
+
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
+    dual_clip: float | None = None
+    """Bound on the loss at negative advantages, in multiples of |advantage| (arXiv 1912.09729);
+    above 1. None: no bound."""
+    entropy_coef: float = 0.0
+    """Times the entropy, subtracted from the loss."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low <= 1 or not 0 <= self.clip_high < math.inf:
+            raise ConfigError(
+                f"clip_low={self.clip_low} and clip_high={self.clip_high}; set them in [0, 1] and "
+                "to at least 0"
+            )
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ConfigError(f"dual_clip={self.dual_clip}; set it above 1, or to None")
+        _check_finite("entropy_coef", self.entropy_coef)
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:
+        """See `Objective`."""
+        return ("advantages", "old_logprobs")
+
+    @property
+    def needs_entropy(self) -> bool:
+        """See `Objective`."""
+        return self.entropy_coef != 0
+
+    def __call__(
+        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective`; metrics: ratio, clip_fraction, kl_old (k3)."""
+        log_ratio_R = logprobs_R - fields["old_logprobs"]
+        return self._clipped(log_ratio_R, fields["advantages"], entropy_R)
+
+    def _clipped(
+        self, log_ratio_R: Tensor, advantages_R: Tensor, entropy_R: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio_R = log_ratio_R.exp()
+        clipped_R = ratio_R.clamp(1 - self.clip_low, 1 + self.clip_high)
+        loss_R = torch.maximum(-advantages_R * ratio_R, -advantages_R * clipped_R)
+        metrics = {
+            "ratio": ratio_R,
+            "clip_fraction": (ratio_R != clipped_R).float(),
+            "kl_old": ratio_R - 1 - log_ratio_R,
+        }
+        if self.dual_clip is not None:
+            bounded_R = torch.minimum(loss_R, -advantages_R * self.dual_clip)
+            loss_R = torch.where(advantages_R < 0, bounded_R, loss_R)
+        if self.entropy_coef and entropy_R is not None:
+            loss_R = loss_R - self.entropy_coef * entropy_R
+        return loss_R, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(PPO):
+    """PPO's clipped loss with a KL penalty to a reference policy in the loss (arXiv 2402.03300).
+
+    Reads `advantages` and `old_logprobs`, and `ref_logprobs` where `kl_coef` is not 0.
+    """
+
+    kl_coef: float = 0.0
+    """Times the KL estimate, added to the loss."""
+    kl_kind: KlKind = "k3"
+    """Estimator: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, with x = log-prob - reference
+    (joschu.net/blog/kl-approx.html)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_kind not in get_args(KlKind):
+            raise ConfigError(f"unknown kl_kind {self.kl_kind!r}; set one of k1, k2, k3")
+        _check_finite("kl_coef", self.kl_coef)
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:
+        """See `Objective`."""
+        return (*super().required_fields, *(("ref_logprobs",) if self.kl_coef else ()))
+
+    def __call__(
+        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective`; metrics of PPO, and kl_ref."""
+        loss_R, metrics = super().__call__(logprobs_R, entropy_R, fields)
+        if self.kl_coef:
+            kl_R = kl_estimate(logprobs_R, fields["ref_logprobs"], self.kl_kind)
+            metrics["kl_ref"] = kl_R
+            loss_R = loss_R + self.kl_coef * kl_R
+        return loss_R, metrics
+
+
+def _check_finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise ConfigError(f"{name}={value}; set a finite number")
+
+
+def kl_estimate(logprobs_R: Tensor, reference_R: Tensor, kind: str) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from log-probs of sampled tokens, nats."""
+    diff_R = logprobs_R - reference_R
+    if kind == "k1":
+        return diff_R
+    if kind == "k2":
+        return diff_R.square() / 2
+    return (-diff_R).exp() - 1 + diff_R

@@ -1,0 +1,241 @@
+"""Attention over packed rows: Megatron's description of a row, and what all kernels share.
+
+A packed row holds many samples one after the other. `cu_seqlens` says where each begins; a token
+attends to its own sample only. Transformer Engine's spec supports that. Megatron's local spec
+refuses packed rows, so a `PackedAttention` takes the place of its core attention there:
+`attention_varlen` with torch's varlen kernel, `attention_sdpa` with one call per sample. With
+context parallelism each rank holds two chunks of every sample (see `cp_slices`): its queries stay,
+keys and values of the whole row are gathered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megapack.errors import ConfigError, ScheduleError
+from megapack.rows.packed import PackedRow
+
+T = TypeVar("T")
+
+# Rotary tables are cached by length, 32 entries at most: few distinct lengths keep them alive.
+_MIN_SEQLEN_BUCKET = 64
+# Megatron's mixers that are not attention.
+_RECURRENT = ("MambaMixer", "GatedDeltaNet")
+
+
+def seqlen_bucket(max_seqlen: int, row_tokens: int) -> int:
+    """Round a row's longest sample up to one of few sizes, never exactly the row's length.
+
+    Megatron-Core reads a rotary table that is as long as the row as one table for the whole
+    row and shifts every sample's positions by its offset, hence a bucket that equals the row's
+    length is stepped over.
+    """
+    bucket = _MIN_SEQLEN_BUCKET
+    while bucket < max_seqlen or bucket == row_tokens:
+        # Steps of 1.5 and 1.33: at most a third of a table is unused.
+        bucket = bucket * 3 // 2 if bucket & (bucket - 1) == 0 else bucket * 4 // 3
+    return bucket
+
+
+def packed_seq_params(
+    cu_seqlens_S1: Tensor, max_seqlen: int, row_tokens: int, *, cp: int = 1
+) -> PackedSeqParams:
+    """Megatron's description of a packed row, with the fields that the installed version has.
+
+    Real and padded `cu_seqlens` are the same array: alignment padding attends inside its own
+    sample and carries no weight, which avoids Transformer Engine's padding between samples.
+
+    Args:
+        cu_seqlens_S1: int32, begins with 0 and ends with `row_tokens`; padding counts.
+        max_seqlen: tokens of the longest sample, padding counts.
+        row_tokens: the row's length before context parallel slicing.
+        cp: ranks that share the row.
+    """
+    bucket = seqlen_bucket(max_seqlen, row_tokens)
+    values = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": cu_seqlens_S1,
+        "cu_seqlens_kv": cu_seqlens_S1,
+        "cu_seqlens_q_padded": cu_seqlens_S1,
+        "cu_seqlens_kv_padded": cu_seqlens_S1,
+        "max_seqlen_q": bucket,
+        "max_seqlen_kv": bucket,
+        "pad_between_seqs": False,
+    }
+    names = {field.name for field in dataclasses.fields(PackedSeqParams)}
+    if cp == 1 and "pad_between_seqs" not in names:
+        # Transformer Engine would compare real with padded arrays and wait for the device, twice
+        # in every layer. Without padded ones it takes the real ones; its slices need them.
+        names -= {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
+    return PackedSeqParams(**{k: v for k, v in values.items() if k in names})
+
+
+def with_params(row: PackedRow) -> PackedRow:
+    """The row with Megatron's description of it, which every model chunk takes."""
+    params = packed_seq_params(
+        row.cu_seqlens_padded_S1,
+        row.max_seqlen,
+        row.row_tokens,
+        cp=row.row_tokens // row.tokens_T.numel(),
+    )
+    return dataclasses.replace(row, params=params)
+
+
+def once_per_row(params: PackedSeqParams, name: str, make: Callable[[], T]) -> T:
+    """What `make` returns for a row; only the first layer that asks calls it.
+
+    Megatron's signatures pass nothing but these params to all layers, so it is kept there.
+    """
+    kept = vars(params).setdefault("_megapack", {})
+    if name not in kept:
+        kept[name] = make()
+    return kept[name]  # type: ignore[no-any-return]
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]
+    """Core attention for Megatron's local spec: causal within each sample of a packed row.
+
+    Takes the place of `DotProductAttention` in `SelfAttentionSubmodules.core_attention`. Refuses
+    rows that are not packed: samples never attend to each other silently. A kernel is a
+    subclass with its own `attend`.
+
+    Context parallelism is Megatron's `cp_comm_type="all_gather"`: the forward gathers keys and
+    values over the context-parallel ranks, the backward sums and scatters their gradients.
+
+    Raises:
+        ConfigError: a setting that the packed kernels here do not support.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self._refuse_unsupported(config, attn_mask_type, attention_type)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.cp_group = None
+        if config.context_parallel_size > 1:
+            self.cp_group = (
+                parallel_state.get_context_parallel_group()
+                if pg_collection is None
+                else pg_collection.cp
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [T, heads, d]; key and value [T, groups, d] -> [T, heads * d].
+
+        T counts this rank's tokens; the row is T * cp tokens long.
+        """
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            raise ScheduleError(
+                f"{type(self).__name__} got a row without packed_seq_params (qkv_format='thd'); "
+                "pass them to every pipeline and VPP chunk, or samples would attend to each other"
+            )
+        return self.attend(query, key, value, packed_seq_params).flatten(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
+        """As `forward`, but [T, heads, d]."""
+        raise NotImplementedError
+
+    @property
+    def cp(self) -> tuple[int, int]:
+        """Context-parallel ranks, and which of them this is."""
+        return (1, 0) if self.cp_group is None else (self.cp_group.size(), self.cp_group.rank())
+
+    def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
+        name = type(self).__name__
+        if attention_type != "self":
+            raise ConfigError(f"{name} does self attention only, not {attention_type!r}")
+        if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ConfigError(f"{name} is causal; the spec asks for attn_mask_type={mask}")
+        # The config's and not this layer's, so that all pipeline stages refuse it.
+        comm = getattr(config, "cp_comm_type", None)
+        if config.context_parallel_size > 1 and set(_as_list(comm)) - {None, "all_gather"}:
+            raise ConfigError(
+                f"cp_comm_type={comm!r}: {name} gathers keys and values; set 'all_gather' or "
+                "None, or use the Transformer Engine spec"
+            )
+        if getattr(config, "window_size", None) is not None:
+            raise ConfigError(f"{name} has no sliding window; set window_size=None")
+        if getattr(config, "softmax_type", "vanilla") != "vanilla":
+            raise ConfigError(f"{name} has no softmax_type={config.softmax_type!r}; use 'vanilla'")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def gather_rows(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values from every rank's slice, in an order of places in all slices together."""
+    both = torch.cat([key, value], dim=-1)
+    # Megatron's gather for sequence parallelism: its backward reduces and scatters over the group.
+    gathered = gather_from_sequence_parallel_region(both, group=group)
+    key, value = gathered.index_select(0, order_K).split([key.shape[-1], value.shape[-1]], dim=-1)
+    return key, value
+
+
+def chunk_ends(length: int, cp: int, cp_rank: int) -> list[int]:
+    """Where in a sample each chunk of a rank's queries ends, and with it the keys that it sees.
+
+    >>> chunk_ends(16, cp=2, cp_rank=0)
+    [4, 16]
+    """
+    if cp == 1:
+        return [length]
+    chunk = length // (2 * cp)
+    return [(cp_rank + 1) * chunk, (2 * cp - cp_rank) * chunk]
+
+
+def sample_lengths(params: PackedSeqParams) -> list[int]:
+    """Padded tokens of each sample: one device read per row, not one per layer."""
+    return once_per_row(params, "lengths", lambda: torch.diff(params.cu_seqlens_q).tolist())
+
+
+def refuse_unpacked_attention(model: Any) -> None:
+    """Raise unless every core attention of a model chunk keeps packed samples apart.
+
+    Raises:
+        ConfigError: naming the module that would let samples attend to each other.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__.startswith(_RECURRENT):
+            raise ConfigError(
+                f"{name} is {type(module).__name__}, which carries state from one packed sample "
+                "into the next; use attention layers only"
+            )
+        if name.rsplit(".", 1)[-1] != "core_attention" or isinstance(module, PackedAttention):
+            continue
+        if type(module).__name__ != "TEDotProductAttention":
+            raise ConfigError(
+                f"{name} is {type(module).__name__}, which has no packed (THD) attention; build "
+                "the model with megapack.model.specs.local_layer_spec or Transformer Engine's spec"
+            )

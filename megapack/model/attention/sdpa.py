@@ -1,0 +1,122 @@
+"""Per-sample SDPA over packed rows: runs on every device and in every precision."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megapack.model.attention.packed import (
+    PackedAttention,
+    chunk_ends,
+    gather_rows,
+    once_per_row,
+    sample_lengths,
+)
+from megapack.rows.slices import assembly_order
+
+
+class PackedSDPA(PackedAttention):
+    """`PackedAttention` with torch's SDPA, one call per run of samples of equal length."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
+        """query [T, heads, d]; key and value [T, groups, d] -> [T, heads, d]."""
+        cp, cp_rank = self.cp
+        if self.cp_group is not None:
+            order_T = _assembly_order(params, cp, query.device)
+            key, value = gather_rows(key, value, order_T, self.cp_group)
+        return packed_causal_attention(
+            query,
+            key,
+            value,
+            sample_lengths(params),
+            self.softmax_scale,
+            self.dropout if self.training else 0.0,
+            cp=cp,
+            cp_rank=cp_rank,
+        )
+
+
+def packed_causal_attention(
+    query_QHD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    lengths: list[int],
+    scale: float,
+    dropout: float = 0.0,
+    *,
+    cp: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Causal attention inside each sample of a packed row.
+
+    Args:
+        query_QHD: the row, samples one after the other; with cp > 1 the rank's slice of it
+            (`cp_slices.slice_positions`), Q = T / cp.
+        key_TGD, value_TGD: the whole row.
+        lengths: tokens of each sample; they sum to T. Neighbours of equal length (the short dummy
+            samples of a uniform row's tail) run as one batch.
+        scale: softmax scale.
+        cp, cp_rank: context-parallel ranks, and which of them.
+
+    Returns:
+        [Q, H, D].
+    """
+    outputs = []
+    start = 0
+    for length, count in _runs(lengths):
+        rows = slice(start, start + length * count)
+        mine = slice(rows.start // cp, rows.stop // cp)
+        q = query_QHD[mine].unflatten(0, (count, length // cp)).transpose(1, 2)
+        k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (key_TGD, value_TGD))
+        ends = chunk_ends(length, cp, cp_rank)
+        out = torch.cat(
+            [
+                _causal_to_the_end(q_chunk, k[:, :, :end], v[:, :, :end], scale, dropout)
+                for q_chunk, end in zip(q.chunk(len(ends), 2), ends, strict=True)
+            ],
+            dim=2,
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        start = rows.stop
+    return torch.cat(outputs)
+
+
+def _causal_to_the_end(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
+    """Causal attention of queries that are a sample's last ones; [count, heads, tokens, d]."""
+    num_queries = q.shape[2]
+    num_keys = k.shape[2]
+    mask = None
+    if num_queries < num_keys:
+        # `is_causal` would let the first query see the first key alone. A mask is L^2 / (2 * cp)
+        # bytes at most for a sample of L tokens: 256 MiB for 32768 at cp=2.
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+        mask = mask.tril(num_keys - num_queries)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _runs(lengths: list[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for length in lengths:
+        if runs and runs[-1][0] == length:
+            runs[-1] = (length, runs[-1][1] + 1)
+        elif length > 0:
+            runs.append((length, 1))
+    return runs
+
+
+def _assembly_order(params: PackedSeqParams, cp: int, device: torch.device) -> Tensor:
+    def make() -> Tensor:
+        return assembly_order(sample_lengths(params), cp).to(device)
+
+    return once_per_row(params, "assembly order", make)

@@ -1,0 +1,255 @@
+"""A Megatron-Core GPT for packed rows: config, chunks, data parallelism."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megapack.base.choices import Kernel, Recompute
+from megapack.config.model import VOCAB_MULTIPLE, check_sizes
+from megapack.config.sections import ModelConfig
+from megapack.errors import ConfigError
+from megapack.layout import Layout, round_up
+from megapack.model.attention.choice import (
+    choose_attention,
+    has_gradient_accumulation_fusion,
+    has_rope_fusion,
+)
+from megapack.model.head import keep_fp32, replace_output_layer
+from megapack.model.init import freeze, initialize_by_name
+from megapack.model.specs import block_spec, mtp_spec
+from megapack.ranks import cpu
+
+
+def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
+    """Megatron's config of a model on a layout, with the settings that packed rows need.
+
+    Raises:
+        ConfigError: the model's attention, or FP8, cannot run here.
+    """
+    kernel = choose_attention(model.attention, model.dtype)
+    dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
+    pipelined = layout.pp > 1
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        kv_channels=model.head_width,
+        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_layernorm,
+        gated_linear_unit=model.gated_linear_unit,
+        activation_func=torch.nn.functional.silu
+        if model.gated_linear_unit
+        else torch.nn.functional.gelu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_std,
+        use_cpu_initialization=not cpu.uses_cuda(),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.dtype == "bf16",
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        microbatch_group_size_per_vp_stage=layout.group_size if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        # Interleaving is right with overlap alone; see settings.check_config.
+        overlap_p2p_comm=pipelined and layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        calculate_per_token_loss=True,
+        persist_layer_norm=False,
+        apply_rope_fusion=has_rope_fusion(kernel),
+        gradient_accumulation_fusion=has_gradient_accumulation_fusion(),
+        mtp_num_layers=model.mtp_num_layers or None,
+        mtp_loss_scaling_factor=model.mtp_loss_coef,
+        **_experts(model),
+        **_fp8(model, kernel),
+        **_recompute(model.recompute),
+        **_without_cuda_graphs(),
+    )
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.moe_top_k,
+        # Softmax over a single choice would be 1 whatever the logits.
+        "moe_router_pre_softmax": model.moe_top_k == 1 and model.moe_score_function == "softmax",
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size
+        or model.ffn_hidden_size
+        or 4 * model.hidden_size,
+        "moe_router_score_function": model.moe_score_function,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": model.moe_balance_loss_coef,
+        "moe_z_loss_coeff": model.moe_z_loss_coef or None,
+        "moe_router_enable_expert_bias": model.moe_bias_update_rate > 0,
+        "moe_router_bias_update_rate": model.moe_bias_update_rate,
+        # The default, allgather, needs rows of one length on all ranks.
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
+    if model.fp8 is None:
+        return {}
+    if kernel != "te":
+        raise ConfigError(
+            f"model.fp8={model.fp8} needs Transformer Engine's layers, and attention is {kernel}; "
+            "set model.attention=te to see what is missing, or model.fp8=null"
+        )
+    # Gradients have a wider range, which E5M2 holds; scaling by block makes that needless.
+    by_block = model.fp8 in ("blockwise", "mxfp8")
+    return {"fp8": "e4m3" if by_block else "hybrid", "fp8_recipe": model.fp8}
+
+
+def _without_cuda_graphs() -> dict[str, Any]:
+    """0.16.1's own default for the scope is one that it warns about; 0.19 has another name."""
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        if name in names:
+            return {name: []}
+    return {}
+
+
+def _recompute(mode: Recompute) -> dict[str, Any]:
+    if mode == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return {"recompute_granularity": "selective"} if mode == "selective" else {}
+
+
+def initialize_parallel(layout: Layout, seed: int) -> None:
+    """Make Megatron's process groups and random states for a layout."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    vocab_size: int,
+    seed: int,
+    distributed_optimizer: bool,
+    value_head: bool = False,
+    model_class: type[GPTModel] = GPTModel,
+) -> list[DistributedDataParallel]:
+    """This rank's chunks, wrapped in Megatron's DDP; weights depend on the seed alone.
+
+    Args:
+        vocab_size: ids that the tokenizer makes; padded to a multiple of 128.
+        value_head: one fp32 value per token in place of logits; needs untied embeddings.
+        model_class: a subclass of GPTModel, one whose forward takes more inputs for one.
+
+    Raises:
+        ConfigError: the sizes do not divide by the layout, or a value head on tied embeddings.
+    """
+    check_sizes(model, layout)
+    config = transformer_config(model, layout)
+    padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
+    chunks = [
+        _chunk(model_class, model, layout, config, v, padded_vocab) for v in range(layout.vpp)
+    ]
+    if value_head:
+        for chunk in chunks:
+            replace_output_layer(chunk)
+    initialize_by_name(
+        chunks,
+        seed=seed,
+        std=model.init_std,
+        num_layers=model.num_layers,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    freeze(chunks, model.freeze)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+    )
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            ddp,
+            _in_dtype(config, chunk).cuda(),
+            disable_bucketing=v > 0,
+        )
+        for v, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def _in_dtype(config: TransformerConfig, chunk: GPTModel) -> torch.nn.Module:
+    if not config.bf16:
+        return chunk  # type: ignore[no-any-return]
+    half = Float16Module(config, chunk)
+    keep_fp32(half)
+    return half  # type: ignore[no-any-return]
+
+
+def _chunk(
+    model_class: type[GPTModel],
+    model: ModelConfig,
+    layout: Layout,
+    config: TransformerConfig,
+    vp: int,
+    vocab_size: int,
+) -> GPTModel:
+    vp_stage = vp if layout.vpp > 1 else None
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    kernel = choose_attention(model.attention, model.dtype)
+    spec = block_spec(kernel, config, vp_stage)
+    chunk = model_class(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=mtp_spec(kernel, config, spec, vp_stage),
+        vocab_size=vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=not model.untie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        vp_stage=vp_stage,
+    )
+    _drop_unused_weight(chunk)
+    return chunk
+
+
+def _drop_unused_weight(chunk: GPTModel) -> None:
+    """A last stage with MTP layers has the embedding, and uses it where weights are tied; Megatron
+    makes an output weight there all the same, which nobody trains and checkpoints trip over."""
+    tied_to_own = chunk.share_embeddings_and_output_weights and hasattr(chunk, "embedding")
+    if tied_to_own and chunk.post_process and chunk.output_layer.weight is not None:
+        chunk.output_layer.register_parameter("weight", None)

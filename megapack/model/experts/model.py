@@ -1,0 +1,178 @@
+"""All routers of a rank's chunks: their settings, their rows and their losses."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megapack.errors import ConfigError, DataError
+from megapack.layout import Layout
+from megapack.model.experts.router import PackedRouter, moe_layers
+from megapack.model.experts.rows import RoutingShape, SchedulePass, routing_row
+from megapack.model.head import unwrapped
+from megapack.model.mtp import num_depths
+from megapack.rows.packed import PackedRow
+
+
+class ModelRouting:
+    """All routers of this rank's chunks.
+
+    Args:
+        tp_rank: the sequence-parallel slice that this rank's routers see.
+    """
+
+    def __init__(self, chunks: Sequence[Any], config: Any, layout: Layout, tp_rank: int) -> None:
+        self._config = config
+        self._layout = layout
+        self._tp_rank = tp_rank
+        modules = [module for chunk in chunks for module in unwrapped(chunk).modules()]
+        self._routers = [module for module in modules if isinstance(module, PackedRouter)]
+        self._stock = any(type(module) is TopKRouter for module in modules)
+        self._layers = moe_layers(config)
+        self.shape = RoutingShape(
+            num_layers=len(self._layers),
+            num_experts=config.num_moe_experts or 0,
+            top_k=config.moe_router_topk,
+        )
+        self._check_routers()
+
+    def _check_routers(self) -> None:
+        config = self._config
+        asks = has_balance_loss(config) or config.moe_z_loss_coeff
+        if self._stock and (asks or config.moe_router_enable_expert_bias):
+            raise ConfigError(
+                "with Megatron's TopKRouter auxiliary losses and the expert bias count padding "
+                "and depend on the packing; set "
+                "router=megapack.model.experts.router.PackedRouter in the layer "
+                "spec's MoESubmodules"
+            )
+
+    def with_routing(
+        self, rows: list[PackedRow], choices: Sequence[Tensor | None] | None, record: bool
+    ) -> list[PackedRow]:
+        """The rows with their routing; unchanged if the model has no experts.
+
+        Args:
+            rows: this context-parallel rank's slices.
+            choices: see `routing.routing_row`.
+            record: the pass records choices.
+
+        Raises:
+            DataError: choices for a model without experts, or that do not fit it.
+            ConfigError: routers that cannot record or replay.
+        """
+        if choices is not None or record:
+            self._check_replay()
+        if not self.shape.num_layers:
+            return rows
+        return [
+            dataclasses.replace(row, routing=routing_row(row, self._part(row), choices, self.shape))
+            for row in rows
+        ]
+
+    def _check_replay(self) -> None:
+        if not self.shape.num_layers:
+            raise DataError("the model has no experts, so it has no routing to record or replay")
+        if self._stock or self._config.moe_router_fusion:
+            raise ConfigError(
+                "routing is recorded and replayed by "
+                "megapack.model.experts.router.PackedRouter without "
+                f"moe_router_fusion (it is {self._config.moe_router_fusion}); set it to False and "
+                "router=PackedRouter in the layer spec's MoESubmodules"
+            )
+
+    def _part(self, row: PackedRow) -> Tensor:
+        """The positions of the row that this rank's routers see."""
+        positions_T = torch.arange(row.tokens_T.numel())
+        if not self._layout.sequence_parallel:
+            return positions_T
+        return positions_T.chunk(self._layout.tp)[self._tp_rank]
+
+    @contextlib.contextmanager
+    def following(self, found: SchedulePass) -> Iterator[None]:
+        """Within the block the routers take their rows from this pass."""
+        for router in self._routers:
+            router.follow(found)
+        try:
+            yield
+        finally:
+            for router in self._routers:
+                router.follow(None)
+
+    def forget_choices(self) -> None:
+        """Set the counts that move the expert bias to 0, for a pass that is thrown away.
+
+        Megatron does that when it reduces gradients.
+        """
+        for router in self._routers:
+            if router.enable_expert_bias:
+                router.local_tokens_per_expert.zero_()
+
+    def metrics(self, found: SchedulePass, device: torch.device) -> dict[str, float]:
+        """The pass's auxiliary losses without coefficients, mean over layers. A collective.
+
+        Each rank holds other tokens or other layers. That includes tensor-parallel ranks, because
+        experts under tensor parallelism need sequence parallelism.
+        """
+        names = ["moe_balance_loss"] if has_balance_loss(self._config) else []
+        names += ["moe_z_loss"] if self._config.moe_z_loss_coeff else []
+        if not names or not self.shape.num_layers:
+            return {}
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.stack([found.router_sums.get(name, zero) for name in names])
+        dist.all_reduce(sums)
+        # Layers of multi-token prediction are built like the last one.
+        ahead = num_depths(self._config) if self._config.num_layers - 1 in self._layers else 0
+        means = sums / (self.shape.num_layers + ahead)
+        return dict(zip(names, means.tolist(), strict=True))
+
+
+def has_balance_loss(config: Any) -> bool:
+    """Whether some load-balancing loss has a weight."""
+    coefficients = config.moe_aux_loss_coeff
+    return any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
+
+
+def check_experts(config: Any, layout: Layout) -> None:
+    """Raise ConfigError naming the first MoE setting that makes the gradient depend on packing.
+
+    Called for models with experts, before any collective.
+    """
+    kinds = config.moe_router_load_balancing_type
+    coefficients = config.moe_aux_loss_coeff
+    if not isinstance(kinds, list):
+        kinds = [kinds]
+        coefficients = [coefficients]
+    for kind, coefficient in zip(kinds, coefficients, strict=True):
+        if coefficient and kind != "seq_aux_loss":
+            raise ConfigError(
+                f"moe_router_load_balancing_type={kind!r} with moe_aux_loss_coeff={coefficient} "
+                "balances what happens to be packed together, so the gradient would depend on the "
+                "packing; set 'seq_aux_loss' (each sample by itself), or the coefficient to 0"
+            )
+    unsupported = {
+        "moe_expert_capacity_factor": "which tokens are dropped would depend on the packing; set "
+        "it to None",
+        "moe_enable_routing_replay": "it holds one micro-batch at a time; set it to False and use "
+        "forward(record_routing=True) and step(routing=...)",
+    }
+    for name, advice in unsupported.items():
+        if getattr(config, name, None):
+            raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
+    if "sinkhorn" in kinds:
+        raise ConfigError(
+            "moe_router_load_balancing_type='sinkhorn' routes a token by what is packed with it; "
+            "set 'seq_aux_loss' or 'none'"
+        )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            f"experts with tp={layout.tp} train with sequence parallelism only; set "
+            "Layout(sequence_parallel=True) and config.sequence_parallel=True"
+        )

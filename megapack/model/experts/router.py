@@ -1,0 +1,161 @@
+"""The router of a mixture of experts on packed rows.
+
+Megatron's router takes a micro-batch for one sequence: its statistics and auxiliary losses would
+depend on what is packed together. `PackedRouter` reads the samples from the row that is being run,
+and takes the place of `TopKRouter` in `MoESubmodules.router`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megapack.model.experts.rows import SchedulePass, balance_loss, z_loss
+from megapack.rows.packed import RoutingRow
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+class PackedRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's top-k router for packed rows, with per-sample losses and routing replay.
+
+    Outside of the adapter's runs it is `TopKRouter`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pass: SchedulePass | None = None
+        self._row: RoutingRow | None = None
+        self._checkpointed: deque[RoutingRow | None] = deque()
+        self._replay: Any = self.router_replay
+        self._moe_layers = moe_layers(self.config)
+
+    def follow(self, routing: SchedulePass | None) -> None:
+        """Take rows from this pass; None ends it."""
+        self._pass = routing
+        self._row = None
+        self._checkpointed.clear()
+        self.router_replay = self._replay if routing is None else _Choice(self)
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities and map [tokens, experts] of hidden states; see `TopKRouter`."""
+        if self._pass is None:
+            return super().forward(input, padding_mask)  # type: ignore[no-any-return]
+        self._row = self._next_row()
+        return super().forward(input)  # type: ignore[no-any-return]
+
+    def _next_row(self) -> RoutingRow | None:
+        """The row of this call, which under recomputation comes a second time, in the backward.
+
+        A checkpointed forward runs without gradients, its recomputation with them; micro-batches
+        go backward through a chunk in the order in which they went forward.
+        """
+        assert self._pass is not None
+        if self._pass.token_weight is not None and not torch.is_grad_enabled():
+            self._checkpointed.append(self._pass.routing)
+        elif self._checkpointed:
+            return self._checkpointed.popleft()
+        return self._pass.routing
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach both auxiliary losses to the logits, before experts are chosen from them."""
+        if self._row is None:
+            return super().apply_z_loss(logits, padding_mask)  # type: ignore[no-any-return]
+        assert self._pass is not None
+        token_weight = self._pass.token_weight
+        if token_weight is None or not torch.is_grad_enabled():
+            return logits
+        for name, coefficient, loss_sum in self._losses(logits, self._row):
+            loss = loss_sum * token_weight
+            self._pass.add_router_loss(name, loss)
+            logits = MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
+        return logits
+
+    def _losses(self, logits_tE: Tensor, row: RoutingRow) -> Iterator[tuple[str, float, Tensor]]:
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if coefficient:
+            chosen_tE, scores_tE = compute_routing_scores_for_aux_loss(
+                logits_tE, self.topk, self.score_function, fused=self.config.moe_router_fusion
+            )
+            loss = balance_loss(scores_tE, chosen_tE, row, self.topk, self.tp_cp_group)
+            yield "moe_balance_loss", coefficient, loss
+        if self.config.moe_z_loss_coeff:
+            yield "moe_z_loss", self.config.moe_z_loss_coeff, z_loss(logits_tE, row)
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Whether Megatron adds its own losses: not in a run, which has losses of its own."""
+        return self._row is None and super().is_aux_loss_enabled()
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the choices of real tokens for the expert bias."""
+        if self._row is None:
+            super()._apply_expert_bias(routing_map, padding_mask)
+        elif self.enable_expert_bias and torch.is_grad_enabled():
+            self.local_tokens_per_expert += routing_map[self._row.real_t].sum(0).detach()
+
+    def choose(self, scores: Tensor, own_choice: Callable[[], tuple[Tensor, Tensor]]) -> Any:
+        """The row's choices where it has some, else the router's own; (scores, experts) [t, K]."""
+        row = self._row
+        layer = self.layer_number - 1
+        if row is None or self._pass is None or layer not in self._moe_layers:
+            return own_choice()
+        layer = self._moe_layers.index(layer)
+        if row.choices_tLK is None:
+            chosen_tK, experts_tK = own_choice()
+        else:
+            experts_tK = row.choices_tLK[:, layer].long()
+            chosen_tK = scores.gather(1, experts_tK)
+        if self._pass.record:
+            row.recorded[layer] = experts_tK.detach()
+        return chosen_tK, experts_tK
+
+
+class _Choice:
+    """Stands in for Megatron's RouterReplay, which holds one micro-batch at a time."""
+
+    def __init__(self, router: PackedRouter) -> None:
+        self._router = router
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `PackedRouter.choose`."""
+        assert default_compute_topk is not None
+        return self._router.choose(  # type: ignore[no-any-return]
+            scores, lambda: default_compute_topk(scores, topk, num_groups, group_topk)
+        )
+
+
+def use_packed_router(mlp: Any) -> None:
+    """Give an MoE layer's spec the router for packed rows.
+
+    Args:
+        mlp: `submodules.mlp` of a layer spec with experts: a ModuleSpec, or from Megatron-Core 0.19
+            on a partial of MoELayer.
+    """
+    submodules = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
+    submodules.router = PackedRouter
+
+
+def moe_layers(config: Any) -> list[int]:
+    """Which layers of the whole model, counted from 0, have experts."""
+    if not config.num_moe_experts:
+        return []
+    every = config.moe_layer_freq
+    if isinstance(every, int):
+        return list(range(0, config.num_layers, every))
+    return [layer for layer, has_experts in enumerate(every) if has_experts]

@@ -1,0 +1,234 @@
+"""How the routers of a mixture of experts see packed rows, and what a pass finds.
+
+    samples' choices -> RoutingRow (one per micro-batch) -> routers -> recorded choices -> samples
+
+A router gets the hidden states of a whole row and does not know its samples. A `RoutingRow` says
+which token belongs to which sample, so that padding counts nowhere and each sample has losses of
+its own. It may carry choices of an earlier pass, and keeps those of this one.
+
+Auxiliary losses are sums over the step's N real tokens, so that packing cannot change them:
+
+- z-loss (arXiv 2202.08906): sum of logsumexp(logits)^2 / N.
+- load balance: the product of an expert's share of the choices and its mean score is not linear in
+  tokens, so it has a meaning only for a stated set of tokens. Here that set is one sample, as in
+  DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, eq. 17 to 20), and a sample of n tokens counts
+  n / N: sum over samples of n / N * E / (K * n^2) * sum over experts of (choices * scores).
+
+Shape suffixes: T row tokens, t those of this rank, S samples of the row, E experts, L MoE layers of
+the whole model, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapack.errors import DataError
+from megapack.plan.plan import StepPlan
+from megapack.rows.outputs import Scope, samples_in_scope
+from megapack.rows.packed import PackedRow, RoutingRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingShape:
+    """The sizes of a model's routing."""
+
+    num_layers: int
+    """MoE layers of the whole model."""
+    num_experts: int
+    top_k: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest type of an expert's number that every backend adds up."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int32
+
+
+def routing_row(
+    row: PackedRow,
+    part: Tensor,
+    choices: Sequence[Tensor | None] | None,
+    shape: RoutingShape,
+) -> RoutingRow:
+    """Lay per-sample choices out like a packed row, and take the tokens of this rank's routers.
+
+    Args:
+        row: this context-parallel rank's slice of the row.
+        part: int64, the positions of the slice that this rank's routers see.
+        choices: per sample of the batch, see `check_choices`; those of this row must be there.
+            Padding goes round robin over the experts.
+
+    Raises:
+        DataError: choices that the model cannot take.
+    """
+    samples_t = row.sample_of_T[part]
+    choices_tLK = None
+    if choices is not None:
+        choices_tLK = _lay(row, choices, shape)[row.row_positions_T[part]]
+    return RoutingRow(
+        samples=row.samples,
+        samples_t=torch.where(samples_t < 0, len(row.samples), samples_t),
+        offsets_t=row.position_ids_T[part],
+        lengths_S=torch.tensor(row.lengths, dtype=torch.float32),
+        choices_tLK=choices_tLK,
+    )
+
+
+def _lay(row: PackedRow, choices: Sequence[Tensor | None], shape: RoutingShape) -> Tensor:
+    first_T1 = torch.arange(row.row_tokens)[:, None] * shape.top_k
+    robin_TK = (first_T1 + torch.arange(shape.top_k)) % shape.num_experts
+    out_TLK = robin_TK.to(shape.dtype)[:, None].repeat(1, shape.num_layers, 1)
+    for sample, start, length in zip(row.samples, row.starts, row.lengths, strict=True):
+        value = choices[sample]
+        check_choices(value, sample, length, shape)
+        assert value is not None
+        out_TLK[start : start + value.shape[0]] = value.to(shape.dtype)
+    return out_TLK
+
+
+def check_choices(value: Tensor | None, sample: int, length: int, shape: RoutingShape) -> None:
+    """Raise DataError unless a sample's choices are distinct experts, [tokens, L, K].
+
+    A sample may lack its last token, which an inference engine never runs.
+    """
+    sizes = (shape.num_layers, shape.top_k)
+    if value is None or tuple(value.shape) not in ((length, *sizes), (length - 1, *sizes)):
+        found = None if value is None else tuple(value.shape)
+        raise DataError(
+            f"sample {sample} has routing {found}, not {(length, *sizes)} (its tokens, MoE layers, "
+            "experts per token); record it with forward(record_routing=True) on the same model"
+        )
+    if value.is_floating_point() or (value < 0).any() or (value >= shape.num_experts).any():
+        raise DataError(
+            f"sample {sample}'s routing is not of integers in [0, {shape.num_experts}); it was "
+            "recorded on another model"
+        )
+    ordered = value.sort(-1).values
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise DataError(f"sample {sample}'s routing names an expert twice for one token")
+
+
+def token_weight(step: StepPlan) -> float:
+    """What one real token counts in a step's auxiliary losses."""
+    return 1 / step.counts.tokens
+
+
+class SchedulePass:
+    """One run of the schedule: the row that runs now, and what routers and last stage found.
+
+    Args:
+        token_weight: 1 / N, what a real token counts in the auxiliary losses of a training pass;
+            None for a pass without a backward.
+        record: keep the choices of the routers in the rows.
+
+    Attributes:
+        routing: the row that is being run forward, as routers see it.
+        sums: the last stage's weighted sums of losses and metrics over the rows so far.
+        outputs: the last stage's values: name -> sample -> values.
+        router_sums: auxiliary losses without their coefficients, over rows and layers so far.
+    """
+
+    def __init__(self, *, token_weight: float | None = None, record: bool = False) -> None:
+        self.token_weight = token_weight
+        self.record = record
+        self.routing: RoutingRow | None = None
+        self.sums: dict[str, Tensor] = {}
+        self.outputs: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self.router_sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add a row's weighted sum of a loss or metric."""
+        self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
+
+    def add_router_loss(self, name: str, loss: Tensor) -> None:
+        """Add an auxiliary loss, without its coefficient, of one row and layer."""
+        self.router_sums[name] = self.router_sums.get(name, 0.0) + loss.detach().double()
+
+
+def balance_loss(
+    scores_tE: Tensor, chosen_tE: Tensor, row: RoutingRow, top_k: int, group: Any = None
+) -> Tensor:
+    """This rank's part of the sum over the row's samples of n * load balance.
+
+    Args:
+        scores_tE: a token's score of each expert, summing to 1.
+        chosen_tE: bool, the top K of them.
+        group: ranks that hold the row's other tokens; only counts travel.
+    """
+    num_experts = scores_tE.shape[1]
+    num_samples = len(row.samples)
+    counts_SE = scores_tE.new_zeros(num_samples + 1, num_experts)
+    counts_SE.index_add_(0, row.samples_t, chosen_tE.to(counts_SE.dtype))
+    if group is not None and group.size() > 1:
+        dist.all_reduce(counts_SE, group=group)
+    share_SE = counts_SE[:-1] * (num_experts / top_k) / row.lengths_S[:, None]
+    # The last row belongs to padding, which counts in no expert's share.
+    share_SE = torch.cat([share_SE, share_SE.new_zeros(1, num_experts)])
+    return (scores_tE * share_SE[row.samples_t]).sum()
+
+
+def z_loss(logits_tE: Tensor, row: RoutingRow) -> Tensor:
+    """Sum over this rank's real tokens of logsumexp(logits)^2."""
+    squared_t = torch.logsumexp(logits_tE.float(), dim=-1).square()
+    return torch.where(row.real_t, squared_t, 0.0).sum()
+
+
+def collect_routing(
+    rows: Sequence[RoutingRow],
+    lengths: Sequence[int],
+    step: StepPlan,
+    shape: RoutingShape,
+    *,
+    dp_rank: int,
+    scope: Scope,
+    groups: Sequence[Any],
+    device: torch.device,
+) -> list[Tensor | None]:
+    """Recorded choices in sample order. A collective of the groups.
+
+    Args:
+        rows: this rank's, with what its layers recorded of its tokens.
+        groups: the ranks that hold other layers, tokens or samples of the scope.
+
+    Returns:
+        Per sample of the batch [tokens, L, K] on the CPU, uint8 up to 256 experts and int32 beyond;
+        None for samples that the step or the scope leaves out.
+    """
+    samples = samples_in_scope(step, dp_rank, scope)
+    starts = dict(zip(samples, _starts([lengths[i] for i in samples]), strict=True))
+    num_tokens = sum(lengths[i] for i in samples)
+    sizes = (num_tokens, shape.num_layers, shape.top_k)
+    flat = torch.zeros(sizes, dtype=shape.dtype, device=device)
+    for row in rows:
+        _place(row, starts, flat)
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(flat, group=group)
+    out: list[Tensor | None] = [None] * len(lengths)
+    for i in samples:
+        out[i] = flat[starts[i] : starts[i] + lengths[i]].cpu()
+    return out
+
+
+def _place(row: RoutingRow, starts: Mapping[int, int], flat: Tensor) -> None:
+    row = row.to(flat.device)
+    real_t = row.real_t
+    firsts_S = torch.tensor([starts[i] for i in row.samples], dtype=torch.int64).to(flat.device)
+    into_r = firsts_S[row.samples_t[real_t]] + row.offsets_t[real_t]
+    for layer, chosen_tK in row.recorded.items():
+        flat[into_r, layer] = chosen_tK[real_t].to(flat.dtype)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    total = 0
+    out = []
+    for length in lengths:
+        out.append(total)
+        total += length
+    return out

@@ -1,0 +1,62 @@
+"""Megatron-Core's Adam and its learning-rate schedule, from the config of the main job."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megapack.config.sections import OptimConfig
+from megapack.errors import ScheduleError, of_all_ranks
+
+
+def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], bf16: bool) -> Any:
+    """Megatron's Adam for the chunks, with gradient clipping; distributed if asked for."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_eps=optim.adam_eps,
+        clip_grad=optim.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=optim.distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, chunks)
+
+
+def build_lr_schedule(
+    optim: OptimConfig, optimizer: Any, total_steps: int
+) -> OptimizerParamScheduler:
+    """Megatron's learning-rate schedule over a run of this many optimizer steps."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.lr if optim.decay == "constant" else optim.min_lr,
+        lr_warmup_steps=optim.warmup_steps,
+        lr_decay_steps=max(total_steps, optim.warmup_steps + 1),
+        lr_decay_style=optim.decay,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def check_norm(grad_norm: float) -> None:
+    """Raise ScheduleError where the norm of finite gradients is no number; all ranks have it."""
+    if not math.isfinite(grad_norm):
+        raise of_all_ranks(
+            ScheduleError(
+                f"the gradient norm is {grad_norm}, though every rank's own gradients are finite; "
+                "resume from the last checkpoint, with a lower optim.lr"
+            )
+        )

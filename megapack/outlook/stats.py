@@ -1,0 +1,280 @@
+"""A plan in numbers: what its steps hold, what they take on paper, and what no plan can beat.
+
+    Plan -> counts, + cost -> simulated, + lengths -> lower bounds: a StepReport per step, and their
+    sums in a PlanReport
+
+Every table, metric and page reads its numbers here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from megapack.base.arrays import Ints, read_lengths
+from megapack.cost.model import TOKENS, CostModel
+from megapack.errors import PlanError
+from megapack.layout import Layout
+from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
+from megapack.plan.plan import Counts, Plan, StepPlan, count_steps
+from megapack.planner.bins import fewest_bins_bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Counts):
+    """Optimizer steps in numbers, the steps run one after the other.
+
+    Seconds are those of the cost model; without a cost model a row token takes one. Bounds need the
+    samples' lengths and are None without them.
+    """
+
+    num_gpus: int
+    fill: float | None
+    """Real tokens over the budget of the rows with samples; None for a count-based plan."""
+    imbalance: float
+    """Work of the busiest DP rank over the mean of the ranks; 1 is even. Work is what a rank's rows
+    cost, without the waiting in the pipeline. Of several steps: the sums of both."""
+    imbalance_bound: float | None
+    """The least imbalance: the largest sample is indivisible."""
+    bubble_fraction: float
+    """Seconds over the work of the slowest rank's busiest stage, minus 1."""
+    seconds: float
+    """Simulated, of forward and backward."""
+    seconds_bound: float | None
+    """All work spread evenly at the fewest micro-batches and without a bubble, or the longest
+    sample's own way through the pipeline and back, whichever is longer."""
+    equal_work_seconds: float | None
+    """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost."""
+    num_rows_bound: int | None
+    """Rows that the budget needs however they are packed: the L2 bound of Martello and Toth."""
+    peak_live_tokens: float
+    """See `Simulation.peak_live_tokens`; the most of any step."""
+    peak_in_flight: float
+    """The same in micro-batches."""
+
+    @property
+    def time_over_equal_work(self) -> float | None:
+        """`seconds` over `equal_work_seconds`; no plan reaches 1. None without lengths, or if
+        samples themselves cost nothing."""
+        return self.seconds / self.equal_work_seconds if self.equal_work_seconds else None
+
+    @property
+    def tokens_per_gpu_second(self) -> float:
+        """Real tokens per second and GPU."""
+        return self.tokens / self.seconds / self.num_gpus
+
+    def totals(self) -> dict[str, Any]:
+        """The numbers by name, without those of single steps or ranks."""
+        found = {field.name: getattr(self, field.name) for field in fields(Report)}
+        return found | {"time_over_equal_work": self.time_over_equal_work}
+
+    def __str__(self) -> str:
+        return (
+            f"rows {self.num_rows}{_shown(self.num_rows_bound, 'd')}, "
+            f"padding {self.num_padding_rows}, packed {self.packing_efficiency:.1%}, "
+            f"imbalance {self.imbalance:.3f}{_shown(self.imbalance_bound, '.3f')}, "
+            f"seconds {self.seconds:.4g}{_shown(self.seconds_bound, '.4g')}, "
+            f"bubble {self.bubble_fraction:.1%}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(Report):
+    """One optimizer step in numbers."""
+
+    rank_seconds: tuple[float, ...]
+    """Simulated seconds of each DP rank."""
+    slowest_rank: int
+    """See `Simulation.slowest_rank`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport(Report):
+    """All steps of a plan in numbers."""
+
+    steps: tuple[StepReport, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"step {number}: {step}" for number, step in enumerate(self.steps))
+
+
+def plan_report(
+    plan: Plan, lengths: Sequence[int] | Ints | None = None, cost: CostModel | None = None
+) -> PlanReport:
+    """Simulate a plan, and compare it with what no plan can beat.
+
+    Args:
+        lengths: those that were planned; None leaves the bounds out.
+        cost: seconds of micro-batches; None counts row tokens.
+
+    Raises:
+        PlanError: another number of lengths than the plan has samples.
+        ConfigError: stage weights that do not fit the layout.
+        ScheduleError: a count that Megatron would not run.
+    """
+    flat = None if lengths is None else read_lengths(lengths)
+    if flat is not None and flat.size != plan.num_samples:
+        raise PlanError(f"{flat.size} lengths for a plan of {plan.num_samples} samples")
+    parts = [_simulated(plan, step, cost, flat) for step in plan.steps]
+    steps = tuple(_step_report(plan, part) for part in parts)
+    return PlanReport(**_sums(plan, parts), steps=steps)
+
+
+def step_report(plan: Plan, step: StepPlan, cost: CostModel | None = None) -> StepReport:
+    """One step under a plan's settings, without bounds; otherwise as `plan_report`."""
+    return _step_report(plan, _simulated(plan, step, cost, None))
+
+
+def full_row(plan: Plan, steps: Sequence[StepPlan]) -> tuple[int, str]:
+    """Tokens of a row that counts as full, and their name: the budget, or the longest row."""
+    if plan.capacity is not None:
+        return plan.capacity, "the budget"
+    longest = max((mb.row_tokens for step in steps for mb in step.microbatches), default=1)
+    return longest, "the longest row"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bounds:
+    """What no packing of a step's samples can beat."""
+
+    num_rows: int
+    largest_work: float
+    """Work of the largest sample by itself."""
+    seconds: float
+    equal_work_seconds: float
+
+
+def _shown(bound: float | None, form: str) -> str:
+    return "" if bound is None else f" (bound {bound:{form}})"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One step of a sum."""
+
+    step: StepPlan
+    run: Simulation
+    bounds: _Bounds | None
+    """None without lengths."""
+
+    @property
+    def mean_work(self) -> float:
+        return math.fsum(self.run.rank_work) / len(self.run.rank_work)
+
+
+def _simulated(plan: Plan, step: StepPlan, cost: CostModel | None, lengths: Ints | None) -> _Part:
+    run = simulate_planned(plan, step, cost)
+    return _Part(step, run, None if lengths is None else _bounds(plan, step, lengths, cost))
+
+
+def _step_report(plan: Plan, part: _Part) -> StepReport:
+    run = part.run
+    return StepReport(
+        **_sums(plan, [part]), rank_seconds=run.rank_makespans, slowest_rank=run.slowest_rank
+    )
+
+
+def _sums(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
+    """The fields of `Report`."""
+    counts = count_steps([part.step for part in parts])
+    runs = [part.run for part in parts]
+    mean_work = math.fsum(part.mean_work for part in parts)
+    seconds = math.fsum(run.makespan for run in runs)
+    return {
+        **vars(counts),
+        "num_gpus": plan.layout.world_size,
+        "fill": _fill(plan, counts),
+        "imbalance": _ratio(math.fsum(max(run.rank_work) for run in runs), mean_work),
+        "bubble_fraction": bubble_fraction(seconds, math.fsum(run.busy_seconds for run in runs)),
+        "seconds": seconds,
+        "peak_live_tokens": max((run.peak_live_tokens for run in runs), default=0.0),
+        "peak_in_flight": max((run.peak_in_flight for run in runs), default=0.0),
+        **_sums_of_bounds([(part.mean_work, part.bounds) for part in parts if part.bounds]),
+    }
+
+
+def _sums_of_bounds(parts: Sequence[tuple[float, _Bounds]]) -> dict[str, Any]:
+    """The fields of `Report` that need lengths, of each step's mean work and bounds."""
+    if not parts:
+        names = ("num_rows_bound", "imbalance_bound", "seconds_bound", "equal_work_seconds")
+        return dict.fromkeys(names)
+    least_work = math.fsum(max(mean, bounds.largest_work) for mean, bounds in parts)
+    return {
+        "num_rows_bound": sum(bounds.num_rows for _, bounds in parts),
+        "imbalance_bound": _ratio(least_work, math.fsum(mean for mean, _ in parts)),
+        "seconds_bound": math.fsum(bounds.seconds for _, bounds in parts),
+        "equal_work_seconds": math.fsum(bounds.equal_work_seconds for _, bounds in parts),
+    }
+
+
+def _ratio(busiest_work: float, mean_work: float) -> float:
+    return busiest_work / mean_work if mean_work else 1.0
+
+
+def _fill(plan: Plan, counts: Counts) -> float | None:
+    if plan.capacity is None or not counts.num_rows:
+        return None
+    return counts.tokens / (counts.num_rows * plan.capacity)
+
+
+def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -> _Bounds:
+    cost = cost or TOKENS
+    layout = plan.layout
+    kept = lengths[list(step.kept_samples)]
+    aligned = layout.aligned_sample_tokens(kept)
+    num_rows = _rows_bound(plan, aligned)
+    largest = _work(aligned.max(keepdims=True), layout, cost)
+    work = _work(aligned, layout, cost) - cost.fixed
+    passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
+    own_work = _work(kept, layout, cost) - cost.fixed
+    return _Bounds(
+        num_rows=num_rows,
+        largest_work=largest,
+        seconds=_seconds_bound(plan, step, cost, num_rows, work, largest),
+        # A stage runs its vpp chunks, and a DP rank its share of the samples.
+        equal_work_seconds=passes * own_work * layout.vpp / layout.dp,
+    )
+
+
+def _work(lengths: Ints, layout: Layout, cost: CostModel) -> float:
+    """Seconds of one chunk's forward of samples in one row."""
+    return cost.forward_seconds(
+        layout,
+        row_tokens=int(lengths.sum()),
+        tokens_sq=int((lengths * lengths).sum()),
+        num_samples=lengths.size,
+    )
+
+
+def _rows_bound(plan: Plan, aligned: Ints) -> int:
+    if plan.capacity is not None:
+        return fewest_bins_bound(aligned, plan.capacity)
+    assert plan.micro_batch_size is not None
+    return -(-aligned.size // plan.micro_batch_size)
+
+
+def _seconds_bound(
+    plan: Plan, step: StepPlan, cost: CostModel, num_rows: int, work: float, largest: float
+) -> float:
+    """See `Report.seconds_bound`.
+
+    Args:
+        num_rows: the least.
+        work: of all samples in one chunk, without the fixed cost of rows.
+        largest: of the largest sample in one chunk, in a row of its own.
+    """
+    layout = plan.layout
+    weights = np.array(cost.weights_for(layout))
+    passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
+    rows_per_rank = num_rows / layout.dp
+    if plan.policy.count_rule != "per_rank":
+        rows_per_rank = layout.next_legal_count(math.ceil(rows_per_rank), "legal", step.group_size)
+    share = cost.fixed * rows_per_rank + work / layout.dp
+    busiest = float(weights.reshape(layout.vpp, layout.pp).sum(axis=0).max())
+    alone = largest * float(weights.sum())
+    hops = cost.p2p * (layout.num_chunks - 1) * (1 if plan.forward_only else 2)
+    return max(passes * busiest * share, passes * alone + hops)

@@ -1,0 +1,243 @@
+"""Layouts, budgets and rules for a number of GPUs, ranked by predicted speed.
+
+    layouts of the GPUs -> budgets -> plans under each rule -> simulated, those that fit ranked
+
+Predicted are the pipeline, its bubbles, imbalance and padding, and what the cost model knows.
+Communication of CP, EP and DP is not: compare splits of equal cp and ep, and measure the best few.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megapack.base.arrays import Ids, Ints
+from megapack.cost.memory import GpuMemory, MemoryModel
+from megapack.cost.model import CostModel
+from megapack.cost.sizes import ModelSizes
+from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import ConfigError, PlanError
+from megapack.layout import CountRule, Layout
+from megapack.outlook.stats import PlanReport, plan_report
+from megapack.plan.plan import Plan, StepPlan
+from megapack.policy import GroupSize, Policy
+
+_MAX_BUDGETS = 5
+_MAX_VPP = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is tried.
+
+    Raises:
+        ConfigError: sizes that do not go together.
+    """
+
+    num_gpus: int
+    tp: Sequence[int] = (1,)
+    cp: Sequence[int] = (1,)
+    ep: Sequence[int] = (1,)
+    pp: Sequence[int] | None = None
+    """None: all that divide the GPUs and the layers."""
+    vpp: Sequence[int] | None = None
+    """None: all up to 8 that divide a stage's layers."""
+    budgets: Sequence[int] | None = None
+    """max_tokens_per_gpu; None: the longest sample's, and doublings of it while they fit."""
+    count_rules: Sequence[CountRule] = ("legal",)
+    group_sizes: Sequence[GroupSize] = ("fixed",)
+    sequence_parallel: bool = True
+    """With tp > 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "ep", "pp", "vpp", "budgets"):
+            for value in getattr(self, name) or ():
+                if value < 1:
+                    raise ConfigError(f"{name} {value}; set integers of at least 1")
+        if self.num_gpus < 1:
+            raise ConfigError(f"{self.num_gpus} GPUs; set at least 1")
+
+    def layouts(self, sizes: ModelSizes) -> Iterator[Layout]:
+        """Every layout that fills the GPUs and divides the model."""
+        num_layers = sizes.num_layers
+        stages = self.pp or range(1, min(self.num_gpus, num_layers) + 1)
+        for tp, cp, ep, pp in itertools.product(self.tp, self.cp, self.ep, stages):
+            ranks = tp * cp * pp
+            dp = self.num_gpus // ranks
+            if self.num_gpus % ranks or num_layers % pp or (dp * cp * tp) % ep:
+                continue
+            if not _divides(sizes, tp, ep):
+                continue
+            for vpp in self.vpp or range(1, _MAX_VPP + 1):
+                if (pp > 1 or vpp == 1) and (num_layers // pp) % vpp == 0:
+                    sequence = self.sequence_parallel and tp > 1
+                    yield Layout(
+                        dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=sequence
+                    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to train, planned and simulated."""
+
+    layout: Layout
+    max_tokens_per_gpu: int
+    policy: Policy
+    group_size: int | None
+    """G of the first step."""
+    report: PlanReport
+    memory: GpuMemory
+    """Of the fullest stage when every row in flight is full, as in some later batch it may be."""
+
+    @property
+    def tokens_per_gpu_second(self) -> float:
+        """Real tokens per second and GPU: what is ranked by."""
+        return self.report.tokens_per_gpu_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What a sweep found."""
+
+    ranked: tuple[Candidate, ...]
+    """Those that fit, the fastest first."""
+    num_layouts: int
+    num_plans: int
+    least_memory: GpuMemory
+    """Of the layout that needs least, at its smallest budget."""
+
+    @property
+    def best_of_layouts(self) -> tuple[Candidate, ...]:
+        """Each layout at its fastest, the fastest first."""
+        best: dict[Layout, Candidate] = {}
+        for candidate in self.ranked:
+            best.setdefault(candidate.layout, candidate)
+        return tuple(best.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is to be trained, the same for all candidates."""
+
+    lengths: Ints
+    """int64 [n]."""
+    rollout_ids: Ids | None
+    colocate_ids: Ids | None
+    global_batch_size: int | None
+    num_steps: int | None
+    policy: Policy
+    """Of all but `count_rule` and `group_size`."""
+    memory: MemoryModel
+    memory_bytes: int
+    """What one GPU may use."""
+    cost_of: Callable[[Layout], CostModel]
+
+
+def tune(work: Workload, space: Space) -> Tuning:
+    """Plan and simulate all of a space.
+
+    Raises:
+        ConfigError: no layout fills the GPUs and divides the model.
+    """
+    sizes = work.memory.sizes
+    layouts = list(space.layouts(sizes))
+    if not layouts:
+        raise ConfigError(
+            f"no layout of tp {list(space.tp)}, cp {list(space.cp)}, ep {list(space.ep)} fills "
+            f"{space.num_gpus} GPUs and divides {sizes.num_layers} layers, "
+            f"{sizes.num_attention_heads} heads and {sizes.num_experts or 'no'} experts; set other "
+            "sizes"
+        )
+    tried = [candidate for layout in layouts for candidate in _candidates(work, space, layout)]
+    fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
+    needs = (_memory(work, layout, min(_budgets(work, space, layout))) for layout in layouts)
+    return Tuning(
+        # A stable sort: equals stay in the order of the sweep.
+        ranked=tuple(sorted(fitting, key=lambda c: -c.tokens_per_gpu_second)),
+        num_layouts=len(layouts),
+        num_plans=len(tried),
+        least_memory=min(needs, key=lambda memory: memory.total),
+    )
+
+
+def _divides(sizes: ModelSizes, tp: int, ep: int) -> bool:
+    """Whether TP and EP divide what they split."""
+    widths = [sizes.num_attention_heads, sizes.ffn_hidden_size]
+    widths.append(sizes.num_query_groups or sizes.num_attention_heads)
+    return all(width % tp == 0 for width in widths) and (sizes.num_experts or 1) % ep == 0
+
+
+def _candidates(work: Workload, space: Space, layout: Layout) -> Iterator[Candidate]:
+    """Each different plan once, from the smallest budget on."""
+    seen: set[tuple[StepPlan, ...]] = set()
+    for budget in _budgets(work, space, layout):
+        if _memory(work, layout, budget).total > work.memory_bytes:
+            return
+        for policy in _policies(work, space, layout):
+            plan = _plan(work, layout, budget, policy)
+            if plan is not None and plan.steps not in seen:
+                seen.add(plan.steps)
+                yield _candidate(work, plan, budget)
+
+
+def _budgets(work: Workload, space: Space, layout: Layout) -> Iterator[int]:
+    if space.budgets is not None:
+        yield from sorted(space.budgets)
+        return
+    longest = _longest(work, layout)
+    yield from (longest << doubling for doubling in range(_MAX_BUDGETS))
+
+
+def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
+    for rule, group in itertools.product(space.count_rules, space.group_sizes):
+        if (rule == "per_rank" and (layout.ep > 1 or layout.dp == 1)) or (
+            group == "search" and layout.vpp == 1
+        ):
+            continue
+        yield replace(work.policy, count_rule=rule, group_size=group)
+
+
+def _plan(work: Workload, layout: Layout, budget: int, policy: Policy) -> Plan | None:
+    """None where no plan is legal under the policy."""
+    try:
+        return build_dp_schedule(
+            work.lengths,
+            layout=layout,
+            max_tokens_per_gpu=budget,
+            rollout_ids=work.rollout_ids,
+            colocate_ids=work.colocate_ids,
+            global_batch_size=work.global_batch_size,
+            num_steps=work.num_steps,
+            cost=work.cost_of(layout),
+            policy=policy,
+        )
+    except PlanError:
+        return None
+
+
+def _candidate(work: Workload, plan: Plan, budget: int) -> Candidate:
+    layout = plan.layout
+    group = max(step.group_size or 1 for step in plan.steps)
+    return Candidate(
+        layout=layout,
+        max_tokens_per_gpu=budget,
+        policy=plan.policy,
+        group_size=plan.steps[0].group_size,
+        report=plan_report(plan, work.lengths, work.cost_of(layout)),
+        memory=_memory(work, layout, budget, group),
+    )
+
+
+def _memory(
+    work: Workload, layout: Layout, budget: int, group_size: int | None = None
+) -> GpuMemory:
+    """With full rows in flight; a sample over the budget makes a row of its own."""
+    row = max(budget, _longest(work, layout))
+    in_flight = layout.chunks_in_flight(group_size=group_size) / layout.vpp
+    return work.memory.fullest_stage(layout, live_tokens=row * in_flight, row_tokens=row)
+
+
+def _longest(work: Workload, layout: Layout) -> int:
+    """Padded tokens per GPU of the longest sample."""
+    return -(-layout.padded_tokens([int(work.lengths.max())]) // layout.cp)

@@ -1,0 +1,157 @@
+"""The patch files: which names of a framework are replaced, by what, and what they must look like.
+
+One file per host, or per host and range of versions: `patches/<host>.yaml`,
+`patches/<host>-<anything>.yaml`. A file names code and holds none: replacements stand below
+`megapack.hosts`, and nothing else is ever imported for it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from megapack.config.load import load_config
+from megapack.errors import ConfigError
+
+_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_TARGET = re.compile(rf"{_DOTTED}:{_DOTTED}")
+_REPLACEMENT = re.compile(rf"megapack\.hosts\.{_DOTTED}:[A-Za-z_]\w*")
+_HOST = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """One name of the host and what takes its place."""
+
+    target: str
+    """`module:name` or `module:Class.name` of the host."""
+    signatures: tuple[str, ...]
+    """What the target may look like: `(lengths, *, budget=None)`. Names, kinds and defaults count,
+    annotations do not; the default `...` stands for any."""
+    replacement: str
+    """`module:name` below megapack.hosts."""
+    why: str
+    """What the user gets from it, one line."""
+
+    def __post_init__(self) -> None:
+        if not _TARGET.fullmatch(self.target):
+            raise ConfigError(f"target={self.target!r}; write module:name or module:Class.name")
+        if not _REPLACEMENT.fullmatch(self.replacement):
+            raise ConfigError(
+                f"replacement={self.replacement!r}; patches load code of megapack.hosts only: "
+                "write megapack.hosts.<host>:<name>"
+            )
+        if not self.signatures:
+            raise ConfigError(f"{self.target} has no signatures; write at least one")
+
+    @property
+    def module(self) -> str:
+        """The module that holds the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """The target inside its module, `name` or `Class.name`."""
+        return self.target.partition(":")[2]
+
+    @property
+    def dotted(self) -> str:
+        """The target as people write it."""
+        return self.target.replace(":", ".")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchFile:
+    """The patches of one host in a range of versions."""
+
+    host: str
+    """The name by which it is asked for."""
+    seen: str
+    """Versions or commits that it was written for."""
+    patches: tuple[Replacement, ...]
+    distribution: str | None = None
+    """The installed package whose version counts; None: any version."""
+    since: str | None = None
+    """First version that the file is for."""
+    before: str | None = None
+    """First version that it is no longer for."""
+    diff: str = ""
+    """Lines for a script of the user's, as a unified diff, where replacing names is not enough."""
+
+    def __post_init__(self) -> None:
+        if not _HOST.fullmatch(self.host):
+            raise ConfigError(f"host={self.host!r}; write a word like slime or megatron_lm")
+        if not self.patches:
+            raise ConfigError(f"{self.host} has no patches; write at least one")
+        if self.distribution is None and (self.since or self.before):
+            raise ConfigError("since and before need the distribution whose version they count")
+
+    @property
+    def version(self) -> str | None:
+        """The host's installed version; None where it is not installed or has no package."""
+        if self.distribution is None:
+            return None
+        try:
+            return metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            return None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the installed version is in range. Without one the signatures are the judges."""
+        if self.version is None:
+            return self.before is None
+        found = _release(self.version)
+        return (self.since is None or found >= _release(self.since)) and (
+            self.before is None or found < _release(self.before)
+        )
+
+
+def load_patches(host: str) -> PatchFile:
+    """The patch file of a host, or of a path that ends in `.yaml`.
+
+    Raises:
+        ConfigError: no such host, no file for the installed version, or a file that is not right.
+    """
+    if host.endswith(".yaml"):
+        return _load(Path(host))
+    if host not in shipped_hosts():
+        raise ConfigError(f"no patches for {host!r:.60}; there are {', '.join(shipped_hosts())}")
+    files = [_load(path) for path in _shipped() if _host_of(path) == host]
+    for file in files:
+        if file.fits:
+            return file
+    ranges = ", ".join(f"{file.since or 'any'} to {file.before or 'any'}" for file in files)
+    found = files[0].version or "(no version)"
+    raise ConfigError(
+        f"{host} {found} is installed and the patches are for {ranges} "
+        "(the latter left out); install a version of these, or another megapack"
+    )
+
+
+def shipped_hosts() -> tuple[str, ...]:
+    """Names of the hosts that megapack has patches for."""
+    return tuple(sorted({_host_of(path) for path in _shipped()}))
+
+
+def _shipped() -> list[Path]:
+    package = Path(__file__).resolve().parents[1]
+    # In a wheel patches/ stands inside the package, in a checkout beside it.
+    inside = package / "patches"
+    return sorted((inside if inside.is_dir() else package.parent / "patches").glob("*.yaml"))
+
+
+def _host_of(path: Path) -> str:
+    return path.stem.partition("-")[0]
+
+
+def _load(path: Path) -> PatchFile:
+    return load_config(path, [], PatchFile)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version: 0.9.1.dev3+cu13 is (0, 9, 1)."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in numbers[0].split(".")) if numbers else (0,)

@@ -1,0 +1,271 @@
+"""The pipeline simulator: what a planned step takes, where it waits, what it holds.
+
+An operation starts when its stage is free and, `p2p` seconds after it ended, the operation that it
+takes its input from is there. That is Megatron's schedule with overlapped sends: a stage never
+waits to give a result away. For M equal micro-batches the bubble is (pp - 1) / (vpp * M).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from megapack.base.arrays import Floats
+from megapack.cost.model import TOKENS, CostModel
+from megapack.errors import ConfigError, ScheduleError
+from megapack.layout import Layout
+from megapack.pipeline.kernels import RankOps, peak_live, rank_seconds
+from megapack.pipeline.order import StepOrder, step_order
+from megapack.plan.plan import MicroBatch, Plan, StepPlan
+
+# Sizes given by mistake must not ask for all memory, nor for all time.
+_MAX_CHUNKS = 2**12
+_MAX_OPS = 2**24
+
+
+@dataclass(frozen=True)
+class Event:
+    """One forward or backward of one chunk."""
+
+    rank: int
+    """DP rank."""
+    stage: int
+    """Pipeline stage."""
+    chunk: int
+    """The stage's chunk, 0 to vpp - 1."""
+    microbatch: int
+    """Place among the rank's micro-batches."""
+    kind: Literal["F", "B"]
+    start: float
+    """Seconds from the step's begin."""
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated step."""
+
+    makespan: float
+    """Seconds until the last rank has done its last backward."""
+    rank_makespans: tuple[float, ...]
+    """Seconds of each DP rank."""
+    slowest_rank: int
+    """The DP rank that ends last; of those that end together, the one with the most work."""
+    rank_work: tuple[float, ...]
+    """Work of each DP rank: seconds of its rows' forwards through one chunk of weight 1."""
+    busy_seconds: float
+    """Work of the slowest rank's busiest stage."""
+    peak_live_tokens: float
+    """Most row tokens whose activations one GPU holds at once: per GPU, after CP; the share of one
+    chunk counts 1/vpp, so that the unit is a whole stage's activations of one token."""
+    peak_in_flight: float
+    """The same in micro-batches."""
+    _runs: tuple[_RankRun, ...] = field(repr=False)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Makespan over the work of the slowest rank's busiest stage, minus 1."""
+        return bubble_fraction(self.makespan, self.busy_seconds)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """The timeline, by rank, then in the order in which the simulator ran it."""
+        return tuple(event for rank, run in enumerate(self._runs) for event in run.events(rank))
+
+
+@dataclass(frozen=True)
+class _RankRun:
+    order: StepOrder
+    pp: int
+    start: Floats
+    end: Floats
+
+    def events(self, rank: int) -> list[Event]:
+        order = self.order
+        columns = (order.stage, order.chunk // self.pp, order.microbatch)
+        kinds = ["FB"[back] for back in order.backward.tolist()]
+        return [
+            Event(rank, stage, chunk, k, kind, start, end)
+            for stage, chunk, k, kind, start, end in zip(
+                *(column.tolist() for column in columns),
+                kinds,
+                self.start.tolist(),
+                self.end.tolist(),
+                strict=True,
+            )
+        ]
+
+
+def simulate(
+    step: StepPlan,
+    *,
+    layout: Layout,
+    cost: CostModel | None = None,
+    lockstep: bool = False,
+    forward_only: bool = False,
+) -> Simulation:
+    """Run a step through Megatron's schedule on paper.
+
+    Args:
+        cost: seconds of micro-batches; None counts row tokens.
+        lockstep: ranks meet at every micro-batch, as experts spread over DP make them: the k-th
+            micro-batch takes everywhere what it takes on the slowest rank.
+        forward_only: no backwards, and no activations kept.
+
+    Raises:
+        ConfigError: stage weights that do not fit the layout, lockstep with unequal counts, or
+            sizes far beyond any pipeline.
+        ScheduleError: a count that Megatron would not run, or a step without ranks.
+    """
+    if not step.ranks:
+        raise ScheduleError(f"a step of 0 ranks for dp={layout.dp}; give one with micro-batches")
+    cost = cost or TOKENS
+    forward = [_forward_seconds(rank, layout, cost) for rank in step.ranks]
+    work = forward
+    if lockstep:
+        forward = _slowest(forward)
+    runner = Runner(layout, cost, forward_only)
+    group = step.group_size
+    runs = [runner.timeline(seconds, group) for seconds in forward]
+    ends = [float(run.end.max()) for run in runs]
+    busiest = [runner.busiest_stage_seconds(seconds) for seconds in work]
+    slowest = max(range(len(ends)), key=lambda r: (ends[r], busiest[r]))
+    live = [runner.peak_live(_rows_per_gpu(rank, layout), group) for rank in step.ranks]
+    flight = [runner.peak_live(np.ones(len(rank)), group) for rank in step.ranks]
+    return Simulation(
+        makespan=ends[slowest],
+        rank_makespans=tuple(ends),
+        slowest_rank=slowest,
+        rank_work=tuple(math.fsum(seconds.tolist()) for seconds in work),
+        busy_seconds=busiest[slowest],
+        peak_live_tokens=max(live),
+        peak_in_flight=max(flight),
+        _runs=tuple(runs),
+    )
+
+
+class Runner:
+    """Simulates single ranks of one layout and cost model."""
+
+    def __init__(self, layout: Layout, cost: CostModel, forward_only: bool = False) -> None:
+        if layout.num_chunks > _MAX_CHUNKS:
+            raise ConfigError(
+                f"pp * vpp = {layout.num_chunks} chunks; set sizes of at most {_MAX_CHUNKS} chunks"
+            )
+        self.layout, self.p2p, self.forward_only = layout, float(cost.p2p), forward_only
+        self.weights = np.array(cost.weights_for(layout))
+        self.backward_ratio = float(cost.backward_ratio)
+
+    def order(self, num_microbatches: int, group: int | None) -> StepOrder:
+        """The operations of a rank with this many micro-batches.
+
+        Raises:
+            ScheduleError: a count that Megatron would not run.
+            ConfigError: a count too large to simulate.
+        """
+        layout = self.layout
+        group = (group or layout.group_size) if layout.vpp > 1 else 1
+        too_small = layout.vpp > 1 and group < layout.pp
+        if too_small or not layout.is_legal_count(num_microbatches, group):
+            raise ScheduleError(
+                f"M={num_microbatches} with pp={layout.pp}, vpp={layout.vpp}, G={group}; set a "
+                "legal count: M >= 1, interleaved M >= G >= pp and M % G 0 or >= pp"
+            )
+        if num_microbatches * layout.num_chunks > _MAX_OPS:
+            raise ConfigError(
+                f"M={num_microbatches} of pp * vpp = {layout.num_chunks} chunks; set sizes of "
+                f"which the product is at most {_MAX_OPS}"
+            )
+        return step_order(layout.pp, layout.vpp, num_microbatches, group, self.forward_only)
+
+    def ops(self, num_microbatches: int, group: int | None) -> RankOps:
+        """The same with this cost model's seconds, for the compiled loops."""
+        order = self.order(num_microbatches, group)
+        passes = np.where(order.backward == 1, self.backward_ratio, 1.0)
+        return RankOps(
+            order.stage,
+            order.microbatch,
+            order.backward,
+            order.waits_for,
+            self.weights[order.chunk] * passes,
+            self.layout.pp,
+            self.p2p,
+        )
+
+    def timeline(self, forward_seconds: Floats, group: int | None) -> _RankRun:
+        """When each operation of a rank starts and ends.
+
+        Args:
+            forward_seconds: float64 [M], one chunk's forward of each micro-batch.
+        """
+        ops = self.ops(forward_seconds.size, group)
+        end = np.empty(ops.stage.size)
+        rank_seconds(ops, forward_seconds, end)
+        start = end - ops.scale * forward_seconds[ops.microbatch]
+        return _RankRun(self.order(forward_seconds.size, group), self.layout.pp, start, end)
+
+    def busiest_stage_seconds(self, forward_seconds: Floats) -> float:
+        """Work of the stage that has most of it."""
+        per_stage = self.weights.reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
+        passes = 1.0 if self.forward_only else 1.0 + self.backward_ratio
+        return float(per_stage.max()) * passes * float(forward_seconds.sum())
+
+    def peak_live(self, amounts: Floats, group: int | None) -> float:
+        """Most that a stage holds between forwards and their backwards, a chunk counting 1/vpp.
+
+        Which work is done between is given by the order alone, so no seconds are needed.
+
+        Args:
+            amounts: float64 [M], what each micro-batch holds.
+        """
+        return float(peak_live(self.ops(amounts.size, group), amounts)) / self.layout.vpp
+
+
+def simulate_planned(plan: Plan, step: StepPlan, cost: CostModel | None) -> Simulation:
+    """`simulate` with the layout and the passes of a plan; ranks meet where experts make them.
+
+    Args:
+        step: the plan's, or another one of the same samples.
+    """
+    layout = plan.layout
+    return simulate(
+        step,
+        layout=layout,
+        cost=cost,
+        lockstep=layout.ep_spans_dp,
+        forward_only=plan.forward_only,
+    )
+
+
+def bubble_fraction(seconds: float, busy_seconds: float) -> float:
+    """Time over the busiest stage's work in it, minus 1; rounding may not make it negative."""
+    return max(0.0, seconds / busy_seconds - 1) if busy_seconds else 0.0
+
+
+def _forward_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel) -> Floats:
+    return np.array(
+        [
+            cost.forward_seconds(
+                layout,
+                row_tokens=mb.row_tokens,
+                tokens_sq=mb.tokens_sq,
+                num_samples=len(mb.samples),
+            )
+            for mb in rank
+        ]
+    )
+
+
+def _rows_per_gpu(rank: tuple[MicroBatch, ...], layout: Layout) -> Floats:
+    return np.array([mb.row_tokens / layout.cp for mb in rank])
+
+
+def _slowest(forward: list[Floats]) -> list[Floats]:
+    counts = [seconds.size for seconds in forward]
+    if len(set(counts)) > 1:
+        raise ConfigError(f"lockstep=True with M={counts} on the ranks; ranks that meet have one M")
+    return [np.maximum.reduce(forward)] * len(forward)

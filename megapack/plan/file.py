@@ -1,0 +1,37 @@
+"""Plans in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megapack.base.files import read_whole, write_output
+from megapack.errors import PlanError
+from megapack.plan.plan import Plan
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan of a file, in either of its forms.
+
+    Raises:
+        PlanError: the file cannot be read, or is no plan; the message says where.
+    """
+    try:
+        text = read_whole(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: byte {error.start} is not UTF-8; give a plan.json") from None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise PlanError(f"{path}: cannot be read ({reason}); give a plan.json") from None
+    try:
+        return Plan.from_json(text) if text.lstrip()[:1] == "{" else Plan.from_text(text)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan's JSON, whole or not at all.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_output(path, plan.to_json() + "\n")

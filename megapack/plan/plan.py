@@ -1,0 +1,259 @@
+"""The plan as data: `MicroBatch`, `StepPlan`, `Plan`, and their `Counts`.
+
+    lengths -> build_dp_schedule -> Plan -> (check_plan, packed rows, simulate)
+
+A plan is frozen and compares by value. It has two forms with exact inverses: JSON, which the digest
+is taken of, and a text for people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from megapack.base.arrays import read_budget
+from megapack.layout import Layout
+from megapack.plan.text import format_plan, parse_json, parse_text
+from megapack.policy import Policy
+
+__all__ = ["Counts", "MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
+
+RolloutId = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward and backward takes on one DP rank: samples packed into one row."""
+
+    samples: tuple[int, ...]
+    """Sample indices in row order; () is a padding micro-batch."""
+    row_tokens: int
+    """Length of the row per DP rank (before CP)."""
+    tokens: int
+    """Real tokens."""
+    tokens_sq: int
+    """Sum of squared aligned lengths: the attention's size."""
+    padded_tokens: int
+    """Aligned samples and the row's own alignment; 0 for a padding micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What optimizer steps hold, summed over steps and DP ranks."""
+
+    num_steps: int
+    num_microbatches: tuple[int, int]
+    """The least and the most M of a DP rank in a step."""
+    num_rows: int
+    """Micro-batches with samples."""
+    num_padding_rows: int
+    """Micro-batches without samples."""
+    num_samples: int
+    """Samples that the steps train on."""
+    num_dropped_rollouts: int
+    """Rollouts that unreachable="drop" left out."""
+    tokens: int
+    """Real tokens."""
+    row_tokens: int
+    """Tokens of all rows, padding included."""
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Real tokens over row tokens; 1 is perfect."""
+        return self.tokens / self.row_tokens if self.row_tokens else 1.0
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the row tokens that are not real."""
+        return 1 - self.packing_efficiency
+
+    @property
+    def microbatch_span(self) -> str:
+        """`num_microbatches` as text: "24", or "7-15" where it differs."""
+        least, most = self.num_microbatches
+        return f"{least}" if least == most else f"{least}-{most}"
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step."""
+
+    ranks: tuple[tuple[MicroBatch, ...], ...]
+    """Per DP rank its micro-batches in the order in which the pipeline takes them."""
+    num_microbatches: int | None
+    """M, the same on every rank; None under count_rule="per_rank"."""
+    group_size: int | None
+    """G of the interleaved schedule in this step; None with vpp=1."""
+    kept_rollouts: tuple[RolloutId, ...]
+    """Ids of the rollouts that the step trains on, in order of first appearance."""
+    dropped_rollouts: tuple[RolloutId, ...]
+    """Ids that unreachable="drop" left out, in order of first appearance."""
+
+    @cached_property
+    def kept_samples(self) -> tuple[int, ...]:
+        """Sample indices of the step, ascending."""
+        return tuple(sorted(i for mb in self.microbatches for i in mb.samples))
+
+    @property
+    def microbatches(self) -> Iterator[MicroBatch]:
+        """Those of all ranks, rank after rank."""
+        return (mb for rank in self.ranks for mb in rank)
+
+    @property
+    def counts(self) -> Counts:
+        """Rows, samples and tokens of the step."""
+        return count_steps([self])
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """Steps of packed micro-batches, with all that `check_plan` needs but the lengths."""
+
+    steps: tuple[StepPlan, ...]
+    layout: Layout
+    policy: Policy
+    max_tokens_per_gpu: int | None
+    """The budget per GPU, after CP; None for a count-based plan."""
+    micro_batch_size: int | None
+    """Samples per micro-batch of a count-based plan."""
+    num_samples: int
+    """Samples that were planned, dropped ones counted."""
+    rollout_ids: tuple[RolloutId, ...] | None
+    """Per sample the rollout that it belongs to; None: each is its own, its index the id."""
+    colocate_ids: tuple[RolloutId, ...] | None = None
+    """Per sample the set whose samples share a micro-batch; None: each goes alone."""
+    forward_only: bool = False
+    """Made for passes without a backward."""
+
+    def __repr__(self) -> str:
+        counts = [step.num_microbatches for step in self.steps]
+        return f"Plan(num_samples={self.num_samples}, num_microbatches={counts}, {self.layout})"
+
+    def __str__(self) -> str:
+        return format_plan(self._payload)
+
+    def to_json(self) -> str:
+        """Canonical JSON: one line, no spaces, fields in a fixed order."""
+        return json.dumps(self._payload, separators=(",", ":"))
+
+    def digest(self) -> str:
+        """SHA-256 of `to_json`, in hex: equal plans have equal digests on any machine."""
+        return self._digest
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The exact inverse of `to_json`.
+
+        Raises:
+            PlanError: not the JSON of a plan; the message says where.
+        """
+        return parse_json(text, _build)
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """The exact inverse of `str`.
+
+        Raises:
+            PlanError: not the text of a plan; the message says in which line.
+        """
+        return parse_text(text, _build)
+
+    @property
+    def counts(self) -> Counts:
+        """Rows, samples and tokens of all steps."""
+        return count_steps(self.steps)
+
+    @property
+    def capacity(self) -> int | None:
+        """Padded tokens that a row may hold per DP rank; None for a count-based plan."""
+        capacity = read_budget(self.layout, self.max_tokens_per_gpu, self.micro_batch_size)
+        return None if capacity < 0 else capacity
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def _payload(self) -> dict[str, Any]:
+        # Only where there are any: plans without them keep their digests.
+        colocate = {} if self.colocate_ids is None else {"colocate_ids": self.colocate_ids}
+        return {
+            "layout": asdict(self.layout),
+            "policy": self.policy.to_payload(),
+            "max_tokens_per_gpu": self.max_tokens_per_gpu,
+            "micro_batch_size": self.micro_batch_size,
+            "forward_only": self.forward_only,
+            "num_samples": self.num_samples,
+            "rollout_ids": self.rollout_ids,
+            **colocate,
+            "steps": [_step_payload(step) for step in self.steps],
+        }
+
+
+def count_steps(steps: Sequence[StepPlan]) -> Counts:
+    """Add up what steps hold."""
+    microbatches = [mb for step in steps for mb in step.microbatches]
+    per_rank = [len(rank) for step in steps for rank in step.ranks]
+    num_rows = sum(bool(mb.samples) for mb in microbatches)
+    return Counts(
+        num_steps=len(steps),
+        num_microbatches=(min(per_rank, default=0), max(per_rank, default=0)),
+        num_rows=num_rows,
+        num_padding_rows=len(microbatches) - num_rows,
+        num_samples=sum(len(mb.samples) for mb in microbatches),
+        num_dropped_rollouts=sum(len(step.dropped_rollouts) for step in steps),
+        tokens=sum(mb.tokens for mb in microbatches),
+        row_tokens=sum(mb.row_tokens for mb in microbatches),
+    )
+
+
+def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:
+    """Samples whose tokens a data-parallel rank needs under any of the plans, in order."""
+    steps = [step for plan in plans for step in plan.steps]
+    return sorted({i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples})
+
+
+def _step_payload(step: StepPlan) -> dict[str, Any]:
+    return {
+        "num_microbatches": step.num_microbatches,
+        "group_size": step.group_size,
+        "kept_rollouts": step.kept_rollouts,
+        "dropped_rollouts": step.dropped_rollouts,
+        "ranks": [
+            [(mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens) for mb in rank]
+            for rank in step.ranks
+        ],
+    }
+
+
+def _build(payload: dict[str, Any]) -> Plan:
+    """A plan of a payload whose types were checked."""
+    ids, colocate_ids = payload["rollout_ids"], payload.get("colocate_ids")
+    return Plan(
+        steps=tuple(_build_step(step) for step in payload["steps"]),
+        layout=Layout(**payload["layout"]),
+        policy=Policy(**payload["policy"]),
+        max_tokens_per_gpu=payload["max_tokens_per_gpu"],
+        micro_batch_size=payload["micro_batch_size"],
+        forward_only=payload["forward_only"],
+        num_samples=payload["num_samples"],
+        rollout_ids=None if ids is None else tuple(ids),
+        colocate_ids=None if colocate_ids is None else tuple(colocate_ids),
+    )
+
+
+def _build_step(step: dict[str, Any]) -> StepPlan:
+    return StepPlan(
+        ranks=tuple(
+            tuple(MicroBatch(tuple(samples), *sizes) for samples, *sizes in rank)
+            for rank in step["ranks"]
+        ),
+        num_microbatches=step["num_microbatches"],
+        group_size=step["group_size"],
+        kept_rollouts=tuple(step["kept_rollouts"]),
+        dropped_rollouts=tuple(step["dropped_rollouts"]),
+    )

@@ -1,0 +1,211 @@
+"""Plans as text for the eye: a grid of micro-batches by DP rank, and how two plans differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any
+
+from megapack.errors import ConfigError
+from megapack.plan.plan import MicroBatch, Plan, StepPlan
+
+_MAX_RANKS, _MAX_ROWS, _MAX_STEPS, _MAX_SAMPLES = 8, 64, 32, 16
+
+
+def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) -> str:
+    """A plan's head, then a line per step, the grid of one step, or the rows of one rank.
+
+    A cell reads `samples:row_tokens`, `.` is a padding micro-batch, `!` marks a row over the
+    budget. What does not fit is counted, not shown.
+
+    Args:
+        step: show this step's grid; None shows it where the plan has one step only.
+        rank: show the samples of this DP rank in the step.
+
+    Raises:
+        ConfigError: no such step or rank.
+    """
+    if step is None and len(plan.steps) == 1:
+        step = 0
+    if step is None and rank is not None:
+        raise ConfigError(f"rank {rank} of which of {len(plan.steps)} steps; set --step too")
+    lines = [_head(plan)]
+    if step is None:
+        lines += _limited(list(map(_step_line, range(len(plan.steps)), plan.steps)), "steps")
+        return "\n".join(lines)
+    _check_range("step", step, len(plan.steps))
+    shown = plan.steps[step]
+    lines.append(_step_line(step, shown))
+    if rank is None:
+        lines += _grid(plan, shown)
+    else:
+        _check_range("rank", rank, len(shown.ranks))
+        lines += [_row_line(plan, k, mb) for k, mb in enumerate(shown.ranks[rank])]
+    return "\n".join(lines)
+
+
+def _head(plan: Plan) -> str:
+    layout = plan.layout
+    sizes = " ".join(f"{key}={getattr(layout, key)}" for key in ("dp", "tp", "pp", "vpp", "cp"))
+    budget = f"{plan.max_tokens_per_gpu} tokens per GPU"
+    if plan.max_tokens_per_gpu is None:
+        budget = f"{plan.micro_batch_size} samples per micro-batch"
+    return (
+        f"plan {plan.digest()[:12]}: {plan.num_samples} samples in {len(plan.steps)} step(s), "
+        f"{sizes} ep={layout.ep}, {budget}"
+    )
+
+
+def _step_line(number: int, step: StepPlan) -> str:
+    counts = step.counts
+    group = "" if step.group_size is None else f" G={step.group_size}"
+    num_dropped = counts.num_dropped_rollouts
+    dropped = f", {num_dropped} rollouts dropped" if num_dropped else ""
+    return (
+        f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
+        f"{counts.num_padding_rows} padding, {counts.tokens} tokens in "
+        f"{counts.row_tokens} row tokens{dropped}"
+    )
+
+
+def _grid(plan: Plan, step: StepPlan) -> Iterator[str]:
+    ranks = step.ranks[:_MAX_RANKS]
+    count = max(map(len, ranks), default=0)
+    columns = [[f"rank {r}", *(_cell(plan, mb) for mb in rank)] for r, rank in enumerate(ranks)]
+    widths = [max(map(len, column)) for column in columns]
+    for k in range(min(count, _MAX_ROWS) + 1):
+        cells = (column[k] if k < len(column) else "" for column in columns)
+        name = "" if k == 0 else f"{k - 1}"
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        yield f"{name:>6}  {'  '.join(padded)}".rstrip()
+    if count > _MAX_ROWS:
+        yield f"   ... {count - _MAX_ROWS} more micro-batches; --rank R shows all of a rank"
+    if len(step.ranks) > _MAX_RANKS:
+        yield f"   ... {len(step.ranks) - _MAX_RANKS} more ranks; --rank R shows one"
+
+
+def _cell(plan: Plan, mb: MicroBatch) -> str:
+    if not mb.samples:
+        return "."
+    return f"{len(mb.samples)}:{mb.row_tokens}{_mark(plan, mb)}"
+
+
+def _mark(plan: Plan, mb: MicroBatch) -> str:
+    capacity = plan.capacity
+    return "" if capacity is None or mb.padded_tokens <= capacity else "!"
+
+
+def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
+    if not mb.samples:
+        return f"{k:>6}  . {mb.row_tokens} row tokens"
+    samples = ",".join(map(str, mb.samples[:_MAX_SAMPLES]))
+    more = len(mb.samples) - _MAX_SAMPLES
+    return (
+        f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens: samples {samples}"
+        f"{f' and {more} more' if more > 0 else ''}"
+    )
+
+
+def _limited(lines: list[str], what: str) -> list[str]:
+    more = len(lines) - _MAX_STEPS
+    if more <= 0:
+        return lines
+    return [*lines[:_MAX_STEPS], f"... {more} more {what}; --step S shows one"]
+
+
+def _check_range(what: str, value: int, count: int) -> None:
+    if not 0 <= value < count:
+        raise ConfigError(f"{what} {value} of {count}; set --{what} from 0 to {count - 1}")
+
+
+Place = tuple[int, int, int]
+"""Step, DP rank, micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDiff:
+    """Differences, each first in the first plan, then in the second; empty where there are none."""
+
+    settings: dict[str, tuple[Any, Any]]
+    """`layout.dp`, `policy.search`, `max_tokens_per_gpu` and so on."""
+    steps: dict[int, tuple[str, str]]
+    """Per step that differs its counts, G and sizes."""
+    other_step: tuple[int, ...]
+    """Samples that train in another step, or in only one of the plans."""
+    other_rank: tuple[int, ...]
+    """Samples of the same step on another DP rank."""
+    other_microbatch: tuple[int, ...]
+    """Samples of the same step and rank in another micro-batch."""
+    digests: tuple[str, str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs, the digests included."""
+        return self.digests[0] == self.digests[1]
+
+
+def diff_plans(a: Plan, b: Plan) -> PlanDiff:
+    """Compare plan with plan: settings, steps, and where samples stand."""
+    places_a, places_b = _places(a), _places(b)
+    moved: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for sample in sorted(places_a.keys() | places_b.keys()):
+        one, two = places_a.get(sample), places_b.get(sample)
+        if one != two:
+            level = 0 if one is None or two is None else _first_difference(one, two)
+            moved[level].append(sample)
+    steps = [
+        tuple("absent" if step is None else _described(step) for step in pair)
+        for pair in zip_longest(a.steps, b.steps)
+    ]
+    return PlanDiff(
+        settings=_settings_diff(a, b),
+        steps={number: (one, two) for number, (one, two) in enumerate(steps) if one != two},
+        other_step=tuple(moved[0]),
+        other_rank=tuple(moved[1]),
+        other_microbatch=tuple(moved[2]),
+        digests=(a.digest(), b.digest()),
+    )
+
+
+def _first_difference(one: Place, two: Place) -> int:
+    return next(level for level in range(3) if one[level] != two[level])
+
+
+def _places(plan: Plan) -> dict[int, Place]:
+    return {
+        sample: (number, rank, k)
+        for number, step in enumerate(plan.steps)
+        for rank, row in enumerate(step.ranks)
+        for k, mb in enumerate(row)
+        for sample in mb.samples
+    }
+
+
+def _settings_diff(a: Plan, b: Plan) -> dict[str, tuple[Any, Any]]:
+    one, two = _settings(a), _settings(b)
+    different = {key: (one[key], two[key]) for key in one if one[key] != two[key]}
+    return {key: (_short(x), _short(y)) for key, (x, y) in different.items()}
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    settings = {f"layout.{key}": value for key, value in asdict(plan.layout).items()}
+    settings |= {f"policy.{key}": value for key, value in plan.policy.to_payload().items()}
+    for key in ("max_tokens_per_gpu", "micro_batch_size", "forward_only", "num_samples"):
+        settings[key] = getattr(plan, key)
+    return settings | {"rollout_ids": plan.rollout_ids, "colocate_ids": plan.colocate_ids}
+
+
+def _short(value: Any) -> Any:
+    """Ids are as many as samples."""
+    return f"{len(set(value))} ids" if isinstance(value, tuple) else value
+
+
+def _described(step: StepPlan) -> str:
+    counts = step.counts
+    group = "" if step.group_size is None else f" G={step.group_size}"
+    return (
+        f"M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
+        f"{counts.num_samples} samples, {counts.row_tokens} row tokens, "
+        f"{counts.num_dropped_rollouts} rollouts dropped"
+    )

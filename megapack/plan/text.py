@@ -1,0 +1,251 @@
+"""Plan payloads to text and back. A payload is the plan as JSON types.
+
+The text: header lines `key value`, then per step a `step` line and one line per rank with a cell
+per micro-batch. A cell reads
+
+    samples:row_tokens:tokens:tokens_sq          0,3,5:1024:1000:340418
+    samples:row_tokens:tokens:tokens_sq:padded   where the row is longer than its padded tokens
+    -:row_tokens                                 a padding micro-batch
+
+Rollouts that are numbered in one run stand as `0..2047`. The line of
+`colocate_ids` is left out where a plan has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megapack.base.arrays import is_id
+from megapack.base.files import strict_json
+from megapack.errors import MegapackError, PlanError
+from megapack.layout import Layout
+from megapack.policy import Policy
+
+_RUN = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})")
+# A damaged text must not ask for all memory: its runs may have this many rollouts in all, and one
+# more for each character. A sample in a cell takes more characters than it may have ids.
+_MAX_FREE_RUN = 2**16
+# Sizes are counted in int64.
+_MAX_COUNT = 2**63 - 1
+_REMEDY = "give the plan as it was written"
+_SETTINGS = {"layout": Layout, "policy": Policy}
+
+P = TypeVar("P")
+Build = Callable[[dict[str, Any]], P]
+
+_TITLE = "megapack plan"
+_CELLS = "# cells: samples:row_tokens:tokens:tokens_sq[:padded_tokens]"
+_HEADER = (
+    "layout",
+    "policy",
+    "max_tokens_per_gpu",
+    "micro_batch_size",
+    "forward_only",
+    "num_samples",
+    "rollout_ids",
+)
+_COLOCATE = "colocate_ids"
+_STEP = ("num_microbatches", "group_size", "kept_rollouts", "dropped_rollouts")
+
+
+def format_plan(payload: dict[str, Any]) -> str:
+    """The text form of a payload."""
+    header = [key for key in (*_HEADER, _COLOCATE) if key in payload]
+    lines = [_TITLE, *(f"{key} {json.dumps(payload[key])}" for key in header), _CELLS]
+    for number, step in enumerate(payload["steps"]):
+        lines.append(f"step {number}")
+        lines += [f"{key} {_format_value(step[key])}" for key in _STEP]
+        for rank, row in enumerate(step["ranks"]):
+            lines.append(f"rank {rank} | " + " ".join(_format_cell(cell) for cell in row))
+    return "\n".join(lines) + "\n"
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, tuple | list) and len(value) > 2 and {type(i) for i in value} == {int}:
+        run = f"{value[0]}..{value[-1]}"
+        if _RUN.fullmatch(run) and list(value) == list(range(value[0], value[0] + len(value))):
+            return run
+    return json.dumps(value)
+
+
+def _format_cell(cell: tuple[Any, ...]) -> str:
+    samples, row_tokens, tokens, tokens_sq, padded = cell
+    if not samples and tokens == tokens_sq == padded == 0:
+        return f"-:{row_tokens}"
+    # A plan that was edited may say tokens without samples; `check_plan` tells of it.
+    text = f"{','.join(map(str, samples)) or '-'}:{row_tokens}:{tokens}:{tokens_sq}"
+    return text if padded == row_tokens else f"{text}:{padded}"
+
+
+def parse_json(text: str, build: Build[P]) -> P:
+    """Build a plan of the JSON that `Plan.to_json` wrote.
+
+    Raises:
+        PlanError: what is wrong, and where.
+    """
+    try:
+        payload = strict_json(text)
+    except ValueError as error:
+        raise PlanError(f"not a plan in JSON: {error}; {_REMEDY}") from None
+    return _build_checked(payload, build)
+
+
+def parse_text(text: str, build: Build[P]) -> P:
+    """Build a plan of the text that `str(plan)` wrote.
+
+    Raises:
+        PlanError: what is wrong, and in which line.
+    """
+    return _build_checked(_TextReader(text).payload(), build)
+
+
+class _TextReader:
+    """Reads the lines of a plan's text one after the other."""
+
+    def __init__(self, text: str) -> None:
+        self.lines = text.splitlines()
+        self.next_line = 0
+        self.runs_left = _MAX_FREE_RUN + len(text)
+
+    def payload(self) -> dict[str, Any]:
+        if self._line() != _TITLE:
+            raise self._error(f"a plan begins with {_TITLE!r}")
+        payload = {key: self._value(key) for key in _HEADER}
+        if self._comes(f"{_COLOCATE} "):
+            payload[_COLOCATE] = self._value(_COLOCATE)
+        if self._line() != _CELLS:
+            raise self._error(f"expected {_CELLS!r}")
+        payload["steps"] = []
+        while self.next_line < len(self.lines):
+            payload["steps"].append(self._step(len(payload["steps"])))
+        return payload
+
+    def _comes(self, start: str) -> bool:
+        return self.next_line < len(self.lines) and self.lines[self.next_line].startswith(start)
+
+    def _line(self) -> str:
+        self.next_line += 1
+        if self.next_line > len(self.lines):
+            raise self._error("the text ends early")
+        return self.lines[self.next_line - 1]
+
+    def _value(self, key: str) -> Any:
+        name, _, value = self._line().partition(" ")
+        if name != key:
+            raise self._error(f"expected {key!r}, found {name[:40]!r}")
+        try:
+            run = _RUN.fullmatch(value)
+            return strict_json(value) if run is None else self._run(int(run[1]), int(run[2]))
+        except ValueError as error:
+            raise self._error(f"{key}: {error}") from None
+
+    def _run(self, first: int, last: int) -> list[int]:
+        self.runs_left -= last - first + 1
+        if last < first or self.runs_left < 0:
+            raise ValueError(f"{first}..{last} is no run of so short a text")
+        return list(range(first, last + 1))
+
+    def _step(self, number: int) -> dict[str, Any]:
+        if self._line() != f"step {number}":
+            raise self._error(f"expected 'step {number}'")
+        step = {key: self._value(key) for key in _STEP}
+        step["ranks"] = []
+        while self._comes("rank "):
+            step["ranks"].append(self._rank(len(step["ranks"])))
+        return step
+
+    def _rank(self, number: int) -> list[Any]:
+        head, _, cells = self._line().partition(" | ")
+        if head != f"rank {number}":
+            raise self._error(f"expected 'rank {number} | ...'")
+        return [self._cell(place, cell) for place, cell in enumerate(cells.split())]
+
+    def _cell(self, place: int, cell: str) -> list[Any]:
+        samples, *sizes = cell.split(":")
+        try:
+            numbers = [int(size) for size in sizes]
+            if samples == "-" and len(numbers) == 1:
+                return [[], numbers[0], 0, 0, 0]
+            if len(numbers) == 3:
+                numbers.append(numbers[0])
+            if len(numbers) == 4:
+                return [[int(i) for i in samples.split(",") if samples != "-"], *numbers]
+        except ValueError:
+            pass
+        raise self._error(f"cell {place} {cell[:40]!r} is not {_CELLS[9:]}")
+
+    def _error(self, what: str) -> PlanError:
+        return PlanError(f"not a plan in text: line {self.next_line}: {what}; {_REMEDY}")
+
+
+def _build_checked(payload: Any, build: Build[P]) -> P:
+    _check_payload(payload)
+    try:
+        return build(payload)
+    except MegapackError as error:
+        raise PlanError(f"not a plan: {error}") from None
+    except RecursionError:
+        raise PlanError(f"not a plan: brackets too deep in layout or policy; {_REMEDY}") from None
+
+
+def _check_payload(payload: Any) -> None:
+    _require(isinstance(payload, dict), "plan", "an object")
+    _keys(payload, "plan", {*_HEADER, "steps", *({_COLOCATE} & set(payload))})
+    for key, cls in _SETTINGS.items():
+        names = {field.name for field in dataclasses.fields(cls)}
+        # Absent ones take their defaults: plans outlive new settings.
+        _keys(payload[key], key, names, some=True)
+    for key in ("max_tokens_per_gpu", "micro_batch_size"):
+        _require(payload[key] is None or _is_count(payload[key]), key, "null or an integer")
+    _require(isinstance(payload["forward_only"], bool), "forward_only", "true or false")
+    _require(_is_count(payload["num_samples"]), "num_samples", "an integer")
+    if payload["rollout_ids"] is not None:
+        _check_ids(payload["rollout_ids"], "rollout_ids")
+    if _COLOCATE in payload:
+        _check_ids(payload[_COLOCATE], _COLOCATE)
+    _require(isinstance(payload["steps"], list), "steps", "a list")
+    for number, step in enumerate(payload["steps"]):
+        _check_step(step, f"steps[{number}]")
+
+
+def _check_step(step: Any, place: str) -> None:
+    _keys(step, place, {*_STEP, "ranks"})
+    for key in ("num_microbatches", "group_size"):
+        _require(step[key] is None or _is_count(step[key]), f"{place}.{key}", "null or an integer")
+    for key in ("kept_rollouts", "dropped_rollouts"):
+        _check_ids(step[key], f"{place}.{key}")
+    _require(isinstance(step["ranks"], list), f"{place}.ranks", "a list")
+    for rank, row in enumerate(step["ranks"]):
+        _require(isinstance(row, list), f"{place}.ranks[{rank}]", "a list")
+        for k, cell in enumerate(row):
+            _check_cell(cell, f"{place}.ranks[{rank}][{k}]")
+
+
+def _check_cell(cell: Any, place: str) -> None:
+    good = isinstance(cell, list) and len(cell) == 5 and isinstance(cell[0], list)
+    good = good and all(map(_is_count, cell[0])) and all(map(_is_count, cell[1:]))
+    _require(good, place, "[[samples], row_tokens, tokens, tokens_sq, padded_tokens]")
+
+
+def _check_ids(ids: Any, place: str) -> None:
+    good = isinstance(ids, list) and all(map(is_id, ids))
+    _require(good, place, "a list of int64 integers and strings")
+
+
+def _keys(value: Any, place: str, keys: set[str], some: bool = False) -> None:
+    _require(isinstance(value, dict), place, "an object")
+    wrong = set(value) - keys if some else set(value) ^ keys
+    _require(not wrong, place, f"an object of {sorted(keys)}; see {sorted(wrong)!s:.80}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _require(good: bool, place: str, what: str) -> None:
+    if not good:
+        raise PlanError(f"not a plan: {place} must be {what}")

@@ -1,0 +1,331 @@
+"""Samples <-> packed THD rows.
+
+    SampleBatch + Plan -> PackedRow (one per micro-batch) -> values at its positions -> per sample
+
+A row lays the samples of a micro-batch one behind the other; `cu_seqlens` says where each begins.
+Everything about loss stands where its prediction is made: the position of token t carries the
+label, weight and fields of token t + 1 of the same sample. Shape suffixes: T row tokens, t those
+that this rank's routers see, S1 samples (dummies included) plus one, n and S real samples, L MoE
+layers of the whole model, K experts per token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapack.errors import DataError
+from megapack.layout import Layout
+from megapack.plan.plan import MicroBatch
+from megapack.samples import RowTensor, SampleBatch
+
+# A uniform row's tail is cut into dummies this long, so that its attention stays linear.
+DUMMY_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingRow:
+    """A packed row as the routers of one rank see it; `routing.routing_row` makes it."""
+
+    samples: tuple[int, ...]
+    """Sample indices of the plan."""
+    samples_t: Tensor
+    """int64: the index in `samples` of each token's sample; len(samples) for padding."""
+    offsets_t: Tensor
+    """int64: the position of each real token in its sample."""
+    lengths_S: Tensor
+    """float32: real tokens of each sample."""
+    choices_tLK: Tensor | None = None
+    """Experts to take in place of the router's own; None leaves the choice to the router."""
+    recorded: dict[int, Tensor] = field(default_factory=dict)
+    """MoE layer -> [t, K] experts taken, in a pass that records them."""
+
+    @property
+    def real_t(self) -> Tensor:
+        """bool: False at padding."""
+        return self.samples_t < len(self.samples)
+
+    def to(self, device: torch.device | str) -> RoutingRow:
+        """The same row with its tensors on `device`; `recorded` is shared with it."""
+        return replace(self, **_moved_tensors(self, device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRow:
+    """One micro-batch as a packed row: whole, or one context-parallel rank's slice of it.
+
+    `cp_slices.slice_row` cuts the tensors named `*_T` and the fields; the rest is of the whole row.
+
+    With samples [5, 6, 7] and [8, 9], cp=1 and a row of 6 tokens:
+
+        tokens_T             5 6 7 8 9 0
+        position_ids_T       0 1 2 0 1 0
+        labels_T             6 7 0 9 0 0
+        sample_of_T          0 0 0 1 1 -1
+        ends_T               0 0 1 0 1 0
+        cu_seqlens_S1        0 3 5 5        (real tokens; a dummy has none)
+        cu_seqlens_padded_S1 0 3 5 6        (what attention uses)
+    """
+
+    samples: tuple[int, ...]
+    """Sample indices of the plan, in row order; () for a padding micro-batch."""
+    lengths: tuple[int, ...]
+    """Real tokens of each sample."""
+    starts: tuple[int, ...]
+    """Where each sample begins in the row."""
+    tokens_T: Tensor
+    position_ids_T: Tensor
+    labels_T: Tensor
+    weights_T: Tensor
+    """float32: what the loss of the label counts in the step; 0 at prompts, ends and padding."""
+    sample_of_T: Tensor
+    """int64: index of each real token's sample among `samples`; -1 at padding."""
+    ends_T: Tensor
+    """bool: the last real token of each sample."""
+    set_of_n: Tensor
+    """int64 [n]: which of the row's colocated sets a sample is in."""
+    cu_seqlens_S1: Tensor
+    cu_seqlens_padded_S1: Tensor
+    max_seqlen: int
+    """Tokens of the longest sample, alignment counted."""
+    row_tokens: int
+    """The whole row's length."""
+    row_positions_T: Tensor
+    """Where each position stands in the whole row."""
+    loss_positions_R: Tensor
+    """Indices of the positions whose label counts in the loss."""
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """Per-token fields [T], standing where their token is predicted; per-sample ones repeated."""
+    sample_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those of one number per sample again, [n]."""
+    tensors: Mapping[str, RowTensor] = field(default_factory=dict)
+    """The samples' tensors of other shapes; whole on every context-parallel rank."""
+    ahead: tuple[PackedRow, ...] = ()
+    """The same row with labels further ahead, one for each depth of multi-token prediction."""
+    routing: RoutingRow | None = None
+    """The row as this rank's routers see it; None for a model without experts."""
+    params: Any = None
+    """Megatron's PackedSeqParams, once the row is on its device (`attention.with_params`)."""
+
+    def to(self, device: torch.device | str) -> PackedRow:
+        """The same row with its tensors on `device`."""
+        moved = _moved_tensors(self, device)
+        for group in ("fields", "sample_fields"):
+            moved[group] = {
+                name: value.to(device, non_blocking=True)
+                for name, value in getattr(self, group).items()
+            }
+        moved["tensors"] = {name: _moved(value, device) for name, value in self.tensors.items()}
+        moved["ahead"] = tuple(row.to(device) for row in self.ahead)
+        if self.routing is not None:
+            moved["routing"] = self.routing.to(device)
+        return replace(self, **moved)
+
+
+def pack_row(
+    batch: SampleBatch,
+    micro_batch: MicroBatch,
+    layout: Layout,
+    sample_weights: Sequence[float] | None = None,
+    field_names: Sequence[str] | None = None,
+    colocate_ids: Sequence[int | str] | None = None,
+    vocab_size: int | None = None,
+) -> PackedRow:
+    """Lay the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
+
+    Args:
+        batch: the samples that the plan counts; those of this micro-batch must be present.
+        micro_batch: of a plan's step; () makes a row of dummies.
+        layout: gives the alignment of samples.
+        sample_weights: weight of one response token, per sample of the batch (`loss.
+            sample_weights`); None gives every response token the weight 1.
+        field_names: fields to carry; None for all.
+        colocate_ids: the plan's; None where each sample is its own set.
+        vocab_size: token ids must be below it; None = not known.
+
+    Raises:
+        DataError: the samples are not as long as the plan counts them, or have an id that the
+            model's embedding lacks (on a GPU that would end the process).
+    """
+    lengths = tuple(batch.length(i) for i in micro_batch.samples)
+    aligned = [layout.aligned_sample_tokens(n) for n in lengths]
+    if sum(lengths) != micro_batch.tokens:
+        raise DataError(
+            f"samples {micro_batch.samples} hold {sum(lengths)} tokens, the plan counts "
+            f"{micro_batch.tokens}; plan with the lengths of this batch"
+        )
+    tail = micro_batch.row_tokens - sum(aligned)
+    if tail < 0:
+        raise DataError(
+            f"samples {micro_batch.samples} take {sum(aligned)} padded tokens, the plan's row "
+            f"holds {micro_batch.row_tokens}; pack with the layout of the plan"
+        )
+    spans = aligned + _dummy_spans(tail, layout.sample_alignment)
+    starts = tuple(itertools.accumulate(aligned, initial=0))[: len(lengths)]
+    rows = _Rows(batch, micro_batch.samples, starts, micro_batch.row_tokens)
+    names = batch.field_names if field_names is None else field_names
+    weights_T = rows.weights(sample_weights)
+    if vocab_size is not None:
+        _check_ids(batch, micro_batch.samples, vocab_size)
+    real = [*lengths, *[0] * (len(spans) - len(lengths))]
+    return PackedRow(
+        samples=micro_batch.samples,
+        lengths=lengths,
+        starts=starts,
+        tokens_T=rows.tokens(),
+        position_ids_T=torch.cat([torch.arange(n) for n in spans]),
+        labels_T=rows.labels(),
+        weights_T=weights_T,
+        sample_of_T=rows.sample_of(),
+        ends_T=rows.ends(),
+        set_of_n=_sets(micro_batch.samples, colocate_ids),
+        cu_seqlens_S1=_cumulative(real),
+        cu_seqlens_padded_S1=_cumulative(spans),
+        max_seqlen=max(spans),
+        row_tokens=micro_batch.row_tokens,
+        row_positions_T=torch.arange(micro_batch.row_tokens),
+        # Found on the host: on the device the pipeline would wait for the count.
+        loss_positions_R=weights_T.nonzero().squeeze(1),
+        fields={name: rows.shifted(name) for name in names},
+        sample_fields={name: rows.per_sample(name) for name in names if rows.is_per_sample(name)},
+        tensors=batch.row_tensors(micro_batch.samples),
+    )
+
+
+def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[Tensor]:
+    """Values at a row's positions, back to the tokens that they are about; undoes the shift.
+
+    Args:
+        row: the packed row, whole or a slice of it.
+        values_T: one value per position of the whole row, about the token predicted there (a
+            log-prob, say).
+        fill: for a sample's first token, which nothing predicts.
+
+    Returns:
+        For each sample of `row.samples` a tensor of its real length.
+
+    >>> from megapack import Layout, MicroBatch
+    >>> batch = SampleBatch([[5, 6, 7], [8, 9]])
+    >>> micro_batch = MicroBatch((0, 1), row_tokens=6, tokens=5, tokens_sq=13, padded_tokens=5)
+    >>> row = pack_row(batch, micro_batch, Layout())
+    >>> unpack_row(row, torch.tensor([10, 11, 12, 13, 14, 15]))
+    [tensor([ 0, 10, 11]), tensor([ 0, 13])]
+    """
+    out = []
+    for start, length in zip(row.starts, row.lengths, strict=True):
+        first = values_T.new_full((1,), fill)
+        out.append(torch.cat([first, values_T[start : start + length - 1]]))
+    return out
+
+
+class _Rows:
+    """Writes one quantity of a micro-batch's samples into rows of a fixed length."""
+
+    def __init__(
+        self,
+        batch: SampleBatch,
+        samples: tuple[int, ...],
+        starts: tuple[int, ...],
+        row_tokens: int,
+    ) -> None:
+        self.batch = batch
+        self.row_tokens = row_tokens
+        self.placed = list(zip(samples, starts, strict=True))
+
+    def tokens(self) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
+        for i, start in self.placed:
+            tokens = self.batch.tokens(i)
+            out_T[start : start + tokens.numel()] = tokens
+        return out_T
+
+    def labels(self) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
+        for i, start in self.placed:
+            tokens = self.batch.tokens(i)
+            out_T[start : start + tokens.numel() - 1] = tokens[1:]
+        return out_T
+
+    def sample_of(self) -> Tensor:
+        out_T = torch.full((self.row_tokens,), -1, dtype=torch.int64)
+        for place, (i, start) in enumerate(self.placed):
+            out_T[start : start + self.batch.length(i)] = place
+        return out_T
+
+    def ends(self) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=torch.bool)
+        for i, start in self.placed:
+            out_T[start + self.batch.length(i) - 1] = True
+        return out_T
+
+    def is_per_sample(self, name: str) -> bool:
+        return all(self.batch.field(name, i).dim() == 0 for i, _ in self.placed)
+
+    def per_sample(self, name: str) -> Tensor:
+        values = [self.batch.field(name, i) for i, _ in self.placed]
+        return torch.stack([torch.zeros((), dtype=self.batch.field_dtype(name)), *values])[1:]
+
+    def weights(self, sample_weights: Sequence[float] | None) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=torch.float32)
+        for i, start in self.placed:
+            mask = self.batch.response_mask(i)[1:]
+            weight = 1.0 if sample_weights is None else float(sample_weights[i])
+            out_T[start : start + mask.numel()] = mask * weight
+        return out_T
+
+    def shifted(self, name: str) -> Tensor:
+        out_T = torch.zeros(self.row_tokens, dtype=self.batch.field_dtype(name))
+        for i, start in self.placed:
+            value = self.batch.field(name, i)
+            span = slice(start, start + self.batch.length(i) - 1)
+            out_T[span] = value if value.dim() == 0 else value[1:]
+        return out_T
+
+
+def _check_ids(batch: SampleBatch, samples: tuple[int, ...], vocab_size: int) -> None:
+    for i in samples:
+        largest = int(batch.tokens(i).max())
+        if largest >= vocab_size:
+            raise DataError(
+                f"sample {i} has the token id {largest}, the model's vocabulary is {vocab_size}; "
+                "give ids of the model's tokenizer"
+            )
+
+
+def _moved_tensors(row: PackedRow | RoutingRow, device: torch.device | str) -> dict[str, Any]:
+    return {
+        name: value.to(device, non_blocking=True)
+        for name, value in vars(row).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _moved(value: RowTensor, device: torch.device | str) -> RowTensor:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return tuple(tensor.to(device, non_blocking=True) for tensor in value)
+
+
+def _sets(samples: tuple[int, ...], colocate_ids: Sequence[int | str] | None) -> Tensor:
+    number: dict[int | str, int] = {}
+    ids = samples if colocate_ids is None else [colocate_ids[i] for i in samples]
+    return torch.tensor([number.setdefault(name, len(number)) for name in ids], dtype=torch.int64)
+
+
+def _dummy_spans(tail: int, alignment: int) -> list[int]:
+    """Cut a row's tail into short dummy samples that keep the alignment.
+
+    >>> _dummy_spans(150, 1)
+    [64, 64, 22]
+    """
+    unit = max(alignment, DUMMY_TOKENS // alignment * alignment)
+    return [unit] * (tail // unit) + ([tail % unit] if tail % unit else [])
+
+
+def _cumulative(spans: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *spans], dtype=torch.int64).cumsum(0).to(torch.int32)

@@ -1,0 +1,395 @@
+"""The adapter around Megatron's `forward_backward_func`: one planned step at a time.
+
+    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=16384)
+    adapter = ScheduleAdapter(model_chunks, layout=layout)
+    result = adapter.step(plan, batch, objective=PPO())       # gradients are in the model now
+
+The optimizer is yours. `forward` runs the same rows without gradients and returns per-token
+log-probs in sample order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megapack.errors import DataError, ScheduleError, of_all_ranks
+from megapack.layout import Layout
+from megapack.loss.sequence import AnyObjective, metric_names
+from megapack.loss.token import LossWeighting
+from megapack.model.experts.model import ModelRouting
+from megapack.model.experts.rows import SchedulePass, collect_routing
+from megapack.model.head import unwrapped
+from megapack.model.init import keep_gradients_through_recompute
+from megapack.model.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
+from megapack.plan.check import check_plan
+from megapack.plan.plan import MicroBatch, Plan
+from megapack.ranks.agree import Agreement, agree, on_any_rank
+from megapack.ranks.links import Ranks, shared_ranks
+from megapack.rows.outputs import Scope, scatter_to_samples, sum_metrics
+from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.slices import slice_row
+from megapack.samples import SampleBatch
+from megapack.schedule import checks as settings
+from megapack.schedule.call import StepCall
+from megapack.schedule.faults import check_retry
+from megapack.schedule.forward import HeadOptions, taken_inputs
+from megapack.schedule.runner import ScheduleRunner, evaluating, process_groups
+
+# All ranks make a call at about the same time.
+_OTHER_CALL_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The result of a training step, the same on every rank."""
+
+    loss: float
+    """Sum of weight * loss over every token of the step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The objective's metrics, weighted like the loss."""
+
+
+class ScheduleAdapter:
+    """Runs planned steps of a Megatron-Core model. Made on all ranks together: a collective.
+
+    From `step` to Megatron's call and back:
+
+        step: a `StepCall`; `Ranks.prepare` packs its rows on a thread while the step before runs
+        _check_and_pack: `StepCall.check`, then `pack_row`, `slice_row` and
+            `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
+        `agree`: all ranks have packed the same call, or all raise
+        `ScheduleRunner.run`: rows to the device, one `SchedulePass` to take what is found
+        `ScheduleRunner.run_schedule`: Megatron's call, with a `ForwardStep`
+        `ForwardStep.run_row`: a row through a chunk, and on the last chunk `LastStage`: its loss
+        `FiniteFlags.refuse`: all ranks raise if one has a NaN; else the pass is returned
+        `sum_metrics`: the pass's sums, added over ranks, are the `StepResult`
+
+    Args:
+        model: the chunks of this rank, one per virtual stage, wrapped in DDP or not.
+        layout: the layout of the plans; checked against Megatron's groups.
+        logprob_chunk_tokens: positions whose logits exist at one time.
+        temperature: logits are divided by it.
+        head: "value" if the last chunk has a value head (`head.replace_output_layer`).
+        retries_oom: a step in which a GPU runs out of memory goes on to its end and raises
+            StepOutOfMemory on every rank, which may try again; see `faults`.
+        ranks: the threads and connections by which an error of one rank reaches the others, and the
+            next step is packed ahead. None: the first adapter of a process starts them for all its
+            adapters if the job has more than one process (`Ranks.start()`); a process alone has
+            none (`Ranks.alone()`). `launch.stop`, or the end of the process, closes them.
+
+    Raises:
+        ConfigError: a setting that Megatron would hang or train wrongly with, and what to set.
+        ScheduleError: only some ranks refuse their settings.
+    """
+
+    runner_class = ScheduleRunner
+    """Runs the packed rows; a subclass may set one of its own."""
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module] | torch.nn.Module,
+        *,
+        layout: Layout,
+        logprob_chunk_tokens: int = 1024,
+        temperature: float = 1.0,
+        head: settings.Head = "vocabulary",
+        retries_oom: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self.layout = layout
+        self.head = head
+        self.config = get_model_config(self.chunks[0])
+        self.ranks = shared_ranks() if ranks is None else ranks
+        self._device = torch.device(torch.cuda.current_device())
+        # Stages differ in their layers: if one refuses its own, all raise.
+        self._routing = agree(lambda: self._checked(retries_oom), device=self._device)
+        keep_gradients_through_recompute(self.chunks, self.config)
+        self._groups = process_groups()
+        self._dp_group = parallel_state.get_data_parallel_group()
+        self.runner = self.runner_class(
+            self.chunks,
+            self.config,
+            layout,
+            self._groups,
+            head=HeadOptions(
+                tp_group=self._groups.tp,
+                cp_group=self._groups.cp,
+                sequence_parallel=layout.sequence_parallel,
+                chunk_tokens=logprob_chunk_tokens,
+                temperature=temperature,
+                mtp_coefs=loss_coefs(self.config),
+            ),
+            device=self._device,
+            routing=self._routing,
+            place=self.ranks.place,
+            retries_oom=retries_oom,
+        )
+        self._checked_digest = ""
+        # Names that all ranks have agreed on; a batch without tensors needs no agreement.
+        self._checked_inputs: set[tuple[str, ...]] = {()}
+        self._next: tuple[StepCall, Agreement[list[PackedRow]]] | None = None
+
+    def _checked(self, retries_oom: bool) -> ModelRouting:
+        settings.check_layout(self.layout, len(self.chunks))
+        settings.check_config(self.config, self.layout)
+        settings.check_chunks(self.chunks)
+        if retries_oom:
+            check_retry(self.layout, self.chunks, self.config)
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        return ModelRouting(self.chunks, self.config, self.layout, tp_rank)
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's data-parallel rank, the index of its rows in the plan's `ranks`."""
+        return int(self._dp_group.rank())
+
+    def step(
+        self,
+        plan: Plan,
+        batch: SampleBatch,
+        *,
+        objective: AnyObjective,
+        step: int = 0,
+        weighting: LossWeighting = "token-mean",
+        norm_constant: float | None = None,
+        entropy: bool = False,
+        routing: Sequence[Tensor | None] | None = None,
+        next_step: int | None = None,
+    ) -> StepResult:
+        """Forward and backward of one step; gradients are added to the model's.
+
+        A collective: every rank calls it with the same plan, step, objective and weighting.
+
+        Args:
+            plan: made for this layout and the lengths of `batch`.
+            batch: the samples that the plan counts.
+            objective: per-token losses; its required fields must be in the batch.
+            step: which of the plan's steps.
+            weighting: the weights of tokens, see `loss.sample_weights`.
+            norm_constant: for the weighting that takes one.
+            entropy: report the entropy even if the objective does not read it.
+            routing: experts to take, per sample [tokens, MoE layers, experts per token] of the
+                samples of this data-parallel rank, as `forward(record_routing=True)` gives them;
+                None lets the routers choose. Probabilities are those of the current logits.
+            next_step: the step of this plan that is called next, with all else the same: it is
+                packed and agreed on while this one runs, so fields may not be changed in place
+                meanwhile; `set_field` is noticed. None if it is not known.
+
+        Raises:
+            ConfigError, DataError, PlanError: a call that no rank can run.
+            ScheduleError: on every rank, if plans differ, one rank's work failed, or a loss or
+                gradient is not finite.
+            StepOutOfMemory: on every rank; see `retries_oom`.
+            RankError: on every rank, if one failed or ended inside the step; the process groups
+                are of no use then.
+        """
+        call = StepCall(
+            plan=plan,
+            batch=batch,
+            step=step,
+            revision=batch.revision,
+            objective=objective,
+            weighting=weighting,
+            norm_constant=norm_constant,
+            entropy=entropy,
+            routing=routing,
+        )
+        with self.ranks.guarded(f"step {step} of plan {plan.digest()[:12]}"):
+            rows = self._agreed_rows(call)
+            if next_step is not None:
+                self._next = self._start(replace(call, step=next_step))
+            found = self.runner.run(call, rows)
+            sums = sum_metrics(
+                found.sums,
+                [*metric_names(objective, call.with_entropy), *loss_names(self.config)],
+                dp_cp_group=self._groups.dp_cp,
+                pp_group=self._groups.pp,
+                device=self._device,
+            )
+            sums |= self._routing.metrics(found, self._device)
+            _refuse_loss(sums["loss"])
+        return StepResult(loss=sums.pop("loss"), metrics=sums)
+
+    def forward(
+        self,
+        plan: Plan,
+        batch: SampleBatch,
+        *,
+        step: int = 0,
+        entropy: bool = False,
+        scope: Scope = "all",
+        routing: Sequence[Tensor | None] | None = None,
+        record_routing: bool = False,
+    ) -> dict[str, list[Tensor | None]]:
+        """Log-probs (or values) of one step's responses without gradients, in sample order.
+
+        A collective, like `step`; the model is in evaluation mode meanwhile.
+
+        Args:
+            entropy: compute the entropy of each next-token distribution too.
+            scope: see `outputs.scatter_to_samples`.
+            routing: see `step`.
+            record_routing: also return the experts that were taken.
+
+        Returns:
+            "logprobs" (and "entropy"), from a value head "values": per sample of the batch one fp32
+            value per token on the CPU, 0 outside the response; None for samples that the step or
+            the scope leaves out. From a value head also "scores": one number per sample, [1].
+            "routing": see `routing.collect_routing`.
+
+        Raises:
+            ConfigError, DataError, PlanError, ScheduleError, StepOutOfMemory, RankError: as `step`
+                does.
+        """
+        call = StepCall(
+            plan=plan,
+            batch=batch,
+            step=step,
+            revision=batch.revision,
+            entropy=entropy,
+            scope=scope,
+            routing=routing,
+            record_routing=record_routing,
+        )
+        name = f"forward pass {step} of plan {plan.digest()[:12]}"
+        with (
+            self.ranks.guarded(name),
+            torch.no_grad(),
+            evaluating(self.chunks),
+        ):
+            rows = self._agreed_rows(call)
+            found = self.runner.run(call, rows)
+            return self._outputs(call, rows, found)
+
+    def _outputs(
+        self, call: StepCall, rows: list[PackedRow], found: SchedulePass
+    ) -> dict[str, list[Tensor | None]]:
+        lengths = call.batch.lengths
+        names = ("logprobs", "entropy") if call.entropy else ("logprobs",)
+        if self.head == "value":
+            names = ("values", "scores")
+        outputs = {
+            name: scatter_to_samples(
+                found.outputs[name],
+                [1] * len(lengths) if name == "scores" else lengths,
+                call.step_plan,
+                dp_rank=self.dp_rank,
+                dp_cp_group=self._groups.dp_cp,
+                cp_group=self._groups.cp,
+                pp_group=self._groups.pp,
+                scope=call.scope,
+                device=self._device,
+            )
+            for name in names
+        }
+        if call.record_routing:
+            groups = [self._groups.pp, self._groups.cp]
+            groups += [self._groups.tp] if self.layout.sequence_parallel else []
+            groups += [self._dp_group] if call.scope == "all" else []
+            outputs["routing"] = collect_routing(
+                [row.routing for row in rows if row.routing is not None],
+                lengths,
+                call.step_plan,
+                self._routing.shape,
+                dp_rank=self.dp_rank,
+                scope=call.scope,
+                groups=groups,
+                device=self._device,
+            )
+        return outputs
+
+    def _agreed_rows(self, call: StepCall) -> list[PackedRow]:
+        """This rank's rows, once all ranks have theirs for the same call."""
+        self.ranks.place.enter("pack")
+        prepared = self._next
+        self._next = None
+        if prepared is None:
+            rows = self._start(call)[1].result()
+        elif prepared[0].key == call.key:
+            rows = prepared[1].result()
+        else:
+            rows = self._other_rows(call)
+        self._check_inputs(call.batch.tensor_names)
+        return rows
+
+    def _other_rows(self, call: StepCall) -> list[PackedRow]:
+        """Rows of another call than `next_step` announced.
+
+        If not all ranks make such a call, the others are in a step by now, and only the watchdog's
+        board reaches them.
+        """
+        try:
+            return self._start(call)[1].result(_OTHER_CALL_S)
+        except Exception as error:
+            raise ScheduleError(
+                f"this rank's step {call.step} is another call than next_step announced (another "
+                "plan, batch or step, or fields that were set since), and the ranks do not agree "
+                f"on it: {error}; make the same calls on all ranks, or pass next_step=None"
+            ) from error
+
+    def _start(self, call: StepCall) -> tuple[StepCall, Agreement[list[PackedRow]]]:
+        return call, self.ranks.prepare(lambda: self._check_and_pack(call), call.same)
+
+    def _check_and_pack(self, call: StepCall) -> list[PackedRow]:
+        plan = call.plan
+        if plan.layout != self.layout:
+            raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
+        settings.check_head(self.chunks, self.head)
+        if call.has_planned_rows:
+            settings.check_planned_rows(self.config)
+        settings.check_counts(plan, self.config)
+        if plan.digest() != self._checked_digest:
+            check_plan(plan, call.batch.lengths)
+            self._checked_digest = plan.digest()
+        if call.is_training:
+            settings.check_reduction(self.config, self.chunks, self.layout)
+        call.check(self.head)
+        rows = [self._packed(call, microbatch) for microbatch in call.rows(self.dp_rank)]
+        return self._routing.with_routing(rows, call.routing, record=call.record_routing)
+
+    def _packed(self, call: StepCall, microbatch: MicroBatch) -> PackedRow:
+        plan = call.plan
+        cp = self._groups.cp
+        row = pack_row(
+            call.batch,
+            microbatch,
+            plan.layout,
+            call.sample_weights,
+            call.field_names,
+            plan.colocate_ids,
+            getattr(unwrapped(self.chunks[0]), "vocab_size", None),
+        )
+        depths = num_depths(self.config) if call.is_training else 0
+        return slice_row(with_rows_ahead(row, depths), cp.size(), cp.rank())
+
+    def _check_inputs(self, names: tuple[str, ...]) -> None:
+        """Refuse a tensor that no chunk of any rank takes: it would silently be left out."""
+        if names in self._checked_inputs:
+            return
+        taken = {name for chunk in self.chunks for name in taken_inputs(chunk, names)}
+        found = on_any_rank([name in taken for name in names], device=self._device)
+        for name, is_taken in zip(names, found, strict=True):
+            if not is_taken:
+                raise of_all_ranks(
+                    ScheduleError(
+                        f"no model chunk's forward takes {name!r}, which the batch has as a "
+                        "tensor; add the argument to the model's forward, or leave the tensor out"
+                    )
+                )
+        self._checked_inputs.add(names)
+
+
+def _refuse_loss(loss: float) -> None:
+    if not math.isfinite(loss):
+        raise ScheduleError(
+            f"the step's loss is {loss}, though every micro-batch's is finite; throw the "
+            "gradients away, and look at the weights of the samples"
+        )

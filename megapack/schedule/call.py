@@ -1,0 +1,148 @@
+"""One call of the adapter: what all ranks must agree on, and what packing needs of it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from megapack.errors import DataError
+from megapack.loss.sequence import AnyObjective
+from megapack.loss.token import LossWeighting, sample_weights
+from megapack.plan.plan import MicroBatch, Plan, StepPlan
+from megapack.rows.outputs import Scope
+from megapack.samples import SampleBatch
+from megapack.schedule import checks as settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """One call of `ScheduleAdapter.step`, or without an objective of `ScheduleAdapter.forward`."""
+
+    plan: Plan
+    batch: SampleBatch
+    step: int
+    revision: int
+    """Of the batch at the time of the call."""
+    entropy: bool
+    """Asked for by the caller."""
+    routing: Sequence[Tensor | None] | None
+    objective: AnyObjective | None = None
+    weighting: LossWeighting = "token-mean"
+    """Of training, like `norm_constant`."""
+    norm_constant: float | None = None
+    scope: Scope = "all"
+    """Of a forward pass, like `record_routing`."""
+    record_routing: bool = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients are computed."""
+        return self.objective is not None
+
+    @property
+    def step_plan(self) -> StepPlan:
+        """The step's rows on all ranks."""
+        return self.plan.steps[self.step]
+
+    @property
+    def has_planned_rows(self) -> bool:
+        """Whether rows differ in length; the plan knows the length of each."""
+        return self.plan.policy.row_shape == "planned"
+
+    @property
+    def with_entropy(self) -> bool:
+        """Whether the entropy is computed."""
+        return self.entropy or (self.objective is not None and self.objective.needs_entropy)
+
+    @property
+    def field_names(self) -> Sequence[str]:
+        """Fields that rows carry."""
+        return () if self.objective is None else self.objective.required_fields
+
+    @property
+    def text(self) -> str:
+        """The call in words, the same on every rank."""
+        replays = self.routing is not None
+        if self.objective is None:
+            return f"forward {self.entropy} {self.scope} {replays} {self.record_routing}"
+        objective = _described(self.objective)
+        return f"train {self.weighting} {self.norm_constant} {self.entropy} {replays} {objective}"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Calls with equal keys pack the same rows and need the same agreement."""
+        routing = None if self.routing is None else id(self.routing)
+        return id(self.plan), id(self.batch), self.revision, self.step, self.text, routing
+
+    def same(self) -> Mapping[str, str]:
+        """Values that must be equal on all ranks, by name; errors name the first that differs."""
+        plan = self.plan
+        batch = self.batch
+        known = 0 <= self.step < len(plan.steps)
+        ranks = plan.steps[self.step].ranks if known else ()
+        row_tokens = [[microbatch.row_tokens for microbatch in rank] for rank in ranks]
+        return {
+            "plan": plan.digest(),
+            "step number": str(self.step),
+            "M": str([len(rank) for rank in ranks]),
+            "row lengths": _digest(row_tokens),
+            "field names": ", ".join(sorted(batch.field_names)),
+            "call": self.text,
+            "counts of loss tokens": _digest(batch.num_loss_tokens),
+            "tensor fields": batch.tensor_signature,
+        }
+
+    def rows(self, dp_rank: int) -> Sequence[MicroBatch]:
+        """The micro-batches of a data-parallel rank."""
+        if not 0 <= self.step < len(self.plan.steps):
+            raise DataError(
+                f"step={self.step} of a plan of {len(self.plan.steps)} steps; pass one of 0 to "
+                f"{len(self.plan.steps) - 1}"
+            )
+        return self.step_plan.ranks[dp_rank]
+
+    def check(self, head: settings.Head) -> None:
+        """Raise a MegapackError if this rank could not run the call."""
+        objective = self.objective
+        if objective is not None:
+            settings.check_objective(objective, head)
+        settings.check_entropy(self.with_entropy, head)
+        missing = [name for name in self.field_names if name not in self.batch.field_names]
+        if missing:
+            raise DataError(f"{type(objective).__name__} reads {missing}; add them to the batch")
+        if objective is not None and hasattr(objective, "check"):
+            objective.check(self.batch, self.plan, self.step)
+
+    @functools.cached_property
+    def sample_weights(self) -> list[float] | None:
+        """The weight of each sample's loss tokens, per sample of the batch; None without a loss."""
+        if self.objective is None:
+            return None
+        weights = sample_weights(
+            self.weighting,
+            self.batch.num_loss_tokens,
+            self.plan,
+            self.step,
+            self.norm_constant,
+        )
+        if not np.isfinite(weights).all():
+            raise DataError(
+                f"weights of {self.weighting} hold a NaN or an infinity; look at norm_constant="
+                f"{self.norm_constant} and the response masks"
+            )
+        return list(weights.tolist())
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _described(objective: AnyObjective) -> str:
+    """The same text on every rank: addresses in it differ between processes."""
+    return f"{type(objective).__module__}.{re.sub(r' at 0x[0-9a-f]+', '', repr(objective))}"

@@ -1,0 +1,217 @@
+"""Settings that Megatron-Core accepts and then hangs, crashes or trains wrongly with.
+
+All of them are refused on every rank and before any collective: settings of the model when the
+adapter is made, those of a plan when its step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megapack.errors import ConfigError
+from megapack.layout import Layout, fp8_rows
+from megapack.model.attention.packed import refuse_unpacked_attention
+from megapack.model.experts.model import check_experts
+from megapack.model.head import ValueHead, unwrapped
+from megapack.model.mtp import check_mtp, num_depths
+from megapack.plan.plan import Plan
+from megapack.policy import check_count_rule
+
+Head = Literal["vocabulary", "value"]
+"""The last chunk turns hidden states into log-probs, or into one value per token."""
+
+
+def check_layout(layout: Layout, num_chunks: int) -> None:
+    """Raise ConfigError unless the layout is the one that Megatron's groups were made with."""
+    found = {
+        "dp": parallel_state.get_data_parallel_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for name, size in found.items():
+        if getattr(layout, name) != size:
+            raise ConfigError(
+                f"the layout has {name}={getattr(layout, name)}, Megatron's process groups have "
+                f"{size}; set Layout({name}={size}) or initialize_model_parallel to match"
+            )
+    if num_chunks != layout.vpp:
+        raise ConfigError(
+            f"the model has {num_chunks} chunk(s) on this rank, the layout has vpp={layout.vpp}; "
+            "build one chunk per virtual stage"
+        )
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if virtual != (layout.vpp if layout.vpp > 1 else None):
+        raise ConfigError(
+            f"Megatron's virtual_pipeline_model_parallel_size is {virtual}, the layout has "
+            f"vpp={layout.vpp}; pass it to initialize_model_parallel, None where vpp=1"
+        )
+
+
+def check_config(config: Any, layout: Layout) -> None:
+    """Raise ConfigError naming the first setting that would go wrong, and what to set."""
+    if config.sequence_parallel != layout.sequence_parallel:
+        raise ConfigError(
+            f"config.sequence_parallel={config.sequence_parallel} and the layout's "
+            f"{layout.sequence_parallel} differ; set both to the same value"
+        )
+    if not config.calculate_per_token_loss:
+        raise ConfigError(
+            "config.calculate_per_token_loss is False: Megatron would divide each micro-batch's "
+            "loss by M, and the gradient would depend on the packing; set it to True "
+            "before the model is wrapped in DDP"
+        )
+    if layout.vpp > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
+        raise ConfigError(
+            f"vpp={layout.vpp} with overlap_p2p_comm={config.overlap_p2p_comm}, batch_p2p_comm="
+            f"{config.batch_p2p_comm} gives wrong gradients or hangs; set overlap_p2p_comm=True "
+            "and batch_p2p_comm=False"
+        )
+    if layout.vpp == 1 and config.virtual_pipeline_model_parallel_size is not None:
+        raise ConfigError(
+            f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} "
+            "selects the interleaved schedule; set it to None where vpp=1"
+        )
+    if config.context_parallel_size != layout.cp:
+        raise ConfigError(
+            f"config.context_parallel_size={config.context_parallel_size} and the layout's "
+            f"cp={layout.cp} differ; set both to the same value"
+        )
+    if layout.cp > 1 and "a2a+p2p" in (config.cp_comm_type or ()):
+        raise ConfigError(
+            f"cp_comm_type={config.cp_comm_type!r}: Transformer Engine has no packed rows with "
+            "'a2a+p2p'; set 'p2p'"
+        )
+    _check_fp8(config, layout)
+    if config.num_moe_experts:
+        check_experts(config, layout)
+    check_mtp(config)
+    _check_features(config)
+
+
+def _check_fp8(config: Any, layout: Layout) -> None:
+    """A row length that an FP8 product cannot take fails in the kernel, on some ranks only."""
+    if not getattr(config, "fp8", None):
+        return
+    recipe = getattr(config, "fp8_recipe", None)
+    rows = fp8_rows(recipe)
+    needed = Layout(fp8=rows).fp8_unit_tokens
+    if layout.fp8_unit_tokens % needed:
+        raise ConfigError(
+            f"config.fp8={config.fp8!r} with fp8_recipe={recipe!r} needs rows of a multiple of "
+            f"{needed} tokens per GPU, the layout's fp8={layout.fp8!r} gives a multiple of "
+            f"{layout.fp8_unit_tokens}; set Layout(fp8={rows!r})"
+        )
+
+
+def _check_features(config: Any) -> None:
+    unsupported = {
+        "num_microbatches_with_partial_activation_checkpoints": "set it to None",
+        "overlap_moe_expert_parallel_comm": "it runs another schedule; set it to False",
+        "hybrid_context_parallel": "it runs another schedule; set it to False",
+        "mtp_standalone": "set it to False",
+        "defer_embedding_wgrad_compute": "the vocabulary projection runs outside its layer; set it "
+        "to False",
+    }
+    for name, advice in unsupported.items():
+        if getattr(config, name, None):
+            raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
+
+
+def check_counts(plan: Plan, config: Any) -> None:
+    """Raise ConfigError for counts per rank if ranks meet in every micro-batch."""
+    check_count_rule(plan.policy, plan.layout, ranks_share_fp8_scales=shares_fp8_scales(config))
+
+
+def shares_fp8_scales(config: Any) -> bool:
+    """Whether data-parallel ranks agree on FP8 scales after each forward and backward."""
+    delayed = bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed"
+    return delayed and not config.tp_only_amax_red
+
+
+def check_planned_rows(config: Any) -> None:
+    """Raise ConfigError if rows of different lengths would be wrong or hang."""
+    if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":
+        raise ConfigError(
+            "moe_token_dispatcher_type='allgather' needs equal rows on all ranks; set 'alltoall', "
+            "or plan with Policy(row_shape='uniform')"
+        )
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        raise ConfigError(
+            f"cuda_graph_impl={config.cuda_graph_impl!r} needs rows of one shape; set it to "
+            "'none', or plan with Policy(row_shape='uniform')"
+        )
+
+
+def check_chunks(chunks: Sequence[Any]) -> None:
+    """Raise ConfigError if a chunk mixes packed samples or scales gradients."""
+    for chunk in chunks:
+        refuse_unpacked_attention(chunk)
+        for buffer in gradient_buffers(chunk):
+            if buffer.gradient_scaling_factor != 1.0:
+                raise ConfigError(
+                    "DDP was built without calculate_per_token_loss and scales gradients by "
+                    f"{buffer.gradient_scaling_factor}; set it to True before wrapping the model"
+                )
+
+
+def check_head(chunks: Sequence[Any], head: Head) -> None:
+    """Raise ConfigError if the last chunk has another head than the adapter was made for."""
+    for chunk in map(unwrapped, chunks):
+        if getattr(chunk, "post_process", False):
+            layer = getattr(chunk, "output_layer", None)
+            found = "value" if isinstance(layer, ValueHead) else "vocabulary"
+            if found != head:
+                raise ConfigError(
+                    f"the model has a {found} head, the adapter was made for a {head} head; set "
+                    f"ScheduleAdapter(head={found!r})"
+                )
+            if head == "value" and num_depths(get_model_config(chunk)):
+                raise ConfigError(
+                    "a value head predicts no tokens, so multi-token prediction has no loss; set "
+                    "mtp_num_layers=None"
+                )
+
+
+def check_objective(objective: object, head: Head) -> None:
+    """Raise ConfigError if an objective does not read what the head gives."""
+    reads = getattr(objective, "reads", "logprobs")
+    gives = {"vocabulary": "logprobs", "value": "values"}[head]
+    if reads != gives:
+        raise ConfigError(
+            f"{type(objective).__name__} reads {reads}, a {head} head gives {gives}; set "
+            "another objective or another head"
+        )
+
+
+def check_entropy(with_entropy: bool, head: Head) -> None:
+    """Raise ConfigError if the entropy of a value head is asked for."""
+    if with_entropy and head == "value":
+        raise ConfigError("a value head has no entropy; set entropy=False")
+
+
+def gradient_buffers(chunk: Any) -> list[Any]:
+    """DDP's buffers; on a bare module `buffers` is a method."""
+    found = (getattr(chunk, name, None) for name in ("buffers", "expert_parallel_buffers"))
+    return [buffer for buffers in found if isinstance(buffers, list) for buffer in buffers]
+
+
+def reduces(chunks: Sequence[Any]) -> bool:
+    """Whether the chunks are wrapped so that Megatron can reduce their gradients."""
+    return all(hasattr(chunk, "finish_grad_sync") for chunk in chunks)
+
+
+def check_reduction(config: Any, chunks: Sequence[Any], layout: Layout) -> None:
+    """Raise ConfigError if gradients have to be added over ranks and nothing does it."""
+    alone = layout.dp == layout.cp == layout.pp == 1 and not layout.sequence_parallel
+    if config.finalize_model_grads_func is None and not reduces(chunks) and not alone:
+        raise ConfigError(
+            f"{type(chunks[0]).__name__} does not reduce gradients over dp={layout.dp}, "
+            f"cp={layout.cp}, pp={layout.pp}; wrap each chunk in Megatron's "
+            "DistributedDataParallel, or set config.finalize_model_grads_func"
+        )

@@ -1,0 +1,232 @@
+"""What a step does about a fault: memory that runs out, and values that are not finite.
+
+Memory that runs out on one rank, in a step that may be tried again: the other ranks wait for what
+the schedule says that this one sends. So it goes on through the schedule with zeros of the planned
+shapes, does no more work, and reports at the step's end; gradients are not reduced. The process
+groups stay sound. It needs ranks that do not meet inside layers, where nobody could say which
+collectives are left.
+
+A NaN or an infinity on one rank is an error of every rank. Each forward leaves a flag on the
+device, and so do the gradients before their reduction. The device is asked once, at the step's end;
+only if a flag is set do the ranks find out whose it is. A stage passes a NaN on to the next; only
+the first one is to blame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
+
+from megapack.errors import ConfigError, ScheduleError, StepOutOfMemory
+from megapack.layout import Layout, why_no_retry
+from megapack.ranks import cpu
+from megapack.ranks.agree import agree, on_any_rank
+from megapack.schedule import checks as settings
+from megapack.schedule.forward import Listener
+
+_MAX_SAMPLES = 8
+
+
+def check_retry(layout: Layout, chunks: Sequence[Any], config: Any) -> None:
+    """Raise ConfigError if a step out of memory cannot be tried again."""
+    if reason := why_no_retry(tp=layout.tp, cp=layout.cp, ep=layout.ep):
+        raise ConfigError(
+            f"steps out of memory cannot be tried again with {reason}; set train.on_oom=error "
+            "(retries_oom=False)"
+        )
+    if layout.dp > 1 and settings.shares_fp8_scales(config):
+        raise ConfigError(
+            f"steps out of memory cannot be tried again with dp={layout.dp} and "
+            "fp8_recipe='delayed': ranks meet after each forward to share scales; set "
+            "tp_only_amax_red=True, another recipe, or train.on_oom=error (retries_oom=False)"
+        )
+    for chunk in chunks:
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if getattr(getattr(chunk, "ddp_config", None), name, False):
+                raise ConfigError(
+                    f"steps out of memory cannot be tried again with {name}: ranks meet in the "
+                    "middle of forwards or backwards; set it to False"
+                )
+
+
+class OutOfMemoryGuard:
+    """Takes one pass over a step's rows to its end after memory has run out.
+
+    Args:
+        device: of the collectives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._message = ""
+        self._failed_anywhere: bool | None = None
+
+    def attempt(self, work: Callable[[], Any]) -> Any:
+        """The result of the work; None if memory has run out, now or before."""
+        if self._message:
+            return None
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            self._message = str(error).partition("\n")[0] or "out of memory"
+        # Outside of the handler: the traceback kept the activations alive.
+        if cpu.uses_cuda():
+            torch.cuda.empty_cache()
+        return None
+
+    @contextlib.contextmanager
+    def backwards(self) -> Iterator[None]:
+        """Within the block Megatron's schedules get zeros from backwards that lack memory."""
+        original = schedules.backward_step
+
+        def backward_step(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            found = self.attempt(lambda: [original(input_tensor, *args, **kwargs)])
+            return _zeros(input_tensor) if found is None else found[0]
+
+        schedules.backward_step = backward_step
+        try:
+            yield
+        finally:
+            schedules.backward_step = original
+
+    def agree(self) -> bool:
+        """Whether any rank ran out of memory so far; a collective of all ranks, the first time."""
+        if self._failed_anywhere is None:
+            (found,) = on_any_rank([bool(self._message)], device=self._device)
+            self._failed_anywhere = found
+        return self._failed_anywhere
+
+    def raise_on_all(self) -> None:
+        """Called at the step's end; a collective of all ranks.
+
+        Raises:
+            StepOutOfMemory: on every rank if one ran out, naming those that did.
+        """
+        if not self.agree():
+            return
+
+        def raise_own() -> None:
+            if self._message:
+                raise StepOutOfMemory(self._message)
+
+        try:
+            agree(raise_own, device=self._device)
+        except ScheduleError as error:
+            raise StepOutOfMemory(str(error)) from None
+
+
+class Spot(NamedTuple):
+    """Where a value was not finite."""
+
+    replica: int
+    """The data-parallel rank."""
+    microbatch: int | None
+    """None for gradients, which are sums over all micro-batches."""
+    order: int
+    """The lowest of a replica's spots came first."""
+
+
+class FiniteFlags(Listener):
+    """Whether this rank's outputs, losses and gradients of one step are finite.
+
+    Args:
+        stages: for each of its chunks, the index of its stage in the whole model.
+        replica: the data-parallel rank.
+    """
+
+    def __init__(self, stages: Sequence[int] = (0,), replica: int = 0) -> None:
+        self._stages = stages
+        self._replica = replica
+        self._outputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
+        self._gradients: list[tuple[int, Tensor]] = []
+
+    def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
+        """Flag hidden states, or a loss."""
+        self._outputs[chunk, microbatch] = _is_finite(output.detach()), output.numel() == 1
+
+    def check_gradients(self, chunks: Sequence[Sequence[Tensor]]) -> None:
+        """Flag this rank's part of the gradients: the buffers of each chunk."""
+        self._gradients = [
+            (chunk, _is_finite(buffer)) for chunk, own in enumerate(chunks) for buffer in own
+        ]
+
+    def refuse(self, row_samples: Sequence[tuple[int, ...]], *, device: torch.device) -> None:
+        """Raise on all ranks if any rank has a NaN or an infinity. A collective of all ranks.
+
+        Args:
+            row_samples: the samples of each micro-batch of this rank.
+
+        Raises:
+            ScheduleError: naming the ranks that came first, the micro-batches and their samples.
+        """
+        flags = [flag for flag, _ in self._outputs.values()]
+        flags += [flag for _, flag in self._gradients]
+        is_fine = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
+        found = (~is_fine).to(device=device, dtype=torch.int32)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if found.item():
+            seen: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(seen, list(self._spots()))
+            first = origins(itertools.chain.from_iterable(seen))
+            agree(lambda: self._raise_own(first, row_samples), device=device)
+
+    def _spots(self) -> Iterator[Spot]:
+        for (chunk, microbatch), (is_finite, _) in self._outputs.items():
+            if not is_finite:
+                yield self._output_spot(chunk, microbatch)
+        for chunk, is_finite in self._gradients:
+            if not is_finite:
+                yield self._gradient_spot(chunk)
+
+    def _output_spot(self, chunk: int, microbatch: int) -> Spot:
+        return Spot(self._replica, microbatch, self._stages[chunk])
+
+    def _gradient_spot(self, chunk: int) -> Spot:
+        return Spot(self._replica, None, -self._stages[chunk])
+
+    def _raise_own(self, first: set[Spot], row_samples: Sequence[tuple[int, ...]]) -> None:
+        # Tensor and context-parallel ranks of one stage have the same spots.
+        for (chunk, microbatch), (is_finite, is_loss) in self._outputs.items():
+            if not is_finite and self._output_spot(chunk, microbatch) in first:
+                samples = row_samples[microbatch]
+                few = ", ".join(map(str, samples[:_MAX_SAMPLES]))
+                more = ", ..." if len(samples) > _MAX_SAMPLES else ""
+                what = "loss" if is_loss else f"output of chunk {chunk}"
+                raise ScheduleError(
+                    f"the {what} of micro-batch {microbatch} (samples {few}{more}) holds a NaN or "
+                    "an infinity; throw gradients of this step away, and look at these samples' "
+                    "fields, the weights, and the learning rate"
+                )
+        if any(not fine and self._gradient_spot(chunk) in first for chunk, fine in self._gradients):
+            raise ScheduleError(
+                "the gradients hold a NaN or an infinity, though the losses do not; throw them "
+                "away, and look at the model's precision and the learning rate"
+            )
+
+
+def origins(seen: Iterable[Spot]) -> set[Spot]:
+    """The first spot of each micro-batch; spots in gradients only if every output is finite."""
+    spots = list(seen)
+    first: dict[tuple[int, int | None], Spot] = {}
+    for spot in [spot for spot in spots if spot.microbatch is not None] or spots:
+        key = spot.replica, spot.microbatch
+        first[key] = min(first.get(key, spot), spot, key=lambda spot: spot.order)
+    return set(first.values())
+
+
+def _is_finite(values: Tensor) -> Tensor:
+    # A sum is one read, and keeps a NaN or an infinity; in fp16 it could become one.
+    return torch.isfinite(values.sum(dtype=torch.float32))
+
+
+def _zeros(tensors: Any) -> Any:
+    if isinstance(tensors, list):
+        return [_zeros(tensor) for tensor in tensors]
+    return None if tensors is None else torch.zeros_like(tensors)

@@ -1,0 +1,338 @@
+"""Megatron's forward step: one packed row through a model chunk, and on the last chunk the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megapack.loss.sequence import AnyObjective, call_objective
+from megapack.model.experts.rows import SchedulePass
+from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
+from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
+from megapack.model.mtp import loss_name
+from megapack.rows.packed import PackedRow, unpack_row
+from megapack.rows.segments import row_segments
+
+T = TypeVar("T")
+
+Kind = Literal["F", "B"]
+"""Forward or backward."""
+
+LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""What Megatron's loss function returns: loss sum, token count, report.
+
+The weights already hold the whole normalisation, so the token count is 0: Megatron then divides by
+nothing (later versions by max(0, 1)).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """How the last stage turns hidden states into log-probs or values, the same in every step."""
+
+    tp_group: Any
+    """Ranks that share the vocabulary."""
+    cp_group: Any
+    """Ranks that share the row."""
+    sequence_parallel: bool
+    """Hidden states come as slices of the row."""
+    chunk_tokens: int = 1024
+    """See `VocabHead`."""
+    temperature: float = 1.0
+    """See `VocabHead`."""
+    mtp_coefs: Sequence[float] = ()
+    """Weight of the loss of each depth of multi-token prediction."""
+
+
+class LastStage:
+    """Turns hidden states into log-probs or values, and these into losses or outputs.
+
+    Args:
+        objective: per-token losses; None for a pass that only collects log-probs or values.
+        with_entropy: compute the entropy even if the objective does not need it.
+        options: see `HeadOptions`.
+        found: takes the sums and outputs.
+    """
+
+    def __init__(
+        self,
+        objective: AnyObjective | None,
+        *,
+        with_entropy: bool,
+        options: HeadOptions,
+        found: SchedulePass,
+    ) -> None:
+        self._objective = objective
+        self._with_entropy = with_entropy
+        self._options = options
+        self._found = found
+
+    def __call__(self, row: PackedRow, head: DeferredHead, hidden: Tensor) -> LossReport:
+        """The loss of one row; without an objective a sum through which no gradient is wanted."""
+        if isinstance(head.output_layer, ValueHead):
+            return self._values(row, head.output_layer, self._whole_row(hidden))
+        hidden, *hidden_ahead = hidden.flatten(0, -2).chunk(1 + len(self._options.mtp_coefs))
+        logprobs_R, entropy_R = self._logprobs(row, head, hidden, self._with_entropy)
+        if self._objective is None:
+            self._collect(row, {"logprobs": logprobs_R, "entropy": entropy_R})
+            return _report(logprobs_R.sum())
+        loss = self._loss(row, logprobs_R, entropy_R, None)
+        return _report(loss + self._losses_ahead(row, head, hidden_ahead))
+
+    def _values(self, row: PackedRow, layer: ValueHead, hidden_TH: Tensor) -> LossReport:
+        cp_group = self._options.cp_group
+        values_T = layer(hidden_TH)[0][:, 0]
+        values_R = values_T[row.loss_positions_R]
+        scores_n = row_scores(row, values_T, cp_group)
+        if self._objective is not None:
+            return _report(self._loss(row, values_R, None, scores_n))
+        self._collect(row, {"values": values_R})
+        # Every context-parallel rank has the scores, and outputs are summed over these ranks.
+        if cp_group.rank() == 0:
+            scores = zip(row.samples, scores_n.unbind(), strict=True)
+            self._found.outputs["scores"].update(scores)
+        return _report(values_R.sum())
+
+    def _loss(
+        self,
+        row: PackedRow,
+        values_R: Tensor,
+        entropy_R: Tensor | None,
+        scores_n: Tensor | None,
+    ) -> Tensor:
+        assert self._objective is not None
+        positions_R = row.loss_positions_R
+        fields = {name: values_T[positions_R] for name, values_T in row.fields.items()}
+        segments = row_segments(
+            row, positions_R, scores_n=scores_n, cp_group=self._options.cp_group
+        )
+        losses_R, metrics = call_objective(self._objective, values_R, entropy_R, fields, segments)
+        if entropy_R is not None:
+            metrics = {"entropy": entropy_R, **metrics}
+        return self._add_up(row.weights_T[positions_R], {"loss": losses_R, **metrics})
+
+    def _logprobs(
+        self, row: PackedRow, head: DeferredHead, hidden: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        positions_R = row.loss_positions_R
+        hidden_RH = self._whole_row(hidden)[positions_R].to(head.weight_VH.dtype)
+        vocab = VocabHead(
+            weight_VH=head.weight_VH,
+            tp_group=self._options.tp_group,
+            with_entropy=with_entropy,
+            chunk_tokens=self._options.chunk_tokens,
+            temperature=self._options.temperature,
+        )
+        return vocab_parallel_logprobs(hidden_RH, row.labels_T[positions_R], vocab)
+
+    def _losses_ahead(
+        self, row: PackedRow, head: DeferredHead, hidden: Sequence[Tensor]
+    ) -> Tensor | float:
+        total: Tensor | float = 0.0
+        depths = zip(self._options.mtp_coefs, row.ahead, hidden, strict=True)
+        for depth, (coef, ahead, hidden_ahead) in enumerate(depths, start=1):
+            logprobs_R, _ = self._logprobs(ahead, head, hidden_ahead, with_entropy=False)
+            weights_R = ahead.weights_T[ahead.loss_positions_R]
+            loss = -(weights_R * logprobs_R).sum()
+            self._found.add(loss_name(depth), loss)
+            total = total + coef * loss
+        return total
+
+    def _whole_row(self, hidden: Tensor) -> Tensor:
+        rows_TH = hidden.flatten(0, -2)
+        if not self._options.sequence_parallel:
+            return rows_TH
+        # The head's backward gives every rank the whole gradient: each takes its slice back.
+        return gather_from_sequence_parallel_region(  # type: ignore[no-any-return]
+            rows_TH, tensor_parallel_output_grad=False, group=self._options.tp_group
+        )
+
+    def _add_up(self, weights_R: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        for name, values_R in values.items():
+            self._found.add(name, (weights_R * values_R.detach()).sum(dtype=torch.float64))
+        return (weights_R * values["loss"]).sum()
+
+    def _collect(self, row: PackedRow, values: Mapping[str, Tensor | None]) -> None:
+        for name, values_R in values.items():
+            if values_R is None:
+                continue
+            values_T = values_R.new_zeros(row.row_tokens)
+            # Zeros at positions of other context-parallel ranks: the sum over the ranks is whole.
+            values_T[row.row_positions_T[row.loss_positions_R]] = values_R
+            for sample, value in zip(row.samples, unpack_row(row, values_T), strict=True):
+                self._found.outputs[name][sample] = value
+
+
+class Listener:
+    """Hears of each forward and backward, on the thread that runs it; its errors are raised there.
+
+    Chunks and micro-batches count on this rank.
+    """
+
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """A forward or backward begins."""
+
+    def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """A forward or backward ended: all its work is queued on the device."""
+
+    def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
+        """The result of a forward: hidden states, or on the last chunk the loss."""
+
+
+def _run(work: Callable[[], T]) -> T | None:
+    return work()
+
+
+class ForwardStep:
+    """Megatron's `forward_step_func`, of one pass over a step's rows.
+
+    Args:
+        chunks: the model chunks of this rank.
+        last_stage: the loss function of the last chunk.
+        found: the routers read the row that runs from it.
+        listeners: hear of each forward and backward.
+        attempt: runs a piece of work, or returns None if memory has run out; zeros then take the
+            place of its result (`faults.OutOfMemoryGuard`).
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        last_stage: Callable[[PackedRow, DeferredHead, Tensor], LossReport],
+        found: SchedulePass,
+        *,
+        listeners: Sequence[Listener] = (),
+        attempt: Callable[[Callable[[], Any]], Any] = _run,
+    ) -> None:
+        self._chunks = chunks
+        self._last_stage = last_stage
+        self._found = found
+        self._listeners = listeners
+        self._attempt = attempt
+        self._num_forwards: Counter[int] = Counter()
+
+    def __call__(
+        self, rows: Iterator[PackedRow], model: Any
+    ) -> tuple[Tensor, Callable[[Tensor], LossReport] | None]:
+        """The chunk's output, and on the pipeline's last chunk the loss function.
+
+        Args:
+            rows: on the device, with their `params`.
+        """
+        row = next(rows)
+        chunk = next(i for i, own in enumerate(self._chunks) if own is model)
+        # A chunk takes the rows in their order.
+        microbatch = self._num_forwards[chunk]
+        self._num_forwards[chunk] += 1
+        found = self._attempt(lambda: self._forward(row, model, chunk, microbatch))
+        if found is None:
+            found = _zero_output(row, model), None
+        output, head = found
+        if not unwrapped(model).post_process:
+            return output, None
+        return output, partial(self._loss, row, head, chunk, microbatch)
+
+    def run_row(self, row: PackedRow, model: Any) -> tuple[Tensor, DeferredHead | None]:
+        """The row through a model chunk; on the last one hidden states and the head left out."""
+        self._found.routing = row.routing
+        inputs = {
+            "input_ids": row.tokens_T[None],
+            "position_ids": row.position_ids_T[None],
+            "attention_mask": None,
+            "packed_seq_params": row.params,
+            **{name: row.tensors[name] for name in taken_inputs(model, tuple(row.tensors))},
+        }
+        if not unwrapped(model).post_process:
+            return model(**inputs), None
+        with deferred_head(model) as head:
+            return model(**inputs), head
+
+    def _forward(
+        self, row: PackedRow, model: Any, chunk: int, microbatch: int
+    ) -> tuple[Tensor, DeferredHead | None]:
+        self._begin("F", chunk, microbatch)
+        output, head = self.run_row(row, model)
+        # Megatron calls the loss function right after, which ends the forward of the last chunk.
+        if head is None:
+            self._end_forward(chunk, microbatch, output)
+        return output, head
+
+    def _loss(
+        self,
+        row: PackedRow,
+        head: DeferredHead | None,
+        chunk: int,
+        microbatch: int,
+        hidden: Tensor,
+    ) -> LossReport:
+        def work() -> LossReport:
+            assert head is not None
+            report = self._last_stage(row, head, hidden)
+            self._end_forward(chunk, microbatch, report[0])
+            return report
+
+        report: LossReport | None = self._attempt(work)
+        # Zeros go back through this loss.
+        return _report(hidden.sum(dtype=torch.float32) * 0.0) if report is None else report
+
+    def _end_forward(self, chunk: int, microbatch: int, output: Tensor) -> None:
+        for listener in self._listeners:
+            listener.on_output(chunk, microbatch, output)
+        self._end("F", chunk, microbatch)
+        if not output.requires_grad:
+            return
+
+        # The backward begins with the gradient of the forward's output.
+        def begin_backward(_: Tensor) -> None:
+            self._begin("B", chunk, microbatch)
+            # Called at the end of the whole backward, recomputed forwards included.
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._end("B", chunk, microbatch)
+            )
+
+        output.register_hook(begin_backward)
+
+    def _begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        for listener in self._listeners:
+            listener.on_begin(kind, chunk, microbatch)
+
+    def _end(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        for listener in self._listeners:
+            listener.on_end(kind, chunk, microbatch)
+
+
+def taken_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the names that the forward of a model chunk has as arguments.
+
+    Only named arguments count: what `**kwargs` are passed on to cannot be seen.
+    """
+    if not names:
+        return ()
+    known = inspect.signature(unwrapped(model).forward).parameters
+    return tuple(name for name in names if name in known)
+
+
+def _zero_output(row: PackedRow, model: Any) -> Tensor:
+    """Zeros of the output's shape, through which zeros go back to the chunk's input."""
+    chunk = unwrapped(model)
+    if not chunk.pre_process:
+        return chunk.decoder.input_tensor * 0.0  # type: ignore[no-any-return]
+    config = chunk.config
+    return torch.zeros(
+        (row.tokens_T.numel(), 1, config.hidden_size),
+        dtype=config.pipeline_dtype or config.params_dtype,
+        device=row.tokens_T.device,
+        requires_grad=torch.is_grad_enabled(),
+    )
+
+
+def _report(loss: Tensor) -> LossReport:
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}

@@ -1,0 +1,123 @@
+"""The planned communicator: pipeline stages take row lengths from the plan.
+
+With `variable_seq_lengths` Megatron-Core exchanges the shape of every tensor before the tensor
+itself: a batched send and receive, a wait, a device synchronize and a read on the host. Each rank
+holds the same plan, so each rank knows the answer already; `PlannedP2PCommunicator` gives it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+from megapack.errors import ScheduleError
+from megapack.ranks.place import Place
+
+
+class NotingP2PCommunicator(P2PCommunicator):
+    """Megatron's own, which notes each exchange before it begins.
+
+    Attributes:
+        place: where to; None notes nothing.
+    """
+
+    place: Place | None = None
+
+    def _communicate(self, **exchange: Any) -> Any:
+        if self.place is not None:
+            self.place.exchange = exchange_text(exchange, self.prev_rank, self.next_rank)
+        return super()._communicate(**exchange)
+
+
+class PlannedP2PCommunicator(NotingP2PCommunicator):
+    """Answers `_communicate_shapes` from the plan instead of exchanging shapes.
+
+    Args:
+        pp_group: the pipeline-parallel process group.
+        config: the model's `ModelParallelConfig`, with `variable_seq_lengths=True` while it runs.
+        row_lengths: tokens of each micro-batch's hidden states on this GPU, in execution order
+            (after context and sequence parallel slicing).
+        vpp: model chunks per pipeline rank.
+        group_size: `microbatch_group_size_per_vp_stage`; None without interleaving.
+        forward_only: no gradients will be received.
+
+    A receive's micro-batch follows from how many came before it: both Megatron schedules receive
+    activations in the order of the schedule table and gradients in the same order, chunks reversed.
+    """
+
+    def __init__(
+        self,
+        pp_group: Any,
+        config: Any,
+        *,
+        row_lengths: Sequence[int],
+        vpp: int = 1,
+        group_size: int | None = None,
+        forward_only: bool = False,
+    ) -> None:
+        super().__init__(pp_group, config)
+        stage, last = pp_group.rank(), pp_group.size() - 1
+        order = receive_order(len(row_lengths), vpp, group_size)
+        # The first stage gets no activations for chunk 0, the last no gradients for its last chunk;
+        # chunks count from the receiving end, so in both directions it is the order's chunk 0.
+        self._forward = deque(m for m, chunk in order if stage > 0 or chunk > 0)
+        self._backward = deque(m for m, chunk in order if stage < last or chunk > 0)
+        if forward_only:
+            self._backward.clear()
+        self._row_lengths = tuple(row_lengths)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        return (
+            self._next_shape(self._forward, "activation") if recv_prev else [0, 0, 0],
+            self._next_shape(self._backward, "gradient") if recv_next else [0, 0, 0],
+        )
+
+    def _next_shape(self, pending: deque[int], what: str) -> list[int]:
+        if not pending:
+            raise ScheduleError(
+                f"Megatron asks for one more {what} than the plan's {len(self._row_lengths)} "
+                "micro-batches have; the schedule's settings changed under the adapter"
+            )
+        return [self._row_lengths[pending.popleft()], 1, self.config.hidden_size]
+
+    @property
+    def num_pending(self) -> int:
+        """Planned receives that have not happened yet; 0 after a whole step."""
+        return len(self._forward) + len(self._backward)
+
+
+def exchange_text(exchange: Mapping[str, Any], prev_rank: int, next_rank: int) -> str:
+    """What an exchange is with which rank.
+
+    >>> sent = {"tensor_send_next": object(), "recv_prev": True}
+    >>> exchange_text(sent, 0, 2)
+    'sends activations to rank 2, receives activations from rank 0'
+    """
+    parts = {
+        f"sends activations to rank {next_rank}": exchange.get("tensor_send_next") is not None,
+        f"sends gradients to rank {prev_rank}": exchange.get("tensor_send_prev") is not None,
+        f"receives activations from rank {prev_rank}": exchange.get("recv_prev"),
+        f"receives gradients from rank {next_rank}": exchange.get("recv_next"),
+    }
+    return ", ".join(text for text, is_part in parts.items() if is_part)
+
+
+def receive_order(num_microbatches: int, vpp: int, group_size: int | None) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) pairs in the order in which a stage works on them.
+
+    >>> receive_order(3, 1, None)
+    [(0, 0), (1, 0), (2, 0)]
+    >>> receive_order(5, 2, 3)[:6]
+    [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    """
+    if vpp == 1:
+        return [(m, 0) for m in range(num_microbatches)]
+    if group_size is None:
+        raise ScheduleError(f"vpp={vpp} needs a group size; set Layout.microbatch_group_size")
+    return list(get_schedule_table(num_microbatches, vpp, group_size))

@@ -1,0 +1,258 @@
+"""Megatron's `forward_backward_func` over the packed rows of one step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megapack.layout import Layout
+from megapack.model.attention.packed import with_params
+from megapack.model.experts.model import ModelRouting
+from megapack.model.experts.rows import SchedulePass, token_weight
+from megapack.ranks.place import Place
+from megapack.rows.packed import PackedRow
+from megapack.schedule import checks as settings
+from megapack.schedule.call import StepCall
+from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard
+from megapack.schedule.forward import ForwardStep, HeadOptions, Kind, LastStage, Listener
+from megapack.schedule.p2p import NotingP2PCommunicator, PlannedP2PCommunicator
+
+
+class ScheduleRunner:
+    """Runs rows through the model chunks of this rank.
+
+    Args:
+        chunks, config, layout: see `ScheduleAdapter`.
+        groups: Megatron's process groups.
+        head: how the last stage works.
+        device: where rows go.
+        routing: of the model's experts.
+        place: kept up to date.
+        retries_oom: see `ScheduleAdapter`.
+
+    Attributes:
+        listeners: hear of each forward and backward.
+    """
+
+    communicator_class = PlannedP2PCommunicator
+    """Carries planned rows between stages; a subclass may set one of its own."""
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        config: Any,
+        layout: Layout,
+        groups: Any,
+        *,
+        head: HeadOptions,
+        device: torch.device,
+        routing: ModelRouting,
+        place: Place,
+        retries_oom: bool,
+    ) -> None:
+        self.chunks = chunks
+        self.config = config
+        self.layout = layout
+        self.head = head
+        self.device = device
+        self.routing = routing
+        self.place = place
+        self.listeners: list[Listener] = [_PlaceKeeper(place)]
+        self._groups = groups
+        self._retries_oom = retries_oom
+
+    def run(self, call: StepCall, rows: list[PackedRow]) -> SchedulePass:
+        """All rows of this rank, forward and, in training, backward and reduction.
+
+        Returns:
+            This rank's sums and outputs. The routers record into `rows`.
+
+        Raises:
+            ScheduleError: on every rank, if an output or a gradient of one is not finite.
+            StepOutOfMemory: under `retries_oom`, on every rank.
+        """
+        self.place.enter("schedule")
+        found = self._new_pass(call)
+        flags = self._new_flags()
+        memory = OutOfMemoryGuard(self.device) if self._retries_oom else None
+        self.run_schedule(call, rows, found, flags, memory)
+        if memory is not None and memory.agree():
+            self.routing.forget_choices()
+            memory.raise_on_all()
+        if call.is_training and not settings.reduces(self.chunks):
+            params = [list(chunk.parameters()) for chunk in self.chunks]
+            gradients = [[p.grad for p in own if p.grad is not None] for own in params]
+            self._check_gradients(flags, gradients)
+        self.place.enter("output")
+        flags.refuse([row.samples for row in rows], device=self.device)
+        return found
+
+    def run_schedule(
+        self,
+        call: StepCall,
+        rows: list[PackedRow],
+        found: SchedulePass,
+        flags: FiniteFlags,
+        memory: OutOfMemoryGuard | None,
+    ) -> None:
+        """Megatron's call."""
+        options: dict[str, Any] = {"listeners": [*self.listeners, flags]}
+        if memory is not None:
+            options["attempt"] = memory.attempt
+        device_rows = self.device_rows(rows)
+        communicator = self._communicator(call, rows) if self.layout.pp > 1 else None
+        with (
+            contextlib.nullcontext() if memory is None else memory.backwards(),
+            _config_with(self.config, self._overrides(call, flags, memory)),
+            self.routing.following(found),
+        ):
+            get_forward_backward_func()(
+                forward_step_func=self.forward_step(call, found, **options),
+                data_iterator=[iter(device_rows) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(rows),
+                seq_length=rows[0].row_tokens,
+                micro_batch_size=1,
+                forward_only=not call.is_training,
+                p2p_communicator=communicator,
+                pg_collection=None if communicator is None else self._groups,
+            )
+        if isinstance(communicator, PlannedP2PCommunicator):
+            assert communicator.num_pending == 0, "a planned receive is missing"
+
+    def device_rows(self, rows: list[PackedRow]) -> list[PackedRow]:
+        """The rows as the model chunks take them."""
+        return [with_params(row.to(self.device)) for row in rows]
+
+    def forward_step(self, call: StepCall, found: SchedulePass, **options: Any) -> ForwardStep:
+        """Megatron's forward step for a call; options are those of `ForwardStep`."""
+        last_stage = LastStage(
+            call.objective, with_entropy=call.with_entropy, options=self.head, found=found
+        )
+        return ForwardStep(self.chunks, last_stage, found, **options)
+
+    def _new_pass(self, call: StepCall) -> SchedulePass:
+        if not call.is_training:
+            return SchedulePass(record=call.record_routing)
+        return SchedulePass(token_weight=token_weight(call.step_plan))
+
+    def _new_flags(self) -> FiniteFlags:
+        pp = self._groups.pp
+        # Megatron deals the stages of the model out to pipeline ranks in turn.
+        stages = [chunk * pp.size() + pp.rank() for chunk in range(len(self.chunks))]
+        return FiniteFlags(stages, self._groups.dp.rank())
+
+    def _communicator(self, call: StepCall, rows: list[PackedRow]) -> NotingP2PCommunicator:
+        layout = self.layout
+        shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        communicator = NotingP2PCommunicator(self._groups.pp, self.config)
+        if call.has_planned_rows:
+            communicator = self.communicator_class(
+                self._groups.pp,
+                self.config,
+                row_lengths=[row.row_tokens // shards for row in rows],
+                vpp=layout.vpp,
+                group_size=call.step_plan.group_size,
+                forward_only=not call.is_training,
+            )
+        communicator.place = self.place
+        return communicator
+
+    def _overrides(
+        self, call: StepCall, flags: FiniteFlags, memory: OutOfMemoryGuard | None
+    ) -> dict[str, Any]:
+        overrides: dict[str, Any] = {
+            "variable_seq_lengths": call.has_planned_rows and self.layout.pp > 1
+        }
+        if self.layout.vpp > 1:
+            overrides["microbatch_group_size_per_vp_stage"] = call.step_plan.group_size
+            # Megatron-Core before 0.19 frees a stage's output while its isend still reads it.
+            overrides["deallocate_pipeline_outputs"] = False
+        finalize = self.config.finalize_model_grads_func
+        if finalize is None and settings.reduces(self.chunks):
+            finalize = finalize_model_grads
+        if finalize is not None:
+            overrides["finalize_model_grads_func"] = self._checked(finalize, flags, memory)
+        return overrides
+
+    def _checked(
+        self,
+        finalize: Callable[..., None],
+        flags: FiniteFlags,
+        memory: OutOfMemoryGuard | None,
+    ) -> Callable[..., None]:
+        """The reduction of gradients, which checks this rank's own before."""
+
+        def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
+            self.place.enter("reduction")
+            buffers = [settings.gradient_buffers(chunk) for chunk in self.chunks]
+            self._check_gradients(flags, [[b.grad_data for b in own] for own in buffers])
+            if memory is None or not memory.agree():
+                finalize(*args, **kwargs)
+
+        return finalize_model_grads
+
+    def _check_gradients(self, flags: FiniteFlags, gradients: list[list[Tensor]]) -> None:
+        # Under fp16 the loss scaler handles an overflow.
+        if not self.config.fp16:
+            flags.check_gradients(gradients)
+
+
+class _PlaceKeeper(Listener):
+    """Keeps the forward or backward that began last in this rank's place."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        self._place.enter("forward" if kind == "F" else "backward", chunk, microbatch)
+
+
+def process_groups() -> ProcessGroupCollection:
+    """The groups that Megatron's schedules need beside a communicator."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    # Megatron-Core 0.19 asks for these two as well.
+    groups.dp = parallel_state.get_data_parallel_group()
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return groups
+
+
+@contextlib.contextmanager
+def _config_with(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
+    """Within the block Megatron's config has the step's settings in place of the user's."""
+    before = {name: getattr(config, name) for name in overrides}
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+@contextlib.contextmanager
+def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within the block the chunks are in evaluation mode."""
+    # Per module: a user may have frozen some of them in evaluation mode.
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,320 @@
+"""The main job: rollouts in a file -> optimizer steps of a Megatron-Core GPT.
+
+records -> batches -> advantages, plan -> old and reference log-probs -> steps -> metrics
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megapack import launch
+from megapack.checkpoint.checkpoints import Checkpoints
+from megapack.checkpoint.folders import Checkpoint, Position, drop_after
+from megapack.checkpoint.state import RunState
+from megapack.config.load import dump_yaml, to_dict
+from megapack.config.sections import TrainConfig, check_installed
+from megapack.data.batches import all_batches, open_dataset, steps_in
+from megapack.data.dataset import Rows
+from megapack.data.rollouts import group_advantages
+from megapack.data.tokenizer import ByteTokenizer
+from megapack.errors import RunInterrupted, StepOutOfMemory
+from megapack.layout import Layout
+from megapack.model.attention.choice import find_kernels
+from megapack.model.build import build_model, initialize_parallel
+from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
+from megapack.outlook.stats import step_report
+from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
+from megapack.ranks.interrupt import Interrupt
+from megapack.ranks.links import Ranks
+from megapack.schedule.adapter import ScheduleAdapter
+from megapack.train.folder import (
+    Progress,
+    RunFolder,
+    StepClock,
+    memory_peaks,
+    packing_metrics,
+    plan_line,
+    reset_memory_peaks,
+    training_metrics,
+)
+from megapack.train.passes import BatchPasses, BatchPlanner, PlannedBatch
+from megapack.train.trace import StepTracer
+from megapack.train.trackers import open_trackers
+
+
+def train(config: TrainConfig, interrupt: Interrupt) -> Path:
+    """Run the main job on this rank, as one of all ranks of the job.
+
+    Args:
+        interrupt: an entered one; it was entered before torch was imported, which takes long.
+
+    Returns:
+        The run's folder, written by rank 0.
+
+    Raises:
+        MegapackError: on every rank; what is wrong and what to set.
+        RunInterrupted: on every rank; SIGTERM or SIGUSR1 came to one of them, and the run is saved.
+    """
+    device = launch.start(config.device)
+    ranks = None
+    try:
+        ranks = Ranks.start(config.watchdog, ends_process=True, interrupt=interrupt)
+        with ranks.guarded():
+            return Trainer(config, device, interrupt, ranks).run()
+    finally:
+        launch.stop(broken=ranks is not None and ranks.has_failed)
+
+
+class Trainer:
+    """The state of one run on one rank."""
+
+    def __init__(
+        self, config: TrainConfig, device: torch.device, interrupt: Interrupt, ranks: Ranks
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.interrupt = interrupt
+        self.ranks = ranks
+        agree(lambda: check_installed(config.train.trackers), device=device)
+        self.layout: Layout = agree(
+            lambda: config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows),
+            device=device,
+        )
+        self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
+        agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
+        self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
+        tokenizer_size = ByteTokenizer().vocab_size
+        initialize_parallel(self.layout, config.seed)
+        self.chunks = build_model(
+            config.model,
+            self.layout,
+            vocab_size=config.model.vocab_size or tokenizer_size,
+            seed=config.seed,
+            distributed_optimizer=config.optim.distributed_optimizer,
+        )
+        self.optimizer = build_optimizer(config.optim, self.chunks, config.model.dtype == "bf16")
+        self.adapter = ScheduleAdapter(
+            self.chunks,
+            layout=self.layout,
+            logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
+            retries_oom=config.train.on_oom == "replan",
+            ranks=ranks,
+        )
+        self.planner = BatchPlanner(
+            config.plan, self.layout, self.cost, self.data, self.adapter.dp_rank
+        )
+        self.passes = BatchPasses(
+            config.objective,
+            self.adapter,
+            self.optimizer,
+            self.planner,
+            device=device,
+            on_oom=self._note_oom,
+        )
+        self.schedule: OptimizerParamScheduler | None = None
+        self.clock = StepClock(in_seconds=self.cost is not None)
+        self.tracer = StepTracer(self.adapter, config.train.trace_steps, self.cost)
+        self.position = Position()
+        self.resumed: Checkpoint | None = None
+        self._last: PlannedBatch | None = None
+        self._stopping = False
+        reference = self.passes.reference
+        self.checkpoints = Checkpoints(
+            config,
+            self.layout,
+            RunState(self.chunks, self.optimizer, None if reference is None else reference.initial),
+            has_reference=reference is not None,
+            data_digest=self.data.digest(),
+            device=device,
+        )
+
+    def run(self) -> Path:
+        """All batches of all epochs."""
+        config, writes = self.config, dist.get_rank() == 0
+        self.resumed = self.checkpoints.find()
+        # Before the folder is touched: a resume that fails leaves all as it was.
+        if self.resumed is not None:
+            self.position = self.checkpoints.load(self.resumed, self.passes.logprob_fields)
+        self.folder = agree(self._open_folder, device=self.device)
+        self.progress = Progress(active=writes, log_interval=config.train.log_interval)
+        self.progress.line(f"{len(self.data)} samples, {self.layout}")
+        model = config.model
+        self.progress.line(str(find_kernels(model.attention, model.dtype)))
+        if self.resumed is not None:
+            self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
+        try:
+            for rows in self._batches():
+                self._train_on(rows)
+            if config.train.save_interval is not None and self._last is not None:
+                self._save(self._last)
+            agree(self._close_folder, device=self.device)
+        finally:
+            self.progress.close()
+            # Still open after an error alone, which says more than what closing may raise.
+            with contextlib.suppress(Exception):
+                self._close_folder()
+        path = Path(config.runs_dir) / config.name
+        self.progress.line(f"{self.num_steps} steps; wrote {path}")
+        return path
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps since the run began."""
+        return self.position.num_steps
+
+    def _open_folder(self) -> RunFolder | None:
+        """The run's folder on rank 0; the one that is there where its own checkpoint is resumed."""
+        if dist.get_rank() != 0:
+            return None
+        config, found = self.config, self.resumed
+        own = found if found is not None and self.checkpoints.is_own(found) else None
+        done = None if own is None else self.num_steps
+        folder = RunFolder(config.runs_dir, config.name, continue_after=done)
+        # Behind the folder's lock: another run may be at work there.
+        if own is not None:
+            drop_after(own.path.parent, self.num_steps)
+        folder.write_text("config.yaml", dump_yaml(config))
+        folder.trackers = open_trackers(
+            config.train.trackers, folder.path, to_dict(config), continue_after=done
+        )
+        return folder
+
+    def _close_folder(self) -> None:
+        folder, self.folder = self.folder, None
+        if folder is not None:
+            folder.close()
+
+    def _batches(self) -> Iterator[Rows]:
+        """Batches in order, as many as the config asks for and from where the run stands; sets up
+        the schedule first."""
+        config, data = self.config, self.data
+        total_steps = sum(steps_in(config, data, rows) for _, _, rows in all_batches(config, data))
+        self.progress.expect(total_steps, self.num_steps)
+        self.schedule = build_lr_schedule(config.optim, self.optimizer, total_steps)
+        self.schedule.step(increment=self.num_steps)
+        for epoch, index, batch in all_batches(config, data):
+            if (epoch, index) >= (self.position.epoch, self.position.batch):
+                self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
+                yield batch
+
+    def _train_on(self, rows: Rows) -> None:
+        """Plan a batch, compute what the objective reads, and take its optimizer steps."""
+        self._raise_if_stopping()
+        started = time.perf_counter()
+        with self.ranks.guarded(f"the plan of batch {self.position.batch}"):
+            self.ranks.place.enter("plan")
+            batch = agree(lambda: self._prepare(rows), device=self.device)
+        planned = time.perf_counter()
+        self.progress.line(plan_line(batch.plan))
+        first_step = self.position.step_in_batch
+        if first_step and self.resumed is not None:
+            resumed, names = self.resumed, self.passes.logprob_fields
+            agree(
+                lambda: self.checkpoints.load_batch(resumed, batch.samples, batch.plan, names),
+                device=self.device,
+            )
+        else:
+            self.passes.add_logprobs(batch)
+        costs = {
+            "plan_s": planned - started,
+            "logprob_pass_s": time.perf_counter() - planned,
+        }
+        self._last = batch
+        for index in range(first_step, len(batch.plan.steps)):
+            self._raise_if_stopping()
+            self._step(batch, index, costs)
+            if self._stopping or self.checkpoints.due(self.num_steps):
+                self._save(batch)
+
+    def _save(self, batch: PlannedBatch) -> None:
+        with self.ranks.guarded(f"the checkpoint after step {self.num_steps}"):
+            self.ranks.place.enter("checkpoint")
+            self.checkpoints.save(
+                self.position, batch.plan, batch.samples, self.passes.logprob_fields
+            )
+
+    def _prepare(self, rows: Rows) -> PlannedBatch:
+        """Local work of a batch: tensors, advantages, and the plans that every rank finds alike."""
+        fields: dict[str, Any] = {}
+        if "advantages" in self.passes.objective.required_fields:
+            norm = self.config.objective.advantage_norm
+            fields["advantages"] = torch.from_numpy(
+                group_advantages(self.data.rewards(rows), norm)
+            ).float()
+        batch = self.planner.plan(rows, fields)
+        if self.folder is not None:
+            self.folder.write_plan(batch.plan, batch.samples.lengths)
+        return batch
+
+    def _note_oom(self, error: StepOutOfMemory) -> None:
+        self.tracer.drop()
+        self.progress.line(f"{error}; planned anew in rows of half the size")
+
+    def _step(self, batch: PlannedBatch, index: int, costs: dict[str, float]) -> None:
+        """One optimizer step and its line of metrics."""
+        plan = batch.plan
+        report = step_report(plan, plan.steps[index], self.cost)
+        predicted_s = self.clock.predict(report.seconds)
+        with self.ranks.guarded(f"step {self.num_steps + 1}", predicted_s):
+            reset_memory_peaks()
+            self.tracer.start()
+            ran = self.passes.gradients(batch, index, report)
+            started = time.perf_counter()
+            self.ranks.place.enter("optimizer")
+            updated, grad_norm, _ = self.optimizer.step()
+            check_norm(float(grad_norm))
+        assert self.schedule is not None
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.schedule.step(increment=1)
+        optimizer_s = time.perf_counter() - started
+        total_s = ran.failed_s + ran.measured_s + optimizer_s
+        self.clock.record(ran.report.seconds, ran.measured_s)
+        self.position = self.position.after_step(index + 1, len(plan.steps), bool(updated))
+        self._write(
+            {
+                "step": self.num_steps,
+                "plan_digest": plan.digest()[:12],
+                **training_metrics(ran.result),
+                "grad_norm": float(grad_norm),
+                "updated": int(updated),
+                "lr": lr,
+                "step_predicted_s": predicted_s,
+                "step_measured_s": ran.measured_s,
+                "optimizer_s": optimizer_s,
+                **costs,
+                "num_oom_replans": self.passes.num_oom_replans,
+                **memory_peaks(),
+                "tokens_per_second": ran.report.tokens / total_s,
+                "tokens_per_second_per_gpu": ran.report.tokens / total_s / dist.get_world_size(),
+                **packing_metrics(ran.report),
+            }
+        )
+        self.tracer.finish(plan, index, self.num_steps, self.folder)
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        """Rank 0 writes; all ranks hear how that went, and whether one of them is told to stop."""
+
+        def write() -> None:
+            if self.folder is not None:
+                self.folder.append_metrics(metrics)
+
+        (self._stopping,) = agree_with_flags(write, [self.interrupt.noted], device=self.device)
+        self.progress.step(self.num_steps, metrics)
+
+    def _raise_if_stopping(self) -> None:
+        """Where the run would go on; it is saved by then."""
+        if self._stopping:
+            agree(self._close_folder, device=self.device)
+            raise RunInterrupted(
+                f"a signal ended the run after step {self.num_steps}; it is saved: start it again "
+                "with train.resume=auto"
+            )

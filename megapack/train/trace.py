@@ -1,0 +1,153 @@
+"""Measures when each forward and backward of a step runs, on every rank.
+
+    adapter.step -> a mark before and after each chunk's work -> rank 0 -> trace.jsonl
+
+A mark is a CUDA event on a GPU, and the host's clock elsewhere. Steps that are not traced run
+without any of this.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megapack.cost.model import CostModel
+from megapack.plan.plan import Plan
+from megapack.ranks import cpu
+from megapack.ranks.agree import agree
+from megapack.schedule.adapter import ScheduleAdapter
+from megapack.schedule.forward import Kind, Listener
+from megapack.train.folder import RunFolder
+from megapack.view.records import TRACE_FILE
+
+Span = tuple[int, int, str, Any, Any]
+"""Chunk, micro-batch, F or B, and the marks of begin and end."""
+
+
+class StepTracer:
+    """Traces the first steps of a run into trace.jsonl, but for the very first, which warms up.
+
+    Made on all ranks alike: `start` and `finish` of a traced step are collectives.
+
+    Args:
+        num_steps: how many; 0 = none.
+        cost: what the run's steps are planned with; None where it is no seconds.
+    """
+
+    def __init__(
+        self, adapter: ScheduleAdapter, num_steps: int, cost: CostModel | None = None
+    ) -> None:
+        self._adapter, self._steps_left, self._cost = adapter, num_steps, cost
+        self._is_warm = False
+        self._recorder: _Recorder | None = None
+
+    def start(self) -> None:
+        """Right before a step."""
+        if self._is_warm and self._steps_left > 0:
+            self._steps_left -= 1
+            self._recorder = _Recorder()
+            self._adapter.runner.listeners.append(self._recorder)
+        self._is_warm = True
+
+    def drop(self) -> None:
+        """The step failed: nothing of it is kept."""
+        if self._recorder is not None:
+            self._adapter.runner.listeners.remove(self._recorder)
+            self._recorder = None
+
+    def finish(self, plan: Plan, index: int, number: int, folder: RunFolder | None) -> None:
+        """After the step.
+
+        Args:
+            plan, index: what ran.
+            number: the step's number in the run, from 1.
+            folder: takes the line; None on ranks that write nothing.
+        """
+        if self._recorder is None:
+            return
+        recorder, self._recorder = self._recorder, None
+        self._adapter.runner.listeners.remove(recorder)
+        events = _gather(recorder.events(self._adapter.dp_rank))
+
+        def write() -> None:
+            if folder is not None:
+                one_step = replace(plan, steps=(plan.steps[index],))
+                line = {
+                    "step": number,
+                    "plan": json.loads(one_step.to_json()),
+                    "cost": None if self._cost is None else asdict(self._cost),
+                    "events": events,
+                }
+                folder.append_line(TRACE_FILE, line)
+
+        agree(write, device=torch.device(torch.cuda.current_device()))
+
+
+class _Recorder(Listener):
+    """Marks of one step on this rank, counted from a moment that all ranks share."""
+
+    def __init__(self) -> None:
+        self._begun: dict[tuple[Kind, int, int], Any] = {}
+        self._spans: list[Span] = []
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        self._begin = mark()
+
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        self._begun[kind, chunk, microbatch] = mark()
+
+    def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        begin = self._begun.pop((kind, chunk, microbatch))
+        self._spans.append((chunk, microbatch, kind, begin, mark()))
+
+    def events(self, dp_rank: int) -> list[list[Any]]:
+        """The fields of each `pipeline.Event`, seconds counted from the step's begin."""
+        torch.cuda.synchronize()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return [
+            [
+                dp_rank,
+                stage,
+                *span,
+                seconds_between(self._begin, begin),
+                seconds_between(self._begin, end),
+            ]
+            for *span, begin, end in self._spans
+        ]
+
+
+def mark() -> Any:
+    """A moment in the order of the device's work."""
+    if not cpu.uses_cuda():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """From one mark to another; on a GPU once both have happened."""
+    if isinstance(begin, float):
+        return float(end - begin)
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _gather(events: list[list[Any]]) -> list[list[Any]]:
+    """All pipelines' events on rank 0, by DP rank and stage; nothing elsewhere.
+
+    Ranks that share rows or tensors of a stage do the same at the same time: the first speaks.
+    """
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    speaks = tp_rank == parallel_state.get_context_parallel_rank() == 0
+    gathered: list[Any] | None = None
+    if dist.get_rank() == 0:
+        gathered = [None] * dist.get_world_size()
+    dist.gather_object(events if speaks else [], gathered)
+    return sorted(event for part in gathered or [] for event in part)

@@ -1,0 +1,96 @@
+"""Timelines as Chrome trace events, which Perfetto and chrome://tracing open.
+
+One process per source and DP rank, one thread per pipeline stage. Steps follow each other; what was
+planned and what was measured of a step begin together. Format: "Trace Event Format", Google, 2016.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megapack.pipeline.simulator import Event
+from megapack.view.timeline import Timeline
+
+_NAMES = {"F": "forward", "B": "backward"}
+
+
+def chrome_trace(timelines: Sequence[Timeline], microseconds: float = 1e6) -> str:
+    """The JSON of a trace file.
+
+    Args:
+        microseconds: of the timelines' unit of time.
+    """
+    events = [*_processes(timelines), *_slices(timelines, microseconds)]
+    # One event per line: readable, and quick to search.
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
+
+
+def _process(timeline: Timeline, rank: int, sources: list[str]) -> int:
+    # 0 is the operating system's: process ids begin at 1.
+    return 1 + sources.index(timeline.source) * timeline.plan.layout.dp + rank
+
+
+def _sources(timelines: Sequence[Timeline]) -> list[str]:
+    return list(dict.fromkeys(timeline.source for timeline in timelines))
+
+
+def _processes(timelines: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
+    """Names of processes and threads, and their order on the screen."""
+    sources = _sources(timelines)
+    for timeline in {timeline.source: timeline for timeline in timelines}.values():
+        for rank in range(timeline.plan.layout.dp):
+            pid = _process(timeline, rank, sources)
+            yield _meta(pid, 0, "process_name", {"name": f"{timeline.source}: DP rank {rank}"})
+            yield _meta(pid, 0, "process_sort_index", {"sort_index": pid})
+            for stage in range(timeline.plan.layout.pp):
+                yield _meta(pid, stage, "thread_name", {"name": f"stage {stage}"})
+                yield _meta(pid, stage, "thread_sort_index", {"sort_index": stage})
+
+
+def _meta(pid: int, tid: int, name: str, args: dict[str, str | int]) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
+
+
+def _slices(timelines: Sequence[Timeline], microseconds: float) -> Iterator[dict[str, Any]]:
+    sources, begins = _sources(timelines), _begins(timelines)
+    for timeline in timelines:
+        begin = begins[timeline.number]
+        for event in timeline.events:
+            yield {
+                "ph": "X",
+                "pid": _process(timeline, event.rank, sources),
+                "tid": event.stage,
+                "name": f"{_NAMES[event.kind]} {event.microbatch}",
+                "cat": timeline.source,
+                "ts": round((begin + event.start) * microseconds, 3),
+                "dur": round((event.end - event.start) * microseconds, 3),
+                "args": _args(timeline, event),
+            }
+
+
+def _args(timeline: Timeline, event: Event) -> dict[str, int | str]:
+    mb = timeline.step.ranks[event.rank][event.microbatch]
+    return {
+        "step": timeline.number,
+        "chunk": event.chunk,
+        "microbatch": event.microbatch,
+        "samples": len(mb.samples),
+        "tokens": mb.tokens,
+        "row_tokens": mb.row_tokens,
+    }
+
+
+def _begins(timelines: Sequence[Timeline]) -> dict[int, float]:
+    """Per step its begin: after the longer of what was planned and measured of the one before."""
+    longest: dict[int, float] = {}
+    for timeline in timelines:
+        seconds = max(timeline.rank_ends, default=0.0)
+        longest[timeline.number] = max(seconds, longest.get(timeline.number, 0.0))
+    begins, at = {}, 0.0
+    for number, seconds in longest.items():
+        begins[number] = at
+        at += seconds
+    return begins

@@ -1,0 +1,241 @@
+"""A step of a plan as a picture: its pipelines' timelines, its rows' fill, its ranks' load.
+
+Needs matplotlib (`pip install megapack[plot]`), which is imported where something is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megapack.errors import ConfigError
+from megapack.outlook.stats import StepReport, full_row
+from megapack.view.timeline import Timeline, typical_ranks
+
+# Okabe and Ito's colours, which also the colour-blind tell apart.
+_FORWARD, _BACKWARD = "#56b4e9", "#e69f00"
+_PADDING, _WAITING, _INK = "#999999", "#ececec", "#333333"
+_MAX_RANKS, _NUM_TYPICAL = 8, 3
+_MAX_LABELS = 400
+_FONT = {"font.size": 9, "svg.hashsalt": "megapack", "svg.fonttype": "none"}
+
+
+def draw_step(timeline: Timeline, report: StepReport, unit: str, suffix: str) -> bytes:
+    """A page about one step.
+
+    Args:
+        report: of the same step.
+        unit: of the timeline's times.
+        suffix: png, svg or pdf.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    with _drawing() as figure_of:
+        ends = timeline.rank_ends
+        ranks = typical_ranks(ends, _MAX_RANKS if len(ends) <= _MAX_RANKS else _NUM_TYPICAL)
+        lanes = len(ranks) * timeline.plan.layout.pp
+        heights = [max(1.2, 0.17 * lanes + 0.3 * len(ranks)), 1.9]
+        figure = figure_of(figsize=(11, sum(heights) + 1.3), layout="constrained")
+        top, bottom = figure.subfigures(2, 1, height_ratios=heights)
+        axes = top.subplots()
+        _draw_timeline(axes, timeline, ranks, max(ends))
+        _legend(axes)
+        _name_time(axes, timeline, unit)
+        if len(ranks) < len(ends):
+            shown = f"{len(ranks)} of {len(ends)} DP ranks: the slowest, the median, the fastest"
+            axes.set_title(shown, fontsize=9, loc="left")
+        fill, load = bottom.subplots(1, 2)
+        _draw_fill(fill, timeline)
+        _draw_load(load, timeline, unit)
+        figure.suptitle(_title(timeline, report), fontsize=10)
+        return _bytes(figure, suffix)
+
+
+def draw_timelines(timelines: dict[str, Timeline], unit: str, suffix: str) -> bytes:
+    """The slowest ranks of several timelines, one below the other on one axis of time.
+
+    Args:
+        timelines: by what to call them.
+        unit, suffix: see `draw_step`.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    with _drawing() as figure_of:
+        lanes = sum(timeline.plan.layout.pp for timeline in timelines.values())
+        size = (11, 0.17 * lanes + 0.55 * len(timelines) + 0.5)
+        figure = figure_of(figsize=size, layout="constrained")
+        plots = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+        end = max(max(timeline.rank_ends) for timeline in timelines.values())
+        for axes, (name, timeline) in zip(plots, timelines.items(), strict=True):
+            ends = timeline.rank_ends
+            _draw_timeline(axes, timeline, [ends.index(max(ends))], end)
+            axes.set_title(name, fontsize=9, loc="left")
+        _legend(plots[0])
+        _name_time(plots[-1], timeline, unit)
+        return _bytes(figure, suffix)
+
+
+@contextlib.contextmanager
+def _drawing() -> Iterator[Any]:
+    """matplotlib's `Figure` under our settings; no window and no global state."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("matplotlib is not installed; pip install megapack[plot]") from None
+    with matplotlib.rc_context(_FONT):
+        yield Figure
+
+
+def _bytes(figure: Any, suffix: str) -> bytes:
+    # Without the time of drawing: equal plans give equal files.
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix, dpi=110, metadata=metadata)
+    return buffer.getvalue()
+
+
+def _title(timeline: Timeline, report: StepReport) -> str:
+    layout = timeline.plan.layout
+    return (
+        f"step {timeline.number} of plan {timeline.plan.digest()[:12]}: dp={layout.dp} "
+        f"tp={layout.tp} pp={layout.pp} vpp={layout.vpp} cp={layout.cp} ep={layout.ep}, "
+        f"M={report.microbatch_span}, bubble {report.bubble_fraction:.1%}"
+    )
+
+
+def _draw_timeline(axes: Any, timeline: Timeline, ranks: Sequence[int], end: float) -> None:
+    """Lanes of stages, up to `end`, which other timelines of the figure may reach."""
+    from matplotlib.collections import PolyCollection
+
+    pp, own_end = timeline.plan.layout.pp, max(timeline.rank_ends)
+    lane_of = {rank: i * (pp + 0.6) for i, rank in enumerate(ranks)}
+    events = [event for event in timeline.events if event.rank in lane_of]
+    for lane in lane_of.values():
+        axes.add_patch(_rectangle(0, lane, own_end, pp, facecolor=_WAITING))
+    boxes = [
+        _box(event.start, lane_of[event.rank] + event.stage, event.end - event.start)
+        for event in events
+    ]
+    axes.add_collection(
+        PolyCollection(
+            boxes,
+            facecolors=[_colour(timeline, event) for event in events],
+            edgecolors="white",
+            linewidths=0.4 if len(events) < 2000 else 0.0,
+        )
+    )
+    _label_boxes(axes, events, lane_of, end)
+    axes.set_xlim(0, end)
+    axes.set_ylim(len(ranks) * (pp + 0.6) - 0.6, 0)
+    axes.set_yticks(
+        [lane + pp / 2 for lane in lane_of.values()], [f"rank {rank}" for rank in lane_of]
+    )
+    axes.tick_params(axis="y", length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _name_time(axes: Any, timeline: Timeline, unit: str) -> None:
+    paler = "; paler: later chunks" if timeline.plan.layout.vpp > 1 else ""
+    axes.set_xlabel(f"{unit}; stage 0 is the upmost of a rank{paler}")
+
+
+def _box(start: float, lane: float, width: float) -> list[tuple[float, float]]:
+    end, low, high = start + width, lane + 0.06, lane + 0.94
+    return [(start, low), (end, low), (end, high), (start, high)]
+
+
+def _rectangle(x: float, y: float, width: float, height: float, **style: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, linewidth=0, **style)
+
+
+def _colour(timeline: Timeline, event: Any) -> Any:
+    """By direction, and paler for later chunks."""
+    from matplotlib.colors import to_rgb
+
+    samples = timeline.step.ranks[event.rank][event.microbatch].samples
+    if not samples:
+        return to_rgb(_PADDING)
+    rgb = np.array(to_rgb(_FORWARD if event.kind == "F" else _BACKWARD))
+    share = 0.55 * event.chunk / max(1, timeline.plan.layout.vpp - 1)
+    return tuple(rgb + (1 - rgb) * share)
+
+
+def _label_boxes(axes: Any, events: Sequence[Any], lane_of: dict[int, float], end: float) -> None:
+    """The micro-batch's number, where it is readable."""
+    wide = [event for event in events if event.end - event.start > 0.011 * end]
+    if len(wide) > _MAX_LABELS:
+        return
+    for event in wide:
+        x, y = (event.start + event.end) / 2, lane_of[event.rank] + event.stage + 0.5
+        axes.text(x, y, str(event.microbatch), ha="center", va="center", fontsize=6, color=_INK)
+
+
+def _legend(axes: Any) -> None:
+    names = {"forward": _FORWARD, "backward": _BACKWARD, "padding": _PADDING, "waiting": _WAITING}
+    patches = [_rectangle(0, 0, 1, 1, facecolor=colour) for colour in names.values()]
+    axes.legend(
+        patches,
+        names,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(names),
+        frameon=False,
+        fontsize=8,
+    )
+
+
+def _draw_fill(axes: Any, timeline: Timeline) -> None:
+    """Real tokens of each row over the budget, or over the longest row without a budget."""
+    ranks = timeline.step.ranks
+    whole, name = full_row(timeline.plan, [timeline.step])
+    fill = np.full((len(ranks), max(map(len, ranks))), np.nan)
+    for r, rank in enumerate(ranks):
+        fill[r, : len(rank)] = [mb.tokens / whole for mb in rank]
+    image = axes.imshow(
+        fill,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="viridis",
+        vmin=0,
+        vmax=max(1.0, float(np.nanmax(fill))),
+    )
+    axes.set_title(f"row fill: real tokens over {name}", fontsize=9, loc="left")
+    axes.set_xlabel("micro-batch")
+    axes.set_ylabel("DP rank")
+    _whole_ticks(axes.xaxis, axes.yaxis)
+    axes.figure.colorbar(image, ax=axes, format="{x:.0%}")
+
+
+def _draw_load(axes: Any, timeline: Timeline, unit: str) -> None:
+    """Per rank its busiest stage's work, and what that stage waits until the last rank is done."""
+    ends, work = timeline.rank_ends, timeline.stage_seconds
+    ranks = np.arange(len(ends))
+    width = 0.8 if len(ends) <= 32 else 1.0
+    axes.bar(ranks, work, width, color=_FORWARD, label="work of the busiest stage")
+    bubble = np.array(ends) - work
+    axes.bar(ranks, bubble, width, bottom=work, color=_BACKWARD, label="bubble")
+    idle = max(ends) - np.array(ends)
+    axes.bar(ranks, idle, width, bottom=ends, color=_WAITING, label="until the slowest is done")
+    axes.set_title("load of each DP rank", fontsize=9, loc="left")
+    axes.set_xlabel("DP rank")
+    axes.set_ylabel(unit)
+    axes.set_ylim(0, max(ends) * 1.3)
+    axes.legend(loc="upper center", ncols=3, fontsize=7, frameon=False, columnspacing=1.0)
+    _whole_ticks(axes.xaxis)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _whole_ticks(*axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))

@@ -1,0 +1,158 @@
+"""How the package reads and writes files, read from its sources: no pickles, no half files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+PACKAGE = Path(__file__).resolve().parents[3] / "megapack"
+
+# What reads pickles, or YAML that names Python objects.
+UNSAFE_MODULES = {"pickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
+UNSAFE_CALLS = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
+SAFE_WITH = {
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+}
+UNPICKLES = {"checkpoint.state": "looks through torch's pickled index with a list of names"}
+
+# Files are written by `files.write_whole`. All others, and why.
+WRITERS = {
+    ("base.files", "open"): "write_whole itself",
+    ("base.files", "os.open"): "write_whole itself, into a device or a pipe",
+    ("base.files", "os.replace"): "write_whole itself",
+    ("cli", "os.open"): "/dev/null in place of a standard output that is lost",
+    ("train.folder", "open"): "appends lines (readers skip half a line at the end), and a lock",
+    ("train.folder", "self.write_text"): "write_whole in the run's folder",
+    ("train.job", "folder.write_text"): "write_whole in the run's folder",
+    ("data.index", "open"): "written in pieces; synced and renamed when whole",
+    ("data.index", "os.replace"): "the same",
+    ("data.index", "tempfile.TemporaryFile"): "tries whether a folder can be written; no name",
+    (
+        "checkpoint.checkpoints",
+        "torch.save",
+    ): "in a folder that gets its name when all in it is on the disk",
+    ("checkpoint.folders", "write_text"): "the same",
+    ("checkpoint.folders", "os.rename"): "gives it the name, or takes it before it is removed",
+    ("checkpoint.state", "torch.save"): "as checkpoint",
+    ("checkpoint.state", "torch_checkpoint.save"): "as checkpoint",
+    ("view.plot", "figure.savefig"): "into memory",
+    ("doctor.probes", "os.fdopen"): "a pipe to the parent",
+}
+WRITES = {"write_text", "write_bytes", "savefig", "tofile", "fdopen", "mkstemp", "copytree"}
+WRITES |= {"TemporaryFile", "NamedTemporaryFile", "SpooledTemporaryFile", "copyfile", "copy2"}
+WRITES_OF = {
+    "save": {"torch", "np", "numpy", "torch_checkpoint", "dist_checkpointing"},
+    "savez": {"np", "numpy"},
+    "dump": {"json", "pickle"},
+    "replace": {"os"},
+    "rename": {"os"},
+    "move": {"shutil"},
+}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield name, ast.parse(path.read_text(), str(path))
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+    """Every call and the dotted name of what is called; "" where that has none."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            dotted = isinstance(node.func, ast.Attribute | ast.Name)
+            yield ast.unparse(node.func) if dotted else "", node
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Top-level names of all imports."""
+    nodes = list(ast.walk(tree))
+    plain = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    return {name.partition(".")[0] for name in plain} | {
+        (n.module or "").partition(".")[0] for n in nodes if isinstance(n, ast.ImportFrom)
+    }
+
+
+def unsafe(tree: ast.Module) -> list[str]:
+    found = []
+    for name, node in calls(tree):
+        given = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+        key, value = SAFE_WITH.get(name, (None, None))
+        if name in UNSAFE_CALLS or (key is not None and given.get(key) is not value):
+            found.append(f"line {node.lineno}: {name}")
+    return found
+
+
+def writes(name: str, node: ast.Call) -> bool:
+    receiver, _, attribute = name.rpartition(".")
+    if name == "os.open":
+        return ast.unparse(node.args[1]) != "os.O_RDONLY"
+    if attribute == "open":
+        # `open(path)` reads; a mode that is no constant may be any.
+        at = 1 if receiver in ("", "io") else 0
+        given = [k.value for k in node.keywords if k.arg == "mode"] + node.args[at : at + 1]
+        mode = getattr(given[0], "value", "w") if given else "r"
+        return not isinstance(mode, str) or bool(set(mode) & set("wax+"))
+    return attribute in WRITES or receiver in WRITES_OF.get(attribute, ())
+
+
+def short(name: str) -> str:
+    """`write_text` of whatever `(part / NAME)` is."""
+    return name.rpartition(".")[2] if name.startswith("(") else name
+
+
+def test_nothing_is_unpickled() -> None:
+    assert {name for name, tree in modules() if imported(tree) & UNSAFE_MODULES} == set(UNPICKLES)
+    assert {name: found for name, tree in modules() if (found := unsafe(tree))} == {}
+
+
+def test_files_are_written_whole_but_for_those_of_the_list() -> None:
+    found = {
+        (module, short(name))
+        for module, tree in modules()
+        for name, node in calls(tree)
+        if writes(name, node)
+    }
+    assert found == set(WRITERS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("torch.load(p)", "torch.load(p, weights_only=False)", "np.load(p)", "yaml.load(t)"),
+        "np.load(p, allow_pickle=flag)",
+    ],
+)
+def test_the_reader_sees_what_is_unsafe(code: str) -> None:
+    assert unsafe(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    ("code", "is_write"),
+    [
+        ("open(p)", False),
+        ("open(p, 'rb')", False),
+        ("open(p, 'w')", True),
+        ("open(p, mode='ab')", True),
+        ("open(p, mode)", True),
+        ("path.open('x')", True),
+        ("path.open()", False),
+        ("path.write_bytes(b'')", True),
+        ("text.replace('a', 'b')", False),
+        ("os.replace(a, b)", True),
+        ("os.open(p, os.O_RDONLY)", False),
+        ("os.open(p, flags)", True),
+        ("torch.save(a, b)", True),
+        ("self.save(a)", False),
+    ],
+)
+def test_the_reader_sees_what_is_written(code: str, is_write: bool) -> None:
+    ((name, node),) = calls(ast.parse(code))
+    assert writes(name, node) is is_write

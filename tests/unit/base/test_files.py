@@ -1,0 +1,89 @@
+"""Files are written whole, through links and into devices, and read without waiting for ever."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from pathlib import Path
+
+import pytest
+
+from megapack.base import files
+from megapack.base.files import read_whole, write_whole
+
+pytestmark = pytest.mark.unit
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a", "é\n")
+    write_whole(tmp_path / "a", "ab")
+    assert read_whole(tmp_path / "a") == b"ab"
+    assert read_whole(tmp_path / "a", 1) == b"a"
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_old_content_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    write_whole(tmp_path / "a", "old")
+
+    def fail(handle: int) -> None:
+        raise error
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(type(error)):
+        write_whole(tmp_path / "a", "new")
+    assert (names(tmp_path), read_whole(tmp_path / "a")) == (["a"], b"old")
+
+
+def test_a_new_name_is_on_the_disk_before_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+
+    def note(handle: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, names(tmp_path)))
+
+    monkeypatch.setattr(files.os, "fsync", note)
+    write_whole(tmp_path / "a", "text")
+    assert synced == [("a.part", ["a.part"]), (tmp_path.name, ["a"])]
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there/a")
+    write_whole(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert names(tmp_path / "there") == ["a"]
+    assert read_whole(tmp_path / "link") == b"text"
+
+
+def test_a_device_is_written_into_and_stays_one() -> None:
+    write_whole(Path("/dev/null"), "text")
+    assert Path("/dev/null").is_char_device()
+    assert not Path("/dev/null.part").exists()
+
+
+def test_a_pipe_is_read_to_its_end_and_is_empty_where_nobody_writes(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert read_whole(pipe) == b""
+    with pytest.raises(OSError, match="No such device"):
+        write_whole(pipe, "text")
+    # More than a pipe holds: both ends wait for each other, as they should.
+    text = "x" * (1 << 20)
+    read_end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(read_end, True)
+    writer = threading.Thread(target=write_whole, args=(pipe, text))
+    writer.start()
+    select.select([read_end], [], [], 10)
+    with open(read_end, "rb") as file:
+        assert len(file.read()) == len(text)
+    writer.join(timeout=10)
+    assert not writer.is_alive()

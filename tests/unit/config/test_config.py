@@ -1,0 +1,342 @@
+"""YAML into dataclasses and back, and the schema of the main job."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megapack.config.load
+from megapack.config import dump_yaml, find_config, load_config, parse_config, to_dict
+from megapack.config.sections import TrainConfig
+from megapack.errors import ConfigError
+from megapack.layout import Layout
+from megapack.policy import Policy
+
+pytestmark = pytest.mark.unit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = 0.5
+    count: int = 1
+    kind: Literal["fast", "slow"] = "fast"
+    limit: int | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise ConfigError(f"inner.count is {self.count}; set 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer:
+    name: str
+    on: bool = False
+    inner: Inner = Inner()
+
+
+def parse(text: str, *overrides: str) -> Outer:
+    return parse_config(text, overrides, Outer, source="c.yaml")
+
+
+def test_doctest_of_the_module() -> None:
+    result = doctest.testmod(megapack.config.load)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_values_of_every_type() -> None:
+    config = parse(
+        "name: run\non: true\ninner:\n  rate: 1\n  kind: slow\n  limit: 3\n"
+        "  betas: [0, 1e-5]\n  sizes: [1_000, 0x10]\n"
+    )
+    inner = Inner(rate=1.0, kind="slow", limit=3, betas=(0.0, 1e-5), sizes=(1000, 16))
+    assert config == Outer(name="run", on=True, inner=inner)
+    assert type(config.inner.rate) is float
+
+
+@pytest.mark.parametrize(
+    ("scalar", "value"),
+    [("1e-5", 1e-5), ("1.", 1.0), (".5", 0.5), ("-2E+3", -2000.0), ("7", 7.0), ("1.5e3", 1500.0)],
+)
+def test_numbers(scalar: str, value: float) -> None:
+    assert parse(f"name: x\ninner: {{rate: {scalar}}}").inner.rate == value
+
+
+@pytest.mark.parametrize("scalar", ["yes", "on", "2024-01-01", "010", "1:30", "<<", "1e", "=", "-"])
+def test_words_that_yaml_1_1_would_change_stay_strings(scalar: str) -> None:
+    assert parse(f"name: {scalar}" if scalar != "-" else 'name: "-"').name == scalar
+
+
+def test_overrides_come_last_and_are_typed() -> None:
+    config = parse("name: x\ninner: {count: 1}", "inner.count=2", "inner.count=3", "inner.limit=~")
+    assert config.inner == Inner(count=3, limit=None)
+    assert parse("name: x", "inner={rate: 2}", "name=a=b").inner.rate == 2.0
+    assert parse("name: x", "name=a=b").name == "a=b"
+    assert parse("", "name=x").name == "x"
+
+
+BAD: list[Any] = [
+    ("name: x\ninner:\n  rat: 1", [], "c.yaml:3: unknown key inner.rat; did you mean inner.rate?"),
+    ("name: x\ncount: 1", [], "c.yaml:2: unknown key count; did you mean inner.count?"),
+    ("name: x\nzzz: 1", [], "c.yaml:2: unknown key zzz; valid keys are name, on, inner"),
+    ("name: x\nname: y", [], "c.yaml:2: key name stands twice; keep one of them"),
+    ("name: x\ninner: {count: 1.0}", [], "c.yaml:2: inner.count is 1.0, expected an integer"),
+    ("name: x\ninner: {count: true}", [], "inner.count is true, expected an integer"),
+    ("name: x\ninner: {rate: '1'}", [], "inner.rate is '1', expected a number"),
+    ("name: x\ninner: {rate: .nan}", [], "inner.rate is nan, expected a finite number"),
+    (f"name: x\ninner: {{rate: 1{'0' * 400}}}", [], "c.yaml:2: a whole number of 2^63"),
+    ("name: x\ninner: {rate: null}", [], "inner.rate is null, expected a number"),
+    ("name: x\ninner: {kind: slwo}", [], "expected fast or slow; did you mean slow?"),
+    ("name: x\ninner: {limit: a}", [], "inner.limit is 'a', expected an integer or null"),
+    ("name: x\ninner: {betas: [1]}", [], "inner.betas has 1 items, expected 2"),
+    ("name: x\ninner: {sizes: [1, b]}", [], "inner.sizes[1] is 'b', expected an integer"),
+    ("name: x\ninner: {sizes: 3}", [], "inner.sizes is 3, expected a list of an integer"),
+    ("name: x\ninner:", [], "inner is a section, got null; set keys of it (rate, count"),
+    ("name: x\ninner: 3", [], "inner is a section, got 3"),
+    ("name: 5", [], "name is 5, expected a string"),
+    ("name: x\non: yes", [], "on is 'yes', expected true or false"),
+    ("on: true", [], "name has no default; set it"),
+    ("", [], "name has no default; set it"),
+    ("- a", [], "c.yaml:1: a config is `key: value` lines, got a list of 1"),
+    ("name: x\ninner: {count: -1}", [], "c.yaml: inner.count is -1; set 0 or more"),
+    ("name: !!python/object/apply:os.system [ls]", [], "c.yaml:1: tags are refused"),
+    ("name: !!str 5", [], "c.yaml:1: tags are refused"),
+    ("name: &a x\ninner: *a", [], "c.yaml:2: aliases (*name) are refused"),
+    ("name: x\n1: y", [], "c.yaml:2: keys are words, got '1'"),
+    ("name: x\n? 'a\n\n  b'\n: y", [], "c.yaml:2: keys are words"),
+    ("name: x\n" + "k" * 999 + ": y", [], "unknown key kkk"),
+    ("name: x", ["na\nme=1"], "is not of the form section.key=value"),
+    ("name: x\n[a]: y", [], "c.yaml:2: keys are words"),
+    ("name: [x", [], "c.yaml:1: expected ',' or ']'"),
+    (
+        "name: x\n---\nname: y",
+        [],
+        "c.yaml:2: expected a single document in the stream but",
+    ),
+    ("name: \x07", [], "c.yaml: not plain YAML"),
+    ("name: " + "[" * 5000, [], "c.yaml:1: nested deeper than 16"),
+    (f"name: x\ninner: {{count: {2**63}}}", [], "a whole number of 2^63 or more; write a smaller"),
+    ("name: x", ["inner.rate"], "override 'inner.rate' is not of the form section.key=value"),
+    ("name: x", ["inner..rate=1"], "is not of the form section.key=value"),
+    ("name: x", ["=1"], "is not of the form section.key=value"),
+    ("name: x", ["name.a=1"], "override 'name.a=1': name is 'x', not a section"),
+    ("name: x", ["inner.cuont=1"], "unknown key inner.cuont; did you mean inner.count?"),
+    ("name: x", ["inner.count=b"], "override 'inner.count=b': inner.count is 'b'"),
+    ("name: x", ["inner.count=*b"], "override 'inner.count=*b': aliases (*name) are refused"),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_one_line_that_says_where(
+    text: str, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, *overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_alias_bomb_is_refused_at_its_first_alias() -> None:
+    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a}]\n"
+        for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    with pytest.raises(ConfigError, match="aliases"):
+        parse(bomb)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    latin, long = tmp_path / "latin.yaml", tmp_path / "long.yaml"
+    latin.write_bytes("name: é".encode("latin-1"))
+    long.write_bytes(b"#" * (1 << 21))
+    for path, message in [
+        (tmp_path / "absent.yaml", "cannot be read"),
+        (tmp_path, "cannot be read"),
+        (Path("a\0b"), "cannot be read"),
+        (latin, "not UTF-8"),
+        (long, "longer than"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load_config(path, [], Outer)
+
+
+texts = st.text(max_size=20)
+whole = st.integers(1 - 2**63, 2**63 - 1)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@pytest.mark.property
+@given(
+    name=texts,
+    rate=floats,
+    limit=st.none() | whole,
+    sizes=st.lists(whole).map(tuple),
+)
+def test_dump_is_the_inverse_of_parse(
+    name: str, rate: float, limit: int | None, sizes: Any
+) -> None:
+    config = Outer(name=name, inner=Inner(rate=rate, limit=limit, sizes=sizes))
+    assert parse_config(dump_yaml(config), [], Outer) == config
+
+
+def outcome(text: str) -> str:
+    try:
+        return parse(text, text).name.replace("\n", " ")
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.property
+@given(st.text(max_size=60))
+def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
+    assert "\n" not in outcome(text)
+
+
+def test_to_dict_is_plain() -> None:
+    plain = to_dict(Outer(name="x"))
+    assert plain["inner"]["betas"] == [0.9, 0.95]
+    assert type(plain["inner"]) is dict
+
+
+def test_find_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> None:
+    shipped = sorted((repo_root / "configs").glob("*.yaml"))
+    assert shipped
+    monkeypatch.chdir(tmp_path)
+    assert find_config(f"configs/{shipped[0].name}").samefile(shipped[0])
+    assert find_config(shipped[0].name).samefile(shipped[0])
+    with pytest.raises(ConfigError, match=f"no such file; shipped configs are .*{shipped[0].name}"):
+        find_config("absent.yaml")
+    with pytest.raises(ConfigError):
+        find_config(f"elsewhere/{shipped[0].name}")
+
+
+# --- the main job's schema ---
+
+
+def job(*overrides: str) -> TrainConfig:
+    return parse_config("{name: x, plan: {max_tokens_per_gpu: 99}}", overrides, TrainConfig)
+
+
+def test_defaults_are_valid_and_round_trip() -> None:
+    config = job()
+    assert parse_config(dump_yaml(config), [], TrainConfig) == config
+
+
+def test_every_shipped_config_loads(repo_root: Path) -> None:
+    paths = sorted((repo_root / "configs").glob("*.yaml"))
+    assert paths
+    for path in paths:
+        load_config(path, [], TrainConfig)
+
+
+def test_every_field_of_the_policy_is_a_key_that_reaches_it() -> None:
+    policy = Policy(
+        count_rule="multiple",
+        unreachable="drop",
+        oversize="error",
+        row_shape="uniform",
+        balance="tokens",
+        step_split="balanced",
+        search=7,
+        group_size="search",
+        max_live_tokens_per_gpu=65536,
+    )
+    keys = policy.to_payload()
+    assert all(value != getattr(Policy(), name) for name, value in keys.items())
+    plan = job(*(f"plan.{name}={value}" for name, value in keys.items())).plan
+    assert plan.to_policy() == policy
+    assert dataclasses.replace(plan, search=8).to_policy() == dataclasses.replace(policy, search=8)
+
+
+def test_to_layout_fills_dp() -> None:
+    config = job("layout.tp=2", "layout.pp=2", "layout.vpp=2", "layout.sequence_parallel=true")
+    layout = config.layout.to_layout(8)
+    assert (layout.dp, layout.tp, layout.pp, layout.vpp) == (2, 2, 2, 2)
+    assert layout.sequence_parallel
+    for world in (3, 6, 9):
+        with pytest.raises(ConfigError, match=f"the job has {world}"):
+            config.layout.to_layout(world)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows"),
+    [
+        ("null", False),
+        ("delayed", True),
+        ("tensorwise", True),
+        ("blockwise", "blockwise"),
+        ("mxfp8", "mxfp8"),
+    ],
+)
+def test_rows_are_aligned_for_the_models_recipe(recipe: str, rows: object) -> None:
+    config = job(f"model.fp8={recipe}", "model.dtype=bf16")
+    assert config.layout.to_layout(1, config.model.fp8_rows) == Layout(fp8=rows)  # type: ignore[arg-type]
+
+
+def test_a_head_may_be_wider_than_its_share_of_the_model() -> None:
+    """Qwen3 of 4B parameters: 32 heads of 128 channels on a width of 2560."""
+    model = job("model.hidden_size=2560", "model.num_attention_heads=32", "model.kv_channels=128")
+    assert model.model.head_width == 128
+    assert job("model.hidden_size=2560", "model.num_attention_heads=32").model.head_width == 80
+
+
+BAD_JOBS: list[tuple[list[str], str]] = [
+    (["name=a/b"], "name is 'a/b'"),
+    (["name=.."], "name is '..'"),
+    (["seed=-1"], "seed is -1; set 0 or more"),
+    (["layout.pp=0"], "layout.pp is 0; set 1 or more"),
+    (["layout.pp=3"], "model.num_layers=4 does not divide over pp * vpp = 3 chunks"),
+    (["layout.tp=3"], "model.num_attention_heads=4 does not divide over layout.tp=3"),
+    (["model.num_experts=2", "model.moe_top_k=3"], "moe_top_k=3 is above model.num_experts=2"),
+    (["model.mtp_num_layers=1", "model.recompute=full"], "set model.recompute=selective"),
+    (["model.moe_bias_update_rate=0.1"], "needs model.moe_score_function=sigmoid"),
+    (["model.num_experts=3", "layout.ep=2"], "num_experts=3 does not divide over layout.ep=2"),
+    (["layout.ep=2"], "num_experts=None does not divide over layout.ep=2"),
+    (["train.on_oom=replan", "layout.tp=2"], "replan with layout.tp=2, cp=1, ep=1: ranks"),
+    (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
+    (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),
+    (["layout.sequence_paralel=true"], "did you mean layout.sequence_parallel?"),
+    (["plan={}"], "neither of plan.max_tokens_per_gpu and plan.micro_batch_size set; set one"),
+    (["plan.max_tokens_per_gpu=null"], "neither of plan.max_tokens_per_gpu and"),
+    (["plan.micro_batch_size=2"], "both of plan.max_tokens_per_gpu"),
+    (["plan.global_batch_size=2", "plan.num_steps=2"], "unset one"),
+    (["plan.max_tokens_per_gpu=0"], "plan.max_tokens_per_gpu is 0"),
+    (["plan.search=-1"], "plan.search is -1"),
+    (["max_tokens_per_gpu=9"], "did you mean plan.max_tokens_per_gpu?"),
+    (["model.hidden_size=66"], "set a multiple of 8"),
+    (["model.num_query_groups=3"], "set a divisor of 4"),
+    (["model.kv_channels=15"], "model.kv_channels=15 is odd; rotary embeddings"),
+    (["model.norm_epsilon=-1"], "model.norm_epsilon is -1.0; set 0 or more"),
+    (["model.fp8=mxfp8"], "model.fp8=mxfp8 with model.attention=auto and model.dtype=fp32; set"),
+    (["model.fp8=delayed", "model.attention=sdpa", "model.dtype=bf16"], "set model.attention=te"),
+    (["model.dtype=fp16"], "expected fp32 or bf16"),
+    (["data.path=''"], "data.path is empty"),
+    (["data.num_generated=5"], "no multiple of data.generated_group_size=4"),
+    (["data.max_length=5000"], "above model.max_position_embeddings=4096"),
+    (["objective.loss_weighting=token_mean"], "did you mean token-mean?"),
+    (["objective.loss_weighting=seq-mean-token-sum-norm"], "set objective.norm_constant"),
+    (["objective.kind=ppo", "objective.kl_coef=0.1"], "has no effect under kind=ppo"),
+    (["objective.kind=grpo", "objective.kl_level=sequence"], "has no effect under kind=grpo"),
+    (["objective.dual_clip=1"], "objective.dual_clip is 1.0"),
+    (["objective.clip_low=1.5"], "objective.clip_low is 1.5"),
+    (["optim.adam_beta2=1"], "must be below 1"),
+    (["optim.min_lr=1"], "optim.min_lr=1.0 is above optim.lr"),
+    (["train.epochs=0"], "train.epochs is 0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD_JOBS, ids=lambda value: str(value)[:40])
+def test_bad_jobs(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(*overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

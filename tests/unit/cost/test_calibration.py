@@ -1,0 +1,176 @@
+"""Measured seconds into a cost model, and the file that the planner reads it from."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapack import ConfigError, CostModel, DataError, Layout, Measurement
+from megapack.config import dump_yaml
+from megapack.config.cost_file import read_cost
+from megapack.config.sections import ModelConfig, PlanConfig, TrainConfig
+from megapack.cost.calibration import Calibration, Origin
+from tools.calibration_rows import (
+    fit_whole_model,
+    grid,
+    on_one_stage,
+    relative_errors,
+    stage_weights,
+)
+
+pytestmark = pytest.mark.unit
+
+LAYOUT = Layout(pp=2, vpp=2, cp=2)
+ONE_STAGE = Layout(cp=2)
+COST = CostModel(
+    fixed=1e-3, per_token=1 / 3e6, per_token_sq=3e-11, per_sample=1e-5, backward_ratio=2.2
+)
+
+
+def seconds_of_grid(cost: CostModel, backward_ratio: float) -> list[Measurement]:
+    """What rows would take if the model on one stage were right."""
+    rows = []
+    for lengths in grid(16384, 8192, 2):
+        sums = sum(lengths), sum(n**2 for n in lengths), len(lengths)
+        forward = cost.forward_seconds(
+            ONE_STAGE, row_tokens=sums[0], tokens_sq=sums[1], num_samples=sums[2]
+        )
+        rows.append(Measurement(*sums, forward, backward_ratio * forward))
+    return rows
+
+
+def test_a_written_cost_model_is_read_back_exactly(tmp_path: Path) -> None:
+    cost = CostModel(fixed=1e-17, per_token=1 / 3, stage_weights=(0.5, 1.5), fit_error=0.04)
+    origin = Origin(
+        command="calibrate 'a: b'",
+        date="2026-01-31",
+        device="a GPU",
+        versions="torch 2",
+        num_rows=22,
+        worst_fit_error=0.1,
+    )
+    path = tmp_path / "cost.yaml"
+    path.write_text(dump_yaml(Calibration(cost=cost, origin=origin)), encoding="utf-8")
+    found = read_cost(path, Layout(pp=2))
+    assert found == cost
+    assert found.fit_error == cost.fit_error
+    config = PlanConfig(max_tokens_per_gpu=8, cost_model=str(path))
+    assert config.read_cost(Layout(pp=2)) == cost
+
+
+def test_a_file_may_hold_the_cost_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cost.yaml"
+    path.write_text("cost: {per_token: 2}", encoding="utf-8")
+    assert read_cost(path, Layout()) == CostModel(per_token=2.0)
+
+
+def test_without_a_file_tokens_count() -> None:
+    assert PlanConfig(max_tokens_per_gpu=8).read_cost(Layout()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("cost: {per_tokens: 1}", "cost.yaml:1: unknown key cost.per_tokens; did you mean"),
+        ("per_token: 1", "did you mean cost.per_token?"),
+        ("cost: {per_token: -1}", "cost.yaml: per_token=-1.0"),
+        ("cost: {fixed: .nan}", "expected a finite number"),
+        ("cost: !!python/object:os.system {}", "tags are refused"),
+        ("origin: null", "cost has no default"),
+        ("cost: {stage_weights: [1, 1]}", "cost.yaml: 2 stage_weights for pp*vpp=4 chunks"),
+        ("cost: {stage_weights: [1, 2, 3, 4]}", "must have mean 1"),
+    ],
+)
+def test_bad_files_are_refused_with_their_name(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "cost.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_cost(path, LAYOUT)
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_an_absent_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        read_cost("absent.yaml", LAYOUT)
+
+
+@given(st.integers(1, 20000), st.integers(1, 20000), st.sampled_from([1, 2, 16, 96]))
+def test_rows_of_the_grid_fit(budget: int, longest: int, unit: int) -> None:
+    if min(budget, longest) < unit:
+        with pytest.raises(ConfigError, match=f"alignment {unit}"):
+            grid(budget, longest, unit)
+        return
+    rows = grid(budget, longest, unit)
+    assert rows == grid(budget, longest, unit)
+    assert max(map(sum, rows)) == budget // unit * unit
+    for row in rows:
+        assert all(0 < n <= longest and n % unit == 0 for n in row)
+
+
+def test_the_grid_has_few_long_and_many_short_samples() -> None:
+    rows = grid(16384, 8192)
+    at_budget = [row for row in rows if sum(row) == 16384]
+    assert [len(row) for row in at_budget] == [2, 10, 51, 256]
+    assert {sum(row) for row in rows} == {1024, 2048, 4096, 8192, 12288, 16384}
+
+
+def test_a_whole_model_is_shared_among_the_chunks() -> None:
+    found = fit_whole_model(seconds_of_grid(COST, 2.2), LAYOUT)
+    assert found.fixed == pytest.approx(COST.fixed / 4)
+    for name in ("per_token", "per_token_sq", "per_sample", "backward_ratio"):
+        assert getattr(found, name) == pytest.approx(getattr(COST, name), rel=1e-4), name
+    row = {"row_tokens": 4096, "tokens_sq": 4096 * 512, "num_samples": 8}
+    assert 4 * found.forward_seconds(LAYOUT, **row) == pytest.approx(
+        COST.forward_seconds(ONE_STAGE, **row)
+    )
+    assert on_one_stage(found, LAYOUT).fixed == pytest.approx(COST.fixed)
+
+
+def test_forward_and_backward_are_fitted_together() -> None:
+    """Backwards that do not follow the forwards leave the sum of both right."""
+    rows = seconds_of_grid(COST, 2.0)
+    other = [
+        row._replace(
+            forward_seconds=row.forward_seconds * (1 + part),
+            backward_seconds=row.forward_seconds * (2 - part),
+        )
+        for row, part in zip(rows, [0.2, -0.2] * (len(rows) // 2), strict=True)
+    ]
+    cost = fit_whole_model(other, ONE_STAGE)
+    forward, both = relative_errors(cost, ONE_STAGE, other)
+    assert both == pytest.approx([0.0] * len(rows), abs=1e-6)
+    assert cost.fit_error == pytest.approx(0.0, abs=1e-6)
+    assert 0.1 < max(map(abs, forward)) < 0.3
+    with pytest.raises(DataError):
+        fit_whole_model([], ONE_STAGE)
+
+
+def test_the_last_chunk_carries_what_is_no_layer() -> None:
+    # A layer takes 1 s, the head 4 s: chunks of 2, 2, 2 and 6 s.
+    weights = stage_weights(12.0, 6.0, num_layers=8, num_chunks=4)
+    assert weights == pytest.approx((2 / 3, 2 / 3, 2 / 3, 2.0))
+    assert stage_weights(8.0, 2.0, num_layers=8, num_chunks=4) == pytest.approx((1.0,) * 4)
+    with pytest.raises(DataError, match="too busy to tell"):
+        stage_weights(1.0, 1.1, num_layers=8, num_chunks=4)
+
+
+def test_the_tool_measures_rows_that_fp8_runs(
+    repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repo_root / "tools"))
+    calibrate = importlib.import_module("calibrate")
+    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: 1)
+    config = TrainConfig(
+        name="fp8",
+        plan=PlanConfig(max_tokens_per_gpu=1000),
+        model=ModelConfig(dtype="bf16", fp8="blockwise", max_position_embeddings=1000),
+    )
+    job = calibrate.Job(config)
+    rows = job.grid(None).plan.steps[0].ranks[0]
+    assert {row.row_tokens % 128 for row in rows} == {0}
+    assert job.target.fp8 == "blockwise"

@@ -1,0 +1,137 @@
+"""Bytes of a GPU, against published formulas and numbers done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megapack import Layout, ModelSizes
+from megapack.config import load_config
+from megapack.config.model import ModelConfig
+from megapack.config.sections import TrainConfig
+from megapack.cost.memory import MemoryModel
+
+pytestmark = pytest.mark.unit
+
+H = 1024
+GPT = ModelSizes(
+    num_layers=8,
+    hidden_size=H,
+    ffn_hidden_size=4 * H,
+    num_attention_heads=16,
+    vocab_size=32000,
+    gated=False,
+)
+DENSE = 8 * (12 * H * H + 2 * H) + 2 * 32000 * H + H
+EXPERTS = replace(GPT, num_experts=16, experts_per_token=2, gated=True)
+
+
+def bare(model: MemoryModel, layout: Layout) -> list[int]:
+    """Parameters, gradients and optimizer bytes summed over stages."""
+    found = [model.stage(layout, s, live_tokens=0, row_tokens=0) for s in range(layout.pp)]
+    kinds = ("parameters", "gradients", "optimizer")
+    return [sum(getattr(stage, kind) for stage in found) for kind in kinds]
+
+
+def test_bf16_takes_18_bytes_per_parameter_or_6_and_12_over_dp() -> None:
+    model = MemoryModel(sizes=GPT, distributed_optimizer=False)
+    assert bare(model, Layout(dp=4)) == [2 * DENSE, 4 * DENSE, 12 * DENSE]
+    model = MemoryModel(sizes=GPT)
+    assert bare(model, Layout(dp=4, cp=2)) == [2 * DENSE, 4 * DENSE, 12 * DENSE // 8]
+    assert sum(bare(replace(model, dtype="fp32"), Layout())) == 16 * DENSE
+
+
+def test_stages_share_layers_and_the_ends_have_the_vocabulary() -> None:
+    model = MemoryModel(sizes=GPT, untied_embeddings=False, distributed_optimizer=False)
+    layout = Layout(pp=4)
+    found = [model.stage(layout, s, live_tokens=0, row_tokens=0).parameters for s in range(4)]
+    assert found[1] == found[2] == 2 * 2 * (12 * H * H + 2 * H)
+    assert found[0] - found[1] == 2 * 32000 * H
+    assert found[3] - found[0] == 2 * H
+    one = model.stage(Layout(), 0, live_tokens=0, row_tokens=0).parameters
+    assert one == 2 * (DENSE - 32000 * H)
+
+
+def test_experts_are_split_over_ep_and_their_optimizer_over_the_rest() -> None:
+    model = MemoryModel(sizes=EXPERTS)
+    layout = Layout(dp=8, ep=4)
+    experts = 8 * 16 * 3 * H * 4 * H
+    dense = 8 * (4 * H * H + 2 * H + 16 * H) + 2 * 32000 * H + H
+    weights = dense + experts // 4
+    assert bare(model, layout) == [
+        2 * weights,
+        4 * weights,
+        12 * dense // 8 + 12 * (experts // 4) // 2,
+    ]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_activations_are_those_of_korthikanti(tp: int, sequence_parallel: bool) -> None:
+    """Without masks: 10h + 24h / t becomes 8h + 24h / t, 34h / t becomes 32h / t."""
+    layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
+    found = MemoryModel(sizes=GPT).activation_bytes_per_token(layout)
+    whole = 8 / tp if sequence_parallel else 8
+    assert found == pytest.approx((whole + 24 / tp) * H)
+
+
+def test_grouped_queries_and_gates_count_as_wide_as_they_are() -> None:
+    sizes = replace(GPT, num_query_groups=4, gated=True)
+    found = MemoryModel(sizes=sizes).activation_bytes_per_token(Layout())
+    # Inputs 4h; queries and the output of attention 2h; keys and values h/2; MLP 3 * 4h; times 2.
+    assert found == pytest.approx(2 * H * (4 + 2 + 0.5 + 12))
+    routed = MemoryModel(sizes=EXPERTS).activation_bytes_per_token(Layout())
+    assert routed == pytest.approx(2 * H * (4 + 4 + 2 * (2 + 12)))
+
+
+def test_activations_in_flight() -> None:
+    model, layout = MemoryModel(sizes=GPT), Layout(pp=4)
+    per_token = model.activation_bytes_per_token(layout)
+    first = model.stage(layout, 0, live_tokens=4000, row_tokens=1000)
+    last = model.stage(layout, 3, live_tokens=4000, row_tokens=1000)
+    assert first.activations == int(4000 * 2 * per_token)
+    assert last.activations == int(1000 * 2 * per_token)
+    assert (first.head, last.head > 0) == (0, True)
+    assert model.fullest_stage(layout, live_tokens=4000, row_tokens=1000) == max(
+        (model.stage(layout, s, live_tokens=4000, row_tokens=1000) for s in range(4)),
+        key=lambda stage: stage.total,
+    )
+    full = replace(model, recompute="full").stage(layout, 0, live_tokens=4000, row_tokens=1000)
+    assert full.activations == int(4000 * 2 * 2 * H + 1000 * per_token)
+
+
+def test_the_heads_chunk_bounds_its_logits() -> None:
+    model = MemoryModel(sizes=GPT, logprob_chunk_tokens=8192)
+    long = model.stage(Layout(), 0, live_tokens=0, row_tokens=65536).head
+    assert long == 32000 * (4 * H + 10 * 8192)
+    assert model.stage(Layout(tp=2), 0, live_tokens=0, row_tokens=65536).head == long // 2
+    assert model.stage(Layout(), 0, live_tokens=0, row_tokens=16).head == 32000 * (10 * H + 32)
+
+
+def test_sizes_of_a_config() -> None:
+    model = ModelConfig(hidden_size=64, num_experts=4, moe_ffn_hidden_size=32, moe_top_k=3)
+    sizes = model.to_sizes()
+    assert (sizes.ffn_hidden_size, sizes.num_experts, sizes.experts_per_token) == (32, 4, 3)
+    dense = ModelConfig(hidden_size=64, vocab_size=999).to_sizes()
+    assert (dense.ffn_hidden_size, dense.num_experts, dense.vocab_size) == (256, None, 999)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        ("qwen3_1p7b_gpu1", 1.72),
+        ("qwen3_4b_dp4_tp2_gpu8", 4.02),
+        ("qwen3_30b_a3b_dp32_pp2_vpp4_ep8_gpu64", 30.53),
+        ("llama3_70b_dp2_tp8_pp4_vpp5_gpu64", 70.55),
+    ],
+)
+def test_shipped_models_have_the_published_numbers_of_parameters(
+    config: str, billions: float
+) -> None:
+    path = Path(__file__).parents[3] / "configs" / f"{config}.yaml"
+    model = load_config(path, [], TrainConfig).model
+    memory = MemoryModel(sizes=model.to_sizes(), untied_embeddings=model.untie_embeddings)
+    stage = memory.stage(Layout(), 0, live_tokens=0, row_tokens=0)
+    assert stage.parameters / 2e9 == pytest.approx(billions, abs=0.01)

@@ -1,0 +1,295 @@
+"""Data sets: one index, kept while nothing changes; tokens of single samples."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapack.data import index as data_index
+from megapack.data.dataset import Dataset
+from megapack.data.index import ReadSettings, load_index
+from megapack.data.rollouts import Rollout, SampleReward, group_advantages, group_batches
+from megapack.data.tokenizer import ByteTokenizer
+from megapack.errors import DataError
+
+pytestmark = pytest.mark.unit
+
+ROWS: list[dict[str, Any]] = [
+    {"group": 1, "rollout": 0, "prompt": "2+2=", "response": "4", "reward": 1.0},
+    {"group": "1", "rollout": 0, "prompt": "", "response": "äöü", "reward": 0.5, "more": [1]},
+    {"group": 1, "rollout": 1, "prompt_ids": [5, 6], "response_ids": [], "reward": 0.0},
+    {"prompt_ids": [], "response_ids": [7, 8, 9], "advantage": -0.5},
+    {"group": 1, "rollout": 1, "prompt": "x", "response": "y", "reward": 0.25},
+]
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]] = ROWS, end: str = "\n\n") -> Path:
+    path.write_text("".join(json.dumps(row) + end for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]], row_group_size: int = 2) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    # A column has one type: the group "1" of JSON Lines stays out.
+    plain = [{**row, "group": str(row["group"])} if "group" in row else row for row in rows]
+    names = dict.fromkeys(name for row in plain for name in row)
+    table = pyarrow.table({name: [row.get(name) for row in plain] for name in names})
+    parquet.write_table(table, path, row_group_size=row_group_size)
+    return path
+
+
+def as_rollouts(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
+    """What a file of these rows holds."""
+    tokenizer, records = ByteTokenizer(), []
+    for number, row in enumerate(rows):
+        prompt_ids, response_ids = row.get("prompt_ids"), row.get("response_ids")
+        if "prompt" in row:
+            prompt_ids = tokenizer.encode_prompt(row["prompt"])
+            response_ids = tokenizer.encode_response(row["response"])
+        records.append(
+            Rollout(
+                prompt_ids=np.array(prompt_ids, dtype=np.int64),
+                response_ids=np.array(response_ids, dtype=np.int64),
+                group=row.get("group", f"own {number}"),
+                rollout=row.get("rollout", f"own {number}"),
+                reward=row.get("reward"),
+                advantage=row.get("advantage"),
+            )
+        )
+    return records
+
+
+def dataset(path: Path, spare: Path, **settings: Any) -> Dataset:
+    return Dataset.from_files(path, ReadSettings(**settings), spare)
+
+
+def assert_holds(found: Dataset, records: Sequence[Rollout]) -> None:
+    """The data set is these records, in every respect that training reads."""
+    rows = np.arange(len(records))
+    assert len(found) == len(records)
+    for number in reversed(rows.tolist()):
+        prompt, response = found.tokens(number)
+        assert prompt.tolist() == records[number].prompt_ids.tolist()
+        assert response.tolist() == records[number].response_ids.tolist()
+    assert found.prompt_tokens(rows) == [len(r.prompt_ids) for r in records]
+    assert found.response_tokens(rows) == [len(r.response_ids) for r in records]
+    numbers: dict[Any, int] = {}
+    assert found.rollout_ids(rows) == [numbers.setdefault(r.key, len(numbers)) for r in records]
+    assert found.num_rollouts(rows) == len(numbers)
+    rewards = [SampleReward(r.group, r.rollout, r.reward, r.advantage) for r in records]
+    if all(one.reward is not None or one.advantage is not None for one in rewards):
+        assert (group_advantages(found.rewards(rows)) == group_advantages(rewards)).all()
+    groups: dict[Any, int] = {}
+    group_of = np.array([groups.setdefault(r.group, len(groups)) for r in records])
+    for options in ({}, {"shuffle": True, "seed": 3, "epoch": 2}):
+        expected = [batch.tolist() for batch in group_batches(group_of, 2, **options)]
+        assert [batch.tolist() for batch in found.batches(2, **options)] == expected
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n"])
+def test_lines_are_found_again(tmp_path: Path, end: str) -> None:
+    path = write_lines(tmp_path / "data.jsonl", end=end)
+    assert_holds(dataset(path, tmp_path / "spare"), as_rollouts(ROWS))
+
+
+def test_the_last_line_may_have_no_end(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "data.jsonl", end="\n")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert_holds(dataset(path, tmp_path / "spare"), as_rollouts(ROWS))
+
+
+def test_in_memory_and_in_a_file_are_alike(tmp_path: Path) -> None:
+    records = as_rollouts(ROWS)
+    assert_holds(Dataset.from_rollouts(records), records)
+    in_file = dataset(write_lines(tmp_path / "data.jsonl"), tmp_path)
+    assert Dataset.from_rollouts(records).digest() == in_file.digest()
+    other = dataset(write_lines(tmp_path / "other.jsonl", ROWS[:-1]), tmp_path)
+    assert other.digest() != in_file.digest()
+
+
+def test_parquet_holds_the_same_samples(tmp_path: Path) -> None:
+    rows = [ROWS[i] for i in (0, 2, 3, 4)]
+    table = write_parquet(tmp_path / "data.parquet", rows)
+    assert_holds(dataset(table, tmp_path / "spare"), as_rollouts(rows))
+
+
+def test_a_folder_is_its_files_one_behind_the_other(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_lines(folder / "b.jsonl", [ROWS[1]])
+    write_parquet(folder / "c.parquet", [ROWS[3]])
+    write_lines(folder / "a.jsonl", [ROWS[0], ROWS[2]])
+    write_lines(folder / "notes.txt", ROWS)
+    whole = [ROWS[i] for i in (0, 2, 1, 3)]
+    assert_holds(dataset(folder, tmp_path / "spare"), as_rollouts(whole))
+
+
+def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no file named \*.jsonl or \*.parquet"):
+        dataset(tmp_path, tmp_path)
+
+
+def test_overlong_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    short = {"prompt_ids": [1, 2], "response_ids": [3], "reward": 0.5}
+    long = {"prompt_ids": [1, 2, 3], "response_ids": [4, 5], "reward": 1.0}
+    path = write_lines(tmp_path / "data.jsonl", [short, long], end="\n")
+    assert len(dataset(path, tmp_path, max_length=5)) == 2
+    with pytest.raises(DataError, match=r"data\.jsonl:2: 5 tokens, max_length is 4; raise it"):
+        dataset(path, tmp_path, max_length=4)
+    cut = as_rollouts([short, {**long, "response_ids": [4]}])
+    assert_holds(dataset(path, tmp_path, max_length=4, overlong="truncate"), cut)
+    assert "1 samples truncated to 4 tokens" in caplog.text
+    assert_holds(dataset(path, tmp_path, max_length=4, overlong="skip"), as_rollouts([short]))
+    assert "1 samples above 4 tokens skipped" in caplog.text
+    prompts = as_rollouts(
+        [{**short, "response_ids": []}, {"prompt_ids": [1, 2], "response_ids": []}]
+    )
+    assert_holds(dataset(path, tmp_path, max_length=2, overlong="truncate"), prompts)
+    with pytest.raises(DataError, match=r"2 were above max_length=1"):
+        dataset(path, tmp_path, max_length=1, overlong="skip")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "data.jsonl:3: not JSON"),
+        ('{"prompt_ids": [999], "response_ids": []}', "outside the vocabulary"),
+        ('{"prompt": "' + "x" * 90 + '", "response": ""}', "92 tokens, max_length is 50"),
+    ],
+)
+def test_a_bad_line_is_named_and_leaves_no_index(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")
+    with pytest.raises(DataError, match=says):
+        dataset(path, tmp_path / "spare", max_length=50)
+    assert [p.name for p in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+class Reads:
+    """Counts how often files are read whole."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        build = data_index.build_index
+
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            return build(*args)
+
+        monkeypatch.setattr(data_index, "build_index", counted)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+def indexes(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.endswith("index.npy")]
+
+
+def test_the_index_is_kept_until_something_changes(tmp_path: Path, reads: Reads) -> None:
+    path = write_lines(tmp_path / "data.jsonl")
+    index = load_index(path, ReadSettings(), tmp_path / "spare")
+    assert isinstance(index, np.memmap)
+    load_index(path, ReadSettings(), tmp_path / "spare")
+    assert reads.count == 1
+    state = path.stat()
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    load_index(path, ReadSettings(), tmp_path / "spare")
+    assert reads.count == 2, "another time of change"
+    write_lines(path, ROWS[:2])
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    assert len(load_index(path, ReadSettings(), tmp_path / "spare")) == 2
+    assert reads.count == 3, "another size"
+    for count, settings in enumerate(
+        ({"vocab_size": 300}, {"max_length": 9}, {"max_length": 9, "overlong": "truncate"}), 4
+    ):
+        load_index(path, ReadSettings(**settings), tmp_path / "spare")
+        assert reads.count == count, settings
+    assert len(indexes(tmp_path)) == 1, "outdated ones stay"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_an_index_has_the_rights_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        load_index(write_lines(tmp_path / "a.jsonl"), ReadSettings(), tmp_path)
+    finally:
+        os.umask(before)
+    (name,) = indexes(tmp_path)
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_pipe_among_the_files_is_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl: no regular file; set data\.path"):
+        load_index(tmp_path, ReadSettings(), tmp_path)
+
+
+def test_another_tokenizer_is_another_index(tmp_path: Path, reads: Reads) -> None:
+    class Longer(ByteTokenizer):
+        vocab_size = 260
+
+    path = write_lines(tmp_path / "data.jsonl")
+    for tokenizer in (ByteTokenizer(), Longer()):
+        load_index(path, ReadSettings(tokenizer=tokenizer), tmp_path)
+    assert reads.count == 2
+
+
+def test_a_damaged_index_is_made_anew(tmp_path: Path, reads: Reads) -> None:
+    path = write_lines(tmp_path / "data.jsonl")
+    for damage in (lambda b: b[:-3], lambda b: b[:40], lambda _: b"", lambda b: b"x" + b[1:]):
+        dataset(path, tmp_path)
+        (name,) = indexes(tmp_path)
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(damage(whole))
+        dataset(path, tmp_path)
+        assert (tmp_path / name).read_bytes() == whole
+    assert reads.count == 5
+
+
+def test_data_that_cannot_be_written_beside_is_indexed_elsewhere(
+    tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Permissions do not stop root, who runs tests in containers.
+    folder, spare = tmp_path / "data", tmp_path / "runs" / ".index"
+    folder.mkdir()
+    path = write_lines(folder / "data.jsonl")
+    writable = data_index._writable
+    monkeypatch.setattr(data_index, "_writable", lambda f: f != folder and writable(f))
+    for _ in range(2):
+        load_index(path, ReadSettings(), spare)
+    assert reads.count == 1
+    assert [p.name for p in folder.iterdir()] == ["data.jsonl"]
+    assert len(indexes(spare)) == 1
+    monkeypatch.setattr(data_index, "_writable", lambda _: False)
+    with pytest.raises(DataError, match="set runs_dir"):
+        load_index(path, ReadSettings(max_length=99), spare)
+
+
+def test_a_file_that_changes_under_way_is_noticed(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "data.jsonl")
+    found = dataset(path, tmp_path)
+    write_lines(path, list(reversed(ROWS)))
+    with pytest.raises(DataError, match=r"data\.jsonl:1: is not the sample that was indexed"):
+        found.tokens(0)
+
+
+def test_many_pieces_are_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "data.jsonl", ROWS * 4)
+    whole = np.array(load_index(path, ReadSettings(), tmp_path))
+    monkeypatch.setattr(data_index, "_ROWS_AT_A_TIME", 3)
+    (tmp_path / indexes(tmp_path)[0]).unlink()
+    again = load_index(path, ReadSettings(), tmp_path)
+    for name in whole.dtype.names or ():
+        np.testing.assert_array_equal(again[name], whole[name])

@@ -1,0 +1,169 @@
+"""Files of lengths: all formats give the same samples; what is wrong is told with its line."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapack import ConfigError, DataError
+from megapack.data.lengths import Columns, read_length_file
+
+pytestmark = pytest.mark.unit
+
+PROMPTS, RESPONSES = [3, 0, 5], [4, 9, 1]
+LENGTHS = [7, 9, 6]
+
+
+def write(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def csv_of_parts(path: Path) -> str:
+    rows = zip(PROMPTS, RESPONSES, "aab", strict=True)
+    return write(
+        path, "id,prompt_len,response_len\n" + "".join(f"{g},{p},{r}\n" for p, r, g in rows)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "columns"),
+    [
+        ("a.csv", "length\n7\n9\n6\n", "length"),
+        ("a.csv", "\ufefflength,x\r\n7,1\r\n\r\n9,2\r\n6,3\r\n", "length"),
+        ("a.csv", "anything\n7\n9\n6\n", "anything"),
+        ("a.txt", "7\n9\n\n6", "length"),
+        ("a.csv", "length\r7\r9\r6\r", "length"),
+        # A separator of files is a blank to `str`, and none to `int`.
+        ("a.txt", "7\x1c\n 9\n6\t", "length"),
+        # JSON allows Unicode's line breaks inside of strings.
+        ("a.jsonl", '{"length": 7, "x": "\u2028\x85"}\r\n{"length": 9}\n{"length": 6}', "length"),
+        ("a.jsonl", '{"num_tokens": 7}\n{"num_tokens": 9}\n{"num_tokens": 6}', "num_tokens"),
+        ("a.jsonl", "".join(f'{{"input_ids": {[1] * n}}}\n' for n in LENGTHS), "input_ids"),
+        ("a.csv", "input_len,output_len\n3,4\n0,9\n5,1\n", "input_len + output_len"),
+    ],
+)
+def test_text_is_told_by_its_first_line(tmp_path: Path, name: str, text: str, columns: str) -> None:
+    table = read_length_file(write(tmp_path / name, text), Columns())
+    assert table.lengths.tolist() == LENGTHS
+    assert table.columns == columns
+    assert table.rollout_ids is table.colocate_ids is None
+
+
+def test_a_prompt_and_a_response_add_up_and_ids_are_read(tmp_path: Path) -> None:
+    path = csv_of_parts(tmp_path / "parts.csv")
+    table = read_length_file(path, Columns(rollout="id", colocate="response_len"))
+    assert table.lengths.tolist() == LENGTHS
+    assert table.rollout_ids == ("a", "a", "b")
+    assert table.colocate_ids == (4, 9, 1)
+    named = Columns(prompt="prompt_len", response="response_len")
+    assert read_length_file(path, named).lengths.tolist() == LENGTHS
+    assert read_length_file(path, Columns(length="response_len")).lengths.tolist() == RESPONSES
+
+
+def test_parquet_and_arrays(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = {"prompt_ids": [[1] * n for n in PROMPTS], "response_ids": [[1] * n for n in RESPONSES]}
+    parquet.write_table(pyarrow.table({**rows, "uid": ["a", "b", "b"]}), tmp_path / "a.parquet")
+    table = read_length_file(str(tmp_path / "a.parquet"), Columns(rollout="uid"))
+    assert (table.lengths.tolist(), table.rollout_ids) == (LENGTHS, ("a", "b", "b"))
+    np.save(tmp_path / "a.npy", np.array(LENGTHS, dtype=np.uint16))
+    assert read_length_file(str(tmp_path / "a.npy"), Columns()).lengths.tolist() == LENGTHS
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7\n9\n6\n")))
+    assert read_length_file("-", Columns()).lengths.tolist() == LENGTHS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.csv", "", ["no samples"]),
+        ("a.csv", "length\n", ["no samples"]),
+        ("a.csv", "length\n5\n0\n", ["line 3", "length is 0", "at least 1"]),
+        ("a.csv", "length\n5\n-2\n", ["line 3", "-2", "0 or more"]),
+        ("a.csv", "length\n5.5\n", ["line 2", "'5.5'", "whole number"]),
+        ("a.csv", "length\nnan\n", ["line 2", "'nan'"]),
+        ("a.csv", "length\n1_000\n", ["line 2", "'1_000'"]),
+        ("a.csv", "length\n\n5\n ,\n", ["line 4", "2 cells under 1 column"]),
+        ("a.csv", "length\n999999999999\n", ["line 2", "at most 268435456"]),
+        ("a.csv", "374,44\n396,109\n", ["line 1", "'374'", "header"]),
+        ("a.csv", "5.5\n6\n", ["line 1", "'5.5'", "header"]),
+        ("a.csv", "name,age\nx,5\n", ["name, age", "--length-column"]),
+        ("a.csv", "length,b\n1\n", ["line 2", "1 cells under 2 columns"]),
+        ("a.csv", 'length,"x\n5,6\n', ["no samples"]),
+        ("a.txt", "5\n6\nseven\n", ["line 3", "'seven'"]),
+        ("a.csv", b"\x00\xff\xfe\x89PNG", ["byte 1 is not UTF-8", ".parquet"]),
+        ("a.jsonl", '{"length": 5}\n{"len', ["line 2", "not JSON", "cut off"]),
+        ("a.jsonl", '{"length": 5}\n[6]\n', ["line 2", "an object per line"]),
+        ("a.jsonl", '{"length": 5}\n{"tokens": 6}\n', ["line 2", "'length'", "tokens"]),
+        ("a.jsonl", '{"length": true}\n', ["line 1", "true"]),
+        ("a.jsonl", '{"length": NaN}\n', ["line 1", "nan"]),
+        ("a.jsonl", '{"length": 5.0}\n', ["line 1", "5.0"]),
+        ("a.jsonl", '{"length": null}\n', ["line 1", "null"]),
+        (
+            "a.jsonl",
+            '{"prompt": "2+2", "response": "4"}\n',
+            ["prompt, response", "--length-column"],
+        ),
+        ("a.jsonl", '{"a\\nb": 5, "c": 6}', ["no column of lengths among 'a\\nb', c"]),
+        ("a.jsonl", '{"a\\nb": {}}', ["line 1: 'a\\nb' is a mapping"]),
+        ("a.parquet", "length\n5\n", ["not Parquet"]),
+        ("a.npy", "length\n5\n", ["not an array"]),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_its_place(
+    tmp_path: Path, name: str, text: str | bytes, words: list[str]
+) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    path = write(tmp_path / name, text)
+    with pytest.raises(DataError) as told:
+        read_length_file(path, Columns())
+    message = str(told.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((2, 2), dtype=np.int64), "shape"),
+        (np.array([1.0, 2.0]), "float64"),
+        (np.array([3, -1]), "sample 1 has length -1"),
+    ],
+)
+def test_arrays_of_no_lengths(tmp_path: Path, array: np.ndarray, words: str) -> None:
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(DataError, match=words):
+        read_length_file(str(tmp_path / "a.npy"), Columns())
+
+
+@pytest.mark.parametrize(
+    "columns", [{"prompt": "a"}, {"response": "a"}, {"length": "a", "prompt": "b", "response": "c"}]
+)
+def test_columns_that_do_not_go_together(columns: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="set "):
+        Columns(**columns)
+
+
+def test_ids_of_whole_numbers_are_integers_unless_that_loses_one(tmp_path: Path) -> None:
+    text = "length,id\n5,7\n6,07\n"
+    table = read_length_file(write(tmp_path / "a.csv", text), Columns(rollout="id"))
+    assert table.rollout_ids == ("7", "07")
+    lines = "".join(json.dumps({"length": 5, "id": i}) + "\n" for i in (1, "1"))
+    table = read_length_file(write(tmp_path / "a.jsonl", lines), Columns(rollout="id"))
+    assert table.rollout_ids == (1, "1")
+    with pytest.raises(DataError, match="line 1: id is null"):
+        read_length_file(
+            write(tmp_path / "b.jsonl", '{"length": 5, "id": null}'), Columns(rollout="id")
+        )

@@ -1,0 +1,263 @@
+"""Rollouts from files and generated; batches and advantages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megapack.data.dataset import Dataset
+from megapack.data.generated import generate_rollouts
+from megapack.data.index import ReadSettings
+from megapack.data.rollouts import SampleReward, group_advantages, group_batches
+from megapack.data.tokenizer import ByteTokenizer
+from megapack.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.unit
+
+TOKENIZER = ByteTokenizer()
+IDS: dict[str, Any] = {"prompt_ids": [1, 2], "response_ids": [3]}
+
+
+def write(path: Path, *rows: dict[str, Any] | str | bytes) -> Path:
+    lines = [json.dumps(row) if isinstance(row, dict) else row for row in rows]
+    path.write_bytes(b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines))
+    return path
+
+
+def read(path: Path, **settings: Any) -> Dataset:
+    return Dataset.from_files(path, ReadSettings(**settings), path.parent)
+
+
+@given(st.text(max_size=50))
+def test_tokenizer_loses_nothing(text: str) -> None:
+    for ids in (TOKENIZER.encode_prompt(text), TOKENIZER.encode_response(text)):
+        assert ids.dtype == np.int64
+        assert len(ids) == len(text.encode()) + 1
+        assert ids.max() < TOKENIZER.vocab_size
+        assert TOKENIZER.decode(ids) == text
+
+
+def test_text_ids_and_identities(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "r.jsonl",
+        {"prompt": "a", "response": "é", "reward": 1, "group": 7, "rollout": "x", "other": [1]},
+        "",
+        {**IDS, "advantage": -0.5, "group": None},
+        {"prompt_ids": [], "response_ids": [9], "group": "7"},
+    )
+    found = read(path)
+    rows = np.arange(3)
+    prompt_ids, response_ids = found.tokens(0)
+    assert prompt_ids.tolist() == [256, 97]
+    assert response_ids.tolist() == [0xC3, 0xA9, 257]
+    assert found.tokens(2)[0].dtype == np.int64
+    assert found.rollout_ids(rows) == [0, 1, 2]
+    # The groups 7 and "7" differ; a row without a group is its own.
+    assert found.rewards(rows) == [
+        SampleReward(0, 0, reward=1.0),
+        SampleReward(1, 1, advantage=-0.5),
+        SampleReward(2, 2),
+    ]
+
+
+def test_a_last_line_without_newline_is_whole_if_it_parses(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(IDS))
+    assert len(read(path)) == 1
+    path.write_text(json.dumps(IDS) + "\n" + json.dumps(IDS)[:-4])
+    with pytest.raises(DataError, match=r"r\.jsonl:2: not JSON.*; the last line is cut off"):
+        read(path)
+
+
+BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
+    ("{", "not JSON"),
+    ("[1]", "is [1], expected an object"),
+    ("null", "is null, expected an object"),
+    ("[" * 100_000, "brackets too deep"),
+    (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
+    ('{"prompt": "a", "prompt": "b", "response": ""}', "key 'prompt' stands twice"),
+    ('{"a\\nb": 1, "a\\nb": 2}', "key 'a\\nb' stands twice"),
+    ({}, "has no tokens"),
+    ({"prompt": "a"}, "has prompt; give prompt and response"),
+    ({"prompt_ids": [1]}, "has prompt_ids; give"),
+    ({"prompt": "a", "response_ids": [1]}, "has both prompt and response_ids"),
+    ({"prompt": "a", "response": "b", **IDS}, "has both prompt and prompt_ids"),
+    ({"prompt": 1, "response": "b"}, "prompt is 1, expected a string"),
+    ('{"prompt": "\\ud800", "response": "b"}', "half of a surrogate pair"),
+    ({**IDS, "prompt_ids": "ab"}, 'prompt_ids is "ab", expected a list'),
+    ({**IDS, "prompt_ids": [1, 2.0]}, "prompt_ids[1] is 2.0, expected an integer"),
+    ({**IDS, "prompt_ids": [True]}, "prompt_ids[0] is true, expected an integer"),
+    ({**IDS, "prompt_ids": [-1]}, "prompt_ids[0] is -1, outside the vocabulary of 259"),
+    ({**IDS, "response_ids": [259]}, "response_ids[0] is 259, outside the vocabulary"),
+    ({**IDS, "response_ids": [10**30]}, "outside the vocabulary"),
+    ({"prompt_ids": [], "response_ids": []}, "the sample is empty"),
+    ({**IDS, "reward": float("nan")}, "reward is NaN, expected a finite number"),
+    ({**IDS, "advantage": float("inf")}, "advantage is Infinity, expected a finite number"),
+    ({**IDS, "reward": 10**400}, "expected a finite number"),
+    ({**IDS, "reward": "1"}, 'reward is "1", expected a number'),
+    ({**IDS, "reward": True}, "reward is true, expected a number"),
+    ({**IDS, "group": 1.5}, "group is 1.5, expected an int64 or a string"),
+    ({**IDS, "rollout": [1]}, "rollout is [1], expected an int64 or a string"),
+    ({**IDS, "rollout": 2**63}, "rollout is 9223372036854775808, expected an int64"),
+]
+
+
+def test_brackets_that_parse_but_do_not_print(tmp_path: Path) -> None:
+    """JSON is read a few brackets deeper than it is written."""
+    path = tmp_path / "r.jsonl"
+    for depth in range(900, 1000):
+        path.write_text('{"prompt": "a", "response": ' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(DataError, match=r"r\.jsonl:1: "):
+            read(path)
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_names_file_line_and_reason(
+    line: dict[str, Any] | str | bytes, reason: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "r.jsonl", IDS, "", line)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ")
+    assert reason in message
+    assert "\n" not in message
+    assert len(message) < len(str(path)) + 200
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path / "a\0b"):
+        with pytest.raises(DataError, match="cannot be read"):
+            read(path)
+    with pytest.raises(DataError, match="has no sample"):
+        read(write(tmp_path / "empty.jsonl", "", " "))
+
+
+@given(st.binary(max_size=80))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_rollouts_or_a_data_error(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "fuzz.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(DataError):
+        read(path)
+
+
+def test_vocabulary_of_the_model(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", {**IDS, "response_ids": [999]})
+    assert read(path, vocab_size=1000).tokens(0)[1].tolist() == [999]
+    path = write(tmp_path / "t.jsonl", {"prompt": "a", "response": "b"})
+    with pytest.raises(DataError, match="text needs a vocabulary of 259, the model has 100"):
+        read(path, vocab_size=100)
+
+
+def test_batches_keep_groups_whole_and_lose_nothing() -> None:
+    found = [rows.tolist() for rows in group_batches(np.arange(17) % 5, 2)]
+    assert [len({row % 5 for row in rows}) for rows in found] == [2, 2, 1]
+    assert found[0] == [0, 5, 10, 15, 1, 6, 11, 16]
+    assert sorted(row for rows in found for row in rows) == list(range(17))
+    with pytest.raises(ConfigError, match=r"data\.prompts_per_batch is 0"):
+        next(group_batches(np.arange(17), 0))
+
+
+def test_shuffled_batches_depend_on_seed_and_epoch_alone() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        found = group_batches(np.arange(64), 8, shuffle=True, seed=seed, epoch=epoch)
+        return [row for rows in found for row in rows.tolist()]
+
+    assert order(0, 0) == order(0, 0)
+    assert sorted(order(0, 0)) == list(range(64))
+    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    # Another NumPy must not change the order of a run that is resumed.
+    assert order(0, 0)[:4] == [11, 3, 20, 13]
+
+
+def test_group_advantages() -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0]
+    records = [SampleReward(0, i, reward) for i, reward in enumerate(rewards)] + [
+        SampleReward(1, 0, 3.0)
+    ]
+    assert group_advantages(records).tolist() == [0.5, -0.5, -0.5, 0.5, 0.0]
+    assert group_advantages(records, "none").tolist() == [*rewards, 3.0]
+    std = np.std(rewards, ddof=1) + 1e-6
+    expected = [0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std, 0.0]
+    assert group_advantages(records, "group-std") == pytest.approx(expected)
+
+
+def test_fan_out_samples_count_once() -> None:
+    # Rollout 0 has three samples of reward 1, rollout 1 one of reward 0: the mean is 0.5, not 0.75.
+    records = [SampleReward(0, 0, 1.0)] * 3 + [SampleReward(0, 1, 0.0)]
+    assert group_advantages(records).tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize("mode", ["group", "group-std"])
+@given(reward=st.floats(-1e6, 1e6), count=st.integers(1, 9))
+def test_equal_rewards_give_exactly_zero(mode: Any, reward: float, count: int) -> None:
+    records = [SampleReward(0, index, reward) for index in range(count)]
+    assert group_advantages(records, mode).tolist() == [0.0] * count
+
+
+def test_given_advantages_are_taken_and_not_mixed() -> None:
+    records = [SampleReward(0, 0, advantage=0.25, reward=9.0), SampleReward(0, 1, advantage=-2.0)]
+    assert group_advantages(records, "group-std").tolist() == [0.25, -2.0]
+    with pytest.raises(DataError, match="with and without `advantage`"):
+        group_advantages([*records, SampleReward(0, 2, reward=1.0)])
+    with pytest.raises(DataError, match="group 'g' has a sample with neither"):
+        group_advantages([SampleReward("g", 0, reward=1.0), SampleReward("g", 1)])
+
+
+@pytest.mark.parametrize("rewards", [[1e308, -1e308], [0.0, 1.7e308, 1.7e308], [0.0, -1e200]])
+def test_rewards_whose_differences_overflow_are_refused(rewards: list[float]) -> None:
+    records = [SampleReward(0, rollout, reward=reward) for rollout, reward in enumerate(rewards)]
+    with pytest.raises(DataError, match=r"group 0 has a reward of -?1.*; give rewards of at most"):
+        group_advantages(records, "group-std")
+    assert group_advantages(records, "none").tolist() == rewards
+
+
+def test_generated_rollouts() -> None:
+    records = generate_rollouts(256, 4, seed=0)
+    lengths = np.array([record.num_tokens for record in records])
+    assert len(records) == 1024
+    assert 105 < lengths.mean() < 135
+    assert 500 < lengths.max() <= 600
+    assert lengths.std() > 50
+    assert {record.group for record in records} == set(range(256))
+    assert len({record.key for record in records}) == 1024
+    assert 0.6 < np.mean([float(record.reward or 0) for record in records]) < 0.8
+
+
+def test_a_generated_reward_says_whether_the_count_is_right() -> None:
+    for record in generate_rollouts(64, 4, seed=1):
+        words = TOKENIZER.decode(record.prompt_ids).rstrip(":").split()
+        start, step = int(words[2]), int(words[4])
+        numbers = [int(word) for word in TOKENIZER.decode(record.response_ids).split()]
+        right = numbers == list(range(start, start + step * len(numbers), step))
+        assert record.reward == float(right)
+
+
+def test_generated_rollouts_are_deterministic() -> None:
+    def text(seed: int) -> list[str]:
+        return [TOKENIZER.decode(r.response_ids) for r in generate_rollouts(4, 2, seed)]
+
+    assert text(3) == text(3) != text(4)
+    with pytest.raises(ConfigError, match="set both to 1 or more"):
+        generate_rollouts(0, 4, seed=0)
+
+
+def test_real_rollouts(shared_dir: Path, tmp_path: Path) -> None:
+    path = shared_dir / "rollouts/skythought_math500_128x4.jsonl"
+    found = Dataset.from_files(path, ReadSettings(), tmp_path)
+    rows = np.arange(512)
+    assert len(found) == found.num_rollouts(rows) == 512
+    rewards = found.rewards(rows)
+    assert len({one.group for one in rewards}) == 128
+    lengths = np.add(found.prompt_tokens(rows), found.response_tokens(rows))
+    assert np.median(lengths) == pytest.approx(1920, abs=2)
+    advantages = group_advantages(rewards)
+    assert abs(advantages.sum()) < 1e-9
+    assert np.abs(advantages).max() <= 0.75

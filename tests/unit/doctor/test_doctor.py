@@ -1,0 +1,262 @@
+"""`doctor` reports what is broken, whatever that does to the process that imports it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megapack import cli
+from megapack.doctor import Diagnosis, diagnose
+from megapack.doctor import diagnosis as doctor
+from megapack.doctor import probes as doctor_probes
+from megapack.doctor.probes import check_environment, run_probe
+from megapack.pipeline import kernels as pipeline_kernels
+
+pytestmark = pytest.mark.unit
+
+CRASH = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"
+TORCH = "print('{\"faults\": []}', flush=True)\n__version__ = '2.13.0+cu130'"
+
+
+def stub(folder: Path, modules: dict[str, str]) -> Path:
+    """A folder of packages, by dotted name and source."""
+    for name, source in modules.items():
+        package = folder.joinpath(*name.split("."))
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text(source + "\n")
+    return folder
+
+
+def in_child(
+    monkeypatch: pytest.MonkeyPatch, *names: str, timeout_s: float = 60
+) -> list[Diagnosis]:
+    """What these probes find in `doctor`'s child."""
+    monkeypatch.setattr(doctor, "HERE", ())
+    monkeypatch.setattr(doctor, "IN_CHILD", names)
+    return diagnose(timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (CRASH, "was ended by SIGSEGV"),
+        ("import os; os.write(2, b'no symbol\\n'); os._exit(3)", "ended with code 3 .*: no symbol"),
+        ("raise ImportError('libcudart.so.13: no such file')", "ImportError: libcudart.so.13: no"),
+    ],
+)
+def test_a_broken_torch_is_the_one_fault(
+    source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(stub(tmp_path, {"torch": source})))
+    torch, cuda, patches = in_child(monkeypatch, "torch", "cuda", "patches")
+    (fault,) = torch.faults
+    assert re.search(words, fault), fault
+    assert (cuda.found, cuda.faults) == ("not probed, torch is broken", [])
+    assert patches == Diagnosis(probe="patches", found="not probed, torch is broken")
+
+
+def test_a_later_crash_is_blamed_on_its_own_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = {"torch": TORCH, "transformer_engine": "1 / 0", "amp_C": CRASH}
+    monkeypatch.syspath_prepend(str(stub(tmp_path, modules)))
+    names = ("torch", "transformer_engine", "apex", "megatron")
+    torch, engine, apex, megatron = in_child(monkeypatch, *names)
+    # What torch prints is not taken for an answer.
+    assert torch == Diagnosis(probe="torch", found="2.13.0+cu130")
+    assert "ZeroDivisionError" in engine.faults[0]
+    assert "SIGSEGV" in apex.faults[0]
+    assert megatron.found == "not probed, apex is broken"
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = tmp_path / "pid"
+    source = (
+        "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\ntime.sleep(600)"
+    )
+    monkeypatch.syspath_prepend(str(stub(tmp_path, {"torch": source})))
+    (torch,) = in_child(monkeypatch, "torch", timeout_s=5)
+    assert torch.faults == ["its probe hangs: no answer within 5 s"]
+    state, deadline = Path(f"/proc/{pid.read_text()}/stat"), time.monotonic() + 20
+    # A killed process is gone when the system comes to it.
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("probe", "modules", "found", "words"),
+    [
+        ("torch", {"torch": "__version__ = '2.5.1'"}, "2.5.1", "version 2.5.1; install torch>=2.6"),
+        ("torch", {"torch": "__version__ = '2.6.0a0+ecf3bae'"}, "2.6.0a0", None),
+        (
+            "megatron",
+            {"megatron": "", "megatron.core": "__version__ = '0.15.3'"}
+            | {f"megatron.core.pipeline_parallel{part}": "" for part in ("", ".schedules")},
+            "megatron-core 0.15.3",
+            "version 0.15.3; install megatron-core<",
+        ),
+        (
+            "transformer_engine",
+            {"transformer_engine": "__version__ = '1.4.0'", "transformer_engine.pytorch": ""},
+            "1.4.0",
+            "version 1.4.0; install transformer-engine<",
+        ),
+        ("apex", {"apex": "1 / 0"}, "another project's", "pip uninstall apex"),
+        ("apex", {"torch": "", "apex": "", "amp_C": "1 / 0"}, "NVIDIA's", "ZeroDivision"),
+    ],
+)
+def test_wrong_versions_and_impostors(
+    probe: str,
+    modules: dict[str, str],
+    found: str,
+    words: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(stub(tmp_path, modules)))
+    (diagnosis,) = in_child(monkeypatch, probe)
+    assert diagnosis.found.startswith(found)
+    assert len(diagnosis.faults) == (words is not None)
+    assert words is None or words in diagnosis.faults[0]
+
+
+def test_versions_are_not_checked_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor_probes.metadata, "requires", missing)
+    assert run_probe("torch").faults == []
+
+
+@pytest.mark.parametrize(
+    ("built", "has_driver", "fault", "note"),
+    [
+        (None, False, None, None),
+        (None, True, "torch is a CPU build", None),
+        ("13.0", False, None, "no libcuda.so.1"),
+        ("13.0", True, "the driver is too old", None),
+    ],
+)
+def test_torch_and_the_driver(
+    built: str | None,
+    has_driver: bool,
+    fault: str | None,
+    note: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    def init() -> None:
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(doctor_probes, "_has_driver", lambda: has_driver)
+    diagnosis = run_probe("cuda")
+    for said, words in ((diagnosis.faults, fault), (diagnosis.notes, note)):
+        assert len(said) == (words is not None)
+        assert words is None or words in said[0]
+
+
+def test_a_cuda_build_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(doctor_probes, "_has_driver", lambda: False)
+    assert run_probe("cuda").faults == ["torch was built without NCCL; install a build that has it"]
+
+
+def test_no_folder_for_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "compiled code in" in run_probe("numba").found
+    kernel = SimpleNamespace(stats=SimpleNamespace(cache_path=None))
+    monkeypatch.setattr(pipeline_kernels, "rank_seconds", kernel)
+    assert "NUMBA_CACHE_DIR" in run_probe("numba").faults[0]
+
+
+def test_a_patch_that_new_processes_do_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    (none,) = in_child(monkeypatch, "patches")
+    assert none.found == "none asked for (MEGAPACK_PATCH is not set)"
+    # A Python that ignores the variable at its start, as one without the start-up file does.
+    monkeypatch.setattr(
+        doctor, "_CHILD", f"import os; os.environ['MEGAPACK_PATCH'] = 'slime'; {doctor._CHILD}"
+    )
+    (slime,) = in_child(monkeypatch, "patches")
+    assert "no megapack-startup.pth" in slime.faults[0]
+    assert any("slime" in fault and "ModuleNotFoundError" in fault for fault in slime.faults[1:])
+
+
+def test_the_command_prints_json_and_ends_with_1(tmp_path: Path, repo_root: Path) -> None:
+    path = os.pathsep.join([str(stub(tmp_path, {"torch": CRASH})), str(repo_root)])
+    done = subprocess.run(
+        [sys.executable, "-m", "megapack", "doctor", "--json"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    report = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, report["num_faults"]) == (1, "", 1)
+    assert [one["probe"] for one in report["probes"]] == [*doctor.HERE, *doctor.IN_CHILD]
+    assert {one["probe"] for one in report["probes"] if one["faults"]} == {"torch"}
+
+
+def test_without_a_fault_it_ends_with_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "HERE", ("python",))
+    monkeypatch.setattr(doctor, "IN_CHILD", ())
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "0 fault(s)"
+    assert cli.main(["doctor", "--timeout", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "fault"),
+    [
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING=1: the host waits"),
+        ({"CUDA_LAUNCH_BLOCKING": "0"}, None),
+        ({"NCCL_BLOCKING_WAIT": "true"}, "TORCH_NCCL_BLOCKING_WAIT=true: "),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "ranks wait for ever"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, None),
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+        ({"PYTHONOPTIMIZE": "1"}, "assert"),
+        ({"NVTE_FUSED_ATTN": "0"}, "NVTE_FUSED_ATTN=0: Megatron asserts 1"),
+        ({"NVTE_FUSED_ATTN": "1", "PYTHONHASHSEED": "7"}, None),
+        ({"LOCAL_WORLD_SIZE": "8"}, "OMP_NUM_THREADS is not set: 8 ranks want 128 threads of 16"),
+        ({"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "4"}, "OMP_NUM_THREADS is 4"),
+        ({"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "2"}, None),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, "set 4"),
+        ({"LOCAL_WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_settings_known_to_be_wrong(environment: dict[str, str], fault: str | None) -> None:
+    faults, _ = check_environment(environment, num_cores=16)
+    assert len(faults) == (fault is not None)
+    assert fault is None or fault in faults[0]
+
+
+def test_settings_that_some_runs_want() -> None:
+    assert check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 16) == ([], [])
+    (note,) = check_environment({}, 16)[1]
+    assert note.startswith("CUDA_DEVICE_MAX_CONNECTIONS is not set: with tp > 1")
+    _, notes = check_environment(
+        {"NCCL_ASYNC_ERROR_HANDLING": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 16
+    )
+    assert "set TORCH_NCCL_ASYNC_ERROR_HANDLING" in notes[0]
+    assert notes[1].startswith("CUDA_DEVICE_MAX_CONNECTIONS is 8")

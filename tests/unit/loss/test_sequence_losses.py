@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import doctest
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megapack.loss.preference
+from megapack import ConfigError, DataError, Layout, build_dp_schedule
+from megapack.loss import GRPO, SFT
+from megapack.loss.preference import DPO, PairwiseReward, pair_signs
+from megapack.loss.sequence import GSPO, ValueLoss, call_objective, metric_names
+from megapack.rows.segments import Segments
+from megapack.samples import SampleBatch
+from megapack.schedule.checks import check_entropy, check_objective
+
+pytestmark = pytest.mark.unit
+
+SAMPLE_OF = torch.tensor([0, 0, 1, 1, 1])
+OLD = torch.tensor([-1.0, -2.0, -3.0, -1.5, -0.5])
+NEW = OLD + torch.tensor([0.3, -0.1, 0.2, 0.25, -0.7])
+REF = OLD - torch.tensor([0.05, 0.4, -0.3, 0.1, 0.2])
+ADVANTAGES = torch.tensor([1.5, 1.5, -0.5, -0.5, -0.5])
+
+
+def segments(**more: Any) -> Segments:
+    return Segments(sample_of_R=SAMPLE_OF, set_of_n=torch.tensor([0, 0]), **more)
+
+
+def losses(objective: Any, logp: Tensor, **fields: Tensor) -> Tensor:
+    known = {"advantages": ADVANTAGES, "old_logprobs": OLD, "ref_logprobs": REF, **fields}
+    return call_objective(objective, logp, None, known, segments())[0]
+
+
+def gradient(objective: Any, weights_R: Tensor, **fields: Tensor) -> Tensor:
+    logp = NEW.clone().requires_grad_()
+    (weights_R * losses(objective, logp, **fields)).sum().backward()
+    assert logp.grad is not None
+    return logp.grad
+
+
+WEIGHTS = torch.tensor([1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6])
+"""seq-mean-token-mean."""
+
+
+def test_gspo_clips_one_ratio_per_sample() -> None:
+    ratios = [math.exp((0.3 - 0.1) / 2), math.exp((0.2 + 0.25 - 0.7) / 3)]
+    found = losses(GSPO(clip_low=0.01, clip_high=0.05), NEW)
+    # The first is above 1.05 with a positive advantage, the second below 0.99 with a negative one.
+    assert ratios[0] > 1.05
+    assert ratios[1] < 0.99
+    assert found.tolist() == pytest.approx([-1.5 * 1.05] * 2 + [0.5 * 0.99] * 3)
+    assert losses(GSPO(clip_low=0.9, clip_high=9.0), NEW).tolist() == pytest.approx(
+        [-1.5 * ratios[0]] * 2 + [0.5 * ratios[1]] * 3
+    )
+
+
+def test_gspo_gradient_is_that_of_the_paper() -> None:
+    """grad = -A * s / n for each token, mean over the samples."""
+    s0, s1 = math.exp(0.1), math.exp(-0.25 / 3)
+    wide = GSPO(clip_low=0.9, clip_high=9.0)
+    expected = [-1.5 * s0 / 2 / 2] * 2 + [0.5 * s1 / 3 / 2] * 3
+    assert gradient(wide, WEIGHTS).tolist() == pytest.approx(expected, rel=1e-5)
+    token = GSPO(clip_low=0.9, clip_high=9.0, token_level=True)
+    assert gradient(token, WEIGHTS).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_gspo_token_weighs_each_token_by_its_own_advantage() -> None:
+    advantages = torch.tensor([1.0, 3.0, 0.0, -1.0, 2.0])
+    found = gradient(
+        GSPO(clip_low=0.9, clip_high=9.0, token_level=True), WEIGHTS, advantages=advantages
+    )
+    s = torch.tensor([math.exp(0.1)] * 2 + [math.exp(-0.25 / 3)] * 3)
+    torch.testing.assert_close(found, -WEIGHTS * s * advantages)
+
+
+def test_kl_of_a_sample_is_that_of_its_mean_log_ratio() -> None:
+    plain, token = GSPO(), GSPO(kl_coef=0.5, kl_kind="k2")
+    sequence = GSPO(kl_coef=0.5, kl_kind="k2", kl_level="sequence")
+    diff = NEW - REF
+    means = torch.stack([diff[:2].mean(), diff[2:].mean()])[SAMPLE_OF]
+    base = losses(plain, NEW)
+    torch.testing.assert_close(losses(sequence, NEW) - base, 0.25 * means.square())
+    torch.testing.assert_close(losses(token, NEW) - base, 0.25 * diff.square())
+
+
+def test_options_out_of_range_are_refused() -> None:
+    for make in (
+        lambda: GSPO(kl_level="row"),  # type: ignore[arg-type]
+        lambda: ValueLoss(clip=0.0),
+        lambda: DPO(beta=0.0),
+        lambda: DPO(label_smoothing=0.5),
+    ):
+        with pytest.raises(ConfigError):
+            make()
+
+
+def test_the_value_loss_takes_the_larger_of_both_errors() -> None:
+    values, fields = (
+        torch.tensor([1.0, 2.0, 3.0]),
+        {
+            "returns": torch.tensor([1.5, 1.5, 0.0]),
+            "old_values": torch.tensor([0.0, 2.1, 3.4]),
+        },
+    )
+    loss, metrics = ValueLoss(clip=0.5)(values, None, fields)
+    assert loss.tolist() == pytest.approx([0.5 * 1.0**2, 0.5 * 0.5**2, 0.5 * 3.0**2])
+    assert metrics["value_clip_fraction"].tolist() == [1, 0, 0]
+    plain, _ = ValueLoss()(values, None, fields)
+    assert plain.tolist() == pytest.approx([0.125, 0.125, 4.5])
+    assert ValueLoss().required_fields == ("returns",)
+
+
+def test_dpo_pays_for_the_margin_over_the_reference() -> None:
+    signs = {"pair_sign": torch.tensor([-1.0, 1.0])}
+    gains = [float((NEW - REF)[:2].sum()), float((NEW - REF)[2:].sum())]
+    margin = gains[1] - gains[0]
+    found, metrics = DPO(beta=0.5, label_smoothing=0.1)(
+        NEW, None, {"ref_logprobs": REF}, segments(fields=signs)
+    )
+    right, wrong = (math.log1p(math.exp(-sign * 0.5 * margin)) for sign in (1, -1))
+    assert found.tolist() == pytest.approx([0.9 * right + 0.1 * wrong] * 5)
+    assert metrics["margin"].tolist() == pytest.approx([margin] * 5)
+    assert metrics["preferred_fraction"].tolist() == [float(margin > 0)] * 5
+
+
+def test_dpo_takes_sums_of_the_reference_too() -> None:
+    signs = {"pair_sign": torch.tensor([-1.0, 1.0])}
+    sums = {"ref_logprobs": segments().sum(REF)}
+    spread = {"ref_logprobs": segments().spread(sums["ref_logprobs"])}
+    found, _ = DPO()(NEW, None, spread, segments(fields={**signs, **sums}))
+    wanted, _ = DPO()(NEW, None, {"ref_logprobs": REF}, segments(fields=signs))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_pairwise_reward_reads_scores() -> None:
+    signs = {"pair_sign": torch.tensor([1.0, -1.0])}
+    scored = segments(fields=signs, scores_n=torch.tensor([0.2, 0.9]))
+    found, _ = PairwiseReward()(torch.zeros(5), None, {}, scored)
+    assert found.tolist() == pytest.approx([math.log1p(math.exp(0.7))] * 5)
+    with pytest.raises(ConfigError, match="value head"):
+        PairwiseReward()(torch.zeros(5), None, {}, segments(fields=signs))
+
+
+def check(objective: Any, signs: list[Any], ids: Any, masks: Any = None, ref: Any = 0.0) -> None:
+    refs = [ref] + [0.0] * (len(signs) - 1)
+    masked = {"response_mask": masks} if masks else {}
+    fields = {"pair_sign": signs, "ref_logprobs": refs, **masked}
+    batch = SampleBatch([[1, 2, 3]] * len(signs), fields)
+    plan = build_dp_schedule(
+        batch.lengths, layout=Layout(), max_tokens_per_gpu=64, colocate_ids=ids
+    )
+    objective.check(batch, plan, 0)
+
+
+def test_sets_that_are_no_pairs_are_refused() -> None:
+    check(DPO(), [1, -1, -1, 1], ["a", "a", "b", "b"])
+    with pytest.raises(DataError, match="plan with colocate_ids"):
+        check(DPO(), [1, -1], None)
+    with pytest.raises(DataError, match=r"'b' holds samples .2, 3."):
+        check(PairwiseReward(), [1, -1, 1, 1], ["a", "a", "b", "b"])
+    with pytest.raises(DataError, match=r"'a' holds samples .0, 1, 2."):
+        check(DPO(), [1, -1, -1], ["a"] * 3)
+    with pytest.raises(DataError, match="one number for some samples"):
+        check(DPO(), [1, -1], [5, 5], ref=[0.0, 1.0])
+    with pytest.raises(DataError, match="sample 1 of the pair 5 has no response token"):
+        check(DPO(), [1, -1], [5, 5], [[0, 1, 1], [1, 0, 0]])
+
+
+def test_pairs_become_ids_and_signs() -> None:
+    result = doctest.testmod(megapack.loss.preference)
+    assert result.attempted > 0
+    assert result.failed == 0
+    with pytest.raises(DataError, match="2 pairs do not name each of 5"):
+        pair_signs([(0, 1), (2, 3)], 5)
+
+
+def test_names_of_metrics_need_no_samples() -> None:
+    assert metric_names(DPO(), True) == ["loss", "entropy", "margin", "preferred_fraction"]
+    assert metric_names(PairwiseReward(), False) == ["loss", "margin", "preferred_fraction"]
+    assert "kl_ref" in metric_names(GSPO(kl_coef=0.1), False)
+    assert metric_names(SFT(), False) == ["loss"]
+
+
+def test_an_objective_and_a_head_that_do_not_fit_are_refused() -> None:
+    check_objective(GRPO(), "vocabulary")
+    check_objective(ValueLoss(), "value")
+    with pytest.raises(ConfigError, match="GRPO reads logprobs, a value head gives values"):
+        check_objective(GRPO(), "value")
+    with pytest.raises(ConfigError, match="a value head has no entropy"):
+        check_entropy(True, "value")
+    with pytest.raises(ConfigError, match="ValueLoss reads values"):
+        check_objective(ValueLoss(), "vocabulary")
+
+
+def test_rounding_is_no_clipping() -> None:
+    values, old = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    assert (old + (values - old) != values).any()
+    fields = {"returns": torch.zeros(1000), "old_values": old}
+    _, metrics = ValueLoss(clip=10.0)(values, None, fields)
+    assert metrics["value_clip_fraction"].sum() == 0

@@ -1,0 +1,391 @@
+"""Packed attention keeps samples apart, is causal, and equals one sample at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megapack.errors import ConfigError, ScheduleError
+from megapack.model.attention import packed as attention
+from megapack.model.attention import sdpa as attention_sdpa
+from megapack.model.attention.packed import packed_seq_params, seqlen_bucket
+from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
+from megapack.rows.slices import slice_positions
+from tests.child import child
+
+pytestmark = pytest.mark.unit
+
+HEADS, GROUPS, D = 4, 2, 8
+LENGTHS = [5, 1, 7, 3, 3, 3, 1]
+SCALE = 1 / math.sqrt(D)
+
+
+def qkv(lengths: list[int], heads: int = HEADS, groups: int = GROUPS) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    total = sum(lengths)
+    shapes = [(total, heads, D), (total, groups, D), (total, groups, D)]
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def spans(lengths: list[int]) -> list[slice]:
+    stops = torch.tensor(lengths).cumsum(0).tolist()
+    return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one sample, written out; in double precision."""
+    q, k, v = (x.double() for x in (q, k, v))
+    out = torch.zeros_like(q)
+    for head in range(q.shape[1]):
+        group = head // (q.shape[1] // k.shape[1])
+        for t in range(q.shape[0]):
+            p = ((k[: t + 1, group] @ q[t, head]) * SCALE).softmax(0)
+            out[t, head] = p @ v[: t + 1, group]
+    return out
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
+def test_each_sample_gets_its_own_causal_attention(heads: int, groups: int) -> None:
+    q, k, v = qkv(LENGTHS, heads, groups)
+    out = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    assert out.shape == q.shape
+    for rows in spans(LENGTHS):
+        expected = by_hand(q[rows], k[rows], v[rows])
+        torch.testing.assert_close(out[rows].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("changed", range(len(LENGTHS)))
+def test_no_sample_sees_another(changed: int, which: str) -> None:
+    row = dict(zip("qkv", qkv(LENGTHS), strict=True))
+    before = packed_causal_attention(*row.values(), LENGTHS, SCALE)
+    own = spans(LENGTHS)[changed]
+    row[which] = row[which].clone()
+    row[which][own] = torch.randn(row[which][own].shape, generator=torch.Generator().manual_seed(1))
+    after = packed_causal_attention(*row.values(), LENGTHS, SCALE)
+    for sample, rows in enumerate(spans(LENGTHS)):
+        # A token that attends to itself alone does not change with its query or key.
+        equal = sample != changed or (which != "v" and LENGTHS[sample] == 1)
+        assert torch.equal(before[rows], after[rows]) == equal
+
+
+def test_no_gradient_flows_between_samples() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(LENGTHS))
+    rows = spans(LENGTHS)[2]
+    packed_causal_attention(q, k, v, LENGTHS, SCALE)[rows].square().sum().backward()
+    for x in (q, k, v):
+        assert x.grad is not None
+        outside = x.grad.clone()
+        outside[rows] = 0
+        assert not outside.any()
+        assert x.grad[rows].any()
+
+
+def test_no_token_sees_a_later_one() -> None:
+    q, k, v = qkv(LENGTHS)
+    before = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    rows = spans(LENGTHS)[2]
+    k[rows.stop - 1] += 3.0
+    v[rows.stop - 1] += 3.0
+    after = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    assert torch.equal(before[: rows.stop - 1], after[: rows.stop - 1])
+    assert not torch.equal(before[rows.stop - 1], after[rows.stop - 1])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_packed_equals_one_sample_at_a_time(lengths: list[int]) -> None:
+    q, k, v = qkv(lengths)
+    out = packed_causal_attention(q, k, v, lengths, SCALE)
+    alone = [
+        packed_causal_attention(q[s], k[s], v[s], [s.stop - s.start], SCALE) for s in spans(lengths)
+    ]
+    torch.testing.assert_close(out, torch.cat(alone), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
+def test_slices_attend_as_the_whole_row_does(cp: int, heads: int, groups: int) -> None:
+    lengths = [2 * cp * units for units in (1, 3, 2, 2, 1)]
+    q, k, v = (x.double().requires_grad_() for x in qkv(lengths, heads, groups))
+    weights = torch.linspace(-1, 1, q.numel()).view_as(q)
+    whole = packed_causal_attention(q, k, v, lengths, SCALE)
+    wanted = torch.autograd.grad((whole * weights).sum(), (q, k, v))
+    parts = []
+    for rank in range(cp):
+        mine = slice_positions(lengths, cp, rank)
+        out = packed_causal_attention(q[mine], k, v, lengths, SCALE, cp=cp, cp_rank=rank)
+        torch.testing.assert_close(out, whole[mine])
+        parts.append(torch.autograd.grad((out * weights[mine]).sum(), (q, k, v)))
+    # Keys and values get a part of their gradient from every rank's queries.
+    for of_ranks, want in zip(zip(*parts, strict=True), wanted, strict=True):
+        torch.testing.assert_close(torch.stack(of_ranks).sum(0), want)
+
+
+def test_neighbours_of_equal_length_run_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    sdpa = attention_sdpa.F.scaled_dot_product_attention
+
+    def note(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shapes.append(tuple(q.shape[::2]))
+        return sdpa(q, *args, **kwargs)
+
+    monkeypatch.setattr(attention_sdpa.F, "scaled_dot_product_attention", note)
+    lengths = [70, 64, 64, 64, 64, 22]
+    packed_causal_attention(*qkv(lengths), lengths, SCALE)
+    # (samples, tokens) of each call: the tail of dummies is one of them.
+    assert shapes == [(1, 70), (4, 64), (1, 22)]
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    values = {
+        "attention_dropout": 0.0,
+        "kv_channels": D,
+        "context_parallel_size": 1,
+        "window_size": None,
+        "softmax_type": "vanilla",
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def core(
+    mask: AttnMaskType = AttnMaskType.causal, kind: str = "self", **changes: Any
+) -> PackedSDPA:
+    return PackedSDPA(config(**changes), 1, mask, kind)
+
+
+def params(lengths: list[int]) -> PackedSeqParams:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    return packed_seq_params(cu_seqlens, max(lengths), sum(lengths))
+
+
+def test_the_module_flattens_heads_and_scales_by_the_head_size() -> None:
+    q, k, v = qkv(LENGTHS)
+    out = core()(q, k, v, packed_seq_params=params(LENGTHS))
+    assert torch.equal(out, packed_causal_attention(q, k, v, LENGTHS, SCALE).flatten(1))
+    other = PackedSDPA(config(), 1, AttnMaskType.causal, "self", softmax_scale=0.5)
+    assert torch.equal(
+        other(q, k, v, packed_seq_params=params(LENGTHS)),
+        packed_causal_attention(q, k, v, LENGTHS, 0.5).flatten(1),
+    )
+
+
+def test_dropout_is_for_training_alone() -> None:
+    q, k, v = qkv([64])
+    module = core(attention_dropout=0.5)
+    exact = packed_causal_attention(q, k, v, [64], SCALE).flatten(1)
+    assert not torch.equal(module(q, k, v, packed_seq_params=params([64])), exact)
+    module.eval()
+    assert torch.equal(module(q, k, v, packed_seq_params=params([64])), exact)
+
+
+@pytest.mark.parametrize(
+    "given_params", [None, PackedSeqParams(), PackedSeqParams(qkv_format="sbhd")]
+)
+def test_a_row_that_is_not_packed_is_refused(given_params: PackedSeqParams | None) -> None:
+    with pytest.raises(ScheduleError, match=r"without packed_seq_params.*every pipeline"):
+        core()(*qkv([4]), packed_seq_params=given_params)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"kind": "cross"}, "self attention only, not 'cross'"),
+        ({"mask": AttnMaskType.no_mask}, "causal; the spec asks for attn_mask_type=.*no_mask"),
+        (
+            {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+            "cp_comm_type='p2p'.*set 'all_gather' or None",
+        ),
+        (
+            {"context_parallel_size": 2, "cp_comm_type": ["all_gather", "a2a"]},
+            r"cp_comm_type=\['all_gather', 'a2a'\].*set 'all_gather' or None",
+        ),
+        ({"window_size": (128, 0)}, "set window_size=None"),
+        ({"softmax_type": "learnable"}, "'learnable'; use 'vanilla'"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        core(**kwargs)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200_000), st.integers(0, 200_000))
+def test_a_bucket_holds_the_sample_and_is_not_the_row(max_seqlen: int, extra: int) -> None:
+    row_tokens = max_seqlen + extra
+    bucket = seqlen_bucket(max_seqlen, row_tokens)
+    assert bucket >= max_seqlen
+    assert bucket != row_tokens
+    assert bucket <= max(96, 3 * max_seqlen)
+
+
+def test_buckets_are_few_so_that_rotary_tables_stay_cached() -> None:
+    assert len({seqlen_bucket(n, 1_000_003) for n in range(1, 131_073)}) <= 24
+    assert [seqlen_bucket(n, 1) for n in (1, 64, 65, 96, 97, 129)] == [64, 64, 96, 96, 128, 192]
+
+
+@pytest.mark.parametrize("row_tokens", [64, 96, 128, 192, 4096])
+def test_a_bucket_of_the_rows_length_is_stepped_over(row_tokens: int) -> None:
+    bucket = seqlen_bucket(row_tokens, row_tokens)
+    assert row_tokens < bucket <= row_tokens * 3 // 2
+
+
+def test_params_have_the_fields_of_the_installed_version() -> None:
+    cu_seqlens = torch.tensor([0, 70, 100], dtype=torch.int32)
+    found = packed_seq_params(cu_seqlens, 70, 100)
+    assert found.qkv_format == "thd"
+    for name in ("q", "kv"):
+        assert getattr(found, f"cu_seqlens_{name}") is cu_seqlens
+        assert getattr(found, f"max_seqlen_{name}") == 96
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_padded_arrays_equal_the_real_ones_where_they_are_needed(cp: int) -> None:
+    """Without `pad_between_seqs` Transformer Engine compares two arrays in every layer."""
+    cu_seqlens = torch.tensor([0, 72, 100], dtype=torch.int32)
+    found = packed_seq_params(cu_seqlens, 72, 100, cp=cp)
+    told = hasattr(found, "pad_between_seqs")
+    for name in ("q", "kv"):
+        padded = getattr(found, f"cu_seqlens_{name}_padded")
+        assert padded is (cu_seqlens if told or cp > 1 else None)
+
+
+def test_a_field_of_a_later_version_is_filled_and_one_of_an_earlier_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fields = [(name, Any, None) for name in ("qkv_format", "cu_seqlens_q", "pad_between_seqs")]
+    later = dataclasses.make_dataclass("Later", fields)
+    monkeypatch.setattr(attention, "PackedSeqParams", later)
+    found = packed_seq_params(torch.tensor([0, 5], dtype=torch.int32), 5, 5)
+    assert found.pad_between_seqs is False
+
+
+def test_lengths_are_read_from_the_device_once_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, module, reads = params(LENGTHS), core(), []
+    diff = torch.diff
+
+    def note(x: Tensor) -> Tensor:
+        reads.append(x)
+        return diff(x)
+
+    monkeypatch.setattr(attention.torch, "diff", note)
+    for _ in range(3):
+        module(*qkv(LENGTHS), packed_seq_params=row)
+    assert len(reads) == 1
+
+
+# A whole Megatron GPT in a process of its own: switching Megatron to the CPU patches torch for the
+# rest of a process.
+CHILD = """
+import json, torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megapack import launch
+from megapack.model.attention.packed import packed_seq_params, refuse_unpacked_attention
+from megapack.errors import ConfigError, ScheduleError
+from megapack.model.init import initialize_by_name
+from megapack.layout import Layout
+from megapack.model.specs import PackedNorm, local_layer_spec
+from megapack.model import initialize_parallel, transformer_config
+from megapack.config.sections import ModelConfig
+
+launch.start("cpu")
+layout = Layout()
+initialize_parallel(layout, 1)
+model_config = ModelConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
+    ffn_hidden_size=48, init_std=0.2,
+)
+config = transformer_config(model_config, layout)
+
+def gpt(spec):
+    return GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=128, max_sequence_length=512,
+        position_embedding_type="rope",
+    )
+
+# Its own final norm would be Transformer Engine's where that is installed.
+model = gpt(TransformerBlockSubmodules([local_layer_spec(config)] * 2, layer_norm=PackedNorm))
+group = torch.distributed.group.WORLD
+initialize_by_name([model], seed=1, std=0.2, num_layers=2, tp_group=group)
+found = {}
+
+def logits(tokens, lengths):
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    params = packed_seq_params(cu_seqlens, max(lengths), sum(lengths))
+    with torch.no_grad():
+        return model(tokens[None], positions[None], None, packed_seq_params=params)[0]
+
+# 64 tokens: a row as long as the smallest rotary table.
+for name, lengths in {"mixed": [20, 1, 9, 9, 5], "table": [30, 34], "alone": [64]}.items():
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 128, (sum(lengths),), generator=generator)
+    row, starts = logits(tokens, lengths), [sum(lengths[:i]) for i in range(len(lengths))]
+    spans = [slice(s, s + n) for s, n in zip(starts, lengths)]
+    alone = torch.cat([logits(tokens[s], [s.stop - s.start]) for s in spans])
+    other = tokens.clone()
+    other[spans[0]] = (other[spans[0]] + 1) % 128
+    changed = logits(other, lengths)
+    found[name] = {
+        "largest": float(row.abs().max()),
+        "error": float((row - alone).abs().max()),
+        "others_equal": torch.equal(row[lengths[0]:], changed[lengths[0]:]),
+        "own_changed": not torch.equal(row[:lengths[0]], changed[:lengths[0]]),
+    }
+
+refuse_unpacked_attention(model)
+stock = gpt(get_gpt_layer_local_spec())
+try:
+    refuse_unpacked_attention(stock)
+    found["refused"] = None
+except ConfigError as error:
+    found["refused"] = str(error)
+try:
+    model(tokens[None], torch.arange(64)[None], None)
+    found["unpacked"] = None
+except ScheduleError as error:
+    found["unpacked"] = str(error)
+launch.stop()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def gpt() -> dict[str, Any]:
+    """What the child found with a two-layer GPT."""
+    return child(CHILD)
+
+
+@pytest.mark.parametrize("row", ["mixed", "table", "alone"])
+def test_a_whole_gpt_gives_packed_samples_what_it_gives_them_alone(
+    gpt: dict[str, Any], row: str
+) -> None:
+    assert gpt[row]["largest"] > 1
+    assert gpt[row]["error"] < 1e-5 * gpt[row]["largest"]
+
+
+@pytest.mark.parametrize("row", ["mixed", "table"])
+def test_no_sample_sees_another_through_a_whole_gpt(gpt: dict[str, Any], row: str) -> None:
+    assert gpt[row]["others_equal"]
+    assert gpt[row]["own_changed"]
+
+
+def test_a_stock_local_gpt_is_refused_by_the_name_of_its_attention(gpt: dict[str, Any]) -> None:
+    assert "self_attention.core_attention is DotProductAttention" in gpt["refused"]
+    assert "local_layer_spec" in gpt["refused"]
+
+
+def test_a_gpt_without_packed_params_raises(gpt: dict[str, Any]) -> None:
+    assert "without packed_seq_params" in gpt["unpacked"]

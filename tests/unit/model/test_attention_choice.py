@@ -1,0 +1,138 @@
+"""Which kernels are chosen on a machine, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megapack.errors import ConfigError
+from megapack.model.attention import choice as attention_choice
+from megapack.model.attention import choice as kernels
+from megapack.model.attention.choice import choose_attention, find_kernels, passed_over
+
+pytestmark = pytest.mark.unit
+
+
+class Machine:
+    """What the choice looks at, to be set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self.modules = {"torch.nn.attention.varlen"}
+        monkeypatch.setattr(attention_choice.cpu, "uses_cuda", lambda: True)
+        monkeypatch.setattr(
+            attention_choice.importlib.util, "find_spec", lambda name: name in self.modules or None
+        )
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        self.capability((9, 0))
+
+    def capability(self, found: tuple[int, int]) -> None:
+        self._patch.setattr(torch.cuda, "get_device_capability", lambda: found)
+
+    def transformer_engine(self, *, imports: bool) -> None:
+        self.modules.add("transformer_engine")
+        from megatron.core.extensions import transformer_engine
+
+        self._patch.setattr(transformer_engine, "HAVE_TE", imports)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A Hopper GPU without Transformer Engine."""
+    return Machine(monkeypatch)
+
+
+def test_transformer_engine_comes_first(gpu: Machine) -> None:
+    gpu.transformer_engine(imports=True)
+    assert choose_attention("auto") == "te"
+    assert passed_over("te") == {}
+
+
+def test_then_varlen_and_why(gpu: Machine) -> None:
+    assert choose_attention("auto") == "varlen"
+    assert passed_over("varlen") == {
+        "te": "the package transformer-engine is not installed (megapack[te])"
+    }
+
+
+def test_a_transformer_engine_that_does_not_import_is_passed_over_and_said(gpu: Machine) -> None:
+    gpu.transformer_engine(imports=False)
+    assert choose_attention("auto") == "varlen"
+    assert "installed and does not import" in passed_over("varlen")["te"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda gpu: gpu.modules.clear(), "2.10 and later have"),
+        (lambda gpu: gpu.capability((7, 5)), "compute capability 7.5, it needs 8.0"),
+    ],
+)
+def test_then_sdpa(gpu: Machine, change: Any, reason: str) -> None:
+    change(gpu)
+    assert choose_attention("auto") == "sdpa"
+    assert reason in passed_over("sdpa")["varlen"]
+    with pytest.raises(ConfigError, match=f"model.attention=varlen cannot run here: .*{reason}"):
+        choose_attention("varlen")
+
+
+def test_fp32_is_for_sdpa_unless_transformer_engine_is_asked_for(gpu: Machine) -> None:
+    gpu.transformer_engine(imports=True)
+    assert choose_attention("auto", "fp32") == "sdpa"
+    assert set(passed_over("sdpa", "fp32")) == {"te", "varlen"}
+    assert choose_attention("te", "fp32") == "te"
+    with pytest.raises(ConfigError, match=r"take bf16, model.dtype is fp32"):
+        choose_attention("varlen", "fp32")
+
+
+@pytest.mark.parametrize("forced", ["te", "varlen"])
+def test_without_cuda_only_sdpa_runs(monkeypatch: pytest.MonkeyPatch, forced: Any) -> None:
+    monkeypatch.setattr(attention_choice.cpu, "uses_cuda", lambda: False)
+    assert choose_attention("auto") == choose_attention("sdpa") == "sdpa"
+    with pytest.raises(ConfigError, match=f"{forced} cannot run here: the device is not CUDA"):
+        choose_attention(forced)
+
+
+def test_the_report_is_one_line_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice.cpu, "uses_cuda", lambda: False)
+    found = find_kernels("auto", "fp32")
+    assert (found.attention, found.norm) == ("sdpa", "torch")
+    assert not found.rope_fusion
+    assert not found.gradient_accumulation_fusion
+    text = str(found)
+    assert "\n" not in text
+    assert text.startswith(f"attention sdpa, norms torch, Adam {found.optimizer}, gradient norm ")
+    assert text.endswith("not te: the device is not CUDA; not varlen: the device is not CUDA")
+    assert find_kernels("sdpa", "fp32").passed_over == {}
+
+
+def test_the_optimizer_is_the_one_that_megatron_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import optimizer
+
+    fused = type("FusedAdam", (), {"__module__": "apex.optimizers.fused_adam"})
+    monkeypatch.setattr(optimizer, "Adam", fused)
+    assert find_kernels("sdpa").optimizer == "apex"
+    fused.__module__ = "transformer_engine.pytorch.optimizers.fused_adam"
+    assert find_kernels("sdpa").optimizer == "te"
+    monkeypatch.setattr(optimizer, "Adam", torch.optim.AdamW)
+    assert find_kernels("sdpa").optimizer == "torch"
+
+
+def test_fusion_of_weight_gradients_needs_the_extension_and_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    extension = ModuleType("fused_weight_gradient_mlp_cuda")
+    extension.__spec__ = importlib.machinery.ModuleSpec(extension.__name__, None)
+    monkeypatch.setitem(sys.modules, extension.__name__, extension)
+    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: True)
+    assert kernels.has_gradient_accumulation_fusion()
+    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: False)
+    assert not kernels.has_gradient_accumulation_fusion()
+    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: True)
+    monkeypatch.delitem(sys.modules, extension.__name__)
+    assert not kernels.has_gradient_accumulation_fusion()

@@ -1,0 +1,246 @@
+"""torch's varlen attention: its arguments, checked by a kernel that computes what they say."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megapack.errors import ConfigError, ScheduleError
+from megapack.model.attention import varlen as attention_varlen
+from megapack.model.attention.packed import packed_seq_params
+from megapack.model.attention.sdpa import packed_causal_attention
+from megapack.model.attention.varlen import PackedVarlen
+from megapack.rows.slices import slice_positions
+from megapack.schedule.checks import check_chunks
+from tests.groups import RankOf
+
+pytestmark = pytest.mark.unit
+
+HEADS, GROUPS, D = 4, 2, 8
+SCALE = 0.3
+LENGTHS = [8, 4, 12, 4]
+
+
+def qkv(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(sum(LENGTHS), heads, D) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Tensor:
+    """What flash attention's varlen kernel computes: the last query sees the last key."""
+    out = []
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert (cu_q[-1], cu_k[-1]) == (q.shape[0], k.shape[0])
+    for i in range(len(cu_q) - 1):
+        own_q, own_k = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        scores = torch.einsum("qhd,khd->hqk", q[own_q], k[own_k]) * scale
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool)
+        seen = seen.tril(scores.shape[2] - scores.shape[1])
+        p = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", p, v[own_k]))
+    return torch.cat(out)
+
+
+def same_heads(q: Tensor, k: Tensor) -> None:
+    if q.shape[1] != k.shape[1]:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+
+
+def kernel_2_10(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+) -> Tensor:
+    assert is_causal
+    same_heads(query, key)
+    return causal(query, key, value, cu_seq_q, cu_seq_k, 1 / math.sqrt(query.shape[-1]))
+
+
+def kernel_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    assert window_size == (-1, 0)
+    assert scale is not None
+    assert max_q >= int(cu_seq_q.diff().max())
+    assert max_k >= int(cu_seq_k.diff().max())
+    same_heads(query, key)
+    return causal(query, key, value, cu_seq_q, cu_seq_k, scale)
+
+
+def kernel_2_12(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    if not enable_gqa:
+        same_heads(query, key)
+    assert cu_seq_k is not None
+    heads = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(heads, dim=1) for x in (key, value))
+    args = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+    return kernel_2_11(*args, scale=scale, window_size=window_size)
+
+
+VERSIONS = [kernel_2_10, kernel_2_11, kernel_2_12]
+
+
+@pytest.fixture(params=VERSIONS, ids=["2.10", "2.11", "2.12"])
+def kernel(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Tensor]:
+    monkeypatch.setattr(attention_varlen, "varlen_kernel", lambda: request.param)
+    chosen: Callable[..., Tensor] = request.param
+    return chosen
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    values = {"attention_dropout": 0.0, "kv_channels": D, "context_parallel_size": 1}
+    return SimpleNamespace(**{**values, **changes})
+
+
+def core(**changes: Any) -> PackedVarlen:
+    return PackedVarlen(config(**changes), 1, AttnMaskType.causal, "self", softmax_scale=SCALE)
+
+
+def params(cp: int = 1) -> Any:
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    return packed_seq_params(cu_seqlens, max(LENGTHS), sum(LENGTHS), cp=cp)
+
+
+def test_each_sample_gets_its_own_causal_attention(kernel: Callable[..., Tensor]) -> None:
+    # In float64, which the kernel itself refuses: what is held here is what it is given.
+    q, k, v = (x.requires_grad_() for x in qkv())
+    out = core().attend(q, k, v, params())
+    wanted = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    torch.testing.assert_close(out, wanted)
+    weights = torch.linspace(-1, 1, q.numel()).view_as(q)
+    found = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    expected = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_module_takes_bf16_and_flattens_heads(kernel: Callable[..., Tensor]) -> None:
+    out = core()(*qkv(torch.bfloat16), packed_seq_params=params())
+    assert out.shape == (sum(LENGTHS), HEADS * D)
+    assert out.dtype == torch.bfloat16
+    exact = packed_causal_attention(*qkv(), LENGTHS, SCALE).flatten(1)
+    torch.testing.assert_close(out.double(), exact, atol=0.03, rtol=0.03)
+
+
+def test_slices_attend_as_the_whole_row_does(
+    kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cp = 2
+    q, k, v = (x.requires_grad_() for x in qkv())
+    whole = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    weights = torch.linspace(-1, 1, q.numel()).view_as(q)
+    wanted = torch.autograd.grad((whole * weights).sum(), (q, k, v))
+    slices = [slice_positions(LENGTHS, cp, rank) for rank in range(cp)]
+
+    def gather(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+        """Slices of all ranks one behind the other, as the collective leaves them."""
+        return k[torch.cat(slices)][order_K], v[torch.cat(slices)][order_K]
+
+    monkeypatch.setattr(attention_varlen, "gather_rows", gather)
+    total = [torch.zeros_like(x) for x in (q, k, v)]
+    for rank, mine in enumerate(slices):
+        module = core()
+        module.cp_group = RankOf(rank, cp)
+        out = module.attend(q[mine], k[mine], v[mine], params(cp))
+        torch.testing.assert_close(out, whole[mine])
+        grads = torch.autograd.grad((out * weights[mine]).sum(), (q, k, v))
+        total = [a + b for a, b in zip(total, grads, strict=True)]
+    # Keys and values get a part of their gradient from every rank's queries.
+    torch.testing.assert_close(total, list(wanted))
+
+
+def test_spans_of_a_slice_are_made_once_per_row() -> None:
+    row = params(2)
+    of_layers = [attention_varlen._spans(row, 2, 1, device=torch.device("cpu")) for _ in range(3)]
+    assert of_layers[0] is of_layers[1] is of_layers[2]
+    assert of_layers[0].cu_seqlens_q_S1.diff().tolist() == [2, 2, 1, 1, 3, 3, 1, 1]
+    assert of_layers[0].cu_seqlens_k_S1.diff().tolist() == [4, 6, 2, 3, 6, 9, 2, 3]
+
+
+def test_without_context_parallelism_nothing_is_read_from_the_device(
+    kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_varlen, "sample_lengths", None)
+    core().attend(*qkv(), params())
+
+
+def test_fp32_is_refused_before_the_kernel() -> None:
+    with pytest.raises(ConfigError, match=r"not torch.float32; set model.attention=sdpa"):
+        core()(*qkv(torch.float32), packed_seq_params=params())
+
+
+def test_a_row_that_is_not_packed_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"PackedVarlen got a row without packed_seq_params"):
+        core()(*qkv(torch.bfloat16), packed_seq_params=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1.*has none"),
+        ({"kv_channels": 264}, "heads of 264 channels"),
+        ({"kv_channels": 20}, "takes multiples of 8 up to 256"),
+        ({"window_size": (128, 0)}, "PackedVarlen has no sliding window"),
+        ({"context_parallel_size": 2, "cp_comm_type": "p2p"}, "PackedVarlen gathers keys"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        core(**changes)
+
+
+def test_a_model_with_varlen_attention_is_accepted() -> None:
+    layer = torch.nn.Module()
+    layer.self_attention = torch.nn.Module()
+    layer.self_attention.core_attention = core()
+    check_chunks([layer])
+
+
+def test_the_installed_torch_has_the_arguments_that_are_used() -> None:
+    """The kernel itself needs CUDA; its signature does not."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10")
+    known = inspect.signature(varlen.varlen_attn).parameters
+    options = attention_varlen.varlen_options(known, scale=SCALE, gqa=True)
+    assert set(options) <= set(known)
+    assert options.get("is_causal") or options["window_size"] == (-1, 0)
+    names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert list(known)[:7] == names

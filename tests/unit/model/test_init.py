@@ -1,0 +1,246 @@
+"""Weights by name: slices that reassemble, values that the layout does not change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapack.errors import ConfigError
+from megapack.model.init import (
+    freeze,
+    full_shape,
+    global_parameters,
+    initialize_by_name,
+    keep_gradients_through_recompute,
+    local_slice,
+)
+from tests.groups import RankOf
+
+pytestmark = pytest.mark.unit
+
+
+def shard(*shape: int, dim: int | None = 0, stride: int = 1) -> torch.nn.Parameter:
+    """One rank's parameter, marked as Megatron marks it; None for one that every rank holds."""
+    param = torch.nn.Parameter(torch.zeros(shape))
+    if dim is not None:
+        param.tensor_model_parallel = True  # type: ignore[attr-defined]
+        param.partition_dim, param.partition_stride = dim, stride  # type: ignore[attr-defined]
+    return param
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_slices_reassemble_the_whole(tp: int, dim: int) -> None:
+    whole = torch.arange(8 * 8.0).view(8, 8)
+    shape = [8, 8]
+    shape[dim] //= tp
+    param = shard(*shape, dim=dim)
+    assert full_shape(param, tp) == (8, 8)
+    slices = [local_slice(whole, param, rank, tp) for rank in range(tp)]
+    assert all(piece.shape == param.shape for piece in slices)
+    assert torch.equal(torch.cat(slices, dim=dim), whole)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_slices_of_gate_and_up_hold_a_piece_of_each(tp: int) -> None:
+    gate, up = torch.arange(8.0).view(8, 1), torch.arange(100.0, 108.0).view(8, 1)
+    param = shard(16 // tp, 1, stride=2)
+    slices = [local_slice(torch.cat([gate, up]), param, rank, tp) for rank in range(tp)]
+    # A rank's MLP cuts its slice in two: the first half must be gate, the second up.
+    halves = [piece.chunk(2) for piece in slices]
+    assert torch.equal(torch.cat([half[0] for half in halves]), gate)
+    assert torch.equal(torch.cat([half[1] for half in halves]), up)
+
+
+def test_a_parameter_that_every_rank_holds_is_not_sliced() -> None:
+    whole = torch.randn(6, 2)
+    assert local_slice(whole, shard(6, 2, dim=None), 1, 2) is whole
+    assert full_shape(shard(6, 2, dim=None), 2) == (6, 2)
+
+
+class Chunk(torch.nn.Module):
+    """Parameters named as in Megatron's GPTModel; layer numbers count from 1 over all stages."""
+
+    def __init__(self, layer_numbers: list[int], *, tied: bool = False, tp: int = 1) -> None:
+        super().__init__()
+        self.share_embeddings_and_output_weights = tied
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList([self._layer(n, tp) for n in layer_numbers])
+        self.output_layer = torch.nn.Module()
+        self.output_layer.weight = shard(32 // tp, 16)
+
+    @staticmethod
+    def _layer(number: int, tp: int) -> torch.nn.Module:
+        layer = torch.nn.Module()
+        layer.layer_number = number  # type: ignore[assignment]
+        layer.linear_qkv, layer.linear_proj = torch.nn.Module(), torch.nn.Module()
+        layer.linear_qkv.weight = shard(64 // tp, 16)
+        layer.linear_qkv.bias = shard(64 // tp)
+        layer.linear_proj.weight = shard(16, 64 // tp, dim=1)
+        layer.norm = torch.nn.LayerNorm(16)
+        return layer
+
+
+def fill(*chunks: Chunk, seed: int = 1, rank: int = 0, tp: int = 1) -> dict[str, Tensor]:
+    for chunk in chunks:
+        for param in chunk.parameters():
+            param.data.fill_(9.0)
+    initialize_by_name(chunks, seed=seed, std=0.5, num_layers=4, tp_group=RankOf(rank, tp))
+    return {name: p.detach() for chunk in chunks for name, p in global_parameters(chunk)}
+
+
+def test_names_count_layers_over_all_stages() -> None:
+    names = [name for name, _ in global_parameters(Chunk([3, 4]))]
+    assert "decoder.layers.2.linear_qkv.weight" in names
+    assert "decoder.layers.3.linear_proj.weight" in names
+    assert not any(name.startswith(("decoder.layers.0", "decoder.layers.1")) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("stored", "whole"),
+    [
+        ("local_experts.1.linear_fc1.weight", "local_experts.5.linear_fc1.weight"),
+        ("linear_fc1.weight1", "linear_fc1.weight5"),
+    ],
+)
+def test_names_count_experts_over_all_expert_parallel_ranks(stored: str, whole: str) -> None:
+    """Expert 1 of the rank that holds experts 4 and 5, one by one or grouped."""
+    chunk = Chunk([3])
+    mlp = chunk.decoder.layers[0].mlp = torch.nn.Module()
+    mlp.local_expert_indices = [4, 5]  # type: ignore[assignment]
+    *path, last = ["experts", *stored.split(".")]
+    module = mlp
+    for name in path:
+        module.add_module(name, torch.nn.Module())
+        module = module.get_submodule(name)
+    module.register_parameter(last, shard(6, 2))
+    names = [name for name, _ in global_parameters(chunk)]
+    assert f"decoder.layers.2.mlp.experts.{whole}" in names
+
+
+def test_wrappers_are_looked_through() -> None:
+    chunk = Chunk([1])
+    wrapped = SimpleNamespace(module=SimpleNamespace(module=chunk))
+    names = [name for name, _ in global_parameters(wrapped)]
+    assert names == [name for name, _ in global_parameters(chunk)]
+
+
+def test_a_tied_output_layer_is_the_embedding() -> None:
+    tied = fill(Chunk([1], tied=True))
+    assert "output_layer.weight" not in tied
+    untied = fill(Chunk([1]))
+    assert "embedding.word_embeddings.weight" not in untied
+    embedding = tied["embedding.word_embeddings.weight"]
+    assert not torch.equal(embedding, untied["output_layer.weight"])
+
+
+def test_values_do_not_depend_on_the_cut_into_stages() -> None:
+    whole = fill(Chunk([1, 2, 3, 4]))
+    for cut in ([1, 2], [3, 4]), ([1], [2], [3], [4]), ([1, 3], [2, 4]):
+        parts = fill(*[Chunk(layers) for layers in cut])
+        assert parts.keys() == whole.keys()
+        assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_values_do_not_depend_on_tensor_parallelism(tp: int) -> None:
+    whole = fill(Chunk([1]))
+    ranks = [fill(Chunk([1], tp=tp), rank=rank, tp=tp) for rank in range(tp)]
+    for name, dim in ("linear_qkv.weight", 0), ("linear_proj.weight", 1):
+        pieces = [rank[f"decoder.layers.0.{name}"] for rank in ranks]
+        assert torch.equal(torch.cat(pieces, dim), whole[f"decoder.layers.0.{name}"])
+
+
+def test_the_seed_and_the_name_are_all_that_values_follow_from() -> None:
+    first, again, other = fill(Chunk([1, 2])), fill(Chunk([1, 2])), fill(Chunk([1, 2]), seed=2)
+    weights = [name for name in first if first[name].dim() == 2]
+    assert len(weights) == 5
+    for name in weights:
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], other[name])
+    qkv = [first[f"decoder.layers.{layer}.linear_qkv.weight"] for layer in (0, 1)]
+    assert not torch.equal(*qkv)
+
+
+def test_drawing_leaves_the_process_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    fill(Chunk([1]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_norms_are_one_biases_zero_and_residual_projections_smaller() -> None:
+    found = fill(Chunk([1]))
+    layer = "decoder.layers.0."
+    assert torch.equal(found[layer + "norm.weight"], torch.ones(16))
+    assert not found[layer + "norm.bias"].any()
+    assert not found[layer + "linear_qkv.bias"].any()
+    assert found[layer + "linear_qkv.weight"].std().item() == pytest.approx(0.5, rel=0.1)
+    # 4 layers: 0.5 / sqrt(2 * 4)
+    assert found[layer + "linear_proj.weight"].std().item() == pytest.approx(0.177, rel=0.1)
+
+
+class Embedding(torch.nn.Embedding):
+    """Stands for a language-model embedding."""
+
+
+class FrozenChunk(torch.nn.Module):
+    """The parts of a GPT chunk that `freeze` reads."""
+
+    share_embeddings_and_output_weights = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding(4, 2)
+        self.head = torch.nn.Linear(2, 2)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
+def trained(chunk: Any) -> list[str]:
+    return [name for name, param in chunk.named_parameters() if param.requires_grad]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ((), ["embedding.weight", "head.weight", "head.bias"]),
+        (("embedding.*",), ["head.weight", "head.bias"]),
+        (("*.weight",), ["head.bias"]),
+        (("head.[bw]*", "embedding.weight"), []),
+    ],
+)
+def test_globs_choose_by_name(patterns: tuple[str, ...], expected: list[str]) -> None:
+    chunk = FrozenChunk()
+    freeze([chunk], patterns)
+    assert trained(chunk) == expected
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_glob_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no parameter matches 'haed\.\*'"):
+        freeze([FrozenChunk()], ("head.*", "haed.*"))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("granularity", "asks"), [("full", True), ("selective", True), (None, False)]
+)
+def test_a_frozen_embedding_asks_for_gradients_under_recompute(
+    granularity: str | None, asks: bool
+) -> None:
+    chunk = FrozenChunk()
+    freeze([chunk], ("embedding.*",))
+    config = type("Config", (), {"recompute_granularity": granularity})
+    keep_gradients_through_recompute([chunk], config)
+    assert chunk.embedding(torch.tensor([1])).requires_grad is asks
+    with torch.no_grad():
+        assert not chunk.embedding(torch.tensor([1])).requires_grad

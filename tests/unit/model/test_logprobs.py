@@ -1,0 +1,232 @@
+"""Chunked log-probs and entropies against torch's own, for values, gradients and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
+
+pytestmark = pytest.mark.unit
+
+R, H, V = 10, 6, 37
+
+
+def problem(num_tokens: int = R, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    hidden_RH = torch.randn(num_tokens, H, generator=generator).to(dtype).requires_grad_()
+    weight_VH = torch.randn(V, H, generator=generator).to(dtype).requires_grad_()
+    labels_R = torch.randint(0, V, (num_tokens,), generator=generator)
+    return hidden_RH, weight_VH, labels_R
+
+
+def whole(
+    hidden_RH: Tensor, weight_VH: Tensor, labels_R: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies from the logits of all positions at one time."""
+    log_p_RV = F.log_softmax((hidden_RH @ weight_VH.t()).float() / temperature, dim=-1)
+    return log_p_RV.gather(1, labels_R[:, None])[:, 0], -(log_p_RV.exp() * log_p_RV).sum(-1)
+
+
+def gradients(scalar: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(scalar, inputs)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest result of any operation, the views of an input left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, R, 64])
+def test_values_and_gradients_equal_log_softmax(chunk_tokens: int, temperature: float) -> None:
+    hidden_RH, weight_VH, labels_R = problem()
+    head = VocabHead(
+        weight_VH=weight_VH,
+        chunk_tokens=chunk_tokens,
+        temperature=temperature,
+        with_entropy=True,
+    )
+    logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    expected_R, expected_entropy_R = whole(hidden_RH, weight_VH, labels_R, temperature)
+    assert entropy_R is not None
+    torch.testing.assert_close(logprobs_R, expected_R, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(entropy_R, expected_entropy_R, atol=2e-6, rtol=1e-5)
+
+    # Another factor at each position: a chunk that took its neighbour's gradient would show.
+    factors_R = torch.linspace(-1.0, 2.0, R)
+    got = gradients(
+        (factors_R * logprobs_R + factors_R.flip(0) * entropy_R).sum(), hidden_RH, weight_VH
+    )
+    want = gradients(
+        (factors_R * expected_R + factors_R.flip(0) * expected_entropy_R).sum(),
+        hidden_RH,
+        weight_VH,
+    )
+    assert min(g.abs().max() for g in want) > 0.1
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_each_output_alone_has_its_gradient() -> None:
+    hidden_RH, weight_VH, labels_R = problem()
+    head = VocabHead(weight_VH=weight_VH, chunk_tokens=4, with_entropy=True)
+    for which in (0, 1):
+        got = vocab_parallel_logprobs(hidden_RH, labels_R, head)[which]
+        assert got is not None
+        want = whole(hidden_RH, weight_VH, labels_R)[which]
+        torch.testing.assert_close(
+            gradients(got.square().sum(), hidden_RH, weight_VH),
+            gradients(want.square().sum(), hidden_RH, weight_VH),
+            atol=1e-5,
+            rtol=1e-4,
+        )
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    hidden_RH, weight_VH, labels_R = problem(4)
+    head = VocabHead(weight_VH=weight_VH, chunk_tokens=3, with_entropy=True)
+
+    def loss(hidden: Tensor) -> Tensor:
+        logprobs_R, entropy_R = vocab_parallel_logprobs(hidden, labels_R, head)
+        assert entropy_R is not None
+        return (logprobs_R + 2 * entropy_R).sum()
+
+    (grad_RH,) = gradients(loss(hidden_RH), hidden_RH)
+    direction_RH = torch.randn(4, H, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        slope = (
+            loss(hidden_RH + 1e-2 * direction_RH) - loss(hidden_RH - 1e-2 * direction_RH)
+        ) / 2e-2
+    torch.testing.assert_close((grad_RH * direction_RH).sum(), slope, atol=2e-3, rtol=2e-3)
+
+
+def test_without_entropy_there_is_none() -> None:
+    hidden_RH, weight_VH, labels_R = problem()
+    logprobs_R, entropy_R = vocab_parallel_logprobs(
+        hidden_RH, labels_R, VocabHead(weight_VH=weight_VH, chunk_tokens=3)
+    )
+    assert entropy_R is None
+    torch.testing.assert_close(logprobs_R, whole(hidden_RH, weight_VH, labels_R)[0])
+
+
+def test_no_positions_give_no_values_and_zero_gradients() -> None:
+    hidden_RH, weight_VH, labels_R = problem(0)
+    head = VocabHead(weight_VH=weight_VH, with_entropy=True)
+    logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    assert entropy_R is not None
+    assert logprobs_R.shape == entropy_R.shape == (0,)
+    grad_RH, grad_VH = gradients((logprobs_R + entropy_R).sum(), hidden_RH, weight_VH)
+    assert grad_RH.shape == (0, H)
+    # A padding micro-batch must reach the weight with a zero and not with None: ranks reduce it.
+    assert torch.equal(grad_VH, torch.zeros(V, H))
+
+
+def test_bf16_weights_give_fp32_logprobs_and_bf16_gradients() -> None:
+    hidden_RH, weight_VH, labels_R = problem(dtype=torch.bfloat16)
+    head = VocabHead(weight_VH=weight_VH, chunk_tokens=3, with_entropy=True)
+    logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    assert entropy_R is not None
+    assert logprobs_R.dtype == entropy_R.dtype == torch.float32
+    # bf16 products, then fp32: sums over the vocabulary stay exact to fp32.
+    torch.testing.assert_close(logprobs_R, whole(hidden_RH, weight_VH, labels_R)[0])
+    grads = gradients(logprobs_R.sum(), hidden_RH, weight_VH)
+    assert [g.dtype for g in grads] == [torch.bfloat16, torch.bfloat16]
+    exact = gradients(
+        whole(*[x.float() for x in (hidden_RH, weight_VH)], labels_R)[0].sum(), hidden_RH, weight_VH
+    )
+    torch.testing.assert_close(grads, exact, atol=0.1, rtol=0.05)
+
+
+def test_logits_of_a_thousand_do_not_overflow() -> None:
+    hidden_RH = torch.full((2, 1), 1000.0)
+    weight_VH = torch.tensor([[1.0], [-1.0], [0.999]])
+    head = VocabHead(weight_VH=weight_VH, with_entropy=True)
+    logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, torch.tensor([0, 1]), head)
+    assert entropy_R is not None
+    assert torch.isfinite(logprobs_R).all()
+    assert torch.isfinite(entropy_R).all()
+    assert logprobs_R[1].item() == pytest.approx(-2000.3133, rel=1e-6)
+
+
+def test_no_tensor_is_larger_than_one_chunk_of_logits() -> None:
+    num_tokens, vocabulary, hidden, chunk = 64, 512, 4, 8
+    hidden_RH = torch.randn(num_tokens, hidden, requires_grad=True)
+    weight_VH = torch.randn(vocabulary, hidden, requires_grad=True)
+    labels_R = torch.randint(0, vocabulary, (num_tokens,))
+
+    def largest(chunk_tokens: int) -> int:
+        head = VocabHead(weight_VH=weight_VH, chunk_tokens=chunk_tokens, with_entropy=True)
+        with LargestTensor() as seen:
+            logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+            assert entropy_R is not None
+            (logprobs_R + entropy_R).sum().backward()
+        return seen.numel
+
+    assert chunk * vocabulary > vocabulary * hidden, "a chunk is the largest tensor of this case"
+    assert largest(chunk) == chunk * vocabulary
+    # The counter does see logits: with one chunk for all positions they are the largest.
+    assert largest(num_tokens) == num_tokens * vocabulary
+
+
+def test_what_is_kept_for_the_backward_pass_is_two_numbers_per_position() -> None:
+    kept: list[int] = []
+    hidden_RH, weight_VH, labels_R = problem()
+    given = {x.data_ptr() for x in (hidden_RH, weight_VH, labels_R)}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in given:
+            kept.append(tensor.numel())
+        return tensor
+
+    head = VocabHead(weight_VH=weight_VH, chunk_tokens=3, with_entropy=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    assert kept == [R, R]
+
+
+class OneOfTwo:
+    """A group of two ranks as one process sees it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 2
+
+
+def test_a_rank_holds_its_slice_of_the_ids() -> None:
+    weight_VH = torch.zeros(V, H)
+    assert VocabHead(weight_VH=weight_VH).first_token == 0
+    assert VocabHead(weight_VH=weight_VH, tp_group=OneOfTwo(0)).first_token == 0
+    assert VocabHead(weight_VH=weight_VH, tp_group=OneOfTwo(1)).first_token == V
+
+
+@pytest.mark.parametrize("label", [-1, V, V + 1000])
+def test_a_label_outside_the_vocabulary_is_not_answered(label: int) -> None:
+    hidden_RH, weight_VH, labels_R = problem(3)
+    labels_R[1] = label
+    # An error, or a NaN that shows in the loss; -log Z would be a wrong number in silence.
+    try:
+        logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, VocabHead(weight_VH=weight_VH))
+    except (ValueError, IndexError):
+        return
+    assert torch.isfinite(logprobs_R).tolist() == [True, False, True]

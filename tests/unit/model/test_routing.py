@@ -1,0 +1,172 @@
+"""Rows as routers see them: auxiliary losses, choices laid out and collected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapack import Layout, MicroBatch, build_dp_schedule
+from megapack.errors import DataError
+from megapack.model.experts.rows import (
+    RoutingShape,
+    balance_loss,
+    collect_routing,
+    routing_row,
+    token_weight,
+    z_loss,
+)
+from megapack.rows.packed import PackedRow, RoutingRow, pack_row
+from megapack.samples import SampleBatch
+
+pytestmark = pytest.mark.unit
+
+SHAPE = RoutingShape(num_layers=2, num_experts=4, top_k=2)
+BATCH = SampleBatch([[5, 6, 7], [8], [1, 2, 3, 4]])
+
+
+class Alone:
+    """A process group of this process."""
+
+    def size(self) -> int:
+        return 1
+
+
+def packed(samples: tuple[int, ...], row_tokens: int) -> PackedRow:
+    tokens = sum(BATCH.length(i) for i in samples)
+    micro_batch = MicroBatch(samples, row_tokens, tokens, tokens_sq=0, padded_tokens=tokens)
+    return pack_row(BATCH, micro_batch, Layout())
+
+
+def whole(row: PackedRow, choices: list[Tensor | None] | None = None) -> RoutingRow:
+    return routing_row(row, torch.arange(row.row_tokens), choices, SHAPE)
+
+
+def some_choices(seed: int = 0) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    noise = [torch.rand(BATCH.length(i), 2, 4, generator=generator) for i in range(len(BATCH))]
+    return [value.argsort(-1)[..., :2] for value in noise]
+
+
+def routed(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.randn(num_tokens, 4, generator=torch.Generator().manual_seed(1))
+    scores = logits.softmax(-1)
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(1, scores.topk(2).indices, True)
+    return logits, scores, chosen
+
+
+def test_a_row_knows_samples_offsets_and_padding() -> None:
+    row = whole(packed((2, 0), 10))
+    assert row.samples_t.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert row.offsets_t[row.real_t].tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert row.real_t.tolist() == [True] * 7 + [False] * 3
+    assert row.lengths_S.tolist() == [4.0, 3.0]
+
+
+def test_the_balance_loss_is_the_sum_of_each_sample_alone() -> None:
+    _, scores, chosen = routed(10)
+    together = balance_loss(scores, chosen, whole(packed((2, 0, 1), 10)), 2)
+    expected = torch.zeros(())
+    for start, length in (0, 4), (4, 3), (7, 1):
+        part = slice(start, start + length)
+        share = chosen[part].float().mean(0) / 2
+        expected += length * 4 * (share * scores[part].mean(0)).sum()
+    assert together.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_padding_has_no_gradient_and_changes_nothing() -> None:
+    logits, _, chosen = routed(12)
+    logits.requires_grad_()
+    row = whole(packed((2, 0), 12))
+    loss = balance_loss(logits.softmax(-1), chosen, row, 2) + z_loss(logits, row)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert grad[:7].abs().min() > 0
+    assert not grad[7:].any()
+    shorter = whole(packed((2, 0), 7))
+    assert z_loss(logits[:7], shorter).item() == pytest.approx(z_loss(logits, row).item())
+
+
+def test_a_row_of_padding_alone_has_no_loss() -> None:
+    logits, scores, chosen = routed(3)
+    row = whole(packed((), 3))
+    assert balance_loss(scores, chosen, row, 2).item() == 0
+    assert z_loss(logits, row).item() == 0
+
+
+def test_choices_stand_at_their_tokens_and_padding_goes_round() -> None:
+    choices = some_choices()
+    row = whole(packed((2, 0), 9), choices)
+    assert row.choices_tLK is not None
+    assert torch.equal(row.choices_tLK[:4].long(), choices[2])
+    assert torch.equal(row.choices_tLK[4:7].long(), choices[0])
+    assert row.choices_tLK[7:, 0].tolist() == [[2, 3], [0, 1]]
+
+
+def test_the_last_token_may_be_missing() -> None:
+    choices = some_choices()
+    assert choices[2] is not None
+    choices[2] = choices[2][:-1]
+    row = whole(packed((2,), 4), choices)
+    assert row.choices_tLK is not None
+    assert torch.equal(row.choices_tLK[:3].long(), choices[2])
+    assert row.choices_tLK[3, 0].tolist() == [2, 3]
+
+
+def test_a_slice_takes_its_tokens() -> None:
+    row, positions = packed((2, 0), 8), torch.arange(4, 8)
+    part, all_of_it = routing_row(row, positions, some_choices(), SHAPE), whole(row, some_choices())
+    assert part.samples_t.tolist() == [1, 1, 1, 2]
+    assert part.choices_tLK is not None
+    assert all_of_it.choices_tLK is not None
+    assert torch.equal(part.choices_tLK, all_of_it.choices_tLK[4:])
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (None, r"sample 0 has routing None, not \(3, 2, 2\)"),
+        (torch.zeros(2, 1, 2, dtype=torch.int64), r"routing \(2, 1, 2\), not \(3, 2, 2\)"),
+        (torch.tensor([[[0, 4]] * 2] * 3), r"not of integers in \[0, 4\)"),
+        (torch.tensor([[[0, -1]] * 2] * 3), r"not of integers in \[0, 4\)"),
+        (torch.tensor([[[0.0, 1.0]] * 2] * 3), "not of integers"),
+        (torch.tensor([[[3, 3]] * 2] * 3), "names an expert twice"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(broken: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        whole(packed((0,), 3), [broken, None, None])
+
+
+def test_recorded_choices_come_back_in_sample_order() -> None:
+    """What is laid out, recorded in slices and collected is what went in."""
+    plan = build_dp_schedule(BATCH.lengths, layout=Layout(), max_tokens_per_gpu=5)
+    choices, rows = some_choices(), []
+    for mb in plan.steps[0].ranks[0]:
+        row = pack_row(BATCH, mb, Layout())
+        for positions in torch.arange(row.row_tokens).tensor_split(2):
+            seen = routing_row(row, positions, choices, SHAPE)
+            assert seen.choices_tLK is not None
+            rows.append(replace(seen, recorded={n: seen.choices_tLK[:, n] for n in range(2)}))
+    found = collect_routing(
+        rows,
+        BATCH.lengths,
+        plan.steps[0],
+        SHAPE,
+        dp_rank=0,
+        scope="all",
+        groups=[Alone()],
+        device=torch.device("cpu"),
+    )
+    for value, expected in zip(found, choices, strict=True):
+        assert value is not None
+        assert value.dtype == torch.uint8
+        assert torch.equal(value.long(), expected)
+
+
+def test_a_token_counts_the_same_in_the_whole_step() -> None:
+    plan = build_dp_schedule(BATCH.lengths, layout=Layout(dp=2), max_tokens_per_gpu=5)
+    assert token_weight(plan.steps[0]) == 1 / 8

@@ -1,0 +1,141 @@
+"""The real Transformer Engine's constructors; its kernels need a GPU, these do not.
+
+In a process of its own, as building on the CPU patches torch for the rest of a process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.child import child
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None,
+        reason="transformer-engine is not installed",
+    ),
+]
+
+CHILD = """
+import dataclasses, json, warnings
+warnings.simplefilter("ignore")
+import torch
+from megapack import launch
+from megapack.model import build
+from megapack.model.attention import choice
+from megapack.schedule import checks
+from megapack.model.attention.packed import packed_seq_params, refuse_unpacked_attention
+from megapack.model.attention.choice import choose_attention
+from megapack.model.init import global_parameters, initialize_by_name
+from megapack.layout import Layout
+from megapack.config.sections import ModelConfig
+
+launch.start("cpu")
+layout = Layout(fp8="blockwise")
+build.initialize_parallel(layout, 1)
+# As on a Hopper GPU: constructors ask whether there is one, and put nothing on it.
+choice.cpu.uses_cuda = lambda: True
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda *device: (9, 0)
+
+sizes = ModelConfig(
+    num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2, kv_channels=64,
+    qk_layernorm=True, dtype="bf16",
+)
+config = build.transformer_config(sizes, layout)
+# transformer_config sees a GPU here, the constructors must not.
+config.use_cpu_initialization = True
+chunk = build._chunk(build.GPTModel, sizes, layout, config, 0, 384)
+refuse_unpacked_attention(chunk)
+checks.check_config(config, layout)
+group = torch.distributed.group.WORLD
+initialize_by_name([chunk], seed=1, std=0.02, num_layers=2, tp_group=group)
+
+recipes = {}
+for fp8 in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+    made = build.transformer_config(dataclasses.replace(sizes, fp8=fp8), layout)
+    checks.check_config(made, layout)
+    from megatron.core.fp8_utils import get_fp8_recipe
+    recipes[fp8] = [made.fp8, type(get_fp8_recipe(made)).__name__]
+
+from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
+from megapack.rows.slices import slice_positions
+lengths, cp = [8, 4, 12, 16], 2
+cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+positions = torch.arange(sum(lengths))
+torch.distributed.get_world_size = lambda group=None: cp
+theirs = []
+for rank in range(cp):
+    torch.distributed.get_rank = lambda group=None: rank
+    cut = context_parallel.get_batch_on_this_cp_rank(cu_seqlens, positions[None], None, None)
+    theirs.append(cut[0][0].tolist())
+ours = [slice_positions(lengths, cp, rank).tolist() for rank in range(cp)]
+
+layer = chunk.decoder.layers[0].self_attention
+params = packed_seq_params(torch.tensor([0, 70, 128], dtype=torch.int32), 70, 128)
+print(json.dumps({
+    "chosen": choose_attention("auto"),
+    "kinds": {name: type(part).__name__ for name, part in layer.named_children()},
+    "rope": config.apply_rope_fusion,
+    "mask": layer.core_attention.attn_mask_type,
+    "eps": chunk.decoder.layers[0].self_attention.linear_qkv.eps,
+    "given": sorted(name for name in layer.core_attention.kept_packed_seq_params
+                    if getattr(params, name) is not None),
+    "parameters": {name: list(param.shape) for name, param in global_parameters(chunk)},
+    "recipes": recipes,
+    "slices": [theirs, ours],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What the child found with a two-layer GPT of Transformer Engine's layers."""
+    return child(CHILD)
+
+
+def test_layers_are_transformer_engines(found: dict[str, Any]) -> None:
+    assert found["chosen"] == "te"
+    assert found["kinds"] == {
+        "core_attention": "TEDotProductAttention",
+        "linear_proj": "TERowParallelLinear",
+        "linear_qkv": "TELayerNormColumnParallelLinear",
+        "q_layernorm": "RMSNorm",
+        "k_layernorm": "RMSNorm",
+    }
+    assert found["rope"]
+    assert found["mask"] == "causal"
+    assert found["eps"] == 1e-5
+
+
+def test_attention_gets_a_packed_row_and_nothing_to_compare(found: dict[str, Any]) -> None:
+    assert found["given"] == [
+        *("cu_seqlens_kv", "cu_seqlens_q", "max_seqlen_kv", "max_seqlen_q", "qkv_format")
+    ]
+
+
+def test_parameters_have_names_and_shapes_of_the_whole_model(found: dict[str, Any]) -> None:
+    shapes = found["parameters"]
+    assert shapes["embedding.word_embeddings.weight"] == [384, 128]
+    assert shapes["decoder.layers.1.self_attention.linear_qkv.weight"] == [(4 + 2 + 2) * 64, 128]
+    assert shapes["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"] == [128]
+    assert shapes["decoder.layers.0.self_attention.q_layernorm.weight"] == [64]
+    assert shapes["decoder.layers.0.mlp.linear_fc1.weight"] == [2 * 4 * 128, 128]
+
+
+def test_recipes_are_transformer_engines(found: dict[str, Any]) -> None:
+    assert found["recipes"] == {
+        "delayed": ["hybrid", "TEDelayedScaling"],
+        "tensorwise": ["hybrid", "Float8CurrentScaling"],
+        "blockwise": ["e4m3", "Float8BlockScaling"],
+        "mxfp8": ["e4m3", "MXFP8BlockScaling"],
+    }
+
+
+def test_slices_are_those_of_transformer_engine(found: dict[str, Any]) -> None:
+    theirs, ours = found["slices"]
+    assert theirs == ours

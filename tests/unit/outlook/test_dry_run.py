@@ -1,0 +1,176 @@
+"""`train --dry-run`: shipped configs plan and fit, and what the start refuses is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack import Layout, build_dp_schedule, cli
+from megapack.config import load_config
+from megapack.config.sections import TrainConfig
+from megapack.cost.memory import GIB
+
+pytestmark = pytest.mark.unit
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+TINY = "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
+DENSE = "qwen3_4b_dp4_tp2_gpu8.yaml"
+EXPERTS = "qwen3_30b_a3b_dp32_pp2_vpp4_ep8_gpu64.yaml"
+# One rank has none of NCCL's buffers, and this model leaves no more.
+LIMITS_GIB = {"qwen3_4b_gpu1": 76}
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """A dry run: exit code, stdout, stderr."""
+
+    def run(config: str | Path, world: int, *args: str) -> tuple[int, str, str]:
+        argv = ["train", str(config), *args, "--dry-run", f"world={world}"]
+        return cli.main(argv), *capsys.readouterr()
+
+    return run
+
+
+def told(done: tuple[int, str, str]) -> dict[str, Any]:
+    code, out, err = done
+    assert (code, err) == (0, "")
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+def sizes_in(name: str) -> dict[str, int]:
+    return {what: int(size) for what, size in re.findall(r"_([a-z]+)(\d+)(?=_|$)", name)}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_config_is_what_its_name_says_and_fits(path: Path, call: Call) -> None:
+    config = load_config(path, [], TrainConfig)
+    named = sizes_in(path.stem)
+    gpus = named.pop("gpu", 4)
+    assert config.name == path.stem
+    limit = LIMITS_GIB.get(path.stem, 72)
+    found = told(call(path, gpus, "--json", "--gpu-memory-gib", str(limit)))
+    assert found["num_gpus"] == gpus
+    degrees = {k: v for k, v in found["layout"].items() if k in ("dp", "tp", "pp", "vpp", "cp")}
+    assert {k: v for k, v in degrees.items() if v > 1} == {
+        k: v for k, v in named.items() if k != "ep"
+    }
+    assert found["layout"]["ep"] == named.get("ep", 1)
+    assert found["fits"]
+    assert len(found["memory_bytes"]) == config.layout.pp
+    assert found["steps"]["num_padding_rows"] == 0
+    assert found["steps"]["bubble_fraction"] < 0.15
+    assert found["tokens_per_gpu_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "overrides", "words"),
+    [
+        (DENSE, 12, [], ["4 * 2 * 1 * 1 = 8 ranks", "the job has 12"]),
+        (DENSE, 8, ["train.trackers=[wandb]"], ["wandb", "not installed"]),
+        (DENSE, 8, ["model.num_query_groups=1"], ["model.num_query_groups=1", "tp=2"]),
+        (DENSE, 8, ["plan.cost_model=none.yaml"], ["none.yaml", "cannot be read"]),
+        (
+            DENSE,
+            8,
+            ["plan.oversize=error", "plan.max_tokens_per_gpu=99"],
+            ["budget of 98"],
+        ),
+        (DENSE, 8, ["model.fp8=mxfp8", "model.ffn_hidden_size=9760"], ["fp8=mxfp8", "9760", "64"]),
+        (EXPERTS, 2, ["layout.dp=1", "layout.ep=2"], ["ep=2"]),
+        (EXPERTS, 8, ["layout.dp=2", "layout.tp=2", "layout.sequence_parallel=true"], ["ep=8"]),
+        (
+            EXPERTS,
+            64,
+            ["layout.ep=1", "plan.count_rule=per_rank", "model.fp8=delayed"],
+            ["largest"],
+        ),
+        (TINY, 4, ["data.path=none.jsonl"], ["none.jsonl", "cannot be read"]),
+    ],
+)
+def test_what_the_start_refuses_is_refused(
+    config: str, world: int, overrides: list[str], words: list[str], call: Call
+) -> None:
+    code, out, err = call(config, world, *overrides)
+    (line,) = err.splitlines()
+    assert (code, out) == (2, "")
+    assert line.startswith("megapack: ")
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("text", ["8", "world=0", "world=x", "ranks=8"])
+def test_a_world_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", TINY, "--dry-run", text])
+    assert exit_.value.code == 2
+    assert "set world=N" in capsys.readouterr().err
+
+
+def test_json_is_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", TINY, "--json"]) == 2
+    assert "set --dry-run world=N" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_exit_1(call: Call) -> None:
+    code, out, _ = call(DENSE, 8, "--gpu-memory-gib", "40")
+    assert code == 1
+    assert re.search(r"does not fit: stage 0 takes [\d.]+ of 40 GiB; set more layout.tp", out)
+    code, out, _ = call(DENSE, 8, "--gpu-memory-gib", "40", "model.recompute=full")
+    assert code == 0
+    assert "fits: stage 0" in out
+
+
+def test_the_plan_is_that_of_the_first_batch_of_the_data(call: Call, tmp_path: Path) -> None:
+    rng = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
+    rows = [
+        {"prompt_ids": [1] * 5, "response_ids": [2] * n, "group": k // 2, "reward": float(k % 2)}
+        for k, n in enumerate(rng)
+    ]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    overrides = [f"data.path={path}", "data.prompts_per_batch=4", "plan.max_tokens_per_gpu=128"]
+    found = told(call(TINY, 4, *overrides, "--json"))
+    plan = build_dp_schedule(
+        [5 + n for n in rng[:8]],
+        layout=Layout(dp=2, pp=2, vpp=2),
+        max_tokens_per_gpu=128,
+        global_batch_size=64,
+        rollout_ids=range(8),
+    )
+    assert found["plan_digest"] == plan.digest()
+    assert f"12 samples in {path}" in found["lengths"]
+    bare = [{k: v for k, v in row.items() if k != "reward"} for row in rows]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in bare))
+    code, _, err = call(TINY, 4, *overrides)
+    assert code == 2
+    assert "reward" in err
+
+
+def test_passes_recomputation_and_cost_models_count(call: Call, tmp_path: Path) -> None:
+    base = told(call(DENSE, 8, "--json"))
+    assert base["num_logprob_passes"] == 1
+    assert base["seconds"] == base["steps"]["seconds"] + base["logprob_pass"]["seconds"]
+    kl = told(call(DENSE, 8, "objective.kl_coef=0.1", "--json"))
+    assert kl["num_logprob_passes"] == 2
+    sft = told(call(DENSE, 8, "objective.kind=sft", "--json"))
+    assert (sft["num_logprob_passes"], sft["logprob_pass"]) == (0, None)
+    full = told(call(DENSE, 8, "model.recompute=full", "--json"))
+    # A forward more on top of three's work, and half as much traffic again.
+    assert 4 / 3 <= full["steps"]["seconds"] / base["steps"]["seconds"] <= 3 / 2
+    cost = tmp_path / "cost.yaml"
+    cost.write_text("cost: {per_token: 1.0e-6}\n")
+    measured = told(call(DENSE, 8, f"plan.cost_model={cost}", "--json"))
+    assert measured["time_basis"] == f"of the cost model {cost}"
+
+
+def test_a_sample_over_the_budget_counts_with_its_own_row(call: Call) -> None:
+    at = {n: told(call(DENSE, 8, f"plan.max_tokens_per_gpu={n}", "--json")) for n in (99, 24576)}
+    longest = max(stage["activations"] for stage in at[99]["memory_bytes"]) / GIB
+    most = max(stage["activations"] for stage in at[24576]["memory_bytes"]) / GIB
+    assert most / 2 < longest < most

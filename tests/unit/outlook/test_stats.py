@@ -1,0 +1,151 @@
+"""Numbers of steps and plans: sums, simulated seconds, and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megapack import CostModel, Layout, PlanError, Policy, build_dp_schedule, plan_report, simulate
+from megapack.outlook.baselines import naive_plans
+from megapack.outlook.stats import step_report
+from megapack.plan import MicroBatch, Plan, StepPlan
+
+pytestmark = pytest.mark.unit
+
+COST = CostModel(fixed=2.0, per_token=1.0, per_token_sq=1e-3, p2p=0.5)
+LENGTHS = np.random.default_rng(3).integers(1, 400, 90)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2), Layout(dp=2, pp=4), Layout(dp=2, pp=2, vpp=3, cp=2), Layout(dp=4, pp=2, ep=4)],
+)
+@pytest.mark.parametrize("rule", ["legal", "per_rank"])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_no_plan_is_below_its_bounds(layout: Layout, rule: str, forward_only: bool) -> None:
+    if layout.ep > 1 and rule == "per_rank":
+        pytest.skip("experts need one M")
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([rng.integers(1, 400, 150), [900]])
+    plan = build_dp_schedule(
+        lengths,
+        layout=layout,
+        max_tokens_per_gpu=1000,
+        cost=COST,
+        num_steps=2,
+        policy=Policy(count_rule=rule),  # type: ignore[arg-type]
+        forward_only=forward_only,
+    )
+    for packed in (plan, *naive_plans(plan, lengths).values()):
+        report = plan_report(packed, lengths, COST)
+        assert len(report.steps) == 2
+        assert str(report).startswith("step 0: rows ")
+        for step in (report, *report.steps):
+            assert step.num_rows >= step.num_rows_bound >= 1
+            assert step.imbalance >= step.imbalance_bound - 1e-12 >= 1 - 1e-12
+            assert step.seconds >= step.seconds_bound * (1 - 1e-12)
+            assert step.seconds_bound >= step.equal_work_seconds * (1 - 1e-12)
+            assert step.row_tokens >= step.tokens
+
+
+def test_a_plan_that_cannot_be_better_meets_its_bounds() -> None:
+    lengths = [100] * 32
+    plan = build_dp_schedule(lengths, layout=Layout(dp=4), max_tokens_per_gpu=400)
+    (step,) = plan_report(plan, lengths).steps
+    assert (step.num_rows, step.num_padding_rows) == (step.num_rows_bound, 0)
+    assert step.imbalance == step.imbalance_bound == 1
+    assert step.seconds == step.seconds_bound
+    assert (step.bubble_fraction, step.padding_fraction, step.fill) == (0, 0, 1)
+    assert step.time_over_equal_work == pytest.approx(1)
+    with pytest.raises(PlanError, match="31 lengths"):
+        plan_report(plan, lengths[1:])
+
+
+def test_one_huge_sample_is_its_own_bound() -> None:
+    lengths = [1000, *[10] * 20]
+    plan = build_dp_schedule(lengths, layout=Layout(dp=4), max_tokens_per_gpu=1000)
+    (step,) = plan_report(plan, lengths).steps
+    assert step.imbalance == pytest.approx(step.imbalance_bound)
+    assert step.imbalance_bound == pytest.approx(1000 / 300)
+
+
+def test_a_plan_sums_its_steps() -> None:
+    layout = Layout(dp=2, pp=2, vpp=2, cp=2)
+    plan = build_dp_schedule(LENGTHS, layout=layout, num_steps=2, cost=COST, max_tokens_per_gpu=512)
+    found = plan_report(plan, LENGTHS, COST)
+    runs = [simulate(step, layout=layout, cost=COST) for step in plan.steps]
+    assert [step.seconds for step in found.steps] == [run.makespan for run in runs]
+    assert found.seconds == pytest.approx(sum(run.makespan for run in runs))
+    assert (found.num_steps, found.num_samples) == (2, len(LENGTHS))
+    assert found.tokens == LENGTHS.sum()
+    assert found.num_rows + found.num_padding_rows == sum(
+        2 * (step.num_microbatches or 0) for step in plan.steps
+    )
+    # Forward and twice that backward, of 1 token or 1/1000 squared token, over 8 GPUs.
+    work = 3 * (LENGTHS.sum() + 1e-3 * (LENGTHS**2).sum()) / 8
+    assert found.equal_work_seconds == pytest.approx(work)
+    assert found.time_over_equal_work == pytest.approx(found.seconds / work)
+    assert found.tokens_per_gpu_second == pytest.approx(LENGTHS.sum() / found.seconds / 8)
+    assert 0 < (found.fill or 0) <= 1
+    # The most of a step, not the sum.
+    assert found.peak_live_tokens == max(run.peak_live_tokens for run in runs)
+    assert min(step.imbalance for step in found.steps) <= found.imbalance
+    assert max(step.bubble_fraction for step in found.steps) >= found.bubble_fraction
+
+
+def step_of(*ranks: list[int]) -> StepPlan:
+    """Rows of one sample each; a row of -1 token is a padding micro-batch."""
+    rows = tuple(
+        tuple(
+            MicroBatch((), 1, 0, 0, 0) if n < 0 else MicroBatch((0,), n, n, n * n, n) for n in row
+        )
+        for row in ranks
+    )
+    return StepPlan(rows, None, None, (), ("a", "b"))
+
+
+def test_imbalance_is_of_work_and_not_of_waiting() -> None:
+    """Rank 0 has 3 of 4 tokens. Its pipeline waits for less, so that its time is less than 1.5 of
+    the mean."""
+    plan = build_dp_schedule([1], layout=Layout(dp=2, pp=2), micro_batch_size=1)
+    step = step_of([100, 100, 100], [100])
+    found = step_report(plan, step)
+    assert found.imbalance == 1.5
+    assert found.slowest_rank == 0
+    assert found.rank_seconds[0] / np.mean(found.rank_seconds) < 1.4
+    # Experts make ranks wait for each other; their own work stays what it is.
+    experts = replace(plan, layout=Layout(dp=2, pp=2, ep=2))
+    found = step_report(experts, step_of([300, 100], [100, 100]))
+    assert found.imbalance == pytest.approx(4 / 3)
+    assert found.rank_seconds[0] == found.rank_seconds[1]
+
+
+def test_counts_of_a_step_by_hand() -> None:
+    counts = step_of([7, 5, -1], [4]).counts
+    assert (counts.num_rows, counts.num_padding_rows, counts.num_samples) == (3, 1, 3)
+    assert (counts.tokens, counts.row_tokens) == (16, 17)
+    assert (counts.num_microbatches, counts.microbatch_span) == ((1, 3), "1-3")
+    assert counts.num_dropped_rollouts == 2
+    assert counts.packing_efficiency == 16 / 17
+    assert step_of([7], [5]).counts.microbatch_span == "1"
+
+
+def test_a_plan_without_steps_or_rows_can_be_counted() -> None:
+    plan = build_dp_schedule([1], layout=Layout(), micro_batch_size=1)
+    for steps in ((), (step_of(),), (step_of([], []),)):
+        counts = replace(plan, steps=steps).counts
+        assert (counts.row_tokens, counts.microbatch_span, counts.padding_fraction) == (0, "0", 0)
+    found = plan_report(replace(plan, steps=()))
+    assert (found.num_steps, found.seconds, found.imbalance, found.peak_live_tokens) == (0, 0, 1, 0)
+
+
+def test_without_lengths_there_are_no_bounds() -> None:
+    plan: Plan = build_dp_schedule([5, 3], layout=Layout(cp=2), max_tokens_per_gpu=6)
+    found = plan_report(plan)
+    assert found.num_rows_bound is None
+    assert found.time_over_equal_work is None
+    assert "bound" not in str(found)
+    assert found.totals()["seconds"] == found.seconds
+    assert not {"steps", "rank_seconds"} & found.totals().keys()

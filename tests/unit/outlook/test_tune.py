@@ -1,0 +1,111 @@
+"""Sweeps: what is tried, what fits, and that the best of them is the best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megapack import ConfigError, CostModel, Layout, ModelSizes, Policy
+from megapack.cost.memory import MemoryModel
+from megapack.outlook.tune import Space, Tuning, Workload, tune
+
+pytestmark = pytest.mark.unit
+
+SIZES = ModelSizes(
+    num_layers=8, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=8, vocab_size=1000
+)
+LENGTHS = np.random.default_rng(0).integers(20, 400, 64)
+
+
+def work(memory_bytes: int = 2**40, **changes: object) -> Workload:
+    found = Workload(
+        lengths=LENGTHS,
+        rollout_ids=None,
+        colocate_ids=None,
+        global_batch_size=None,
+        num_steps=None,
+        policy=Policy(search=64),
+        memory=MemoryModel(sizes=SIZES),
+        memory_bytes=memory_bytes,
+        cost_of=lambda layout: CostModel.from_model(
+            SIZES, layout=layout, flops_per_gpu=1e12, fixed=1e-5
+        ),
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def test_layouts_fill_the_gpus_and_divide_the_model() -> None:
+    found = list(Space(num_gpus=8, tp=(1, 2, 16), ep=(1, 2)).layouts(SIZES))
+    assert all(layout.world_size == 8 and 8 % layout.num_chunks == 0 for layout in found)
+    assert {(layout.tp, layout.pp) for layout in found} == {
+        (tp, pp) for tp in (1, 2) for pp in (1, 2, 4, 8) if tp * pp <= 8
+    }
+    assert all(layout.sequence_parallel == (layout.tp > 1) for layout in found)
+    assert {layout.vpp for layout in found if layout.pp == 2} == {1, 2, 4}
+    assert {layout.ep for layout in found} == {1}
+    assert len(found) == len(set(found))
+
+
+@pytest.fixture(scope="module")
+def found() -> Tuning:
+    space = Space(
+        num_gpus=4, pp=(1, 2, 4), count_rules=("legal", "per_rank"), group_sizes=("fixed", "search")
+    )
+    return tune(work(), space)
+
+
+def test_the_fastest_is_first_and_nothing_twice(found: Tuning) -> None:
+    speeds = [candidate.tokens_per_gpu_second for candidate in found.ranked]
+    assert speeds == sorted(speeds, reverse=True)
+    assert len(found.ranked) == found.num_plans > found.num_layouts
+    best = found.best_of_layouts
+    assert best[0] is found.ranked[0]
+    assert len({candidate.layout for candidate in best}) == len(best) == found.num_layouts
+
+
+def test_budgets_begin_with_the_longest_sample(found: Tuning) -> None:
+    budgets = {candidate.max_tokens_per_gpu for candidate in found.ranked}
+    assert min(budgets) == LENGTHS.max()
+    assert budgets <= {int(LENGTHS.max()) << k for k in range(5)}
+
+
+def test_the_limit_counts_full_rows_in_flight(found: Tuning) -> None:
+    limit = sorted(candidate.memory.total for candidate in found.ranked)[len(found.ranked) // 2]
+    fitting = tune(work(limit), Space(num_gpus=4, pp=(1, 2, 4)))
+    assert fitting.ranked
+    for candidate in fitting.ranked:
+        layout, budget = candidate.layout, candidate.max_tokens_per_gpu
+        live = budget * layout.chunks_in_flight() / layout.vpp
+        assert candidate.report.peak_live_tokens <= live
+        memory = MemoryModel(sizes=SIZES).fullest_stage(layout, live_tokens=live, row_tokens=budget)
+        assert candidate.memory == memory
+        assert memory.total <= limit
+
+
+def test_where_nothing_fits_the_least_is_told() -> None:
+    nothing = tune(work(2**20), Space(num_gpus=4, pp=(1, 2, 4)))
+    assert (nothing.ranked, nothing.num_plans) == ((), 0)
+    assert nothing.least_memory.total > 2**20
+
+
+def test_budgets_and_rules_that_are_given_are_all() -> None:
+    found = tune(work(), Space(num_gpus=2, pp=(1,), budgets=(800, 400), count_rules=("legal",)))
+    assert {candidate.layout for candidate in found.ranked} == {Layout(dp=2)}
+    assert {candidate.max_tokens_per_gpu for candidate in found.ranked} <= {400, 800}
+    assert {candidate.policy for candidate in found.ranked} == {Policy(search=64)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [({"num_gpus": 0}, "0 GPUs"), ({"num_gpus": 2, "tp": (0,)}, "tp 0")],
+)
+def test_sizes_that_are_none(sizes: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Space(**sizes)  # type: ignore[arg-type]
+
+
+def test_gpus_that_no_layout_fills() -> None:
+    with pytest.raises(ConfigError, match=r"tp \[3\].*8 GPUs"):
+        tune(work(), Space(num_gpus=8, tp=(3,)))

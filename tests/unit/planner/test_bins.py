@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from megapack import PlanError
+from megapack.planner.bins import (
+    fewest_bins_bound,
+    first_fit,
+    first_fit_decreasing,
+    pack_to_targets,
+)
+from megapack.planner.partition import karmarkar_karp
+
+pytestmark = pytest.mark.unit
+
+
+def naive(sizes: list[int], capacity: int, order: list[int]) -> list[int]:
+    loads: list[int] = []
+    where = [0] * len(sizes)
+    for i in order:
+        fitting = [b for b, load in enumerate(loads) if load + sizes[i] <= capacity]
+        if not fitting:
+            loads.append(0)
+        where[i] = fitting[0] if fitting else len(loads) - 1
+        loads[where[i]] += sizes[i]
+    return where
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("pack", "falling"), [(first_fit, False), (first_fit_decreasing, True)])
+def test_packers_are_the_naive_ones(
+    seed: int, pack: Callable[..., tuple[np.ndarray, int]], falling: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, [130, 40, 101][seed % 3], 200)
+    order = list(range(200))
+    if falling:
+        order.sort(key=lambda i: (-sizes[i], i))
+    bin_of, num_bins = pack(sizes, 100)
+    assert bin_of.tolist() == naive(sizes.tolist(), 100, order)
+    assert num_bins == bin_of.max() + 1
+
+
+def fewest_bins(sizes: list[int], capacity: int) -> int:
+    for count in range(1, len(sizes) + 1):
+        for places in itertools.product(range(count), repeat=len(sizes)):
+            loads = [0] * count
+            for size, place in zip(sizes, places, strict=True):
+                loads[place] += size
+            if max(loads) <= capacity:
+                return count
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_bound_is_below_the_optimum(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 11, 6)
+    bound = fewest_bins_bound(sizes, 10)
+    assert -(-int(sizes.sum()) // 10) <= bound <= fewest_bins(sizes.tolist(), 10)
+
+
+def test_the_bound_sees_what_the_sum_does_not() -> None:
+    assert fewest_bins_bound(np.array([6, 6, 6, 6]), 10) == 4
+    assert fewest_bins_bound(np.array([7, 7, 4, 4]), 10) == 3
+    assert fewest_bins_bound(np.array([50, 3]), 10) == 2
+    assert fewest_bins_bound(np.array([50]), 10) == 1
+
+
+class _Set:
+    def __init__(self) -> None:
+        self.sum = 0
+        self.items: list[tuple[int, int]] = []
+
+    def key(self) -> tuple[int, int, list[tuple[int, int]]]:
+        return self.sum, len(self.items), self.items
+
+
+def naive_karmarkar_karp(sizes: list[int], k: int, equal_size: bool) -> list[list[int]]:
+    """The textbook way: merge the two tuples of largest spread until one is left."""
+    rising = sorted((size, i) for i, size in enumerate(sizes))
+    tuples = []
+    for first in range(0, len(sizes), k if equal_size else 1):
+        sets = [_Set() for _ in range(k)]
+        for place, (size, i) in enumerate(rising[first : first + (k if equal_size else 1)]):
+            sets[place].items.append((i, size))
+            sets[place].sum += size
+        tuples.append(sorted(sets, key=_Set.key, reverse=True))
+    while len(tuples) > 1:
+        tuples.sort(key=lambda t: (t[0].sum - t[-1].sum, t[0].key()), reverse=True)
+        a, b = tuples.pop(0), tuples.pop(0)
+        for mine, theirs in zip(a, reversed(b), strict=True):
+            mine.items += theirs.items
+            mine.sum += theirs.sum
+        tuples.append(sorted(a, key=_Set.key, reverse=True))
+    return [[i for i, _ in part.items] for part in tuples[0]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("equal_size", [False, True])
+def test_karmarkar_karp_breaks_ties_as_the_textbook(seed: int, equal_size: bool) -> None:
+    rng = np.random.default_rng(seed)
+    k = int(rng.integers(1, 8))
+    # Few distinct sizes: ties everywhere.
+    sizes = rng.integers(1, [3, 50, 5000][seed % 3], k * int(rng.integers(1, 10)))
+    parts = karmarkar_karp(sizes, k, equal_size=equal_size)
+    assert parts == naive_karmarkar_karp(sizes.tolist(), k, equal_size)
+
+
+def test_karmarkar_karp_refuses_what_does_not_divide() -> None:
+    with pytest.raises(PlanError, match="7 items"):
+        karmarkar_karp(np.arange(7), 2, equal_size=True)
+    with pytest.raises(PlanError, match="2 items for 3"):
+        karmarkar_karp(np.arange(2), 3)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_packing_to_targets_holds_the_budget_and_leaves_no_row_empty(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 120, 300)
+    targets = rng.random(220) + 0.1
+    row_of = pack_to_targets(sizes, sizes.astype(float) ** 2, targets * 1e4, 100)
+    assert row_of is not None
+    assert sorted(set(row_of.tolist())) == list(range(220))
+    loads = np.bincount(row_of, weights=sizes)
+    alone = np.bincount(row_of) == 1
+    assert np.all((loads <= 100) | alone)
+
+
+def test_packing_to_targets_follows_the_targets() -> None:
+    sizes = np.full(1000, 7)
+    targets = np.array([100.0, 200.0, 300.0, 400.0])
+    row_of = pack_to_targets(sizes, np.ones(1000), targets, 10_000)
+    assert row_of is not None
+    assert np.bincount(row_of).tolist() == targets.tolist()
+
+
+def test_packing_to_targets_gives_up_where_rows_do_not_do() -> None:
+    assert pack_to_targets(np.full(10, 6), np.ones(10), np.ones(9), 10) is None

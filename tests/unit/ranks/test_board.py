@@ -1,0 +1,212 @@
+"""What ranks report to each other through the store; here all of them in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from megapack.errors import RankError
+from megapack.ranks import board as module
+from megapack.ranks.board import Board, Failure, Process
+from tests.job_in_process import LIMIT_S, boards, pid_is, sleeper, until
+
+pytestmark = pytest.mark.unit
+
+FAILURE = Failure(text='rank 1 failed: "é"', traceback="a\nb\n", gone=(1, 2))
+
+
+def test_the_first_failure_wins_on_every_rank() -> None:
+    with boards(3) as (first, second, third):
+        assert third.failure() is None
+        assert second.post(FAILURE) == FAILURE
+        assert first.post(Failure(text="later")) == FAILURE
+        assert [board.failure() for board in (first, second, third)] == [FAILURE] * 3
+
+
+def test_a_failure_is_an_error_of_every_rank() -> None:
+    error = FAILURE.error()
+    assert isinstance(error, RankError)
+    assert error.on_all_ranks
+    assert (str(error), error.__notes__) == (FAILURE.text, [FAILURE.traceback])
+    assert not hasattr(Failure(text="a").error(), "__notes__")
+
+
+def test_a_rank_that_joins_later_sees_the_failure() -> None:
+    store = dist.HashStore()
+    with boards(1, store) as (first,):
+        first.post(FAILURE)
+        late = Board(store, 1, 2)
+        assert late.failure() == FAILURE
+        late.close()
+
+
+def test_the_next_job_on_a_store_starts_empty() -> None:
+    store = dist.HashStore()
+    with boards(2, store) as (first, second):
+        first.post(FAILURE)
+        first.leave()
+        with boards(2, store) as (again, other):
+            assert again.failure() is None
+            assert not other.has_left(0)
+            other.post(Failure(text="of the second job"))
+            assert second.failure() == FAILURE
+
+
+def test_beats_are_counted() -> None:
+    with boards(2) as (first, second):
+        before = first.beats([0, 1, 2])
+        second.beat()
+        assert first.beats([0, 1, 2]) == [before[0], before[1] + 1, 0]
+        assert before[2] == 0
+
+
+def test_a_rank_leaves_normally() -> None:
+    with boards(2) as (first, second):
+        assert not first.has_left(1)
+        second.leave()
+        assert (first.has_left(1), first.has_left(0)) == (True, False)
+
+
+def test_ranks_that_know_of_the_failure_are_counted() -> None:
+    with boards(2) as (first, second):
+        assert first.num_acknowledged() == 0
+        assert [second.acknowledge(), first.acknowledge()] == [1, 2]
+        assert second.num_acknowledged() == 2
+
+
+def test_ranks_of_this_host_are_known() -> None:
+    with boards(3) as (_, second, _):
+        found = second.processes_on_host()
+    assert [process.rank for process in found] == [0, 2]
+    assert {process.pid for process in found} == {os.getpid()}
+
+
+def test_a_container_with_its_own_process_ids_is_another_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Containers can share the host's name, as with Docker's --network=host."""
+    store = dist.HashStore()
+    here = Board(store, 0, 3)
+    monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
+    there, beside = Board(store, 1, 3), Board(store, 2, 3)
+    assert here.processes_on_host() == []
+    assert [process.rank for process in there.processes_on_host()] == [2]
+    for board in (here, there, beside):
+        board.close()
+
+
+def test_a_process_is_running_stopped_or_gone() -> None:
+    with sleeper() as child:
+        process = Process.of(1, child.pid)
+        assert process.state() == "running"
+        os.kill(child.pid, signal.SIGSTOP)
+        until(lambda: process.state() == "stopped")
+        os.kill(child.pid, signal.SIGCONT)
+        until(lambda: process.state() == "running")
+        child.kill()
+        # Nobody has waited for it yet, so it is a zombie.
+        until(lambda: process.state() == "gone")
+        child.wait()
+        assert process.state() == "gone"
+
+
+def test_a_later_process_with_the_same_pid_is_not_the_rank() -> None:
+    mine = Process.of(0, os.getpid())
+    assert mine.state() == "running"
+    assert replace(mine, started="1").state() == "gone"
+
+
+def test_another_process_can_stand_in_for_a_rank() -> None:
+    with sleeper() as child, pid_is(child.pid), boards(2) as (first, _):
+        assert first.processes_on_host() == [Process.of(1, child.pid)]
+
+
+class FrozenStore:
+    """A store whose host is frozen: its calls return once `release` is set."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def get(self, key: str) -> bytes:
+        self.release.wait()
+        return b"-"
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Board, FrozenStore]]:
+    """A board whose store froze after it was made."""
+    store = FrozenStore()
+    board = Board(dist.HashStore(), 0, 2)
+    monkeypatch.setattr(board, "_store", store)
+    monkeypatch.setattr(module, "_ANSWER_S", 0.05)
+    yield board, store
+    store.release.set()
+    board.close()
+    until(lambda: threads() == [])
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "megapack-board"]
+
+
+def test_a_call_that_does_not_return_is_waited_for_once(
+    frozen: tuple[Board, FrozenStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, store = frozen
+    with pytest.raises(TimeoutError, match=r"no answer in 0\.05 s"):
+        board.failure()
+    with pytest.raises(TimeoutError, match=r"an earlier call has not returned in 0\.05 s"):
+        board.failure()
+    monkeypatch.setattr(module, "_ANSWER_S", LIMIT_S)
+    store.release.set()
+
+    def answers() -> bool:
+        try:
+            return board.failure() is None
+        except TimeoutError:
+            return False
+
+    until(answers)
+
+
+def test_closing_does_not_wait_for_a_call_that_does_not_return(
+    frozen: tuple[Board, FrozenStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, _ = frozen
+    with pytest.raises(TimeoutError):
+        board.failure()
+    monkeypatch.setattr(module, "_ANSWER_S", 1000.0)
+    board.close()
+    assert len(threads()) == 1
+
+
+def test_closing_ends_the_thread() -> None:
+    with boards(1) as (board,):
+        assert len(threads()) == 1
+        board.close()
+        assert threads() == []
+        with pytest.raises(RuntimeError, match="stopped"):
+            board.beat()
+
+
+def test_a_store_that_is_gone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Gone:
+        def get(self, key: str) -> bytes:
+            asked.append(key)
+            raise dist.DistNetworkError("reset")
+
+    with boards(1) as (board,):
+        monkeypatch.setattr(board, "_store", Gone())
+        with pytest.raises(dist.DistNetworkError):
+            board.failure()
+        with pytest.raises(ConnectionError, match="the store is gone"):
+            board.failure()
+    assert asked == ["failure"]

@@ -1,0 +1,223 @@
+"""Megatron-Core without CUDA, in a process of its own: `enable` is for the rest of a process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megapack import launch
+from megapack.errors import ConfigError
+from megapack.ranks import cpu
+from tests.child import child
+
+pytestmark = pytest.mark.unit
+
+
+TORCH = """
+import json, logging, torch
+found = {}
+import megapack.model, megapack.schedule
+from megapack.ranks import cpu
+found["enabled_by_import"] = cpu.enabled()
+before = torch.empty
+cpu.enable()
+wrapped = torch.empty, torch.Tensor.to, torch.Tensor.type
+cpu.enable()
+found["enabled"] = cpu.enabled()
+found["patched"] = torch.empty is not before
+found["idempotent"] = wrapped == (torch.empty, torch.Tensor.to, torch.Tensor.type)
+
+x = torch.ones(2, 2)
+made = {
+    "arange": torch.arange(3, device="cuda"),
+    "as_tensor": torch.as_tensor([1.0], device="cuda"),
+    "empty": torch.empty(2, device="cuda:0"),
+    "empty_like": torch.empty_like(x, device="cuda"),
+    "full": torch.full((2,), 3.0, device=torch.device("cuda")),
+    "ones": torch.ones(2, device=torch.device("cuda", 0)),
+    "rand": torch.rand(2, device="cuda"),
+    "randn": torch.randn(2, device=torch.cuda.current_device()),
+    "tensor": torch.tensor([1.0], device="cuda"),
+    "zeros": torch.zeros(2, device="cuda"),
+    "zeros_like": torch.zeros_like(x, device="cuda"),
+    "cuda": x.cuda(),
+    "cuda_index": x.cuda(0, non_blocking=True),
+    "to": x.to("cuda"),
+    "to_device": x.to(device=torch.device("cuda")),
+    "to_both": x.to("cuda", torch.float64),
+    "module": torch.nn.Linear(2, 2).cuda().weight,
+    "module_to": torch.nn.Linear(2, 2).to("cuda").weight,
+}
+found["devices"] = {name: value.device.type for name, value in made.items()}
+found["dtype"] = str(made["to_both"].dtype)
+found["values"] = made["full"].tolist()
+found["types"] = [x.type(), x.bfloat16().type()]
+casts = x.type(torch.float64), x.type("torch.DoubleTensor")
+found["type_casts"] = [cast.dtype == torch.float64 for cast in casts]
+found["plain"] = [torch.ones(2).device.type, x.to(torch.float64).device.type]
+found["meta"] = torch.empty(2, device="meta").device.type
+torch.cuda.synchronize(); torch.cuda.empty_cache(); torch.cuda.set_device(0)
+torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+torch.cuda.manual_seed(3)
+state = torch.cuda.get_rng_state()
+first = torch.rand(4)
+torch.cuda.set_rng_state(state)
+found["random_state"] = torch.equal(first, torch.rand(4))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def in_torch() -> dict[str, Any]:
+    """What torch answers once Megatron's CUDA calls are sent to the CPU."""
+    return child(TORCH)
+
+
+def test_it_is_never_switched_on_by_an_import(in_torch: dict[str, Any]) -> None:
+    assert not in_torch["enabled_by_import"]
+    assert not cpu.enabled()
+
+
+def test_it_is_switched_on_once(in_torch: dict[str, Any]) -> None:
+    assert in_torch["enabled"]
+    assert in_torch["patched"]
+    assert in_torch["idempotent"]
+
+
+def test_what_asks_for_cuda_gets_the_cpu(in_torch: dict[str, Any]) -> None:
+    assert len(in_torch["devices"]) == 18
+    assert set(in_torch["devices"].values()) == {"cpu"}
+    assert in_torch["dtype"] == "torch.float64"
+    assert in_torch["values"] == [3.0, 3.0]
+
+
+def test_what_asks_for_another_device_gets_that(in_torch: dict[str, Any]) -> None:
+    assert in_torch["plain"] == ["cpu", "cpu"]
+    assert in_torch["meta"] == "meta"
+
+
+def test_the_type_of_a_tensor_is_the_one_that_optimizers_compare_with(
+    in_torch: dict[str, Any],
+) -> None:
+    assert in_torch["types"] == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor"]
+    assert in_torch["type_casts"] == [True, True]
+
+
+def test_the_random_state_of_cuda_is_the_cpus(in_torch: dict[str, Any]) -> None:
+    assert in_torch["random_state"]
+
+
+MEGATRON = """
+import json, torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megapack import launch
+from megapack.model.attention.packed import packed_seq_params
+from megapack.layout import Layout
+from megapack.model import build_model, initialize_parallel
+from megapack.model.optimizer import build_optimizer
+from megapack.config.sections import ModelConfig, OptimConfig
+
+found = {"device": launch.start("cpu").type}
+layout = Layout()
+initialize_parallel(layout, 1)
+tracker, before = get_cuda_rng_tracker(), torch.get_rng_state()
+with tracker.fork():
+    forked = torch.rand(4)
+found["fork_restores"] = torch.equal(before, torch.get_rng_state())
+outside = torch.rand(4)
+with tracker.fork():
+    found["fork_goes_on"] = not torch.equal(forked, torch.rand(4))
+found["fork_is_apart"] = not torch.equal(forked, outside)
+
+model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+tokens = torch.arange(12)
+params = lambda: packed_seq_params(torch.tensor([0, 5, 12], dtype=torch.int32), 7, 12)
+positions = torch.cat([torch.arange(5), torch.arange(7)])
+
+def step(distributed, clip):
+    chunks = build_model(
+        model, layout, vocab_size=100, seed=1, distributed_optimizer=distributed
+    )
+    options = OptimConfig(lr=1e-2, clip_grad=clip, distributed_optimizer=distributed)
+    optimizer = build_optimizer(options, chunks, False)
+    optimizer.param_groups[0]["lr"] = 1e-2
+    before = torch.cat([p.detach().flatten().clone() for p in chunks[0].parameters()])
+    chunks[0].zero_grad_buffer()
+    optimizer.zero_grad()
+    logits = chunks[0](tokens[None], positions[None], None, packed_seq_params=params())
+    logits.float().log_softmax(-1)[0, :, 3].sum().neg().backward()
+    chunks[0].finish_grad_sync()
+    exact = torch.stack([p.main_grad.norm() for p in chunks[0].parameters()]).norm()
+    updated, norm, _ = optimizer.step()
+    after = torch.cat([p.detach().flatten() for p in chunks[0].parameters()])
+    moments = [s["exp_avg"] for s in optimizer.chained_optimizers[0].optimizer.state.values()] \\
+        if hasattr(optimizer, "chained_optimizers") else \\
+        [s["exp_avg"] for s in optimizer.optimizer.state.values()]
+    moment = torch.stack([m.norm() for m in moments]).norm() / 0.1
+    return {"updated": bool(updated), "norm": float(norm), "exact": float(exact),
+            "moved": float((after - before).abs().max()), "sum": float(after.double().sum()),
+            "clipped_norm": float(moment)}
+
+found["plain"] = step(False, 1e9)
+found["distributed"] = step(True, 1e9)
+found["clipped"] = step(False, 0.5)
+found["distributed_clipped"] = step(True, 0.5)
+launch.stop()
+found["stopped"] = not torch.distributed.is_initialized()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def in_megatron() -> dict[str, Any]:
+    """One optimizer step of a tiny GPT in Megatron's DDP, in four ways."""
+    return child(MEGATRON)
+
+
+def test_a_job_of_one_needs_no_port(in_megatron: dict[str, Any]) -> None:
+    assert in_megatron["device"] == "cpu"
+    assert in_megatron["stopped"]
+
+
+def test_megatrons_random_states_fork(in_megatron: dict[str, Any]) -> None:
+    assert in_megatron["fork_restores"]
+    assert in_megatron["fork_goes_on"]
+    assert in_megatron["fork_is_apart"]
+
+
+@pytest.mark.parametrize("way", ["plain", "distributed", "clipped", "distributed_clipped"])
+def test_megatrons_optimizers_step(in_megatron: dict[str, Any], way: str) -> None:
+    found = in_megatron[way]
+    assert found["updated"]
+    assert found["norm"] == pytest.approx(found["exact"], rel=1e-5)
+    # Adam's first step moves each weight by the learning rate.
+    assert 0.5e-2 < found["moved"] < 2e-2
+
+
+def test_the_distributed_optimizer_takes_the_same_step(in_megatron: dict[str, Any]) -> None:
+    plain, distributed = in_megatron["plain"], in_megatron["distributed"]
+    assert distributed["norm"] == pytest.approx(plain["norm"], rel=1e-6)
+    assert distributed["sum"] == pytest.approx(plain["sum"], rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["", "distributed_"])
+def test_gradients_are_clipped(in_megatron: dict[str, Any], way: str) -> None:
+    assert in_megatron["plain"]["norm"] > 1
+    assert in_megatron["plain"]["clipped_norm"] == pytest.approx(
+        in_megatron["plain"]["norm"], rel=1e-4
+    )
+    assert in_megatron[f"{way}clipped"]["clipped_norm"] == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_process_that_did_not_ask_for_it_is_left_alone() -> None:
+    assert not cpu.enabled()
+    assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_is_not_replaced_by_the_cpu_in_silence() -> None:
+    with pytest.raises(ConfigError, match="finds no CUDA device; set device=cpu"):
+        launch.start("cuda")
+    assert not cpu.enabled()

@@ -1,0 +1,74 @@
+"""Calls run in order on a thread that may be left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from megapack.ranks.executor import DaemonExecutor
+from tests.job_in_process import until
+
+pytestmark = pytest.mark.unit
+
+
+def test_calls_run_in_order_on_one_other_thread() -> None:
+    executor = DaemonExecutor("calls")
+    threads: list[threading.Thread] = []
+
+    def call(number: int) -> int:
+        threads.append(threading.current_thread())
+        return number
+
+    futures = [executor.submit(lambda n=n: call(n)) for n in range(20)]
+    assert [future.result() for future in reversed(futures)] == list(reversed(range(20)))
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.current_thread()
+    executor.stop(30.0)
+    assert not threads[0].is_alive()
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), TimeoutError("slow disk"), SystemExit(3)])
+def test_an_error_is_raised_by_the_future_and_the_next_call_runs(error: BaseException) -> None:
+    executor = DaemonExecutor("calls")
+
+    def fail() -> None:
+        raise error
+
+    failed = executor.submit(fail)
+    fine = executor.submit(lambda: 1)
+    with pytest.raises(type(error), match=str(error)):
+        failed.result()
+    assert fine.result() == 1
+    executor.stop(30.0)
+
+
+def test_after_a_stop_queued_calls_still_run_and_new_ones_are_refused() -> None:
+    executor = DaemonExecutor("calls")
+    release = threading.Event()
+    executor.submit(release.wait)
+    queued = executor.submit(lambda: 2)
+    executor.stop(0.0)
+    with pytest.raises(RuntimeError, match="stopped"):
+        executor.submit(lambda: 3)
+    release.set()
+    assert queued.result() == 2
+
+
+def test_an_idle_executor_holds_no_results() -> None:
+    class Rows:
+        pass
+
+    executor = DaemonExecutor("calls")
+    rows = executor.submit(Rows).result()
+    ends = weakref.ref(rows)
+    del rows
+
+    def is_freed() -> bool:
+        gc.collect()
+        return ends() is None
+
+    until(is_freed)
+    executor.stop(30.0)

@@ -1,0 +1,154 @@
+"""One rank's error is every rank's; here two ranks of one process, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from megapack.errors import ConfigError, DataError, RankError
+from megapack.ranks import links as module
+from megapack.ranks import watchdog
+from megapack.ranks.board import Board, Failure
+from megapack.ranks.links import guarded
+from megapack.ranks.watchdog import Watchdog
+from tests.job_in_process import boards, job_of_one, pid_is, sleeper, until
+
+pytestmark = pytest.mark.unit
+
+Pair = tuple[Watchdog, Watchdog]
+GLOO = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:5"
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(watchdog, "_TICK_S", 0.02)
+    with boards(2) as (first, second):
+        made = Watchdog(board=first), Watchdog(board=second)
+        yield made
+        for one in made:
+            one.stop()
+
+
+def fail_in_forward(watchdog: Watchdog) -> None:
+    with guarded(watchdog, "step 4"):
+        watchdog.place.enter("forward", 1, 2)
+        raise ValueError("bad\nsecond line")
+
+
+def test_an_error_is_raised_on_both_ranks(pair: Pair) -> None:
+    first, second = pair
+    with pytest.raises(RankError) as origin:
+        fail_in_forward(second)
+    text = "rank 1 failed in step 4, forward of micro-batch 2 on chunk 1: ValueError: bad"
+    assert str(origin.value) == text
+    assert isinstance(origin.value.__cause__, ValueError)
+    until(lambda: first.failure)
+    with pytest.raises(RankError) as heard, guarded(first):
+        pytest.fail("was not to be entered")
+    assert str(heard.value) == text
+    assert 'raise ValueError("bad' in heard.value.__notes__[0]
+
+
+def test_a_block_that_ends_after_the_failure_raises(pair: Pair) -> None:
+    first, second = pair
+
+    def other_fails() -> None:
+        with pytest.raises(RankError):
+            fail_in_forward(second)
+        until(lambda: first.failure)
+
+    with pytest.raises(RankError, match="rank 1 failed in step 4, forward"), guarded(first):
+        other_fails()
+
+
+def test_after_a_failure_no_block_is_entered(pair: Pair) -> None:
+    first, _ = pair
+    with pytest.raises(RankError, match="bad"), guarded(first):
+        raise ValueError("bad")
+    entered = []
+    with pytest.raises(RankError, match="bad"), guarded(first):
+        entered.append(1)
+    assert entered == []
+
+
+def test_an_error_of_every_rank_comes_as_it_is(pair: Pair) -> None:
+    first, second = pair
+    error = DataError("all have it")
+    error.on_all_ranks = True
+    for one in pair:
+        with pytest.raises(DataError, match="all have it"), guarded(one):
+            raise error
+    assert first.failure is second.failure is None
+
+
+def test_ctrl_c_stays_itself_and_the_others_are_told(pair: Pair) -> None:
+    first, second = pair
+    with pytest.raises(KeyboardInterrupt), guarded(first, "step 4"):
+        raise KeyboardInterrupt
+    until(lambda: second.failure)
+    with pytest.raises(RankError, match="rank 0 was interrupted in step 4, idle"):
+        second.raise_failure()
+
+
+def test_leaving_the_process_within_a_step_is_a_failure(pair: Pair) -> None:
+    first, second = pair
+    with pytest.raises(RankError, match=r"^rank 0 failed: SystemExit: 0"), guarded(first):
+        raise SystemExit(0)
+    until(lambda: second.failure)
+
+
+def test_a_rank_alone_keeps_its_errors() -> None:
+    with job_of_one():
+        one = Watchdog()
+        with pytest.raises(ConfigError, match=r"^mine$"), guarded(one):
+            raise ConfigError("mine")
+        with pytest.raises(SystemExit), guarded(one):
+            raise SystemExit(3)
+        one.stop()
+
+
+def test_the_outer_blocks_name_goes_on(pair: Pair) -> None:
+    place = pair[0].place
+    with guarded(pair[0]):
+        assert place.step == ""
+        with guarded(pair[0], "step 4"):
+            place.enter("pack")
+            with guarded(pair[0], "step 0 of plan a"):
+                assert str(place) == "step 4, pack"
+            assert str(place) == "step 4, pack"
+        assert str(place) == "idle"
+
+
+def test_what_broke_a_collective_is_the_error(pair: Pair) -> None:
+    first, second = pair
+
+    def collective() -> None:
+        second.tell(Failure(text="rank 1 failed"))
+        raise RuntimeError(GLOO)
+
+    with pytest.raises(RankError, match=r"^rank 1 failed$"), guarded(first):
+        collective()
+
+
+def test_who_broke_a_collective_is_named() -> None:
+    store = dist.HashStore()
+    with sleeper() as child:
+        with pid_is(child.pid):
+            other = Board(store, 1, 2)
+        first = Watchdog(board=Board(store, 0, 2))
+        child.kill()
+        with pytest.raises(RankError, match=rf"rank 1 \(process {child.pid} on "), guarded(first):
+            raise RuntimeError(GLOO)
+        first.stop()
+        other.close()
+
+
+def test_a_broken_collective_of_unknown_cause_blames_nobody(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CAUSE_S", 0.05)
+    says = "rank 0 lost its connection to another rank: DistNetworkError: reset"
+    with pytest.raises(RankError, match=says), guarded(pair[0]):
+        raise dist.DistNetworkError("reset")

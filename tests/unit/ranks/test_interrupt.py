@@ -1,0 +1,104 @@
+"""Signals are noted inside the context, and handled as before outside of it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from megapack.ranks.interrupt import SIGNALS, Interrupt
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Interrupt(saves=True) as interrupt:
+        assert not interrupt.noted
+        signal.raise_signal(number)
+        # A scheduler may send it to the rank and the launcher may pass it on.
+        signal.raise_signal(number)
+        assert interrupt.noted
+    assert signal.getsignal(number) is before
+
+
+def test_handlers_come_back_after_an_error() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(ValueError, match="bad"), Interrupt(saves=True):
+        raise ValueError("bad")
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+ENDS = """
+import signal
+from megapack.ranks.interrupt import Interrupt
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+with Interrupt(saves=False):
+    signal.raise_signal(signal.{})
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_end_a_run_without_checkpoints_even_if_they_were_ignored(
+    number: signal.Signals,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS.format(number.name)],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == -number
+    assert done.stdout == b""
+
+
+def test_a_watchdog_gets_a_byte_per_signal() -> None:
+    with Interrupt(saves=True) as interrupt:
+        assert interrupt.bytes is not None
+        signal.raise_signal(signal.SIGTERM)
+        interrupt.bytes.settimeout(5)
+        assert signal.SIGTERM in interrupt.bytes.recv(8)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_who_was_told_of_signals_before_is_told_again() -> None:
+    """An event loop, say."""
+    reads, writes = socket.socketpair()
+    with reads, writes:
+        writes.setblocking(False)
+        signal.set_wakeup_fd(writes.fileno())
+        with Interrupt(saves=True):
+            pass
+        assert signal.set_wakeup_fd(-1) == writes.fileno()
+
+
+def test_ctrl_c_stays_as_it_is() -> None:
+    # A job in the background of a script is started with it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), Interrupt(saves=True):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_than_the_main_one_takes_no_signals() -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with Interrupt(saves=True) as interrupt:
+                assert not interrupt.noted
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failures == []

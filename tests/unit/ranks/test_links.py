@@ -1,0 +1,152 @@
+"""A process starts what it shares with its job once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import atexit
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megapack.errors import ConfigError, DataError
+from megapack.ranks import links as module
+from megapack.ranks.links import Ranks, close_all, shared_ranks
+from tests.job_in_process import job_of_one
+
+pytestmark = pytest.mark.unit
+
+
+def own_threads() -> list[str]:
+    """Of ranks of one process, which have no board."""
+    names = ("megapack-agreements", "megapack-watchdog")
+    return sorted(thread.name for thread in threading.enumerate() if thread.name in names)
+
+
+def same() -> dict[str, str]:
+    return {"plan": "a"}
+
+
+def test_a_process_alone_starts_nothing() -> None:
+    with job_of_one():
+        ranks = shared_ranks()
+        assert own_threads() == []
+        assert ranks.watchdog is None
+        assert not ranks.has_failed
+        assert ranks.prepare(lambda: 5, same).result() == 5
+        ranks.place.enter("pack")
+        with ranks.guarded("step 4"):
+            assert own_threads() == []
+        ranks.close()
+
+
+def test_errors_of_a_process_alone_come_as_they_are() -> None:
+    def work() -> None:
+        raise DataError("sample 3 is empty")
+
+    prepared = Ranks.alone().prepare(work, same)
+    with pytest.raises(DataError, match=r"^sample 3 is empty$"):
+        prepared.result()
+    with pytest.raises(SystemExit), Ranks.alone().guarded():
+        raise SystemExit(3)
+
+
+def test_ranks_that_were_started_run_until_they_are_closed() -> None:
+    with job_of_one():
+        ranks = Ranks.start()
+        assert own_threads() == ["megapack-agreements", "megapack-watchdog"]
+        assert ranks.watchdog is not None
+        assert ranks.place is ranks.watchdog.place
+        assert ranks.prepare(lambda: 5, same).result() == 5
+        ranks.close()
+        ranks.close()
+        assert own_threads() == []
+
+
+def test_the_watchdog_is_optional() -> None:
+    with job_of_one():
+        ranks = Ranks.start(watchdog=False)
+        assert own_threads() == ["megapack-agreements"]
+        with pytest.raises(DataError), ranks.guarded("step 4"):
+            raise DataError("mine")
+        assert ranks.prepare(lambda: 5, same).result() == 5
+        ranks.close()
+        assert own_threads() == []
+
+
+def test_ranks_of_a_larger_job_are_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_of_one():
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        with pytest.raises(ConfigError, match=r"job of 2 processes; use Ranks\.start\(\)"):
+            Ranks.alone()
+
+
+class Started:
+    """In place of `Ranks.start` in a job of two processes, of which this is one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num = 0
+        start: Callable[..., Ranks] = Ranks.start
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+        def counted(*args: Any) -> Ranks:
+            self.num += 1
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "get_world_size", lambda: 1)
+                return start(*args)
+
+        monkeypatch.setattr(Ranks, "start", counted)
+
+
+def test_all_adapters_of_a_process_share_what_the_first_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with job_of_one():
+        started = Started(monkeypatch)
+        ranks = shared_ranks()
+        assert shared_ranks() is ranks
+        assert started.num == 1
+        close_all()
+        assert own_threads() == []
+        assert shared_ranks() is not ranks
+        close_all()
+    assert own_threads() == []
+
+
+def test_another_process_group_is_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_of_one(), monkeypatch.context() as patch:
+        Started(patch)
+        first = shared_ranks()
+    with job_of_one(), monkeypatch.context() as patch:
+        Started(patch)
+        assert shared_ranks() is not first
+        assert len(own_threads()) == 2
+        close_all()
+    assert own_threads() == []
+
+
+def test_an_import_registers_nothing_for_the_exit() -> None:
+    code = (
+        "import atexit, unittest.mock as mock, torch, megatron.core\n"
+        "with mock.patch.object(atexit, 'register') as register:\n"
+        "    import megapack.ranks.links\n"
+        "assert not [call for call in register.mock_calls if 'megapack' in repr(call)]\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_started_ranks_are_closed_at_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Any] = []
+    monkeypatch.setattr(atexit, "register", hooks.append)
+    monkeypatch.setattr(atexit, "unregister", hooks.remove)
+    with job_of_one():
+        ranks = Ranks.start()
+        assert hooks == [module._close_at_exit]
+        monkeypatch.setattr(sys, "last_value", ValueError("bad"), raising=False)
+        module._close_at_exit()
+        assert hooks == []
+        assert own_threads() == []
+        assert ranks.watchdog is not None

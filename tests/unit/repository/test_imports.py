@@ -1,0 +1,291 @@
+"""Imports run the way the data runs; read from the import statements of megapack/."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tools.make_architecture import PICTURE, import_order, picture
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "megapack"
+
+# A room (a folder or a module of megapack/) imports what stands on floors below its own. The floors
+# are one line of docs/architecture.md.
+FLOORS = import_order()
+FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+
+# What plans needs no torch.
+WITHOUT_TORCH = [
+    "startup",
+    "errors",
+    "layout",
+    "base",
+    "policy",
+    "cost",
+    "plan",
+    "config",
+    "pipeline",
+    "planner",
+    "dp_schedule",
+    "patching",
+    "data",
+    "outlook",
+    "view",
+    "commands",
+    "cli",
+]
+
+# What speaks with Megatron: rooms, and single modules of others.
+MEGATRON = [
+    "model",
+    "schedule",
+    "checkpoint.state",
+    "ranks.cpu",
+    "train",
+    "doctor.probes",
+    "hosts.megatron_lm",
+    "hosts.shared.megatron_lm_data",
+]
+
+# Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
+FRAMEWORKS = (
+    "accelerate deepspeed lightning miles nemo nemo_rl openrlhf ray sglang skyrl skyrl_train slime "
+    "torchtitan transformers trl verl vllm megatron.training megatron.rl megatron.bridge"
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `from megapack.plan import Plan` is `megapack.plan.Plan`."""
+
+    name: str
+    line: int
+    top: bool
+    """At import time, not inside a function or under TYPE_CHECKING."""
+
+    def of(self, package: str) -> bool:
+        return self.name == package or self.name.startswith(package + ".")
+
+
+def modules() -> dict[str, Path]:
+    """Dotted names below megapack, `plan.check` or `hosts.slime`, and their files."""
+    files = (path for path in PACKAGE.rglob("*.py"))
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files}
+
+
+def rooms() -> set[str]:
+    """What stands directly in megapack/, besides `__init__` and `__main__`."""
+    return {name.split(".")[0] for name in modules()} - {"__init__", "__main__"}
+
+
+def is_below(module: str, names: list[str]) -> bool:
+    """Whether a module is one of these, or in one of these rooms."""
+    return any(f"{module}.".startswith(f"{name}.") for name in names)
+
+
+def imports(path: Path) -> list[Import]:
+    return list(_imports(ast.parse(path.read_text(), str(path)).body, top=True))
+
+
+def _imports(body: list[ast.stmt], top: bool) -> Iterator[Import]:
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            for alias in node.names:
+                yield Import(f"{node.module}.{alias.name}", node.lineno, top)
+        else:
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+                inner = getattr(node, field, [])
+                inner_top = top and not function and not (typing_only and field == "body")
+                yield from _imports(inner if isinstance(inner, list) else [], inner_top)
+
+
+def imported_module(imported: Import, known: dict[str, Path]) -> str | None:
+    """Which module of megapack an import loads: `plan.check` for megapack.plan.check.check_plan."""
+    if not imported.of("megapack"):
+        return None
+    parts = imported.name.split(".")[1:]
+    for end in range(len(parts), 0, -1):
+        for name in (".".join(parts[:end]), ".".join([*parts[:end], "__init__"])):
+            if name in known:
+                return name
+    return "__init__"
+
+
+def complaints(module: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    room = module.split(".", maxsplit=1)[0]
+    for found in imports(path):
+        where = f"{module}:{found.line} imports {found.name}"
+        own = imported_module(found, known)
+        other = own.split(".")[0] if own else room
+        if found.top and other in FLOOR and other != room and FLOOR[other] >= FLOOR[room]:
+            yield f"{where}: {other} is not on a floor below {room}"
+        if room in WITHOUT_TORCH and (found.of("torch") or found.of("megatron")):
+            yield f"{where}: what plans needs no torch"
+        if found.of("megatron") and not is_below(module, MEGATRON):
+            yield f"{where}: not among the modules that speak with Megatron"
+        foreign = any(found.of(framework) for framework in FRAMEWORKS.split())
+        if foreign and room != "hosts":
+            yield f"{where}: another framework, which is for hosts/"
+
+
+def test_the_order_lists_every_room_once() -> None:
+    assert sorted(room for floor in FLOORS for room in floor) == sorted(rooms())
+
+
+def test_the_picture_of_the_rooms_is_up_to_date() -> None:
+    drawn = PICTURE.read_text(encoding="utf-8")
+    assert drawn == picture(), "run tools/make_architecture.py"
+
+
+@pytest.mark.parametrize("module", sorted(set(modules()) - {"__init__", "__main__"}))
+def test_imports_of_a_module(module: str) -> None:
+    known = modules()
+    assert list(complaints(module, known[module], known)) == []
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_what_may_import_megatron_does(name: str) -> None:
+    """A name that stays in the list without need would let an import in unseen."""
+    paths = [path for module, path in modules().items() if is_below(module, [name])]
+    assert any(found.of("megatron") for path in paths for found in imports(path))
+
+
+@pytest.mark.parametrize("init", sorted(name for name in modules() if name.endswith(".__init__")))
+def test_a_room_s_init_defines_nothing(init: str) -> None:
+    """A docstring and explicit re-exports of the room's own modules; code would hide a circle."""
+    path = modules()[init]
+    docstring, *rest = ast.parse(path.read_text()).body
+    assert isinstance(docstring, ast.Expr)
+    own = "megapack." + init.removesuffix(".__init__")
+    names = []
+    exported: object = []
+    for node in rest:
+        if isinstance(node, ast.ImportFrom):
+            assert (node.module or "").startswith(f"{own}."), ast.unparse(node)
+            names += [alias.name for alias in node.names if alias.asname is None]
+        else:
+            assert isinstance(node, ast.Assign), ast.unparse(node)
+            assert ast.unparse(node.targets[0]) == "__all__", ast.unparse(node)
+            exported = ast.literal_eval(node.value)
+    assert sorted(exported) == sorted(names)  # type: ignore[call-overload]
+
+
+def test_no_folder_is_crowded() -> None:
+    """12 faces at the top, 25 files in a room; a file of 600 lines is an alarm."""
+    counts = Counter(path.parent for path in modules().values())
+    assert counts.pop(PACKAGE) <= 12
+    assert {str(folder): count for folder, count in counts.items() if count > 25} == {}
+    long = {name for name, path in modules().items() if len(path.read_text().splitlines()) > 600}
+    assert long == set()
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by these names, without their folders."""
+    names = Counter(path.name for path in ROOT.glob("tests/**/test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_cycles() -> None:
+    known = modules()
+    edges = {
+        module: {
+            own
+            for found in imports(path)
+            if found.top and (own := imported_module(found, known)) not in (None, module)
+        }
+        for module, path in known.items()
+    }
+    assert sum(map(len, edges.values())) > 20
+    while leaves := {module for module, to in edges.items() if not to & edges.keys()}:
+        edges = {module: to for module, to in edges.items() if module not in leaves}
+    assert edges == {}
+
+
+def test_the_reader_sees_every_form_of_import(tmp_path: Path) -> None:
+    path = tmp_path / "plan.py"
+    path.write_text(
+        "import torch.nn as nn\nfrom megapack import samples, Layout\n"
+        "try:\n    import megatron\nexcept ImportError:\n    import slime\n"
+        "if TYPE_CHECKING:\n    from megapack.train import Trainer\n"
+        "class A:\n    import ray\n"
+        "    def f(self):\n        with x:\n            import verl.trainer\n"
+    )
+    found = [(imported.name, imported.top) for imported in imports(path)]
+    assert found == [
+        ("torch.nn", True),
+        ("megapack.samples", True),
+        ("megapack.Layout", True),
+        ("megatron", True),
+        ("slime", True),
+        ("megapack.train.Trainer", False),
+        ("ray", True),
+        ("verl.trainer", False),
+    ]
+    assert len(list(complaints("plan.plan", path, modules()))) == 7
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "megapack.cli",
+        "megapack.commands.train",
+        "megapack.outlook.dry_run",
+        "megapack.commands.tune",
+    ],
+)
+def test_planning_leaves_torch_alone(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("host", ["slime", "miles", "xtuner", "unirl"])
+def test_hosts_that_plan_leave_torch_alone(host: str) -> None:
+    """At import time, with all that they import."""
+    known = modules()
+    seen, waiting = set(), [f"hosts.{host}"]
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        for found in imports(known[module]):
+            heavy = found.of("torch") or found.of("megatron")
+            assert not (found.top and heavy), f"{module}:{found.line}"
+            own = imported_module(found, known)
+            if found.top and own is not None and own not in seen:
+                waiting.append(own)
+    assert "dp_schedule" in seen or host == "unirl"
+
+
+def test_what_test_modules_take_from_each_other_is_there() -> None:
+    """Jobs that need a GPU, or minutes, would fail of it there alone."""
+    trees = {path: ast.parse(path.read_text()) for path in ROOT.glob("tests/**/*.py")}
+    missing = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+                source = trees.get(ROOT / f"{node.module.replace('.', '/')}.py")
+                names = {alias.name for alias in node.names} - bound_names(source)
+                missing += [f"{path.name}:{node.lineno} {name}" for name in names if source]
+    assert missing == []
+
+
+def bound_names(tree: ast.Module | None) -> set[str]:
+    """What the statements of a module bind, also where these are indented."""
+    nodes = list(ast.walk(tree)) if tree else []
+    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.alias)}
+    return defined | {n.id for n in nodes if isinstance(n, ast.Name)}

@@ -1,0 +1,235 @@
+"""Packed rows on small numbers that can be read off the page."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import megapack.rows.packed
+from megapack.errors import DataError
+from megapack.layout import Layout
+from megapack.plan import MicroBatch
+from megapack.rows.packed import DUMMY_TOKENS, PackedRow, pack_row, unpack_row
+from megapack.samples import SampleBatch
+
+pytestmark = pytest.mark.unit
+
+LENGTHS = [3, 2, 1, 4]
+TOKENS = [[5, 6, 7], [8, 9], [4], [1, 2, 3, 4]]
+
+
+def batch(**fields: list[Any]) -> SampleBatch:
+    return SampleBatch(TOKENS, fields)
+
+
+def row_of(
+    samples: tuple[int, ...],
+    row_tokens: int,
+    layout: Layout | None = None,
+    data: SampleBatch | None = None,
+    **kwargs: Any,
+) -> PackedRow:
+    layout, data = layout or Layout(), data or batch()
+    aligned = [layout.aligned_sample_tokens(data.length(i)) for i in samples]
+    micro_batch = MicroBatch(
+        samples,
+        row_tokens,
+        sum(data.length(i) for i in samples),
+        sum(n * n for n in aligned),
+        layout.padded_tokens(data.length(i) for i in samples),
+    )
+    return pack_row(data, micro_batch, layout, **kwargs)
+
+
+def test_doctests_of_the_module() -> None:
+    result = doctest.testmod(megapack.rows.packed)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_the_row_of_the_docstring_is_the_row_that_is_packed() -> None:
+    example = inspect.getdoc(PackedRow)
+    assert example is not None
+    lines = re.findall(r"^\s+(\w+)\s+((?:-?\d+ )*-?\d+)\s*(?:\(.*\))?$", example, re.MULTILINE)
+    row = row_of((0, 1), 6)
+    assert [name for name, _ in lines] == [
+        "tokens_T",
+        "position_ids_T",
+        "labels_T",
+        "sample_of_T",
+        "ends_T",
+        "cu_seqlens_S1",
+        "cu_seqlens_padded_S1",
+    ]
+    for name, numbers in lines:
+        assert getattr(row, name).tolist() == [int(number) for number in numbers.split()], name
+
+
+def test_the_rest_of_that_row() -> None:
+    row = row_of((0, 1), 6)
+    assert (row.samples, row.lengths, row.starts) == ((0, 1), (3, 2), (0, 3))
+    assert row.weights_T.tolist() == [1, 1, 0, 1, 0, 0]
+    assert row.loss_positions_R.tolist() == [0, 1, 3]
+    assert row.set_of_n.tolist() == [0, 1]
+    assert (row.max_seqlen, row.row_tokens) == (3, 6)
+    assert row.tokens_T.dtype == row.labels_T.dtype == row.position_ids_T.dtype == torch.int64
+    assert row.cu_seqlens_S1.dtype == row.cu_seqlens_padded_S1.dtype == torch.int32
+    assert row.weights_T.dtype == torch.float32
+
+
+def test_the_unpacking_of_the_docstring() -> None:
+    row = row_of((0, 1), 6)
+    a, b, c, d, e, f = values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    found = unpack_row(row, torch.tensor(values), fill=-1.0)
+    assert [x.tolist() for x in found] == [[-1.0, a, b], [-1.0, d]]
+    assert not {c, e, f} & {x for sample in found for x in sample.tolist()}
+
+
+def test_samples_stand_in_the_order_of_the_micro_batch() -> None:
+    row = row_of((3, 0), 7)
+    assert row.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert row.labels_T.tolist() == [2, 3, 4, 0, 6, 7, 0]
+    assert (row.starts, row.lengths) == ((0, 4), (4, 3))
+
+
+def test_alignment_pads_inside_each_sample() -> None:
+    # cp=2: each sample takes a multiple of 4 tokens.
+    row = row_of((0, 1, 2), 12, Layout(cp=2))
+    assert row.tokens_T.tolist() == [5, 6, 7, 0, 8, 9, 0, 0, 4, 0, 0, 0]
+    assert row.position_ids_T.tolist() == [0, 1, 2, 3] * 3
+    assert row.labels_T.tolist() == [6, 7, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0]
+    assert row.weights_T.tolist() == [1, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert row.cu_seqlens_S1.tolist() == [0, 3, 5, 6]
+    assert row.cu_seqlens_padded_S1.tolist() == [0, 4, 8, 12]
+    assert row.max_seqlen == 4
+
+
+def test_weights_are_those_of_the_samples_at_response_tokens() -> None:
+    data = batch(response_mask=[[0, 0, 1], [1, 1], [1], [0, 1, 0, 1]])
+    row = row_of((0, 1, 2, 3), 10, data=data, sample_weights=[0.5, 0.25, 8.0, 2.0])
+    #                             5 6    7  8     9  4  1    2  3    4
+    assert row.weights_T.tolist() == [0, 0.5, 0, 0.25, 0, 0, 2.0, 0, 2.0, 0]
+
+
+def test_a_sample_of_weight_0_counts_nowhere() -> None:
+    row = row_of((0, 1), 5, sample_weights=[0.0, 1.0, 1.0, 1.0])
+    assert row.loss_positions_R.tolist() == [3]
+
+
+def test_fields_stand_where_their_token_is_predicted() -> None:
+    data = batch(old=[[9, 1.5, 2.5], [9, 3.5], [9], [9, 4, 5, 6]], advantage=[1, -2, 3, 0.5])
+    row = row_of((0, 1, 2), 8, data=data)
+    assert row.fields["old"].tolist() == [1.5, 2.5, 0, 3.5, 0, 0, 0, 0]
+    assert row.fields["advantage"].tolist() == [1, 1, 0, -2, 0, 0, 0, 0]
+
+
+def test_a_shift_and_its_undoing_meet() -> None:
+    data = batch(old=[[0, 1.5, 2.5], [0, 3.5], [0], [0, 4, 5, 6]])
+    row = row_of((3, 2, 0, 1), 16, Layout(cp=2), data)
+    for sample, value in zip(row.samples, unpack_row(row, row.fields["old"]), strict=True):
+        assert torch.equal(value, data.field("old", sample))
+
+
+def test_only_the_fields_that_are_asked_for_are_carried() -> None:
+    data = batch(old=[1, 2, 3, 4], ref=[1, 2, 3, 4])
+    assert set(row_of((0,), 3, data=data).fields) == {"old", "ref"}
+    assert set(row_of((0,), 3, data=data, field_names=["ref"]).fields) == {"ref"}
+    assert not row_of((0,), 3, data=data, field_names=()).fields
+
+
+def test_integer_fields_stay_integers() -> None:
+    row = row_of((0,), 3, data=batch(kind=[[1, 2, 3], [1, 2], [1], [1, 2, 3, 4]]))
+    assert row.fields["kind"].dtype == torch.int64
+
+
+def test_a_padding_micro_batch_is_all_dummies() -> None:
+    row = row_of((), 8, Layout(cp=2), batch(old=[1.0, 2.0, 3.0, 4.0]))
+    assert row.samples == row.lengths == row.starts == ()
+    assert row.loss_positions_R.numel() == 0
+    assert row.fields["old"].tolist() == [0.0] * 8
+    assert row.cu_seqlens_S1.tolist() == [0, 0]
+    assert row.cu_seqlens_padded_S1.tolist() == [0, 8]
+    assert unpack_row(row, row.weights_T) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "row_tokens", "spans"),
+    [
+        (Layout(), 3, [3]),
+        (Layout(), 3 + 22, [3, 22]),
+        (Layout(), 3 + 150, [3, 64, 64, 22]),
+        (Layout(cp=3), 6 + 150, [6, *[60] * 2, 30]),
+        (Layout(cp=64), 128 * 3, [128] * 3),
+    ],
+)
+def test_a_tail_is_cut_into_short_dummies(
+    layout: Layout, row_tokens: int, spans: list[int]
+) -> None:
+    row = row_of((0,), row_tokens, layout)
+    assert torch.diff(row.cu_seqlens_padded_S1).tolist() == spans
+    assert torch.diff(row.cu_seqlens_S1).tolist() == [3, *[0] * (len(spans) - 1)]
+    assert not row.weights_T[3:].any()
+    assert not row.labels_T[3:].any()
+
+
+def test_attention_over_a_long_tail_stays_linear() -> None:
+    sizes = [1_000, 10_000, 100_000]
+    sums = [torch.diff(row_of((2,), n).cu_seqlens_padded_S1).square().sum().item() for n in sizes]
+    for size, total in zip(sizes, sums, strict=True):
+        assert total <= DUMMY_TOKENS * size
+    # One dummy for the whole tail would be 100 times as much for 10 times the tokens.
+    assert sums[2] / sums[1] == pytest.approx(10, rel=0.01)
+
+
+def test_samples_of_other_lengths_than_planned_are_refused_with_the_numbers() -> None:
+    micro_batch = MicroBatch((0, 1), 8, 6, 18, 6)
+    with pytest.raises(DataError, match=r"samples \(0, 1\) hold 5 tokens.*6; plan with the length"):
+        pack_row(batch(), micro_batch, Layout())
+
+
+@pytest.mark.parametrize(("layout", "padded"), [(Layout(), 5), (Layout(cp=2), 8)])
+def test_a_row_that_is_too_short_for_its_samples_is_refused(layout: Layout, padded: int) -> None:
+    # As from a plan for another layout: the tokens are right, the alignment takes more.
+    with pytest.raises(DataError, match=rf"samples \(0, 1\).*{padded}.*{padded - 1}"):
+        row_of((0, 1), padded - 1, layout)
+    assert row_of((0, 1), padded, layout).row_tokens == padded
+
+
+def test_moving_a_row_keeps_everything() -> None:
+    row = row_of((0, 1), 6, data=batch(old=[1.0, 2.0, 3.0, 4.0]))
+    moved = row.to("meta")
+    assert moved.samples == row.samples
+    assert moved.max_seqlen == row.max_seqlen
+    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 11
+    assert {t.device.type for t in [*tensors, *moved.fields.values()]} == {"meta"}
+    assert row.tokens_T.device.type == row.fields["old"].device.type == "cpu"
+
+
+def test_packing_copies() -> None:
+    data = batch()
+    row_of((0,), 3, data=data).tokens_T.zero_()
+    assert data.tokens(0).tolist() == TOKENS[0]
+
+
+def test_colocated_samples_share_a_set_number() -> None:
+    data = SampleBatch([[1, 2]] * 4)
+    row = row_of((0, 1, 2, 3), 8, data=data, colocate_ids=["b", "a", "b", 7])
+    assert row.set_of_n.tolist() == [0, 1, 0, 2]
+    assert row_of((), 1, data=data, colocate_ids=["b", "a", "b", 7]).set_of_n.tolist() == []
+
+
+def test_fields_of_one_number_per_sample_stand_per_sample_too() -> None:
+    data = SampleBatch([[1, 2], [3], [4, 5, 6]], {"sign": [1, -1, 1], "token": [[1, 2], [3], [4]]})
+    row = row_of((2, 1), 4, data=data)
+    assert set(row.sample_fields) == {"sign"}
+    assert row.sample_fields["sign"].tolist() == [1, -1]
+    assert row.to("cpu").sample_fields["sign"].tolist() == [1, -1]
+    padding = row_of((), 1, data=data)
+    assert padding.sample_fields["sign"].shape == (0,)
+    assert padding.sample_fields["sign"].dtype == torch.int64

@@ -1,0 +1,88 @@
+"""Context-parallel slices on small numbers that can be read off the page."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+
+import megapack.rows.slices
+from megapack.errors import DataError
+from megapack.layout import Layout
+from megapack.plan import MicroBatch
+from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.slices import assembly_order, slice_positions, slice_row
+from megapack.samples import SampleBatch
+
+pytestmark = pytest.mark.unit
+
+
+def row(layout: Layout) -> PackedRow:
+    """Samples of 5 and 3 tokens, the second one's first token a prompt."""
+    batch = SampleBatch.from_prompt_response(
+        [[], [20]],
+        [[10, 11, 12, 13, 14], [21, 22]],
+        {"old": [[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0]]},
+    )
+    tokens = layout.padded_tokens([5, 3])
+    return pack_row(batch, MicroBatch((0, 1), tokens, 8, 0, tokens), layout)
+
+
+def test_doctests_of_the_module() -> None:
+    result = doctest.testmod(megapack.rows.slices)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_a_rank_holds_an_early_and_a_late_chunk_of_each_sample() -> None:
+    first, last = (slice_row(row(Layout(cp=2)), 2, rank) for rank in range(2))
+    assert first.tokens_T.tolist() == [10, 11, 0, 0, 20, 0]
+    assert last.tokens_T.tolist() == [12, 13, 14, 0, 21, 22]
+    assert first.position_ids_T.tolist() == [0, 1, 6, 7, 0, 3]
+    assert last.position_ids_T.tolist() == [2, 3, 4, 5, 1, 2]
+    assert first.labels_T.tolist() == [11, 12, 0, 0, 21, 0]
+    assert last.labels_T.tolist() == [13, 14, 0, 0, 22, 0]
+    assert first.fields["old"].tolist() == [1, 2, 0, 0, 5, 0]
+    assert last.fields["old"].tolist() == [3, 4, 0, 0, 6, 0]
+
+
+def test_loss_positions_index_the_slice() -> None:
+    for rank, expected in enumerate(([0, 1, 4], [0, 1, 4])):
+        part = slice_row(row(Layout(cp=2)), 2, rank)
+        assert part.loss_positions_R.tolist() == expected
+        assert part.weights_T.nonzero().squeeze(1).tolist() == expected
+
+
+def test_what_describes_the_row_stays_whole() -> None:
+    whole = row(Layout(cp=2))
+    part = slice_row(whole, 2, 1)
+    assert (part.row_tokens, part.tokens_T.numel()) == (12, 6)
+    for name in ("samples", "lengths", "starts", "max_seqlen"):
+        assert getattr(part, name) == getattr(whole, name)
+    assert part.cu_seqlens_padded_S1.tolist() == [0, 8, 12]
+    assert part.cu_seqlens_S1.tolist() == [0, 5, 8]
+
+
+def test_without_context_parallelism_a_slice_is_the_row() -> None:
+    whole = row(Layout())
+    assert slice_row(whole, 1, 0) is whole
+    assert whole.row_positions_T.tolist() == list(range(8))
+    assert slice_positions([5, 3], 1, 0).tolist() == assembly_order([5, 3], 1).tolist()
+
+
+def test_a_row_packed_for_fewer_ranks_is_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"of 4 padded tokens .* 8 chunks; pack with Layout\(cp=4\)"
+    ):
+        slice_row(row(Layout(cp=2)), 4, 0)
+
+
+def test_slices_of_a_short_sample_may_hold_padding_alone() -> None:
+    batch = SampleBatch([[7]])
+    whole = pack_row(batch, MicroBatch((0,), 8, 1, 0, 8), Layout(cp=4))
+    for rank in range(4):
+        part = slice_row(whole, 4, rank)
+        assert part.tokens_T.tolist() == ([7, 0] if rank == 0 else [0, 0])
+        assert part.loss_positions_R.dtype == torch.int64
+        assert part.loss_positions_R.numel() == 0

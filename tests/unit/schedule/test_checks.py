@@ -1,0 +1,373 @@
+"""Every setting that Megatron runs wrongly with is refused, and the message says what to set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import ConfigError, MegapackError
+from megapack.layout import Layout
+from megapack.model.attention.sdpa import PackedSDPA
+from megapack.policy import Policy
+from megapack.schedule.checks import (
+    check_chunks,
+    check_config,
+    check_counts,
+    check_layout,
+    check_planned_rows,
+    check_reduction,
+)
+
+pytestmark = pytest.mark.unit
+
+INTERLEAVED = Layout(pp=2, vpp=2)
+
+
+def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
+    """Megatron's own config with what the adapter asks for, and then the changes."""
+    vpp = layout.vpp if layout.vpp > 1 else None
+    made = TransformerConfig(
+        num_layers=8,
+        hidden_size=16,
+        num_attention_heads=4,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        pipeline_dtype=torch.float32,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        calculate_per_token_loss=True,
+        cuda_graph_scope=[],  # the default of 0.16.1 warns that it is deprecated
+    )
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *[Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True)],
+        *[Layout(dp=8), Layout(cp=2), Layout(cp=2, pp=2, vpp=2)],
+    ],
+)
+def test_the_right_settings_pass(layout: Layout) -> None:
+    check_config(config(layout), layout)
+    check_planned_rows(config(layout))
+
+
+def test_the_settings_of_our_own_models_pass() -> None:
+    from megapack.config.sections import ModelConfig
+    from megapack.model import transformer_config
+
+    model = ModelConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
+    layouts = [Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True)]
+    for layout in (*layouts, Layout(cp=2)):
+        made = transformer_config(model, layout)
+        check_config(made, layout)
+        check_planned_rows(made)
+
+
+REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
+    "sequence parallelism differs": (
+        Layout(),
+        {"sequence_parallel": True},
+        r"sequence_parallel=True.*layout's False.*set both to the same value",
+    ),
+    "a loss divided by M": (
+        Layout(),
+        {"calculate_per_token_loss": False},
+        r"calculate_per_token_loss is False.*set it to True",
+    ),
+    "interleaved with batched p2p": (
+        INTERLEAVED,
+        {"batch_p2p_comm": True},
+        r"vpp=2 .*batch_p2p_comm=True.*set overlap_p2p_comm=True and batch_p2p_comm=False",
+    ),
+    "interleaved without overlap": (
+        INTERLEAVED,
+        {"overlap_p2p_comm": False},
+        r"vpp=2 with overlap_p2p_comm=False.*set overlap_p2p_comm=True",
+    ),
+    "interleaved with neither right": (
+        INTERLEAVED,
+        {"overlap_p2p_comm": False, "batch_p2p_comm": True},
+        r"set overlap_p2p_comm=True and batch_p2p_comm=False",
+    ),
+    "interleaved by a virtual size of 1": (
+        Layout(pp=2),
+        {"virtual_pipeline_model_parallel_size": 1},
+        r"virtual_pipeline_model_parallel_size=1 .*set it to None where vpp=1",
+    ),
+    "context parallelism differs": (
+        Layout(cp=2),
+        {"context_parallel_size": 1},
+        r"context_parallel_size=1 and the layout's cp=2 differ; set both to the same",
+    ),
+    "hierarchical context parallelism of packed rows": (
+        Layout(cp=2),
+        {"cp_comm_type": "a2a+p2p"},
+        r"cp_comm_type='a2a\+p2p'.*set 'p2p'",
+    ),
+    "hierarchical context parallelism in one layer": (
+        Layout(cp=2),
+        {"cp_comm_type": ["p2p"] * 7 + ["a2a+p2p"]},
+        r"'a2a\+p2p'\].*set 'p2p'",
+    ),
+    "multi-token prediction with full recompute": (
+        Layout(),
+        {"mtp_num_layers": 1, "recompute_granularity": "full"},
+        r"mtp_num_layers=1.*set recompute_granularity='selective' or None",
+    ),
+    "partial checkpoints": (
+        Layout(),
+        {"num_microbatches_with_partial_activation_checkpoints": 2},
+        r"num_microbatches_with_partial_activation_checkpoints=2.*set it to None",
+    ),
+    "overlapped experts": (
+        Layout(),
+        {"overlap_moe_expert_parallel_comm": True},
+        r"overlap_moe_expert_parallel_comm=True.*set it to False",
+    ),
+    "hybrid context parallelism": (
+        Layout(),
+        {"hybrid_context_parallel": True},
+        r"hybrid_context_parallel=True.*set it to False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_setting_is_refused_with_what_to_set(name: str) -> None:
+    layout, changes, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_config(config(layout, **changes), layout)
+    assert isinstance(caught.value, MegapackError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
+            r"'allgather'.*set 'alltoall', or plan with Policy\(row_shape='uniform'\)",
+        ),
+        (
+            {"cuda_graph_impl": "local"},
+            r"cuda_graph_impl='local'.*'none'.*Policy\(row_shape='uniform'\)",
+        ),
+    ],
+)
+def test_rows_of_different_lengths_are_refused_where_they_hang(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_planned_rows(config(**changes))
+
+
+def test_a_dense_model_may_keep_the_default_dispatcher() -> None:
+    made = config(num_moe_experts=None, moe_token_dispatcher_type="allgather")
+    check_planned_rows(made)
+    check_planned_rows(config(num_moe_experts=4, moe_token_dispatcher_type="alltoall"))
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
+    """Sizes of Megatron's process groups, to be changed by a test."""
+    sizes: dict[str, int | None] = {"data": 2, "tensor_model": 2, "pipeline_model": 4}
+    sizes |= {"context": 1, "expert_model": 1, "virtual_pipeline_model": None}
+
+    def size_of(name: str) -> Callable[..., int]:
+        return lambda *_, **__: sizes[name]
+
+    for name in tuple(sizes):
+        monkeypatch.setattr(parallel_state, f"get_{name}_parallel_world_size", size_of(name))
+    return sizes
+
+
+def test_a_layout_like_the_groups_passes(groups: dict[str, int | None]) -> None:
+    check_layout(Layout(dp=2, tp=2, pp=4), 1)
+    groups["virtual_pipeline_model"] = 3
+    check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
+
+
+def test_megatron_must_know_the_virtual_stages(groups: dict[str, int | None]) -> None:
+    with pytest.raises(ConfigError, match=r"is None, the layout has vpp=3"):
+        check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
+    groups["virtual_pipeline_model"] = 1
+    with pytest.raises(ConfigError, match=r"is 1, the layout has vpp=1.*None where vpp=1"):
+        check_layout(Layout(dp=2, tp=2, pp=4), 1)
+
+
+@pytest.mark.parametrize(
+    ("group", "axis", "size"),
+    [
+        ("data", "dp", 4),
+        ("tensor_model", "tp", 4),
+        ("pipeline_model", "pp", 2),
+        ("context", "cp", 2),
+        ("expert_model", "ep", 2),
+    ],
+)
+def test_a_layout_unlike_the_groups_is_refused(
+    groups: dict[str, int | None], group: str, axis: str, size: int
+) -> None:
+    layout = Layout(dp=2, tp=2, pp=4)
+    groups[group] = size
+    found = getattr(layout, axis)
+    with pytest.raises(
+        ConfigError, match=rf"has {axis}={found}.*{size}; set Layout\({axis}={size}"
+    ):
+        check_layout(layout, 1)
+
+
+def test_as_many_chunks_as_virtual_stages_are_needed(groups: dict[str, int | None]) -> None:
+    with pytest.raises(ConfigError, match=r"1 chunk\(s\).*vpp=2; build one chunk per virtual"):
+        check_layout(Layout(dp=2, tp=2, pp=4, vpp=2), 1)
+    with pytest.raises(ConfigError, match=r"2 chunk\(s\).*vpp=1"):
+        check_layout(Layout(dp=2, tp=2, pp=4), 2)
+
+
+class DotProductAttention(torch.nn.Module):
+    """Named like Megatron's, which has no packed attention."""
+
+
+class TEDotProductAttention(torch.nn.Module):
+    """Named like Megatron's wrapper of Transformer Engine."""
+
+
+def chunk(*cores: torch.nn.Module) -> torch.nn.Module:
+    layers = []
+    for core in cores:
+        layer = torch.nn.Module()
+        layer.self_attention = torch.nn.Module()
+        layer.self_attention.core_attention = core
+        layers.append(layer)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(layers)
+    return model
+
+
+def packed() -> PackedSDPA:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    settings = SimpleNamespace(attention_dropout=0.0, kv_channels=4, context_parallel_size=1)
+    return PackedSDPA(settings, 1, AttnMaskType.causal, "self")
+
+
+def test_packed_attention_in_every_layer_passes() -> None:
+    check_chunks([chunk(packed(), packed()), chunk(TEDotProductAttention()), chunk()])
+
+
+def test_one_layer_with_unpacked_attention_is_refused_by_its_name() -> None:
+    wrong = chunk(packed(), DotProductAttention())
+    message = r"layers.1.self_attention.core_attention is DotProductAttention.*local_layer_spec"
+    with pytest.raises(ConfigError, match=message):
+        check_chunks([chunk(packed()), wrong])
+
+
+def test_gradients_that_ddp_would_average_are_refused() -> None:
+    wrapped = chunk(packed())
+    wrapped.buffers = [SimpleNamespace(gradient_scaling_factor=0.5)]  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"by 0.5; set it to True before wrapping"):
+        check_chunks([wrapped])
+
+
+def test_gradients_that_nobody_would_add_up_are_refused() -> None:
+    bare, made = [chunk(packed())], config(Layout(dp=2))
+    with pytest.raises(ConfigError, match=r"dp=2, cp=1, pp=1; wrap each chunk"):
+        check_reduction(made, bare, Layout(dp=2))
+    with pytest.raises(ConfigError, match=r"dp=1, cp=2, pp=1; wrap each chunk"):
+        check_reduction(made, bare, Layout(cp=2))
+    check_reduction(config(Layout()), bare, Layout())
+    made.finalize_model_grads_func = print
+    check_reduction(made, bare, Layout(dp=2))
+
+
+REFUSED_EXPERTS: list[tuple[Layout, dict[str, Any], str]] = [
+    (
+        INTERLEAVED,
+        {"moe_aux_loss_coeff": 0.1},
+        r"'aux_loss' with moe_aux_loss_coeff=0.1.*depend on the packing; set 'seq_aux_loss'",
+    ),
+    (
+        INTERLEAVED,
+        {
+            "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+            "moe_aux_loss_coeff": [0.1, 0.2],
+        },
+        r"'global_aux_loss' with moe_aux_loss_coeff=0.2",
+    ),
+    (INTERLEAVED, {"moe_router_load_balancing_type": "sinkhorn"}, "by what is packed with it"),
+    (INTERLEAVED, {"moe_expert_capacity_factor": 1.5}, "set it to None"),
+    (INTERLEAVED, {"moe_enable_routing_replay": True}, "one micro-batch at a time"),
+    (Layout(tp=2), {}, r"tp=2 train with sequence parallelism only"),
+]
+
+
+@pytest.mark.parametrize(("layout", "changes", "says"), REFUSED_EXPERTS)
+def test_expert_settings_that_depend_on_the_packing_are_refused(
+    layout: Layout, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_config(config(layout, num_moe_experts=4, **changes), layout)
+    check_config(config(layout, **changes), layout)
+
+
+def test_losses_of_tokens_and_of_single_samples_pass() -> None:
+    made = config(
+        num_moe_experts=4,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.1,
+        moe_z_loss_coeff=1e-3,
+    )
+    check_config(made, INTERLEAVED)
+
+
+def test_counts_per_rank_are_refused_where_experts_span_ranks() -> None:
+    lengths = [5, 6, 7, 8]
+    policy = Policy(count_rule="per_rank")
+    plan = build_dp_schedule(lengths, layout=Layout(dp=2), max_tokens_per_gpu=8, policy=policy)
+    check_counts(plan, config())
+    with pytest.raises(ConfigError, match=r"ep=2: the experts.*count_rule='legal'"):
+        check_counts(replace(plan, layout=Layout(dp=2, ep=2)), config())
+    delayed = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+    with pytest.raises(ConfigError, match=r"fp8_recipe='delayed'.*need one M"):
+        check_counts(plan, config(**delayed))
+    check_counts(plan, config(**delayed, tp_only_amax_red=True))
+    check_counts(replace(plan, policy=Policy()), config(**delayed))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "unit"),
+    [
+        ("delayed", False, 16),
+        ("tensorwise", False, 16),
+        ("mxfp8", True, 32),
+        ("blockwise", True, 128),
+    ],
+)
+def test_rows_that_an_fp8_product_cannot_take_are_refused(
+    recipe: str, rows: Any, unit: int
+) -> None:
+    layout = replace(INTERLEAVED, fp8=rows)
+    made = config(layout, fp8="e4m3", fp8_recipe=recipe)
+    with pytest.raises(ConfigError, match=rf"multiple of {unit} tokens per GPU.*set Layout\(fp8="):
+        check_config(made, layout)
+    for wide in ("blockwise", recipe if recipe == "mxfp8" else "blockwise"):
+        check_config(made, replace(layout, fp8=wide))
+
+
+def test_rows_may_be_aligned_for_more_than_the_model_needs() -> None:
+    check_config(config(), replace(INTERLEAVED, fp8="mxfp8"))

@@ -1,0 +1,168 @@
+"""Planned shapes: which micro-batch a receive belongs to, on each stage and for each chunk."""
+
+from __future__ import annotations
+
+import doctest
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megapack.schedule.p2p
+from megapack.errors import ScheduleError
+from megapack.schedule.p2p import PlannedP2PCommunicator, receive_order
+from tests.groups import RankOf
+
+pytestmark = pytest.mark.unit
+
+HIDDEN = 16
+NOTHING = [0, 0, 0]
+
+
+@pytest.fixture(autouse=True)
+def _global_ranks_are_group_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_global_rank", lambda group, rank: rank)
+
+
+def communicator(
+    rank: int,
+    size: int,
+    lengths: list[int],
+    *,
+    vpp: int = 1,
+    group_size: int | None = None,
+    forward_only: bool = False,
+) -> PlannedP2PCommunicator:
+    config = SimpleNamespace(
+        hidden_size=HIDDEN, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None
+    )
+    return PlannedP2PCommunicator(
+        RankOf(rank, size),
+        config,
+        row_lengths=lengths,
+        vpp=vpp,
+        group_size=group_size,
+        forward_only=forward_only,
+    )
+
+
+def activations(stage: PlannedP2PCommunicator, count: int) -> list[int]:
+    """Row lengths of the next receives from the stage before."""
+    return [_length(*stage._communicate_shapes(None, None, True, False)) for _ in range(count)]
+
+
+def gradients(stage: PlannedP2PCommunicator, count: int) -> list[int]:
+    """Row lengths of the next receives from the stage behind."""
+    return [
+        _length(*stage._communicate_shapes(None, None, False, True)[::-1]) for _ in range(count)
+    ]
+
+
+def _length(wanted: list[int], other: list[int]) -> int:
+    assert other == NOTHING
+    assert wanted[1:] == [1, HIDDEN]
+    return wanted[0]
+
+
+def test_doctests_of_the_module() -> None:
+    result = doctest.testmod(megapack.schedule.p2p)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_1f1b_works_in_order() -> None:
+    assert receive_order(4, 1, None) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+
+
+def test_interleaving_takes_a_group_through_one_chunk_then_the_next() -> None:
+    assert receive_order(4, 2, 2) == [
+        (0, 0), (1, 0), (0, 1), (1, 1),
+        (2, 0), (3, 0), (2, 1), (3, 1),
+    ]  # fmt: skip
+
+
+def test_the_tail_group_is_shorter() -> None:
+    assert receive_order(5, 2, 3) == [
+        (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1),
+        (3, 0), (4, 0), (3, 1), (4, 1),
+    ]  # fmt: skip
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
+def test_every_chunk_takes_every_micro_batch_once(vpp: int, group_size: int, extra: int) -> None:
+    count = group_size + extra
+    order = receive_order(count, vpp, group_size)
+    assert sorted(order) == [(m, chunk) for m in range(count) for chunk in range(vpp)]
+    for chunk in range(vpp):
+        assert [m for m, c in order if c == chunk] == list(range(count))
+
+
+def test_interleaving_without_a_group_size_is_an_error() -> None:
+    with pytest.raises(ScheduleError, match=r"vpp=2 .*set Layout.microbatch_group_size"):
+        receive_order(4, 2, None)
+
+
+def test_1f1b_stages_receive_from_their_neighbours_alone() -> None:
+    lengths = [10, 20, 30]
+    first, middle, last = (communicator(rank, 3, lengths) for rank in range(3))
+    assert [stage.num_pending for stage in (first, middle, last)] == [3, 6, 3]
+    assert gradients(first, 3) == lengths
+    assert activations(middle, 3) == lengths
+    assert gradients(middle, 3) == lengths
+    assert activations(last, 3) == lengths
+    assert [stage.num_pending for stage in (first, middle, last)] == [0, 0, 0]
+
+
+def test_both_directions_in_one_call_are_answered_apart() -> None:
+    stage = communicator(1, 3, [10, 20])
+    assert stage._communicate_shapes(None, None, True, False)[0] == [10, 1, HIDDEN]
+    # One forward ahead: the next activation is of micro-batch 1, the first gradient of 0.
+    assert stage._communicate_shapes(None, None, True, True) == ([20, 1, HIDDEN], [10, 1, HIDDEN])
+    assert stage._communicate_shapes(None, None, False, False) == (NOTHING, NOTHING)
+    assert stage.num_pending == 1
+
+
+def test_interleaved_stages_wrap_round() -> None:
+    lengths = [10, 20, 30, 40, 50]
+    in_groups = [10, 20, 30, 10, 20, 30, 40, 50, 40, 50]
+    first, last = (communicator(rank, 2, lengths, vpp=2, group_size=3) for rank in range(2))
+    # The first stage's chunk 0 reads tokens; its chunk 1 takes what the last stage's chunk 0 made.
+    assert activations(first, 5) == lengths
+    assert gradients(first, 10) == in_groups
+    assert activations(last, 10) == in_groups
+    # The last stage's last chunk has the loss; its chunk 0 takes the first stage's gradients.
+    assert gradients(last, 5) == lengths
+    assert first.num_pending == last.num_pending == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_what_one_stage_sends_the_next_one_expects(rank: int) -> None:
+    """Chunk by chunk: activations arrive in the order in which the sender runs that chunk."""
+    lengths, size, vpp, group = [7, 1, 5, 9, 2, 8], 4, 2, 4
+    order = receive_order(len(lengths), vpp, group)
+    receiver = (rank + 1) % size
+    sent = [lengths[m] for m, chunk in order if not (rank == size - 1 and chunk == vpp - 1)]
+    stage = communicator(receiver, size, lengths, vpp=vpp, group_size=group)
+    assert activations(stage, len(sent)) == sent
+
+
+def test_forward_only_expects_no_gradients() -> None:
+    stage = communicator(0, 2, [10, 20], vpp=2, group_size=2, forward_only=True)
+    assert stage.num_pending == 2
+    assert activations(stage, 2) == [10, 20]
+    with pytest.raises(ScheduleError, match="one more gradient"):
+        gradients(stage, 1)
+
+
+def test_one_receive_too_many_is_an_error_with_the_count() -> None:
+    stage = communicator(1, 2, [10, 20])
+    activations(stage, 2)
+    with pytest.raises(ScheduleError, match="one more activation than the plan's 2 micro-batches"):
+        activations(stage, 1)
+
+
+def test_a_stage_is_still_megatrons_communicator() -> None:
+    stage = communicator(1, 3, [10])
+    assert (stage.prev_rank, stage.next_rank) == (0, 2)

@@ -1,0 +1,191 @@
+"""What a step is called with: what ranks must agree on, and when an earlier call stands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megapack import Layout, build_dp_schedule
+from megapack.errors import DataError
+from megapack.loss import PPO, SFT
+from megapack.plan import Plan
+from megapack.policy import Policy
+from megapack.samples import SampleBatch
+from megapack.schedule.call import StepCall
+
+pytestmark = pytest.mark.unit
+
+TOKENS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 2], [3, 4, 5], [6, 7]]
+
+
+def batch() -> SampleBatch:
+    return SampleBatch(TOKENS)
+
+
+def plan(num_steps: int = 2, budget: int = 8) -> Plan:
+    lengths = [len(ids) for ids in TOKENS]
+    return build_dp_schedule(
+        lengths, layout=Layout(), max_tokens_per_gpu=budget, num_steps=num_steps
+    )
+
+
+def both() -> dict[str, Any]:
+    return {
+        "plan": plan(),
+        "batch": batch(),
+        "step": 0,
+        "revision": 0,
+        "routing": None,
+        "entropy": False,
+    }
+
+
+def training(**changes: Any) -> StepCall:
+    options = {"objective": SFT(), "weighting": "token-mean", "norm_constant": None}
+    return StepCall(**{**both(), **options, **changes})
+
+
+def forward(**changes: Any) -> StepCall:
+    options = {"scope": "all", "record_routing": False}
+    return StepCall(**{**both(), **options, **changes})
+
+
+def test_equal_calls_agree() -> None:
+    """Ranks have plans, batches and objectives of their own, which are equal."""
+    assert training().same() == training().same()
+    assert forward().same() == forward().same()
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("plan", training(plan=plan(budget=9))),
+        ("step number", training(step=1)),
+        ("field names", training(batch=SampleBatch(TOKENS, {"advantages": [1.0] * 6}))),
+        ("call", training(objective=PPO())),
+        ("call", training(weighting="seq-mean-token-mean")),
+        ("call", training(norm_constant=3.0)),
+        ("call", training(entropy=True)),
+        ("call", training(routing=[None] * 6)),
+        ("call", forward()),
+        (
+            "counts of loss tokens",
+            training(
+                batch=SampleBatch(
+                    TOKENS, {"response_mask": [[i == 1 for i in range(len(t))] for t in TOKENS]}
+                )
+            ),
+        ),
+    ],
+)
+def test_the_first_difference_is_named(name: str, other: StepCall) -> None:
+    mine, theirs = training().same(), other.same()
+    assert list(mine) == list(theirs)
+    assert next(key for key in mine if mine[key] != theirs[key]) == name
+
+
+def test_a_setting_of_the_objective_is_part_of_the_call() -> None:
+    assert training(objective=PPO(clip_low=0.3)).text != training(objective=PPO()).text
+
+
+def test_counts_and_row_lengths_are_of_the_step() -> None:
+    one, other = (training(step=step).same() for step in (0, 1))
+    assert one["M"] == str([len(plan().steps[0].ranks[0])])
+    assert one["row lengths"] != other["row lengths"]
+
+
+def test_a_step_that_the_plan_lacks_is_refused_when_rows_are_packed() -> None:
+    call = training(step=2)
+    assert call.same()["M"] == "[]"
+    with pytest.raises(DataError, match=r"step=2 of a plan of 2 steps; pass one of 0 to 1"):
+        call.rows(0)
+    with pytest.raises(DataError, match="step=-1"):
+        training(step=-1).rows(0)
+    assert training().rows(0) == plan().steps[0].ranks[0]
+
+
+def test_an_earlier_call_stands_for_an_equal_one() -> None:
+    call = training()
+    assert replace(call).key == call.key
+    assert replace(call, objective=SFT()).key == call.key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": 1},
+        {"revision": 1},
+        {"batch": batch()},
+        {"plan": plan()},
+        {"objective": PPO()},
+        {"entropy": True},
+        {"routing": [None] * 6},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_an_earlier_call_does_not_stand_for_another(changes: dict[str, Any]) -> None:
+    call = training()
+    assert replace(call, **changes).key != call.key
+
+
+def test_a_change_of_the_batch_is_a_revision() -> None:
+    one = batch()
+    before = one.revision
+    one.set_field("advantages", [1.0] * 6)
+    assert one.revision > before
+
+
+def test_an_objective_without_a_text_of_its_own_is_alike_on_all_ranks() -> None:
+    class Mine(SFT):
+        __repr__ = object.__repr__
+
+    first, second = Mine(), Mine()
+    assert repr(first) != repr(second)
+    assert training(objective=first).text == training(objective=second).text
+
+
+def test_missing_fields_are_named() -> None:
+    call = training(objective=PPO())
+    with pytest.raises(DataError, match=r"PPO reads \['.*advantages.*add them to the batch"):
+        call.check("vocabulary")
+    training().check("vocabulary")
+
+
+def test_sample_weights_are_of_the_step() -> None:
+    call = training()
+    kept = call.plan.steps[0].kept_samples
+    weights = call.sample_weights
+    assert weights is not None
+    counts = call.batch.num_loss_tokens
+    assert sum(weights[i] * counts[i] for i in kept) == pytest.approx(1.0)
+    assert forward().sample_weights is None
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    call = training(weighting="seq-mean-token-sum-norm", norm_constant=1e-310)
+    with pytest.raises(DataError, match="hold a NaN or an infinity; look at norm_constant=1e-310"):
+        _ = call.sample_weights
+
+
+def test_what_a_forward_pass_packs() -> None:
+    call = forward(record_routing=True)
+    assert call.record_routing
+    assert not call.is_training
+    assert training().is_training
+    assert list(call.field_names) == []
+    assert forward(scope="dp").text != forward().text
+
+
+@pytest.mark.parametrize(("shape", "planned"), [("planned", True), ("uniform", False)])
+def test_rows_have_planned_lengths_under_one_policy(shape: Any, planned: bool) -> None:
+    changed = replace(plan(), policy=Policy(row_shape=shape))
+    assert training(plan=changed).has_planned_rows is planned
+
+
+def test_the_entropy_is_computed_if_asked_for_or_needed() -> None:
+    assert not training().with_entropy
+    assert training(entropy=True).with_entropy
+    assert training(objective=PPO(entropy_coef=0.1)).with_entropy
+    assert forward(entropy=True).with_entropy

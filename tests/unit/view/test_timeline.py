@@ -1,0 +1,71 @@
+"""Timelines of plans and runs, and which ranks stand for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megapack import CostModel, PlanError, simulate
+from megapack.view.records import read_run
+from megapack.view.timeline import planned, traced, typical_ranks
+from tests.run_folder import LAYOUT, make_plan, write_run
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_planned_step_is_what_the_simulator_runs() -> None:
+    plan = make_plan()
+    timeline = planned(plan, 1, 1, None)
+    run = simulate(plan.steps[1], layout=LAYOUT)
+    assert timeline.events == run.events
+    assert timeline.rank_ends == pytest.approx(run.rank_makespans)
+    slowest = run.rank_makespans.index(run.makespan)
+    assert run.makespan / timeline.stage_seconds[slowest] - 1 == pytest.approx(run.bubble_fraction)
+
+
+def test_a_step_of_other_ranks_is_refused() -> None:
+    plan = make_plan(1)
+    cut = replace(plan, steps=(replace(plan.steps[0], ranks=plan.steps[0].ranks[:1]),))
+    with pytest.raises(PlanError, match=r"step 0 has 1 ranks, the layout dp=2"):
+        planned(cut, 0, 0, None)
+
+
+def test_a_runs_plan_takes_the_seconds_that_the_run_predicted(tmp_path: Path) -> None:
+    records = read_run(write_run(tmp_path / "run"))
+    timelines = traced(records, None)
+    assert [(t.source, t.number) for t in timelines] == [
+        ("planned", 2),
+        ("measured", 2),
+        ("planned", 3),
+        ("measured", 3),
+    ]
+    assert [max(t.rank_ends) for t in timelines] == pytest.approx([2.0, 3.0, 2.0, 3.0])
+    # Without a prediction the two are equally long.
+    unknown = tuple({**line, "step_predicted_s": None} for line in records.metrics)
+    timelines = traced(replace(records, metrics=unknown), None)
+    assert [max(t.rank_ends) for t in timelines] == pytest.approx([3.0] * 4)
+
+
+def test_a_cost_model_in_seconds_is_left_as_it_is(tmp_path: Path) -> None:
+    own, given = CostModel(per_token=1e-3), CostModel(per_token=2e-3, stage_weights=(1.0,) * 4)
+    records = read_run(write_run(tmp_path / "run", cost=own))
+    step = records.traced[0].plan.steps[0]
+    for cost, used in ((None, own), (given, given)):
+        seconds = simulate(step, layout=LAYOUT, cost=used).makespan
+        assert max(traced(records, cost)[0].rank_ends) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("ends", "most", "ranks"),
+    [
+        ([3.0, 1.0, 2.0], 3, [0, 1, 2]),
+        ([3.0, 1.0, 2.0], 2, [0, 1]),
+        ([5.0, 1.0, 4.0, 2.0, 3.0], 3, [0, 4, 1]),
+        ([1.0, 2.0], 1, [1]),
+        ([1.0, 1.0, 1.0, 1.0], 3, [0, 2, 3]),
+    ],
+)
+def test_ranks_that_stand_for_all(ends: list[float], most: int, ranks: list[int]) -> None:
+    assert typical_ranks(ends, most) == ranks
