@@ -228,7 +228,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def open_part(path: Path) -> Path:
-    """Make an empty folder to write the checkpoint `path` into; remove all leftover `.part` folders.
+    """Make an empty folder for writing the checkpoint `path`; remove all leftover `.part` folders.
 
     A killed run leaves a partial checkpoint behind, and a later save with the same name may never
     come.
