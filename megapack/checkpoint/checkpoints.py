@@ -209,7 +209,7 @@ class Checkpoints:
         if manifest.position.step_in_batch and missing:
             changed = folders.differences(manifest.config, to_dict(self.config), ("objective",))
             raise CheckpointError(
-                f"{checkpoint.path} was saved inside a batch without its {', '.join(missing)}, "
+                f"{checkpoint.path} was saved inside a batch and has no {', '.join(missing)}, "
                 f"which {', '.join(changed)} needs; set the section objective as it was, or resume "
                 "from a checkpoint at a batch's end"
             )

@@ -48,8 +48,8 @@ INDEX_DTYPE = np.dtype(
         ("number", "<i8"),  # line or row, from 1
         ("prompt_tokens", "<i4"),
         ("response_tokens", "<i4"),
-        ("group", "<i8"),  # from 0 by first appearance
-        ("rollout", "<i8"),  # from 0 by first appearance, over all groups
+        ("group", "<i8"),  # prompt group, from 0 by first appearance
+        ("rollout", "<i8"),  # from 0 by first appearance in the data set
         ("reward", "<f8"),  # NaN = not given
         ("advantage", "<f8"),  # NaN = not given
     ]
