@@ -25,7 +25,7 @@ _SIGMA = 0.8
 # Share of wrong answers: the mean reward is about 0.7.
 _SLIP_SHARE = 0.3
 
-MEAN_OF_LONGEST = 8
+LONGEST_OVER_MEAN = 8
 """Longest / mean of `generate_lengths`: a longest sample of 8192 tokens gives a mean of 1024."""
 
 
@@ -59,12 +59,12 @@ def generate_rollouts(
 
 
 def generate_lengths(num_samples: int, longest: int, seed: int) -> list[int]:
-    """Sample lengths for a config without data: lognormal with mean `longest / MEAN_OF_LONGEST`.
+    """Sample lengths for a config without data: lognormal with mean `longest / LONGEST_OVER_MEAN`.
 
     Equal arguments give equal lengths.
     """
     rng = random.Random(seed)
-    return [_tokens(rng, longest / MEAN_OF_LONGEST, 1, longest) for _ in range(num_samples)]
+    return [_tokens(rng, longest / LONGEST_OVER_MEAN, 1, longest) for _ in range(num_samples)]
 
 
 def _tokens(rng: random.Random, mean: float, least: int, most: int) -> int:

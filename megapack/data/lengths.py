@@ -25,8 +25,8 @@ from megapack.errors import ConfigError, DataError, brief, first_line
 
 STDIN = "-"
 
-# Columns to look for if the user names none. The first one found is the length; else the first two
-# of `_SUMS` add up to it.
+# Columns to look for if the user names none of them: the first of `_LENGTHS` in the file, else the
+# first pair of `_SUMS`, whose sum is the length.
 _LENGTHS = [
     *("length", "len", "total_len", "total_length", "num_tokens", "tokens", "seq_len", "seqlen"),
     "input_ids",

@@ -176,8 +176,8 @@ class Trainer:
         return self.position.num_steps
 
     def _open_folder(self) -> RunFolder | None:
-        """The run's folder on rank 0, or None; an existing one if the run resumes its own
-        checkpoint."""
+        """Open the run's folder on rank 0: the existing one if the run resumes its own checkpoint,
+        else a new one."""
         if dist.get_rank() != 0:
             return None
         config = self.config
@@ -235,14 +235,14 @@ class Trainer:
             )
         else:
             self.passes.add_logprobs(batch)
-        costs = {
+        batch_seconds = {
             "plan_s": planned - started,
             "logprob_pass_s": time.perf_counter() - planned,
         }
         self._last = batch
         for index in range(first_step, len(batch.plan.steps)):
             self._raise_if_stopping()
-            self._step(batch, index, costs)
+            self._step(batch, index, batch_seconds)
             if self._stopping or self.checkpoints.due(self.num_steps):
                 self._save(batch)
 
@@ -270,8 +270,8 @@ class Trainer:
         self.tracer.drop()
         self.progress.line(f"{error}; replanned with rows of half the size")
 
-    def _step(self, batch: PlannedBatch, index: int, costs: dict[str, float]) -> None:
-        """One optimizer step and its line of metrics."""
+    def _step(self, batch: PlannedBatch, index: int, batch_seconds: dict[str, float]) -> None:
+        """Take one optimizer step and write its line of metrics."""
         plan = batch.plan
         report = step_report(plan, plan.steps[index], self.cost)
         predicted_s = self.clock.predict(report.seconds)
@@ -301,7 +301,7 @@ class Trainer:
                 "step_predicted_s": predicted_s,
                 "step_measured_s": ran.measured_s,
                 "optimizer_s": optimizer_s,
-                **costs,
+                **batch_seconds,
                 "num_oom_replans": self.passes.num_oom_replans,
                 **memory_peaks(),
                 "tokens_per_second": ran.report.tokens / total_s,
