@@ -18,7 +18,7 @@ from megapack.config.sections import TrainConfig, check_installed
 from megapack.cost.memory import GpuMemory
 from megapack.cost.model import CostModel
 from megapack.data.batches import all_batches, open_dataset, plan_logprobs, plan_steps
-from megapack.data.generated import MEAN_OF_LONGEST, generate_lengths
+from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.data.rollouts import group_advantages
 from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, plan_report
@@ -103,7 +103,7 @@ def first_batch(config: TrainConfig) -> Batch:
             lengths=np.array(lengths),
             rollout_ids=list(range(num_samples)),
             source=f"data.path is null: lengths drawn, lognormal of mean {longest} / "
-            f"{MEAN_OF_LONGEST}, at most {longest}",
+            f"{LONGEST_OVER_MEAN}, at most {longest}",
         )
     dataset = open_dataset(config)
     _, _, rows = next(all_batches(config, dataset))
