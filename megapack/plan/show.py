@@ -10,7 +10,7 @@ from typing import Any
 from megapack.errors import ConfigError
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 
-# Limits of what is printed, chosen by hand: a grid of 8 columns such as "10:17532" is 88 wide.
+# Limits of what is printed, chosen by hand: a grid of 8 columns such as "10:17532" is 86 wide.
 _MAX_RANKS = 8
 _MAX_ROWS = 64
 _MAX_STEPS = 32
@@ -36,7 +36,7 @@ def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) ->
         raise ConfigError(f"rank {rank} of a plan with {len(plan.steps)} steps; set --step too")
     lines = [_head(plan)]
     if step is None:
-        lines += _limited([_step_line(number, one) for number, one in enumerate(plan.steps)])
+        lines += _limited([_step_line(k, step_plan) for k, step_plan in enumerate(plan.steps)])
         return "\n".join(lines)
     _check_range("step", step, len(plan.steps))
     shown = plan.steps[step]
@@ -158,8 +158,7 @@ def diff_plans(a: Plan, b: Plan) -> PlanDiff:
         first = positions_a.get(sample)
         second = positions_b.get(sample)
         if first != second:
-            missing = first is None or second is None
-            level = 0 if missing else _first_difference(first, second)
+            level = _first_difference(first, second) if first and second else 0
             moved[level].append(sample)
     steps = [
         tuple("absent" if step is None else _step_sizes(step) for step in pair)
@@ -206,7 +205,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """Lists of ids as their number of different ids: there is an id per sample."""
+    """A tuple of ids as the number of different ids, because it has one per sample."""
     return f"{len(set(value))} ids" if isinstance(value, tuple) else value
 
 
