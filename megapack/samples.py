@@ -26,6 +26,10 @@ from megapack.errors import ConfigError, DataError, brief, first_line
 Combine = Literal["concat", "list"]
 RowTensor = Tensor | tuple[Tensor, ...]
 
+RESPONSE_MASK = "response_mask"
+"""Field that marks the tokens that count in the loss."""
+
+# Inputs that every model gets; tensor fields must have other names.
 _RESERVED = ("input_ids", "position_ids", "attention_mask", "packed_seq_params", "labels")
 
 
@@ -44,76 +48,6 @@ class TensorField:
     def __post_init__(self) -> None:
         if self.combine not in get_args(Combine):
             raise ConfigError(f"combine={self.combine!r}; set one of {get_args(Combine)}")
-
-
-class RaggedTensor:
-    """A checked `TensorField`.
-
-    Raises:
-        DataError: naming field, sample and shapes.
-    """
-
-    def __init__(self, name: str, field: TensorField, num_samples: int) -> None:
-        if name in _RESERVED:
-            raise DataError(f"tensor field {name!r} is an input of every model; set another name")
-        if len(field.values) != num_samples:
-            raise DataError(
-                f"tensor field {name!r} has {len(field.values)} values for {num_samples} samples"
-            )
-        self.name = name
-        self.combine = field.combine
-        given = [None if v is None else self._tensor(i, v) for i, v in enumerate(field.values)]
-        known = [tensor for tensor in given if tensor is not None]
-        if not known or (self.combine == "list" and len(known) < num_samples):
-            raise DataError(
-                f"tensor field {name!r}: {num_samples - len(known)} samples have None; give one "
-                "tensor per sample, or with combine='concat' to at least one sample"
-            )
-        self.dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in known))
-        self._empty = torch.zeros((0, *known[0].shape[1:]), dtype=self.dtype)
-        self.values = [self._empty if t is None else t.to(self.dtype) for t in given]
-        if self.combine == "concat":
-            self._check_rest()
-
-    def row(self, samples: Sequence[int]) -> RowTensor:
-        """The combined tensor of the micro-batch with these samples."""
-        chosen = [self.values[i] for i in samples]
-        return torch.cat([self._empty, *chosen]) if self.combine == "concat" else tuple(chosen)
-
-    @property
-    def signature(self) -> str:
-        """Name, combination, dtype and a digest of all shapes; must be equal on all ranks."""
-        shapes = str([tuple(value.shape) for value in self.values])
-        digest = hashlib.sha256(shapes.encode()).hexdigest()
-        return f"{self.name} {self.combine} {self.dtype} {digest}"
-
-    def _tensor(self, sample: int, value: Any) -> Tensor:
-        try:
-            tensor = torch.as_tensor(value).detach().cpu()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"sample {sample}: tensor field {self.name!r} cannot be a tensor ({error}); give "
-                "numbers"
-            ) from None
-        if self.combine == "concat" and tensor.dim() == 0:
-            raise DataError(
-                f"sample {sample}: tensor field {self.name!r} is one number, which does not "
-                "concatenate; give shape [k, ...], or set combine='list'"
-            )
-        return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-    def _check_rest(self) -> None:
-        rest = self._empty.shape[1:]
-        for i, value in enumerate(self.values):
-            if value.shape[1:] != rest:
-                raise DataError(
-                    f"sample {i}: tensor field {self.name!r} has shape {tuple(value.shape)}, not "
-                    f"[k, {', '.join(map(str, rest))}] like the samples before it; set "
-                    "combine='list' for different shapes"
-                )
-
-
-RESPONSE_MASK = "response_mask"
 
 
 class SampleBatch:
@@ -150,7 +84,7 @@ class SampleBatch:
         for name, values in (fields or {}).items():
             self.set_field(name, values)
         self._tensors = {
-            name: RaggedTensor(name, values, len(self)) for name, values in (tensors or {}).items()
+            name: _RaggedTensor(name, values, len(self)) for name, values in (tensors or {}).items()
         }
 
     def __len__(self) -> int:
@@ -388,6 +322,67 @@ def to_padded(values: Sequence[Tensor], attention_mask_BS: Tensor, fill: float =
             )
         out_BS[b, start:stop] = values[b]
     return out_BS
+
+
+class _RaggedTensor:
+    """A checked `TensorField`.
+
+    Raises:
+        DataError: naming field, sample and shapes.
+    """
+
+    def __init__(self, name: str, field: TensorField, num_samples: int) -> None:
+        if name in _RESERVED:
+            raise DataError(f"tensor field {name!r} is an input of every model; set another name")
+        if len(field.values) != num_samples:
+            raise DataError(
+                f"tensor field {name!r} has {len(field.values)} values for {num_samples} samples"
+            )
+        self.name = name
+        self.combine = field.combine
+        given = [None if v is None else self._tensor(i, v) for i, v in enumerate(field.values)]
+        known = [tensor for tensor in given if tensor is not None]
+        if not known or (self.combine == "list" and len(known) < num_samples):
+            raise DataError(
+                f"tensor field {name!r}: {num_samples - len(known)} samples have None; give one "
+                "tensor per sample, or with combine='concat' to at least one sample"
+            )
+        self.dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in known))
+        self._empty = torch.zeros((0, *known[0].shape[1:]), dtype=self.dtype)
+        self.values = [self._empty if t is None else t.to(self.dtype) for t in given]
+        if self.combine == "concat":
+            self._check_rest()
+
+    def row(self, samples: Sequence[int]) -> RowTensor:
+        """The combined tensor of the micro-batch with these samples."""
+        chosen = [self.values[i] for i in samples]
+        return torch.cat([self._empty, *chosen]) if self.combine == "concat" else tuple(chosen)
+
+    @property
+    def signature(self) -> str:
+        """Name, combination, dtype and a digest of all shapes; must be equal on all ranks."""
+        shapes = str([tuple(value.shape) for value in self.values])
+        digest = hashlib.sha256(shapes.encode()).hexdigest()
+        return f"{self.name} {self.combine} {self.dtype} {digest}"
+
+    def _tensor(self, sample: int, value: Any) -> Tensor:
+        tensor = _tensor(f"sample {sample}: tensor field {self.name!r}", value)
+        if self.combine == "concat" and tensor.dim() == 0:
+            raise DataError(
+                f"sample {sample}: tensor field {self.name!r} is one number, which does not "
+                "concatenate; give shape [k, ...], or set combine='list'"
+            )
+        return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+    def _check_rest(self) -> None:
+        rest = self._empty.shape[1:]
+        for i, value in enumerate(self.values):
+            if value.shape[1:] != rest:
+                raise DataError(
+                    f"sample {i}: tensor field {self.name!r} has shape {tuple(value.shape)}, not "
+                    f"[k, {', '.join(map(str, rest))}] like the samples before it; set "
+                    "combine='list' for different shapes"
+                )
 
 
 def _ragged(
