@@ -1,5 +1,6 @@
 """Losses of pairs of samples, one of them preferred. The plan keeps a pair in one micro-batch.
 
+    pair_of_sample, signs = pair_signs(pairs, len(batch))
     plan = build_dp_schedule(lengths, colocate_ids=pair_of_sample, ...)
     adapter.step(plan, batch, objective=DPO(), weighting="seq-mean-token-mean")
 

@@ -36,7 +36,7 @@ class SequenceObjective(Protocol):
 
     @property
     def needs_segments(self) -> Literal[True]:
-        """Marks the objective as one that takes segments."""
+        """Marks an objective that is called with segments."""
         ...
 
     def __call__(

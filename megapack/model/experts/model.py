@@ -169,8 +169,8 @@ def check_experts(config: Any, layout: Layout) -> None:
             raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
     if "sinkhorn" in kinds:
         raise ConfigError(
-            "moe_router_load_balancing_type='sinkhorn' makes routes depend on the packing; set "
-            "'seq_aux_loss' or 'none'"
+            "moe_router_load_balancing_type='sinkhorn' routes a token by what is packed with it; "
+            "set 'seq_aux_loss' or 'none'"
         )
     if layout.tp > 1 and not layout.sequence_parallel:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which kernels are chosen on a machine, and what is said of those that are not."""
+"""The kernels chosen on a machine, and the reasons against the others."""
 
 from __future__ import annotations
 

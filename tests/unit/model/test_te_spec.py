@@ -64,7 +64,8 @@ for fp8 in ("delayed", "tensorwise", "blockwise", "mxfp8"):
 
 from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 from megapack.rows.slices import slice_positions
-lengths, cp = [8, 4, 12, 16], 2
+lengths = [8, 4, 12, 16]
+cp = 2
 cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
 positions = torch.arange(sum(lengths))
 torch.distributed.get_world_size = lambda group=None: cp

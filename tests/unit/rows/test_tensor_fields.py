@@ -94,12 +94,12 @@ def test_signatures_differ_by_name_shape_dtype_and_combine() -> None:
 
 
 def test_a_chunk_gets_the_tensors_its_forward_accepts() -> None:
-    class Takes(torch.nn.Module):
+    class ModelWithPixels(torch.nn.Module):
         def forward(self, input_ids: Any, pixels: Any = None, **more: Any) -> None: ...
 
     names = ("pixels", "grids")
-    assert taken_inputs(Takes(), names) == ("pixels",)
-    assert taken_inputs(torch.nn.Sequential(Takes()), names) == ()
+    assert taken_inputs(ModelWithPixels(), names) == ("pixels",)
+    assert taken_inputs(torch.nn.Sequential(ModelWithPixels()), names) == ()
     assert taken_inputs(torch.nn.Linear(1, 1), names) == ()
 
 
