@@ -1,7 +1,9 @@
 """Sums over samples at the response positions of a row, for losses of whole samples.
 
 With context parallelism the ranks share a sample's positions, so its sum is an all-reduce over
-them. Shape suffixes: R response positions on this rank, n samples of the row.
+them.
+
+Shape suffixes: R response positions on this rank, n samples of the row.
 """
 
 from __future__ import annotations

@@ -102,17 +102,6 @@ def has_gradient_accumulation_fusion() -> bool:
     )
 
 
-def _library(function: object) -> Library:
-    root = str(getattr(function, "__module__", "")).partition(".")[0]
-    libraries: dict[str, Library] = {
-        "transformer_engine": "te",
-        "transformer_engine_torch": "te",
-        "apex": "apex",
-        "amp_C": "apex",
-    }
-    return libraries.get(root, "torch")
-
-
 def choose_attention(attention: Attention, dtype: Dtype = "bf16") -> Kernel:
     """The attention kernel of a model on this machine.
 
@@ -156,6 +145,17 @@ def obstacle(kernel: Kernel, dtype: Dtype = "bf16", *, forced: bool = False) -> 
     if dtype == "fp32" and not (kernel == "te" and forced):
         return "its fused kernels take bf16, model.dtype is fp32"
     return _te_obstacle() if kernel == "te" else _varlen_obstacle()
+
+
+def _library(function: object) -> Library:
+    root = str(getattr(function, "__module__", "")).partition(".")[0]
+    libraries: dict[str, Library] = {
+        "transformer_engine": "te",
+        "transformer_engine_torch": "te",
+        "apex": "apex",
+        "amp_C": "apex",
+    }
+    return libraries.get(root, "torch")
 
 
 def _te_obstacle() -> str | None:
