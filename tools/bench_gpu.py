@@ -21,7 +21,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench_gpu_report import failures, last_line, markdown
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.benching.gpu_report import failures, last_line, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 # Configs and tokens per step: a step of every way in every mode takes some 20 s on an H100.
@@ -47,7 +49,7 @@ def run_model(
     """What one model's process measured, and how it failed if it did."""
     out = folder / f"{config.stem}.json"
     out.unlink(missing_ok=True)
-    script = Path(__file__).with_name("bench_gpu_model.py")
+    script = ROOT / "tools" / "benching" / "gpu_model.py"
     arguments = [str(out), f"{seconds:.0f}", str(config), str(tokens), *rest]
     error = None
     try:

@@ -21,12 +21,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.fuzz_targets import TARGETS  # noqa: E402
+from tools.fuzzing.targets import TARGETS
 
-RUNNER = ROOT / "tools" / "fuzz_run.py"
+RUNNER = Path(__file__).resolve().parent / "fuzzing" / "run.py"
 COVERAGE = re.compile(r"cov: (\d+) .*?corp: (\d+)")
 
 

@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import soak_faults
-from soak_faults import KINDS, Fault
-from soak_job import Job, Sample
-from soak_judge import fault_table, judge_counts, judge_memory, judge_steps
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.soaking.faults import KINDS, Fault, draw, due
+from tools.soaking.job import Job, Sample
+from tools.soaking.judge import fault_table, judge_counts, judge_memory, judge_steps
 
 LAYOUTS = {
     1: ("layout.dp=1", "layout.pp=1", "layout.vpp=1"),
@@ -96,7 +97,7 @@ class Soak:
             if step // self.sample_interval > sampled and step < self.num_steps:
                 sampled = step // self.sample_interval
                 self._keep(job.samples())
-            if self.waiting and soak_faults.due(self.waiting[0], job, self._start_s):
+            if self.waiting and due(self.waiting[0], job, self._start_s):
                 if self._strike(job, self.waiting.pop(0)):
                     return False
                 changed = time.monotonic()
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("soak: --steps must be a multiple of 4, and 40 or more", file=sys.stderr)
         return 2
     shutil.rmtree(args.out, ignore_errors=True)
-    faults = soak_faults.draw(
+    faults = draw(
         args.seed, args.faults, args.steps, save_interval(args.steps), args.world, args.kinds
     )
     calm = Soak(args.out / "undisturbed", args, ())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tools.fuzz_targets import DOCUMENTS, hold_schedule
+from tools.fuzzing.targets import DOCUMENTS, hold_schedule
 
 pytestmark = pytest.mark.property
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from soak_job import Job
+from tools.soaking.job import Job
 
 EXIT_RESUME = 75
 """What the launcher ends with where the run is saved and wants to be started again."""

@@ -37,7 +37,7 @@ from megapack.data.index import ReadSettings
 from megapack.data.lengths import Columns, read_length_file
 from megapack.data.rollouts import group_advantages
 from megapack.plan.show import diff_plans
-from tools import fuzz_seeds
+from tools.fuzzing import seeds
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def _hold_plan(plan: Plan | None) -> bool:
     for step in plan.steps:
         refused(lambda: simulate(step, layout=plan.layout), ConfigError, ScheduleError)  # noqa: B023
     if plan.num_samples <= _MOST_SAMPLES:
-        lengths = [fuzz_seeds.seed_length(sample) for sample in range(plan.num_samples)]
+        lengths = [seeds.seed_length(sample) for sample in range(plan.num_samples)]
         refused(lambda: check_plan(plan, lengths), PlanError, DataError)
     return True
 
@@ -256,9 +256,9 @@ class Documents:
 
 
 DOCUMENTS = {
-    "plan_json": Documents(hold_plan_json, fuzz_seeds.plan_json),
-    "plan_text": Documents(hold_plan_text, fuzz_seeds.plan_text),
-    "config": Documents(hold_config, fuzz_seeds.configs),
-    "rollouts": Documents(hold_rollouts, fuzz_seeds.rollouts),
+    "plan_json": Documents(hold_plan_json, seeds.plan_json),
+    "plan_text": Documents(hold_plan_text, seeds.plan_text),
+    "config": Documents(hold_config, seeds.configs),
+    "rollouts": Documents(hold_rollouts, seeds.rollouts),
 }
 TARGETS = (*DOCUMENTS, "schedule")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "tools/launch/torchrun.sh"
 CONFIG = ROOT / "configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 _STEP = re.compile(r"^step (\d+): ", re.MULTILINE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megapack import Layout, Plan, Policy, build_dp_schedule
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def seed_length(sample: int) -> int:

@@ -1,6 +1,6 @@
-"""One model over length traces, in a process of its own; `bench_gpu.py` starts it.
+"""One model over length traces, in a process of its own; `tools/bench_gpu.py` starts it.
 
-    python tools/bench_gpu_model.py OUT.json SECONDS CONFIG TOKENS [section.key=value ...]
+    python tools/benching/gpu_model.py OUT.json SECONDS CONFIG TOKENS [section.key=value ...]
         [--trace FILE.csv ...]
 
 OUT.json is written anew after each trace, so that what was measured stays if a later one fails.
@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,16 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bench_gpu_ways import (
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megapack import Layout, launch
+from megapack.config import load_config
+from megapack.config.sections import ModelConfig, TrainConfig
+from megapack.data.tokenizer import ByteTokenizer
+from megapack.model import build_model, initialize_parallel
+from megapack.model.attention.choice import choose_attention
+from tools.benching.gpu_ways import (
     MODES,
     DenseWay,
     PackedWay,
@@ -31,14 +41,7 @@ from bench_gpu_ways import (
     padded_batches,
     seconds_of,
 )
-from model_flops import forward_flops, model_sizes, peak_flops
-
-from megapack import Layout, launch
-from megapack.config import load_config
-from megapack.config.sections import ModelConfig, TrainConfig
-from megapack.data.tokenizer import ByteTokenizer
-from megapack.model import build_model, initialize_parallel
-from megapack.model.attention.choice import choose_attention
+from tools.benching.model_flops import forward_flops, model_sizes, peak_flops
 
 logger = logging.getLogger("bench_gpu")
 Way = PackedWay | DenseWay

@@ -1,6 +1,6 @@
 """One fuzz target under atheris, in a process of its own; `tools/fuzz.py` starts it.
 
-    python tools/fuzz_run.py TARGET --runs N --seconds N --seed S --corpus DIR --findings DIR
+    python tools/fuzzing/run.py TARGET --runs N --seconds N --seed S --corpus DIR --findings DIR
 
 A finding is saved and the fuzzer goes on; the last line on standard output is a JSON summary.
 """
@@ -26,7 +26,7 @@ from random import Random
 
 import atheris  # type: ignore[import-not-found]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 MOST_SECONDS = 1.0
@@ -42,7 +42,7 @@ with_kernels = sorted(
     if "import kernel" in path.read_text()
 )
 with atheris.instrument_imports(include=["megapack"], exclude=with_kernels):
-    from tools import fuzz_targets
+    from tools.fuzzing import targets
 
 
 def instrument_functions(module_name: str) -> None:
@@ -113,12 +113,12 @@ def _kind(error: BaseException) -> str:
 
 
 def schedule(data: bytes) -> bool:
-    return fuzz_targets.hold_schedule(atheris.FuzzedDataProvider(data).ConsumeIntInRange)
+    return targets.hold_schedule(atheris.FuzzedDataProvider(data).ConsumeIntInRange)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", choices=fuzz_targets.TARGETS)
+    parser.add_argument("target", choices=targets.TARGETS)
     parser.add_argument("--runs", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
@@ -131,7 +131,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
     for module in with_kernels:
         instrument_functions(module)
-    documents = fuzz_targets.DOCUMENTS.get(options.target)
+    documents = targets.DOCUMENTS.get(options.target)
     hold = documents.hold if documents else schedule
     # They also compile what is compiled at its first call.
     for seed in documents.seeds() if documents else [Random(k).randbytes(200) for k in range(60)]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from soak_job import Sample
+
+from tools.soaking.job import Sample
 
 WARMUP_STEPS = 200
 MAX_GROWTH = 0.02
