@@ -1,9 +1,9 @@
-"""The picture of the rooms, docs/images/rooms.svg, from the imports of megapack/.
+"""Draws docs/images/rooms.svg, the rooms of the package, from the imports of megapack/.
 
     python tools/make_architecture.py
 
-A box is a folder or a module of megapack/, a line an import between two of them. Lines that follow
-from others are left out: what `a` imports of `c` is not drawn where `a` imports `b` and `b` imports
+A box is a folder or a module of megapack/; a line is an import between two of them. Lines that
+follow from others are left out: `a` imports `c` is not drawn if `a` imports `b` and `b` imports
 `c`. The floors are those of docs/architecture.md.
 """
 
@@ -18,7 +18,8 @@ PACKAGE = ROOT / "megapack"
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 
-_BOX_WIDTH, _BOX_HEIGHT = 132, 46
+_BOX_WIDTH = 132
+_BOX_HEIGHT = 46
 _FLOOR_HEIGHT = 84
 _WIDTH = 760
 _MARGIN = 14
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def import_order() -> list[list[str]]:
-    """The floors of the architecture page, lowest first: each imports only what is before it."""
+    """The floors of the architecture page, lowest first; a floor imports only lower ones."""
     _, _, rest = PAGE.read_text(encoding="utf-8").partition("```text\nstartup, ")
     line, closed, _ = rest.partition("```")
     if not closed:
@@ -46,7 +47,7 @@ def import_order() -> list[list[str]]:
 
 
 def room_imports() -> dict[str, set[str]]:
-    """Per room those that it imports when it is imported; functions may import more."""
+    """Per room the rooms that it imports at import time; functions may import more."""
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         room = path.relative_to(PACKAGE).with_suffix("").parts[0]
@@ -66,7 +67,7 @@ def _imported(tree: ast.Module) -> set[str]:
 
 
 def needed(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Imports that do not follow from others."""
+    """The imports that do not follow from others (the transitive reduction)."""
     reached: dict[str, set[str]] = {}
 
     def reach(room: str) -> set[str]:
@@ -81,12 +82,12 @@ def needed(imports: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def picture() -> str:
-    """The SVG: floors from top to bottom as data runs, boxes of a floor side by side."""
+    """The SVG: floors from top to bottom in the order of the data, a floor's boxes side by side."""
     floors = import_order()
     centers = {
-        room: (_WIDTH * (place + 0.5) / len(floor), _MARGIN + _FLOOR_HEIGHT * level)
+        room: (_WIDTH * (column + 0.5) / len(floor), _MARGIN + _FLOOR_HEIGHT * level)
         for level, floor in enumerate(floors)
-        for place, room in enumerate(floor)
+        for column, room in enumerate(floor)
     }
     parts = [_HEAD.format(width=_WIDTH, height=_FLOOR_HEIGHT * len(floors))]
     for room, names in sorted(needed(room_imports()).items()):
@@ -96,7 +97,7 @@ def picture() -> str:
 
 
 def _line(lower: tuple[float, float], upper: tuple[float, float]) -> str:
-    """From the bottom of what is imported to the top of what imports it."""
+    """A curve from the bottom of the imported room to the top of the importing one."""
     (x0, y0), (x1, y1) = lower, upper
     y0 += _BOX_HEIGHT
     bend = (y1 - y0) / 2

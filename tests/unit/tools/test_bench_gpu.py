@@ -1,4 +1,4 @@
-"""What the GPU benchmark makes of its measurements; the measuring itself is in tests/slow."""
+"""The GPU benchmark's FLOP counts, batches and report; tests/slow runs the measurement itself."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_flops_by_hand() -> None:
     attention = 8**2 / 2 * 2 * 2 * 4 * 4
     sizes = model_sizes(model)
     assert forward_flops(sizes, [(5, 3)]) == 3 * (8 * matrices + attention) + 3 * head
-    # Samples do not see each other: twice the samples, twice the work.
+    # Samples do not attend to each other: twice the samples, twice the work.
     assert forward_flops(sizes, [(5, 3)] * 2) == 2 * forward_flops(sizes, [(5, 3)])
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3_1p7b_gpu1", 1.72), ("qwen3_4b_gpu1", 4.02)])
-def test_configs_have_the_sizes_that_their_names_say(
+def test_config_names_give_their_parameter_counts(
     name: str, billions: float, repo_root: Path
 ) -> None:
     config = load_config(repo_root / "configs" / f"{name}.yaml", [], TrainConfig)
@@ -48,24 +48,24 @@ def test_configs_have_the_sizes_that_their_names_say(
     assert weights / 2e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_the_peak_of_an_unknown_device_is_unknown() -> None:
+def test_unknown_devices_have_no_peak_flops() -> None:
     assert peak_flops("NVIDIA H200") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe") is None
 
 
-def test_doctests_of_the_ways() -> None:
+def test_doctests_of_gpu_ways() -> None:
     result = doctest.testmod(gpu_ways)
     assert result.attempted > 1
     assert result.failed == 0
 
 
-def test_samples_are_cut_to_the_longest_that_is_asked_for() -> None:
+def test_picked_samples_are_cut_to_max_length() -> None:
     pick = gpu_model.pick
     assert pick([(10, 20), (80, 500), (5, 0), (1, 1)], 131, 100) == [(10, 20), (50, 50), (5, 1)]
     assert pick([(10, 20), (80, 500), (5, 0), (1, 1)], 130, 100) == [(10, 20), (50, 50)]
 
 
-def test_dense_batches_predict_response_tokens_alone() -> None:
+def test_dense_batches_predict_only_response_tokens() -> None:
     samples = [(2, 3), (0, 2), (4, 0)]
     batch = gpu_ways.dense_batch(samples, 50, torch.device("cpu"))
     assert batch.tokens_BS.shape == (3, 5)
@@ -109,7 +109,7 @@ WAYS = {
 }
 
 
-def test_the_report_holds_medians_and_real_tokens() -> None:
+def test_the_report_uses_medians_and_real_tokens() -> None:
     text = gpu_report.markdown(report(**WAYS))
     assert "| padded | 4 | 0.500 | 200 | 200 | 1.200 | 200 | 3.0 |" in text
     assert "| packed over one sample | 4.0 or more | 4.00 |" in text
@@ -122,7 +122,7 @@ def test_the_report_holds_medians_and_real_tokens() -> None:
     assert gpu_report.failures(report(**WAYS)) == []
 
 
-def test_what_failed_is_not_measured_and_named() -> None:
+def test_failures_are_named_and_not_measured() -> None:
     empty = {"seconds": {mode: [] for mode in ("train", "forward", "logprobs")}}
     found = report(**{**WAYS, "packed, te": {**empty, "error": "no kernel"}})
     found["models"][0]["cells"][0]["host"] = None

@@ -1,4 +1,4 @@
-"""What the soak finds in two runs; the runs themselves are in tests/slow."""
+"""The soak's checks of two runs; tests/slow runs the soak itself."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_steps_are_compared_digit_by_digit(
 
 
 def samples(**ways: Any) -> list[Any]:
-    """Two ranks at 100 times; a way gives a field's value on rank 1 by the time."""
+    """Two ranks at 100 times; `ways` maps a field to its value on rank 1 as a function of time."""
     held = {"rss_mib": 500.0, "pss_mib": 400.0, "uss_mib": 300.0}
     held |= {"threads": 60, "fds": 100, "groups": 20}
     return [
@@ -74,18 +74,18 @@ def samples(**ways: Any) -> list[Any]:
         ("uss_mib", lambda time: 300 + 0.07 * time, False),
         ("uss_mib", lambda time: 300 + 0.1 * time, True),
         ("pss_mib", lambda time: 400 + time, False),
-        # What the first 200 steps take is the warm-up's.
+        # Growth within the first 200 steps is warm-up.
         ("rss_mib", lambda time: 500 + 100 * (time >= 20), False),
     ],
 )
-def test_what_grows_is_found_on_the_rank_where_it_grows(name: str, way: Any, grew: bool) -> None:
+def test_growth_is_reported_with_its_rank(name: str, way: Any, grew: bool) -> None:
     found = samples(**{name: way})
     failed = judge.judge_counts("calm", found) + judge.judge_memory(found, 1000)
     assert len(failed) == grew
     assert all("rank 1" in text and name in text for text in failed)
 
 
-def test_every_kind_of_fault_strikes_and_a_seed_repeats_them() -> None:
+def test_faults_cover_every_kind_and_follow_the_seed() -> None:
     drawn = faults.draw(5, 16, 200, 5, 4)
     assert drawn == faults.draw(5, 16, 200, 5, 4) != faults.draw(6, 16, 200, 5, 4)
     for half in (drawn[:8], drawn[8:]):
@@ -95,11 +95,11 @@ def test_every_kind_of_fault_strikes_and_a_seed_repeats_them() -> None:
     assert drawn[-1].step < 190
 
 
-def test_faults_are_drawn_among_named_kinds() -> None:
+def test_faults_are_drawn_from_the_given_kinds() -> None:
     among = ["job killed", "SIGTERM"]
     drawn = faults.draw(5, 3, 200, 5, 4, among)
     assert {fault.kind for fault in drawn[:2]} == {fault.kind for fault in drawn} == set(among)
 
 
-def test_the_fitted_line_of_the_docstring() -> None:
+def test_doctest_of_the_fitted_line() -> None:
     assert doctest.testmod(judge).failed == 0
