@@ -132,8 +132,8 @@ def _checkpoint(name: str, damage: Damage, *words: str) -> Row:
 
 CHECKPOINT_ROWS = [
     _checkpoint("without manifest", manifest_text(None), "checkpoint.json", "is missing; set"),
-    _checkpoint("cut off", manifest_text('{"format": 1,'), "no manifest", "char"),
-    _checkpoint("no object", manifest_text("[1]"), "no manifest"),
+    _checkpoint("cut off", manifest_text('{"format": 1,'), "not a checkpoint's manifest", "char"),
+    _checkpoint("no object", manifest_text("[1]"), "not a checkpoint's manifest"),
     _checkpoint("doubled key", manifest_text('{"format": 1, "format": 1}'), "stands twice"),
     _checkpoint("deep", manifest_text("[" * 10**5), "too deep"),
     _checkpoint("newer", lambda path, values: values.update(format=99), "format 99", "reads 1"),
