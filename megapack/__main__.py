@@ -1,4 +1,4 @@
-"""`python -m megapack`."""
+"""Runs the command line for `python -m megapack`."""
 
 import sys
 

@@ -2,9 +2,9 @@
 
     python tools/bench_gpu.py [--trace FILE.csv ...] [--seconds 400] [--out runs/bench_gpu]
 
-Each model runs in a process of its own, all ways in turns on the same samples. Leaves
-`gpu_report.json` and `gpu_report.md` in the folder; what failed stands in both with its error, and
-the exit code is 1 then.
+Each model runs in its own process, which runs all ways in turn on the same samples. Writes
+`gpu_report.json` and `gpu_report.md` to the folder. Both list every failure with its error; the
+exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench_gpu_report import failures, last_line, markdown
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.benching.gpu_report import failures, last_line, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 # Configs and tokens per step: a step of every way in every mode takes some 20 s on an H100.
 MODELS = [("configs/qwen3_1p7b_gpu1.yaml", 49152), ("configs/qwen3_4b_gpu1.yaml", 24576)]
-# A model that overruns its share by this much is stuck.
+# A model's process is killed if it exceeds its share of the time by this much.
 GRACE_S = 30
 
 
 def packages() -> dict[str, str]:
-    """Versions of what the figures depend on."""
+    """Versions of the packages that the figures depend on."""
     found = {"python": platform.python_version()}
     for name in ("torch", "transformer_engine", "megatron-core", "numpy"):
         try:
@@ -44,14 +46,13 @@ def packages() -> dict[str, str]:
 def run_model(
     config: Path, tokens: int, seconds: float, folder: Path, rest: Sequence[str]
 ) -> dict[str, Any]:
-    """What one model's process measured, and how it failed if it did."""
+    """The measurements of one model's process, and its error if it failed."""
     out = folder / f"{config.stem}.json"
     out.unlink(missing_ok=True)
-    script = Path(__file__).with_name("bench_gpu_model.py")
+    script = ROOT / "tools" / "benching" / "gpu_model.py"
     arguments = [str(out), f"{seconds:.0f}", str(config), str(tokens), *rest]
     error = None
     try:
-        # Its standard error passes through, for whoever watches.
         done = subprocess.run(
             [sys.executable, str(script), *arguments],
             timeout=seconds + GRACE_S,
@@ -59,6 +60,7 @@ def run_model(
             text=True,
             check=False,
         )
+        # Show all of its standard error; only its last error line goes into the report.
         sys.stderr.write(done.stderr)
         if done.returncode:
             error = f"exit code {done.returncode}: {last_line(done.stderr)}"
@@ -72,7 +74,7 @@ def run_model(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("overrides", nargs="*", help="section.key=value, of every model")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, for every model")
     parser.add_argument("--config", type=Path, action="append", help="instead of the two models")
     parser.add_argument("--tokens", type=int, help="per step; default: by model")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="CSV of lengths")
@@ -101,7 +103,7 @@ def main() -> None:
         share = (end - time.monotonic()) / (len(models) - number)
         found = run_model(path, options.tokens or tokens, share, options.out, rest)
         report["models"].append(found)
-        # After each model: a machine that is taken away leaves what it has measured.
+        # Written after each model, so that results survive if the machine is taken away.
         (options.out / "gpu_report.json").write_text(json.dumps(report, indent=1), "utf-8")
         (options.out / "gpu_report.md").write_text(markdown(report), "utf-8")
     print(markdown(report))

@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from planner_baselines import BASELINES, Ranks, Strategy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megapack import CostModel, Layout, MicroBatch, Policy, StepPlan, build_dp_schedule, simulate
+from tools.benching.planner_peers import BASELINES, Ranks, Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples of an optimizer step.

@@ -1,4 +1,4 @@
-"""What the start-up file adds to `python -c pass`, in CPU time, with and without it in turn.
+"""CPU time that the start-up file adds to `python -c pass`, with and without it in alternation.
 
 python tools/bench_startup.py [RUNS]
 """
@@ -34,14 +34,14 @@ def main(num_runs: int) -> None:
         (site,) = Path(folder).glob("lib/python3*/site-packages")
         times: dict[bool, list[float]] = {True: [], False: []}
         for run in range(num_runs):
-            # Neither always follows the other.
-            for there in (True, False) if run % 2 else (False, True):
-                if there:
+            # The order alternates, so that neither always runs first.
+            for with_file in (True, False) if run % 2 else (False, True):
+                if with_file:
                     shutil.copy(STARTUP, site)
                 else:
                     (site / STARTUP.name).unlink(missing_ok=True)
-                times[there].append(cpu_ms(Path(folder, "bin", "python")))
-    medians = {there: statistics.median(values) for there, values in times.items()}
+                times[with_file].append(cpu_ms(Path(folder, "bin", "python")))
+    medians = {with_file: statistics.median(values) for with_file, values in times.items()}
     print(f"without {medians[False]:.2f} ms, with {medians[True]:.2f} ms")
     print(f"added {medians[True] - medians[False]:.2f} ms, medians of {num_runs} runs each")
 

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         tools/bench_step.py [--rollouts FILE.jsonl] [--markdown OUT.md]
 
-All ways run in one process group, in turns, on one model of pp2 x vpp2; the table gives medians of
-ratios to packed rows with planned shapes in the same round. A padded dense batch is a row whose
-samples are all padded to the longest of their micro-batch: attention then runs as one
-[B, heads, S, d] batch.
+All ways run in turn, in one process group and on one model of pp2 x vpp2. The table gives the
+median over rounds of each way's time divided by that of packed rows with planned shapes in the same
+round. A padded dense batch is a row whose samples are all padded to the longest sample of the
+micro-batch; attention then runs as one [B, heads, S, d] batch.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from megapack.schedule.p2p import PlannedP2PCommunicator
 from megapack.schedule.runner import ScheduleRunner
 
 Sample = tuple[Ids, Ids]
-"""Tokens of prompt and response."""
+"""Token ids of the prompt and of the response."""
 
 LAYOUT = Layout(pp=2, vpp=2)
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2)
 
 
 class ExchangingCommunicator(PlannedP2PCommunicator):
-    """Asks the other stage for every shape, as Megatron does, though the plan knows it."""
+    """Exchanges every shape with the other stage, as Megatron does, although the plan knows it."""
 
     def _communicate_shapes(self, *args: Any) -> tuple[list[int], list[int]]:
         super()._communicate_shapes(*args)
@@ -55,13 +55,13 @@ class ExchangingCommunicator(PlannedP2PCommunicator):
 
 
 class ExchangingRunner(ScheduleRunner):
-    """The same rows with Megatron's own exchange of shapes."""
+    """Runs the same rows with Megatron's shape exchange."""
 
     communicator_class = ExchangingCommunicator
 
 
 class ExchangingAdapter(ScheduleAdapter):
-    """Steps with that exchange."""
+    """Runs steps with Megatron's shape exchange."""
 
     runner_class = ExchangingRunner
 
@@ -76,7 +76,7 @@ class Way:
     batch: SampleBatch
 
     def step(self) -> float:
-        """Seconds of one forward and backward, the slowest rank's."""
+        """Seconds of one forward and backward, on the slowest rank."""
         for chunk in self.adapter.chunks:
             chunk.zero_grad_buffer()
         dist.barrier()
@@ -93,7 +93,7 @@ def num_tokens(sample: Sample) -> int:
 
 
 def sample_batch(samples: Sequence[Sample], pad_to: Sequence[int] | None = None) -> SampleBatch:
-    """The samples as a batch; `pad_to` appends tokens that no loss falls on."""
+    """The samples as a batch; `pad_to` appends tokens without a loss."""
     prompts, responses, masks = [], [], []
     for i, (prompt_ids, response_ids) in enumerate(samples):
         pad = 0 if pad_to is None else pad_to[i] - num_tokens(samples[i])
@@ -105,7 +105,12 @@ def sample_batch(samples: Sequence[Sample], pad_to: Sequence[int] | None = None)
 
 
 def make_ways(samples: Sequence[Sample], chunks: list, budget: int, dense: int) -> list[Way]:
-    """Every way of running the samples; rows of packed ones hold `budget` tokens."""
+    """Every way of running the samples.
+
+    Args:
+        budget: tokens of a packed row.
+        dense: samples of a padded dense batch.
+    """
     adapter = ScheduleAdapter(chunks, layout=LAYOUT)
     exchanging = ExchangingAdapter(chunks, layout=LAYOUT)
     batch = sample_batch(samples)
@@ -118,7 +123,8 @@ def make_ways(samples: Sequence[Sample], chunks: list, budget: int, dense: int) 
     def plan(of: SampleBatch, policy: Policy, **budget: int) -> Plan:
         return build_dp_schedule(of.lengths, layout=LAYOUT, policy=policy, **budget)
 
-    planned, uniform = Policy(), Policy(row_shape="uniform")
+    planned = Policy()
+    uniform = Policy(row_shape="uniform")
     packed = plan(batch, planned, max_tokens_per_gpu=budget)
     return [
         Way("packed, planned shapes", adapter, packed, batch),
@@ -145,10 +151,10 @@ def make_ways(samples: Sequence[Sample], chunks: list, budget: int, dense: int) 
 
 
 def ratios(ways: Sequence[Way], rounds: int) -> list[tuple[Way, float]]:
-    """Median over rounds of each way's seconds over the first way's in the same round.
+    """Per way the median over rounds of its seconds divided by the first way's in the same round.
 
-    Every round runs each way once, so that a machine that slows down slows all of them; the first
-    round warms up and does not count.
+    Every round runs each way once, so that a machine that slows down slows all of them. The first
+    round is a warm-up and is not counted.
     """
     seconds = [[way.step() for way in ways] for _ in range(rounds + 1)][1:]
     columns = zip(*[[s / row[0] for s in row] for row in seconds], strict=True)
@@ -174,7 +180,7 @@ def table(title: str, samples: Sequence[Sample], results: list[tuple[Way, float]
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """The machine and versions of the measurement."""
     return (
         f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, torch "
         f"{torch.__version__}, {dist.get_world_size()} processes over gloo, "
@@ -185,9 +191,9 @@ def machine() -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rollouts", type=Path, help="JSON Lines; also measured if given")
-    parser.add_argument("--num-rollouts", type=int, default=32, help="lines of it to use")
-    parser.add_argument("--max-length", type=int, default=8192, help="leave longer ones out")
+    parser.add_argument("--rollouts", type=Path, help="JSON Lines to measure as well")
+    parser.add_argument("--num-rollouts", type=int, default=32, help="lines of the file to use")
+    parser.add_argument("--max-length", type=int, default=8192, help="skip longer samples")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     args = parser.parse_args()

@@ -22,14 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_planner import machine
-from calibration_rows import (
-    fit_whole_model,
-    grid,
-    on_one_stage,
-    relative_errors,
-    stage_weights,
-)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megapack import (
     DataError,
@@ -57,6 +51,14 @@ from megapack.schedule import ScheduleAdapter
 from megapack.schedule.call import StepCall
 from megapack.schedule.runner import ScheduleRunner
 from megapack.train.trace import mark, seconds_between
+from tools.bench_planner import machine
+from tools.benching.calibration_rows import (
+    fit_whole_model,
+    grid,
+    on_one_stage,
+    relative_errors,
+    stage_weights,
+)
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 

@@ -1,8 +1,9 @@
-"""Holds a built site to this: a page loads nothing from another machine.
+"""Checks that no page of a built site loads anything from another machine.
 
     python tools/check_site.py build/site
 
-Links that a reader may follow are no loads. Exit code 1 names each page and what it would load.
+Links that a reader may follow are allowed. Prints each page and what it would load; the exit code
+is 1 if there is any.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 ELSEWHERE = re.compile(r"(?:[a-z]+:)?//", re.IGNORECASE)
-# What a stylesheet loads.
+# URLs that a stylesheet loads.
 CSS_LOAD = re.compile(r"(?:url\(\s*|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)", re.IGNORECASE)
-# rel of <link> that loads nothing.
+# Values of rel with which a <link> loads nothing.
 RELATIONS = {"canonical", "next", "prev", "alternate"}
 
 
 class Loads(HTMLParser):
-    """What a page loads by itself; a mermaid diagram, as the theme fetches a script for it."""
+    """Collects what a page loads by itself.
+
+    A mermaid diagram counts, because the theme fetches a script for it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +48,7 @@ class Loads(HTMLParser):
 
 
 def loads(path: Path) -> Iterator[str]:
-    """What a page or stylesheet would load from elsewhere."""
+    """URLs that a page or stylesheet would load from another machine."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".html":
         parser = Loads()

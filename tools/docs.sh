@@ -10,7 +10,7 @@ python=$root/.venv/bin/python
 "$root/tools/venv.sh"
 cd "$root"
 
-# Not part of what tools/venv.sh installs: neither the demo nor the tests need it.
+# tools/venv.sh does not install these, because neither the demo nor the tests need them.
 if ! "$python" -c 'import material, mkdocstrings_handlers.python' 2>/dev/null; then
     "$python" -m pip install --quiet --disable-pip-version-check \
         --constraint .venv/constraints.txt --editable "${root}[docs]"

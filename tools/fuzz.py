@@ -1,11 +1,11 @@
-"""Fuzz what reads plans, configs and rollouts, and the planner, under atheris.
+"""Fuzz the planner and the readers of plans, configs and rollouts, under atheris.
 
     python tools/fuzz.py TARGET --runs 200000 [--seconds N] [--seed 1] [--corpus DIR] [--out FILE]
 
-TARGET is one of plan_json, plan_text, config, rollouts, schedule, or all: each in a process of its
-own, one after the other. A corpus that is kept lets the next run begin where this one ended. The
-exit code is 1 where there are findings: anything but the documented errors of one line, a run of
-more than a second, or one that takes 500 MiB.
+TARGET is plan_json, plan_text, config, rollouts, schedule or all. Targets run one after the other,
+each in its own process. With --corpus a later run continues from this one's inputs. The exit code
+is 1 if there are findings. A finding is any exception except the documented one-line errors, an
+input that takes more than 1 s of CPU time, or one that needs more than 500 MiB.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.fuzz_targets import TARGETS  # noqa: E402
+from tools.fuzzing.targets import TARGETS
 
-RUNNER = ROOT / "tools" / "fuzz_run.py"
+RUNNER = Path(__file__).resolve().parent / "fuzzing" / "run.py"
 COVERAGE = re.compile(r"cov: (\d+) .*?corp: (\d+)")
 
 
 def fuzz(target: str, corpus: Path, **settings: float) -> dict[str, Any]:
-    """Run one target; its summary, with the coverage that the fuzzer told last."""
+    """Run one target; return its summary and the last coverage that the fuzzer printed."""
     findings = corpus / "findings" / target
     documents = corpus / target
     for folder in (findings, documents):
@@ -43,26 +42,28 @@ def fuzz(target: str, corpus: Path, **settings: float) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        summary = {"executions": 0, "taken": 0, "seconds": 0.0, "findings": []}
+        summary = {"executions": 0, "accepted": 0, "seconds": 0.0, "findings": []}
     if done.returncode:
         end = " / ".join(done.stderr.splitlines()[-3:])
         summary["findings"].append(f"the process ended with {done.returncode}: {end}")
-    told = COVERAGE.findall(done.stderr)
-    coverage, size = map(int, told[-1]) if told else (0, 0)
+    printed = COVERAGE.findall(done.stderr)
+    coverage, size = map(int, printed[-1]) if printed else (0, 0)
     return {"target": target, **summary, "coverage": coverage, "corpus": size}
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results as Markdown."""
-    head = "| target | executions | taken | seconds | per second | coverage | corpus | findings |"
+    """The results as a Markdown table."""
+    head = (
+        "| target | executions | accepted | seconds | per second | coverage | corpus | findings |"
+    )
     lines = [head, "|---" * 8 + "|"]
     for found in results:
         each = found["executions"] / max(found["seconds"], 1e-9)
-        taken = found["taken"] / max(found["executions"], 1)
+        accepted = found["accepted"] / max(found["executions"], 1)
         lines.append(
-            f"| {found['target']} | {found['executions']:,} | {taken:.0%} | {found['seconds']:.0f} "
-            f"| {each:,.0f} | {found['coverage']:,} | {found['corpus']:,} | "
-            f"{len(found['findings'])} |"
+            f"| {found['target']} | {found['executions']:,} | {accepted:.0%} "
+            f"| {found['seconds']:.0f} | {each:,.0f} | {found['coverage']:,} "
+            f"| {found['corpus']:,} | {len(found['findings'])} |"
         )
     return "\n".join(lines)
 
@@ -71,9 +72,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", choices=(*TARGETS, "all"))
     parser.add_argument("--runs", type=int, default=200_000, help="executions per target")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="most per target")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="limit per target")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--corpus", type=Path, help="folder that keeps inputs and findings")
+    parser.add_argument("--corpus", type=Path, help="folder for inputs and findings")
     parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
     if importlib.util.find_spec("atheris") is None:

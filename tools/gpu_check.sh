@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in under 9 minutes: the tests of tests/gpu, then tools/bench_gpu.py.
-# Installs nothing. What fails is reported, and the rest goes on; the exit code says if all passed.
+# Installs nothing. Failures are reported and the rest goes on; the exit code is 0 if all passed.
 #
 #   tools/gpu_check.sh [SITE_FOLDER]    packages to put before the machine's own
 #
@@ -9,7 +9,7 @@
 #   TRACES    folder of length traces (CSV); unset: ../shared/traces, generated lengths without it
 set -uo pipefail
 
-# Seconds; together with what starting takes they stay below 540.
+# Seconds; with start-up they stay below 540 together.
 readonly TEST_SECONDS=180 BENCH_SECONDS=300
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -30,7 +30,7 @@ fail() {
     status=1
 }
 
-# Nothing can run without these; without Transformer Engine the rest still can.
+# Only Transformer Engine can be missing: the rest still runs without it.
 check_machine() {
     "$python" - <<'PY'
 import importlib
@@ -58,11 +58,11 @@ run_tests() {
     export MEGAPACK_GPU_RESULTS=$out/gpu_tests.json
     rm -f "$MEGAPACK_GPU_RESULTS"
     if "$python" -c 'import pytest' 2>/dev/null; then
-        # Other packages' deprecations are no failures here.
+        # Deprecation warnings of other packages must not fail these tests.
         timeout "$TEST_SECONDS" "$python" -m pytest -m gpu -W default -p no:cacheprovider \
             tests/gpu 2>&1 | tee "$out/gpu_tests.log"
     else
-        fail 'pytest is not installed: figures are taken, their limits are not tested'
+        fail 'pytest is not installed: figures are measured, but not checked against their limits'
         timeout "$TEST_SECONDS" "$python" -m tests.gpu.run "$MEGAPACK_GPU_RESULTS" cuda 2>&1 |
             tee "$out/gpu_tests.log"
     fi
@@ -79,8 +79,8 @@ run_bench() {
     timeout "$((BENCH_SECONDS + 40))" "$python" tools/bench_gpu.py "${arguments[@]}"
 }
 
-check_machine || fail 'the machine lacks what stands above'
-run_tests || fail 'a GPU test failed, or all of them ran out of time'
+check_machine || fail 'the machine lacks the packages or the device named above'
+run_tests || fail "a GPU test failed, or the tests took more than $TEST_SECONDS s"
 run_bench || fail 'a part of the benchmark failed, see gpu_report.md'
 printf '%s\n' "$out/gpu_report.json" "$out/gpu_report.md"
 exit "$status"

@@ -1,9 +1,9 @@
-"""The picture of the rooms, docs/images/rooms.svg, from the imports of megapack/.
+"""Draws docs/images/rooms.svg, the rooms of the package, from the imports of megapack/.
 
     python tools/make_architecture.py
 
-A box is a folder or a module of megapack/, a line an import between two of them. Lines that follow
-from others are left out: what `a` imports of `c` is not drawn where `a` imports `b` and `b` imports
+A box is a folder or a module of megapack/; a line is an import between two of them. Lines that
+follow from others are left out: `a` imports `c` is not drawn if `a` imports `b` and `b` imports
 `c`. The floors are those of docs/architecture.md.
 """
 
@@ -25,7 +25,7 @@ _BOX_HEIGHT = 46
 _TRUNK_WIDTH = 18
 _FLOOR_HEIGHT = 92
 _MARGIN = 14
-# Orders within floors settle after about five sweeps; nobody counts on the best one.
+# The order within floors settles after about five sweeps; it need not be optimal.
 _NUM_SWEEPS = 12
 _HEAD = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def import_order() -> list[list[str]]:
-    """The floors of the architecture page, lowest first: each imports only what is before it."""
+    """The floors of the architecture page, lowest first; a floor imports only lower ones."""
     _, _, rest = PAGE.read_text(encoding="utf-8").partition("```text\nstartup, ")
     line, closed, _ = rest.partition("```")
     if not closed:
@@ -51,7 +51,7 @@ def import_order() -> list[list[str]]:
 
 
 def room_imports() -> dict[str, set[str]]:
-    """Per room those that it imports when it is imported; functions may import more."""
+    """Per room the rooms that it imports at import time; functions may import more."""
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         room = path.relative_to(PACKAGE).with_suffix("").parts[0]
@@ -71,7 +71,7 @@ def _imported(tree: ast.Module) -> set[str]:
 
 
 def needed(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Imports that do not follow from others."""
+    """The imports that do not follow from others (the transitive reduction)."""
     reached: dict[str, set[str]] = {}
 
     def reach(room: str) -> set[str]:
@@ -86,14 +86,14 @@ def needed(imports: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 Node = tuple[str, int]
-"""A room and a floor: its own, or one that lines from the room pass through."""
+"""A room, and its own floor or a floor that its lines pass through."""
 
 
 def nodes_and_lines() -> tuple[list[list[Node]], list[tuple[Node, Node]]]:
     """Nodes of each floor, and lines between neighbouring floors.
 
-    Lines of a room to several floors share a trunk: layout -> policy -> plan is drawn, and what
-    errors gives to train passes through each floor between.
+    A line to a distant floor passes through a node on each floor between. Lines from one room to
+    several floors share these nodes, its trunk.
     """
     floors = import_order()
     level = {room: number for number, floor in enumerate(floors) for room in floor}
@@ -120,7 +120,7 @@ def _importers(imports: dict[str, set[str]]) -> dict[str, set[str]]:
 def centers(
     nodes: list[list[Node]], lines: list[tuple[Node, Node]], rooms: set[Node]
 ) -> dict[Node, float]:
-    """The x of each node: floors are ordered by the mean x of what nodes are joined to."""
+    """The x of each node; a floor's nodes are ordered by the mean x of their neighbours."""
     joined: dict[Node, list[Node]] = {node: [] for floor in nodes for node in floor}
     for upper, lower in lines:
         joined[upper].append(lower)
@@ -139,7 +139,7 @@ def centers(
 
 
 def _spread(floor: list[Node], rooms: set[Node], x: dict[Node, float]) -> None:
-    """Side by side over the whole width, in this order."""
+    """Place a floor's nodes side by side over the whole width, in this order."""
     widths = [_BOX_WIDTH if node in rooms else _TRUNK_WIDTH for node in floor]
     gap = (_WIDTH - sum(widths)) / (len(floor) + 1)
     left = gap
@@ -149,7 +149,7 @@ def _spread(floor: list[Node], rooms: set[Node], x: dict[Node, float]) -> None:
 
 
 def picture() -> str:
-    """The SVG: floors from top to bottom as data runs, boxes of a floor side by side."""
+    """The SVG: floors from top to bottom in the order of the data, a floor's boxes side by side."""
     floors = import_order()
     rooms = {(room, number) for number, floor in enumerate(floors) for room in floor}
     nodes, lines = nodes_and_lines()
@@ -167,7 +167,7 @@ def _top(floor: int) -> float:
 
 
 def _line(upper_x: float, lower_x: float, lower_floor: int) -> str:
-    """From the bottom of one floor to the top of the next."""
+    """A curve from the bottom of one floor to the top of the next."""
     end = _top(lower_floor)
     begin = _top(lower_floor - 1) + _BOX_HEIGHT
     middle = (begin + end) / 2

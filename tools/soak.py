@@ -1,12 +1,12 @@
-"""Train twice on this machine's CPU, once undisturbed and once under faults, and compare.
+"""Train twice on this machine's CPU, once undisturbed and once with faults, and compare.
 
     python tools/soak.py [--steps 2000] [--faults 28] [--kinds KIND ...] [--seed 0] [--world 4]
                          [--out runs/soak]
 
-Ranks are killed, stopped, told to stop, run out of disk, or die with a checkpoint half written; the
-job is started again each time with train.resume=auto. Then every step's numbers must be those of
-the undisturbed run, digit by digit, and neither memory nor threads, files or process groups may
-have grown. Prints tables; the exit code is 1 where something does not hold.
+Faults kill or suspend a rank, signal the job to stop, fill the disk, or kill the job with a
+checkpoint half written. A job that ended is started again with train.resume=auto. At the end every
+step's numbers must equal those of the undisturbed run, digit by digit, and memory, threads, files
+and process groups must not have grown. Prints tables; the exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import soak_faults
-from soak_faults import KINDS, Fault
-from soak_job import Job, Sample
-from soak_judge import fault_table, judge_counts, judge_memory, judge_steps
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.soaking.faults import KINDS, Fault, draw, due
+from tools.soaking.job import Job, Sample
+from tools.soaking.judge import fault_table, judge_counts, judge_memory, judge_steps
 
 LAYOUTS = {
     1: ("layout.dp=1", "layout.pp=1", "layout.vpp=1"),
@@ -33,40 +34,44 @@ LAYOUTS = {
     4: ("layout.dp=2", "layout.pp=2", "layout.vpp=2"),
 }
 MODEL = ("model.hidden_size=32", "model.num_attention_heads=2", "model.num_query_groups=1")
-# A step takes a fraction of a second, a start on a busy machine half a minute.
-PATIENCE_S = 180.0
-END_S = 90.0
+# Limits on the time to the next step, and from a fault to the job's end. A step takes a fraction of
+# a second, a start on a busy machine half a minute.
+STEP_TIMEOUT_S = 180.0
+END_TIMEOUT_S = 90.0
 _POLL_S = 0.02
 
 
 class SoakFailed(Exception):
-    """What did not come as it had to."""
+    """A run did not end or resume as its faults require."""
 
 
 class Soak:
-    """One run, in as many lives as its faults make of it.
+    """One training run. Each fault that ends the job makes it start again: a new life.
 
     Args:
-        folder: an empty one.
-        faults: none for the undisturbed run.
+        folder: an empty folder.
+        faults: in order; empty for the undisturbed run.
     """
 
     def __init__(self, folder: Path, args: argparse.Namespace, faults: Sequence[Fault]) -> None:
-        self.folder, self.world, self.settings = folder, args.world, settings(args)
-        self.num_steps, self.save_interval = args.steps, save_interval(args.steps)
+        self.folder = folder
+        self.world = args.world
+        self.settings = settings(args)
+        self.num_steps = args.steps
+        self.save_interval = save_interval(args.steps)
         self.sample_interval = max(1, args.steps // 200)
         self.waiting = list(faults)
         self.struck: list[dict[str, Any]] = []
-        """What came of each fault."""
+        """A record of each fault: when it struck, and how the job ended and resumed."""
         self.samples: list[Sample] = []
         self.deadline = time.monotonic() + args.timeout_s
         self._start_s = 20.0
 
     def run(self) -> None:
-        """Until the run comes to its end.
+        """Start the job until the run is complete.
 
         Raises:
-            SoakFailed: it hangs, or ends otherwise than a fault makes it.
+            SoakFailed: the job hangs, or ends in another way than its fault requires.
         """
         self.folder.mkdir(parents=True)
         for life in range(len(self.waiting) + 1):
@@ -82,21 +87,24 @@ class Soak:
                 return
 
     def _live(self, job: Job) -> bool:
-        """One life; True where the run is at its end."""
-        changed, sampled, step = time.monotonic(), 0, 0
+        """Run one life; True if the run is complete."""
+        changed = time.monotonic()
+        sampled = 0
+        step = 0
         while job.running():
             now = time.monotonic()
             if job.last_step != step:
                 self._start_s = self._start_s if step else now - job.started
-                changed, step = now, job.last_step
+                changed = now
+                step = job.last_step
                 self._note_resume(job)
-            if now - changed > PATIENCE_S or now > self.deadline:
+            if now - changed > STEP_TIMEOUT_S or now > self.deadline:
                 raise SoakFailed(f"no step after step {step} of life {job.life}:\n{_tail(job)}")
-            # After the last step the ranks let go of what they hold.
+            # After the last step the ranks free their resources, so a sample would be too low.
             if step // self.sample_interval > sampled and step < self.num_steps:
                 sampled = step // self.sample_interval
                 self._keep(job.samples())
-            if self.waiting and soak_faults.due(self.waiting[0], job, self._start_s):
+            if self.waiting and due(self.waiting[0], job, self._start_s):
                 if self._strike(job, self.waiting.pop(0)):
                     return False
                 changed = time.monotonic()
@@ -111,7 +119,7 @@ class Soak:
             file.writelines(f"{json.dumps(dataclasses.asdict(one))}\n" for one in samples)
 
     def _strike(self, job: Job, fault: Fault) -> bool:
-        """Strike, and wait for what has to come of it; True where the job has ended."""
+        """Strike, and wait for the job's end if the fault ends it; True if it did."""
         kind = KINDS[fault.kind]
         record = {"life": job.life, "kind": fault.kind, "rank": fault.rank}
         record |= {"step": job.last_step, "exit_code": None}
@@ -120,8 +128,8 @@ class Soak:
         kind.strike(job, fault)
         record["seconds"] = time.monotonic() - started
         while kind.ends and job.running():
-            if time.monotonic() - started > END_S:
-                raise SoakFailed(f"{fault.kind}: not at an end after {END_S} s:\n{_tail(job)}")
+            if time.monotonic() - started > END_TIMEOUT_S:
+                raise SoakFailed(f"{fault.kind}: runs on after {END_TIMEOUT_S} s:\n{_tail(job)}")
             time.sleep(_POLL_S)
         job.running()
         record |= {"step": job.last_step, "exit_code": job.launcher.poll()}
@@ -131,16 +139,17 @@ class Soak:
         return kind.ends
 
     def _check_end(self, job: Job, fault: Fault) -> None:
-        kind, code = KINDS[fault.kind], job.launcher.returncode
+        kind = KINDS[fault.kind]
+        code = job.launcher.returncode
         if code == 0 or kind.exit_code not in (None, code):
             raise SoakFailed(f"{fault.kind}: ended with {code}:\n{_tail(job)}")
         if not re.search(kind.says, job.output()):
-            raise SoakFailed(f"{fault.kind}: does not say {kind.says!r}:\n{_tail(job)}")
+            raise SoakFailed(f"{fault.kind}: output lacks {kind.says!r}:\n{_tail(job)}")
 
     def _note_resume(self, job: Job) -> None:
-        """Where a new life goes on after the last fault."""
+        """Record and check at which step a new life resumes after the last fault."""
         resumed = job.first_step - 1
-        # A life that was killed while it started has told of no step.
+        # A life that was killed while starting has printed no step.
         latest = max((one["step"] for one in self.struck), default=0)
         for one in self.struck:
             if one["exit_code"] is None or "resumed" in one:
@@ -149,18 +158,18 @@ class Soak:
             lost = 0 if KINDS[one["kind"]].saves else self.save_interval
             if latest - resumed > lost:
                 raise SoakFailed(
-                    f"{one['kind']} after step {latest}: goes on after step {resumed}, "
-                    f"{lost} steps may be lost"
+                    f"{one['kind']} after step {latest}: resumed after step {resumed}, "
+                    f"at most {lost} steps may be lost"
                 )
 
 
 def save_interval(num_steps: int) -> int:
-    """Optimizer steps from a checkpoint to the next; odd, so that some stand inside a batch."""
+    """Optimizer steps between checkpoints; odd, so that some fall inside a batch of two steps."""
     return max(5, num_steps // 160 * 2 + 1)
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """Overrides that make the tiny config's run so long: two epochs of batches of two steps."""
+    """Overrides that give the tiny config's run this many steps: two epochs of two-step batches."""
     num_samples = args.steps // 4 * 16
     return [
         *("name=run", f"data.num_generated={num_samples}", "data.shuffle=true", "train.epochs=2"),
@@ -181,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("soak: --steps must be a multiple of 4, and 40 or more", file=sys.stderr)
         return 2
     shutil.rmtree(args.out, ignore_errors=True)
-    faults = soak_faults.draw(
+    faults = draw(
         args.seed, args.faults, args.steps, save_interval(args.steps), args.world, args.kinds
     )
     calm = Soak(args.out / "undisturbed", args, ())
@@ -208,10 +217,10 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     found.add_argument("--steps", type=int, default=2000, help="optimizer steps, a multiple of 4")
     found.add_argument("--faults", type=int, default=28)
-    found.add_argument("--kinds", nargs="+", choices=KINDS, default=(), help="of faults; all")
+    found.add_argument("--kinds", nargs="+", choices=KINDS, default=(), help="of faults")
     found.add_argument("--seed", type=int, default=0, help="of the faults")
     found.add_argument("--world", type=int, choices=LAYOUTS, default=4, help="ranks")
-    found.add_argument("--out", type=Path, default=Path("runs/soak"), help="is replaced")
+    found.add_argument("--out", type=Path, default=Path("runs/soak"), help="replaced if it exists")
     found.add_argument("--timeout-s", type=float, default=3600.0, help="of each of the two runs")
     return found
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every test that needs no GPU, but the slow ones: those take `tools/test.sh -m slow`.
+# Every test that needs no GPU, except the slow ones; `tools/test.sh -m slow` runs those.
 #
 #   tools/test.sh [pytest arguments]    paths from the repository
 set -euo pipefail

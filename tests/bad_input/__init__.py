@@ -1,4 +1,4 @@
-"""Bad inputs and their errors; `tests/unit/repository/test_bad_input.py` goes through them."""
+"""Tables of bad inputs and their errors; `tests/unit/repository/test_bad_input.py` runs them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from megapack import MegapackError
 
 Content = str | bytes | Callable[[Path], object]
-"""Of a file; a function makes it at the path that it is given."""
+"""Content of a file, or a function that makes the file at a path."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A call that fails, made in a folder that has `files` in it."""
+    """A call that fails in a folder that contains `files`."""
 
     name: str
     call: Callable[[], object]
     error: type[MegapackError]
     words: tuple[str, ...]
-    """What the message holds: the number that is wrong, and what to set."""
+    """Parts of the message: the wrong value, and what to set."""
     files: dict[str, Content]
 
 
@@ -29,7 +29,7 @@ class Line:
     """A command line that fails with exit code 2."""
 
     args: str
-    """Behind `megapack`, as a shell would split them."""
+    """Arguments after `megapack`, split as by a shell."""
     words: tuple[str, ...]
     files: dict[str, Content]
 
@@ -41,12 +41,12 @@ def row(
     *words: str,
     **files: Content,
 ) -> Row:
-    """`a_csv=` is the file `a.csv`."""
+    """A row with its files as keywords: `a_csv=` is the file `a.csv`."""
     return Row(name, call, error, words, _named(files))
 
 
 def line(args: str, *words: str, **files: Content) -> Line:
-    """See `row`."""
+    """A line with its files as keywords, as in `row`."""
     return Line(args, words, _named(files))
 
 

@@ -1,4 +1,4 @@
-"""Calls of what prices, packs and weighs: cost models, tokens, fields, objectives."""
+"""Bad calls around a batch: cost models, tokens, fields, packing, weights and objectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megapack.samples import SampleBatch
 from tests.bad_input import Row, row
 from tests.bad_input.calls import plan
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def _cost(words: str, **numbers: Any) -> Row:
@@ -88,8 +89,8 @@ COST_ROWS = [
 ]
 
 
-def fields(tokens: Any = ((5, 6, 7), (8, 9)), **given: Any) -> SampleBatch:
-    return SampleBatch(tokens, given)
+def batch(tokens: Any = ((5, 6, 7), (8, 9)), **fields: Any) -> SampleBatch:
+    return SampleBatch(tokens, fields)
 
 
 def _tokens(name: str, tokens: Any, *words: str) -> Row:
@@ -97,7 +98,7 @@ def _tokens(name: str, tokens: Any, *words: str) -> Row:
 
 
 def _field(name: str, values: Any, *words: str) -> Row:
-    return row(f"field {name}", partial(fields, advantages=values), DataError, *words)
+    return row(f"field {name}", partial(batch, advantages=values), DataError, *words)
 
 
 BATCH_ROWS = [
@@ -187,13 +188,13 @@ BATCH_ROWS = [
     ),
     row(
         "a token beyond the vocabulary",
-        lambda: pack_row(fields(), plan([3]).steps[0].ranks[0][0], Layout(), vocab_size=7),  # type: ignore[attr-defined]
+        lambda: pack_row(batch(), plan([3]).steps[0].ranks[0][0], Layout(), vocab_size=7),  # type: ignore[attr-defined]
         DataError,
         *("sample 0", "token id 7", "vocabulary is 7", "give"),
     ),
     row(
         "a row of other samples",
-        lambda: pack_row(fields(), plan([9]).steps[0].ranks[0][0], Layout()),  # type: ignore[attr-defined]
+        lambda: pack_row(batch(), plan([9]).steps[0].ranks[0][0], Layout()),  # type: ignore[attr-defined]
         DataError,
         *("3 tokens", "9", "plan with"),
     ),

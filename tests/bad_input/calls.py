@@ -1,4 +1,4 @@
-"""Calls of the planner: lengths, ids, layouts, budgets and policies."""
+"""Bad calls of the planner: lengths, ids, budgets, policies and layouts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from tests.bad_input import Row, row
 
 SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep")
 LENGTHS = [5, 9, 3, 7, 2, 8, 4, 6]
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def plan(lengths: Any = LENGTHS, layout: Any = None, **settings: Any) -> object:
-    """Plan samples by tokens, unless the settings say otherwise."""
+    """Plan samples; the default is a budget of 64 tokens per GPU."""
     if "micro_batch_size" not in settings:
         settings.setdefault("max_tokens_per_gpu", 64)
     return build_dp_schedule(lengths, layout=layout or Layout(dp=2), **settings)

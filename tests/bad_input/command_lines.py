@@ -1,4 +1,4 @@
-"""Command lines that end with exit code 2."""
+"""Bad command lines, which end with exit code 2, and edited plans for `check`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _config(text: str | bytes, *words: str, overrides: str = "") -> Line:
 
 
 def _bomb() -> str:
-    """Nine levels of nine references each: 10^9 strings, were they built."""
+    """YAML aliases nested nine levels deep: 10^9 strings if expanded."""
     lists = [f"a0: &a0 [{', '.join(['x'] * 9)}]"]
     lists += [f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]" for k in range(1, 10)]
     return "\n".join(lists)
@@ -132,12 +132,13 @@ PLAN_LINES = [
 ]
 
 
-def planned(path: Path) -> None:
+def write_plan(path: Path) -> None:
+    """Write a sound plan."""
     path.write_text(make_plan().to_json())
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Content:
-    """A plan's JSON with something changed in it."""
+    """A plan in JSON with a change made to it."""
 
     def make(path: Path) -> None:
         payload = json.loads(make_plan().to_json())
@@ -160,8 +161,8 @@ FILE_LINES = [
     _show("[" * 10**5, "not a plan"),
     _show('{"layout": {', "not a plan in JSON", "char 12"),
     _show('{"layout": ' * 10**5, "brackets too deep"),
-    line("simulate p.json --step 9", "step 9 of 2", "set --step", p_json=planned),
-    line("show p.json --step 0 --rank 9", "rank 9 of 2", "set --rank", p_json=planned),
+    line("simulate p.json --step 9", "step 9 of 2", "set --step", p_json=write_plan),
+    line("show p.json --step 0 --rank 9", "rank 9 of 2", "set --rank", p_json=write_plan),
     line(
         "trace p.json",
         *("no steps", "make the plan again"),
@@ -182,9 +183,9 @@ FILE_LINES = [
         run=run_with(lambda folder: (folder / "trace.jsonl").unlink()),
     ),
     line("report folder", "metrics.jsonl", "give the folder of a run", folder=Path.mkdir),
-    line("plot p.json -o p.bmp", "p.bmp", "name it", p_json=planned),
-    line("plot p.json -o p.json", "p.json", "name it", p_json=planned),
-    line("diff p.json none.json", "none.json", "give a plan.json", p_json=planned),
+    line("plot p.json -o p.bmp", "p.bmp", "name it", p_json=write_plan),
+    line("plot p.json -o p.json", "p.json", "name it", p_json=write_plan),
+    line("diff p.json none.json", "none.json", "give a plan.json", p_json=write_plan),
     line("run", "nothing to run", "give a script"),
     line("run none.py", "none.py: no such script", "give its path"),
     line("fly", "'fly'", "--help"),
@@ -194,27 +195,27 @@ LINES = CONFIG_LINES + DATA_LINES + PLAN_LINES + FILE_LINES
 
 
 def first_row(change: Callable[[list[Any]], object]) -> Content:
-    """A plan whose first micro-batch is changed."""
+    """A plan with a change made to its first micro-batch."""
     return edited(lambda plan: change(plan["steps"][0]["ranks"][0][0]))
 
 
-def grown(row: list[Any]) -> None:
+def add_row_token(row: list[Any]) -> None:
     row[1] += 1
 
 
-def miscounted(row: list[Any]) -> None:
+def add_real_token(row: list[Any]) -> None:
     row[2] += 1
 
 
 FINDINGS: list[tuple[str, Content, tuple[str, ...]]] = [
     ("a sample twice", first_row(lambda row: row[0].append(row[0][0])), ("2 times",)),
     ("a sample missing", first_row(lambda row: row[0].pop()), ("0 times",)),
-    ("a sample of nowhere", first_row(lambda row: row[0].append(99)), ("99", "16")),
-    ("other tokens", first_row(miscounted), ("invariant 4",)),
-    ("a longer row", first_row(grown), ("invariant 5",)),
+    ("an unknown sample", first_row(lambda row: row[0].append(99)), ("99", "16")),
+    ("other tokens", first_row(add_real_token), ("invariant 4",)),
+    ("a longer row", first_row(add_row_token), ("invariant 5",)),
     ("a smaller budget", edited(lambda p: p.update(max_tokens_per_gpu=100)), ("invariant 4",)),
     ("a rank too few", edited(lambda p: p["steps"][0]["ranks"].pop()), ("1 ranks", "dp=2")),
 ]
-"""Plans of a valid form and wrong contents: what `check` finds, with exit code 1."""
+"""Plans of valid form and wrong contents, which `check` reports with exit code 1."""
 
 FINDING_LENGTHS = "".join(f"{length}\n" for length in LENGTHS)

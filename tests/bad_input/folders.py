@@ -1,4 +1,4 @@
-"""Run folders, checkpoints and outputs that are damaged or cannot be."""
+"""Damaged run folders, checkpoints and input files, and outputs that cannot be written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import Any
 
 from megapack import CheckpointError, ConfigError, DataError, PlanError
 from megapack.base.files import write_output
-from megapack.checkpoint import folders as checkpoints
+from megapack.checkpoint.folders import (
+    MANIFEST,
+    Manifest,
+    Position,
+    check_space,
+    find_checkpoint,
+)
 from megapack.config.cost_file import read_cost
 from megapack.data.lengths import Columns, read_length_file
 from megapack.layout import Layout
@@ -23,15 +29,16 @@ from tests.run_folder import make_plan, write_run
 
 Edit = Callable[[Path], object]
 Damage = Callable[[Path, dict[str, Any]], object]
-"""Gets a checkpoint's folder and the values of its manifest."""
+"""Changes a checkpoint, given its folder and the values of its manifest."""
 
 
 def run_with(damage: Edit) -> Content:
-    """The folder of a run with something done to it."""
+    """A run's folder with a change made to it."""
     return lambda path: damage(write_run(path))
 
 
 def cut(name: str, count: int) -> Edit:
+    """Keep only the first `count` bytes of a file."""
     return lambda folder: os.truncate(folder / name, count)
 
 
@@ -52,7 +59,13 @@ RUN_ROWS = [
         DataError,
         *("metrics.jsonl: cannot be read (No such file", "give the folder"),
     ),
-    _run("loss of no step", write("metrics.jsonl", '{"loss": 1}\n'), DataError, "line 1", "step"),
+    _run(
+        "metrics without a step",
+        write("metrics.jsonl", '{"loss": 1}\n'),
+        DataError,
+        "line 1",
+        "step",
+    ),
     _run("step of text", write("metrics.jsonl", '{"step": "1"}\n'), DataError, "line 1"),
     _run("doubled key", write("metrics.jsonl", '{"step": 1, "step": 2}\n'), DataError, "twice"),
     _run("deep", write("metrics.jsonl", "[" * 10**5 + "\n{}\n"), DataError, "line 1", "too deep"),
@@ -65,18 +78,18 @@ RUN_ROWS = [
     _run("half a plan", cut("plan.json", 99), PlanError, "plan.json", "not a plan"),
     _run("without a plan", lambda f: (f / "plan.json").unlink(), PlanError, "plan.json", "give"),
     _run("negative lengths", write("lengths.txt", "5\n-1\n"), DataError, "line 2", "-1"),
-    _run("trace of nothing", write("trace.jsonl", '{"step": 2}\n'), DataError, "line 1", "plan"),
+    _run("incomplete trace", write("trace.jsonl", '{"step": 2}\n'), DataError, "line 1", "plan"),
 ]
 
 
-def saved(damage: Damage) -> Content:
-    """A checkpoint whose files or manifest's values are changed."""
+def checkpoint_with(damage: Damage) -> Content:
+    """A checkpoint with a change made to its files or manifest."""
 
     def make(path: Path) -> None:
         (path / "state").mkdir(parents=True)
         (path / "state" / "tensors").write_bytes(b"x" * 10)
-        manifest = checkpoints.Manifest(
-            position=checkpoints.Position(num_steps=1),
+        manifest = Manifest(
+            position=Position(num_steps=1),
             config={},
             layout={},
             plan_digest="ab",
@@ -89,34 +102,40 @@ def saved(damage: Damage) -> Content:
         values = dataclasses.asdict(manifest)
         damage(path, values)
         if values:
-            (path / checkpoints.MANIFEST).write_text(json.dumps(values))
+            (path / MANIFEST).write_text(json.dumps(values))
 
     return make
 
 
-def instead(text: str | None) -> Damage:
-    """A manifest of this text; None for none."""
+def manifest_text(text: str | None) -> Damage:
+    """Replace the manifest by this text; None removes it."""
 
     def damage(path: Path, values: dict[str, Any]) -> None:
         values.clear()
         if text is not None:
-            (path / checkpoints.MANIFEST).write_text(text)
+            (path / MANIFEST).write_text(text)
 
     return damage
 
 
 def _checkpoint(name: str, damage: Damage, *words: str) -> Row:
-    call = partial(checkpoints.find_checkpoint, "step-00000001", Path("none"))
+    call = partial(find_checkpoint, "step-00000001", Path("none"))
     words = (*words, "resume")
-    return Row(f"checkpoint {name}", call, CheckpointError, words, {"step-00000001": saved(damage)})
+    return Row(
+        f"checkpoint {name}",
+        call,
+        CheckpointError,
+        words,
+        {"step-00000001": checkpoint_with(damage)},
+    )
 
 
 CHECKPOINT_ROWS = [
-    _checkpoint("without manifest", instead(None), "checkpoint.json", "is missing; set"),
-    _checkpoint("cut off", instead('{"format": 1,'), "not a checkpoint's manifest", "char"),
-    _checkpoint("no object", instead("[1]"), "not a checkpoint's manifest"),
-    _checkpoint("doubled key", instead('{"format": 1, "format": 1}'), "stands twice"),
-    _checkpoint("deep", instead("[" * 10**5), "too deep"),
+    _checkpoint("without manifest", manifest_text(None), "checkpoint.json", "is missing; set"),
+    _checkpoint("cut off", manifest_text('{"format": 1,'), "not a checkpoint's manifest", "char"),
+    _checkpoint("no object", manifest_text("[1]"), "not a checkpoint's manifest"),
+    _checkpoint("doubled key", manifest_text('{"format": 1, "format": 1}'), "stands twice"),
+    _checkpoint("deep", manifest_text("[" * 10**5), "too deep"),
     _checkpoint("newer", lambda path, values: values.update(format=99), "format 99", "reads 1"),
     _checkpoint("key missing", lambda path, values: values.pop("plan_digest"), "plan_digest"),
     _checkpoint("key too many", lambda path, values: values.update(more=1), "more"),
@@ -142,14 +161,14 @@ CHECKPOINT_ROWS = [
         *("state/tensors has 9 bytes of 10",),
     ),
     row(
-        "checkpoint nowhere",
-        partial(checkpoints.find_checkpoint, "runs/none", Path("none")),
+        "checkpoint missing",
+        partial(find_checkpoint, "runs/none", Path("none")),
         CheckpointError,
         *("train.resume=runs/none", "no complete checkpoint", "set"),
     ),
     row(
         "checkpoint on a full disk",
-        partial(checkpoints.check_space, Path(), 2**60),
+        partial(check_space, Path(), 2**60),
         CheckpointError,
         *("1099511627776 MiB", "make room"),
     ),
@@ -163,7 +182,7 @@ def _lengths(name: str, content: Content, *words: str, columns: Columns | None =
 
 
 def npy_of_many(path: Path) -> None:
-    """A header of 10^13 numbers and none behind it."""
+    """A NumPy header that claims 10^13 numbers, without data."""
     import numpy as np
 
     header = {"descr": "<i8", "fortran_order": False, "shape": (10**13,)}
@@ -172,7 +191,7 @@ def npy_of_many(path: Path) -> None:
 
 
 def long_line(path: Path) -> None:
-    """100 MB without a line's end; no disk is taken."""
+    """A sparse file of 100 MB without a line break."""
     path.touch()
     os.truncate(path, 100_000_000)
 
@@ -256,13 +275,13 @@ def _output(name: str, path: str, *words: str, files: dict[str, Content] | None 
 
 
 OUTPUT_ROWS = [
-    _output("into no folder", "no/such/plan.json", "no/such/plan.json", "No such file"),
+    _output("into a missing folder", "no/such/plan.json", "no/such/plan.json", "No such file"),
     _output("onto a folder", "there", "there", "Is a directory", files={"there": Path.mkdir}),
     _output("below a file", "a/b", "a/b", "Not a directory", files={"a": "text"}),
     _output("into a pipe", "pipe", "pipe", "No such device", files={"pipe": os.mkfifo}),
     _output("of a long name", "x" * 300, "xxx", "name too long"),
     _output("of a NUL", "a\0b", "null byte"),
-    _output("of no name", "", "cannot be written"),
+    _output("without a name", "", "cannot be written"),
     _output("on a full disk", "/dev/full", "/dev/full", "No space left"),
 ]
 

@@ -1,4 +1,4 @@
-"""Packed rows against the one-sample reference."""
+"""Compares packed rows with the one-sample reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.gpu import problem
 
 Samples = list[dict[str, Any]]
 
-# Transformer Engine keeps a norm's weight in the projection behind it.
+# Transformer Engine stores a norm's weight in the projection that follows it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -31,7 +31,7 @@ _FUSED_NORMS = {
 def build_adapter(
     settings: Any, layout: Layout, adapter_class: type[ScheduleAdapter] = ScheduleAdapter
 ) -> ScheduleAdapter:
-    """The packed model; Megatron's groups exist."""
+    """An adapter with its model; Megatron's process groups must exist."""
     from megapack.model import build_model
 
     options = {"seed": SEED, "vocab_size": VOCAB_SIZE, "distributed_optimizer": False}
@@ -46,9 +46,10 @@ def exactness(
 
     Args:
         exact: the reference's samples in fp32.
-        own: the reference's in the model's own precision, where that is another one.
+        own: the reference's samples in the model's precision, if that is not fp32.
     """
-    batch, plan = problem.make_batch(), problem.make_plan(adapter.layout)
+    batch = problem.make_batch()
+    plan = problem.make_plan(adapter.layout)
     outputs = adapter.forward(plan, batch, entropy=True)
     result = adapter.step(plan, batch, objective=OBJECTIVE)
     case = Case(layout=adapter.layout)
@@ -68,7 +69,7 @@ def exactness(
 
 
 def gradient_errors(chunks: Sequence[Any], grads: dict[str, Tensor]) -> dict[str, float]:
-    """Norm of the difference over the norm, of all ranks' parameters."""
+    """The gradient's norm over all ranks' parameters, and its relative error in that norm."""
     sums = torch.zeros(2, dtype=torch.float64)
     for name, grad in main_gradients(chunks):
         sums += torch.stack([(grad - grads[name]).norm() ** 2, grads[name].norm() ** 2])
@@ -79,7 +80,7 @@ def gradient_errors(chunks: Sequence[Any], grads: dict[str, Tensor]) -> dict[str
 
 
 def main_gradients(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """By the names of Megatron's local spec, on the CPU."""
+    """Main gradients on the CPU, under the names of Megatron's local spec."""
     for chunk in chunks:
         for name, param in global_parameters(chunk):
             yield _local_name(name), param.main_grad.double().cpu()
@@ -92,7 +93,7 @@ def _local_name(name: str) -> str:
 
 
 def one_sample_outputs(samples: Samples, batch: SampleBatch) -> dict[str, list[Tensor | None]]:
-    """The reference's values in the adapter's form: one per token, 0 outside the response."""
+    """The reference's outputs in the adapter's form: a value per token, 0 outside the response."""
     outputs: dict[str, list[Tensor | None]] = {}
     for name in ("logprobs", "entropy"):
         outputs[name] = []

@@ -1,4 +1,4 @@
-"""One run of all jobs serves all tests: importing the GPU's packages takes longer than a part."""
+"""All tests share one run of the jobs, because importing the GPU packages takes longest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gpu.run import Results, run
 
 @pytest.fixture(scope="session")
 def gpu_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What the jobs found; MEGAPACK_GPU_RESULTS names a file that keeps it."""
+    """Results of the jobs; also written to the file that MEGAPACK_GPU_RESULTS names."""
     import torch
 
     if not torch.cuda.is_available():

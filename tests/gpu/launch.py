@@ -1,6 +1,6 @@
-"""Starts a job by torchrun, with a hard timeout, and ends it by its own process group.
+"""Starts a job with torchrun in its own process group, which is killed on a timeout.
 
-`tests.dist.spawn` forks ranks instead, which CUDA does not survive.
+`tests.dist.spawn` forks its ranks instead, but CUDA does not work after a fork.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ def launch_job(
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module args` on `world` ranks; the port is the system's choice, `env` is
-    added to this process's environment.
+    """Run `python -m module args` on `world` ranks, on a free port.
+
+    Args:
+        env: variables added to this process's environment.
 
     Raises:
-        TimeoutError: with what the job printed; no process of it is left.
+        TimeoutError: with the job's output; all of its processes have been killed.
     """
     command = [sys.executable, "-m"]
     if world > 1:

@@ -1,4 +1,4 @@
-"""Pipelines whose two stages share one GPU, against the one-sample reference.
+"""Compares pipelines whose two stages share one GPU with the one-sample reference.
 
 torchrun --nproc-per-node 2 -m tests.gpu.pipeline_worker DEVICE ATTENTION REFERENCE OUT
 """
@@ -27,7 +27,7 @@ LAYOUTS = {"pp2": Layout(pp=2), "pp2_vpp2": Layout(pp=2, vpp=2)}
 
 
 def start(device: Literal["cuda", "cpu"]) -> None:
-    """Join over gloo, every rank on the first device: NCCL refuses to share it."""
+    """Join over gloo with every rank on the first device; NCCL refuses to share a device."""
     launch.quiet_known_warnings()
     if device == "cpu":
         cpu.enable()
@@ -39,7 +39,7 @@ def start(device: Literal["cuda", "cpu"]) -> None:
 def run_case(
     layout: Layout, attention: str, dtype: Literal["fp32", "bf16"], samples: dict[str, Samples]
 ) -> dict[str, Any]:
-    """Errors of one pipeline; what all ranks raise alike is recorded, and the others go on."""
+    """Errors of one pipeline. An exception that all ranks raise is recorded; the others go on."""
     try:
         adapter = build_adapter(problem.model(attention, dtype), layout, StagedAdapter)
         own = None if dtype == "fp32" else samples[dtype]
@@ -52,7 +52,8 @@ def run_case(
 def main(device: Literal["cuda", "cpu"], attention: str, reference: str, out: str) -> None:
     """Run every layout in both precisions; rank 0 writes `out` after each."""
     start(device)
-    samples, found = torch.load(reference, map_location="cpu"), {}
+    samples = torch.load(reference, map_location="cpu")
+    found = {}
     for name, layout in LAYOUTS.items():
         initialize_parallel(layout, SEED)
         for dtype in ("bf16", "fp32"):

@@ -1,4 +1,4 @@
-"""What the GPU tests solve: a small GPT with grouped queries, samples of up to 400 tokens."""
+"""The GPU tests' problem: a small GPT with grouped queries, samples of up to 400 tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL = ModelConfig(
 )
 BUDGET = 512
 
-# (prompt, response) tokens; rows of the budget hold one to seven of them.
+# (prompt, response) tokens; a row of the budget holds one to seven of these samples.
 PAIRS = [
     *[(5, 120), (0, 64), (33, 200), (1, 0), (0, 1), (100, 300), (12, 37)],
     *[(7, 0), (64, 128), (3, 15), (20, 220), (1, 9), (40, 90), (8, 30)],
@@ -28,16 +28,16 @@ PAIRS = [
 
 
 def model(attention: str, dtype: Literal["fp32", "bf16"], fp8: str | None = None) -> ModelConfig:
-    """The model with an attention and in a precision."""
+    """The model with the given attention and precision."""
     changes = {"attention": attention, "dtype": dtype}
     return dataclasses.replace(MODEL, **changes, **({} if fp8 is None else {"fp8": fp8}))
 
 
 def make_batch() -> SampleBatch:
-    """The samples."""
+    """The samples as a batch."""
     return problem.make_batch(len(PAIRS), PAIRS)
 
 
 def make_plan(layout: Layout) -> Plan:
-    """One step of them."""
+    """One step with all samples."""
     return build_dp_schedule(make_batch().lengths, layout=layout, max_tokens_per_gpu=BUDGET)

@@ -1,4 +1,4 @@
-"""The judge on the GPU: `tests.dist.reference`, one unpadded sample at a time, in fp32 and bf16.
+"""The reference on the GPU: `tests.dist.reference`, one unpadded sample at a time, fp32 and bf16.
 
 python -m tests.gpu.reference DEVICE OUT
 """
@@ -18,11 +18,12 @@ from tests.gpu import problem
 
 
 def main(device: Literal["cuda", "cpu"], out: str) -> None:
-    """Per precision the gradient, loss and log-probs of each sample."""
+    """Save the gradient, loss and log-probs of each sample, per precision."""
     launch.quiet_known_warnings()
     launch.start(device)
     initialize_parallel(Layout(), SEED)
-    batch, found = problem.make_batch(), {}
+    batch = problem.make_batch()
+    found = {}
     for dtype in ("fp32", "bf16"):
         model = reference.build(problem.model("sdpa", cast(Literal["fp32", "bf16"], dtype)))
         samples = range(len(batch))

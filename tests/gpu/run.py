@@ -1,8 +1,8 @@
-"""Runs the GPU tests' jobs, each a process of its own: a fault on the device ends one of them.
+"""Runs the GPU tests' jobs, each in its own process: a device fault ends only one of them.
 
     python -m tests.gpu.run OUT.json [cuda|cpu]
 
-Without pytest this is how figures are taken; the tests read what it finds.
+Measures the figures without pytest; the tests read its results.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import Any
 
 from tests.gpu.launch import launch_job
 
-# Transformer Engine asks cuBLAS for TF32 in fp32 products; fp32 is to mean fp32 here. And gloo need
-# not look for the machine's name.
+# Transformer Engine asks cuBLAS for TF32 in fp32 products, but these tests need true fp32. gloo
+# uses the loopback interface, so that it does not look up the machine's name.
 _ENVIRONMENT = {"NVIDIA_TF32_OVERRIDE": "0", "GLOO_SOCKET_IFNAME": "lo"}
-# Of one job, and of all together: tools/gpu_check.sh ends pytest after 180 s, which leaves a job
-# that runs behind, and the kernels' own tests come first.
-JOB_S, TOTAL_S = 75, 140
+# Limits of one job and of all jobs. tools/gpu_check.sh kills pytest after 180 s, which would leave
+# a running job behind, and the kernels' tests run first.
+JOB_S = 75
+TOTAL_S = 140
 
 Results = dict[str, dict[str, dict[str, Any]]]
-"""By job and part what was found; a part that failed has an "error"."""
+"""Results by job and part; a part that failed has an "error"."""
 
 
 def job_names(device: str) -> list[str]:
-    """What can run here: attentions by themselves, and the best of them in pipelines."""
+    """Jobs that can run here: each attention alone, and the best one in pipelines."""
     if device == "cpu":
         return ["sdpa", "pipeline_sdpa"]
     te = ["te"] if find_spec("transformer_engine") else []
@@ -38,7 +39,7 @@ def job_names(device: str) -> list[str]:
 
 
 def run(device: str, out: Path, *, job_s: float = JOB_S, total_s: float = TOTAL_S) -> Results:
-    """All jobs, one after the other; `out` has what is known after each."""
+    """Run all jobs, one after the other; `out` is rewritten after each."""
     results: Results = {}
     limits = job_s, time.monotonic() + total_s
     with tempfile.TemporaryDirectory() as folder:
@@ -67,11 +68,11 @@ def _run_one(
 
 
 def _job(world: int, module: str, args: list[str], limits: tuple[float, float]) -> str | None:
-    """Why it failed, with the end of what it printed; None where it did not."""
+    """Run a job; if it fails, the reason and the end of its output, else None."""
     job_s, end = limits
     limit = min(job_s, end - time.monotonic())
     if limit <= 0:
-        return "not run: the jobs before it took all the time"
+        return "not run: earlier jobs used up the time limit"
     try:
         done = launch_job(world, module, args, timeout_s=limit, env=_ENVIRONMENT)
     except TimeoutError as error:
@@ -80,7 +81,7 @@ def _job(world: int, module: str, args: list[str], limits: tuple[float, float]) 
 
 
 def main(out: str, device: str = "cuda") -> None:
-    """Print a line for each part."""
+    """Print one line per part."""
     for name, parts in run(device, Path(out)).items():
         for part, found in parts.items():
             print(name, part, json.dumps(found))

@@ -1,4 +1,4 @@
-"""Attention kernels that a CPU cannot launch, against per-sample SDPA."""
+"""GPU attention kernels against per-sample SDPA."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return packed_causal_attention(q.double(), k.double(), v.double(), LENGTHS, SCALE)
 
 
-def needs(kernel: str) -> None:
+def skip_without(kernel: str) -> None:
     reason = obstacle(kernel)  # type: ignore[arg-type]
     if reason is not None:
         pytest.skip(reason)
 
 
 def test_varlen_equals_sdpa_with_its_gradients() -> None:
-    needs("varlen")
+    skip_without("varlen")
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=D, context_parallel_size=1)
     module = PackedVarlen(config, 1, AttnMaskType.causal, "self")
     row = packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS))
@@ -62,11 +62,12 @@ def test_varlen_equals_sdpa_with_its_gradients() -> None:
         assert (x.grad - y.grad).norm() < 0.02 * y.grad.norm()
 
 
-def test_a_causal_query_of_varlen_stands_at_the_end_of_its_keys() -> None:
-    """What slices of context parallelism rest on."""
-    needs("varlen")
+def test_causal_varlen_aligns_queries_to_the_end_of_keys() -> None:
+    """Slices of context parallelism rely on this alignment."""
+    skip_without("varlen")
     q, k, v = qkv()
-    whole, cp = reference(q, k, v), 2
+    whole = reference(q, k, v)
+    cp = 2
     slices = [slice_positions(LENGTHS, cp, rank).cuda() for rank in range(cp)]
     all_slices = torch.cat(slices)
     for rank, mine in enumerate(slices):
@@ -76,8 +77,8 @@ def test_a_causal_query_of_varlen_stands_at_the_end_of_its_keys() -> None:
         torch.testing.assert_close(out.double(), whole[mine], atol=0.02, rtol=0.02)
 
 
-def test_transformer_engine_equals_sdpa_and_never_waits_for_the_device() -> None:
-    needs("te")
+def test_te_equals_sdpa_without_device_synchronization() -> None:
+    skip_without("te")
     from transformer_engine.pytorch import DotProductAttention
 
     module = DotProductAttention(
@@ -88,7 +89,7 @@ def test_transformer_engine_equals_sdpa_and_never_waits_for_the_device() -> None
     given = {name: value for name, value in vars(row).items() if value is not None}
     given["attn_mask_type"] = "padding_causal"
     expected = reference(q, k, v).flatten(1)
-    for mode in ("default", "error"):  # The first call chooses a kernel and may wait.
+    for mode in ("default", "error"):  # The first call selects a kernel and may synchronize.
         torch.cuda.set_sync_debug_mode(mode)
         try:
             out = module(q, k, v, **given)
@@ -98,8 +99,8 @@ def test_transformer_engine_equals_sdpa_and_never_waits_for_the_device() -> None
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_slices_are_transformer_engines_partition(cp: int) -> None:
-    needs("te")
+def test_slices_equal_transformer_engines_partition(cp: int) -> None:
+    skip_without("te")
     import transformer_engine_torch as tex
 
     total = sum(LENGTHS)

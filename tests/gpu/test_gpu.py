@@ -1,7 +1,7 @@
 """Packed rows on a GPU, by each attention, against one unpadded sample at a time.
 
-In fp32 the bounds are those of the CPU: 1e-5. In bf16 the bound is the distance that one sample at
-a time has from fp32 already: packed rows stay within twice that, gradients and log-probs.
+In fp32 the bound is that of the CPU tests, 1e-5. In bf16 the bound is twice the error of one sample
+at a time in bf16, for gradients and for log-probs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 ATTENTIONS = ("te", "varlen", "sdpa")
 PIPELINES = ("pp2", "pp2_vpp2")
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-# Rounding units of 2^-4 (e4m3) and 2^-9 (bf16).
+# The ratio of the rounding units 2^-4 (e4m3) and 2^-9 (bf16).
 FP8_OVER_BF16 = 32
 
 
 def part(results: Results, job: str, name: str) -> dict[str, Any]:
-    """What a part found; its error is the test's."""
+    """Results of a part; fails with its error, and skips what cannot run here."""
     parts = results.get(job, results.get("reference", {}))
     if job not in results and not parts:
         pytest.skip(f"{job} is not installed here")
@@ -38,12 +38,12 @@ def part(results: Results, job: str, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("attention", ["te", "sdpa"])
 def test_fp32_equals_the_one_sample_reference(attention: str, gpu_results: Results) -> None:
-    holds_fp32(part(gpu_results, attention, "fp32"))
+    check_fp32(part(gpu_results, attention, "fp32"))
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_bf16_is_as_near_as_one_sample_at_a_time(attention: str, gpu_results: Results) -> None:
-    holds_bf16(part(gpu_results, attention, "bf16"))
+def test_bf16_is_as_close_as_one_sample_at_a_time(attention: str, gpu_results: Results) -> None:
+    check_bf16(part(gpu_results, attention, "bf16"))
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
@@ -53,11 +53,12 @@ def test_stages_on_one_gpu_equal_the_reference(
 ) -> None:
     job = "pipeline_te" if find_spec("transformer_engine") else "pipeline_sdpa"
     found = part(gpu_results, job, f"{layout}_{dtype}")
-    (holds_fp32 if dtype == "fp32" else holds_bf16)(found)
+    check = check_fp32 if dtype == "fp32" else check_bf16
+    check(found)
 
 
-def holds_fp32(found: dict[str, Any]) -> None:
-    """The CPU's limits, on a plan that packs."""
+def check_fp32(found: dict[str, Any]) -> None:
+    """The CPU tests' bounds, on a plan that packs several samples into a row."""
     assert found["most_samples_in_a_row"] > 2
     assert found["gradient_norm"] > 1e-3
     assert found["gradient_error"] < 1e-5
@@ -66,8 +67,8 @@ def holds_fp32(found: dict[str, Any]) -> None:
     assert found["logprob_max_error"] < 3e-5
 
 
-def holds_bf16(found: dict[str, Any]) -> None:
-    """Twice the distance of one sample at a time."""
+def check_bf16(found: dict[str, Any]) -> None:
+    """At most twice the error of one sample at a time."""
     assert 0 < found["gradient_error"] < 2 * found["one_sample_gradient_error"]
     assert 0 < found["logprob_mean_error"] < 2 * found["one_sample_logprob_mean_error"]
     assert found["loss"] == pytest.approx(found["expected_loss"], rel=1e-2)
@@ -75,28 +76,28 @@ def holds_bf16(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_no_token_sees_another_sample(attention: str, gpu_results: Results) -> None:
-    holds_isolation(part(gpu_results, attention, "isolation"))
+    check_isolation(part(gpu_results, attention, "isolation"))
 
 
-def holds_isolation(found: dict[str, Any]) -> None:
-    """The same kernels on the same shapes: other samples change no more than in a repetition."""
+def check_isolation(found: dict[str, Any]) -> None:
+    """Changing one sample changes the others no more than repeating the same run does."""
     assert found["samples_in_the_row"] > 2
     assert found["changed"] > 1e-3
     assert found["others"] <= found["repeated"]
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_fp8_is_as_near_as_its_rounding_allows(recipe: str, gpu_results: Results) -> None:
+def test_fp8_errors_follow_its_rounding(recipe: str, gpu_results: Results) -> None:
     found = part(gpu_results, "te", f"fp8_{recipe}")
     assert found["unaligned_rows"] == 0
     bf16 = found["bf16_logprob_mean_error"]
     assert 0 < bf16 < found["fp8_logprob_mean_error"] < 2 * FP8_OVER_BF16 * bf16
 
 
-def test_slices_are_transformer_engines(gpu_results: Results) -> None:
+def test_row_slices_equal_transformer_engines(gpu_results: Results) -> None:
     assert part(gpu_results, "te", "cp_slices")["different_positions"] == 0
 
 
-def test_the_chunked_head_needs_a_fraction_of_whole_logits(gpu_results: Results) -> None:
+def test_the_chunked_head_needs_a_fifth_of_whole_logits(gpu_results: Results) -> None:
     found = part(gpu_results, "te", "head_memory")
     assert 0 < found["chunks"] < 0.2 * found["whole"]

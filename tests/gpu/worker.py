@@ -1,4 +1,4 @@
-"""One attention on one device: each part that it can run, and what was found or how it failed.
+"""Runs one attention on one device: each part that it supports, with its results or its error.
 
 python -m tests.gpu.worker DEVICE ATTENTION REFERENCE OUT
 """
@@ -27,21 +27,24 @@ FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def in_fp32(attention: str, reference: dict[str, Samples]) -> Found:
+    """Errors in fp32."""
     adapter = build_adapter(problem.model(attention, "fp32"), Layout())
     return exactness(adapter, reference["fp32"])
 
 
 def in_bf16(attention: str, reference: dict[str, Samples]) -> Found:
+    """Errors in bf16, beside those of one sample at a time in bf16."""
     adapter = build_adapter(problem.model(attention, "bf16"), Layout())
     return exactness(adapter, reference["fp32"], reference["bf16"])
 
 
 def isolation(attention: str, reference: dict[str, Samples]) -> Found:
-    """The largest change of entropies when another sample's tokens change, and when none do."""
+    """The largest change of entropies when one sample's tokens change, and when nothing changes."""
     adapter = build_adapter(problem.model(attention, "bf16"), Layout())
-    batch, plan = problem.make_batch(), problem.make_plan(Layout())
+    batch = problem.make_batch()
+    plan = problem.make_plan(Layout())
     row = max(plan.steps[0].ranks[0], key=lambda micro_batch: len(micro_batch.samples))
-    # An early one: causal attention that leaks does so into the samples behind.
+    # Change an early sample: causal attention can only leak into later ones.
     changed = next(i for i in row.samples if batch.num_loss_tokens[i] > 1)
     tokens = [batch.tokens(i) for i in range(len(batch))]
     tokens[changed] = (tokens[changed] + 1) % VOCAB_SIZE
@@ -64,7 +67,7 @@ def isolation(attention: str, reference: dict[str, Samples]) -> Found:
 
 
 def fp8(recipe: str) -> Callable[[str, dict[str, Samples]], Found]:
-    """Errors of log-probs with linear layers in FP8, and in bf16."""
+    """Log-prob errors with linear layers in FP8, and of one sample at a time in bf16."""
 
     def run(attention: str, reference: dict[str, Samples]) -> Found:
         reason = fp8_obstacle(recipe)
@@ -73,7 +76,8 @@ def fp8(recipe: str) -> Callable[[str, dict[str, Samples]], Found]:
         settings = problem.model(attention, "bf16", fp8=recipe)
         layout = Layout(fp8=settings.fp8_rows)
         adapter = build_adapter(settings, layout)
-        plan, batch = problem.make_plan(layout), problem.make_batch()
+        plan = problem.make_plan(layout)
+        batch = problem.make_batch()
         logprobs = adapter.forward(plan, batch)["logprobs"]
         rows = [row.row_tokens for row in plan.steps[0].ranks[0]]
         unit = {True: 16, "mxfp8": 32, "blockwise": 128}[settings.fp8_rows]
@@ -99,7 +103,7 @@ def _mean_error(logprobs: list[Any], batch: SampleBatch, samples: Samples) -> fl
 
 
 def cp_slices(attention: str, reference: dict[str, Samples]) -> Found:
-    """Positions at which Transformer Engine cuts a row otherwise than we do."""
+    """Number of positions that Transformer Engine assigns to another CP rank than we do."""
     import transformer_engine_torch as tex
 
     different = 0
@@ -113,7 +117,7 @@ def cp_slices(attention: str, reference: dict[str, Samples]) -> Found:
 
 
 def head_memory(attention: str, reference: dict[str, Samples]) -> Found:
-    """Peak MiB of the vocabulary head, forward and backward."""
+    """Peak MiB of the vocabulary head, forward and backward, with whole and with chunked logits."""
     import argparse
 
     sizes = {"tokens": 8192, "hidden": 1024, "vocab": 65536, "chunk_tokens": 512, "response": 1.0}
@@ -126,7 +130,7 @@ def head_memory(attention: str, reference: dict[str, Samples]) -> Found:
 
 
 def fp8_obstacle(recipe: str) -> str | None:
-    """Why this device has not got a recipe, by Transformer Engine's own word."""
+    """Why Transformer Engine does not support a recipe on this device; None if it does."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as State
 
     checks = {"blockwise": State.is_fp8_block_scaling_available, "mxfp8": State.is_mxfp8_available}
@@ -135,9 +139,9 @@ def fp8_obstacle(recipe: str) -> str | None:
 
 
 def parts(device: str, attention: str) -> dict[str, Callable[[str, dict[str, Samples]], Found]]:
-    """What this attention runs on this device."""
+    """Parts that this attention supports on this device."""
     found = {"bf16": in_bf16, "isolation": isolation}
-    # torch's varlen attention has half precision alone.
+    # torch's varlen attention supports half precision only.
     if attention != "varlen":
         found["fp32"] = in_fp32
     if attention == "te":
@@ -147,7 +151,7 @@ def parts(device: str, attention: str) -> dict[str, Callable[[str, dict[str, Sam
 
 
 def main(device: Literal["cuda", "cpu"], attention: str, reference: str, out: str) -> None:
-    """Run all parts; one that fails leaves the others."""
+    """Run all parts and write `out` after each; if one fails, the others still run."""
     launch.quiet_known_warnings()
     launch.start(device)
     initialize_parallel(Layout(), SEED)
@@ -156,7 +160,7 @@ def main(device: Literal["cuda", "cpu"], attention: str, reference: str, out: st
     for name, part in parts(device, attention).items():
         try:
             found[name] = part(attention, samples)
-        except Exception as error:  # recorded, and the test of this part fails by it
+        except Exception as error:  # recorded; the test of this part fails with it
             traceback.print_exc()
             found[name] = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
         with open(out, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The fuzz targets of tools/fuzz.py under hypothesis: what is refused, is refused as documented."""
+"""The fuzz targets of tools/fuzz.py under hypothesis: bad inputs give their documented errors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tools.fuzz_targets import DOCUMENTS, hold_schedule
+from tools.fuzzing.targets import DOCUMENTS, hold_schedule
 
 pytestmark = pytest.mark.property
 
-# atheris runs many more; here the time of a test run counts.
+# atheris runs many more; here test time is limited.
 MANY = int(os.environ.get("MEGAPACK_EXAMPLES", "10000")) // 3
 
 
@@ -25,7 +25,7 @@ def examples(number: int) -> settings:
 
 @pytest.fixture(autouse=True, scope="module")
 def _quiet() -> Iterator[None]:
-    """Thousands of plans warn thousands of times."""
+    """Silence the warnings of thousands of plans."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -40,7 +40,7 @@ PIECES = (
 
 @st.composite
 def documents(draw: st.DrawFn, target: str) -> bytes:
-    """A valid document with up to three of its words replaced, or bytes of no kind."""
+    """A valid document or random bytes, with up to three words replaced."""
     document: bytes = draw(st.sampled_from(DOCUMENTS[target].seeds()) | st.binary(max_size=60))
     for _ in range(draw(st.integers(0, 3))):
         words = [word.span() for word in re.finditer(rb"\w+|\W", document)]
@@ -50,8 +50,8 @@ def documents(draw: st.DrawFn, target: str) -> bytes:
 
 
 @pytest.mark.parametrize("target", DOCUMENTS)
-def test_seeds_are_taken(target: str) -> None:
-    """A target that refuses all would find nothing."""
+def test_seeds_are_accepted(target: str) -> None:
+    """A target that refuses every input would find nothing."""
     documents = DOCUMENTS[target]
     assert all(documents.hold(seed) for seed in documents.seeds())
 

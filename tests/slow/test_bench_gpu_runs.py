@@ -1,4 +1,4 @@
-"""The GPU benchmark's own code, on a CPU: all but the kernels."""
+"""The GPU benchmark on a CPU: all of its code except the GPU kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a newcomer does: clone, one command, and the main job has run."""
+"""The demo in a fresh clone: one command makes the environment and runs the main job."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NAME = "gpt_tiny_dp2_pp2_vpp2_cpu"
 
 
 def newcomers_environment() -> dict[str, str]:
-    """As in a container that brings torch and more along: here, this process's own packages.
+    """The environment of a container that has torch installed: here, this process's own packages.
 
-    Where nothing is brought along `.ci/run` makes the environment.
+    `.ci/run` covers a machine without torch.
     """
     dropped = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
     environment = {key: value for key, value in os.environ.items() if key not in dropped}
@@ -35,7 +35,7 @@ def newcomers_environment() -> dict[str, str]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Run in a process group of its own, which is ended when the time is over."""
+    """Run in its own process group, which is killed on a timeout; returns the output."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -82,14 +82,14 @@ def test_the_demo_in_a_fresh_clone(clone: Path, tmp_path: Path) -> None:
     assert len(rows) > 1
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert all(row["tokens"] > 0 for row in rows)
-    # Nothing but what .gitignore names is left in the checkout.
+    # Every file left in the checkout is ignored by .gitignore.
     status = ["git", "status", "--porcelain"]
     done = subprocess.run(status, cwd=clone, capture_output=True, text=True, check=True)
     assert done.stdout == ""
 
 
 def test_the_environment_is_reused(clone: Path, tmp_path: Path) -> None:
-    """Needs the clone of the test before; a second start installs nothing."""
+    """A second start installs nothing. Needs the environment of the test above."""
     if not (clone / ".venv" / "megapack.stamp").is_file():
         pytest.skip("the demo did not make its environment")
     assert run([str(clone / "tools" / "venv.sh")], tmp_path) == ""

@@ -1,4 +1,4 @@
-"""The GPU tests' jobs on a CPU: all but the kernels."""
+"""The GPU tests' jobs on a CPU: all of their code except the GPU kernels."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.run import run
-from tests.gpu.test_gpu import holds_bf16, holds_fp32, holds_isolation
+from tests.gpu.test_gpu import check_bf16, check_fp32, check_isolation
 
 pytestmark = pytest.mark.slow
 
 
-def test_sdpa_and_stages_that_share_a_device_equal_the_reference(tmp_path: Path) -> None:
+def test_sdpa_and_pipelines_equal_the_reference_on_a_cpu(tmp_path: Path) -> None:
     found = run("cpu", tmp_path / "results.json", job_s=300, total_s=600)
     assert json.loads((tmp_path / "results.json").read_text()) == found
     assert list(found) == ["sdpa", "pipeline_sdpa"]
-    holds_isolation(found["sdpa"].pop("isolation"))
+    check_isolation(found["sdpa"].pop("isolation"))
     assert {**found["sdpa"], **found["pipeline_sdpa"]}.keys() == {
         *("fp32", "bf16", "pp2_fp32", "pp2_bf16", "pp2_vpp2_fp32", "pp2_vpp2_bf16")
     }
     for parts in found.values():
         for name, part in parts.items():
-            (holds_fp32 if name.endswith("fp32") else holds_bf16)(part)
+            check = check_fp32 if name.endswith("fp32") else check_bf16
+            check(part)

@@ -1,4 +1,4 @@
-"""The report in a browser: every panel shows something, by day and by night, wide and narrow."""
+"""The report in a browser: every panel is drawn, in light and dark, wide and narrow."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ FLAGS = [
     "--hide-scrollbars",
 ]
 HEIGHT = 3200
-DARK, LIGHT = 0, 1
-BLUE, ORANGE, DEEP_BLUE = (0x56, 0xB4, 0xE9), (0xE6, 0x9F, 0x00), (0x00, 0x72, 0xB2)
+# Values of Chromium's preferredColorScheme.
+DARK = 0
+LIGHT = 1
+BLUE = (0x56, 0xB4, 0xE9)
+ORANGE = (0xE6, 0x9F, 0x00)
+DEEP_BLUE = (0x00, 0x72, 0xB2)
 
-# Notes errors, and when all is drawn where the panels are and whether the buttons move anything.
+# PROBE_HEAD records errors. PROBE_END runs after drawing: it records the panels' positions, and
+# whether buttons and keys change the timeline.
 PROBE_HEAD = """<script>
 window.faults = [];
 window.addEventListener("error", (event) => window.faults.push(String(event.message)));
@@ -64,7 +69,7 @@ document.body.dataset.found = JSON.stringify({
 
 
 def chromium(page: Path, width: int, scheme: int, *args: str) -> str:
-    """Open a page; returns what is printed."""
+    """Open a page in headless Chromium; returns its standard output."""
     assert CHROMIUM is not None
     command = [
         CHROMIUM,
@@ -82,13 +87,14 @@ def chromium(page: Path, width: int, scheme: int, *args: str) -> str:
 
 
 def show(page_text: str, folder: Path, width: int, scheme: int) -> tuple[dict[str, Any], Any]:
-    """What the probe found, and the screenshot's pixels, uint8 [height, width, 3]."""
+    """The probe's findings, and the screenshot's pixels as uint8 [height, width, 3]."""
     import matplotlib.image
 
-    # The page's own policy allows what stands inside it, the probe too.
+    # The page's content security policy allows inline scripts, so the probe runs.
     probed = page_text.replace("</title>", "</title>" + PROBE_HEAD)
     probed = probed.replace("</body>", PROBE_END + "</body>")
-    page, picture = folder / "report.html", folder / "shot.png"
+    page = folder / "report.html"
+    picture = folder / "shot.png"
     page.write_text(probed)
     dom = chromium(page, width, scheme, "--dump-dom")
     found = re.search(r'data-found="([^"]*)"', dom)
@@ -112,7 +118,7 @@ def test_no_panel_is_empty(tmp_path: Path, kind: str, width: int, scheme: int) -
     assert len(found["panels"]) == num_panels
     ground = pixels[2, 2].astype(int)
     assert (ground.mean() < 64) == (scheme == DARK)
-    # The timeline first, then charts of one colour.
+    # The timeline comes first, then charts of one colour each.
     colours = [(BLUE, ORANGE)] + [(BLUE if scheme == DARK else DEEP_BLUE,)] * (num_panels - 1)
     for (x, y, panel_width, panel_height), drawn in zip(found["panels"], colours, strict=True):
         assert panel_width > 100
@@ -124,12 +130,13 @@ def test_no_panel_is_empty(tmp_path: Path, kind: str, width: int, scheme: int) -
 
 
 def run_report(folder: Path) -> tuple[str, int]:
-    """One timeline, five curves, three histograms."""
+    """The report of a run and its number of panels: a timeline, five curves, three histograms."""
     return page_html(run_page(read_run(write_run(folder / "run")), None)), 9
 
 
 def plan_report() -> tuple[str, int]:
-    """One timeline of many ranks, two curves, three histograms."""
+    """The report of a plan for many ranks and its number of panels: a timeline, two curves, three
+    histograms."""
     lengths = [64 + (i * 7919) % 900 for i in range(2048)]
     plan = build_dp_schedule(
         lengths, layout=Layout(dp=64, pp=2), max_tokens_per_gpu=2048, num_steps=2

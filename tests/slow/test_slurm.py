@@ -1,4 +1,4 @@
-"""train.sbatch on two stand-in nodes: told to stop, queued again, and resumed."""
+"""train.sbatch on two simulated nodes: stopped by a signal, queued again, and resumed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ echo "$@" >>"$CALLS"
 if [[ $1 == show ]]; then printf 'localhost\\nlocalhost\\n'; fi
 """
 
-# As Slurm does, it sends a signal to every process of every node.
+# Like Slurm, this srun passes a signal to every process of every node.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == -* ]]; do
     [[ $1 == *=* ]] || shift
@@ -60,7 +60,7 @@ exit "$worst"
 
 
 def free_job_id() -> int:
-    """A job's number whose port nobody has."""
+    """A job id whose rendezvous port is free."""
     for job_id in range(os.getpid() % 10_000, 17_000):
         with socket.socket() as probe:
             try:
@@ -72,10 +72,12 @@ def free_job_id() -> int:
 
 
 class Cluster:
-    """Two nodes that are this machine."""
+    """Two simulated nodes on this machine."""
 
     def __init__(self, repo_root: Path, folder: Path) -> None:
-        self.root, self.folder, self.job_id = repo_root, folder, free_job_id()
+        self.root = repo_root
+        self.folder = folder
+        self.job_id = free_job_id()
         self.calls = folder / "calls"
         for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
             (folder / name).write_text(text)
@@ -117,17 +119,17 @@ class Cluster:
         return [line for line in self.calls.read_text().splitlines() if line.startswith("requeue")]
 
 
-def ended(batch: subprocess.Popen[str], timeout_s: float) -> int:
-    """The exit code; of a job that hangs, every launcher is told to end its ranks."""
+def wait_for(batch: subprocess.Popen[str], timeout_s: float) -> int:
+    """Wait for the exit code; afterwards SIGTERM makes any launcher left end its ranks."""
     try:
         return batch.wait(timeout_s)
     finally:
-        for pid in in_session(batch.pid):
+        for pid in session_processes(batch.pid):
             os.kill(pid, signal.SIGTERM)
 
 
-def in_session(session: int) -> list[int]:
-    """Processes of a session: launchers, but not their ranks, which have sessions of their own."""
+def session_processes(session: int) -> list[int]:
+    """Processes of a session: the launchers, but not their ranks, which have their own sessions."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -143,13 +145,13 @@ def test_a_job_is_saved_queued_again_and_resumed(repo_root: Path, tmp_path: Path
     while not cluster.metrics() and batch.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     batch.send_signal(signal.SIGUSR1)
-    assert ended(batch, 100) == RunInterrupted.exit_code, (tmp_path / "log").read_text()[-5000:]
+    assert wait_for(batch, 100) == RunInterrupted.exit_code, (tmp_path / "log").read_text()[-5000:]
     done = len(cluster.metrics())
     assert 0 < done < NUM_STEPS
     assert (tmp_path / f"runs/run/checkpoints/step-{done:08d}").is_dir()
     assert cluster.requeued() == [f"requeue {cluster.job_id}"]
 
-    assert ended(cluster.start(), 300) == 0, (tmp_path / "log").read_text()[-5000:]
+    assert wait_for(cluster.start(), 300) == 0, (tmp_path / "log").read_text()[-5000:]
     assert f"resumed after step {done}" in (tmp_path / "log").read_text()
     assert [line["step"] for line in cluster.metrics()] == list(range(1, NUM_STEPS + 1))
     assert len(cluster.requeued()) == 1

@@ -1,4 +1,4 @@
-"""The soak in small: two starts of a pipeline under faults, and one without."""
+"""A short soak: a pipeline with two faults, compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 
-def test_a_run_under_faults_takes_the_same_steps(repo_root: Path, tmp_path: Path) -> None:
+def test_a_run_with_faults_takes_the_same_steps(repo_root: Path, tmp_path: Path) -> None:
     kinds = ["rank stopped, goes on", "killed while saving"]
     options = ["--steps", "40", "--faults", "2", "--kinds", *kinds, "--world", "2"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The wheel, installed and used far from the checkout."""
+"""The wheel, installed and used from outside the checkout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# A checkout on the path would be taken for an installed megapack.
+# A checkout on PYTHONPATH would be imported instead of the installed megapack.
 ENV = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 USE = """
@@ -50,7 +50,7 @@ def pip(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
-    """A copy: a build folder left in the checkout must not leak into a wheel."""
+    """A copy of the checkout, so that a leftover build folder cannot leak into the wheel."""
     source = tmp_path_factory.mktemp("source")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -69,19 +69,19 @@ def source(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
-    """Built from the copy."""
+    """The wheel built from the copy."""
     out = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--wheel-dir", out, source)
     (built,) = out.glob("*.whl")
     return built
 
 
-def test_it_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"megapack"}
     modules = {str(path.relative_to(repo_root)) for path in repo_root.glob("megapack/**/*.py")}
-    web = {f"megapack/web/{path.name}" for path in repo_root.glob("megapack/web/*")}
+    web = {f"megapack/view/web/{path.name}" for path in repo_root.glob("megapack/view/web/*")}
     configs = {f"megapack/configs/{path.name}" for path in repo_root.glob("configs/*.yaml")}
     patches = {f"megapack/patches/{path.name}" for path in repo_root.glob("patches/*.yaml")}
     assert modules
@@ -94,17 +94,17 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path, repo_root: Path) -> 
 
 
 def environment(folder: Path, *what: str | Path) -> tuple[Path, Path]:
-    """An empty environment with megapack in it; its interpreter and its packages."""
+    """A new environment with megapack installed: its interpreter and its site-packages."""
     venv.create(folder)
     python, (site,) = folder / "bin" / "python", folder.glob("lib/python3*/site-packages")
     pip("--python", python, "install", "--no-deps", *what)
-    # What megapack needs, behind its own folder.
+    # megapack's dependencies are this interpreter's packages, after the environment's own.
     (site / "_packages.pth").write_text(sysconfig.get_path("purelib"))
     return python, site
 
 
 def run(folder: Path, *command: str | Path, patch: str = "") -> tuple[int, str, str]:
-    """Exit code and output of a command that is run in a folder."""
+    """Exit code, standard output and standard error of a command run in a folder."""
     done = subprocess.run(
         command,
         env={**ENV, "MEGAPACK_PATCH": patch},
@@ -116,12 +116,12 @@ def run(folder: Path, *command: str | Path, patch: str = "") -> tuple[int, str, 
     return done.returncode, done.stdout, done.stderr
 
 
-def test_it_plans_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_plans_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     python, site = environment(tmp_path, wheel)
     code, said, why = run(tmp_path, python, "-c", USE, str(site))
     assert code == 0, why
     assert int(said) >= 2
-    # What a user starts first, with the script that pip made.
+    # The first commands of a new user, by the script that pip installed.
     (tmp_path / "lengths.csv").write_text("num_tokens\n" + "700\n300\n500\n900\n" * 4)
     plan = ("plan", "lengths.csv", "--dp", "2", "--pp", "2", "--vpp", "2")
     for arguments, expected in (

@@ -5,13 +5,13 @@
 #
 #   PYTHON           the interpreter that has megapack; unset: python3
 #   NPROC_PER_NODE   ranks on this node; unset: one per GPU
-#   RDZV_ENDPOINT, RDZV_ID, NNODES   HOST:PORT of the first node, a name of the job, and its number
-#                    of nodes, where it has several; train.sbatch sets them. Unset: this node alone
+#   RDZV_ENDPOINT, RDZV_ID, NNODES   for a job of several nodes: HOST:PORT of the first node, a name
+#                    of the job, the number of nodes; train.sbatch sets them. Unset: this node alone
 #
-# SIGTERM and SIGUSR1 end the run after the step that it is in, with a checkpoint, if
-# train.save_interval is set; else they end it at once. They go to the ranks and not to torchrun,
-# which would kill its ranks after 30 seconds. The exit code is 75 if the run did not come to its
-# end after such a signal: start it again with train.resume=auto.
+# SIGTERM and SIGUSR1 end the run after its current step, with a checkpoint, if train.save_interval
+# is set; else they end it at once. They are passed to the ranks and not to torchrun, which would
+# kill its ranks after 30 seconds. The exit code is 75 if such a signal ended the run early: start it
+# again with train.resume=auto.
 set -euo pipefail
 
 if (($# == 0)); then
@@ -20,7 +20,7 @@ if (($# == 0)); then
 fi
 
 if [[ -n ${RDZV_ENDPOINT:-} ]]; then
-    # Said outright, because a node may know itself by another name than the others do.
+    # Set explicitly, because a node may know itself by another name than the other nodes do.
     is_host=$([[ ${SLURM_NODEID:-0} == 0 ]] && echo true || echo false)
     options=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT"
         --rdzv-id "$RDZV_ID" --rdzv-conf "is_host=$is_host"
@@ -30,7 +30,8 @@ else
 fi
 
 # Slurm sends SIGUSR1 to every process. torchrun would end at once and leave its ranks behind, so it
-# ignores it. Its process group is its own: a signal to this script's group is not for it.
+# ignores the signal. It has its own process group, so that signals to this script's group do not
+# reach it.
 set -m
 (
     trap '' USR1
@@ -55,7 +56,7 @@ stop() {
 trap stop USR1 TERM
 trap 'kill -INT "$torchrun" 2>/dev/null || true' INT HUP QUIT
 
-# A signal ends `wait` early.
+# `wait` returns early on a signal.
 while kill -0 "$torchrun" 2>/dev/null; do
     wait "$torchrun" || true
 done

@@ -4,9 +4,9 @@
 #   tools/launch/with_patch.sh HOST[,HOST] COMMAND [ARGUMENT ...]
 #   tools/launch/with_patch.sh slime bash scripts/run-qwen3-4B.sh
 #
-# HOST is a name that `megapack patch list` shows. One script for all of them: it sets
-# MEGAPACK_PATCH, which every Python process that COMMAND starts reads, actors of a Ray that COMMAND
-# starts among them. Actors of a Ray that runs already have the variables of their job:
+# HOST is a name that `megapack patch list` shows. This script serves all hosts: it sets
+# MEGAPACK_PATCH, which every Python process that COMMAND starts reads, including actors of a Ray
+# cluster that COMMAND starts. In a Ray cluster that already runs, actors get the job's variables:
 #
 #   ray job submit --runtime-env-json '{"env_vars": {"MEGAPACK_PATCH": "slime"}}' -- COMMAND
 set -euo pipefail

@@ -14,7 +14,7 @@ from megapack.config import dump_yaml
 from megapack.config.cost_file import read_cost
 from megapack.config.sections import ModelConfig, PlanConfig, TrainConfig
 from megapack.cost.calibration import Calibration, Origin
-from tools.calibration_rows import (
+from tools.benching.calibration_rows import (
     fit_whole_model,
     grid,
     on_one_stage,

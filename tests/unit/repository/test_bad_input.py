@@ -1,4 +1,7 @@
-"""Every bad input gives its documented error: one line, the numbers, what to set, nothing left."""
+"""Every bad input gives its documented error: one line, the numbers, what to set.
+
+A refused call leaves no files behind.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ ROWS: list[Row] = calls.ROWS + batches.ROWS + folders.ROWS
 Call = Callable[..., tuple[int, str, str]]
 _SECONDS = 10
 _MAX_CHARS = 400
-# What a message asks for.
-_ASKS = re.compile(
+# Every message says what to do, in one of these words.
+_ADVICE = re.compile(
     r"\b(set|give|pass|leave|drop|raise|lower|make|plan with|pack with|start|save|write|name|keep|"
     r"check|install|resume|divide|call|unset|change|did you mean|valid keys are|expected|must be|"
     r"configs are)\b"
@@ -32,16 +35,16 @@ _ASKS = re.compile(
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """The planner's kernels, which take long where they are not cached."""
+    """Compile the planner's kernels before any test is timed; without a cache that takes long."""
     calls.plan()
 
 
 @pytest.fixture(autouse=True)
 def in_time(compiled: None) -> Iterator[None]:
-    """What waits for ever, a named pipe for one, fails."""
+    """Fail a test that hangs, on a named pipe for example."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"{_SECONDS} s are over")
+        raise TimeoutError(f"ran past {_SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
@@ -67,15 +70,15 @@ def make(folder: Path, files: dict[str, Content]) -> None:
 
 
 def listing(folder: Path) -> dict[str, int]:
-    """Names and sizes of all that is there."""
+    """Paths and sizes of everything in the folder."""
     return {str(path): path.lstat().st_size for path in sorted(folder.rglob("*"))}
 
 
-def hold(message: str, words: tuple[str, ...]) -> None:
-    """A message's form, and its words."""
+def check_message(message: str, words: tuple[str, ...]) -> None:
+    """Check a message's form, and that it contains these words."""
     assert "\n" not in message
     assert len(message) <= _MAX_CHARS
-    assert _ASKS.search(message), message
+    assert _ADVICE.search(message), message
     assert words
     missing = [word for word in words if word not in message]
     assert missing == [], message
@@ -86,7 +89,7 @@ def test_doctest_of_the_errors() -> None:
     assert (result.attempted, result.failed) == (1, 0)
 
 
-def test_the_table_is_long_and_its_names_differ() -> None:
+def test_the_table_is_long_and_its_names_are_unique() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS) >= 200
     assert len(LINES) >= 60
 
@@ -98,9 +101,9 @@ def test_a_call_is_refused(row: Row, folder: Path) -> None:
     with pytest.raises(row.error) as caught:
         row.call()
     assert issubclass(row.error, ValueError | RuntimeError)
-    # The class itself, or one that says more.
+    # The class itself or a direct subclass.
     assert row.error in type(caught.value).__mro__[:2]
-    hold(str(caught.value), row.words)
+    check_message(str(caught.value), row.words)
     assert listing(folder) == before
 
 
@@ -109,10 +112,10 @@ def test_a_command_line_is_refused(line: Line, folder: Path, call: Call) -> None
     make(folder, line.files)
     before = listing(folder)
     code, out, err = call(*shlex.split(line.args))
-    (told,) = err.splitlines()
+    (message,) = err.splitlines()
     assert (code, out) == (2, "")
-    assert told.startswith("megapack: ")
-    hold(told, line.words)
+    assert message.startswith("megapack: ")
+    check_message(message, line.words)
     assert listing(folder) == before
 
 
@@ -125,6 +128,6 @@ def test_an_edited_plan_is_found_out(
     make(folder, {"p.json": content, "lengths.txt": FINDING_LENGTHS})
     code, out, err = call("check", "p.json", "lengths.txt")
     assert (code, err) == (1, "")
-    (told,) = out.splitlines()
-    assert told.startswith("p.json: ")
-    assert [word for word in words if word not in told] == [], told
+    (finding,) = out.splitlines()
+    assert finding.startswith("p.json: ")
+    assert [word for word in words if word not in finding] == [], finding

@@ -1,4 +1,4 @@
-"""Documents name what exists. `tests/dist/test_documents.py` runs their blocks."""
+"""Names in the documents exist. `tests/dist/test_document_blocks.py` runs code blocks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ pytestmark = pytest.mark.unit
 
 
 def exists(dotted: str) -> bool:
-    """Whether a dotted name is a module, or leads to something in one."""
-    module, _, rest = dotted, "", ""
+    """Whether a dotted name is a module, or an attribute of one."""
+    module = dotted
+    rest = ""
     while True:
         try:
             found: object = importlib.import_module(module)
@@ -35,7 +36,7 @@ def exists(dotted: str) -> bool:
 
 
 def imported(block: str) -> list[str]:
-    """Dotted names of megapack that a block imports."""
+    """Dotted names of the package that a block imports."""
     found = []
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom):
@@ -45,20 +46,20 @@ def imported(block: str) -> list[str]:
     return [name for name in found if name.split(".")[0] == "megapack"]
 
 
-def test_a_name_that_is_not_there_is_noticed() -> None:
+def test_missing_names_are_noticed() -> None:
     assert exists("megapack.samples.SampleBatch.from_padded")
     assert not exists("megapack.samples.SampleBatch.from_nothing")
     assert imported("from megapack.loss import GRPO") == ["megapack.loss.GRPO"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_names_are_there(document: str) -> None:
+def test_names_in_documents_exist(document: str) -> None:
     found = [*names(document), *(n for block in python_blocks(document) for n in imported(block))]
     assert [name for name in found if not exists(name)] == []
 
 
 @pytest.mark.parametrize("document", ["docs/concepts.md", "docs/configuration.md"])
-def test_blocks_that_plan_run(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_blocks_run(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     blocks = python_blocks(document)
     assert blocks
@@ -76,7 +77,7 @@ def test_blocks_that_plan_run(document: str, monkeypatch: pytest.MonkeyPatch) ->
         ('<pre class="mermaid">graph</pre>', 1, "a mermaid diagram"),
     ],
 )
-def test_a_page_that_loads_from_elsewhere_is_found(
+def test_pages_that_load_from_elsewhere_are_reported(
     page: str, code: int, loaded: str, tmp_path: Path
 ) -> None:
     (tmp_path / "index.html").write_text(page)

@@ -1,4 +1,4 @@
-"""Imports run the way the data runs; read from the import statements of megapack/."""
+"""Imports follow the order of the data; read from the import statements of megapack/."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megapack"
 
-# A room (a folder or a module of megapack/) imports what stands on floors below its own. The floors
-# are one line of docs/architecture.md.
+# A room (a folder or a module of megapack/) imports only rooms on lower floors; the floors are listed
+# in docs/architecture.md.
 FLOORS = import_order()
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
-# What plans needs no torch.
+# Rooms that plan; they do not import torch.
 WITHOUT_TORCH = [
     "startup",
     "errors",
@@ -47,7 +47,7 @@ WITHOUT_TORCH = [
     "cli",
 ]
 
-# What speaks with Megatron: rooms, and single modules of others.
+# Rooms and single modules that may import Megatron.
 MEGATRON = [
     "model",
     "schedule",
@@ -59,7 +59,7 @@ MEGATRON = [
     "hosts.shared.megatron_lm_data",
 ]
 
-# Other frameworks are named by hosts/ alone. Megatron-LM's recipes are one of them.
+# Only hosts/ imports other frameworks. Megatron-LM's training scripts count as one.
 FRAMEWORKS = (
     "accelerate deepspeed lightning miles nemo nemo_rl openrlhf ray sglang skyrl skyrl_train slime "
     "torchtitan transformers trl verl vllm megatron.training megatron.rl megatron.bridge"
@@ -73,25 +73,25 @@ class Import:
     name: str
     line: int
     top: bool
-    """At import time, not inside a function or under TYPE_CHECKING."""
+    """Whether it runs at import time, not inside a function or under TYPE_CHECKING."""
 
     def of(self, package: str) -> bool:
         return self.name == package or self.name.startswith(package + ".")
 
 
 def modules() -> dict[str, Path]:
-    """Dotted names below megapack, `plan.check` or `hosts.slime`, and their files."""
-    files = (path for path in PACKAGE.rglob("*.py"))
+    """Files of all modules by dotted name below megapack, such as `plan.check`."""
+    files = PACKAGE.rglob("*.py")
     return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files}
 
 
 def rooms() -> set[str]:
-    """What stands directly in megapack/, besides `__init__` and `__main__`."""
+    """Folders and modules directly in megapack/, except `__init__` and `__main__`."""
     return {name.split(".")[0] for name in modules()} - {"__init__", "__main__"}
 
 
-def is_below(module: str, names: list[str]) -> bool:
-    """Whether a module is one of these, or in one of these rooms."""
+def is_within(module: str, names: list[str]) -> bool:
+    """Whether a module is one of these modules, or in one of these rooms."""
     return any(f"{module}.".startswith(f"{name}.") for name in names)
 
 
@@ -117,7 +117,7 @@ def _imports(body: list[ast.stmt], top: bool) -> Iterator[Import]:
 
 
 def imported_module(imported: Import, known: dict[str, Path]) -> str | None:
-    """Which module of megapack an import loads: `plan.check` for megapack.plan.check.check_plan."""
+    """The module that an import loads: `plan.check` for megapack.plan.check.check_plan."""
     if not imported.of("megapack"):
         return None
     parts = imported.name.split(".")[1:]
@@ -137,12 +137,12 @@ def complaints(module: str, path: Path, known: dict[str, Path]) -> Iterator[str]
         if found.top and other in FLOOR and other != room and FLOOR[other] >= FLOOR[room]:
             yield f"{where}: {other} is not on a floor below {room}"
         if room in WITHOUT_TORCH and (found.of("torch") or found.of("megatron")):
-            yield f"{where}: what plans needs no torch"
-        if found.of("megatron") and not is_below(module, MEGATRON):
-            yield f"{where}: not among the modules that speak with Megatron"
+            yield f"{where}: {room} must not need torch"
+        if found.of("megatron") and not is_within(module, MEGATRON):
+            yield f"{where}: {module} is not listed as importing Megatron"
         foreign = any(found.of(framework) for framework in FRAMEWORKS.split())
         if foreign and room != "hosts":
-            yield f"{where}: another framework, which is for hosts/"
+            yield f"{where}: only hosts/ imports other frameworks"
 
 
 def test_the_order_lists_every_room_once() -> None:
@@ -161,15 +161,15 @@ def test_imports_of_a_module(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", MEGATRON)
-def test_what_may_import_megatron_does(name: str) -> None:
-    """A name that stays in the list without need would let an import in unseen."""
-    paths = [path for module, path in modules().items() if is_below(module, [name])]
+def test_listed_modules_import_megatron(name: str) -> None:
+    """A stale name in the list would let a new import pass unnoticed."""
+    paths = [path for module, path in modules().items() if is_within(module, [name])]
     assert any(found.of("megatron") for path in paths for found in imports(path))
 
 
 @pytest.mark.parametrize("init", sorted(name for name in modules() if name.endswith(".__init__")))
-def test_a_room_s_init_defines_nothing(init: str) -> None:
-    """A docstring and explicit re-exports of the room's own modules; code would hide a circle."""
+def test_room_inits_only_re_export(init: str) -> None:
+    """Only a docstring and explicit re-exports of own modules; other code could hide a cycle."""
     path = modules()[init]
     docstring, *rest = ast.parse(path.read_text()).body
     assert isinstance(docstring, ast.Expr)
@@ -188,7 +188,7 @@ def test_a_room_s_init_defines_nothing(init: str) -> None:
 
 
 def test_no_folder_is_crowded() -> None:
-    """12 faces at the top, 25 files in a room; a file of 600 lines is an alarm."""
+    """At most 12 modules at the top, 25 files in a room and 600 lines in a file."""
     counts = Counter(path.parent for path in modules().values())
     assert counts.pop(PACKAGE) <= 12
     assert {str(folder): count for folder, count in counts.items() if count > 25} == {}
@@ -196,13 +196,13 @@ def test_no_folder_is_crowded() -> None:
     assert long == set()
 
 
-def test_files_of_tests_have_names_of_their_own() -> None:
-    """pytest imports them by these names, without their folders."""
+def test_test_files_have_unique_names() -> None:
+    """pytest imports test files by name, without their folders."""
     names = Counter(path.name for path in ROOT.glob("tests/**/test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_no_cycles() -> None:
+def test_imports_have_no_cycles() -> None:
     known = modules()
     edges = {
         module: {
@@ -250,17 +250,18 @@ def test_the_reader_sees_every_form_of_import(tmp_path: Path) -> None:
         "megapack.commands.tune",
     ],
 )
-def test_planning_leaves_torch_alone(module: str) -> None:
+def test_planning_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 
 @pytest.mark.parametrize("host", ["slime", "miles", "xtuner", "unirl"])
-def test_hosts_that_plan_leave_torch_alone(host: str) -> None:
-    """At import time, with all that they import."""
+def test_planning_hosts_do_not_import_torch(host: str) -> None:
+    """Neither they nor the modules that they import, at import time."""
     known = modules()
-    seen, waiting = set(), [f"hosts.{host}"]
+    seen = set()
+    waiting = [f"hosts.{host}"]
     while waiting:
         module = waiting.pop()
         seen.add(module)
@@ -273,8 +274,8 @@ def test_hosts_that_plan_leave_torch_alone(host: str) -> None:
     assert "dp_schedule" in seen or host == "unirl"
 
 
-def test_what_test_modules_take_from_each_other_is_there() -> None:
-    """Jobs that need a GPU, or minutes, would fail of it there alone."""
+def test_imports_between_test_modules_resolve() -> None:
+    """Tests that need a GPU or minutes rarely run, so a bad import there would go unnoticed."""
     trees = {path: ast.parse(path.read_text()) for path in ROOT.glob("tests/**/*.py")}
     missing = []
     for path, tree in trees.items():
@@ -287,7 +288,7 @@ def test_what_test_modules_take_from_each_other_is_there() -> None:
 
 
 def bound_names(tree: ast.Module | None) -> set[str]:
-    """What the statements of a module bind, also where these are indented."""
+    """Names that a module binds, at any indentation."""
     nodes = list(ast.walk(tree)) if tree else []
     defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.alias)}
     return defined | {n.id for n in nodes if isinstance(n, ast.Name)}

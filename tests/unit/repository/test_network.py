@@ -1,4 +1,4 @@
-"""megapack imports nothing that speaks with a network, and runs nothing that data could name."""
+"""megapack imports no network libraries and runs no code that data could name."""
 
 from __future__ import annotations
 
@@ -18,27 +18,36 @@ NETWORK = (
     "poplib requests smtplib socket socketserver ssl telnetlib torch.hub torch.utils.model_zoo "
     "urllib urllib3 wandb webbrowser websockets xmlrpc zmq"
 )
-# Besides these, the ranks of a job speak through torch.distributed.
-SPEAKS = {
-    ("train.trackers", "wandb"): "train.trackers asks for it",
+# Imports that are allowed, with their use. Ranks of a job also communicate by torch.distributed.
+ALLOWED_IMPORTS = {
+    ("train.trackers", "wandb"): "only if train.trackers names it",
     ("ranks.board", "socket"): "the host's name",
     ("train.folder", "socket"): "the host's name",
     ("ranks.watchdog", "socket"): "the host's name",
-    ("ranks.interrupt", "socket"): "a pair within the process, which takes a byte per signal",
+    (
+        "ranks.interrupt",
+        "socket",
+    ): "a socket pair within the process; a signal writes one byte to it",
 }
 
-# Module, call -> why what it runs is known.
-RUNS = {
+# Calls that run code by name, and where the name comes from.
+ALLOWED_CALLS = {
     ("__init__", "importlib.import_module"): "names of this package, from a table",
     ("cli", "importlib.import_module"): "commands of this package, from a table",
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
     ("doctor.diagnosis", "subprocess.Popen"): "this Python, with the probes of this package",
-    ("doctor.probes", "importlib.import_module"): "torch and what stands beside it",
-    ("patching.target", "importlib.import_module"): "below megapack.hosts, which is checked",
-    ("patching.applied", "importlib.import_module"): "`check` of a host, which the user named",
+    (
+        "doctor.probes",
+        "importlib.import_module",
+    ): "torch, Transformer Engine and apex, by fixed names",
+    (
+        "patching.target",
+        "importlib.import_module",
+    ): "modules of megapack.hosts only, which is checked",
+    ("patching.applied", "importlib.import_module"): "`check` of a host that the user named",
 }
-# A star stands for the rest of a name.
+# Calls that run code by name; a star matches any rest of a name.
 BY_NAME = (
     "__import__ builtins.eval builtins.exec compile eval exec importlib.import_module os.exec* "
     "os.popen os.posix_spawn* os.spawn* os.system runpy.* subprocess.* torch.hub.*"
@@ -46,13 +55,13 @@ BY_NAME = (
 
 
 def calls(path: Path) -> Iterator[str]:
-    """Dotted names that a module calls, as they are written."""
+    """Dotted names that a module calls, as written in its source."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func)
 
 
-def test_nothing_that_speaks_with_a_network_is_imported() -> None:
+def test_no_network_library_is_imported() -> None:
     found = {
         (module, network)
         for module, path in modules().items()
@@ -60,14 +69,14 @@ def test_nothing_that_speaks_with_a_network_is_imported() -> None:
         for network in NETWORK.split()
         if imported.of(network)
     }
-    assert found == set(SPEAKS)
+    assert found == set(ALLOWED_IMPORTS)
 
 
-def test_what_runs_code_by_name_is_listed() -> None:
+def test_calls_that_run_code_by_name_are_listed() -> None:
     found = {
         (module, name)
         for module, path in modules().items()
         for name in calls(path)
         if any(fnmatchcase(name, pattern) for pattern in BY_NAME.split())
     }
-    assert found == set(RUNS)
+    assert found == set(ALLOWED_CALLS)

@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests that there are."""
+"""docs/reliability.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 
-def test_promises_are_held_by_tests_that_exist(repo_root: Path) -> None:
+def test_tests_named_by_promises_exist(repo_root: Path) -> None:
     text = (repo_root / "docs" / "reliability.md").read_text()
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text))
     assert len(named) > 20
@@ -21,7 +21,7 @@ def test_promises_are_held_by_tests_that_exist(repo_root: Path) -> None:
         assert name in functions, f"{path}::{name}"
 
 
-def test_every_row_of_a_promise_has_its_test(repo_root: Path) -> None:
+def test_every_promise_names_a_test(repo_root: Path) -> None:
     lines = (repo_root / "docs" / "reliability.md").read_text().splitlines()
     rows = 0
     for header in (i for i, line in enumerate(lines) if line == "| promise | held by |"):

@@ -1,29 +1,23 @@
-"""What the GPU benchmark makes of its measurements; the measuring itself is in tests/slow."""
+"""The GPU benchmark's FLOP counts, batches and report; tests/slow runs the measurement itself."""
 
 from __future__ import annotations
 
 import doctest
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megapack.config import load_config
 from megapack.config.sections import ModelConfig, TrainConfig
+from tools.benching import gpu_model, gpu_report, gpu_ways
+from tools.benching.model_flops import forward_flops, model_sizes, peak_flops
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.fixture
-def tool(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of tools/, which is no package."""
-    monkeypatch.syspath_prepend(str(repo_root / "tools"))
-    return importlib.import_module
-
-
-def test_flops_by_hand(tool: Any) -> None:
-    flops = tool("model_flops")
+def test_flops_by_hand() -> None:
     model = ModelConfig(
         num_layers=3,
         hidden_size=8,
@@ -38,49 +32,45 @@ def test_flops_by_hand(tool: Any) -> None:
     head = 2 * 8 * 100
     # One sample of 5 + 3 tokens; 8^2 / 2 pairs, each two products of 4 heads of 4, twice.
     attention = 8**2 / 2 * 2 * 2 * 4 * 4
-    sizes = flops.model_sizes(model)
-    assert flops.forward_flops(sizes, [(5, 3)]) == 3 * (8 * matrices + attention) + 3 * head
-    # Samples do not see each other: twice the samples, twice the work.
-    assert flops.forward_flops(sizes, [(5, 3)] * 2) == 2 * flops.forward_flops(sizes, [(5, 3)])
+    sizes = model_sizes(model)
+    assert forward_flops(sizes, [(5, 3)]) == 3 * (8 * matrices + attention) + 3 * head
+    # Samples do not attend to each other: twice the samples, twice the work.
+    assert forward_flops(sizes, [(5, 3)] * 2) == 2 * forward_flops(sizes, [(5, 3)])
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3_1p7b_gpu1", 1.72), ("qwen3_4b_gpu1", 4.02)])
-def test_configs_have_the_sizes_that_their_names_say(
-    name: str, billions: float, repo_root: Path, tool: Any
+def test_config_names_give_their_parameter_counts(
+    name: str, billions: float, repo_root: Path
 ) -> None:
     config = load_config(repo_root / "configs" / f"{name}.yaml", [], TrainConfig)
-    sizes = tool("model_flops").model_sizes(config.model)
+    sizes = model_sizes(config.model)
     weights = sizes.num_layers * sizes.layer_flops_per_token() + sizes.head_flops_per_token()
     assert weights / 2e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_the_peak_of_an_unknown_device_is_unknown(tool: Any) -> None:
-    peak_flops = tool("model_flops").peak_flops
+def test_unknown_devices_have_no_peak_flops() -> None:
     assert peak_flops("NVIDIA H200") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe") is None
 
 
-def test_doctests_of_the_ways(tool: Any) -> None:
-    result = doctest.testmod(tool("bench_gpu_ways"))
+def test_doctests_of_gpu_ways() -> None:
+    result = doctest.testmod(gpu_ways)
     assert result.attempted > 1
     assert result.failed == 0
 
 
-def test_samples_are_cut_to_the_longest_that_is_asked_for(tool: Any) -> None:
-    pick = tool("bench_gpu_model").pick
+def test_picked_samples_are_cut_to_max_length() -> None:
+    pick = gpu_model.pick
     assert pick([(10, 20), (80, 500), (5, 0), (1, 1)], 131, 100) == [(10, 20), (50, 50), (5, 1)]
     assert pick([(10, 20), (80, 500), (5, 0), (1, 1)], 130, 100) == [(10, 20), (50, 50)]
 
 
-def test_dense_batches_predict_response_tokens_alone(tool: Any) -> None:
-    import torch
-
-    ways = tool("bench_gpu_ways")
+def test_dense_batches_predict_only_response_tokens() -> None:
     samples = [(2, 3), (0, 2), (4, 0)]
-    batch = ways.dense_batch(samples, 50, torch.device("cpu"))
+    batch = gpu_ways.dense_batch(samples, 50, torch.device("cpu"))
     assert batch.tokens_BS.shape == (3, 5)
     assert batch.loss_positions_R.tolist() == [1, 2, 3, 5]
-    packed = ways.make_batch(samples, 50)
+    packed = gpu_ways.make_batch(samples, 50)
     wanted = torch.cat([packed.tokens(0)[2:], packed.tokens(1)[1:]])
     assert batch.labels_R.equal(wanted)
 
@@ -119,9 +109,8 @@ WAYS = {
 }
 
 
-def test_the_report_holds_medians_and_real_tokens(tool: Any) -> None:
-    module = tool("bench_gpu_report")
-    text = module.markdown(report(**WAYS))
+def test_the_report_uses_medians_and_real_tokens() -> None:
+    text = gpu_report.markdown(report(**WAYS))
     assert "| padded | 4 | 0.500 | 200 | 200 | 1.200 | 200 | 3.0 |" in text
     assert "| packed over one sample | 4.0 or more | 4.00 |" in text
     assert "| packed over padded | 2.0 or more | 2.50 |" in text
@@ -130,11 +119,10 @@ def test_the_report_holds_medians_and_real_tokens(tool: Any) -> None:
     assert f"| packed over dense, at equal FLOPs | 0.95 or more | {share:.3f} |" in text
     assert f"| host time over the step | below 0.02 | {0.08 / 2.02:.4f} |" in text
     assert "| adapter, host ms per micro-batch | - | 15.000 |" in text
-    assert module.failures(report(**WAYS)) == []
+    assert gpu_report.failures(report(**WAYS)) == []
 
 
-def test_what_failed_is_not_measured_and_named(tool: Any) -> None:
-    module = tool("bench_gpu_report")
+def test_failures_are_named_and_not_measured() -> None:
     empty = {"seconds": {mode: [] for mode in ("train", "forward", "logprobs")}}
     found = report(**{**WAYS, "packed, te": {**empty, "error": "no kernel"}})
     found["models"][0]["cells"][0]["host"] = None
@@ -145,11 +133,11 @@ def test_what_failed_is_not_measured_and_named(tool: Any) -> None:
             "bf16": {"logprob_mean_error": 0.004},
         }
     }
-    text = module.markdown(found)
+    text = gpu_report.markdown(found)
     row = "| packed, te | not measured | not measured | not measured | not measured |"
     assert row in text
     assert "| packed over padded | 2.0 or more | not measured |" in text
-    assert module.failures(found) == [
+    assert gpu_report.failures(found) == [
         "toy, lengths, packed, te: no kernel",
         "big: out of memory",
         "tests, te, fp32: RuntimeError: wrong",
@@ -157,9 +145,9 @@ def test_what_failed_is_not_measured_and_named(tool: Any) -> None:
     assert "| te | bf16 | not measured | not measured | 4.0e-03 |" in text
 
 
-def test_without_a_peak_there_is_no_mfu(tool: Any) -> None:
+def test_without_a_peak_there_is_no_mfu() -> None:
     found = report(**WAYS)
     found["models"][0]["peak_flops"] = None
-    text = tool("bench_gpu_report").markdown(found)
+    text = gpu_report.markdown(found)
     assert "peak unknown" in text
     assert "| padded | 4 | 0.500 | 200 | 200 | not measured | 200 | 3.0 |" in text

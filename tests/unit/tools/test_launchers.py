@@ -1,4 +1,4 @@
-"""Shell scripts: shellcheck's judgement, and what the launchers do before a job starts."""
+"""Shell scripts pass shellcheck, and launchers start their command as documented."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 
 def shellcheck() -> str | None:
-    """Where shellcheck is: beside the interpreter, or on the PATH."""
+    """Path of shellcheck, beside the interpreter or on the PATH."""
     beside = Path(sys.executable).with_name("shellcheck")
     return str(beside) if beside.is_file() else shutil.which("shellcheck")
 
@@ -45,13 +45,13 @@ def test_shellcheck_finds_nothing(repo_root: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_scripts_can_be_started(repo_root: Path) -> None:
+def test_scripts_are_executable(repo_root: Path) -> None:
     for path in scripts(repo_root):
         assert os.access(path, os.X_OK), path
 
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "train.sbatch", "with_patch.sh"])
-def test_without_arguments_a_launcher_says_what_it_takes(repo_root: Path, name: str) -> None:
+def test_a_launcher_without_arguments_prints_its_usage(repo_root: Path, name: str) -> None:
     done = run(repo_root / "tools" / "launch" / name)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -59,7 +59,7 @@ def test_without_arguments_a_launcher_says_what_it_takes(repo_root: Path, name: 
     assert "usage" in line
 
 
-def test_a_patched_command_sees_the_variable_and_its_arguments(repo_root: Path) -> None:
+def test_a_patched_command_gets_the_variable_and_arguments(repo_root: Path) -> None:
     script = 'echo "$MEGAPACK_PATCH/$1"; exit 7'
     done = run(
         repo_root / "tools/launch/with_patch.sh", "slime,verl", "bash", "-c", script, "sh", "a b"
@@ -67,9 +67,7 @@ def test_a_patched_command_sees_the_variable_and_its_arguments(repo_root: Path) 
     assert (done.returncode, done.stdout) == (7, "slime,verl/a b\n")
 
 
-def test_torchrun_is_given_the_ranks_and_its_code_comes_back(
-    repo_root: Path, tmp_path: Path
-) -> None:
+def test_torchrun_gets_the_ranks_and_its_exit_code_returns(repo_root: Path, tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
     fake.chmod(0o755)

@@ -1,25 +1,20 @@
-"""What the soak finds in two runs; the runs themselves are in tests/slow."""
+"""The soak's checks of two runs; tests/slow runs the soak itself."""
 
 from __future__ import annotations
 
 import doctest
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tools.soaking import faults, judge
+from tools.soaking.job import Sample
+
 pytestmark = pytest.mark.unit
 
 LINE = {"loss": 0.1, "tokens": 7, "step_measured_s": 1.0, "tokens_per_second": 5.0}
-
-
-@pytest.fixture
-def tool(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of tools/, which is no package."""
-    monkeypatch.syspath_prepend(str(repo_root / "tools"))
-    return importlib.import_module
 
 
 def run_folder(folder: Path, lines: list[dict[str, Any]]) -> Path:
@@ -45,20 +40,20 @@ def steps(*numbers: int, **changed: float) -> list[dict[str, Any]]:
     ],
 )
 def test_steps_are_compared_digit_by_digit(
-    found: list[dict[str, Any]], says: str | None, tmp_path: Path, tool: Any
+    found: list[dict[str, Any]], says: str | None, tmp_path: Path
 ) -> None:
     calm = run_folder(tmp_path / "calm", steps(1, 2, 3))
     wild = run_folder(tmp_path / "wild", found)
-    failed = tool("soak_judge").judge_steps(calm, wild, 3)
+    failed = judge.judge_steps(calm, wild, 3)
     assert [says in text for text in failed] == ([] if says is None else [True])
 
 
-def samples(tool: Any, **ways: Any) -> list[Any]:
-    """Two ranks at 100 times; a way gives a field's value on rank 1 by the time."""
+def samples(**ways: Any) -> list[Any]:
+    """Two ranks at 100 times; `ways` maps a field to its value on rank 1 as a function of time."""
     held = {"rss_mib": 500.0, "pss_mib": 400.0, "uss_mib": 300.0}
     held |= {"threads": 60, "fds": 100, "groups": 20}
     return [
-        tool("soak_job").Sample(
+        Sample(
             life=0,
             step=10 * time,
             rank=rank,
@@ -79,21 +74,18 @@ def samples(tool: Any, **ways: Any) -> list[Any]:
         ("uss_mib", lambda time: 300 + 0.07 * time, False),
         ("uss_mib", lambda time: 300 + 0.1 * time, True),
         ("pss_mib", lambda time: 400 + time, False),
-        # What the first 200 steps take is the warm-up's.
+        # Growth within the first 200 steps is warm-up.
         ("rss_mib", lambda time: 500 + 100 * (time >= 20), False),
     ],
 )
-def test_what_grows_is_found_on_the_rank_where_it_grows(
-    name: str, way: Any, grew: bool, tool: Any
-) -> None:
-    judge, found = tool("soak_judge"), samples(tool, **{name: way})
+def test_growth_is_reported_with_its_rank(name: str, way: Any, grew: bool) -> None:
+    found = samples(**{name: way})
     failed = judge.judge_counts("calm", found) + judge.judge_memory(found, 1000)
     assert len(failed) == grew
     assert all("rank 1" in text and name in text for text in failed)
 
 
-def test_every_kind_of_fault_strikes_and_a_seed_repeats_them(tool: Any) -> None:
-    faults = tool("soak_faults")
+def test_faults_cover_every_kind_and_follow_the_seed() -> None:
     drawn = faults.draw(5, 16, 200, 5, 4)
     assert drawn == faults.draw(5, 16, 200, 5, 4) != faults.draw(6, 16, 200, 5, 4)
     for half in (drawn[:8], drawn[8:]):
@@ -103,11 +95,11 @@ def test_every_kind_of_fault_strikes_and_a_seed_repeats_them(tool: Any) -> None:
     assert drawn[-1].step < 190
 
 
-def test_faults_are_drawn_among_named_kinds(tool: Any) -> None:
+def test_faults_are_drawn_from_the_given_kinds() -> None:
     among = ["job killed", "SIGTERM"]
-    drawn = tool("soak_faults").draw(5, 3, 200, 5, 4, among)
+    drawn = faults.draw(5, 3, 200, 5, 4, among)
     assert {fault.kind for fault in drawn[:2]} == {fault.kind for fault in drawn} == set(among)
 
 
-def test_the_fitted_line_of_the_docstring(tool: Any) -> None:
-    assert doctest.testmod(tool("soak_judge")).failed == 0
+def test_doctest_of_the_fitted_line() -> None:
+    assert doctest.testmod(judge).failed == 0

@@ -1,4 +1,4 @@
-"""What disturbs a run, when, and what must come of it; all of it follows from a seed."""
+"""Faults of a soak: kinds, when they strike, how the job must react. All follows from a seed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from soak_job import Job
+from tools.soaking.job import Job
 
 EXIT_RESUME = 75
-"""What the launcher ends with where the run is saved and wants to be started again."""
+"""The launcher's exit code for a run that was saved and is to be started again."""
 _POLL_S = 0.0005
 
 
@@ -26,28 +26,28 @@ class Fault:
     kind: str
     """A key of `KINDS`."""
     step: int
-    """Strikes once the life has told of a step as late as this."""
+    """The fault strikes once the life has printed this step or a later one."""
     rank: int
-    """Whom it strikes, where it strikes one."""
+    """The rank that it strikes, for kinds that strike one rank."""
     share: float
-    """How much of it, in [0, 1)."""
+    """Strength or delay of the fault, in [0, 1); each kind uses it in its own way."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to disturb."""
+    """A kind of fault and the reaction that it requires."""
 
     strike: Callable[[Job, Fault], None]
     exit_code: int | None = None
-    """What the launcher must end with; None = anything but 0."""
+    """The launcher's exit code; None = any but 0."""
     ends: bool = True
-    """Whether the job must end of it, or go on."""
+    """Whether the job must end; else it must go on."""
     saves: bool = False
-    """Whether no step may be lost; else all since the last checkpoint."""
+    """Whether no step may be lost; else the steps since the last checkpoint may."""
     says: str = ""
-    """A pattern of what the job must print."""
+    """A regular expression that the job's output must match."""
     while_starting: bool = False
-    """Strikes at some time of the start, not at a step."""
+    """Strikes during the start and not at a step."""
 
 
 def draw(
@@ -58,26 +58,26 @@ def draw(
     world: int,
     among: Sequence[str] = (),
 ) -> list[Fault]:
-    """Faults in the order in which they strike, every kind before one comes again.
+    """Faults in the order in which they strike; every kind comes once before any repeats.
 
     Args:
-        among: the kinds to draw from; none for all.
+        among: the kinds to draw from; empty = all.
     """
     rng = random.Random(seed)
-    # The last ones leave time to save once more.
-    places = range(save_interval + 1, num_steps - 2 * save_interval)
+    # The last faults leave time for one more checkpoint.
+    steps = range(save_interval + 1, num_steps - 2 * save_interval)
     kinds: list[str] = []
     among = list(among or KINDS)
     while len(kinds) < num_faults:
         kinds += rng.sample(among, len(among))
     return [
         Fault(kind=kind, step=step, rank=rng.randrange(world), share=rng.random())
-        for kind, step in zip(kinds, sorted(rng.choices(places, k=num_faults)), strict=False)
+        for kind, step in zip(kinds, sorted(rng.choices(steps, k=num_faults)), strict=False)
     ]
 
 
 def due(fault: Fault, job: Job, start_s: float) -> bool:
-    """Whether a fault is to strike now, in a life that takes `start_s` to its first step."""
+    """Whether a fault strikes now, in a life that needs `start_s` seconds to its first step."""
     if KINDS[fault.kind].while_starting:
         return time.monotonic() - job.started >= fault.share * start_s
     return bool(job.last_step) and job.last_step >= fault.step
@@ -102,13 +102,13 @@ def _kill_job(job: Job, fault: Fault) -> None:
 
 
 def _kill_launcher(job: Job, fault: Fault) -> None:
-    """torchrun alone, which leaves its ranks to themselves."""
+    """Kill torchrun only; its ranks are orphaned."""
     for pid in {_parent(pid) for pid in job.ranks().values()}:
         os.kill(pid, signal.SIGKILL)
 
 
 def _fill_disk(job: Job, fault: Fault) -> None:
-    """A limit on the size of files: the next checkpoint, or line of metrics, is cut in it."""
+    """Limit the file size, so that the next checkpoint or line of metrics is cut off."""
     latest = max(_checkpoints(job).glob("step-*[0-9]/checkpoint.json"))
     limit = int(fault.share * max(json.loads(latest.read_text())["files"].values()))
     for pid in job.ranks().values():
@@ -116,7 +116,7 @@ def _fill_disk(job: Job, fault: Fault) -> None:
 
 
 def _kill_saving(job: Job, fault: Fault) -> None:
-    """Killed with a checkpoint half written, of which the longest file is cut and overwritten."""
+    """Kill the job while it writes a checkpoint, and overwrite half of the longest file."""
     while not list(_checkpoints(job).glob("*.part")) and job.running():
         time.sleep(_POLL_S)
     time.sleep(0.05 * fault.share)
@@ -154,4 +154,4 @@ KINDS = {
     "killed while saving": Kind(_kill_saving),
     "killed while starting": Kind(_kill_job, while_starting=True),
 }
-"""By name; `draw` gives each of them."""
+"""Kinds of faults by name."""

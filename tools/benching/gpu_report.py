@@ -8,24 +8,24 @@ from typing import Any
 
 GIB = 2**30
 NOT_MEASURED = "not measured"
-# Forwards' FLOPs that a mode takes; what recomputation repeats does not count.
+# FLOPs of a mode in units of one forward; recomputed forwards are not counted.
 FORWARDS = {"train": 3, "forward": 1, "logprobs": 1}
 
 
 def median_seconds(way: dict[str, Any], mode: str) -> float | None:
-    """Of the measured rounds; None where there is none."""
+    """Median over the measured rounds; None without rounds."""
     seconds = way["seconds"][mode]
     return statistics.median(seconds) if seconds else None
 
 
 def tokens_per_second(way: dict[str, Any], mode: str) -> float | None:
-    """Real tokens; padding does not count."""
+    """Real tokens per second; padding is not counted."""
     seconds = median_seconds(way, mode)
     return None if seconds is None or "tokens" not in way else way["tokens"] / seconds
 
 
 def utilisation(way: dict[str, Any], mode: str, peak_flops: float | None) -> float | None:
-    """Model FLOPs per second over the device's peak, or per second alone without a peak."""
+    """Model FLOPs per second over the device's peak; without a peak, FLOPs per second."""
     seconds = median_seconds(way, mode)
     if seconds is None or "forward_flops" not in way:
         return None
@@ -33,7 +33,7 @@ def utilisation(way: dict[str, Any], mode: str, peak_flops: float | None) -> flo
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """All of the report that people read."""
+    """The report as Markdown."""
     packages = ", ".join(f"{name} {number}" for name, number in report["packages"].items())
     lines = [f"`{report['command']}`, {report['date']}; {packages}.", ""]
     lines += _tests(report.get("tests"))
@@ -45,12 +45,12 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """One line for each part that has an error."""
+    """One line for each part that failed."""
     return list(_failures(report))
 
 
 def last_line(text: str) -> str:
-    """Of what a process printed, the line that says what went wrong."""
+    """The last line with "Error", else the last line of a process's output; cut to 500 chars."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
     return (errors or lines or [""])[-1][:500]
@@ -149,8 +149,11 @@ def _way(name: str, way: dict[str, Any], model: dict[str, Any]) -> list[str]:
 
 
 def comparisons(cell: dict[str, Any]) -> list[list[str]]:
-    """The targets and what was measured, forward and backward. Packed rows are the first packed
-    way's; the ceiling is compared by FLOPs, as its samples are of another length."""
+    """Rows of target, required and measured value, for forward and backward.
+
+    "packed" is the first packed way. The dense ceiling is compared by FLOPs, because its samples
+    have another length.
+    """
     ways = cell["ways"]
     packed = ways[next(name for name in ways if name.startswith("packed"))]
 
@@ -169,7 +172,8 @@ def comparisons(cell: dict[str, Any]) -> list[list[str]]:
 
 
 def _host(host: dict[str, Any] | None, step: float | None) -> list[list[str]]:
-    share, each = None, {}
+    share = None
+    each = {}
     if host is not None and step is not None:
         each = {part: statistics.median(host[f"{part}_seconds"]) for part in _HOST_PARTS}
         share = sum(each.values()) / (step + each["planning"])

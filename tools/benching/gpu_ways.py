@@ -1,8 +1,8 @@
 """The ways of running the same samples that `bench_gpu.py` compares.
 
-A packed way goes through `ScheduleAdapter`. A dense way is a plain loop over [B, S] batches which
-are on the device beforehand, with the model's causal attention and no `cu_seqlens`; its vocabulary
-head is the adapter's, at response positions alone.
+A packed way runs through `ScheduleAdapter`. A dense way is a plain loop over [B, S] batches that
+are already on the device, with the model's causal attention and no `cu_seqlens`. It uses the
+adapter's vocabulary head, at response positions only.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from megapack.model.attention.packed import packed_seq_params
 from megapack.model.head import deferred_head
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.samples import SampleBatch
-from megapack.schedule import ScheduleAdapter
-from megapack.schedule import runner as schedule_run
+from megapack.schedule import ScheduleAdapter, runner
 from megapack.schedule.runner import evaluating
 
 Sample = tuple[int, int]
-"""Tokens of a prompt and of its response."""
+"""Tokens of the prompt and of the response."""
 
 MODES = ("train", "forward", "logprobs")
-"""Forward and backward; a forward of the same rows without gradients; log-probs and entropies by
-a plan with the budget of passes that store no activations."""
+"""train: forward and backward. forward: the same rows without gradients. logprobs: log-probs and
+entropies, planned with the budget of passes that store no activations."""
 
 
 def synchronize() -> None:
-    """Wait for the device, where there is one."""
+    """Wait for the CUDA device, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def seconds_of(run: Any) -> float:
-    """Wall-clock seconds of a call with all that it starts on the device."""
+    """Wall-clock seconds of a call, including the work that it starts on the device."""
     synchronize()
     started = time.perf_counter()
     run()
@@ -61,7 +60,7 @@ def make_batch(samples: Sequence[Sample], vocab_size: int) -> SampleBatch:
 
 
 class PackedWay:
-    """Rows of a plan, through the adapter."""
+    """Packed rows of a plan, run by the adapter."""
 
     def __init__(
         self,
@@ -74,7 +73,9 @@ class PackedWay:
         budget: dict[str, int],
         forward_budget: dict[str, int],
     ) -> None:
-        self.name, self.samples, self.chunks = name, list(samples), chunks
+        self.name = name
+        self.samples = list(samples)
+        self.chunks = chunks
         self.batch = make_batch(samples, vocab_size)
         self.adapter = ScheduleAdapter(chunks, layout=Layout(), logprob_chunk_tokens=chunk_tokens)
         self._budget = budget
@@ -84,17 +85,17 @@ class PackedWay:
         )
 
     def make_plan(self) -> Plan:
-        """Of the training step."""
+        """The plan of the training step."""
         return build_dp_schedule(self.batch.lengths, layout=Layout(), **self._budget)
 
     @property
     def num_microbatches(self) -> int:
-        """Rows of the training step."""
+        """Micro-batches of the training step."""
         return len(self.plan.steps[0].ranks[0])
 
     @property
     def row_tokens(self) -> int:
-        """Of all rows together, padding included."""
+        """Sum over all rows, with padding."""
         return sum(row.row_tokens for row in self.plan.steps[0].ranks[0])
 
     def train(self) -> None:
@@ -103,35 +104,35 @@ class PackedWay:
         self.step()
 
     def step(self) -> None:
-        """The adapter's step alone."""
+        """The adapter's step, without zeroing the gradients first."""
         self.adapter.step(self.plan, self.batch, objective=SFT())
 
     def forward(self) -> None:
-        """Log-probs by the training step's rows."""
+        """Log-probs with the training step's rows."""
         self.adapter.forward(self.plan, self.batch)
 
     def logprobs(self) -> None:
-        """Log-probs and entropies by rows of the forward budget."""
+        """Log-probs and entropies with rows of the forward budget."""
         self.adapter.forward(self.forward_plan, self.batch, entropy=True)
 
 
 @dataclass(frozen=True)
 class DenseBatch:
-    """Samples of one length in memory, on the device."""
+    """Samples padded to one length, on the device."""
 
     tokens_BS: Tensor
     positions_BS: Tensor
     loss_positions_R: Tensor
-    """Into the flattened [B, S], of tokens that predict a response token."""
+    """Positions in the flattened [B, S] of the tokens that predict a response token."""
     labels_R: Tensor
 
 
 class DenseWay:
-    """Batches whose samples are padded to the longest of them.
+    """Batches whose samples are padded to the longest sample of the batch.
 
     Args:
-        unpacked: the model's attention takes batches of sequences; else each batch goes in as one
-            row of samples of equal length.
+        unpacked: whether the model's attention accepts batches of sequences. If not, each batch
+            runs as one row of samples of equal length.
         batches: samples of each training batch.
         forward_batches: samples of each batch of the log-prob pass.
     """
@@ -147,14 +148,16 @@ class DenseWay:
         batches: Sequence[Sequence[Sample]],
         forward_batches: Sequence[Sequence[Sample]],
     ) -> None:
-        self.name, self.chunks = name, chunks
+        self.name = name
+        self.chunks = chunks
         self.samples = [sample for batch in batches for sample in batch]
-        self._unpacked, self._chunk_tokens = unpacked, chunk_tokens
+        self._unpacked = unpacked
+        self._chunk_tokens = chunk_tokens
         device = next(chunks[0].parameters()).device
-        self._batches, self._forward_batches = (
-            [dense_batch(batch, vocab_size, device) for batch in which]
-            for which in (batches, forward_batches)
-        )
+        self._batches = [dense_batch(batch, vocab_size, device) for batch in batches]
+        self._forward_batches = [
+            dense_batch(batch, vocab_size, device) for batch in forward_batches
+        ]
 
     @property
     def num_microbatches(self) -> int:
@@ -163,7 +166,7 @@ class DenseWay:
 
     @property
     def row_tokens(self) -> int:
-        """Of all batches together, padding included."""
+        """Sum over all batches, with padding."""
         return sum(batch.tokens_BS.numel() for batch in self._batches)
 
     def train(self) -> None:
@@ -173,13 +176,13 @@ class DenseWay:
             self._logprobs(batch, with_entropy=False)[0].mean().neg().backward()
 
     def forward(self) -> None:
-        """Log-probs by the training step's batches."""
+        """Log-probs with the training step's batches."""
         with torch.no_grad(), evaluating(self.chunks):
             for batch in self._batches:
                 self._logprobs(batch, with_entropy=False)[0].cpu()
 
     def logprobs(self) -> None:
-        """Log-probs and entropies by batches of the forward budget."""
+        """Log-probs and entropies with batches of the forward budget."""
         with torch.no_grad(), evaluating(self.chunks):
             for batch in self._forward_batches:
                 for values_R in self._logprobs(batch, with_entropy=True):
@@ -187,12 +190,15 @@ class DenseWay:
 
     def _logprobs(self, batch: DenseBatch, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         (model,) = self.chunks
-        tokens_BS, positions_BS, params = batch.tokens_BS, batch.positions_BS, None
+        tokens_BS = batch.tokens_BS
+        positions_BS = batch.positions_BS
+        params = None
         if not self._unpacked:
             count, length = tokens_BS.shape
             ends = torch.arange(count + 1, dtype=torch.int32, device=tokens_BS.device) * length
             params = packed_seq_params(ends, length, count * length)
-            tokens_BS, positions_BS = tokens_BS.view(1, -1), positions_BS.view(1, -1)
+            tokens_BS = tokens_BS.view(1, -1)
+            positions_BS = positions_BS.view(1, -1)
         with deferred_head(model) as head:
             hidden = model(tokens_BS, positions_BS, None, packed_seq_params=params)
         hidden_RH = hidden.flatten(0, 1)[batch.loss_positions_R].to(head.weight_VH.dtype)
@@ -203,17 +209,17 @@ class DenseWay:
 
 
 def dense_batch(samples: Sequence[Sample], vocab_size: int, device: torch.device) -> DenseBatch:
-    """Random tokens, each sample at the start of its line."""
+    """A batch of random tokens; each sample is left-aligned in its line."""
     batch = make_batch(samples, vocab_size)
     longest = max(batch.lengths)
     tokens_BS = torch.zeros(len(samples), longest, dtype=torch.int64)
-    places = []
+    positions = []
     for i, (prompt, response) in enumerate(samples):
         tokens_BS[i, : prompt + response] = batch.tokens(i)
-        # Nothing predicts a sample's first token.
+        # No token predicts a sample's first token.
         first = max(prompt, 1) - 1
-        places.append(torch.arange(first, prompt + response - 1) + i * longest)
-    positions_R = torch.cat(places)
+        positions.append(torch.arange(first, prompt + response - 1) + i * longest)
+    positions_R = torch.cat(positions)
     return DenseBatch(
         tokens_BS.to(device),
         torch.arange(longest, device=device).repeat(len(samples), 1),
@@ -223,7 +229,7 @@ def dense_batch(samples: Sequence[Sample], vocab_size: int, device: torch.device
 
 
 def padded_batches(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
-    """Samples in their order; a batch ends where one more would pad it past the budget.
+    """Batches of samples in order; a batch ends where one more would pad it past the budget.
 
     >>> padded_batches([(1, 2), (1, 3), (2, 6), (1, 1)], budget=8)
     [[(1, 2), (1, 3)], [(2, 6)], [(1, 1)]]
@@ -239,7 +245,7 @@ def padded_batches(samples: Sequence[Sample], budget: int) -> list[list[Sample]]
 
 
 def equal_batches(samples: Sequence[Sample], budget: int, unit: int = 64) -> list[list[Sample]]:
-    """Full batches of equal samples: about the same tokens, mean length and share of response.
+    """Full batches of equal samples, with about the same tokens, mean length and response share.
 
     >>> equal_batches([(10, 54), (20, 236), (10, 54)], budget=256, unit=64)
     [[(13, 115), (13, 115)], [(13, 115), (13, 115)]]
@@ -253,17 +259,18 @@ def equal_batches(samples: Sequence[Sample], budget: int, unit: int = 64) -> lis
 
 
 def zero_gradients(chunks: Sequence[Any]) -> None:
-    """What a step begins with."""
+    """Zero the gradient buffers, as before every step."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
 
 
 def host_seconds(way: PackedWay) -> tuple[float, float]:
-    """Seconds of planning a step, and of all else that the adapter does outside Megatron's call.
+    """Seconds of planning a step, and of the adapter's work outside Megatron's call.
 
-    The device is waited for on both sides of the call, so none of its work counts as the host's.
+    The device is synchronized before and after the call, so device work is not counted.
     """
-    inside, original = [], schedule_run.get_forward_backward_func
+    inside = []
+    original = runner.get_forward_backward_func
 
     def timed() -> Any:
         def call(**kwargs: Any) -> None:
@@ -273,6 +280,6 @@ def host_seconds(way: PackedWay) -> tuple[float, float]:
 
     zero_gradients(way.chunks)
     planning = seconds_of(way.make_plan)
-    with mock.patch.object(schedule_run, "get_forward_backward_func", timed):
+    with mock.patch.object(runner, "get_forward_backward_func", timed):
         whole = seconds_of(way.step)
     return planning, whole - sum(inside)

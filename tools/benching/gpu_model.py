@@ -1,9 +1,9 @@
-"""One model over length traces, in a process of its own; `bench_gpu.py` starts it.
+"""Measures one model over length traces; `tools/bench_gpu.py` starts it as its own process.
 
-    python tools/bench_gpu_model.py OUT.json SECONDS CONFIG TOKENS [section.key=value ...]
+    python tools/benching/gpu_model.py OUT.json SECONDS CONFIG TOKENS [section.key=value ...]
         [--trace FILE.csv ...]
 
-OUT.json is written anew after each trace, so that what was measured stays if a later one fails.
+OUT.json is rewritten after each trace, so that measurements survive if a later trace fails.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,16 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bench_gpu_ways import (
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megapack import Layout, launch
+from megapack.config import load_config
+from megapack.config.sections import ModelConfig, TrainConfig
+from megapack.data.tokenizer import ByteTokenizer
+from megapack.model import build_model, initialize_parallel
+from megapack.model.attention.choice import choose_attention
+from tools.benching.gpu_ways import (
     MODES,
     DenseWay,
     PackedWay,
@@ -31,14 +41,7 @@ from bench_gpu_ways import (
     padded_batches,
     seconds_of,
 )
-from model_flops import forward_flops, model_sizes, peak_flops
-
-from megapack import Layout, launch
-from megapack.config import load_config
-from megapack.config.sections import ModelConfig, TrainConfig
-from megapack.data.tokenizer import ByteTokenizer
-from megapack.model import build_model, initialize_parallel
-from megapack.model.attention.choice import choose_attention
+from tools.benching.model_flops import forward_flops, model_sizes, peak_flops
 
 logger = logging.getLogger("bench_gpu")
 Way = PackedWay | DenseWay
@@ -47,8 +50,10 @@ HOST_ROUNDS = 3
 
 
 def trace_lengths(path: Path | None) -> list[Sample]:
-    """(prompt, response) tokens of a trace in a random order that is always the same; None is a
-    generated one, log-normal with a median of about 1,100 tokens."""
+    """(prompt, response) tokens of a trace, shuffled with a fixed seed.
+
+    None generates a trace: log-normal with a median of about 1,100 tokens.
+    """
     rng = np.random.default_rng(0)
     if path is None:
         lengths = np.clip(rng.lognormal(7, 1, 4096), 16, 65536).astype(int)
@@ -58,7 +63,7 @@ def trace_lengths(path: Path | None) -> list[Sample]:
 
 
 def pick(samples: Sequence[Sample], num_tokens: int, max_length: int) -> list[Sample]:
-    """The first samples, cut to `max_length`, that together have at least `num_tokens`."""
+    """The first samples that together have at least `num_tokens`, each cut to `max_length`."""
     picked: list[Sample] = []
     for prompt, response in samples:
         kept = min(prompt, max_length // 2)
@@ -69,8 +74,10 @@ def pick(samples: Sequence[Sample], num_tokens: int, max_length: int) -> list[Sa
 
 
 def build(model: ModelConfig, attention: str) -> list[Any]:
-    """The model with an attention, and with weights as Megatron draws them on the device: weights
-    that follow from names take minutes for billions of them."""
+    """The model with the given attention, and with Megatron's own initialization on the device.
+
+    Initialization by parameter names takes minutes for billions of parameters.
+    """
     with mock.patch("megapack.model.build.initialize_by_name"):
         return build_model(
             dataclasses.replace(model, attention=attention),
@@ -82,7 +89,7 @@ def build(model: ModelConfig, attention: str) -> list[Any]:
 
 
 class Ways:
-    """The ways of one trace, each made when it first can be; one that fails leaves the others."""
+    """The ways of running one trace. One that fails is recorded and the others go on."""
 
     def __init__(self, config: TrainConfig, models: dict[str, Any], samples: list[Sample]) -> None:
         self.made: dict[str, Way] = {}
@@ -133,7 +140,7 @@ class Ways:
         return None
 
     def warm_up(self) -> None:
-        """Every mode once: kernels are chosen and compiled, and the peak memory is found."""
+        """Run every mode once, to choose and compile kernels and to find the peak memory."""
         for name in list(self.made):
             _reset_peak()
             for mode in MODES:
@@ -145,8 +152,10 @@ class Ways:
                     self.results[name]["peak_bytes"] = _peak_bytes()
 
     def measure(self, until: float) -> None:
-        """Rounds of every way in every mode, at least one; so that a device that slows down slows
-        all of them."""
+        """Time every way in every mode, round by round; at least one round.
+
+        A device that slows down then slows all ways.
+        """
         slowest = 0.0
         for number in range(MAX_ROUNDS):
             started = time.monotonic()
@@ -161,7 +170,7 @@ class Ways:
             slowest = max(slowest, time.monotonic() - started)
 
     def host(self) -> dict[str, Any] | None:
-        """The adapter's own time of the first packed way, in several steps."""
+        """Host time of the first packed way over several steps: planning, and the adapter."""
         name = next((name for name in self.made if name.startswith("packed")), None)
         if name is None:
             return None
@@ -177,7 +186,7 @@ class Ways:
 def run_trace(
     config: TrainConfig, models: dict[str, Any], trace: Path | None, tokens: int, until: float
 ) -> dict[str, Any]:
-    """All ways over one trace."""
+    """Results of all ways over one trace."""
     samples = pick(trace_lengths(trace), tokens, config.data.max_length or tokens)
     sizes = model_sizes(config.model)
     ways = Ways(config, models, samples)
@@ -204,13 +213,13 @@ def run_trace(
 
 
 def build_all(model: ModelConfig) -> dict[str, Any]:
-    """Chunks by attention, the best one first; the error's text where a further one fails."""
+    """Model chunks by attention, the best first; for a later one that fails, its error message."""
     main = choose_attention(model.attention, model.dtype)
     models: dict[str, Any] = {main: build(model, main)}
     if main == "te":
         try:
             models["varlen"] = build(model, "varlen")
-        except Exception as error:  # recorded with the way that it is for
+        except Exception as error:  # recorded with the way that needs it
             models["varlen"] = f"{type(error).__name__}: {str(error)[:500]}"
     return models
 

@@ -1,4 +1,4 @@
-"""One life of a run: the launcher, its ranks, the steps it takes, and what the ranks hold."""
+"""One life of a run: the launcher, its ranks, the steps printed, and the ranks' resources."""
 
 from __future__ import annotations
 
@@ -13,45 +13,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "tools/launch/torchrun.sh"
 CONFIG = ROOT / "configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 _STEP = re.compile(r"^step (\d+): ", re.MULTILINE)
 _GROUP_THREAD = "gloo_tcp_loop"
-"""Name of the thread that each gloo process group has one of."""
+"""Name of a thread that each gloo process group has exactly one of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one rank holds at one time."""
+    """Resources that one rank holds at one time."""
 
     life: int
     step: int
     rank: int
     rss_mib: float
-    """Resident memory, shared pages in full."""
+    """Resident memory, with shared pages in full."""
     pss_mib: float
-    """Resident memory, shared pages divided by those who share them."""
+    """Resident memory, with shared pages divided by the number of processes that share them."""
     uss_mib: float
-    """Resident memory that nobody shares."""
+    """Resident memory that no other process shares."""
     threads: int
     fds: int
     groups: int
-    """Gloo process groups, by their threads."""
+    """Gloo process groups, counted by their threads."""
 
 
 class Job:
-    """`tools/launch/torchrun.sh` on this machine, in a session of its own.
+    """`tools/launch/torchrun.sh` on this machine, in its own session.
 
     Args:
         folder: the working directory; the run's folder is `runs/run` in it.
-        life: number of this start of the run; names the log.
-        world: ranks.
+        life: number of this start of the run; part of the log's name.
+        world: number of ranks.
         settings: overrides of the config.
     """
 
     def __init__(self, folder: Path, life: int, world: int, settings: Sequence[str]) -> None:
-        self.folder, self.life, self.world = folder, life, world
+        self.folder = folder
+        self.life = life
+        self.world = world
         self.log = folder / f"life{life}.log"
         environment = {"NPROC_PER_NODE": str(world), "PYTHON": sys.executable}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -67,19 +69,19 @@ class Job:
             )
         self.started = time.monotonic()
         self.last_step = 0
-        """The last step that this life has told of; 0 = none."""
+        """The last step that this life has printed; 0 = no step yet."""
         self.first_step = 0
         self._processes: set[tuple[int, str]] = set()
-        self._place = 0
+        self._read_bytes = 0
 
     def running(self) -> bool:
-        """Whether the launcher runs; takes note of new processes and steps."""
+        """Whether the launcher runs; also records new processes and steps."""
         self._processes |= _descendants(self.launcher.pid)
         with open(self.log, "rb") as log:
-            log.seek(self._place)
+            log.seek(self._read_bytes)
             text = log.read()
         whole = text[: text.rfind(b"\n") + 1]
-        self._place += len(whole)
+        self._read_bytes += len(whole)
         steps = [int(number) for number in _STEP.findall(whole.decode(errors="replace"))]
         if steps:
             self.first_step = self.first_step or steps[0]
@@ -87,7 +89,7 @@ class Job:
         return self.launcher.poll() is None
 
     def ranks(self) -> dict[int, int]:
-        """Process ids by rank, of those that have been started."""
+        """Process ids by rank, of the ranks started so far."""
         found = {}
         for pid, _ in _descendants(self.launcher.pid):
             rank = _environment(pid).get("RANK")
@@ -96,7 +98,7 @@ class Job:
         return found
 
     def kill(self) -> None:
-        """SIGKILL to the launcher, torchrun and all ranks, at the same time as far as may be."""
+        """Send SIGKILL to the launcher, torchrun and all ranks, as simultaneously as possible."""
         self._processes |= _descendants(self.launcher.pid)
         self.launcher.kill()
         for process in filter(_alive, self._processes):
@@ -105,18 +107,18 @@ class Job:
         self.launcher.wait()
 
     def left_behind(self, patience_s: float = 10.0) -> list[int]:
-        """Processes of the job that outlive its launcher by so long."""
+        """Processes of the job that still run `patience_s` seconds after its launcher ended."""
         deadline = time.monotonic() + patience_s
         while (left := sorted(filter(_alive, self._processes))) and time.monotonic() < deadline:
             time.sleep(0.05)
         return [pid for pid, _ in left]
 
     def output(self) -> str:
-        """What the job has printed."""
+        """The job's output so far."""
         return self.log.read_text(errors="replace")
 
     def samples(self) -> list[Sample]:
-        """Of every rank, now; nothing of one that ends meanwhile."""
+        """A sample of every rank, without ranks that end meanwhile."""
         found = []
         for rank, pid in sorted(self.ranks().items()):
             try:
@@ -146,7 +148,7 @@ def _sample(life: int, step: int, rank: int, process: Path) -> Sample:
 
 
 def _descendants(pid: int) -> set[tuple[int, str]]:
-    """Process ids below a process, and when each has started: ids are given anew."""
+    """Ids and start times of all descendants of a process; ids alone may be reused."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -156,7 +158,7 @@ def _descendants(pid: int) -> set[tuple[int, str]]:
 
 
 def _start(pid: int) -> str:
-    """When a process has started, in ticks of the machine's clock; empty where it is no more."""
+    """Start time of a process in clock ticks since boot; empty if it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""What is fuzzed: functions that take any input, and what must hold of it.
+"""Fuzz targets: functions that accept any input, and the properties that must hold for it.
 
-Each returns whether the input was taken. A refusal is the documented error, of one line; anything
-else that comes out is a finding. `tools/fuzz.py` runs them under atheris,
+Each returns whether the input was accepted. Inputs may be refused with a documented one-line error;
+any other exception is a finding. `tools/fuzz.py` runs the targets under atheris,
 `tests/property/test_fuzz_targets.py` under hypothesis.
 """
 
@@ -37,29 +37,30 @@ from megapack.data.index import ReadSettings
 from megapack.data.lengths import Columns, read_length_file
 from megapack.data.rollouts import group_advantages
 from megapack.plan.show import diff_plans
-from tools import fuzz_seeds
+from tools.fuzzing import seeds
 
 T = TypeVar("T")
 
 Integer = Callable[[int, int], int]
-"""Gives an integer from the first to the second, both included."""
+"""Draws an integer between the two arguments, both included."""
 
-# Plans of more samples are not held against lengths.
-_MOST_SAMPLES = 1000
-_MEMORY = Path("/dev/shm")
+# A mutated plan can claim any number of samples; larger plans are not checked against lengths.
+_MAX_CHECKED_SAMPLES = 1000
+_MEMORY_FOLDER = Path("/dev/shm")
 
 
 class Finding(Exception):
-    """Something that was promised does not hold."""
+    """A documented property does not hold."""
 
 
 def require(good: bool, what: str) -> None:
+    """Raise a finding with this message unless `good`."""
     if not good:
         raise Finding(what)
 
 
 def refused(call: Callable[[], T], *documented: type[MegapackError]) -> T | None:
-    """What the call returns, or None where it raises a documented error of one line."""
+    """The call's result, or None if it raises a documented error of one line."""
     try:
         return call()
     except documented as error:
@@ -87,21 +88,21 @@ def _hold_plan(plan: Plan | None) -> bool:
     require(diff_plans(plan, plan).equal, "a plan differs from itself")
     for step in plan.steps:
         refused(lambda: simulate(step, layout=plan.layout), ConfigError, ScheduleError)  # noqa: B023
-    if plan.num_samples <= _MOST_SAMPLES:
-        lengths = [fuzz_seeds.seed_length(sample) for sample in range(plan.num_samples)]
+    if plan.num_samples <= _MAX_CHECKED_SAMPLES:
+        lengths = [seeds.seed_length(sample) for sample in range(plan.num_samples)]
         refused(lambda: check_plan(plan, lengths), PlanError, DataError)
     return True
 
 
 def _hold_round_trips(plan: Plan) -> None:
     for again in (Plan.from_json(plan.to_json()), Plan.from_text(str(plan))):
-        require(again == plan, "another plan comes back")
-        require(again.to_json() == plan.to_json(), "another JSON comes back")
-        require(again.digest() == plan.digest(), "another digest comes back")
+        require(again == plan, "a different plan comes back")
+        require(again.to_json() == plan.to_json(), "different JSON comes back")
+        require(again.digest() == plan.digest(), "a different digest comes back")
 
 
 def hold_config(data: bytes) -> bool:
-    """`parse_config` of the main job; overrides stand behind NUL bytes."""
+    """`parse_config` of the main job; overrides follow the text, each after a NUL byte."""
     text, *overrides = data.decode("utf-8", "surrogateescape").split("\0")
     config = refused(lambda: parse_config(text, overrides, TrainConfig), ConfigError)
     if config is None:
@@ -121,7 +122,9 @@ READ_SETTINGS = (
 def hold_rollouts(data: bytes) -> bool:
     """The readers of rollouts and of lengths."""
     settings = READ_SETTINGS[zlib.crc32(data) % len(READ_SETTINGS)]
-    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as name:
+    with tempfile.TemporaryDirectory(
+        dir=_MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
+    ) as name:
         path = Path(name) / ("data.npy" if data.startswith(b"\x93NUMPY") else "data.jsonl")
         path.write_bytes(data)
         as_lengths = refused(lambda: read_length_file(str(path), Columns()), DataError)
@@ -136,7 +139,7 @@ def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
     counts = zip(dataset.prompt_tokens(rows), dataset.response_tokens(rows), strict=True)
     for row, count in enumerate(counts):
         lengths = tuple(map(len, dataset.tokens(row)))
-        require(lengths == count, f"sample {row} has other lengths than its index says")
+        require(lengths == count, f"sample {row} differs in length from its index")
     rewards = dataset.rewards(rows)
     for mode in ("group", "group-std", "none"):
         found = refused(lambda: group_advantages(rewards, mode), DataError)  # noqa: B023
@@ -147,7 +150,7 @@ def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
 
 
 def hold_schedule(integer: Integer) -> bool:
-    """`build_dp_schedule` on small arguments; each is chosen by integers."""
+    """`build_dp_schedule` on small arguments, chosen by drawn integers."""
     lengths, settings = _arguments(integer)
     plan = refused(
         lambda: build_dp_schedule(lengths, **settings), DataError, ConfigError, PlanError
@@ -156,7 +159,7 @@ def hold_schedule(integer: Integer) -> bool:
         lambda: build_dp_schedule(list(lengths), **settings), DataError, ConfigError, PlanError
     )
     if plan is None or again is None:
-        require(plan is again, "equal inputs are planned once and refused once")
+        require(plan is again, "equal inputs are once planned and once refused")
         return False
     require(plan.digest() == again.digest(), "equal inputs give two plans")
     check_plan(plan, lengths)
@@ -164,7 +167,9 @@ def hold_schedule(integer: Integer) -> bool:
     for step in plan.steps:
         simulation = simulate(step, layout=plan.layout, forward_only=plan.forward_only)
         cap = plan.policy.max_live_tokens_per_gpu
-        require(cap is None or simulation.peak_live_tokens <= cap, "the cap is not held")
+        require(
+            cap is None or simulation.peak_live_tokens <= cap, "the cap on live tokens is exceeded"
+        )
     return True
 
 
@@ -179,7 +184,8 @@ def _arguments(integer: Integer) -> tuple[list[int], dict[str, Any]]:
     num_samples = len(lengths) + one_of(0, 0, 0, 0, 0, 0, 0, 1, -1)
     pp = one_of(1, 1, 2, 3, 4)
     vpp = one_of(1, 2, 3) if pp > 1 else 1
-    dp, cp = integer(1, 4), one_of(1, 1, 2, 3)
+    dp = integer(1, 4)
+    cp = one_of(1, 1, 2, 3)
     layout = Layout(
         dp=dp,
         tp=one_of(1, 2),
@@ -222,7 +228,7 @@ def _cost(integer: Integer, layout: Layout) -> CostModel | None:
     small = [integer(0, 3) * scale for scale in (1.0, 1e-3, 1e-6, 0.5)]
     weights = None
     if kind == 2:
-        weights = tuple(0.5 + (place % 2) for place in range(2 * (layout.num_chunks // 2)))
+        weights = tuple(0.5 + (chunk % 2) for chunk in range(2 * (layout.num_chunks // 2)))
     scale = {3: 1e-300, 4: 1e300}.get(kind, 1.0)
     return CostModel(
         *(number * scale for number in small),
@@ -252,13 +258,13 @@ class Documents:
 
     hold: Callable[[bytes], bool]
     seeds: Callable[[], list[bytes]]
-    """Valid documents to begin with."""
+    """Valid documents from which mutation starts."""
 
 
 DOCUMENTS = {
-    "plan_json": Documents(hold_plan_json, fuzz_seeds.plan_json),
-    "plan_text": Documents(hold_plan_text, fuzz_seeds.plan_text),
-    "config": Documents(hold_config, fuzz_seeds.configs),
-    "rollouts": Documents(hold_rollouts, fuzz_seeds.rollouts),
+    "plan_json": Documents(hold_plan_json, seeds.plan_json),
+    "plan_text": Documents(hold_plan_text, seeds.plan_text),
+    "config": Documents(hold_config, seeds.configs),
+    "rollouts": Documents(hold_rollouts, seeds.rollouts),
 }
 TARGETS = (*DOCUMENTS, "schedule")

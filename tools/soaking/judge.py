@@ -1,4 +1,4 @@
-"""What two runs of a soak must have in common, and what a run must not gather."""
+"""Checks of a soak: both runs take the same steps, and no resource grows within a run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from soak_job import Sample
 
+from tools.soaking.job import Sample
+
+# Chosen by hand: memory settles in the first steps, and growth of 2 % after them counts as a leak.
 WARMUP_STEPS = 200
 MAX_GROWTH = 0.02
+# Fewer samples of a life do not give quarters to compare.
 MIN_SAMPLES = 8
 COUNTS = ("threads", "fds", "groups")
 MEMORY = ("rss_mib", "uss_mib", "pss_mib")
 
 
 def judge_steps(calm: Path, wild: Path, num_steps: int) -> list[str]:
-    """Compare two runs' metrics, all numbers by their text but those of time.
+    """Compare two runs' metrics digit by digit, except for times.
 
     Args:
         calm, wild: the folders of an undisturbed run and a disturbed one.
 
     Returns:
-        What differs or is missing, a line each.
+        One line for each difference; at most 10.
     """
-    expected, found = _lines(calm), _lines(wild)
+    expected = _lines(calm)
+    found = _lines(wild)
     failed = [
         f"{folder.name}: {len(lines)} lines of metrics are not steps 1 to {num_steps} once each"
         for folder, lines in ((calm, expected), (wild, found))
@@ -41,38 +45,40 @@ def judge_steps(calm: Path, wild: Path, num_steps: int) -> list[str]:
 
 
 def judge_counts(run: str, samples: Sequence[Sample]) -> list[str]:
-    """Whether each life's ranks end with no more threads, files and process groups than it began.
+    """Check that no rank ends a life with more threads, files or process groups than it began with.
 
     Args:
-        run: names the run.
+        run: name of the run for messages.
 
     Returns:
-        What grew, a line each.
+        One line for each count that grew.
     """
-    failed, seen = [], set()
+    failed = []
+    seen = set()
     for life, rank in sorted({(sample.life, sample.rank) for sample in samples}):
         own = [s for s in samples if (s.life, s.rank) == (life, rank)]
         if len(own) < MIN_SAMPLES:
             continue
         for name in COUNTS:
-            # A file that is open for a moment is in one sample; what leaks is in all later ones.
+            # Compare minima of the first and last quarter: a file that is open for a moment is in
+            # one sample, a leaked one is in all later samples.
             few = len(own) // 4
             first, last = (min(getattr(s, name) for s in part) for part in (own[:few], own[-few:]))
             seen.add((rank, name, first, last))
             if last > first:
                 who = f"{run}, life {life}, rank {rank}"
                 failed.append(f"{who}: {name} grew from {first} to {last}")
-    print(f"\n{run}: least of the first and of the last quarter of a life")
+    print(f"\n{run}: minimum over the first and over the last quarter of a life")
     for rank, name, first, last in sorted(seen):
         print(f"  rank {rank} {name:8} {first:5} {last:5}")
     return failed
 
 
 def judge_memory(samples: Sequence[Sample], num_steps: int) -> list[str]:
-    """Whether the ranks of a single life held their memory after the warm-up.
+    """Check that the memory of the ranks of a single life does not grow after the warm-up.
 
     Returns:
-        What grew, a line each; nothing in a run of less than two warm-ups.
+        One line for each measure that grew; empty for a run shorter than two warm-ups.
     """
     failed = []
     warm = min(WARMUP_STEPS, num_steps // 2)
@@ -83,7 +89,7 @@ def judge_memory(samples: Sequence[Sample], num_steps: int) -> list[str]:
             first, last = trend([(s.step, getattr(s, name)) for s in own])
             growth = last / first - 1
             print(f"  rank {rank} {name:8} {first:8.1f} {last:8.1f}  {growth:+.2%}")
-            # PSS is shown alone: it grows where a stranger who shared pages ends.
+            # PSS is printed but not judged: it grows when another process that shared pages ends.
             judged = name != "pss_mib" and num_steps >= 2 * WARMUP_STEPS
             if judged and growth > MAX_GROWTH:
                 failed.append(f"rank {rank}: {name} grew by {growth:.2%}")
@@ -91,19 +97,19 @@ def judge_memory(samples: Sequence[Sample], num_steps: int) -> list[str]:
 
 
 def trend(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The least-squares line's values at the first and the last place.
+    """The values of the least-squares line at the first and the last point.
 
     >>> [round(value, 9) for value in trend([(0, 1.0), (1, 3.0), (2, 2.0), (3, 4.0)])]
     [1.3, 3.7]
     """
-    places, values = np.array(points, dtype=float).T
-    slope, height = np.polyfit(places, values, 1)
-    return float(height + slope * places[0]), float(height + slope * places[-1])
+    steps, values = np.array(points, dtype=float).T
+    slope, height = np.polyfit(steps, values, 1)
+    return float(height + slope * steps[0]), float(height + slope * steps[-1])
 
 
 def fault_table(struck: Sequence[dict[str, Any]]) -> str:
-    """One line for each fault and what came of it."""
-    lines = ["life  step fault                  rank seconds exit  goes on after"]
+    """A table with one line per fault: when it struck, and how the job ended and resumed."""
+    lines = ["life  step fault                  rank seconds exit  resumed after"]
     for one in struck:
         code, resumed = ("-" if one.get(k) is None else one[k] for k in ("exit_code", "resumed"))
         lines.append(
@@ -114,13 +120,13 @@ def fault_table(struck: Sequence[dict[str, Any]]) -> str:
 
 
 def _lines(folder: Path) -> list[dict[str, str]]:
-    """Metrics by step, numbers as they are written, without those that time gives."""
+    """Metrics of each line, with numbers as text and without times."""
     text = (folder / "runs/run/metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line, parse_float=str, parse_int=str) for line in text.splitlines()]
-    return [{k: v for k, v in line.items() if not _of_time(k)} for line in lines]
+    return [{k: v for k, v in line.items() if not _is_timing(k)} for line in lines]
 
 
-def _of_time(key: str) -> bool:
+def _is_timing(key: str) -> bool:
     return key.endswith("_s") or key.startswith("tokens_per_second")
 
 

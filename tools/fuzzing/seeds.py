@@ -1,4 +1,4 @@
-"""Valid documents that the fuzz targets begin with."""
+"""Valid documents from which the fuzz targets start."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 from megapack import Layout, Plan, Policy, build_dp_schedule
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def seed_length(sample: int) -> int:
-    """Tokens of a sample of every seed plan: a mutated plan can be held against them."""
+    """Tokens of this sample in every seed plan; mutated plans are checked against them."""
     return 1 + 37 * sample % 61
 
 
 @cache
 def plans() -> tuple[Plan, ...]:
-    """Small plans of every kind."""
+    """Small plans with various layouts, budgets, ids and policies."""
 
     def plan(num_samples: int, layout: Layout, **settings: object) -> Plan:
         lengths = [seed_length(sample) for sample in range(num_samples)]
@@ -45,19 +45,24 @@ def plans() -> tuple[Plan, ...]:
 
 
 def plan_json() -> list[bytes]:
+    """The plans as JSON."""
     return [plan.to_json().encode() for plan in plans()]
 
 
 def plan_text() -> list[bytes]:
+    """The plans as text."""
     return [str(plan).encode() for plan in plans()]
 
 
 def configs() -> list[bytes]:
-    """Sections of a shipped config, each a small document with overrides behind NUL bytes."""
+    """A shipped config, each of its sections as a small document, and one with overrides.
+
+    Overrides follow the document, each after a NUL byte.
+    """
     text = (CONFIGS / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml").read_text()
-    least = "name: a\nplan: {max_tokens_per_gpu: 64}\n"
+    minimal = "name: a\nplan: {max_tokens_per_gpu: 64}\n"
     sections = re.findall(r"^(?!name|plan)\w.*\n(?: .*\n)*", text, re.MULTILINE)
-    small = [least, *(least + section for section in sections)]
+    small = [minimal, *(minimal + section for section in sections)]
     flow = (
         "name: a\ntrain: {trackers: [wandb], resume: auto}\noptim: {lr: 1e-5}\0plan.search=0\0"
         "plan.micro_batch_size=2\0model.freeze=['embedding.*']"
@@ -66,7 +71,7 @@ def configs() -> list[bytes]:
 
 
 def rollouts() -> list[bytes]:
-    """JSON Lines of every kind of row, and files of lengths."""
+    """JSON Lines with every kind of rollout, and files of lengths."""
     text = {"prompt": "2+2=", "response": "4"}
     ids = {"prompt_ids": [5, 6], "response_ids": [7]}
     rows = [{**text, "group": 0, "rollout": r, "reward": r * 0.5} for r in range(3)]
