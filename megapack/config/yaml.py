@@ -81,7 +81,7 @@ def _tree(loader: _Loader, node: yaml.Node, source: str, lines: bool) -> Node:
         if not isinstance(key, str) or not key.isidentifier():
             raise ConfigError(f"{key_where}: keys are words, got {key_node.value!r:.60}")
         if key in mapping:
-            raise ConfigError(f"{key_where}: key {key} stands twice; keep one of them")
+            raise ConfigError(f"{key_where}: key {key} appears twice; keep one of them")
         mapping[key] = Node(_tree(loader, value_node, source, lines).value, key_where)
     return Node(mapping, where)
 

@@ -87,7 +87,7 @@ BAD: list[Any] = [
     ("name: x\ninner:\n  rat: 1", [], "c.yaml:3: unknown key inner.rat; did you mean inner.rate?"),
     ("name: x\ncount: 1", [], "c.yaml:2: unknown key count; did you mean inner.count?"),
     ("name: x\nzzz: 1", [], "c.yaml:2: unknown key zzz; valid keys are name, on, inner"),
-    ("name: x\nname: y", [], "c.yaml:2: key name stands twice; keep one of them"),
+    ("name: x\nname: y", [], "c.yaml:2: key name appears twice; keep one of them"),
     ("name: x\ninner: {count: 1.0}", [], "c.yaml:2: inner.count is 1.0, expected an integer"),
     ("name: x\ninner: {count: true}", [], "inner.count is true, expected an integer"),
     ("name: x\ninner: {rate: '1'}", [], "inner.rate is '1', expected a number"),
