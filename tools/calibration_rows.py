@@ -92,7 +92,8 @@ def relative_errors(
         cost: a model of one chunk of the layout.
         measured: rows with both times.
     """
-    forward, both = [], []
+    forward = []
+    both = []
     for row in measured:
         seconds = cost.forward_seconds(
             layout,

@@ -30,7 +30,7 @@ checks a config without a GPU, see [commands.md](commands.md#dry-run).
 
 ```yaml
 name: grpo_dp2_pp2_vpp2
-layout: {pp: 2, vpp: 2}          # dp is what is left of the ranks
+layout: {pp: 2, vpp: 2}          # dp = number of ranks / (tp * pp * cp)
 plan: {max_tokens_per_gpu: 16384, global_batch_size: 256}
 data: {path: rollouts.jsonl, prompts_per_batch: 64}
 objective: {kind: grpo, clip_high: 0.28}

@@ -67,7 +67,7 @@ def parse_config(text: str, overrides: Sequence[str], cls: type[T], source: str 
         root = Node({}, root.where)
     if not isinstance(root.value, dict):
         raise ConfigError(
-            f"{root.where}: a config is `key: value` lines, got {shown(root.value)}; write a key"
+            f"{root.where}: a config is `key: value` lines, got {shown(root.value)}; write such lines"
         )
     for override in overrides:
         _apply(root, override)
@@ -118,7 +118,7 @@ def _apply(root: Node, override: str) -> None:
     keys = key.strip().split(".")
     where = f"override {shown(override)}"
     if not equals or not all(name.isidentifier() for name in keys):
-        raise ConfigError(f"{where} is not of the form section.key=value; change it to that")
+        raise ConfigError(f"{where} is not of the form section.key=value; write it in that form")
     section = root
     for depth, name in enumerate(keys[:-1], start=1):
         section = section.value.setdefault(name, Node({}, where))

@@ -76,6 +76,7 @@ class Converter:
             try:
                 return self.convert(node, option, path)
             except ConfigError:
+                # An error inside the section says more than "expected a section or null".
                 if dataclasses.is_dataclass(option) and isinstance(node.value, dict):
                     raise
         raise _unexpected(node, options, path)

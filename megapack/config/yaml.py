@@ -22,7 +22,7 @@ from megapack.errors import ConfigError
 _MAX_DEPTH = 16
 # Compiled code uses settings as int64.
 _MAX_WHOLE = 2**63
-# The scalars of YAML 1.2's core schema, by tag.
+# Scalars after YAML 1.2's core schema, by tag: no octal numbers, but underscores (1_000).
 _CORE = {
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",

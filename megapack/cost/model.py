@@ -26,8 +26,8 @@ class CostModel:
 
         fixed + (per_token * T + per_token_sq * sum(L_i^2) + per_sample * n) / (pp * vpp * cp)
 
-    and its backward takes `backward_ratio` times that. L_i^2 is the attention of sample i: tokens
-    attend only to their own sample.
+    and its backward takes `backward_ratio` times that. L_i^2 accounts for the attention of sample
+    i; tokens attend only within their sample.
 
     Raises:
         ConfigError: a coefficient is negative or not finite, or the mean of the weights is not 1.

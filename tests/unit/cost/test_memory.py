@@ -54,7 +54,7 @@ def test_the_first_and_last_stage_also_have_the_vocabulary() -> None:
     assert one == 2 * (DENSE - 32000 * H)
 
 
-def test_expert_weights_are_split_over_ep_their_optimizer_over_dp() -> None:
+def test_experts_are_split_over_ep_their_optimizer_over_dp() -> None:
     model = MemoryModel(sizes=EXPERTS)
     layout = Layout(dp=8, ep=4)
     experts = 8 * 16 * 3 * H * 4 * H
@@ -88,7 +88,8 @@ def test_grouped_queries_and_gates_count_with_their_widths() -> None:
 
 
 def test_each_stage_holds_its_share_of_live_tokens() -> None:
-    model, layout = MemoryModel(sizes=GPT), Layout(pp=4)
+    model = MemoryModel(sizes=GPT)
+    layout = Layout(pp=4)
     per_token = model.activation_bytes_per_token(layout)
     first = model.stage(layout, 0, live_tokens=4000, row_tokens=1000)
     last = model.stage(layout, 3, live_tokens=4000, row_tokens=1000)
