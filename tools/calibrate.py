@@ -124,10 +124,8 @@ def measure(timer: RowTimer, steps: Sequence[TimedStep], rounds: int) -> list[li
     """
     seconds = [[step.run(timer) for step in steps] for _ in range(rounds + 2)][2:]
     measurements = []
-    for step, rounds_of_step in zip(steps, zip(*seconds, strict=True), strict=True):
-        medians = torch.tensor(
-            np.median(rounds_of_step, axis=0), device=torch.cuda.current_device()
-        )
+    for step, of_rounds in zip(steps, zip(*seconds, strict=True), strict=True):
+        medians = torch.tensor(np.median(of_rounds, axis=0), device=torch.cuda.current_device())
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
         (micro_batches,) = step.plan.steps[0].ranks
         measurements.append(

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-# Sums of squared lengths are int64: (2**28)**2 = 2**56, so a row may hold 127 such samples.
+# Sums of squared lengths are int64. The longest sample adds (2**28)**2 = 2**56, so 127 of them fit.
 MAX_LENGTH = 2**28
 # Compiled code multiplies budgets by cp, at most 2**20, as int64: 2**40 * 2**20 = 2**60.
 _MAX_COUNT = 2**40

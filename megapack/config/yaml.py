@@ -68,7 +68,7 @@ def parse(text: str, source: str, lines: bool = True) -> Node:
         raise ConfigError(f"{source}{line}: {begins}{error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{source}: not plain YAML ({reason[:120]}); correct it") from None
+        raise ConfigError(f"{source}: not plain YAML ({reason[:120]}); check the text") from None
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -116,7 +116,7 @@ class _Loader(yaml.SafeLoader):
         elif getattr(event, "tag", None) is not None:
             problem = f"tags are refused, got {event.tag}; write the value without it"
         elif self._depth >= _MAX_DEPTH:
-            problem = f"nested deeper than {_MAX_DEPTH}; nest less"
+            problem = f"nested deeper than {_MAX_DEPTH}; write it with fewer levels"
         if problem is not None:
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         self._depth += 1

@@ -120,7 +120,7 @@ class CostModel:
         unknown = sorted(set(payload) - known)
         if unknown:
             names = ", ".join(sorted(known))
-            raise ConfigError(f"unknown cost model fields {brief(unknown)}; valid are {names}")
+            raise ConfigError(f"unknown cost model fields {brief(unknown)}; set some of {names}")
         if isinstance(payload.get("stage_weights"), list):
             payload["stage_weights"] = tuple(payload["stage_weights"])
         return cls(**payload)

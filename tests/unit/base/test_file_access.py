@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unit
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megapack"
 
-# They read pickles, or YAML that names Python objects.
+# Modules and functions that read pickles, or YAML that names Python objects.
 UNSAFE_MODULES = {"pickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
 SAFE_WITH = {
