@@ -1,7 +1,7 @@
 """Packed micro-batches for Megatron-Core pipelines: plan, pack, run.
 
-The names here plan; they need neither torch nor Megatron. Each is imported when it is first asked
-for: the command line starts without the planner's compiler.
+The names here are for planning and need neither torch nor Megatron. Each is imported at its first
+use, so that the command line starts without the planner's compiler.
 """
 
 from __future__ import annotations
@@ -56,18 +56,29 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "cost": "CostModel Measurement ModelSizes",
-    "dp_schedule": "build_dp_schedule",
-    "errors": "CheckpointError ConfigError DataError MegapackError PatchError PlanError "
-    "ScheduleError",
-    "layout": "Layout",
-    "outlook.stats": "PlanReport StepReport plan_report",
-    "pipeline": "simulate",
-    "plan": "MicroBatch Plan StepPlan check_plan",
-    "policy": "Policy",
+_MODULE_OF = {
+    "Layout": "layout",
+    "CostModel": "cost",
+    "ModelSizes": "cost",
+    "Measurement": "cost",
+    "Policy": "policy",
+    "build_dp_schedule": "dp_schedule",
+    "Plan": "plan",
+    "StepPlan": "plan",
+    "MicroBatch": "plan",
+    "check_plan": "plan",
+    "simulate": "pipeline",
+    "plan_report": "outlook.stats",
+    "PlanReport": "outlook.stats",
+    "StepReport": "outlook.stats",
+    "MegapackError": "errors",
+    "ConfigError": "errors",
+    "PlanError": "errors",
+    "DataError": "errors",
+    "ScheduleError": "errors",
+    "CheckpointError": "errors",
+    "PatchError": "errors",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

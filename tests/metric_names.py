@@ -1,4 +1,4 @@
-"""The keys that docs/metrics.md lists."""
+"""The metric keys in the tables of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 def documented(*sections: str) -> set[str]:
     """Keys in the tables under these headings."""
-    found = {}
+    keys_of = {}
     for section in DOCUMENT.read_text(encoding="utf-8").split("\n## ")[1:]:
         heading, _, text = section.partition("\n")
-        found[heading] = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
-    return {key for section in sections for key in found[section]}
+        keys_of[heading] = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    return {key for section in sections for key in keys_of[section]}

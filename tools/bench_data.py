@@ -1,8 +1,8 @@
-"""From launch to the first optimizer step on a file of many samples, and each rank's peak memory.
+"""Measure the time from launch to the first step on a large data file, and each rank's memory.
 
     python tools/bench_data.py [--rows 1000000] [--ranks 2] [--folder /tmp/megapack_bench_data]
 
-Runs the main job twice: the first run indexes the file, the second finds the index.
+The main job runs twice: the first run builds the index of the file, the second one loads it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def write_rows(path: Path, num_rows: int) -> None:
-    """Short prompts with four answers each."""
+    """Write short prompts with four answers each."""
     rng = random.Random(0)
     with open(path, "w", encoding="utf-8") as file:
         for row in range(num_rows):
@@ -61,8 +61,12 @@ def write_rows(path: Path, num_rows: int) -> None:
 
 
 def run(path: Path, ranks: int, folder: Path) -> tuple[float, float, list[float]]:
-    """Seconds and CPU seconds of the busiest rank until the first line of metrics, and the ranks'
-    peak resident MiB at the end."""
+    """Run the main job for `NUM_STEPS` batches.
+
+    Returns:
+        Seconds until the first line of metrics; CPU seconds of the busiest rank until then; peak
+        resident MiB of each rank.
+    """
     settings = [f"data.path={path}", f"layout.dp={ranks}", "layout.pp=1", "layout.vpp=1"]
     settings += ["name=bench", f"runs_dir={folder}/runs", f"train.num_batches={NUM_STEPS}"]
     settings += ["data.shuffle=true", "plan.global_batch_size=128"]
@@ -79,7 +83,8 @@ def run(path: Path, ranks: int, folder: Path) -> tuple[float, float, list[float]
         start_new_session=True,
     )
     peaks: dict[int, float] = {}
-    first_step, cpu_s = None, 0.0
+    first_step: float | None = None
+    cpu_s = 0.0
     try:
         while job.poll() is None:
             if first_step is None and metrics.exists() and metrics.stat().st_size:
@@ -105,6 +110,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
+    # Fields 14 and 15 of the file: user and system time in clock ticks.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import html
+import itertools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,10 +19,14 @@ PACKAGE = ROOT / "megapack"
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 
-_BOX_WIDTH, _BOX_HEIGHT = 132, 46
-_FLOOR_HEIGHT = 84
-_WIDTH = 760
+_WIDTH = 860
+_BOX_WIDTH = 124
+_BOX_HEIGHT = 46
+_TRUNK_WIDTH = 18
+_FLOOR_HEIGHT = 92
 _MARGIN = 14
+# Orders within floors settle after about five sweeps; nobody counts on the best one.
+_NUM_SWEEPS = 12
 _HEAD = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
 font-family="sans-serif" text-anchor="middle">
@@ -80,30 +85,101 @@ def needed(imports: dict[str, set[str]]) -> dict[str, set[str]]:
     }
 
 
+Node = tuple[str, int]
+"""A room and a floor: its own, or one that lines from the room pass through."""
+
+
+def nodes_and_lines() -> tuple[list[list[Node]], list[tuple[Node, Node]]]:
+    """Nodes of each floor, and lines between neighbouring floors.
+
+    Lines of a room to several floors share a trunk: layout -> policy -> plan is drawn, and what
+    errors gives to train passes through each floor between.
+    """
+    floors = import_order()
+    level = {room: number for number, floor in enumerate(floors) for room in floor}
+    nodes = [[(room, number) for room in floor] for number, floor in enumerate(floors)]
+    lines: list[tuple[Node, Node]] = []
+    for room, importers in sorted(_importers(needed(room_imports())).items()):
+        last = max(level[name] for name in importers)
+        trunk = [(room, number) for number in range(level[room], last)]
+        for node in trunk[1:]:
+            nodes[node[1]].append(node)
+        lines += itertools.pairwise(trunk)
+        lines += [((room, level[name] - 1), (name, level[name])) for name in sorted(importers)]
+    return nodes, lines
+
+
+def _importers(imports: dict[str, set[str]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for room, names in imports.items():
+        for name in names:
+            found.setdefault(name, set()).add(room)
+    return found
+
+
+def centers(
+    nodes: list[list[Node]], lines: list[tuple[Node, Node]], rooms: set[Node]
+) -> dict[Node, float]:
+    """The x of each node: floors are ordered by the mean x of what nodes are joined to."""
+    joined: dict[Node, list[Node]] = {node: [] for floor in nodes for node in floor}
+    for upper, lower in lines:
+        joined[upper].append(lower)
+        joined[lower].append(upper)
+    x: dict[Node, float] = {}
+    for floor in nodes:
+        _spread(floor, rooms, x)
+    for sweep in range(_NUM_SWEEPS):
+        for floor in nodes if sweep % 2 == 0 else nodes[::-1]:
+            means = {
+                node: sum(x[other] for other in joined[node]) / max(1, len(joined[node]))
+                for node in floor
+            }
+            _spread(sorted(floor, key=lambda node: (means[node], node)), rooms, x)
+    return x
+
+
+def _spread(floor: list[Node], rooms: set[Node], x: dict[Node, float]) -> None:
+    """Side by side over the whole width, in this order."""
+    widths = [_BOX_WIDTH if node in rooms else _TRUNK_WIDTH for node in floor]
+    gap = (_WIDTH - sum(widths)) / (len(floor) + 1)
+    left = gap
+    for node, width in zip(floor, widths, strict=True):
+        x[node] = left + width / 2
+        left += width + gap
+
+
 def picture() -> str:
     """The SVG: floors from top to bottom as data runs, boxes of a floor side by side."""
     floors = import_order()
-    centers = {
-        room: (_WIDTH * (place + 0.5) / len(floor), _MARGIN + _FLOOR_HEIGHT * level)
-        for level, floor in enumerate(floors)
-        for place, room in enumerate(floor)
-    }
+    rooms = {(room, number) for number, floor in enumerate(floors) for room in floor}
+    nodes, lines = nodes_and_lines()
+    x = centers(nodes, lines, rooms)
     parts = [_HEAD.format(width=_WIDTH, height=_FLOOR_HEIGHT * len(floors))]
-    for room, names in sorted(needed(room_imports()).items()):
-        parts += [_line(centers[name], centers[room]) for name in sorted(names)]
-    parts += [_box(room, *center) for room, center in centers.items()]
+    parts += [_line(x[upper], x[lower], lower[1]) for upper, lower in lines]
+    trunks = sorted(node for floor in nodes for node in floor if node not in rooms)
+    parts += [_trunk(x[node], node[1]) for node in trunks]
+    parts += [_box(room, x[room, number], _top(number)) for room, number in sorted(rooms)]
     return "".join([*parts, "</svg>\n"])
 
 
-def _line(lower: tuple[float, float], upper: tuple[float, float]) -> str:
-    """From the bottom of what is imported to the top of what imports it."""
-    (x0, y0), (x1, y1) = lower, upper
-    y0 += _BOX_HEIGHT
-    bend = (y1 - y0) / 2
+def _top(floor: int) -> float:
+    return _MARGIN + _FLOOR_HEIGHT * floor
+
+
+def _line(upper_x: float, lower_x: float, lower_floor: int) -> str:
+    """From the bottom of one floor to the top of the next."""
+    end = _top(lower_floor)
+    begin = _top(lower_floor - 1) + _BOX_HEIGHT
+    middle = (begin + end) / 2
     return (
-        f'<path d="M{x0:.0f} {y0:.0f} C{x0:.0f} {y0 + bend:.0f} {x1:.0f} {y1 - bend:.0f} '
-        f'{x1:.0f} {y1:.0f}" fill="none" stroke="#90a4ae" stroke-width="1.2"/>\n'
+        f'<path d="M{upper_x:.0f} {begin:.0f} C{upper_x:.0f} {middle:.0f} {lower_x:.0f} '
+        f'{middle:.0f} {lower_x:.0f} {end:.0f}" fill="none" stroke="#90a4ae"/>\n'
     )
+
+
+def _trunk(x: float, floor: int) -> str:
+    top = _top(floor)
+    return f'<path d="M{x:.0f} {top:.0f} v{_BOX_HEIGHT}" fill="none" stroke="#90a4ae"/>\n'
 
 
 def _box(room: str, x: float, y: float) -> str:

@@ -1,4 +1,4 @@
-"""The pictures of the documents, from generated lengths: docs/images/.
+"""Draw the pictures of the documents, docs/images/, from generated lengths.
 
     python tools/make_docs_images.py
 
@@ -22,14 +22,14 @@ from megapack.view.timeline import planned
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 
-# A token is the unit of time: a micro-batch costs 256 more than it has, as `megapack plan` assumes.
+# Times are in tokens: a micro-batch costs 256 tokens more than it has, as `megapack plan` assumes.
 LAYOUT = Layout(dp=4, pp=4, vpp=2)
 COST = CostModel(fixed=256 / LAYOUT.num_chunks, per_token=1.0, per_token_sq=1 / 49152)
 BUDGET = 8192
 
 
 def main() -> None:
-    """Draw all."""
+    """Draw all pictures."""
     lengths = lognormal_lengths(256, mean=1200, sigma=0.9, most=BUDGET)
     plan = build_dp_schedule(lengths, layout=LAYOUT, max_tokens_per_gpu=BUDGET, cost=COST)
     plans = {"next-fit": naive_plans(plan, np.array(lengths))["next-fit"], "megapack": plan}
@@ -47,14 +47,14 @@ def main() -> None:
 
 
 def lognormal_lengths(count: int, *, mean: float, sigma: float, most: int) -> list[int]:
-    """Tokens of samples, spread as responses are."""
+    """Lengths with a lognormal distribution, as responses have."""
     rng = random.Random(1)
     mu = math.log(mean) - sigma**2 / 2
     return [min(most, max(16, int(rng.lognormvariate(mu, sigma)))) for _ in range(count)]
 
 
 def titled(name: str, step: StepReport) -> str:
-    """What a reader should compare."""
+    """A title with the numbers to compare."""
     return (
         f"{name}: {step.seconds:.0f} token times, M={step.microbatch_span}, "
         f"bubble {step.bubble_fraction:.0%}"

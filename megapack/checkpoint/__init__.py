@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or not at all, on any layout.
+"""Checkpoints of a run: written whole or not at all, loaded on any layout.
 
 checkpoints  save, load, resume
 folders      names, completeness, removal

@@ -1,9 +1,9 @@
-"""Saving a run and coming back to it: what all ranks do together.
+"""Saving and resuming a run; all ranks do both together.
 
-Between two optimizer steps everything that the next one depends on is written: weights, Adam's
-state, the reference's weights, random states, the place in the data, and the log-probs of the
-batch in progress, which older weights gave. On the same layout the steps after it are the same
-bit by bit; on another one they are the same to rounding.
+A checkpoint is written between two optimizer steps. It holds everything that the next step depends
+on: weights, Adam's state, the reference's weights, random states, the position in the data, and the
+log-probs of the batch in progress, which were computed with older weights. A run that resumes on
+the same layout takes bitwise the same steps; on another layout they agree up to rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megapack.base.files import sync
-from megapack.checkpoint import folders as files
+from megapack.checkpoint import folders
 from megapack.checkpoint.folders import Checkpoint, Manifest, Position
 from megapack.checkpoint.state import RunState, check_index, rng_state, set_rng_state
 from megapack.config.load import to_dict
@@ -31,7 +31,8 @@ from megapack.plan.plan import Plan
 from megapack.ranks.agree import agree
 from megapack.samples import SampleBatch
 
-# What a run cannot change on its way: tensors, or the order of the data, would not fit.
+# Settings that must not change on resume: tensors, or the order of the data, would not fit. A
+# section stands for all of its settings, except for those in `_FREE`.
 _FIXED = ("seed", "model", "data.prompts_per_batch", "data.shuffle", "optim.distributed_optimizer")
 _FREE = ("model.recompute", "model.attention")
 _BATCH_FILE = "batch.pt"
@@ -41,11 +42,12 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        config: of the run; `train.resume`, `save_interval` and `keep_checkpoints` steer this.
-        layout: the resolved one.
+        config: the run's config. `train.resume`, `train.save_interval` and
+            `train.keep_checkpoints` apply here.
+        layout: the resolved layout.
         state: this rank's tensors.
         has_reference: whether the state has reference weights.
-        data_digest: of all samples, alike on every rank.
+        data_digest: `Dataset.digest`, equal on all ranks.
         device: see `agree`.
     """
 
@@ -59,42 +61,50 @@ class Checkpoints:
         data_digest: str,
         device: torch.device,
     ) -> None:
-        self.config, self.layout, self.state, self.device = config, layout, state, device
+        self.config = config
+        self.layout = layout
+        self.state = state
+        self.device = device
         self.folder = Path(config.runs_dir) / config.name / "checkpoints"
-        self._has_reference, self._data_digest = has_reference, data_digest
+        self._has_reference = has_reference
+        self._data_digest = data_digest
+        # Steps at the last save; -1 = not saved yet.
         self._saved_at = -1
 
     def find(self) -> Checkpoint | None:
-        """The checkpoint that the config asks for, checked against the config on every rank.
+        """The checkpoint that `train.resume` names, checked against the config on every rank.
+
+        Returns:
+            None if the run starts from the beginning.
 
         Raises:
-            CheckpointError: there is none, or it is one of another model or other data.
+            CheckpointError: it does not exist, or belongs to another model or other data.
         """
         resume = self.config.train.resume
         if resume is None:
             return None
-        found = agree(lambda: files.find_checkpoint(resume, self.folder), device=self.device)
+        found = agree(lambda: folders.find_checkpoint(resume, self.folder), device=self.device)
         name = {"checkpoint to resume from": str(found and found.path.resolve())}
         agree(lambda: self._check(found), device=self.device, same=name)
         return found
 
     def is_own(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint lies in this run's folder, so that the run goes on in it."""
+        """Whether a checkpoint is in this run's folder, so that the run continues there."""
         return checkpoint.path.resolve().parent == self.folder.resolve()
 
     def load(self, checkpoint: Checkpoint, field_names: Sequence[str]) -> Position:
         """Fill the model, the optimizer, the reference and the random states. A collective.
 
         Args:
-            checkpoint: one that `find` gave.
-            field_names: see `save`; inside a batch the checkpoint must have them.
+            checkpoint: returned by `find`.
+            field_names: see `save`. If the checkpoint was saved inside a batch, it must have them.
 
         Raises:
             CheckpointError: on every rank; nothing in the run's folder has changed.
         """
         manifest = checkpoint.manifest
         agree(lambda: self._check_batch(checkpoint, field_names), device=self.device)
-        # torch unpickles the index of its own format.
+        # Check before `load`, in which torch unpickles the index.
         agree(lambda: check_index(checkpoint.path / "state"), device=self.device)
         self.state.load(
             checkpoint.path / "state",
@@ -108,18 +118,18 @@ class Checkpoints:
     def load_batch(
         self, checkpoint: Checkpoint, batch: SampleBatch, plan: Plan, field_names: Sequence[str]
     ) -> None:
-        """Give the batch in progress the log-probs that it had.
+        """Set the saved log-probs of the batch in progress.
 
         Raises:
-            CheckpointError: the plan's first steps are not those that were taken, or the
-                checkpoint lacks one of these fields.
+            CheckpointError: the plan's first steps train on other samples than the steps that were
+                taken, or the checkpoint lacks one of these fields.
         """
         manifest = checkpoint.manifest
         if samples_done_digest(plan, manifest.position.step_in_batch) != (
             manifest.samples_done_digest
         ):
             raise CheckpointError(
-                f"{checkpoint.path} stands inside a batch whose steps took other samples than "
+                f"{checkpoint.path} was saved inside a batch whose steps took other samples than "
                 f"the plan for {self.layout} has in them; resume with the layout and the plan "
                 "settings of its config, or from a checkpoint at a batch's end"
             )
@@ -138,17 +148,18 @@ class Checkpoints:
         """Write a checkpoint and remove the oldest. A collective.
 
         Args:
-            position: after the step just taken.
-            plan, batch: of that step.
-            field_names: fields of the batch that its own weights gave; all ranks have them.
+            position: the position after the step just taken.
+            plan, batch: the plan and the samples of that step's batch.
+            field_names: fields to save inside a batch, the log-probs that the weights at the
+                batch's start gave. All ranks have them.
 
         Raises:
-            CheckpointError, ScheduleError: it cannot be written, on all ranks or on the ranks that
-                are named; earlier checkpoints are untouched.
+            CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
+                failed, the message names them. Earlier checkpoints are untouched.
         """
         if position.num_steps == self._saved_at:
             return
-        path = files.checkpoint_path(self.folder, position.num_steps)
+        path = folders.checkpoint_path(self.folder, position.num_steps)
         part = path.with_name(f"{path.name}.part")
         try:
             num_bytes = self._num_bytes()
@@ -157,26 +168,26 @@ class Checkpoints:
             fields = field_names if position.step_in_batch else ()
             self._write(path, _write_small, part, batch, fields)
             manifest = self._manifest(position, plan)
-            self._write(path, self._on_first_rank, files.finish, part, manifest)
+            self._write(path, self._on_first_rank, folders.finish, part, manifest)
         except Exception:
             self._on_first_rank(shutil.rmtree, part, True)
             raise
         keep = self.config.train.keep_checkpoints
-        self._write(self.folder, self._on_first_rank, files.thin_out, self.folder, keep)
+        self._write(self.folder, self._on_first_rank, folders.thin_out, self.folder, keep)
         self._saved_at = position.num_steps
 
     def _check(self, found: Checkpoint | None) -> None:
         if found is None:
             return
-        manifest, now = found.manifest, to_dict(self.config)
-        other = [
+        manifest = found.manifest
+        changed = [
             text
-            for text in files.differences(manifest.config, now, _FIXED)
+            for text in folders.differences(manifest.config, to_dict(self.config), _FIXED)
             if not text.startswith(_FREE)
         ]
-        if other:
+        if changed:
             raise CheckpointError(
-                f"{found.path} is of a run with other settings: {', '.join(other)}; set them as "
+                f"{found.path} is of a run with other settings: {', '.join(changed)}; set them as "
                 "they were, or train.resume=null"
             )
         if manifest.data_digest != self._data_digest:
@@ -189,23 +200,23 @@ class Checkpoints:
     def _check_batch(
         self, checkpoint: Checkpoint, field_names: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """The fields of the batch in progress, of which the run needs these."""
+        """The saved fields of the batch in progress; raises if one of `field_names` is missing."""
         manifest = checkpoint.manifest
-        # An objective without log-probs of older weights (SFT) has no such file.
+        # Objectives that need no old log-probs (SFT) save no such file.
         has_file = _BATCH_FILE in manifest.files
         fields = _read_tensors(checkpoint.path / _BATCH_FILE) if has_file else {}
         missing = [name for name in field_names if name not in fields]
         if manifest.position.step_in_batch and missing:
-            changed = files.differences(manifest.config, to_dict(self.config), ("objective",))
+            changed = folders.differences(manifest.config, to_dict(self.config), ("objective",))
             raise CheckpointError(
-                f"{checkpoint.path} stands inside a batch and has no {', '.join(missing)} for it, "
+                f"{checkpoint.path} was saved inside a batch and has no {', '.join(missing)}, "
                 f"which {', '.join(changed)} needs; set the section objective as it was, or resume "
                 "from a checkpoint at a batch's end"
             )
         return fields
 
     def _load_rng(self, checkpoint: Checkpoint) -> None:
-        # Another layout has other streams: they begin anew, from the seed.
+        # Another layout has other random streams; they start from the seed.
         if checkpoint.manifest.layout == dataclasses.asdict(self.layout):
             set_rng_state(_read_tensors(checkpoint.path / "rng" / _rng_name()))
 
@@ -227,10 +238,10 @@ class Checkpoints:
         )
 
     def _write(self, path: Path, work: Callable[..., object], *args: Any) -> None:
-        """A rank's own part of writing a checkpoint."""
+        """Run this rank's part of writing a checkpoint and agree on its success."""
 
         def write() -> None:
-            with files.writing(path):
+            with folders.writing(path):
                 work(*args)
 
         agree(write, device=self.device)
@@ -247,19 +258,22 @@ def samples_done_digest(plan: Plan, num_steps: int) -> str:
 
 
 def _open(path: Path, num_bytes: int) -> None:
-    files.open_part(path)
-    files.check_space(path.parent, num_bytes)
+    folders.open_part(path)
+    folders.check_space(path.parent, num_bytes)
 
 
 def _write_small(part: Path, batch: SampleBatch, field_names: Sequence[str]) -> None:
-    """What is no part of Megatron's format: random states, and the batch in progress."""
+    """Write the files outside Megatron's format: random states, and the batch in progress."""
     _write_tensors(part / "rng" / _rng_name(), rng_state())
     if dist.get_rank() == 0 and field_names:
         _write_tensors(part / _BATCH_FILE, {name: _flat(batch, name) for name in field_names})
 
 
 def _flat(batch: SampleBatch, name: str) -> torch.Tensor:
-    """A field of all samples in a row; dropped samples have one number for all their tokens."""
+    """A field of all samples, one after the other: [total tokens].
+
+    A dropped sample's field is a single number, which is repeated for each of its tokens.
+    """
     values = [batch.field(name, i).expand(batch.length(i)) for i in range(len(batch))]
     return torch.cat(values)
 

@@ -1,12 +1,13 @@
-"""Checkpoint folders: written aside, renamed when complete, found again, and thinned out.
+"""Checkpoint folders: written under another name, renamed when complete, found, and removed.
 
-    checkpoints/step-00000012/checkpoint.json   what it holds, and every file with its size
+    checkpoints/step-00000012/checkpoint.json   the manifest, with every file and its size
                               state/            Megatron's distributed checkpoint
                               rng/rank0.pt      random states of a rank
                               batch.pt          log-probs of the batch in progress, if any
 
-A folder is written as `step-00000012.part` and gets its name when all ranks have finished and all
-is on the disk, so that a folder of that name is whole. All ranks must see the same file system.
+A folder is written as `step-00000012.part`. It is renamed when all ranks have finished and all
+files are on the disk, so a folder without `.part` is complete. All ranks must see the same file
+system.
 """
 
 from __future__ import annotations
@@ -29,28 +30,33 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
-_ELSE = "set train.resume to another checkpoint"
+_REMEDY = "set train.resume to another checkpoint"
 _NAME = re.compile(r"step-\d{8,}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands between two optimizer steps."""
+    """A run's progress between two optimizer steps."""
 
     num_steps: int = 0
     """Optimizer steps since the run began."""
     num_updates: int = 0
-    """Those of them that changed the weights."""
+    """Steps that changed the weights: Megatron skips the update if a gradient has NaN or
+    infinity."""
     epoch: int = 0
-    """Passes over the data that are over."""
+    """Finished passes over the data."""
     batch: int = 0
-    """Batches of this epoch that are over."""
+    """Finished batches of this epoch."""
     step_in_batch: int = 0
-    """Steps of the next batch that are over; its plan and log-probs are in use where it is not
-    0."""
+    """Finished steps of the next batch. If it is not 0, that batch's plan and log-probs are in
+    use."""
 
     def after_step(self, done: int, of: int, updated: bool) -> Position:
-        """Where the run stands with `done` steps of its batch's `of` taken."""
+        """The position after the batch's step number `done`, from 1, of `of` steps.
+
+        Args:
+            updated: whether the step changed the weights.
+        """
         batch_over = done == of
         return dataclasses.replace(
             self,
@@ -63,23 +69,23 @@ class Position:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds, besides tensors."""
+    """The content of checkpoint.json."""
 
     position: Position
     config: Mapping[str, Any]
     """The run's config as nested plain values."""
     layout: Mapping[str, Any]
-    """Its layout as nested plain values; random states fit this layout alone."""
+    """The run's layout as nested plain values; the random states fit this layout only."""
     plan_digest: str
-    """Of the plan of the last step."""
+    """Digest of the last step's plan."""
     samples_done_digest: str
-    """Of the samples that the batch in progress has already trained on, step by step."""
+    """Digest of the samples that the batch in progress has already trained on, step by step."""
     data_digest: str
-    """Of all samples' lengths and groups."""
+    """Digest of all samples' lengths, prompt groups and rollouts."""
     has_reference: bool
-    """Whether the reference policy's weights are in it."""
+    """Whether the checkpoint has the reference policy's weights."""
     megatron_core: str
-    """Version that wrote it."""
+    """The Megatron-Core version that wrote the checkpoint."""
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes of every other file, by its path in the folder."""
     format: int = FORMAT
@@ -94,24 +100,24 @@ class Checkpoint:
 
 
 class IncompleteError(CheckpointError):
-    """A folder that was a checkpoint once, or never became one: going back further is right.
+    """The checkpoint is damaged or was never finished, so using an older one is safe.
 
-    What merely cannot be read at the moment, or by this megapack, is none: a run that went back
-    would remove it.
+    It is not raised for a checkpoint that is only unreadable now, or that another version wrote: a
+    run that went back to an older one would delete it.
     """
 
 
 def checkpoint_path(folder: Path, num_steps: int) -> Path:
-    """Where the checkpoint after `num_steps` optimizer steps stands in `folder`."""
+    """The folder within `folder` of the checkpoint after `num_steps` optimizer steps."""
     return folder / f"step-{num_steps:08d}"
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint folder's manifest, if all of its files are there and as long as it says.
+    """Read a checkpoint's manifest and check that all its files exist with the listed sizes.
 
     Raises:
-        IncompleteError: what is missing or other than written.
-        CheckpointError: it cannot be read, or another megapack wrote it.
+        IncompleteError: a file is missing or has another size, or the manifest is damaged.
+        CheckpointError: it cannot be read, or another version of megapack wrote it.
     """
     try:
         values = strict_json(read_whole(path / MANIFEST).decode("utf-8"))
@@ -120,19 +126,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
         _check_types(manifest)
         sizes = {path / name: (_size(path / name), size) for name, size in manifest.files.items()}
     except (FileNotFoundError, NotADirectoryError):
-        raise IncompleteError(f"{path / MANIFEST} is missing; {_ELSE}") from None
+        raise IncompleteError(f"{path / MANIFEST} is missing; {_REMEDY}") from None
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or path} cannot be read ({error.strerror}); mend that, or {_ELSE}"
+            f"{error.filename or path} cannot be read ({error.strerror}); fix that, or {_REMEDY}"
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise IncompleteError(
-            f"{path / MANIFEST} is no manifest of a checkpoint ({first_line(error)}); {_ELSE}"
+            f"{path / MANIFEST} is not a checkpoint's manifest ({first_line(error)}); {_REMEDY}"
         ) from None
     for file, (found, size) in sizes.items():
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes of {size}"
-            raise IncompleteError(f"{file} {state}; {_ELSE}")
+            raise IncompleteError(f"{file} {state}; {_REMEDY}")
     return Checkpoint(path, manifest)
 
 
@@ -158,7 +164,7 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def _size(file: Path) -> int | None:
-    """Bytes of a file; None where there is none."""
+    """Bytes of a file; None if it does not exist."""
     try:
         return file.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -166,7 +172,7 @@ def _size(file: Path) -> int | None:
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The complete checkpoint of most steps; damaged ones are passed over with a warning.
+    """The complete checkpoint with the most steps; damaged ones are skipped with a warning.
 
     Raises:
         CheckpointError: one that may be complete cannot be read.
@@ -180,16 +186,17 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def find_checkpoint(resume: str, own_folder: Path) -> Checkpoint | None:
-    """What `train.resume` means: "auto", a checkpoint's folder, or the folder of a run.
+    """The checkpoint that `train.resume` names.
 
     Args:
+        resume: "auto", a checkpoint's folder, or a run's folder.
         own_folder: `checkpoints/` of the run that resumes, for "auto".
 
     Returns:
-        None under "auto" where there is no complete checkpoint.
+        None under "auto" if there is no complete checkpoint.
 
     Raises:
-        CheckpointError: a path that holds no complete checkpoint, or one that cannot be read.
+        CheckpointError: the path has no complete checkpoint, or one that cannot be read.
     """
     if resume == "auto":
         return latest_checkpoint(own_folder)
@@ -207,12 +214,12 @@ def find_checkpoint(resume: str, own_folder: Path) -> Checkpoint | None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the disk refuses within the block is a CheckpointError about `path`."""
+    """Turn errors of writing within the block into a CheckpointError about `path`."""
     try:
         yield
     except MegapackError:
         raise
-    except (OSError, RuntimeError) as error:  # the latter is how torch's writer tells it
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
         reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
         raise CheckpointError(
             f"{path} cannot be written ({reason}); earlier checkpoints are untouched: make room, "
@@ -221,13 +228,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def open_part(path: Path) -> Path:
-    """An empty folder to write the checkpoint `path` into; all that were left behind are removed.
+    """Make an empty folder for writing the checkpoint `path`; remove all leftover `.part` folders.
 
-    A run that was killed leaves its half-written one, which no later step may ever reuse.
+    A killed run leaves a partial checkpoint behind, and a later save with the same name may never
+    come.
     """
     _make_folder(path.parent)
-    for left in path.parent.glob("step-*.part"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in path.parent.glob("step-*.part"):
+        shutil.rmtree(leftover, ignore_errors=True)
     part = path.with_name(f"{path.name}.part")
     for name in ("state", "rng"):
         (part / name).mkdir(parents=True)
@@ -235,7 +243,7 @@ def open_part(path: Path) -> Path:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it; a power cut does not take them back."""
+    """Make a folder and its parents, synced so that they survive a power cut."""
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -243,7 +251,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def finish(part: Path, manifest: Manifest) -> Path:
-    """Put the manifest and everything else on the disk and give the folder its name."""
+    """Write the manifest, sync all files to the disk, and give the folder its final name."""
     names = sorted(str(file.relative_to(part)) for file in part.rglob("*") if file.is_file())
     sizes = {name: (part / name).stat().st_size for name in names}
     complete = dataclasses.replace(manifest, files=sizes)
@@ -252,7 +260,7 @@ def finish(part: Path, manifest: Manifest) -> Path:
     for path in (*part.rglob("*"), part):
         sync(path)
     path = part.with_name(part.name.removesuffix(".part"))
-    # There is none of this name: a run that goes back removes those of later steps first.
+    # The name is free: a run that went back has removed the checkpoints of later steps.
     os.rename(part, path)
     sync(path.parent)
     return path
@@ -266,7 +274,7 @@ def thin_out(folder: Path, keep: int | None) -> None:
 
 
 def drop_after(folder: Path, num_steps: int) -> None:
-    """Remove checkpoints of later steps, which a run that went back takes again."""
+    """Remove checkpoints of later steps; a run that went back repeats these steps."""
     with writing(folder):
         for path in reversed(_folders(folder)):
             if _num_steps(path) > num_steps:
@@ -274,15 +282,15 @@ def drop_after(folder: Path, num_steps: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    # First out of sight: half a removed checkpoint is no damaged one that needs a warning.
-    doomed = path.with_name(f"{path.name}.part")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    # Rename first, so that a half-deleted folder is not reported as damaged.
+    part = path.with_name(f"{path.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    os.rename(path, part)
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise CheckpointError where a checkpoint of `num_bytes` would fill the disk."""
+    """Raise CheckpointError if a checkpoint of `num_bytes` does not fit on the disk."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(
@@ -293,10 +301,15 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 def differences(saved: Any, now: Any, keys: Sequence[str]) -> list[str]:
-    """Which of the dotted config keys (sections count whole) have other values, in words."""
+    """Descriptions of the config keys whose values differ, such as "model.b=3, was 2".
+
+    Args:
+        keys: dotted keys. A section stands for all of its keys.
+    """
     found = []
     for key in keys:
-        before, after = _value(saved, key), _value(now, key)
+        before = _value(saved, key)
+        after = _value(now, key)
         if isinstance(before, dict) and isinstance(after, dict):
             inner = [f"{key}.{name}" for name in sorted(before.keys() | after.keys())]
             found += differences(saved, now, inner)
@@ -312,7 +325,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Checkpoints by their names, of fewest steps first."""
+    """Checkpoint folders sorted by steps; not checked for completeness."""
     if not folder.is_dir():
         return []
     named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]

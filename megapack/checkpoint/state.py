@@ -1,8 +1,8 @@
-"""The tensors of a run in Megatron's distributed checkpoint format, which fits any layout.
+"""The tensors of a run in Megatron's distributed checkpoint format, which loads on any layout.
 
-Only tensors go in, each under its name in the whole model. What else an optimizer's state dict
-holds (learning rates, betas) follows from the config and the number of updates, on any layout.
-The format's index is a pickle, which is checked before torch reads it.
+Only tensors are saved, each under its name in the whole model. The other values of an optimizer's
+state dict (learning rates, betas) follow from the config and the number of updates. The format's
+index is a pickle, which is checked before torch reads it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ from megapack.errors import CheckpointError
 from megapack.model.head import unwrapped
 from megapack.ranks.agree import agree
 
-# Every layer under its own number, and optimizer state by parameter: nothing of the layout.
+# Each layer is saved under its number in the whole model, and optimizer state by parameter, so the
+# saved names do not depend on the layout.
 _METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
-# What an index of tensors names. The metadata of entries that are pickles themselves is left out.
+# Names that the pickled index of a checkpoint of tensors needs. BytesStorageMetadata, for entries
+# that are pickles themselves, is not among them.
 _INDEX_NAMES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -70,8 +72,8 @@ class RunState:
     Args:
         chunks: this rank's model chunks, wrapped in DDP.
         optimizer: Megatron's, for these chunks.
-        reference: the reference policy's value of each parameter, if there is one; `load` fills
-            these tensors in place.
+        reference: the reference policy's value of each parameter, or None; `load` fills these
+            tensors in place.
     """
 
     def __init__(
@@ -80,29 +82,32 @@ class RunState:
         optimizer: Any,
         reference: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        self._chunks, self._optimizer, self._reference = chunks, optimizer, reference
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._reference = reference
 
     def num_bytes(self) -> int:
-        """Bytes that this rank would write, about: tensors of which it holds the main copy."""
+        """About the bytes that this rank writes: those of tensors whose main copy it holds."""
         model = [t for t in nested_values(self._model()) if _is_tensor(t)]
-        mine = sum(t.data.nbytes for t in model if is_main_replica(t.replica_id))
-        # Adam's two moments and the main weights, all in fp32.
-        adam = sum(t.data.numel() * 12 for t in model if is_main_replica(t.replica_id))
-        return mine * (2 if self._reference else 1) + adam
+        written = [t.data for t in model if is_main_replica(t.replica_id)]
+        weights = sum(data.nbytes for data in written)
+        # Adam's two moments and the main weights, each in fp32: 3 * 4 bytes.
+        adam = sum(data.numel() * 12 for data in written)
+        return weights * (2 if self._reference else 1) + adam
 
     def save(self, folder: Path, *, device: torch.device) -> None:
-        """Write into an empty folder, which all ranks see. A collective.
+        """Write into an empty folder that all ranks see. A collective.
 
         Args:
             device: see `agree`.
 
         Raises:
-            CheckpointError: on every rank, where one could not write (a full disk).
+            CheckpointError: on every rank, if one of them could not write (a full disk).
         """
-        # Gathers within data-parallel groups: an error must reach the ranks of the others too.
+        # This gathers within data-parallel groups; an error must reach the other groups too.
         sharded = agree(lambda: self._sharded(is_loading=False), device=device)
-        # The steps of Megatron's own `save`, in which the first rank writes two small files: an
-        # error there would leave the others waiting.
+        # The steps of Megatron's own `save`, with agreement in between: there rank 0 writes two
+        # small files alone, and an error would leave the other ranks waiting.
         tensors, common = save_preprocess(sharded)
         agree(lambda: _write_common(common, folder), device=device)
         try:
@@ -110,8 +115,8 @@ class RunState:
         except torch_checkpoint.CheckpointException as error:
             failed = {rank: " ".join(str(why[0]).split()) for rank, why in error.failures.items()}
             raise CheckpointError(
-                f"{folder} cannot be written (by rank: {failed}); earlier checkpoints stand: see "
-                "that the disk has room and takes writes, and resume with train.resume=auto"
+                f"{folder} cannot be written (by rank: {failed}); earlier checkpoints are "
+                "untouched: make room or make the disk writable, and resume with train.resume=auto"
             ) from error
         agree(lambda: _write_format(folder), device=device)
 
@@ -120,11 +125,10 @@ class RunState:
 
         Args:
             num_updates: Adam's step count.
-            with_reference: whether the reference's weights are in the folder.
+            with_reference: load the reference's weights too; the folder must have them.
 
         Raises:
-            CheckpointError: a tensor is missing, has another shape, or cannot be read; or the
-                folder's index holds more than an index does.
+            CheckpointError: a tensor is missing, has another shape, or cannot be read.
         """
         inner = _inner_optimizers(self._optimizer)
         for one in inner.values():
@@ -135,14 +139,14 @@ class RunState:
         try:
             loaded = dist_checkpointing.load(sharded, str(folder))
         except (Exception, torch_checkpoint.CheckpointException) as error:
-            # The second is no Exception: it is torch's for what failed on some rank.
+            # torch raises CheckpointException, a BaseException, if any rank failed.
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(
                 f"{folder} cannot be loaded ({type(error).__name__}: {reason}); set train.resume "
                 "to an earlier checkpoint"
             ) from error
         for v, chunk in enumerate(self._chunks):
-            # Not strict: no tensor was missed, and extra states (FP8 scales) are not in it.
+            # Not strict, because extra states (FP8 scales) are not saved. Tensors are complete.
             unwrapped(chunk).load_state_dict(loaded[f"model{v}"], strict=False)
         for index, one in inner.items():
             _load_optimizer(one, loaded["optimizer"][index], num_updates)
@@ -178,25 +182,28 @@ class RunState:
         }
 
     def _reference_tensors(self, model: dict[str, Any] | None = None) -> dict[str, Tensor]:
-        """The reference's tensors by the model's names."""
+        """The reference's tensors under the model's names."""
         assert self._reference is not None
         tensors = _by_name(self._model() if model is None else model)
         return {n: self._reference[t.data] for n, t in tensors.items() if t.data in self._reference}
 
 
 def _write_common(common: dict[str, Any], folder: Path) -> None:
-    """On the first rank what is no tensor, which is nothing; Megatron's reader wants the file."""
+    """Write Megatron's common-state file on rank 0.
+
+    It is empty, because only tensors are saved, but Megatron's reader expects it.
+    """
     if dist.get_rank() == 0:
         with writing(folder):
             torch.save(common, folder / COMMON_STATE_FNAME)
 
 
 def _write_tensors(tensors: dict[str, Any], folder: Path) -> None:
-    """This rank's main copies, and on the first rank the index of all. A collective.
+    """Write the tensors whose main copy this rank has, and on rank 0 the index. A collective.
 
-    Megatron's own writer forks workers from a process that may hold CUDA and communication
-    threads, and starts a manager that outlives a rank that is killed. torch's writer also brings
-    one rank's failure to all of them.
+    torch's writer raises one rank's failure on all ranks. Megatron's own writer is not used: it
+    forks workers from a process that may hold CUDA and communication threads, and starts a manager
+    that outlives a killed rank.
     """
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, keep_only_main_replica=True)
     torch_checkpoint.save(
@@ -207,20 +214,20 @@ def _write_tensors(tensors: dict[str, Any], folder: Path) -> None:
 
 
 def _write_format(folder: Path) -> None:
-    """On the first rank the name of Megatron's format."""
+    """Write the file that names Megatron's format, on rank 0."""
     if dist.get_rank() == 0:
         with writing(folder):
             save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 def check_index(folder: Path) -> None:
-    """Look through the index of the distributed checkpoint in `folder` before torch reads it.
+    """Check the index of the distributed checkpoint in `folder` before torch reads it.
 
-    torch keeps it as a pickle, which may name any function and call it. A checkpoint of someone
-    else must not: only names that an index of tensors needs are let through.
+    The index is a pickle, which can name any function and call it. So only the names that an index
+    of tensors needs are allowed.
 
     Raises:
-        CheckpointError: it cannot be read, or names what an index of tensors does not need.
+        CheckpointError: the index cannot be read, or names anything else.
     """
     path = folder / ".metadata"
     try:
@@ -228,18 +235,18 @@ def check_index(folder: Path) -> None:
     except Exception as error:  # a damaged pickle raises anything
         reason = " ".join(str(error).split())[:120]
         raise CheckpointError(
-            f"{path} is no index of tensors ({reason}); set train.resume to another checkpoint"
+            f"{path} is not an index of tensors ({reason}); set train.resume to another checkpoint"
         ) from None
 
 
 def rng_state() -> dict[str, Tensor]:
-    """This rank's random states by name: torch's, CUDA's and Megatron's tracker."""
+    """This rank's random states by name: torch's, CUDA's, and those of Megatron's tracker."""
     tracked = {f"tracker.{k}": _plain(v) for k, v in get_cuda_rng_tracker().get_states().items()}
     return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(), **tracked}
 
 
 def set_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Put back what `rng_state` returned on a rank of the same layout."""
+    """Restore what `rng_state` returned on this rank of the same layout."""
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["cuda"])
     tracker = get_cuda_rng_tracker()
@@ -262,7 +269,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _by_name(model: dict[str, Any]) -> dict[str, Any]:
-    """Sharded tensors of all chunks by chunk and name."""
+    """Sharded tensors of all chunks by "CHUNK.NAME"."""
     return {
         f"{chunk}.{name}": value
         for chunk, state in model.items()
@@ -272,17 +279,17 @@ def _by_name(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors_only(value: Any) -> Any:
-    """Leave sharded tensors; keep everything else on this rank."""
+    """Keep sharded tensors as they are; mark everything else as not saved."""
     if isinstance(value, ShardedBase | LocalNonpersistentObject):
         return value
     return LocalNonpersistentObject(value)
 
 
 def _inner_optimizers(optimizer: Any) -> dict[int, Any]:
-    """Megatron's optimizers that hold parameters, by their place in the chain.
+    """Megatron's optimizers with parameters, by their index in the chain.
 
-    A chain of experts and all else has both places on every rank, also where one is empty because
-    all of its parameters are frozen. Megatron's own state dict of a chain (0.16.1) fails there.
+    With experts the chain has two optimizers on every rank. One of them is a stub if all of its
+    parameters are frozen; Megatron's own state dict of a chain (0.16.1) fails then.
     """
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
     return {i: one for i, one in enumerate(inner) if not getattr(one, "is_stub_optimizer", False)}
@@ -290,10 +297,11 @@ def _inner_optimizers(optimizer: Any) -> dict[int, Any]:
 
 @contextlib.contextmanager
 def _step_counts(inner: Iterable[Any]) -> Iterator[None]:
-    """Within the block optimizers without parameters on this rank have a step count, too.
+    """Within the block, optimizers without parameters on this rank have a step count too.
 
-    A rank may hold none of a small or frozen stage. With torch's Adam, Megatron's distributed
-    optimizer (0.16.1) reads the count from the parameters' states, and fails where there are none.
+    A rank may hold no parameters of a small or frozen stage. With torch's Adam, Megatron's
+    distributed optimizer (0.16.1) reads the count from the parameters' states, and fails without
+    any.
     """
     empty = [one for one in inner if not one.optimizer.state]
     for one in empty:
@@ -308,8 +316,9 @@ def _step_counts(inner: Iterable[Any]) -> Iterator[None]:
 def _load_optimizer(inner: Any, state: dict[str, Any], num_updates: int) -> None:
     """Set an optimizer's state.
 
-    With torch's Adam, Megatron's distributed optimizer (0.16.1) looks for a step count among the
-    tensors that it fills, and leaves it out of those that it reads: it is put in afterwards.
+    With torch's Adam, Megatron's distributed optimizer (0.16.1) fills every tensor of the
+    optimizer's state, the step count too, but the loaded state has no step count. So the count is
+    removed before loading and set afterwards.
     """
     per_parameter = state.pop("param_state", None)
     inner.load_state_dict(state)
@@ -321,7 +330,7 @@ def _load_optimizer(inner: Any, state: dict[str, Any], num_updates: int) -> None
 
 
 def _set_update_count(inner: Any, num_updates: int) -> None:
-    """Make Adam's state, which is made by its first step only, and set its count of steps."""
+    """Set Adam's step count; first allocate its state, which otherwise its first step does."""
     inner.init_state_fn(inner.optimizer, inner.config)
     counts_per_parameter = isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW)
     for group in inner.optimizer.param_groups:

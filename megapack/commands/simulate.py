@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
@@ -35,15 +36,17 @@ def run(args: argparse.Namespace) -> int:
     numbers = asked_steps(plan, args.step)
     pricing = plan_pricing(args, plan)
     # The simulator's compiler takes a third of a second to import: bad input is reported before.
-    from megapack.outlook.stats import step_report
+    from megapack.outlook.stats import plan_report
 
-    steps = {number: step_report(plan, plan.steps[number], pricing.cost) for number in numbers}
+    asked = replace(plan, steps=tuple(plan.steps[number] for number in numbers))
+    report = plan_report(asked, cost=pricing.cost)
+    steps = dict(zip(numbers, report.steps, strict=True))
     if args.json:
         unit = "seconds" if pricing.in_seconds else "tokens"
         found = {number: _payload(step) for number, step in steps.items()}
         print_json({"time_unit": unit, "time_basis": pricing.basis, "steps": found})
     else:
-        _print(steps, pricing)
+        _print(steps, report.seconds, pricing)
     return 0
 
 
@@ -59,7 +62,7 @@ def _payload(step: StepReport) -> dict[str, Any]:
     }
 
 
-def _print(steps: dict[int, StepReport], pricing: Pricing) -> None:
+def _print(steps: dict[int, StepReport], seconds: float, pricing: Pricing) -> None:
     unit = "seconds" if pricing.in_seconds else "token times"
     head = ["step", "M", unit, "bubble", "fastest rank", "slowest rank", "live tokens", "in flight"]
     rows = [head]
@@ -79,6 +82,5 @@ def _print(steps: dict[int, StepReport], pricing: Pricing) -> None:
     print_table(rows)
     if len(steps) > _MAX_SHOWN:
         print(f"... {len(steps) - _MAX_SHOWN} more steps; --step S shows one")
-    total = sum(step.seconds for step in steps.values())
-    print(f"{len(steps)} step(s): {total:.4g} {unit}")
+    print(f"{len(steps)} step(s): {seconds:.4g} {unit}")
     print(f"time {pricing.basis}")

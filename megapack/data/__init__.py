@@ -1,8 +1,9 @@
 """Rollouts from files to batches, without torch.
 
-files, rollouts    JSON Lines and Parquet -> checked records
-index, dataset     any record at once; order, shuffling, resuming
-lengths            lengths alone, for the planner's commands
-generated          toy rollouts
-batches            config -> samples -> batches -> plans
+files, tokenizer    JSON Lines and Parquet -> checked samples
+rollouts            batches of whole prompt groups, advantages
+index, dataset      random access to any sample
+lengths             lengths alone, for the planner's commands
+generated           toy rollouts
+batches             config -> data set -> batches -> plans
 """

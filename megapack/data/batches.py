@@ -1,6 +1,6 @@
-"""What a config makes of its data without a GPU: samples, their batches, plans of a batch.
+"""The data of a config, its batches, and the plans of a batch; all without a GPU.
 
-TrainConfig -> open_dataset -> batches -> plan_steps, plan_logprobs -> Plan
+TrainConfig -> open_dataset -> all_batches -> plan_steps, plan_logprobs -> Plan
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megapack.config.sections import PlanConfig, TrainConfig
 from megapack.cost.model import CostModel
-from megapack.data.dataset import Dataset, Rows
+from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.data.generated import generate_rollouts
 from megapack.data.index import ReadSettings
 from megapack.dp_schedule import build_dp_schedule
@@ -21,7 +21,7 @@ from megapack.plan.plan import Plan
 
 
 def open_dataset(config: TrainConfig) -> Dataset:
-    """The file that the config names, or generated rollouts."""
+    """Open the file or folder that the config names, or generate rollouts."""
     data = config.data
     if data.path is None:
         groups = data.num_generated // data.generated_group_size
@@ -36,9 +36,9 @@ def open_dataset(config: TrainConfig) -> Dataset:
     return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")
 
 
-def all_batches(config: TrainConfig, data: Dataset) -> Iterator[tuple[int, int, Rows]]:
-    """Epoch, number in it, and rows of each batch of the run, one at a time."""
-    every = (
+def all_batches(config: TrainConfig, data: Dataset) -> Iterator[tuple[int, int, SampleNumbers]]:
+    """Yield epoch, index within the epoch, and sample numbers of each batch of the run."""
+    batches = (
         (epoch, index, batch)
         for epoch in range(config.train.epochs)
         for index, batch in enumerate(
@@ -50,16 +50,16 @@ def all_batches(config: TrainConfig, data: Dataset) -> Iterator[tuple[int, int, 
             )
         )
     )
-    return itertools.islice(every, config.train.num_batches)
+    return itertools.islice(batches, config.train.num_batches)
 
 
-def steps_in(config: TrainConfig, data: Dataset, rows: Rows) -> int:
-    """Optimizer steps that a batch becomes."""
+def steps_in(config: TrainConfig, data: Dataset, numbers: SampleNumbers) -> int:
+    """Number of optimizer steps of the batch with these samples."""
     if config.plan.num_steps is not None:
         return config.plan.num_steps
     if config.plan.global_batch_size is None:
         return 1
-    return -(-data.num_rollouts(rows) // config.plan.global_batch_size)
+    return -(-data.num_rollouts(numbers) // config.plan.global_batch_size)
 
 
 def plan_steps(
@@ -69,7 +69,7 @@ def plan_steps(
     lengths: Sequence[int],
     rollout_ids: Sequence[int],
 ) -> Plan:
-    """The optimizer steps of a batch; arguments and errors as `build_dp_schedule` has them."""
+    """Plan the optimizer steps of a batch; arguments and errors as for `build_dp_schedule`."""
     return build_dp_schedule(
         lengths,
         layout=layout,
@@ -86,8 +86,10 @@ def plan_steps(
 def plan_logprobs(
     plan: PlanConfig, layout: Layout, cost: CostModel | None, lengths: Sequence[int]
 ) -> Plan | None:
-    """One pass over all samples with the larger budget of passes without a backward; None where
-    these take the steps' own rows."""
+    """Plan one forward pass over all samples with `forward_max_tokens_per_gpu` as the budget.
+
+    Returns None without that setting: log-prob passes then use the rows of the steps.
+    """
     if plan.forward_max_tokens_per_gpu is None:
         return None
     return build_dp_schedule(
@@ -95,7 +97,7 @@ def plan_logprobs(
         layout=layout,
         max_tokens_per_gpu=plan.forward_max_tokens_per_gpu,
         cost=cost,
-        # Every sample's log-probs are needed, also of those that a step may drop.
+        # Log-probs are needed for all samples, including those that a step may drop.
         policy=dataclasses.replace(plan.to_policy(), unreachable="pad"),
         forward_only=True,
     )

@@ -1,8 +1,9 @@
-"""A data set: what planning needs of all samples, and tokens of those that are asked for."""
+"""A data set: lengths, rollouts and rewards of all samples; tokens are read sample by sample."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,21 +18,22 @@ from megapack.data.tokenizer import Ids
 from megapack.errors import DataError
 from megapack.plan.plan import Plan, own_samples
 
-Rows = npt.NDArray[np.int64]
+SampleNumbers = npt.NDArray[np.int64]
+"""Numbers of samples in a data set, from 0, in the order of its files."""
 
 
-class TokenTaker(Protocol):
-    """A `samples.SampleBatch`."""
+class TokenSink(Protocol):
+    """Receives tokens; `samples.SampleBatch`, without importing torch."""
 
     def set_tokens(self, sample: int, prompt: Ids, response: Ids) -> None:
-        """Take the tokens of one sample."""
+        """Set the tokens of one sample."""
         ...
 
 
 class TokenSource(Protocol):
-    """Gives the tokens of single samples."""
+    """Returns the tokens of single samples."""
 
-    def tokens(self, row: int) -> tuple[Ids, Ids]:
+    def tokens(self, number: int) -> tuple[Ids, Ids]:
         """Prompt and response of one sample."""
         ...
 
@@ -40,25 +42,26 @@ class Dataset:
     """Samples by number, in the order of their files.
 
     Args:
-        index: one row per sample, see `data_index`.
-        source: where tokens come from.
+        index: one row per sample, see `data.index`.
+        source: reads the tokens.
     """
 
     def __init__(self, index: Index, source: TokenSource) -> None:
-        self._index, self._source = index, source
+        self._index = index
+        self._source = source
 
     def __len__(self) -> int:
         return len(self._index)
 
     @classmethod
     def from_files(cls, path: str | Path, settings: ReadSettings, spare_folder: Path) -> Dataset:
-        """The samples of `data.path`; see `data_index.load_index`."""
+        """The samples of `data.path`; arguments and errors are those of `load_index`."""
         index = load_index(path, settings, spare_folder)
         return cls(index, _Files(list_files(path), index, settings))
 
     @classmethod
     def from_rollouts(cls, records: Sequence[Rollout]) -> Dataset:
-        """Samples that are in memory."""
+        """A data set of samples that are in memory."""
         groups: dict[object, int] = {}
         rollouts: dict[object, int] = {}
         nan = float("nan")
@@ -75,7 +78,7 @@ class Dataset:
         return cls(np.array(rows, dtype=INDEX_DTYPE), _Memory(records))
 
     def digest(self) -> str:
-        """Of all samples' lengths, groups and rollouts: what batches and plans depend on."""
+        """A digest of all samples' lengths, prompt groups and rollouts, which decide the plans."""
         digest = hashlib.sha256()
         for name in ("prompt_tokens", "response_tokens", "group", "rollout"):
             digest.update(self._index[name].tobytes())
@@ -83,95 +86,100 @@ class Dataset:
 
     def batches(
         self, prompts_per_batch: int, *, shuffle: bool = False, seed: int = 0, epoch: int = 0
-    ) -> Iterator[Rows]:
-        """Sample numbers in batches of whole groups, see `rollouts.group_batches`."""
+    ) -> Iterator[SampleNumbers]:
+        """Sample numbers in batches of whole prompt groups, see `rollouts.group_batches`."""
         return group_batches(
             self._index["group"], prompts_per_batch, shuffle=shuffle, seed=seed, epoch=epoch
         )
 
-    def prompt_tokens(self, rows: Rows) -> list[int]:
-        """Tokens of these samples' prompts."""
-        return self._index["prompt_tokens"][rows].tolist()  # type: ignore[no-any-return]
+    def prompt_tokens(self, numbers: SampleNumbers) -> list[int]:
+        """Tokens of each sample's prompt."""
+        return self._index["prompt_tokens"][numbers].tolist()  # type: ignore[no-any-return]
 
-    def response_tokens(self, rows: Rows) -> list[int]:
-        """Tokens of these samples' responses."""
-        return self._index["response_tokens"][rows].tolist()  # type: ignore[no-any-return]
+    def response_tokens(self, numbers: SampleNumbers) -> list[int]:
+        """Tokens of each sample's response."""
+        return self._index["response_tokens"][numbers].tolist()  # type: ignore[no-any-return]
 
-    def rollout_ids(self, rows: Rows) -> list[int]:
-        """A number per sample, by first appearance among these: equal where rollouts are."""
-        numbers: dict[int, int] = {}
-        ids = self._index["rollout"][rows].tolist()
-        return [numbers.setdefault(rollout, len(numbers)) for rollout in ids]
+    def rollout_ids(self, numbers: SampleNumbers) -> list[int]:
+        """Each sample's rollout, numbered from 0 by first appearance among these samples."""
+        ids: dict[int, int] = {}
+        rollouts = self._index["rollout"][numbers].tolist()
+        return [ids.setdefault(rollout, len(ids)) for rollout in rollouts]
 
-    def num_rollouts(self, rows: Rows) -> int:
-        """Rollouts among these samples."""
-        return len(np.unique(self._index["rollout"][rows]))
+    def num_rollouts(self, numbers: SampleNumbers) -> int:
+        """Number of rollouts among these samples."""
+        return len(np.unique(self._index["rollout"][numbers]))
 
-    def rewards(self, rows: Rows) -> list[SampleReward]:
-        """Groups, rollouts, rewards and advantages of these samples."""
+    def rewards(self, numbers: SampleNumbers) -> list[SampleReward]:
+        """Prompt group, rollout, reward and advantage of each sample."""
         names = ("group", "rollout", "reward", "advantage")
-        columns = [self._index[name][rows].tolist() for name in names]
+        columns = [self._index[name][numbers].tolist() for name in names]
         return [
-            SampleReward(group, rollout, _given(reward), _given(advantage))
+            SampleReward(group, rollout, _none_if_nan(reward), _none_if_nan(advantage))
             for group, rollout, reward, advantage in zip(*columns, strict=True)
         ]
 
-    def tokens(self, row: int) -> tuple[Ids, Ids]:
-        """Prompt and response of one sample, read now.
+    def tokens(self, number: int) -> tuple[Ids, Ids]:
+        """Read prompt and response of one sample.
 
         Raises:
             DataError: the file has changed since it was indexed.
         """
-        return self._source.tokens(row)
+        return self._source.tokens(number)
 
     def give_tokens(
-        self, batch: TokenTaker, rows: Rows, plans: Sequence[Plan], dp_rank: int
+        self, batch: TokenSink, numbers: SampleNumbers, plans: Sequence[Plan], dp_rank: int
     ) -> None:
-        """Give a batch of these samples the tokens that a data-parallel rank packs under any of the
-        plans.
+        """Set those tokens of a batch that a data-parallel rank packs under any of the plans.
+
+        Args:
+            numbers: number in this data set of each of the batch's samples.
 
         Raises:
             DataError: as `tokens` does.
         """
-        # In the order of the data: a Parquet file keeps one row group at a time.
-        for sample in sorted(own_samples(plans, dp_rank), key=lambda one: int(rows[one])):
-            batch.set_tokens(sample, *self.tokens(int(rows[sample])))
+        # Read in the order of the files: a Parquet reader keeps one row group in memory.
+        for sample in sorted(own_samples(plans, dp_rank), key=lambda i: int(numbers[i])):
+            batch.set_tokens(sample, *self.tokens(int(numbers[sample])))
 
 
 class _Memory:
     def __init__(self, records: Sequence[Rollout]) -> None:
         self._records = records
 
-    def tokens(self, row: int) -> tuple[Ids, Ids]:
-        return self._records[row].prompt_ids, self._records[row].response_ids
+    def tokens(self, number: int) -> tuple[Ids, Ids]:
+        record = self._records[number]
+        return record.prompt_ids, record.response_ids
 
 
 class _Files:
-    """Reads single samples at the places that the index has."""
+    """Reads single samples from their positions in the files."""
 
     def __init__(self, files: Sequence[Path], index: Index, settings: ReadSettings) -> None:
-        self._files, self._index, self._settings = files, index, settings
+        self._files = files
+        self._index = index
+        self._settings = settings
         self._parser = settings.parser()
         self._readers: dict[int, SampleFile] = {}
 
-    def tokens(self, row: int) -> tuple[Ids, Ids]:
-        at = self._index[row]
-        file = int(at["file"])
+    def tokens(self, number: int) -> tuple[Ids, Ids]:
+        entry = self._index[number]
+        file = int(entry["file"])
         if file not in self._readers:
             self._readers[file] = open_file(self._files[file])
         try:
-            raw = self._readers[file].read(int(at["place"]))
+            raw = self._readers[file].read(int(entry["place"]))
             record = self._settings.read(self._parser, raw, "")
         except BadLine:
             record = None
-        lengths = (int(at["prompt_tokens"]), int(at["response_tokens"]))
+        lengths = (int(entry["prompt_tokens"]), int(entry["response_tokens"]))
         if record is None or (len(record.prompt_ids), len(record.response_ids)) != lengths:
             raise DataError(
-                f"{self._files[file]}:{at['number']}: is not the sample that was indexed; the "
+                f"{self._files[file]}:{entry['number']}: is not the sample that was indexed; the "
                 "file has changed during the run, start again"
             )
         return record.prompt_ids, record.response_ids
 
 
-def _given(value: float) -> float | None:
-    return None if value != value else value
+def _none_if_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,6 +1,6 @@
-"""Files of samples, JSON Lines and Parquet, and the checked fields of each line or row.
+"""Files of samples: readers of JSON Lines and Parquet, and the checks of each line or row.
 
-A file is read in order once, and then sample by sample.
+path -> SampleFile.scan (once, in order), SampleFile.read (one sample) -> LineParser -> fields
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from megapack.base.files import strict_json
 from megapack.data.tokenizer import ByteTokenizer, Ids
 from megapack.errors import ConfigError, DataError
 
-# What a Parquet file may have, and the keys of a line; other columns are not even read.
+# Keys of a JSON line, and columns of a Parquet file. Other columns are not read.
 COLUMNS = (
     *("prompt", "response", "prompt_ids", "response_ids"),
     *("group", "rollout", "reward", "advantage"),
 )
 SUFFIXES = (".jsonl", ".parquet")
+# Rows of Parquet that are converted to Python objects at once.
 _ROWS_AT_A_TIME = 1024
 
 Row = bytes | dict[str, Any]
+"""One sample as it is in a file: a line of JSON Lines, or the cells of a Parquet row by column."""
 
 
 class SampleFile(Protocol):
-    """A file whose samples can be read again by where they stand."""
+    """A file that can be read in order, and again by a sample's place in it."""
 
     def scan(self) -> Iterator[tuple[int, int, Row]]:
-        """Place, number from 1, and content of each sample in order."""
+        """Yield place, line or row number from 1, and content of each sample in order."""
         ...
 
     def read(self, place: int) -> Row:
-        """The sample at a place that `scan` gave."""
+        """Read the sample at a place that `scan` returned."""
         ...
 
 
 def list_files(path: str | Path) -> list[Path]:
-    """The files of `data.path`: itself, or those of a folder, by name.
+    """The files of `data.path`: the file itself, or a folder's files sorted by name.
 
     Raises:
-        DataError: nothing is there, or the folder has neither JSON Lines nor Parquet.
+        DataError: the folder has neither JSON Lines nor Parquet files.
     """
     path = Path(path)
     if not path.is_dir():
@@ -60,19 +62,20 @@ def list_files(path: str | Path) -> list[Path]:
 
 
 def open_file(path: Path) -> SampleFile:
-    """A reader by the file's name: Parquet where it ends so, else JSON Lines.
+    """A reader of the file: Parquet if the name ends with .parquet, else JSON Lines.
 
     Raises:
         ConfigError: pyarrow is needed and not installed.
-        DataError: a pipe or a device, which cannot be read twice; no Parquet by that name.
+        DataError: it is a pipe or a device, which cannot be read twice, or not Parquet despite its
+            name.
     """
     if path.exists() and not path.is_file():
-        raise DataError(f"{path}: no regular file; set data.path to a file or a folder of files")
+        raise DataError(f"{path}: not a regular file; set data.path to a file or a folder of files")
     return ParquetFile(path) if path.suffix == ".parquet" else JsonLinesFile(path)
 
 
 class JsonLinesFile:
-    """One JSON object per line, blank lines passed over; a place is a byte offset."""
+    """One JSON object per line, blank lines skipped; a place is a byte offset."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -104,7 +107,7 @@ class ParquetFile:
 
     Raises:
         ConfigError: pyarrow is not installed.
-        DataError: it is no Parquet file.
+        DataError: it is not a Parquet file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,8 +121,9 @@ class ParquetFile:
             self._file = parquet.ParquetFile(path)
         except self._errors as error:
             raise unreadable(path, error) from None
-        # One row group is kept: whoever reads in the order of places reads each group once.
-        self._group, self._rows = -1, None
+        # One row group is kept, so reading in the order of places reads each row group once.
+        self._group = -1
+        self._rows = None
         self._columns = [name for name in self._file.schema_arrow.names if name in COLUMNS]
         groups = range(self._file.metadata.num_row_groups)
         sizes = [self._file.metadata.row_group(group).num_rows for group in groups]
@@ -153,26 +157,26 @@ class ParquetFile:
 
 
 class BadLine(Exception):
-    """Why a line cannot be taken; the reader adds file and line."""
+    """Why a line is refused; the caller adds file and line number."""
 
 
 @dataclass(frozen=True)
 class LineParser:
-    """Lines into checked fields."""
+    """Parses and checks one sample."""
 
     tokenizer: ByteTokenizer
     vocab_size: int
     """Token ids must be below it."""
 
-    def parse(self, line: bytes | dict[str, Any]) -> dict[str, Any]:
-        """The fields of one line, or of a row that is parsed already.
+    def parse(self, line: Row) -> dict[str, Any]:
+        """The checked fields of one sample.
 
         Returns:
-            `prompt_ids` and `response_ids` (int64), and those given of `reward`, `advantage`
-            (finite floats), `group`, `rollout` (int or str).
+            `prompt_ids` and `response_ids` (int64), and, if given, `reward`, `advantage` (finite
+            floats), `group`, `rollout` (int or str).
 
         Raises:
-            BadLine: the line is no such object.
+            BadLine: the line is not such an object.
         """
         row = _json_object(line) if isinstance(line, bytes) else line
         prompt_ids, response_ids = self._tokens(row)
@@ -216,14 +220,14 @@ class LineParser:
         try:
             return encode(row[key])
         except UnicodeEncodeError:
-            raise BadLine(f"{key} holds half of a surrogate pair; write it again") from None
+            raise BadLine(f"{key} has half of a surrogate pair; write it again") from None
 
     def _ids(self, row: dict[str, Any], key: str) -> Ids:
         values = row[key]
         if not isinstance(values, list):
             raise BadLine(f"{key} is {_shown(values)}, expected a list of integers")
         for index, value in enumerate(values):
-            # bool is an int in Python and no token id.
+            # bool is a subclass of int, but not a token id.
             if type(value) is not int:
                 raise BadLine(f"{key}[{index}] is {_shown(value)}, expected an integer")
             if not 0 <= value < self.vocab_size:
@@ -277,7 +281,7 @@ def _shown(value: Any) -> str:
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A column that is null in this row is one that the row has not."""
+    """The row without columns that are null in it, like an absent key of JSON."""
     return {name: value for name, value in row.items() if value is not None}
 
 

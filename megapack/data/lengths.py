@@ -1,8 +1,8 @@
 """Files of sample lengths: CSV, JSON Lines, Parquet, `.npy`, or standard input.
 
-A file is read once, row by row, into `LengthTable`. Text is told by its first line: an object is
-JSON Lines, a whole number alone is one length per line, anything else is the header of a CSV. A
-cell is a whole number, or a list of token ids that counts its items.
+A file is read once, row by row, into a `LengthTable`. The first line of a text decides its format:
+an object means JSON Lines, a whole number alone means one length per line, and anything else is the
+header of a CSV. A cell is a whole number or a list of token ids, whose items are counted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megapack.errors import ConfigError, DataError, brief, first_line
 
 STDIN = "-"
 
-# Columns that are taken where none is named, the first that is there: one that is the length, or
-# two that add up to it.
+# Columns to look for if the user names none of them: the first of `_LENGTHS` in the file, else the
+# first pair of `_SUMS`, whose sum is the length.
 _LENGTHS = [
     *("length", "len", "total_len", "total_length", "num_tokens", "tokens", "seq_len", "seqlen"),
     "input_ids",
@@ -36,8 +36,9 @@ _SUMS = [
     for first, second in (("prompt", "response"), ("prompt", "completion"), ("input", "output"))
     for unit in ("_len", "_length", "_tokens", "_ids")
 ]
+# 18 digits always fit into int64.
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
-# `str.splitlines` knows more of them, which JSON allows inside a string.
+# `str.splitlines` also splits at characters that JSON allows inside a string, such as U+2028.
 _LINE_END = re.compile(r"\r\n?|\n")
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -46,21 +47,21 @@ Rows = Iterator[tuple[int, dict[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Which columns to read.
+    """The columns to read.
 
     Raises:
-        ConfigError: names that do not go together.
+        ConfigError: the names contradict each other.
     """
 
     length: str | None = None
-    """Tokens of a sample; None with no prompt and response either: found by name."""
+    """Tokens of a sample. If prompt and response are None too, the column is found by its name."""
     prompt: str | None = None
     response: str | None = None
-    """Tokens of its two parts, instead of `length`."""
+    """Tokens of the sample's two parts, instead of `length`."""
     rollout: str | None = None
-    """Samples of one value stay in one optimizer step."""
+    """Samples with equal values stay in one optimizer step."""
     colocate: str | None = None
-    """Samples of one value stay in one micro-batch."""
+    """Samples with equal values stay in one micro-batch."""
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != (self.response is None):
@@ -78,15 +79,15 @@ class Columns:
         """The columns whose sum is a sample's length.
 
         Raises:
-            DataError: the file has none of that kind; names those that it has.
+            DataError: no column of the file is a length. The message lists the columns.
         """
         if self.length is not None:
             return (self.length,)
         if self.prompt is not None and self.response is not None:
             return self.prompt, self.response
-        for found in [*((name,) for name in _LENGTHS), *_SUMS]:
-            if set(found) <= set(names):
-                return found
+        for columns in [*((name,) for name in _LENGTHS), *_SUMS]:
+            if set(columns) <= set(names):
+                return columns
         if len(names) == 1:
             return (names[0],)
         raise DataError(
@@ -95,33 +96,34 @@ class Columns:
         )
 
     def needed(self, names: list[str]) -> list[str]:
-        """The columns that are read; all of them where one of them is missing, to be named."""
-        asked = [name for name in (self.rollout, self.colocate) if name is not None]
-        needed = [*self.summands(names), *asked]
+        """The columns to read; all columns if one is missing, so that the error can list them."""
+        id_columns = [name for name in (self.rollout, self.colocate) if name is not None]
+        needed = [*self.summands(names), *id_columns]
         return needed if set(needed) <= set(names) else names
 
 
 @dataclass(frozen=True)
 class LengthTable:
-    """Samples of a file, without their tokens."""
+    """Lengths and ids of a file's samples."""
 
     lengths: Ints
     """int64 [n], each at least 1."""
     rollout_ids: Ids | None
     colocate_ids: Ids | None
     columns: str
-    """What was read as the length, `prompt_len + response_len` for one."""
+    """The columns that were read as the length, such as `prompt_len + response_len`."""
 
 
 def read_length_file(path: str, columns: Columns) -> LengthTable:
     """Read the lengths of a file.
 
     Args:
-        path: a file, by its name `.parquet`, `.npy` or text; "-" for text on standard input.
-        columns: what to read of it.
+        path: a file: `.parquet`, `.npy`, or text under any other name; "-" = text on standard
+            input.
+        columns: the columns to read.
 
     Raises:
-        DataError: the file cannot be read or holds no lengths; the message has file and line.
+        DataError: the file cannot be read or does not hold lengths. The message has file and line.
         ConfigError: pyarrow is needed and not installed.
     """
     name = "standard input" if path == STDIN else path
@@ -194,7 +196,7 @@ def _count(row: dict[str, Any], column: str) -> int:
     value = _cell(row, column)
     if isinstance(value, list):
         return len(value)
-    # What `strip` takes for a blank is more than what `int` does.
+    # `strip` also removes separators such as \x1c, which `int` refuses.
     if isinstance(value, str) and _WHOLE.fullmatch(stripped := value.strip()):
         value = int(stripped)
     if type(value) is not int:
@@ -220,13 +222,18 @@ def _cell(row: dict[str, Any], column: str) -> Any:
 
 
 def _ids(values: list[int | str]) -> Ids:
-    """As they are; the strings of a CSV as integers where all of them are such."""
-    whole = (isinstance(value, str) and str(value) == _plain(value) for value in values)
-    return tuple(int(value) for value in values) if all(whole) else tuple(values)
+    """The ids unchanged, except that strings become integers if all of them are whole numbers.
+
+    ("7", "8") becomes (7, 8), but ("7", "07") stays as it is.
+    """
+    if all(isinstance(value, str) and _is_plain_integer(value) for value in values):
+        return tuple(int(value) for value in values)
+    return tuple(values)
 
 
-def _plain(value: str) -> str | None:
-    return str(int(value)) if _WHOLE.fullmatch(value) else None
+def _is_plain_integer(text: str) -> bool:
+    """Whether the text is an integer as `str` prints it."""
+    return _WHOLE.fullmatch(text) is not None and str(int(text)) == text
 
 
 def _one_line(name: str) -> str:
@@ -299,8 +306,8 @@ def _header(cells: list[str], number: int) -> list[str]:
     for name in names:
         if _is_number(name):
             raise DataError(
-                f"line {number}: {brief(name)} is no column name; begin with a header, or give one "
-                "whole number per line"
+                f"line {number}: {brief(name)} is not a column name; begin with a header, or give "
+                "one whole number per line"
             )
         if names.count(name) > 1:
             raise DataError(f"line {number}: column {brief(name)} stands twice; keep one of them")

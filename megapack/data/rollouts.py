@@ -1,14 +1,17 @@
-"""Rollouts: their form in JSON Lines, their batches and advantages.
+"""Rollouts: their JSON Lines format, their batches and advantages.
 
 One line is one sample:
 
     {"group": 0, "rollout": 1, "prompt": "2+2=", "response": "4", "reward": 1.0}
     {"group": 0, "rollout": 2, "prompt_ids": [5, 6], "response_ids": [7], "advantage": -0.5}
 
-- text goes through the byte tokenizer; ids are taken as they are;
-- `group`: the prompt's identity (int or string, 1 and "1" differ); left out, the line is its own;
-- `rollout`: the trajectory's identity inside its group. Lines with the same group and rollout are
-  fan-out samples of one rollout and stay in one optimizer step; left out, the line is its own;
+- `prompt` and `response`: text, encoded by the byte tokenizer;
+- `prompt_ids` and `response_ids`: token ids, used unchanged;
+- `group`: the prompt's identity (int or string, 1 and "1" differ). Samples of one prompt group
+  answer the same prompt. Without it the line is a prompt group by itself;
+- `rollout`: the rollout's identity inside its prompt group. Lines with the same group and rollout
+  are fan-out samples of one rollout and stay in one optimizer step. Without it the line is a
+  rollout by itself;
 - `reward` or `advantage`: finite numbers; supervised training needs neither;
 - other keys are ignored.
 """
@@ -27,26 +30,26 @@ from megapack.base.choices import AdvantageNorm
 from megapack.data.tokenizer import Ids
 from megapack.errors import ConfigError, DataError
 
-# Keeps the division finite where all rewards of a group are equal.
+# Keeps the division finite if all rewards of a prompt group are equal.
 _STD_EPS = 1e-6
-# Squares of their differences, and sums of those, stay finite in fp64.
+# Squared differences of such rewards are at most 4e200, so sums of them stay finite in fp64.
 _MAX_REWARD = 1e100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One sample: a prompt, its response, and whom it belongs to."""
+    """One sample of a rollout: a prompt and its response."""
 
     prompt_ids: Ids
-    """Token ids of the prompt, may be empty; no loss falls on them."""
+    """Token ids of the prompt, may be empty. They are not trained on."""
     response_ids: Ids
-    """Token ids of the response, may be empty; prompt and response are never both empty."""
+    """Token ids of the response, may be empty. Prompt and response are never both empty."""
     reward: float | None = None
-    """The sample's reward; None where the file has none."""
+    """The sample's reward; None = not given."""
     advantage: float | None = None
-    """Given in place of a reward, taken as it is; None = computed from rewards."""
+    """An advantage to use unchanged; None = computed from rewards."""
     group: int | str
-    """Samples of one group answer one prompt."""
+    """The prompt group: samples with equal values answer one prompt."""
     rollout: int | str
     """Samples with equal `(group, rollout)` are one rollout."""
 
@@ -69,33 +72,34 @@ def group_batches(
     seed: int = 0,
     epoch: int = 0,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Numbers of records in batches of whole groups; the last batch may have fewer groups.
+    """Yield sample numbers in batches of whole prompt groups; the last batch may be smaller.
 
-    A group's records stand together in file order. Groups come in the order of their first record,
-    or shuffled by `(seed, epoch)` alone, the same on every rank and machine.
+    The samples of a prompt group follow each other in file order. Prompt groups come in the order
+    of their first sample, or are shuffled by `(seed, epoch)` alone, equally on every rank and
+    machine.
 
     Args:
-        group_of: int64 [records], groups numbered from 0 by first appearance.
-        prompts_per_batch: groups in a batch.
+        group_of: int64 [samples], prompt groups numbered from 0 by first appearance.
+        prompts_per_batch: prompt groups in a batch.
     """
     if prompts_per_batch < 1:
         raise ConfigError(f"data.prompts_per_batch is {prompts_per_batch}; set 1 or more")
-    # Groups are numbered by first appearance: sorted by number they stand in file order.
-    rows = np.argsort(group_of, kind="stable")
+    # Prompt groups are numbered by first appearance, so this order is also that of the files.
+    samples = np.argsort(group_of, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(group_of))])
     order = np.arange(len(starts) - 1)
     if shuffle:
-        # Raw bits of a bit generator: NumPy keeps these streams, not those of `permutation`.
+        # NumPy keeps the raw bits of a bit generator stable across versions, but not `permutation`.
         keys = np.random.PCG64([seed, epoch]).random_raw(len(order))
         order = np.argsort(keys, kind="stable")
     for first in range(0, len(order), prompts_per_batch):
         chosen = order[first : first + prompts_per_batch]
-        yield np.concatenate([rows[starts[g] : starts[g + 1]] for g in chosen])
+        yield np.concatenate([samples[starts[g] : starts[g + 1]] for g in chosen])
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleReward:
-    """What the advantage of a sample is computed from; the fields are those of `Rollout`."""
+    """The fields of `Rollout` that a sample's advantage is computed from."""
 
     group: int | str
     rollout: int | str
@@ -106,22 +110,23 @@ class SampleReward:
 def group_advantages(
     records: Sequence[SampleReward], mode: AdvantageNorm = "group"
 ) -> npt.NDArray[np.float64]:
-    """One advantage per record, shape [len(records)].
+    """Advantages, float64 [len(records)].
 
-    A given `advantage` is taken as it is. Else, with R the reward of a record and the mean and
-    standard deviation (n - 1) of its group's rollouts, each rollout counted once with the mean
-    reward of its fan-out samples:
+    A given `advantage` is used unchanged. Otherwise it follows from the sample's reward R and the
+    mean and standard deviation (n - 1) over the rollouts of its prompt group. Each rollout counts
+    once, with the mean reward of its fan-out samples:
 
     - "group": R - mean;
     - "group-std": (R - mean) / (std + 1e-6);
     - "none": R.
 
-    Rewards 1, 0, 0, 1 of one group give 0.5, -0.5, -0.5, 0.5 under "group". A group of one rollout
-    has nothing to compare with: its mean is its own reward, a single sample gets 0.
+    Rewards 1, 0, 0, 1 of one prompt group give 0.5, -0.5, -0.5, 0.5 under "group". A prompt group
+    of one rollout has no other to compare with: the mean is its own reward, and a single sample
+    gets 0. It is never divided by a standard deviation.
 
     Raises:
-        DataError: a record has neither reward nor advantage, a group has some of each, or its
-            rewards are too large for their differences.
+        DataError: a sample has neither reward nor advantage, only some samples of a prompt group
+            have an advantage, or a reward is so large that differences could overflow.
     """
     groups: dict[int | str, list[int]] = {}
     for index, record in enumerate(records):
@@ -165,6 +170,7 @@ def _centred(
 
 
 def _mean(values: Sequence[float]) -> float:
-    # About the first value: the mean of equal rewards is that reward, their advantage exactly 0.
+    # Summing differences from the first value makes the mean of equal rewards exactly that reward,
+    # so that their advantages are exactly 0.
     first = values[0]
     return first + math.fsum(value - first for value in values) / len(values)

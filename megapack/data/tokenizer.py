@@ -1,6 +1,6 @@
 """The built-in tokenizer: one token per UTF-8 byte. It needs no files and loses nothing.
 
-It is there so that text trains out of the box; a real run brings token ids of its own model
+With it text trains out of the box. A real run brings token ids of its model's own tokenizer
 (`prompt_ids`, `response_ids`), which pass through unchanged.
 """
 
@@ -17,9 +17,9 @@ Ids = npt.NDArray[np.int64]
 
 
 class ByteTokenizer:
-    """Token ids 0 to 255 are the bytes; three specials follow.
+    """Token ids 0 to 255 are the bytes; three special tokens follow.
 
-    | id | token | stands |
+    | id | token | where |
     |---|---|---|
     | 0-255 | the byte of that value | in the text |
     | 256 | `bos` | before every prompt |
@@ -33,23 +33,23 @@ class ByteTokenizer:
     vocab_size = BYTE_VOCAB_SIZE
 
     def encode(self, text: str) -> Ids:
-        """The bytes of a text, int64, without specials.
+        """The bytes of a text, int64, without special tokens.
 
         Raises:
-            UnicodeEncodeError: the text holds half of a surrogate pair.
+            UnicodeEncodeError: the text has half of a surrogate pair.
         """
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_prompt(self, text: str) -> Ids:
-        """`bos` and the bytes."""
+        """`bos`, then the bytes."""
         return np.concatenate([_BOS, self.encode(text)])
 
     def encode_response(self, text: str) -> Ids:
-        """The bytes and `eos`."""
+        """The bytes, then `eos`."""
         return np.concatenate([self.encode(text), _EOS])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; specials are left out, broken UTF-8 shows as U+FFFD."""
+        """The text of token ids without special tokens; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in map(int, ids) if 0 <= token < 256).decode(errors="replace")
 
 

@@ -1,7 +1,7 @@
-"""Predictions without a GPU: what a plan, a config or a layout would give.
+"""Predictions without a GPU: for a plan, a config, or a choice of layouts.
 
-stats      the numbers of a planned step, in one place
-dry_run    the whole main job without a GPU
-tune       which layout and policy
-baselines  how other frameworks would pack
+stats      all numbers about planned steps: counts, simulated seconds, lower bounds
+dry_run    the main job without a GPU: plan, seconds and memory of its first batch
+tune       layouts, budgets and policies ranked by predicted speed
+baselines  simple packing strategies to compare a plan with
 """

@@ -1,8 +1,8 @@
-"""Simple packing strategies, to compare a plan with.
+"""Simple packing strategies to compare a plan with.
 
-Each takes what samples occupy in a row, in input order, and returns per rank its micro-batches as
-lists of samples; an empty list is a padding micro-batch. M is rounded up to a multiple of G, as
-other schedulers do, first by splitting the last rows.
+Each gets the aligned sizes of the samples in input order and returns the micro-batches of each DP
+rank as lists of samples; an empty list is a padding micro-batch. M is rounded up to a multiple of
+G, as other schedulers do: the last rows are split first, then padding micro-batches are added.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 
 Rows = list[list[int]]
+"""Samples of each micro-batch."""
 Ranks = list[Rows]
+"""Rows of each DP rank."""
 
 Fits = Callable[[int, int, int], bool]
-"""Whether a row of this many samples, total and longest size is allowed."""
+"""Whether a row may have this number of samples, total size and longest size."""
 
 
 def next_fit(sizes: Ints, layout: Layout, capacity: int) -> Ranks:
-    """A new row where the next sample is over the budget."""
-    return _deal(_neighbours(sizes, lambda count, total, longest: total <= capacity), layout)
+    """Samples in input order; a new row starts when the next sample would exceed the capacity."""
+    rows = _pack_neighbours(sizes, lambda count, total, longest: total <= capacity)
+    return _to_ranks(rows, layout)
 
 
 def naive_plans(plan: Plan, lengths: Ints) -> dict[str, Plan]:
-    """A plan's steps as simple strategies would pack them: name -> the plan with their steps.
+    """Pack the samples of each step with simple strategies; returns a plan per strategy name.
 
-    "next-fit" packs neighbours until the budget is full. "padded" does, but pads all samples of a
-    micro-batch to the longest of them, as rectangular batches are. "one sample" is one per
-    micro-batch. Colocated samples are not kept together.
+    "next-fit" packs neighbours until the budget is full. "padded" does the same, but pads all
+    samples of a micro-batch to the longest of them, as in rectangular batches. "one sample" has one
+    sample per micro-batch. Colocated samples are not kept together.
 
     Args:
-        lengths: those that were planned, int64 [n].
+        lengths: int64 [n], as they were planned.
     """
     capacity = plan.capacity
     most = plan.micro_batch_size or 0
@@ -61,7 +64,7 @@ def naive_plans(plan: Plan, lengths: Ints) -> dict[str, Plan]:
 
 
 def aligned_rows(num_rows: int, layout: Layout) -> int:
-    """The least multiple of dp * G (dp without chunks) that is not below."""
+    """Round up to a multiple of dp * G, of dp if vpp=1. With dp=2, G=3: 7 rows become 12."""
     return layout.dp * layout.next_legal_count(-(-num_rows // layout.dp), "multiple")
 
 
@@ -70,21 +73,24 @@ def in_turn(rows: Rows, layout: Layout) -> Ranks:
     return [rows[rank :: layout.dp] for rank in range(layout.dp)]
 
 
-def _neighbours(sizes: Ints, fits: Fits) -> Rows:
+def _pack_neighbours(sizes: Ints, fits: Fits) -> Rows:
     rows: Rows = []
     count = total = longest = 0
     for i, size in enumerate(sizes.tolist()):
-        count, total, longest = count + 1, total + size, max(longest, size)
+        count += 1
+        total += size
+        longest = max(longest, size)
         if rows and fits(count, total, longest):
             rows[-1].append(i)
         else:
             rows.append([i])
-            count, total, longest = 1, size, size
+            count = 1
+            total = longest = size
     return rows
 
 
-def _deal(rows: Rows, layout: Layout) -> Ranks:
-    """As many rows as M needs: the last are halved, then padding is added."""
+def _to_ranks(rows: Rows, layout: Layout) -> Ranks:
+    """Halve the last rows, then add padding micro-batches, until M is a multiple of G."""
     target = aligned_rows(len(rows), layout)
     at = len(rows) - 1
     while len(rows) < target and at >= 0:
@@ -98,9 +104,10 @@ def _deal(rows: Rows, layout: Layout) -> Ranks:
 
 
 def _step(plan: Plan, step: StepPlan, lengths: Ints, fits: Fits, pad: bool) -> StepPlan:
-    layout, samples = plan.layout, np.array(step.kept_samples, dtype=np.int64)
+    layout = plan.layout
+    samples = np.array(step.kept_samples, dtype=np.int64)
     sizes = layout.aligned_sample_tokens(lengths[samples])
-    ranks = _deal(_neighbours(sizes, fits), layout)
+    ranks = _to_ranks(_pack_neighbours(sizes, fits), layout)
 
     def micro_batch(row: list[int]) -> MicroBatch:
         return _micro_batch(row, samples, lengths, sizes, layout, pad)
@@ -119,12 +126,12 @@ def _micro_batch(
 ) -> MicroBatch:
     if not row:
         return MicroBatch((), layout.row_alignment, 0, 0, 0)
-    taken = np.full(len(row), sizes[row].max()) if pad else sizes[row]
-    row_tokens = layout.aligned_row_tokens(int(taken.sum()))
+    occupied = np.full(len(row), sizes[row].max()) if pad else sizes[row]
+    row_tokens = layout.aligned_row_tokens(int(occupied.sum()))
     return MicroBatch(
         samples=tuple(samples[row].tolist()),
         row_tokens=row_tokens,
         tokens=int(lengths[samples[row]].sum()),
-        tokens_sq=int((taken * taken).sum()),
+        tokens_sq=int((occupied * occupied).sum()),
         padded_tokens=row_tokens,
     )

@@ -1,8 +1,8 @@
-"""A run on paper: what its start refuses, the plan of its first batch, its seconds and its bytes.
+"""A dry run of the main job: the checks of its start, the plan, seconds and memory of a batch.
 
     config, ranks -> check_start -> first_batch -> predict
 
-No GPU, no process group and no torch; the functions are those that the run itself calls.
+It needs no GPU, process group or torch, and calls the same functions as the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megapack.config.sections import TrainConfig, check_installed
 from megapack.cost.memory import GpuMemory
 from megapack.cost.model import CostModel
 from megapack.data.batches import all_batches, open_dataset, plan_logprobs, plan_steps
-from megapack.data.generated import MEAN_OF_LONGEST, generate_lengths
+from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.data.rollouts import group_advantages
 from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, plan_report
@@ -28,57 +28,56 @@ from megapack.policy import check_count_rule
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What the first batch's plan is made from."""
+    """Input of the first batch's plan."""
 
     lengths: Ints
     """int64 [samples]."""
     rollout_ids: list[int]
     source: str
-    """Where the lengths come from; one line for people."""
+    """Where the lengths come from, in one line for people."""
 
     @property
     def typical_length(self) -> float:
-        """Tokens of the sample that a token is in, on average."""
+        """Mean over tokens of their sample's length; 250 for samples of 100 and 300 tokens."""
         return float((self.lengths**2).sum() / self.lengths.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the first batch takes."""
+    """Predicted seconds and memory of the first batch."""
 
     plan: Plan
     steps: PlanReport
-    """Of forward and backward, all optimizer steps."""
+    """Forward and backward of all optimizer steps."""
     logprobs: PlanReport | None
-    """Of one pass for log-probs over the batch; None where the objective reads none."""
+    """One log-prob pass over the batch; None if the objective needs no log-probs."""
     num_logprob_passes: int
     memory: tuple[GpuMemory, ...]
-    """Of each stage, with every row in flight as long as the budget, as in some later batch."""
+    """Each stage with every row in flight as long as the budget, as may happen in a later batch."""
 
     @property
     def seconds(self) -> float:
-        """Of the steps and the passes before them."""
+        """Seconds of the steps and of the log-prob passes before them."""
         passes = self.num_logprob_passes * self.logprobs.seconds if self.logprobs else 0.0
         return self.steps.seconds + passes
 
     @property
     def tokens_per_gpu_second(self) -> float:
-        """Real tokens of the batch over all of its seconds."""
+        """Real tokens of the batch per second and GPU, log-prob passes included."""
         return self.steps.tokens / self.seconds / self.plan.layout.world_size
 
     @property
     def fullest_stage(self) -> GpuMemory:
-        """The stage that takes most."""
+        """Memory of the stage that needs the most."""
         return max(self.memory, key=lambda stage: stage.total)
 
 
 def check_start(config: TrainConfig, world_size: int) -> Layout:
-    """The layout of a run on this many ranks.
+    """Make the checks of a run's start; returns its layout on this many ranks.
 
     Raises:
-        ConfigError: the ranks do not fill it, it does not divide the model, or a tracker is not
-            installed.
-        ScheduleError: counts per rank where ranks meet in every micro-batch.
+        ConfigError: the layout does not fit the number of ranks or the model, a tracker is not
+            installed, or count_rule="per_rank" on ranks that meet in every micro-batch.
     """
     check_installed(config.train.trackers)
     layout = config.layout.to_layout(world_size, config.model.fp8_rows)
@@ -90,20 +89,21 @@ def check_start(config: TrainConfig, world_size: int) -> Layout:
 
 
 def first_batch(config: TrainConfig) -> Batch:
-    """Lengths of the run's first batch; generated ones where `data.path` is null.
+    """Lengths of the run's first batch; generated if `data.path` is null.
 
     Raises:
-        DataError: a file cannot be read, has a bad sample, or lacks what advantages are made from.
+        DataError: a file cannot be read, or a sample is bad or has no reward or advantage.
     """
     data = config.data
     if data.path is None:
-        longest, num_samples = config.longest_sample, _rollouts_per_batch(config)
+        longest = config.longest_sample
+        num_samples = _rollouts_per_batch(config)
         lengths = generate_lengths(num_samples, longest, data.generated_seed)
         return Batch(
             lengths=np.array(lengths),
             rollout_ids=list(range(num_samples)),
             source=f"data.path is null: lengths drawn, lognormal of mean {longest} / "
-            f"{MEAN_OF_LONGEST}, at most {longest}",
+            f"{LONGEST_OVER_MEAN}, at most {longest}",
         )
     dataset = open_dataset(config)
     _, _, rows = next(all_batches(config, dataset))
@@ -120,19 +120,19 @@ def predict(config: TrainConfig, layout: Layout, batch: Batch, cost: CostModel) 
     """Plan the batch as the run would, and simulate it.
 
     Args:
-        cost: of the prediction. The plan is made with `plan.cost_model`, as in the run.
+        cost: for the prediction; the plan is made with `plan.cost_model`, as in the run.
 
     Raises:
-        PlanError: no legal plan under the policy; says what to set.
+        PlanError: no legal plan under the policy; the message says what to set.
     """
-    planned_with = config.plan.read_cost(layout)
+    planning_cost = config.plan.read_cost(layout)
     lengths = batch.lengths.tolist()
-    plan = plan_steps(config.plan, layout, planned_with, lengths, batch.rollout_ids)
+    plan = plan_steps(config.plan, layout, planning_cost, lengths, batch.rollout_ids)
     logprobs = None
     if config.objective.kind != "sft":
-        passed = plan_logprobs(config.plan, layout, planned_with, lengths)
-        passed = passed or dataclasses.replace(plan, forward_only=True)
-        logprobs = plan_report(passed, batch.lengths, cost)
+        forward_plan = plan_logprobs(config.plan, layout, planning_cost, lengths)
+        forward_plan = forward_plan or dataclasses.replace(plan, forward_only=True)
+        logprobs = plan_report(forward_plan, batch.lengths, cost)
     return Prediction(
         plan=plan,
         steps=plan_report(plan, batch.lengths, cost),
@@ -147,8 +147,9 @@ def _rollouts_per_batch(config: TrainConfig) -> int:
 
 
 def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
-    """Each stage with full rows in flight; a sample over the budget makes a row of its own."""
-    layout, model = plan.layout, config.memory_model()
+    """Memory of each stage with full rows in flight; a sample over the budget is a longer row."""
+    layout = plan.layout
+    model = config.memory_model()
     longest = max(mb.row_tokens for step in plan.steps for mb in step.microbatches)
     row = max(plan.max_tokens_per_gpu or 0, -(-longest // layout.cp))
     group = max(step.group_size or 1 for step in plan.steps)

@@ -1,9 +1,9 @@
-"""A plan in numbers: what its steps hold, what they take on paper, and what no plan can beat.
+"""All numbers about a plan: counts, simulated seconds, and lower bounds for any plan.
 
-    Plan -> counts, + cost -> simulated, + lengths -> lower bounds: a StepReport per step, and their
-    sums in a PlanReport
+    Plan -> counts, + cost -> simulated seconds, + lengths -> lower bounds: a StepReport per step,
+    and their sums in a PlanReport
 
-Every table, metric and page reads its numbers here.
+Every table, metric and page gets its numbers here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megapack.planner.bins import fewest_bins_bound
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Counts):
-    """Optimizer steps in numbers, the steps run one after the other.
+    """Numbers of optimizer steps that run one after the other.
 
-    Seconds are those of the cost model; without a cost model a row token takes one. Bounds need the
+    Seconds follow the cost model; without one, time is in row tokens. Bounds need the
     samples' lengths and are None without them.
     """
 
@@ -37,29 +37,30 @@ class Report(Counts):
     """Real tokens over the budget of the rows with samples; None for a count-based plan."""
     imbalance: float
     """Work of the busiest DP rank over the mean of the ranks; 1 is even. Work is what a rank's rows
-    cost, without the waiting in the pipeline. Of several steps: the sums of both."""
+    cost, without the waiting in the pipeline. For several steps, the sums of both are divided."""
     imbalance_bound: float | None
-    """The least imbalance: the largest sample is indivisible."""
+    """Lower bound of `imbalance`: the rank with the largest sample has at least its work."""
     bubble_fraction: float
     """Seconds over the work of the slowest rank's busiest stage, minus 1."""
     seconds: float
-    """Simulated, of forward and backward."""
+    """Simulated seconds of forward and backward."""
     seconds_bound: float | None
-    """All work spread evenly at the fewest micro-batches and without a bubble, or the longest
-    sample's own way through the pipeline and back, whichever is longer."""
+    """Lower bound of `seconds`, the larger of two: all work spread evenly at the fewest
+    micro-batches and without a bubble; the longest sample's way through the pipeline and back."""
     equal_work_seconds: float | None
     """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost."""
     num_rows_bound: int | None
-    """Rows that the budget needs however they are packed: the L2 bound of Martello and Toth."""
+    """Lower bound of `num_rows`: the L2 bound of Martello and Toth under the budget, or the samples
+    over `micro_batch_size`."""
     peak_live_tokens: float
-    """See `Simulation.peak_live_tokens`; the most of any step."""
+    """See `Simulation.peak_live_tokens`; the largest of any step."""
     peak_in_flight: float
-    """The same in micro-batches."""
+    """The same peak in micro-batches."""
 
     @property
     def time_over_equal_work(self) -> float | None:
-        """`seconds` over `equal_work_seconds`; no plan reaches 1. None without lengths, or if
-        samples themselves cost nothing."""
+        """`seconds` over `equal_work_seconds`, at least 1. None without lengths, or if the samples
+        themselves cost nothing."""
         return self.seconds / self.equal_work_seconds if self.equal_work_seconds else None
 
     @property
@@ -69,8 +70,8 @@ class Report(Counts):
 
     def totals(self) -> dict[str, Any]:
         """The numbers by name, without those of single steps or ranks."""
-        found = {field.name: getattr(self, field.name) for field in fields(Report)}
-        return found | {"time_over_equal_work": self.time_over_equal_work}
+        values = {field.name: getattr(self, field.name) for field in fields(Report)}
+        return values | {"time_over_equal_work": self.time_over_equal_work}
 
     def __str__(self) -> str:
         return (
@@ -84,7 +85,7 @@ class Report(Counts):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport(Report):
-    """One optimizer step in numbers."""
+    """Numbers of one optimizer step."""
 
     rank_seconds: tuple[float, ...]
     """Simulated seconds of each DP rank."""
@@ -94,7 +95,7 @@ class StepReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report):
-    """All steps of a plan in numbers."""
+    """Numbers of all steps of a plan, and of each."""
 
     steps: tuple[StepReport, ...]
 
@@ -105,32 +106,32 @@ class PlanReport(Report):
 def plan_report(
     plan: Plan, lengths: Sequence[int] | Ints | None = None, cost: CostModel | None = None
 ) -> PlanReport:
-    """Simulate a plan, and compare it with what no plan can beat.
+    """Count and simulate a plan, and compute what no plan can beat.
 
     Args:
-        lengths: those that were planned; None leaves the bounds out.
-        cost: seconds of micro-batches; None counts row tokens.
+        lengths: real tokens of each sample, as they were planned; None leaves the bounds out.
+        cost: seconds of micro-batches; None: time is in row tokens.
 
     Raises:
-        PlanError: another number of lengths than the plan has samples.
+        PlanError: the number of lengths is not the plan's number of samples.
         ConfigError: stage weights that do not fit the layout.
-        ScheduleError: a count that Megatron would not run.
+        ScheduleError: an M that Megatron would not run.
     """
     flat = None if lengths is None else read_lengths(lengths)
     if flat is not None and flat.size != plan.num_samples:
         raise PlanError(f"{flat.size} lengths for a plan of {plan.num_samples} samples")
-    parts = [_simulated(plan, step, cost, flat) for step in plan.steps]
+    parts = [_simulate(plan, step, cost, flat) for step in plan.steps]
     steps = tuple(_step_report(plan, part) for part in parts)
     return PlanReport(**_sums(plan, parts), steps=steps)
 
 
 def step_report(plan: Plan, step: StepPlan, cost: CostModel | None = None) -> StepReport:
-    """One step under a plan's settings, without bounds; otherwise as `plan_report`."""
-    return _step_report(plan, _simulated(plan, step, cost, None))
+    """The numbers of one step under a plan's settings; as `plan_report`, without bounds."""
+    return _step_report(plan, _simulate(plan, step, cost, None))
 
 
 def full_row(plan: Plan, steps: Sequence[StepPlan]) -> tuple[int, str]:
-    """Tokens of a row that counts as full, and their name: the budget, or the longest row."""
+    """Tokens of a full row and their name: the budget, or the longest row if there is no budget."""
     if plan.capacity is not None:
         return plan.capacity, "the budget"
     longest = max((mb.row_tokens for step in steps for mb in step.microbatches), default=1)
@@ -139,11 +140,11 @@ def full_row(plan: Plan, steps: Sequence[StepPlan]) -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Bounds:
-    """What no packing of a step's samples can beat."""
+    """Lower bounds for any packing of a step's samples."""
 
     num_rows: int
     largest_work: float
-    """Work of the largest sample by itself."""
+    """Work of the largest sample in a row by itself."""
     seconds: float
     equal_work_seconds: float
 
@@ -153,8 +154,8 @@ def _shown(bound: float | None, form: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One step of a sum."""
+class _SimulatedStep:
+    """A step with its simulation and its bounds."""
 
     step: StepPlan
     run: Simulation
@@ -166,20 +167,24 @@ class _Part:
         return math.fsum(self.run.rank_work) / len(self.run.rank_work)
 
 
-def _simulated(plan: Plan, step: StepPlan, cost: CostModel | None, lengths: Ints | None) -> _Part:
+def _simulate(
+    plan: Plan, step: StepPlan, cost: CostModel | None, lengths: Ints | None
+) -> _SimulatedStep:
     run = simulate_planned(plan, step, cost)
-    return _Part(step, run, None if lengths is None else _bounds(plan, step, lengths, cost))
+    return _SimulatedStep(
+        step, run, None if lengths is None else _bounds(plan, step, lengths, cost)
+    )
 
 
-def _step_report(plan: Plan, part: _Part) -> StepReport:
+def _step_report(plan: Plan, part: _SimulatedStep) -> StepReport:
     run = part.run
     return StepReport(
         **_sums(plan, [part]), rank_seconds=run.rank_makespans, slowest_rank=run.slowest_rank
     )
 
 
-def _sums(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
-    """The fields of `Report`."""
+def _sums(plan: Plan, parts: Sequence[_SimulatedStep]) -> dict[str, Any]:
+    """The fields of `Report` for some steps together."""
     counts = count_steps([part.step for part in parts])
     runs = [part.run for part in parts]
     mean_work = math.fsum(part.mean_work for part in parts)
@@ -198,7 +203,7 @@ def _sums(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
 
 
 def _sums_of_bounds(parts: Sequence[tuple[float, _Bounds]]) -> dict[str, Any]:
-    """The fields of `Report` that need lengths, of each step's mean work and bounds."""
+    """The fields of `Report` that need lengths, from each step's mean work and bounds."""
     if not parts:
         names = ("num_rows_bound", "imbalance_bound", "seconds_bound", "equal_work_seconds")
         return dict.fromkeys(names)
@@ -241,7 +246,7 @@ def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -
 
 
 def _work(lengths: Ints, layout: Layout, cost: CostModel) -> float:
-    """Seconds of one chunk's forward of samples in one row."""
+    """Seconds of one chunk's forward for samples of these lengths in one row."""
     return cost.forward_seconds(
         layout,
         row_tokens=int(lengths.sum()),
@@ -263,9 +268,9 @@ def _seconds_bound(
     """See `Report.seconds_bound`.
 
     Args:
-        num_rows: the least.
-        work: of all samples in one chunk, without the fixed cost of rows.
-        largest: of the largest sample in one chunk, in a row of its own.
+        num_rows: the fewest possible.
+        work: seconds of all samples in one chunk, without the fixed cost of rows.
+        largest: seconds of the largest sample in one chunk, alone in its row.
     """
     layout = plan.layout
     weights = np.array(cost.weights_for(layout))

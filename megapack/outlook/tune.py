@@ -2,8 +2,9 @@
 
     layouts of the GPUs -> budgets -> plans under each rule -> simulated, those that fit ranked
 
-Predicted are the pipeline, its bubbles, imbalance and padding, and what the cost model knows.
-Communication of CP, EP and DP is not: compare splits of equal cp and ep, and measure the best few.
+The prediction covers the pipeline's bubbles, imbalance and padding, and what the cost model has.
+It leaves out the communication of CP, EP and DP: compare layouts of equal cp and ep, and measure
+the best few.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from megapack.outlook.stats import PlanReport, plan_report
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import GroupSize, Policy
 
+# Chosen by hand: by default the longest sample times 1, 2, 4, 8 and 16 is tried as budget.
 _MAX_BUDGETS = 5
 _MAX_VPP = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is tried.
+    """Layouts, budgets and rules to try.
 
     Raises:
-        ConfigError: sizes that do not go together.
+        ConfigError: a size below 1.
     """
 
     num_gpus: int
@@ -40,15 +42,15 @@ class Space:
     cp: Sequence[int] = (1,)
     ep: Sequence[int] = (1,)
     pp: Sequence[int] | None = None
-    """None: all that divide the GPUs and the layers."""
+    """None: all sizes that divide the GPUs and the layers."""
     vpp: Sequence[int] | None = None
-    """None: all up to 8 that divide a stage's layers."""
+    """None: all sizes up to 8 that divide a stage's layers."""
     budgets: Sequence[int] | None = None
-    """max_tokens_per_gpu; None: the longest sample's, and doublings of it while they fit."""
+    """max_tokens_per_gpu; None: the longest sample's, doubled up to four times while it fits."""
     count_rules: Sequence[CountRule] = ("legal",)
     group_sizes: Sequence[GroupSize] = ("fixed",)
     sequence_parallel: bool = True
-    """With tp > 1."""
+    """Set in layouts with tp > 1."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "pp", "vpp", "budgets"):
@@ -79,7 +81,7 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to train, planned and simulated."""
+    """One layout, budget and policy, planned and simulated."""
 
     layout: Layout
     max_tokens_per_gpu: int
@@ -88,28 +90,28 @@ class Candidate:
     """G of the first step."""
     report: PlanReport
     memory: GpuMemory
-    """Of the fullest stage when every row in flight is full, as in some later batch it may be."""
+    """Memory of the fullest stage when every row in flight is full, as in a later batch."""
 
     @property
     def tokens_per_gpu_second(self) -> float:
-        """Real tokens per second and GPU: what is ranked by."""
+        """Real tokens per second and GPU; candidates are ranked by it."""
         return self.report.tokens_per_gpu_second
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What a sweep found."""
+    """Result of a sweep."""
 
     ranked: tuple[Candidate, ...]
-    """Those that fit, the fastest first."""
+    """Candidates that fit into memory, the fastest first."""
     num_layouts: int
     num_plans: int
     least_memory: GpuMemory
-    """Of the layout that needs least, at its smallest budget."""
+    """Memory of the layout that needs the least, at its smallest budget."""
 
     @property
     def best_of_layouts(self) -> tuple[Candidate, ...]:
-        """Each layout at its fastest, the fastest first."""
+        """The fastest candidate of each layout, the fastest first."""
         best: dict[Layout, Candidate] = {}
         for candidate in self.ranked:
             best.setdefault(candidate.layout, candidate)
@@ -118,7 +120,7 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is to be trained, the same for all candidates."""
+    """What to plan for: samples, memory and costs, the same for all candidates."""
 
     lengths: Ints
     """int64 [n]."""
@@ -127,15 +129,15 @@ class Workload:
     global_batch_size: int | None
     num_steps: int | None
     policy: Policy
-    """Of all but `count_rule` and `group_size`."""
+    """All settings but `count_rule` and `group_size`, which `Space` has."""
     memory: MemoryModel
     memory_bytes: int
-    """What one GPU may use."""
+    """Memory that one GPU may use."""
     cost_of: Callable[[Layout], CostModel]
 
 
 def tune(work: Workload, space: Space) -> Tuning:
-    """Plan and simulate all of a space.
+    """Plan and simulate every candidate of a space.
 
     Raises:
         ConfigError: no layout fills the GPUs and divides the model.
@@ -153,7 +155,7 @@ def tune(work: Workload, space: Space) -> Tuning:
     fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
     needs = (_memory(work, layout, min(_budgets(work, space, layout))) for layout in layouts)
     return Tuning(
-        # A stable sort: equals stay in the order of the sweep.
+        # The sort is stable: equally fast candidates stay in the order of the sweep.
         ranked=tuple(sorted(fitting, key=lambda c: -c.tokens_per_gpu_second)),
         num_layouts=len(layouts),
         num_plans=len(tried),
@@ -162,14 +164,14 @@ def tune(work: Workload, space: Space) -> Tuning:
 
 
 def _divides(sizes: ModelSizes, tp: int, ep: int) -> bool:
-    """Whether TP and EP divide what they split."""
+    """Whether TP divides the widths that it splits, and EP the experts."""
     widths = [sizes.num_attention_heads, sizes.ffn_hidden_size]
     widths.append(sizes.num_query_groups or sizes.num_attention_heads)
     return all(width % tp == 0 for width in widths) and (sizes.num_experts or 1) % ep == 0
 
 
 def _candidates(work: Workload, space: Space, layout: Layout) -> Iterator[Candidate]:
-    """Each different plan once, from the smallest budget on."""
+    """Candidates with different plans, from the smallest budget on."""
     seen: set[tuple[StepPlan, ...]] = set()
     for budget in _budgets(work, space, layout):
         if _memory(work, layout, budget).total > work.memory_bytes:
@@ -199,7 +201,7 @@ def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
 
 
 def _plan(work: Workload, layout: Layout, budget: int, policy: Policy) -> Plan | None:
-    """None where no plan is legal under the policy."""
+    """None if no plan is legal under the policy."""
     try:
         return build_dp_schedule(
             work.lengths,
@@ -232,7 +234,7 @@ def _candidate(work: Workload, plan: Plan, budget: int) -> Candidate:
 def _memory(
     work: Workload, layout: Layout, budget: int, group_size: int | None = None
 ) -> GpuMemory:
-    """With full rows in flight; a sample over the budget makes a row of its own."""
+    """The fullest stage with full rows in flight; a sample over the budget is a longer row."""
     row = max(budget, _longest(work, layout))
     in_flight = layout.chunks_in_flight(group_size=group_size) / layout.vpp
     return work.memory.fullest_stage(layout, live_tokens=row * in_flight, row_tokens=row)

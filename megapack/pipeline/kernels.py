@@ -1,4 +1,4 @@
-"""The simulator's inner loops, compiled; `pipeline` and the search share them."""
+"""The simulator's compiled inner loops, shared by `simulator` and the planner."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from megapack.base.jit import kernel
 
 
 class RankOps(NamedTuple):
-    """One rank's operations, each after what it waits for. Arrays [operations]."""
+    """Operations of one DP rank, each after the one that it waits for. Arrays are [operations]."""
 
     stage: Ints
     microbatch: Ints
     backward: Ints
+    """1 for a backward, 0 for a forward."""
     waits_for: Ints
-    """Index of the operation whose result this one takes; the number of operations for none."""
+    """Index of the operation on another stage whose result this one needs; the number of operations
+    if it needs none."""
     scale: Floats
-    """Seconds over the micro-batch's forward seconds: chunk weight, times the backward ratio."""
+    """Factor on the micro-batch's forward seconds: the chunk's weight, for a backward times the
+    backward ratio."""
     pp: int
     p2p: float
 
 
 @kernel
 def rank_seconds(ops: RankOps, forward_seconds: Floats, end: Floats) -> float:
-    """Seconds until a rank's last operation is done.
+    """Seconds until a DP rank's last operation ends.
 
     Args:
         forward_seconds: float64 [M], one chunk's forward of each micro-batch.
@@ -50,9 +53,12 @@ def rank_seconds(ops: RankOps, forward_seconds: Floats, end: Floats) -> float:
 
 @kernel
 def peak_live(ops: RankOps, amounts: Floats) -> float:
-    """Most that one stage holds between forwards and their backwards, chunks counting whole.
+    """Peak of what one stage holds between forwards and their backwards; a chunk counts in full.
 
-    A step without backwards keeps nothing: one micro-batch at a time.
+    Nothing is kept in a step without backwards, so its peak is the largest micro-batch.
+
+    Args:
+        amounts: float64 [M], what each micro-batch holds.
     """
     if ops.backward.max() == 0:
         return float(amounts.max())

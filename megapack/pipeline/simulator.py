@@ -1,8 +1,9 @@
-"""The pipeline simulator: what a planned step takes, where it waits, what it holds.
+"""The pipeline simulator: how long a planned step takes, where it waits, what it keeps in memory.
 
-An operation starts when its stage is free and, `p2p` seconds after it ended, the operation that it
-takes its input from is there. That is Megatron's schedule with overlapped sends: a stage never
-waits to give a result away. For M equal micro-batches the bubble is (pp - 1) / (vpp * M).
+An operation starts when its stage is free and its input has arrived, `p2p` seconds after the
+operation that makes the input ended. This is Megatron's schedule with overlapped sends: a stage
+never waits to send. For M equal micro-batches the bubble is (pp - 1) / (vpp * M): 3/16 with pp=4,
+vpp=2, M=8.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from megapack.pipeline.kernels import RankOps, peak_live, rank_seconds
 from megapack.pipeline.order import StepOrder, step_order
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 
-# Sizes given by mistake must not ask for all memory, nor for all time.
+# A mistaken size must not ask for all memory or run for hours. Chosen by hand: 2**12 chunks are far
+# beyond any pipeline, and 2**24 forwards with their backwards take 1.25 GiB (5 int64 each).
 _MAX_CHUNKS = 2**12
-_MAX_OPS = 2**24
+_MAX_FORWARDS = 2**24
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,12 @@ class Event:
     stage: int
     """Pipeline stage."""
     chunk: int
-    """The stage's chunk, 0 to vpp - 1."""
+    """Chunk of the stage, 0 to vpp - 1."""
     microbatch: int
-    """Place among the rank's micro-batches."""
+    """Index among the rank's micro-batches."""
     kind: Literal["F", "B"]
     start: float
-    """Seconds from the step's begin."""
+    """Seconds since the start of the step."""
     end: float
 
 
@@ -50,20 +52,20 @@ class Simulation:
     """A simulated step."""
 
     makespan: float
-    """Seconds until the last rank has done its last backward."""
+    """Seconds until the last rank ends its last operation."""
     rank_makespans: tuple[float, ...]
     """Seconds of each DP rank."""
     slowest_rank: int
-    """The DP rank that ends last; of those that end together, the one with the most work."""
+    """DP rank that ends last; among ranks that end together, the one with the most work."""
     rank_work: tuple[float, ...]
     """Work of each DP rank: seconds of its rows' forwards through one chunk of weight 1."""
     busy_seconds: float
     """Work of the slowest rank's busiest stage."""
     peak_live_tokens: float
-    """Most row tokens whose activations one GPU holds at once: per GPU, after CP; the share of one
-    chunk counts 1/vpp, so that the unit is a whole stage's activations of one token."""
+    """Peak of the row tokens whose activations one GPU holds at once, per GPU, after CP. A row in
+    one chunk counts 1/vpp: the unit is the activations of one token in a whole stage."""
     peak_in_flight: float
-    """The same in micro-batches."""
+    """The same peak in micro-batches."""
     _runs: tuple[_RankRun, ...] = field(repr=False)
 
     @property
@@ -73,7 +75,7 @@ class Simulation:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """The timeline, by rank, then in the order in which the simulator ran it."""
+        """The timeline by rank, then in the order in which the simulator ran it."""
         return tuple(event for rank, run in enumerate(self._runs) for event in run.events(rank))
 
 
@@ -87,7 +89,7 @@ class _RankRun:
     def events(self, rank: int) -> list[Event]:
         order = self.order
         columns = (order.stage, order.chunk // self.pp, order.microbatch)
-        kinds = ["FB"[back] for back in order.backward.tolist()]
+        kinds = ["B" if backward else "F" for backward in order.backward.tolist()]
         return [
             Event(rank, stage, chunk, k, kind, start, end)
             for stage, chunk, k, kind, start, end in zip(
@@ -108,26 +110,24 @@ def simulate(
     lockstep: bool = False,
     forward_only: bool = False,
 ) -> Simulation:
-    """Run a step through Megatron's schedule on paper.
+    """Simulate a step under Megatron's schedule.
 
     Args:
-        cost: seconds of micro-batches; None counts row tokens.
-        lockstep: ranks meet at every micro-batch, as experts spread over DP make them: the k-th
-            micro-batch takes everywhere what it takes on the slowest rank.
+        cost: seconds of micro-batches; None: time is in row tokens.
+        lockstep: ranks wait for each other at every micro-batch, as with experts spread over DP:
+            the k-th micro-batch takes as long on every rank as on the slowest.
         forward_only: no backwards, and no activations kept.
 
     Raises:
-        ConfigError: stage weights that do not fit the layout, lockstep with unequal counts, or
+        ConfigError: stage weights that do not fit the layout, lockstep with unequal M, or
             sizes far beyond any pipeline.
-        ScheduleError: a count that Megatron would not run, or a step without ranks.
+        ScheduleError: an M that Megatron would not run, or a step without ranks.
     """
     if not step.ranks:
         raise ScheduleError(f"a step of 0 ranks for dp={layout.dp}; give one with micro-batches")
     cost = cost or TOKENS
-    forward = [_forward_seconds(rank, layout, cost) for rank in step.ranks]
-    work = forward
-    if lockstep:
-        forward = _slowest(forward)
+    work = [_forward_seconds(rank, layout, cost) for rank in step.ranks]
+    forward = _slowest(work) if lockstep else work
     runner = Runner(layout, cost, forward_only)
     group = step.group_size
     runs = [runner.timeline(seconds, group) for seconds in forward]
@@ -149,23 +149,25 @@ def simulate(
 
 
 class Runner:
-    """Simulates single ranks of one layout and cost model."""
+    """Simulates single DP ranks under one layout and cost model."""
 
     def __init__(self, layout: Layout, cost: CostModel, forward_only: bool = False) -> None:
         if layout.num_chunks > _MAX_CHUNKS:
             raise ConfigError(
-                f"pp * vpp = {layout.num_chunks} chunks; set sizes of at most {_MAX_CHUNKS} chunks"
+                f"pp * vpp = {layout.num_chunks} chunks; set pp * vpp to at most {_MAX_CHUNKS}"
             )
-        self.layout, self.p2p, self.forward_only = layout, float(cost.p2p), forward_only
+        self.layout = layout
+        self.p2p = float(cost.p2p)
+        self.forward_only = forward_only
         self.weights = np.array(cost.weights_for(layout))
         self.backward_ratio = float(cost.backward_ratio)
 
     def order(self, num_microbatches: int, group: int | None) -> StepOrder:
-        """The operations of a rank with this many micro-batches.
+        """The operations of a DP rank with this many micro-batches.
 
         Raises:
-            ScheduleError: a count that Megatron would not run.
-            ConfigError: a count too large to simulate.
+            ScheduleError: an M that Megatron would not run.
+            ConfigError: an M too large to simulate.
         """
         layout = self.layout
         group = (group or layout.group_size) if layout.vpp > 1 else 1
@@ -175,15 +177,15 @@ class Runner:
                 f"M={num_microbatches} with pp={layout.pp}, vpp={layout.vpp}, G={group}; set a "
                 "legal count: M >= 1, interleaved M >= G >= pp and M % G 0 or >= pp"
             )
-        if num_microbatches * layout.num_chunks > _MAX_OPS:
+        if num_microbatches * layout.num_chunks > _MAX_FORWARDS:
             raise ConfigError(
-                f"M={num_microbatches} of pp * vpp = {layout.num_chunks} chunks; set sizes of "
-                f"which the product is at most {_MAX_OPS}"
+                f"M={num_microbatches} of pp * vpp = {layout.num_chunks} chunks; set sizes "
+                f"whose product is at most {_MAX_FORWARDS}"
             )
         return step_order(layout.pp, layout.vpp, num_microbatches, group, self.forward_only)
 
     def ops(self, num_microbatches: int, group: int | None) -> RankOps:
-        """The same with this cost model's seconds, for the compiled loops."""
+        """The same operations with this cost model's factors, for the compiled loops."""
         order = self.order(num_microbatches, group)
         passes = np.where(order.backward == 1, self.backward_ratio, 1.0)
         return RankOps(
@@ -197,7 +199,7 @@ class Runner:
         )
 
     def timeline(self, forward_seconds: Floats, group: int | None) -> _RankRun:
-        """When each operation of a rank starts and ends.
+        """When each operation of a DP rank starts and ends.
 
         Args:
             forward_seconds: float64 [M], one chunk's forward of each micro-batch.
@@ -209,15 +211,15 @@ class Runner:
         return _RankRun(self.order(forward_seconds.size, group), self.layout.pp, start, end)
 
     def busiest_stage_seconds(self, forward_seconds: Floats) -> float:
-        """Work of the stage that has most of it."""
+        """Work of the stage that has the most."""
         per_stage = self.weights.reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
         passes = 1.0 if self.forward_only else 1.0 + self.backward_ratio
         return float(per_stage.max()) * passes * float(forward_seconds.sum())
 
     def peak_live(self, amounts: Floats, group: int | None) -> float:
-        """Most that a stage holds between forwards and their backwards, a chunk counting 1/vpp.
+        """Peak of what a stage holds between forwards and their backwards; a chunk counts 1/vpp.
 
-        Which work is done between is given by the order alone, so no seconds are needed.
+        The order of the operations decides it, so no seconds are needed.
 
         Args:
             amounts: float64 [M], what each micro-batch holds.
@@ -226,10 +228,10 @@ class Runner:
 
 
 def simulate_planned(plan: Plan, step: StepPlan, cost: CostModel | None) -> Simulation:
-    """`simulate` with the layout and the passes of a plan; ranks meet where experts make them.
+    """`simulate` with a plan's layout and passes; in lockstep if its experts are spread over DP.
 
     Args:
-        step: the plan's, or another one of the same samples.
+        step: a step of the plan, or another packing of its samples.
     """
     layout = plan.layout
     return simulate(
@@ -242,7 +244,7 @@ def simulate_planned(plan: Plan, step: StepPlan, cost: CostModel | None) -> Simu
 
 
 def bubble_fraction(seconds: float, busy_seconds: float) -> float:
-    """Time over the busiest stage's work in it, minus 1; rounding may not make it negative."""
+    """Seconds over the busiest stage's work, minus 1; clipped at 0, which rounding may undercut."""
     return max(0.0, seconds / busy_seconds - 1) if busy_seconds else 0.0
 
 
@@ -267,5 +269,5 @@ def _rows_per_gpu(rank: tuple[MicroBatch, ...], layout: Layout) -> Floats:
 def _slowest(forward: list[Floats]) -> list[Floats]:
     counts = [seconds.size for seconds in forward]
     if len(set(counts)) > 1:
-        raise ConfigError(f"lockstep=True with M={counts} on the ranks; ranks that meet have one M")
+        raise ConfigError(f"lockstep=True with M={counts} ; plan one M for all ranks")
     return [np.maximum.reduce(forward)] * len(forward)

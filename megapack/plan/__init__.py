@@ -1,15 +1,17 @@
-"""The plan as data: steps, ranks, micro-batches; its invariants, texts and files.
+"""The plan as data: steps, ranks, micro-batches; its invariants, forms and files.
 
-plan    Plan, StepPlan, MicroBatch; JSON and digest
+plan    Plan, StepPlan, MicroBatch and their Counts; digest
 check   check_plan: the invariants, numbered
-text    the text form and its inverse
+text    the text and JSON forms and their parsers
 show    grids and differences, for people
+file    plans read from and written to files
 """
 
 from megapack.plan.check import check_plan
-from megapack.plan.plan import MicroBatch, Plan, RolloutId, StepPlan
+from megapack.plan.plan import Counts, MicroBatch, Plan, RolloutId, StepPlan
 
 __all__ = [
+    "Counts",
     "MicroBatch",
     "Plan",
     "RolloutId",

@@ -1,16 +1,17 @@
 """`check_plan`: the invariants of a plan, numbered as in the documentation.
 
-1. Megatron accepts every rank's M, and all ranks have the same M in a step (under "per_rank": only
-   on layouts without experts, each at least 1).
-2. Every kept sample stands in exactly one micro-batch; dropped and kept partition the input; each
-   step keeps a sample.
-3. A rollout is whole in one step, or dropped whole; what "drop" drops is trailing.
-4. No row holds more padded tokens than the budget, alignment counted. The one exception is a sample
-   that alone is over it, under oversize="alone": it is alone in its row.
-5. Under "uniform" one row length per step; under "planned" each row is its padded tokens, and a
-   padding micro-batch one aligned unit.
-6. Equal inputs give an equal digest (held by tests).
-7. Samples that share a colocate id stand in one micro-batch. For rule 4 they are one sample.
+1. Megatron accepts every rank's M, and all ranks of a step have the same M. count_rule="per_rank"
+   allows different M, each at least 1, on layouts with ep=1.
+2. Every kept sample is in exactly one micro-batch; kept and dropped samples partition the input;
+   each step keeps at least one sample.
+3. A rollout is kept whole in one step or dropped whole; unreachable="drop" drops only the trailing
+   rollouts of a step.
+4. No row holds more padded tokens than the budget. The one exception is a sample that is over the
+   budget by itself, under oversize="alone": it is alone in its row.
+5. Under row_shape="uniform" all rows of a step have one length. Under "planned" a row is as long as
+   its padded tokens, and a padding micro-batch is one aligned unit long.
+6. Equal inputs give an equal digest (checked by tests).
+7. Samples that share a colocate id are in one micro-batch. Invariant 4 counts them as one sample.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
 
 
 def check_plan(plan: Plan, lengths: Sequence[int] | Ints) -> None:
-    """Hold a plan against its invariants.
+    """Check a plan against its invariants.
 
     Args:
-        plan: any plan, read from a file for one.
-        lengths: the real tokens per sample that it was made for.
+        plan: any plan, for example one read from a file.
+        lengths: real tokens of each sample, as they were planned.
 
     Raises:
-        PlanError: names the invariant that is broken, and the place.
-        DataError: the lengths are no lengths.
+        PlanError: an invariant is broken; the message says which and where.
+        DataError: `lengths` is not a sequence of integers of at least 1.
     """
     _Checker(plan, read_lengths(lengths)).run()
 
@@ -48,7 +49,9 @@ class _Checker:
                 f"{lengths.size} lengths for a plan of {plan.num_samples} samples; give those that "
                 "it was made for"
             )
-        self.plan, self.layout, self.policy = plan, plan.layout, plan.policy
+        self.plan = plan
+        self.layout = plan.layout
+        self.policy = plan.policy
         self.lengths = lengths
         self.aligned = self.layout.aligned_sample_tokens(lengths)
         self.budget = _budget(plan)
@@ -65,29 +68,33 @@ class _Checker:
             self._check_rows(step, f"step {number}")
         self._check_colocated()
 
-    def _check_counts(self, step: StepPlan, place: str) -> None:
-        layout, rule = self.layout, self.policy.count_rule
+    def _check_counts(self, step: StepPlan, where: str) -> None:
+        layout = self.layout
+        rule = self.policy.count_rule
         if len(step.ranks) != layout.dp:
-            raise _broken(1, f"{place} has {len(step.ranks)} ranks, the layout dp={layout.dp}")
-        self._check_group_size(step, place)
+            raise _broken(1, f"{where} has {len(step.ranks)} ranks, the layout has dp={layout.dp}")
+        self._check_group_size(step, where)
         counts = [len(rank) for rank in step.ranks]
         for rank, count in enumerate(counts):
             multiple = rule == "multiple" and layout.vpp > 1 and step.group_size
             if not layout.is_legal_count(count, step.group_size) or (multiple and count % multiple):
-                raise _broken(1, f"{place} rank {rank} has M={count}, illegal for {layout}")
+                raise _broken(1, f"{where} rank {rank} has M={count}, illegal for {layout}")
         if rule == "per_rank":
             if layout.ep > 1 or step.num_microbatches is not None:
-                raise _broken(1, f"{place}: per_rank needs ep=1 and num_microbatches=None")
+                raise _broken(1, f"{where}: per_rank needs ep=1 and num_microbatches=None")
         elif set(counts) != {step.num_microbatches}:
-            raise _broken(1, f"{place} has M={counts}, not {step.num_microbatches} on every rank")
+            raise _broken(1, f"{where} has M={counts}, not {step.num_microbatches} on every rank")
 
-    def _check_group_size(self, step: StepPlan, place: str) -> None:
-        layout, group = self.layout, step.group_size
-        free = self.policy.group_size == "search"
+    def _check_group_size(self, step: StepPlan, where: str) -> None:
+        layout = self.layout
+        group = step.group_size
+        searched = self.policy.group_size == "search"
         if (group is None) != (layout.vpp == 1):
-            raise _broken(1, f"{place} has group_size={group} with vpp={layout.vpp}")
-        if group is not None and (group < layout.pp or (not free and group != layout.group_size)):
-            raise _broken(1, f"{place} has group_size={group}, the layout {layout.group_size}")
+            raise _broken(1, f"{where} has group_size={group} with vpp={layout.vpp}")
+        if group is not None and (
+            group < layout.pp or (not searched and group != layout.group_size)
+        ):
+            raise _broken(1, f"{where} has group_size={group}, the layout has {layout.group_size}")
 
     def _check_partition(self) -> None:
         times = np.zeros(self.plan.num_samples, dtype=np.int64)
@@ -110,78 +117,82 @@ class _Checker:
         if bad.size:
             raise _broken(2, f"sample {bad[0]} is planned or dropped {times[bad[0]]} times")
 
-    def _check_rollouts(self, step: StepPlan, place: str) -> None:
+    def _check_rollouts(self, step: StepPlan, where: str) -> None:
         numbers = {rollout: k for k, rollout in enumerate(self.ids)}
         if any(rollout not in numbers for rollout in step.kept_rollouts):
-            raise _broken(3, f"{place} keeps a rollout that is not in the input")
+            raise _broken(3, f"{where} keeps a rollout that is not in the input")
         kept = [numbers[rollout] for rollout in step.kept_rollouts]
         dropped = [numbers[rollout] for rollout in step.dropped_rollouts]
         if kept != sorted(set(kept)) or dropped != sorted(set(dropped)):
-            raise _broken(3, f"{place}: rollouts are not in order of first appearance")
+            raise _broken(3, f"{where}: rollouts are not in order of first appearance")
         whole = np.flatnonzero(np.isin(self.rollout_of, kept))
         if not np.array_equal(whole, step.kept_samples):
-            raise _broken(3, f"{place}: its samples are not those of its kept rollouts")
+            raise _broken(3, f"{where}: its samples are not those of its kept rollouts")
         if dropped and self.policy.unreachable != "drop":
-            raise _broken(3, f"{place} drops under unreachable={self.policy.unreachable!r}")
+            raise _broken(3, f"{where} drops under unreachable={self.policy.unreachable!r}")
         if dropped and kept and dropped[0] < kept[-1]:
-            raise _broken(3, f"{place} drops {self.ids[dropped[0]]!r}, which is not trailing")
+            raise _broken(3, f"{where} drops {self.ids[dropped[0]]!r}, which is not trailing")
 
-    def _check_rows(self, step: StepPlan, place: str) -> None:
+    def _check_rows(self, step: StepPlan, where: str) -> None:
         row_lengths = set()
         for rank, row in enumerate(step.ranks):
             for k, mb in enumerate(row):
-                self._check_row(mb, f"{place} rank {rank} micro-batch {k}")
+                self._check_row(mb, f"{where} rank {rank} micro-batch {k}")
                 row_lengths.add(mb.row_tokens)
         if self.policy.row_shape == "uniform" and len(row_lengths) > 1:
-            raise _broken(5, f"{place} has rows of {sorted(row_lengths)[:4]} tokens, not of one")
+            raise _broken(
+                5, f"{where} has rows of {sorted(row_lengths)[:4]} tokens, not one length"
+            )
 
-    def _check_row(self, mb: MicroBatch, place: str) -> None:
-        layout, samples = self.layout, list(mb.samples)
+    def _check_row(self, mb: MicroBatch, where: str) -> None:
+        layout = self.layout
+        samples = list(mb.samples)
         aligned = self.aligned[samples]
         unit = layout.row_alignment
         padded = layout.aligned_row_tokens(int(aligned.sum()))
-        found = (mb.tokens, mb.tokens_sq, mb.padded_tokens)
-        right = (int(self.lengths[samples].sum()), int((aligned * aligned).sum()), padded)
-        if found != right:
-            raise _broken(4, f"{place} says tokens, tokens_sq, padded_tokens {found}, not {right}")
-        self._check_budget(samples, padded, place)
+        planned = (mb.tokens, mb.tokens_sq, mb.padded_tokens)
+        actual = (int(self.lengths[samples].sum()), int((aligned * aligned).sum()), padded)
+        if planned != actual:
+            raise _broken(4, f"{where}: tokens, tokens_sq, padded_tokens {planned}, not {actual}")
+        self._check_budget(samples, padded, where)
         least = padded or unit
         if mb.row_tokens % unit or mb.row_tokens < least:
-            raise _broken(5, f"{place}: a row of {mb.row_tokens} for {padded} padded tokens")
+            raise _broken(5, f"{where}: a row of {mb.row_tokens} for {padded} padded tokens")
         if self.policy.row_shape == "planned" and mb.row_tokens != least:
-            raise _broken(5, f"{place}: a planned row of {mb.row_tokens}, not {least}")
+            raise _broken(5, f"{where}: a planned row of {mb.row_tokens}, not {least}")
 
     def _check_colocated(self) -> None:
         ids = self.plan.colocate_ids
         if ids is None:
             return
-        place_of = [""] * self.plan.num_samples
+        microbatch_of = [""] * self.plan.num_samples
         for number, step in enumerate(self.plan.steps):
             for rank, row in enumerate(step.ranks):
                 for k, mb in enumerate(row):
                     for i in mb.samples:
-                        place_of[i] = f"step {number} rank {rank} micro-batch {k}"
+                        microbatch_of[i] = f"step {number} rank {rank} micro-batch {k}"
         first: dict[int | str, int] = {}
         for i, name in enumerate(ids):
             other = first.setdefault(name, i)
-            if place_of[i] != place_of[other]:
+            if microbatch_of[i] != microbatch_of[other]:
                 raise _broken(
                     7,
-                    f"samples {other} and {i} share the colocate id {name!r} and stand in "
-                    f"{place_of[other]} and in {place_of[i]}",
+                    f"samples {other} and {i} share the colocate id {name!r} and are in "
+                    f"{microbatch_of[other]} and in {microbatch_of[i]}",
                 )
 
-    def _check_budget(self, samples: list[int], padded: int, place: str) -> None:
-        size, num_samples = self.plan.micro_batch_size, len(samples)
+    def _check_budget(self, samples: list[int], padded: int, where: str) -> None:
+        size = self.plan.micro_batch_size
+        num_samples = len(samples)
         if size is not None and num_samples > size:
-            raise _broken(4, f"{place} holds {num_samples} samples, micro_batch_size={size}")
+            raise _broken(4, f"{where} holds {num_samples} samples, micro_batch_size={size}")
         if self.budget is None or padded <= self.budget:
             return
         alone = np.unique(self.set_of[samples]).size == 1
         if not alone or self.policy.oversize == "error":
             raise _broken(
                 4,
-                f"{place} holds {padded} padded tokens in {num_samples} samples, the budget is "
+                f"{where} holds {padded} padded tokens in {num_samples} samples, the budget is "
                 f"{self.budget} (max_tokens_per_gpu={self.plan.max_tokens_per_gpu} * cp)",
             )
 

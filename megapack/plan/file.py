@@ -1,4 +1,4 @@
-"""Plans in files."""
+"""Plans read from and written to files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megapack.plan.plan import Plan
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan of a file, in either of its forms.
+    """Read a plan from a file, in JSON or text form.
 
     Raises:
-        PlanError: the file cannot be read, or is no plan; the message says where.
+        PlanError: the file cannot be read or is not a plan; the message says where.
     """
     try:
         text = read_whole(path).decode("utf-8")

@@ -2,8 +2,8 @@
 
     lengths -> build_dp_schedule -> Plan -> (check_plan, packed rows, simulate)
 
-A plan is frozen and compares by value. It has two forms with exact inverses: JSON, which the digest
-is taken of, and a text for people.
+A plan is frozen and compares by value. It has two forms with exact inverses: JSON, from which the
+digest is computed, and a text for people.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RolloutId = int | str
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward takes on one DP rank: samples packed into one row."""
+    """Samples that one forward and backward runs on one DP rank, packed into one row."""
 
     samples: tuple[int, ...]
     """Sample indices in row order; () is a padding micro-batch."""
@@ -36,18 +36,18 @@ class MicroBatch:
     tokens: int
     """Real tokens."""
     tokens_sq: int
-    """Sum of squared aligned lengths: the attention's size."""
+    """Sum of squared aligned lengths; the cost of attention grows with it."""
     padded_tokens: int
-    """Aligned samples and the row's own alignment; 0 for a padding micro-batch."""
+    """Tokens plus the alignment of the samples and of the row; 0 for a padding micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What optimizer steps hold, summed over steps and DP ranks."""
+    """Rows, samples and tokens of optimizer steps, summed over steps and DP ranks."""
 
     num_steps: int
     num_microbatches: tuple[int, int]
-    """The least and the most M of a DP rank in a step."""
+    """Smallest and largest M of any DP rank in any step."""
     num_rows: int
     """Micro-batches with samples."""
     num_padding_rows: int
@@ -73,7 +73,7 @@ class Counts:
 
     @property
     def microbatch_span(self) -> str:
-        """`num_microbatches` as text: "24", or "7-15" where it differs."""
+        """`num_microbatches` as text: "24", or "7-15" if M differs."""
         least, most = self.num_microbatches
         return f"{least}" if least == most else f"{least}-{most}"
 
@@ -83,7 +83,7 @@ class StepPlan:
     """One optimizer step."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
-    """Per DP rank its micro-batches in the order in which the pipeline takes them."""
+    """Micro-batches of each DP rank, in the order in which the pipeline runs them."""
     num_microbatches: int | None
     """M, the same on every rank; None under count_rule="per_rank"."""
     group_size: int | None
@@ -100,7 +100,7 @@ class StepPlan:
 
     @property
     def microbatches(self) -> Iterator[MicroBatch]:
-        """Those of all ranks, rank after rank."""
+        """Micro-batches of all ranks, rank after rank."""
         return (mb for rank in self.ranks for mb in rank)
 
     @property
@@ -111,7 +111,7 @@ class StepPlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Steps of packed micro-batches, with all that `check_plan` needs but the lengths."""
+    """Steps of packed micro-batches, with all that `check_plan` needs except the lengths."""
 
     steps: tuple[StepPlan, ...]
     layout: Layout
@@ -121,13 +121,13 @@ class Plan:
     micro_batch_size: int | None
     """Samples per micro-batch of a count-based plan."""
     num_samples: int
-    """Samples that were planned, dropped ones counted."""
+    """Samples in the input, dropped ones included."""
     rollout_ids: tuple[RolloutId, ...] | None
-    """Per sample the rollout that it belongs to; None: each is its own, its index the id."""
+    """Rollout id of each sample; None: every sample is one rollout, its index is the id."""
     colocate_ids: tuple[RolloutId, ...] | None = None
-    """Per sample the set whose samples share a micro-batch; None: each goes alone."""
+    """Id of each sample's colocated set, which shares a micro-batch; None: no sets."""
     forward_only: bool = False
-    """Made for passes without a backward."""
+    """Planned for forward passes without a backward."""
 
     def __repr__(self) -> str:
         counts = [step.num_microbatches for step in self.steps]
@@ -149,7 +149,7 @@ class Plan:
         """The exact inverse of `to_json`.
 
         Raises:
-            PlanError: not the JSON of a plan; the message says where.
+            PlanError: the text is not the JSON of a plan; the message says where.
         """
         return parse_json(text, _build)
 
@@ -158,7 +158,7 @@ class Plan:
         """The exact inverse of `str`.
 
         Raises:
-            PlanError: not the text of a plan; the message says in which line.
+            PlanError: the text is not a plan; the message names the line.
         """
         return parse_text(text, _build)
 
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def _payload(self) -> dict[str, Any]:
-        # Only where there are any: plans without them keep their digests.
+        # Left out if None, so that plans without colocated sets keep their digests.
         colocate = {} if self.colocate_ids is None else {"colocate_ids": self.colocate_ids}
         return {
             "layout": asdict(self.layout),
@@ -195,7 +195,7 @@ class Plan:
 
 
 def count_steps(steps: Sequence[StepPlan]) -> Counts:
-    """Add up what steps hold."""
+    """Sum rows, samples and tokens over steps."""
     microbatches = [mb for step in steps for mb in step.microbatches]
     per_rank = [len(rank) for step in steps for rank in step.ranks]
     num_rows = sum(bool(mb.samples) for mb in microbatches)
@@ -212,7 +212,7 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
 
 
 def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:
-    """Samples whose tokens a data-parallel rank needs under any of the plans, in order."""
+    """Indices of the samples that a DP rank runs in any of the plans, ascending."""
     steps = [step for plan in plans for step in plan.steps]
     return sorted({i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples})
 
@@ -231,8 +231,9 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
 
 
 def _build(payload: dict[str, Any]) -> Plan:
-    """A plan of a payload whose types were checked."""
-    ids, colocate_ids = payload["rollout_ids"], payload.get("colocate_ids")
+    """Build a plan from a payload whose types were checked."""
+    rollout_ids = payload["rollout_ids"]
+    colocate_ids = payload.get("colocate_ids")
     return Plan(
         steps=tuple(_build_step(step) for step in payload["steps"]),
         layout=Layout(**payload["layout"]),
@@ -241,7 +242,7 @@ def _build(payload: dict[str, Any]) -> Plan:
         micro_batch_size=payload["micro_batch_size"],
         forward_only=payload["forward_only"],
         num_samples=payload["num_samples"],
-        rollout_ids=None if ids is None else tuple(ids),
+        rollout_ids=None if rollout_ids is None else tuple(rollout_ids),
         colocate_ids=None if colocate_ids is None else tuple(colocate_ids),
     )
 

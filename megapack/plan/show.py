@@ -1,4 +1,4 @@
-"""Plans as text for the eye: a grid of micro-batches by DP rank, and how two plans differ."""
+"""Plans printed for people: a grid of micro-batches by DP rank, and how two plans differ."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Any
 from megapack.errors import ConfigError
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 
-_MAX_RANKS, _MAX_ROWS, _MAX_STEPS, _MAX_SAMPLES = 8, 64, 32, 16
+# Limits of what is printed, chosen by hand: a grid of 8 columns such as "10:17532" is 86 wide.
+_MAX_RANKS = 8
+_MAX_ROWS = 64
+_MAX_STEPS = 32
+_MAX_SAMPLES = 16
 
 
 def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) -> str:
     """A plan's head, then a line per step, the grid of one step, or the rows of one rank.
 
     A cell reads `samples:row_tokens`, `.` is a padding micro-batch, `!` marks a row over the
-    budget. What does not fit is counted, not shown.
+    budget. Ranks, rows and steps beyond the limits are counted, not shown.
 
     Args:
-        step: show this step's grid; None shows it where the plan has one step only.
+        step: show this step's grid; None shows the grid only if the plan has a single step.
         rank: show the samples of this DP rank in the step.
 
     Raises:
@@ -29,10 +33,10 @@ def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) ->
     if step is None and len(plan.steps) == 1:
         step = 0
     if step is None and rank is not None:
-        raise ConfigError(f"rank {rank} of which of {len(plan.steps)} steps; set --step too")
+        raise ConfigError(f"rank {rank} of a plan with {len(plan.steps)} steps; set --step too")
     lines = [_head(plan)]
     if step is None:
-        lines += _limited(list(map(_step_line, range(len(plan.steps)), plan.steps)), "steps")
+        lines += _limited([_step_line(k, step_plan) for k, step_plan in enumerate(plan.steps)])
         return "\n".join(lines)
     _check_range("step", step, len(plan.steps))
     shown = plan.steps[step]
@@ -107,11 +111,11 @@ def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
     )
 
 
-def _limited(lines: list[str], what: str) -> list[str]:
+def _limited(lines: list[str]) -> list[str]:
     more = len(lines) - _MAX_STEPS
     if more <= 0:
         return lines
-    return [*lines[:_MAX_STEPS], f"... {more} more {what}; --step S shows one"]
+    return [*lines[:_MAX_STEPS], f"... {more} more steps; --step S shows one"]
 
 
 def _check_range(what: str, value: int, count: int) -> None:
@@ -119,18 +123,18 @@ def _check_range(what: str, value: int, count: int) -> None:
         raise ConfigError(f"{what} {value} of {count}; set --{what} from 0 to {count - 1}")
 
 
-Place = tuple[int, int, int]
+Position = tuple[int, int, int]
 """Step, DP rank, micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDiff:
-    """Differences, each first in the first plan, then in the second; empty where there are none."""
+    """Differences of two plans; a pair holds the first plan's value, then the second's."""
 
     settings: dict[str, tuple[Any, Any]]
     """`layout.dp`, `policy.search`, `max_tokens_per_gpu` and so on."""
     steps: dict[int, tuple[str, str]]
-    """Per step that differs its counts, G and sizes."""
+    """Counts, G and sizes of each step that differs, by step number."""
     other_step: tuple[int, ...]
     """Samples that train in another step, or in only one of the plans."""
     other_rank: tuple[int, ...]
@@ -146,21 +150,23 @@ class PlanDiff:
 
 
 def diff_plans(a: Plan, b: Plan) -> PlanDiff:
-    """Compare plan with plan: settings, steps, and where samples stand."""
-    places_a, places_b = _places(a), _places(b)
+    """Compare two plans: settings, steps, and the position of each sample."""
+    positions_a = _positions(a)
+    positions_b = _positions(b)
     moved: tuple[list[int], list[int], list[int]] = ([], [], [])
-    for sample in sorted(places_a.keys() | places_b.keys()):
-        one, two = places_a.get(sample), places_b.get(sample)
-        if one != two:
-            level = 0 if one is None or two is None else _first_difference(one, two)
+    for sample in sorted(positions_a.keys() | positions_b.keys()):
+        first = positions_a.get(sample)
+        second = positions_b.get(sample)
+        if first != second:
+            level = _first_difference(first, second) if first and second else 0
             moved[level].append(sample)
     steps = [
-        tuple("absent" if step is None else _described(step) for step in pair)
+        tuple("absent" if step is None else _step_sizes(step) for step in pair)
         for pair in zip_longest(a.steps, b.steps)
     ]
     return PlanDiff(
         settings=_settings_diff(a, b),
-        steps={number: (one, two) for number, (one, two) in enumerate(steps) if one != two},
+        steps={k: (first, second) for k, (first, second) in enumerate(steps) if first != second},
         other_step=tuple(moved[0]),
         other_rank=tuple(moved[1]),
         other_microbatch=tuple(moved[2]),
@@ -168,11 +174,11 @@ def diff_plans(a: Plan, b: Plan) -> PlanDiff:
     )
 
 
-def _first_difference(one: Place, two: Place) -> int:
-    return next(level for level in range(3) if one[level] != two[level])
+def _first_difference(first: Position, second: Position) -> int:
+    return next(level for level in range(3) if first[level] != second[level])
 
 
-def _places(plan: Plan) -> dict[int, Place]:
+def _positions(plan: Plan) -> dict[int, Position]:
     return {
         sample: (number, rank, k)
         for number, step in enumerate(plan.steps)
@@ -183,9 +189,11 @@ def _places(plan: Plan) -> dict[int, Place]:
 
 
 def _settings_diff(a: Plan, b: Plan) -> dict[str, tuple[Any, Any]]:
-    one, two = _settings(a), _settings(b)
-    different = {key: (one[key], two[key]) for key in one if one[key] != two[key]}
-    return {key: (_short(x), _short(y)) for key, (x, y) in different.items()}
+    first = _settings(a)
+    second = _settings(b)
+    return {
+        key: (_short(first[key]), _short(second[key])) for key in first if first[key] != second[key]
+    }
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
@@ -197,11 +205,11 @@ def _settings(plan: Plan) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """Ids are as many as samples."""
+    """A tuple of ids as the number of different ids, because it has one per sample."""
     return f"{len(set(value))} ids" if isinstance(value, tuple) else value
 
 
-def _described(step: StepPlan) -> str:
+def _step_sizes(step: StepPlan) -> str:
     counts = step.counts
     group = "" if step.group_size is None else f" G={step.group_size}"
     return (

@@ -1,14 +1,14 @@
-"""Plan payloads to text and back. A payload is the plan as JSON types.
+"""The text form of a plan, and parsers of both forms. A payload is the plan as JSON types.
 
 The text: header lines `key value`, then per step a `step` line and one line per rank with a cell
 per micro-batch. A cell reads
 
     samples:row_tokens:tokens:tokens_sq          0,3,5:1024:1000:340418
-    samples:row_tokens:tokens:tokens_sq:padded   where the row is longer than its padded tokens
+    samples:row_tokens:tokens:tokens_sq:padded   if the row is longer than its padded tokens
     -:row_tokens                                 a padding micro-batch
 
-Rollouts that are numbered in one run stand as `0..2047`. The line of
-`colocate_ids` is left out where a plan has none.
+Consecutive rollout ids are written as a range, `0..2047`. A plan without `colocate_ids` has no such
+line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from megapack.errors import MegapackError, PlanError
 from megapack.layout import Layout
 from megapack.policy import Policy
 
-_RUN = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})")
-# A damaged text must not ask for all memory: its runs may have this many rollouts in all, and one
-# more for each character. A sample in a cell takes more characters than it may have ids.
-_MAX_FREE_RUN = 2**16
-# Sizes are counted in int64.
+P = TypeVar("P")
+Build = Callable[[dict[str, Any]], P]
+
+_RANGE = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})")
+# Ranges expand to lists, so a damaged text could ask for all memory. All ranges together may have
+# one id per character of the text, which is enough for kept rollouts (a sample takes at least two
+# characters in its cell, "3,"), and this many more, for dropped rollouts.
+_MAX_FREE_IDS = 2**16
+# Sizes are int64.
 _MAX_COUNT = 2**63 - 1
 _REMEDY = "give the plan as it was written"
 _SETTINGS = {"layout": Layout, "policy": Policy}
-
-P = TypeVar("P")
-Build = Callable[[dict[str, Any]], P]
 
 _TITLE = "megapack plan"
 _CELLS = "# cells: samples:row_tokens:tokens:tokens_sq[:padded_tokens]"
@@ -66,9 +67,9 @@ def format_plan(payload: dict[str, Any]) -> str:
 
 def _format_value(value: Any) -> str:
     if isinstance(value, tuple | list) and len(value) > 2 and {type(i) for i in value} == {int}:
-        run = f"{value[0]}..{value[-1]}"
-        if _RUN.fullmatch(run) and list(value) == list(range(value[0], value[0] + len(value))):
-            return run
+        text = f"{value[0]}..{value[-1]}"
+        if _RANGE.fullmatch(text) and list(value) == list(range(value[0], value[0] + len(value))):
+            return text
     return json.dumps(value)
 
 
@@ -76,13 +77,13 @@ def _format_cell(cell: tuple[Any, ...]) -> str:
     samples, row_tokens, tokens, tokens_sq, padded = cell
     if not samples and tokens == tokens_sq == padded == 0:
         return f"-:{row_tokens}"
-    # A plan that was edited may say tokens without samples; `check_plan` tells of it.
+    # An edited plan may have tokens without samples; `check_plan` reports it.
     text = f"{','.join(map(str, samples)) or '-'}:{row_tokens}:{tokens}:{tokens_sq}"
     return text if padded == row_tokens else f"{text}:{padded}"
 
 
 def parse_json(text: str, build: Build[P]) -> P:
-    """Build a plan of the JSON that `Plan.to_json` wrote.
+    """Build a plan from the JSON that `Plan.to_json` wrote.
 
     Raises:
         PlanError: what is wrong, and where.
@@ -95,7 +96,7 @@ def parse_json(text: str, build: Build[P]) -> P:
 
 
 def parse_text(text: str, build: Build[P]) -> P:
-    """Build a plan of the text that `str(plan)` wrote.
+    """Build a plan from the text that `str(plan)` wrote.
 
     Raises:
         PlanError: what is wrong, and in which line.
@@ -104,18 +105,18 @@ def parse_text(text: str, build: Build[P]) -> P:
 
 
 class _TextReader:
-    """Reads the lines of a plan's text one after the other."""
+    """Reads the lines of a plan's text in order."""
 
     def __init__(self, text: str) -> None:
         self.lines = text.splitlines()
         self.next_line = 0
-        self.runs_left = _MAX_FREE_RUN + len(text)
+        self.ids_left = _MAX_FREE_IDS + len(text)
 
     def payload(self) -> dict[str, Any]:
         if self._line() != _TITLE:
             raise self._error(f"a plan begins with {_TITLE!r}")
         payload = {key: self._value(key) for key in _HEADER}
-        if self._comes(f"{_COLOCATE} "):
+        if self._next_starts_with(f"{_COLOCATE} "):
             payload[_COLOCATE] = self._value(_COLOCATE)
         if self._line() != _CELLS:
             raise self._error(f"expected {_CELLS!r}")
@@ -124,7 +125,7 @@ class _TextReader:
             payload["steps"].append(self._step(len(payload["steps"])))
         return payload
 
-    def _comes(self, start: str) -> bool:
+    def _next_starts_with(self, start: str) -> bool:
         return self.next_line < len(self.lines) and self.lines[self.next_line].startswith(start)
 
     def _line(self) -> str:
@@ -138,15 +139,15 @@ class _TextReader:
         if name != key:
             raise self._error(f"expected {key!r}, found {name[:40]!r}")
         try:
-            run = _RUN.fullmatch(value)
-            return strict_json(value) if run is None else self._run(int(run[1]), int(run[2]))
+            ids = _RANGE.fullmatch(value)
+            return strict_json(value) if ids is None else self._range(int(ids[1]), int(ids[2]))
         except ValueError as error:
             raise self._error(f"{key}: {error}") from None
 
-    def _run(self, first: int, last: int) -> list[int]:
-        self.runs_left -= last - first + 1
-        if last < first or self.runs_left < 0:
-            raise ValueError(f"{first}..{last} is no run of so short a text")
+    def _range(self, first: int, last: int) -> list[int]:
+        self.ids_left -= last - first + 1
+        if last < first or self.ids_left < 0:
+            raise ValueError(f"{first}..{last} is empty, or too long a range for so short a text")
         return list(range(first, last + 1))
 
     def _step(self, number: int) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class _TextReader:
             raise self._error(f"expected 'step {number}'")
         step = {key: self._value(key) for key in _STEP}
         step["ranks"] = []
-        while self._comes("rank "):
+        while self._next_starts_with("rank "):
             step["ranks"].append(self._rank(len(step["ranks"])))
         return step
 
@@ -162,9 +163,9 @@ class _TextReader:
         head, _, cells = self._line().partition(" | ")
         if head != f"rank {number}":
             raise self._error(f"expected 'rank {number} | ...'")
-        return [self._cell(place, cell) for place, cell in enumerate(cells.split())]
+        return [self._cell(k, cell) for k, cell in enumerate(cells.split())]
 
-    def _cell(self, place: int, cell: str) -> list[Any]:
+    def _cell(self, k: int, cell: str) -> list[Any]:
         samples, *sizes = cell.split(":")
         try:
             numbers = [int(size) for size in sizes]
@@ -176,7 +177,7 @@ class _TextReader:
                 return [[int(i) for i in samples.split(",") if samples != "-"], *numbers]
         except ValueError:
             pass
-        raise self._error(f"cell {place} {cell[:40]!r} is not {_CELLS[9:]}")
+        raise self._error(f"cell {k} {cell[:40]!r} is not {_CELLS[9:]}")
 
     def _error(self, what: str) -> PlanError:
         return PlanError(f"not a plan in text: line {self.next_line}: {what}; {_REMEDY}")
@@ -197,8 +198,8 @@ def _check_payload(payload: Any) -> None:
     _keys(payload, "plan", {*_HEADER, "steps", *({_COLOCATE} & set(payload))})
     for key, cls in _SETTINGS.items():
         names = {field.name for field in dataclasses.fields(cls)}
-        # Absent ones take their defaults: plans outlive new settings.
-        _keys(payload[key], key, names, some=True)
+        # Absent settings get their defaults, so that plans from before a setting stay readable.
+        _keys(payload[key], key, names, optional=True)
     for key in ("max_tokens_per_gpu", "micro_batch_size"):
         _require(payload[key] is None or _is_count(payload[key]), key, "null or an integer")
     _require(isinstance(payload["forward_only"], bool), "forward_only", "true or false")
@@ -212,40 +213,40 @@ def _check_payload(payload: Any) -> None:
         _check_step(step, f"steps[{number}]")
 
 
-def _check_step(step: Any, place: str) -> None:
-    _keys(step, place, {*_STEP, "ranks"})
+def _check_step(step: Any, where: str) -> None:
+    _keys(step, where, {*_STEP, "ranks"})
     for key in ("num_microbatches", "group_size"):
-        _require(step[key] is None or _is_count(step[key]), f"{place}.{key}", "null or an integer")
+        _require(step[key] is None or _is_count(step[key]), f"{where}.{key}", "null or an integer")
     for key in ("kept_rollouts", "dropped_rollouts"):
-        _check_ids(step[key], f"{place}.{key}")
-    _require(isinstance(step["ranks"], list), f"{place}.ranks", "a list")
+        _check_ids(step[key], f"{where}.{key}")
+    _require(isinstance(step["ranks"], list), f"{where}.ranks", "a list")
     for rank, row in enumerate(step["ranks"]):
-        _require(isinstance(row, list), f"{place}.ranks[{rank}]", "a list")
+        _require(isinstance(row, list), f"{where}.ranks[{rank}]", "a list")
         for k, cell in enumerate(row):
-            _check_cell(cell, f"{place}.ranks[{rank}][{k}]")
+            _check_cell(cell, f"{where}.ranks[{rank}][{k}]")
 
 
-def _check_cell(cell: Any, place: str) -> None:
+def _check_cell(cell: Any, where: str) -> None:
     good = isinstance(cell, list) and len(cell) == 5 and isinstance(cell[0], list)
     good = good and all(map(_is_count, cell[0])) and all(map(_is_count, cell[1:]))
-    _require(good, place, "[[samples], row_tokens, tokens, tokens_sq, padded_tokens]")
+    _require(good, where, "[[samples], row_tokens, tokens, tokens_sq, padded_tokens]")
 
 
-def _check_ids(ids: Any, place: str) -> None:
+def _check_ids(ids: Any, where: str) -> None:
     good = isinstance(ids, list) and all(map(is_id, ids))
-    _require(good, place, "a list of int64 integers and strings")
+    _require(good, where, "a list of int64 integers and strings")
 
 
-def _keys(value: Any, place: str, keys: set[str], some: bool = False) -> None:
-    _require(isinstance(value, dict), place, "an object")
-    wrong = set(value) - keys if some else set(value) ^ keys
-    _require(not wrong, place, f"an object of {sorted(keys)}; see {sorted(wrong)!s:.80}")
+def _keys(value: Any, where: str, keys: set[str], optional: bool = False) -> None:
+    _require(isinstance(value, dict), where, "an object")
+    wrong = set(value) - keys if optional else set(value) ^ keys
+    _require(not wrong, where, f"an object of {sorted(keys)}; see {sorted(wrong)!s:.80}")
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def _require(good: bool, place: str, what: str) -> None:
+def _require(good: bool, where: str, what: str) -> None:
     if not good:
-        raise PlanError(f"not a plan: {place} must be {what}")
+        raise PlanError(f"not a plan: {where} must be {what}")

@@ -1,6 +1,6 @@
-"""The main job: rollouts in a file -> optimizer steps of a Megatron-Core GPT.
+"""The main job: trains a Megatron-Core GPT on rollouts from files.
 
-records -> batches -> advantages, plan -> old and reference log-probs -> steps -> metrics
+samples -> batches -> advantages, plan -> old and reference log-probs -> steps -> metrics
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megapack.checkpoint.state import RunState
 from megapack.config.load import dump_yaml, to_dict
 from megapack.config.sections import TrainConfig, check_installed
 from megapack.data.batches import all_batches, open_dataset, steps_in
-from megapack.data.dataset import Rows
+from megapack.data.dataset import SampleNumbers
 from megapack.data.rollouts import group_advantages
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
@@ -36,9 +36,9 @@ from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_fla
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.schedule.adapter import ScheduleAdapter
-from megapack.train.folder import (
+from megapack.train.folder import RunFolder
+from megapack.train.metrics import (
     Progress,
-    RunFolder,
     StepClock,
     memory_peaks,
     packing_metrics,
@@ -52,17 +52,18 @@ from megapack.train.trackers import open_trackers
 
 
 def train(config: TrainConfig, interrupt: Interrupt) -> Path:
-    """Run the main job on this rank, as one of all ranks of the job.
+    """Run the main job on this rank; all ranks of the job call it.
 
     Args:
-        interrupt: an entered one; it was entered before torch was imported, which takes long.
+        interrupt: already entered: importing torch takes long, and a signal may arrive meanwhile.
 
     Returns:
         The run's folder, written by rank 0.
 
     Raises:
-        MegapackError: on every rank; what is wrong and what to set.
-        RunInterrupted: on every rank; SIGTERM or SIGUSR1 came to one of them, and the run is saved.
+        MegapackError: on every rank. The message says what is wrong and what to set.
+        RunInterrupted: on every rank, after one of them received SIGTERM or SIGUSR1 and the run was
+            saved.
     """
     device = launch.start(config.device)
     ranks = None
@@ -138,28 +139,31 @@ class Trainer:
         )
 
     def run(self) -> Path:
-        """All batches of all epochs."""
-        config, writes = self.config, dist.get_rank() == 0
+        """Train on all batches of all epochs and return the run's folder."""
+        config = self.config
         self.resumed = self.checkpoints.find()
-        # Before the folder is touched: a resume that fails leaves all as it was.
+        # Load before the folder is opened, so that a failed resume changes no file.
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self.passes.logprob_fields)
         self.folder = agree(self._open_folder, device=self.device)
-        self.progress = Progress(active=writes, log_interval=config.train.log_interval)
+        self.progress = Progress(
+            active=dist.get_rank() == 0, log_interval=config.train.log_interval
+        )
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
         model = config.model
         self.progress.line(str(find_kernels(model.attention, model.dtype)))
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
-            for rows in self._batches():
-                self._train_on(rows)
+            for numbers in self._batches():
+                self._train_on(numbers)
             if config.train.save_interval is not None and self._last is not None:
                 self._save(self._last)
             agree(self._close_folder, device=self.device)
         finally:
             self.progress.close()
-            # Still open after an error alone, which says more than what closing may raise.
+            # The folder is still open only after an error. That error says more than one from
+            # closing would.
             with contextlib.suppress(Exception):
                 self._close_folder()
         path = Path(config.runs_dir) / config.name
@@ -172,14 +176,17 @@ class Trainer:
         return self.position.num_steps
 
     def _open_folder(self) -> RunFolder | None:
-        """The run's folder on rank 0; the one that is there where its own checkpoint is resumed."""
+        """Open the run's folder on rank 0: the existing one if the run resumes its own checkpoint,
+        else a new one."""
         if dist.get_rank() != 0:
             return None
-        config, found = self.config, self.resumed
-        own = found if found is not None and self.checkpoints.is_own(found) else None
+        config = self.config
+        own = self.resumed
+        if own is not None and not self.checkpoints.is_own(own):
+            own = None
         done = None if own is None else self.num_steps
         folder = RunFolder(config.runs_dir, config.name, continue_after=done)
-        # Behind the folder's lock: another run may be at work there.
+        # Only with the folder's lock: another run may be using these checkpoints.
         if own is not None:
             drop_after(own.path.parent, self.num_steps)
         folder.write_text("config.yaml", dump_yaml(config))
@@ -189,15 +196,18 @@ class Trainer:
         return folder
 
     def _close_folder(self) -> None:
-        folder, self.folder = self.folder, None
+        folder = self.folder
+        self.folder = None
         if folder is not None:
             folder.close()
 
-    def _batches(self) -> Iterator[Rows]:
-        """Batches in order, as many as the config asks for and from where the run stands; sets up
-        the schedule first."""
-        config, data = self.config, self.data
-        total_steps = sum(steps_in(config, data, rows) for _, _, rows in all_batches(config, data))
+    def _batches(self) -> Iterator[SampleNumbers]:
+        """The run's remaining batches in order; sets up the learning rate schedule first."""
+        config = self.config
+        data = self.data
+        total_steps = sum(
+            steps_in(config, data, batch) for _, _, batch in all_batches(config, data)
+        )
         self.progress.expect(total_steps, self.num_steps)
         self.schedule = build_lr_schedule(config.optim, self.optimizer, total_steps)
         self.schedule.step(increment=self.num_steps)
@@ -206,32 +216,33 @@ class Trainer:
                 self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
                 yield batch
 
-    def _train_on(self, rows: Rows) -> None:
+    def _train_on(self, numbers: SampleNumbers) -> None:
         """Plan a batch, compute what the objective reads, and take its optimizer steps."""
         self._raise_if_stopping()
         started = time.perf_counter()
         with self.ranks.guarded(f"the plan of batch {self.position.batch}"):
             self.ranks.place.enter("plan")
-            batch = agree(lambda: self._prepare(rows), device=self.device)
+            batch = agree(lambda: self._prepare(numbers), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
         first_step = self.position.step_in_batch
         if first_step and self.resumed is not None:
-            resumed, names = self.resumed, self.passes.logprob_fields
+            resumed = self.resumed
+            fields = self.passes.logprob_fields
             agree(
-                lambda: self.checkpoints.load_batch(resumed, batch.samples, batch.plan, names),
+                lambda: self.checkpoints.load_batch(resumed, batch.samples, batch.plan, fields),
                 device=self.device,
             )
         else:
             self.passes.add_logprobs(batch)
-        costs = {
+        batch_seconds = {
             "plan_s": planned - started,
             "logprob_pass_s": time.perf_counter() - planned,
         }
         self._last = batch
         for index in range(first_step, len(batch.plan.steps)):
             self._raise_if_stopping()
-            self._step(batch, index, costs)
+            self._step(batch, index, batch_seconds)
             if self._stopping or self.checkpoints.due(self.num_steps):
                 self._save(batch)
 
@@ -242,25 +253,25 @@ class Trainer:
                 self.position, batch.plan, batch.samples, self.passes.logprob_fields
             )
 
-    def _prepare(self, rows: Rows) -> PlannedBatch:
-        """Local work of a batch: tensors, advantages, and the plans that every rank finds alike."""
+    def _prepare(self, numbers: SampleNumbers) -> PlannedBatch:
+        """Local work of a batch: tensors, advantages, and plans that are equal on all ranks."""
         fields: dict[str, Any] = {}
         if "advantages" in self.passes.objective.required_fields:
             norm = self.config.objective.advantage_norm
             fields["advantages"] = torch.from_numpy(
-                group_advantages(self.data.rewards(rows), norm)
+                group_advantages(self.data.rewards(numbers), norm)
             ).float()
-        batch = self.planner.plan(rows, fields)
+        batch = self.planner.plan(numbers, fields)
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.samples.lengths)
         return batch
 
     def _note_oom(self, error: StepOutOfMemory) -> None:
         self.tracer.drop()
-        self.progress.line(f"{error}; planned anew in rows of half the size")
+        self.progress.line(f"{error}; replanned with rows of half the size")
 
-    def _step(self, batch: PlannedBatch, index: int, costs: dict[str, float]) -> None:
-        """One optimizer step and its line of metrics."""
+    def _step(self, batch: PlannedBatch, index: int, batch_seconds: dict[str, float]) -> None:
+        """Take one optimizer step and write its line of metrics."""
         plan = batch.plan
         report = step_report(plan, plan.steps[index], self.cost)
         predicted_s = self.clock.predict(report.seconds)
@@ -290,7 +301,7 @@ class Trainer:
                 "step_predicted_s": predicted_s,
                 "step_measured_s": ran.measured_s,
                 "optimizer_s": optimizer_s,
-                **costs,
+                **batch_seconds,
                 "num_oom_replans": self.passes.num_oom_replans,
                 **memory_peaks(),
                 "tokens_per_second": ran.report.tokens / total_s,
@@ -301,7 +312,8 @@ class Trainer:
         self.tracer.finish(plan, index, self.num_steps, self.folder)
 
     def _write(self, metrics: dict[str, Any]) -> None:
-        """Rank 0 writes; all ranks hear how that went, and whether one of them is told to stop."""
+        """Write a line of metrics on rank 0; all ranks learn whether that failed, and whether any
+        rank received a signal to stop."""
 
         def write() -> None:
             if self.folder is not None:
@@ -311,7 +323,7 @@ class Trainer:
         self.progress.step(self.num_steps, metrics)
 
     def _raise_if_stopping(self) -> None:
-        """Where the run would go on; it is saved by then."""
+        """Raise RunInterrupted after a signal; the run has been saved by then."""
         if self._stopping:
             agree(self._close_folder, device=self.device)
             raise RunInterrupted(

@@ -1,10 +1,10 @@
-"""The main job's passes over a batch: log-probs before its steps, and gradients in each of them.
+"""The main job's passes over a batch: log-probs before its steps, gradients in each step.
 
-    rows of the data -> BatchPlanner -> PlannedBatch -> BatchPasses -> gradients in the model
+    sample numbers -> BatchPlanner -> PlannedBatch -> BatchPasses -> gradients in the model
 
-A pass that runs out of memory gets a second attempt in rows of half the size, if the adapter was
-made with `retries_oom`; a second failure ends the run. The reference policy is a copy of the
-weights that log-probs are compared with.
+If the adapter was made with `retries_oom`, a pass that runs out of memory is replanned with rows of
+half the size and run once more; a second failure ends the run. The reference policy is a copy of
+the initial weights; its log-probs are what the KL penalty compares with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megapack.config.model import ObjectiveConfig
 from megapack.config.sections import PlanConfig
 from megapack.cost.model import CostModel
 from megapack.data.batches import plan_logprobs, plan_steps
-from megapack.data.dataset import Dataset, Rows
+from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.errors import StepOutOfMemory
 from megapack.layout import Layout
 from megapack.loss.sequence import GSPO, AnyObjective
@@ -33,14 +33,15 @@ from megapack.ranks.agree import agree
 from megapack.samples import SampleBatch
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
 
+# Steps move this buffer without a gradient, so it is part of the policy like a parameter.
 _BIAS = "router.expert_bias"
 
 
 class Reference:
-    """The weights that a model has now, kept on the CPU.
+    """A copy of the model's current weights on the CPU.
 
     Attributes:
-        initial: the kept value of each parameter and expert bias.
+        initial: the copied value of each parameter and expert bias.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -51,10 +52,10 @@ class Reference:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Within the block the model has its initial weights.
+        """Give the model its initial weights within the block.
 
-        The trained ones wait on the CPU, in memory that is kept: on the GPU a second copy would
-        come on top of gradients and optimizer state.
+        The trained weights wait in CPU memory, which is allocated once. A second copy on the GPU
+        would come on top of gradients and optimizer state.
         """
         for param, initial in self.initial.items():
             self._trained.setdefault(param, torch.empty_like(initial)).copy_(param.detach())
@@ -71,16 +72,16 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedBatch:
-    """Samples of the data, and what is made of them."""
+    """A batch of samples and its plans."""
 
-    rows: Rows
-    """Numbers of the samples in the data."""
+    numbers: SampleNumbers
+    """Numbers of the samples in the data set."""
     samples: SampleBatch
-    """Lengths and fields of all of them; tokens of those that this rank packs."""
+    """Lengths and fields of all samples; tokens of those that this rank packs."""
     plan: Plan
     """The optimizer steps."""
     forward_plan: Plan
-    """Of passes for log-probs; `plan` where these take the steps' own rows."""
+    """Plan of the log-prob passes; the same as `plan` if these use the rows of the steps."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class BatchPlanner:
     """Plans batches of the data.
 
     Args:
-        cost: what a row costs; None for its tokens.
-        dp_rank: the data-parallel rank that this process runs.
+        cost: what a row costs; None = its tokens.
+        dp_rank: this process's data-parallel rank.
     """
 
     config: PlanConfig
@@ -98,71 +99,79 @@ class BatchPlanner:
     data: Dataset
     dp_rank: int
 
-    def plan(self, rows: Rows, fields: Mapping[str, Sequence[Any]]) -> PlannedBatch:
-        """The samples at these rows of the data as a batch; local work.
+    def plan(self, numbers: SampleNumbers, fields: Mapping[str, Sequence[Any]]) -> PlannedBatch:
+        """Plan a batch of these samples and read this rank's tokens; local work.
 
         Args:
-            fields: see `SampleBatch`; one value per row of the data.
+            numbers: the samples' numbers in the data set.
+            fields: see `SampleBatch`; one value per sample.
 
         Raises:
-            PlanError, ConfigError: no legal plan serves their lengths.
+            PlanError, ConfigError: there is no legal plan for their lengths.
             DataError: as `Dataset.tokens` does.
         """
         samples = SampleBatch.from_lengths(
-            self.data.prompt_tokens(rows), self.data.response_tokens(rows), fields
+            self.data.prompt_tokens(numbers), self.data.response_tokens(numbers), fields
         )
-        lengths, ids = samples.lengths, self.data.rollout_ids(rows)
-        plan = plan_steps(self.config, self.layout, self.cost, lengths, ids)
+        lengths = samples.lengths
+        rollout_ids = self.data.rollout_ids(numbers)
+        plan = plan_steps(self.config, self.layout, self.cost, lengths, rollout_ids)
         forward_plan = plan_logprobs(self.config, self.layout, self.cost, lengths) or plan
-        self.data.give_tokens(samples, rows, (plan, forward_plan), self.dp_rank)
-        return PlannedBatch(rows=rows, samples=samples, plan=plan, forward_plan=forward_plan)
+        self.data.give_tokens(samples, numbers, (plan, forward_plan), self.dp_rank)
+        return PlannedBatch(numbers=numbers, samples=samples, plan=plan, forward_plan=forward_plan)
 
 
 def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> PlannedBatch:
-    """The samples of one step as a batch of their own, of one step.
+    """Replan one step with rows of half the size, as a batch with this step alone.
 
     Args:
-        batch, index: what ran out of memory.
+        batch, index: the step that ran out of memory.
 
     Raises:
-        StepOutOfMemory: every row holds one sample already.
-        PlanError, ConfigError: no plan has such rows.
+        StepOutOfMemory: every row already holds a single sample.
+        PlanError, ConfigError: there is no plan with such rows.
     """
-    step, samples = batch.plan.steps[index], batch.samples
+    step = batch.plan.steps[index]
+    samples = batch.samples
     kept = list(step.kept_samples)
     fields = {n: [samples.field(n, i) for i in kept] for n in samples.field_names}
-    # The step keeps what it kept, also where half of it would not be reachable by splitting.
+    # "pad", not "drop": the step must keep its samples even if splitting rows reaches no legal M.
     config = dataclasses.replace(
         halved(planner.config, (step,)),
         forward_max_tokens_per_gpu=None,
         unreachable="pad",
         oversize="alone",
     )
-    return dataclasses.replace(planner, config=config).plan(batch.rows[kept], fields)
+    return dataclasses.replace(planner, config=config).plan(batch.numbers[kept], fields)
 
 
 def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
-    """One pass over the whole batch in place of its `forward_plan`; its samples get their tokens.
+    """Replan the log-prob pass over the whole batch with rows of half the size.
+
+    The batch also gets the tokens that this rank packs under the new plan.
 
     Raises:
         StepOutOfMemory, PlanError, ConfigError: as `replan_step` does.
     """
-    config, lengths = halved(planner.config, batch.forward_plan.steps), batch.samples.lengths
-    planned = plan_logprobs(config, planner.layout, planner.cost, lengths)
-    if planned is None:
-        # Count-based: the rows of one step with all samples.
-        ids = planner.data.rollout_ids(batch.rows)
-        planned = plan_steps(config, planner.layout, planner.cost, lengths, ids)
-    planner.data.give_tokens(batch.samples, batch.rows, (planned,), planner.dp_rank)
-    return planned
+    config = halved(planner.config, batch.forward_plan.steps)
+    lengths = batch.samples.lengths
+    plan = plan_logprobs(config, planner.layout, planner.cost, lengths)
+    if plan is None:
+        # Rows are limited by their number of samples: plan all samples as one step.
+        rollout_ids = planner.data.rollout_ids(batch.numbers)
+        plan = plan_steps(config, planner.layout, planner.cost, lengths, rollout_ids)
+    planner.data.give_tokens(batch.samples, batch.numbers, (plan,), planner.dp_rank)
+    return plan
 
 
 def halved(config: PlanConfig, steps: Sequence[StepPlan]) -> PlanConfig:
-    """The settings for one step of all samples, with half of the largest row of these steps as the
-    budget.
+    """Settings that plan all samples as one step, with half of these steps' largest row as budget.
+
+    The largest row counts, not the budget: two rows of 30 and 40 tokens under a budget of 1000 give
+    a budget of 20. Rows limited by `micro_batch_size` get half the number of samples.
 
     Raises:
-        StepOutOfMemory: every row holds one sample already; every rank finds the same.
+        StepOutOfMemory: every row already holds a single sample. All ranks raise it.
     """
     microbatches = [mb for step in steps for mb in step.microbatches]
     tokens = max(mb.padded_tokens for mb in microbatches)
@@ -172,7 +181,8 @@ def halved(config: PlanConfig, steps: Sequence[StepPlan]) -> PlanConfig:
             f"a GPU ran out of memory though each row holds one sample, of up to {tokens} padded "
             "tokens; set data.max_length, model.recompute, or a layout with more stages"
         )
-    is_counted, budget = config.max_tokens_per_gpu is None, max(tokens // 2, 1)
+    is_counted = config.max_tokens_per_gpu is None
+    budget = max(tokens // 2, 1)
     is_forward_counted = is_counted and config.forward_max_tokens_per_gpu is None
     return dataclasses.replace(
         config,
@@ -192,29 +202,31 @@ class StepGradients:
     """A step whose gradients are in the model."""
 
     report: StepReport
-    """Of the rows that ran."""
+    """Report of the rows that ran, which a replan changes."""
     result: StepResult
     measured_s: float
     """Seconds of the attempt that succeeded."""
     failed_s: float
-    """Seconds of one before it that ran out of memory, and of planning anew."""
+    """Seconds of an earlier attempt that ran out of memory, and of replanning; else 0."""
 
 
 class BatchPasses:
-    """Runs what the objective asks of the model. Every rank calls alike: passes are collectives.
+    """Runs the passes that the objective needs. All methods that run passes are collectives.
 
     Args:
         config: names the objective.
-        adapter: of the model, whose weights now are the reference policy, where there is one.
+        adapter: runs the model. If `kl_coef` is not 0, its current weights become the reference
+            policy.
         optimizer: Megatron's; only its gradients are touched.
-        planner: made the batches.
-        device: of the collectives.
-        on_oom: told, on every rank, of an attempt that failed before the pass is planned anew.
+        planner: the planner of the batches.
+        device: see `agree`.
+        on_oom: called on every rank with the error of a failed attempt, before the pass is
+            replanned.
 
     Attributes:
-        objective: what is trained with.
-        reference: the reference policy; None where the objective reads none.
-        num_oom_replans: passes that were planned anew.
+        objective: the training objective.
+        reference: the reference policy; None without a KL penalty.
+        num_oom_replans: number of passes that were replanned.
     """
 
     def __init__(
@@ -230,19 +242,26 @@ class BatchPasses:
         self.objective = make_objective(config)
         self.reference = Reference(adapter.chunks) if config.kl_coef else None
         self.num_oom_replans = 0
-        self._config, self._adapter, self._optimizer = config, adapter, optimizer
+        self._config = config
+        self._adapter = adapter
+        self._optimizer = optimizer
         self._chunks: list[Any] = adapter.chunks
-        self._planner, self._device, self._on_oom = planner, device, on_oom
+        self._planner = planner
+        self._device = device
+        self._on_oom = on_oom
 
     @property
     def logprob_fields(self) -> list[str]:
         """Fields of a batch that `add_logprobs` fills in."""
-        names = ["old_logprobs", *(["ref_logprobs"] if self.reference is not None else [])]
+        names = ["old_logprobs"]
+        if self.reference is not None:
+            names.append("ref_logprobs")
         return [name for name in names if name in self.objective.required_fields]
 
     def add_logprobs(self, batch: PlannedBatch) -> None:
         """Fill in the log-probs that the objective reads."""
-        names, samples = self.logprob_fields, batch.samples
+        names = self.logprob_fields
+        samples = batch.samples
         if "old_logprobs" in names:
             samples.set_field("old_logprobs", self._logprobs(batch))
         if self.reference is not None and "ref_logprobs" in names:
@@ -250,21 +269,21 @@ class BatchPasses:
                 samples.set_field("ref_logprobs", self._logprobs(batch))
 
     def gradients(self, batch: PlannedBatch, index: int, report: StepReport) -> StepGradients:
-        """Forward and backward of a step, from gradients of zero.
+        """Zero the gradients, then run forward and backward of a step.
 
         Args:
-            index: which of the batch's steps.
-            report: of this step as it is planned.
+            index: the step within the batch.
+            report: report of this step as planned.
 
         Raises:
-            StepOutOfMemory, PlanError: also the second attempt failed, or none is possible.
+            StepOutOfMemory, PlanError: the second attempt failed too, or none is possible.
             ScheduleError, RankError: as `ScheduleAdapter.step` does.
         """
         started = time.perf_counter()
         try:
             return self._gradients(batch, index, report)
         except StepOutOfMemory as error:
-            smaller = self._planned_anew(error, lambda: replan_step(self._planner, batch, index))
+            smaller = self._replanned(error, lambda: replan_step(self._planner, batch, index))
         plan = smaller.plan
         report = step_report(plan, plan.steps[0], self._planner.cost)
         failed_s = time.perf_counter() - started
@@ -297,21 +316,21 @@ class BatchPasses:
         )
 
     def _logprobs(self, batch: PlannedBatch) -> list[torch.Tensor]:
-        """Per sample its tokens' log-probs; 0 for samples that the plan drops."""
+        """Log-probs of each sample's tokens; a single 0 for samples that the plan drops."""
         try:
             return self._logprobs_of(batch.samples, batch.forward_plan)
         except StepOutOfMemory as error:
-            smaller = self._planned_anew(error, lambda: replan_logprobs(self._planner, batch))
+            smaller = self._replanned(error, lambda: replan_logprobs(self._planner, batch))
         return self._logprobs_of(batch.samples, smaller)
 
     def _logprobs_of(self, samples: SampleBatch, plan: Plan) -> list[torch.Tensor]:
         merged = [torch.zeros(())] * len(samples)
         for index in range(len(plan.steps)):
-            found = self._adapter.forward(plan, samples, step=index)["logprobs"]
-            merged = [old if new is None else new for old, new in zip(merged, found, strict=True)]
+            of_step = self._adapter.forward(plan, samples, step=index)["logprobs"]
+            merged = [old if new is None else new for old, new in zip(merged, of_step, strict=True)]
         return merged
 
-    def _planned_anew(self, error: StepOutOfMemory, replan: Callable[[], T]) -> T:
+    def _replanned(self, error: StepOutOfMemory, replan: Callable[[], T]) -> T:
         self.num_oom_replans += 1
         self._on_oom(error)
         return agree(replan, device=self._device)

@@ -2,8 +2,8 @@
 
     adapter.step -> a mark before and after each chunk's work -> rank 0 -> trace.jsonl
 
-A mark is a CUDA event on a GPU, and the host's clock elsewhere. Steps that are not traced run
-without any of this.
+A mark is a CUDA event on a GPU, and a reading of the host's clock elsewhere. Steps that are not
+traced run without marks.
 """
 
 from __future__ import annotations
@@ -27,28 +27,31 @@ from megapack.train.folder import RunFolder
 from megapack.view.records import TRACE_FILE
 
 Span = tuple[int, int, str, Any, Any]
-"""Chunk, micro-batch, F or B, and the marks of begin and end."""
+"""Chunk, micro-batch, F or B, begin mark, end mark."""
 
 
 class StepTracer:
-    """Traces the first steps of a run into trace.jsonl, but for the very first, which warms up.
+    """Traces a run's first steps into trace.jsonl, except for the very first, which warms up.
 
-    Made on all ranks alike: `start` and `finish` of a traced step are collectives.
+    All ranks make one with the same arguments: `start` and `finish` of a traced step are
+    collectives.
 
     Args:
-        num_steps: how many; 0 = none.
-        cost: what the run's steps are planned with; None where it is no seconds.
+        num_steps: number of steps to trace.
+        cost: the cost model that the steps are planned with; None if it is not in seconds.
     """
 
     def __init__(
         self, adapter: ScheduleAdapter, num_steps: int, cost: CostModel | None = None
     ) -> None:
-        self._adapter, self._steps_left, self._cost = adapter, num_steps, cost
+        self._adapter = adapter
+        self._steps_left = num_steps
+        self._cost = cost
         self._is_warm = False
         self._recorder: _Recorder | None = None
 
     def start(self) -> None:
-        """Right before a step."""
+        """Call right before a step."""
         if self._is_warm and self._steps_left > 0:
             self._steps_left -= 1
             self._recorder = _Recorder()
@@ -56,22 +59,23 @@ class StepTracer:
         self._is_warm = True
 
     def drop(self) -> None:
-        """The step failed: nothing of it is kept."""
+        """Call when the step failed; its marks are discarded."""
         if self._recorder is not None:
             self._adapter.runner.listeners.remove(self._recorder)
             self._recorder = None
 
     def finish(self, plan: Plan, index: int, number: int, folder: RunFolder | None) -> None:
-        """After the step.
+        """Call after the step; writes its line.
 
         Args:
-            plan, index: what ran.
+            plan, index: the plan, and the step within it that ran.
             number: the step's number in the run, from 1.
-            folder: takes the line; None on ranks that write nothing.
+            folder: the run folder on the rank that writes; None on all others.
         """
         if self._recorder is None:
             return
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
+        self._recorder = None
         self._adapter.runner.listeners.remove(recorder)
         events = _gather(recorder.events(self._adapter.dp_rank))
 
@@ -90,7 +94,7 @@ class StepTracer:
 
 
 class _Recorder(Listener):
-    """Marks of one step on this rank, counted from a moment that all ranks share."""
+    """Marks of one step on this rank, measured from a barrier that all ranks share."""
 
     def __init__(self) -> None:
         self._begun: dict[tuple[Kind, int, int], Any] = {}
@@ -108,7 +112,7 @@ class _Recorder(Listener):
         self._spans.append((chunk, microbatch, kind, begin, mark()))
 
     def events(self, dp_rank: int) -> list[list[Any]]:
-        """The fields of each `pipeline.Event`, seconds counted from the step's begin."""
+        """The fields of each `pipeline.Event`, with seconds from the step's begin."""
         torch.cuda.synchronize()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         return [
@@ -124,7 +128,7 @@ class _Recorder(Listener):
 
 
 def mark() -> Any:
-    """A moment in the order of the device's work."""
+    """The current point in the device's work: a CUDA event, or seconds of the host's clock."""
     if not cpu.uses_cuda():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -133,21 +137,21 @@ def mark() -> Any:
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """From one mark to another; on a GPU once both have happened."""
+    """Seconds from one mark to another; on a GPU both events must have completed."""
     if isinstance(begin, float):
         return float(end - begin)
     return float(begin.elapsed_time(end)) / 1e3
 
 
 def _gather(events: list[list[Any]]) -> list[list[Any]]:
-    """All pipelines' events on rank 0, by DP rank and stage; nothing elsewhere.
+    """Events of all pipelines on rank 0, sorted by DP rank and stage; empty on other ranks.
 
-    Ranks that share rows or tensors of a stage do the same at the same time: the first speaks.
+    TP and CP ranks of one stage do the same work at the same time, so only the first reports.
     """
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    speaks = tp_rank == parallel_state.get_context_parallel_rank() == 0
+    reports = tp_rank == parallel_state.get_context_parallel_rank() == 0
     gathered: list[Any] | None = None
     if dist.get_rank() == 0:
         gathered = [None] * dist.get_world_size()
-    dist.gather_object(events if speaks else [], gathered)
+    dist.gather_object(events if reports else [], gathered)
     return sorted(event for part in gathered or [] for event in part)

@@ -1,6 +1,6 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard and Weights & Biases, when asked for.
+"""Optional trackers of metrics, besides metrics.jsonl: TensorBoard and Weights & Biases.
 
-The keys are those of metrics.jsonl. Text and null have no curve and are left out.
+The keys are those of metrics.jsonl. Text and null are left out, because they have no curve.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ Metrics = Mapping[str, float | int | str | None]
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run; used on one rank."""
+    """Receives the metrics of one run; only rank 0 has trackers."""
 
     def write(self, metrics: Metrics) -> None:
-        """Take the metrics of the step that `metrics["step"]` says."""
+        """Write the metrics of step `metrics["step"]`."""
 
     def close(self) -> None:
-        """Write out what is held back."""
+        """Write what is still buffered and end the tracker."""
 
 
 def open_trackers(
     names: Sequence[str], folder: Path, config: Mapping[str, Any], *, continue_after: int | None
 ) -> list[Tracker]:
-    """The trackers of a run, by the names of `train.trackers`.
+    """Open the trackers of a run.
 
     Args:
-        folder: of the run.
-        config: nested plain values; `name` is the run's.
-        continue_after: steps that the run keeps of those that are in the folder; None = a new run.
+        names: as in `train.trackers`.
+        folder: the run's folder.
+        config: the run's config as nested plain values.
+        continue_after: see `RunFolder`.
     """
     made: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
     return [made[name](folder, config, continue_after) for name in names]
 
 
 class _TensorBoard:
-    """Event files in `tensorboard/`; what a resumed run takes again is hidden there."""
+    """Event files in `tensorboard/`; TensorBoard hides the old points of repeated steps."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], continue_after: int | None) -> None:
         from torch.utils import tensorboard
@@ -59,25 +60,25 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """One W&B run for the whole run, resumes included; its id is kept in `wandb_id`.
+    """One W&B run for the whole run, resumes included; its id is stored in `wandb_id`.
 
-    W&B's own variables (WANDB_MODE, WANDB_PROJECT, ...) hold. Its history cannot be cut: steps that
-    a resumed run takes again are logged twice, and curves are drawn over `step`.
+    W&B's own variables (WANDB_MODE, WANDB_PROJECT, ...) apply. W&B's history cannot be cut: steps
+    that a resumed run repeats are logged twice, and curves are drawn over `step`.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], continue_after: int | None) -> None:
         import wandb
 
-        known = folder / "wandb_id"
+        id_file = folder / "wandb_id"
         self._run: Any = wandb.init(
             name=config["name"],
-            id=known.read_text() if continue_after is not None and known.exists() else None,
+            id=id_file.read_text() if continue_after is not None and id_file.exists() else None,
             resume="allow",
             dir=str(folder),
             config=dict(config),
         )
         self._run.define_metric("*", step_metric="step")
-        write_whole(known, self._run.id)
+        write_whole(id_file, self._run.id)
 
     def write(self, metrics: Metrics) -> None:
         self._run.log(_numbers(metrics))

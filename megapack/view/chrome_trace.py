@@ -1,7 +1,8 @@
 """Timelines as Chrome trace events, which Perfetto and chrome://tracing open.
 
-One process per source and DP rank, one thread per pipeline stage. Steps follow each other; what was
-planned and what was measured of a step begin together. Format: "Trace Event Format", Google, 2016.
+One process per source and DP rank, one thread per pipeline stage. Steps follow each other; the
+planned and the measured timeline of a step begin together. Format: "Trace Event Format", Google,
+2016.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def chrome_trace(timelines: Sequence[Timeline], microseconds: float = 1e6) -> st
     """The JSON of a trace file.
 
     Args:
-        microseconds: of the timelines' unit of time.
+        microseconds: microseconds in the timelines' unit of time.
     """
     events = [*_processes(timelines), *_slices(timelines, microseconds)]
     # One event per line: readable, and quick to search.
@@ -29,7 +30,7 @@ def chrome_trace(timelines: Sequence[Timeline], microseconds: float = 1e6) -> st
 
 
 def _process(timeline: Timeline, rank: int, sources: list[str]) -> int:
-    # 0 is the operating system's: process ids begin at 1.
+    # Process 0 is the operating system, so ids begin at 1.
     return 1 + sources.index(timeline.source) * timeline.plan.layout.dp + rank
 
 
@@ -38,7 +39,7 @@ def _sources(timelines: Sequence[Timeline]) -> list[str]:
 
 
 def _processes(timelines: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
-    """Names of processes and threads, and their order on the screen."""
+    """Names of processes and threads, and their order on screen."""
     sources = _sources(timelines)
     for timeline in {timeline.source: timeline for timeline in timelines}.values():
         for rank in range(timeline.plan.layout.dp):
@@ -55,7 +56,8 @@ def _meta(pid: int, tid: int, name: str, args: dict[str, str | int]) -> dict[str
 
 
 def _slices(timelines: Sequence[Timeline], microseconds: float) -> Iterator[dict[str, Any]]:
-    sources, begins = _sources(timelines), _begins(timelines)
+    sources = _sources(timelines)
+    begins = _begins(timelines)
     for timeline in timelines:
         begin = begins[timeline.number]
         for event in timeline.events:
@@ -84,13 +86,14 @@ def _args(timeline: Timeline, event: Event) -> dict[str, int | str]:
 
 
 def _begins(timelines: Sequence[Timeline]) -> dict[int, float]:
-    """Per step its begin: after the longer of what was planned and measured of the one before."""
+    """Start of each step; a step lasts as long as the longer of its timelines."""
     longest: dict[int, float] = {}
     for timeline in timelines:
         seconds = max(timeline.rank_ends, default=0.0)
         longest[timeline.number] = max(seconds, longest.get(timeline.number, 0.0))
-    begins, at = {}, 0.0
+    begins = {}
+    begin = 0.0
     for number, seconds in longest.items():
-        begins[number] = at
-        at += seconds
+        begins[number] = begin
+        begin += seconds
     return begins

@@ -1,4 +1,4 @@
-"""A page as one HTML file that needs no network: style, script and numbers are in it."""
+"""A page as one HTML file that needs no network: it contains its style, script and numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 from megapack.view.page_data import Page
 
+_CHARTS = ("unit", "steps", "curves", "histograms")
+
 
 def page_html(page: Page) -> str:
-    """The file. All that comes from plans and runs is escaped."""
+    """The content of the HTML file. Text from plans and runs is escaped."""
     payload = asdict(page)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in page.notes)
     facts = "".join(
@@ -27,16 +29,13 @@ def page_html(page: Page) -> str:
         "SCRIPT": _resource("report.js"),
         "DATA": _inline_json({key: payload[key] for key in _CHARTS}),
     }
-    # One pass over the template: what is filled in is not searched again.
+    # The template is split once, so that inserted text is not searched for markers.
     pieces = _resource("report.html").split("@@")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
-_CHARTS = ("unit", "steps", "curves", "histograms")
-
-
 def _inline_json(value: Any) -> str:
-    """JSON that cannot end the script element that holds it."""
+    """JSON that cannot close the script element around it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,4 @@
-"""What a page about a plan or a run shows: numbers for its charts, capped where there are many."""
+"""The content of a page about a plan or a run: its facts and the capped data of its charts."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ from megapack.plan.plan import Plan
 from megapack.view.records import RunRecords, number_or_none
 from megapack.view.timeline import Timeline, planned, traced, typical_ranks
 
-_MAX_EVENTS, _MAX_STEPS, _MAX_RANKS, _MAX_LANES = 20_000, 32, 8, 64
-_MAX_POINTS, _NUM_BINS = 2_000, 40
+# Limits of a page, chosen by hand; a full one stays below 2 MB (tests/unit/view/test_page.py).
+_MAX_EVENTS = 20_000
+_MAX_STEPS = 32
+_MAX_RANKS = 8
+# Lanes of one step: 8 ranks of 4 stages, planned and measured, are 64.
+_MAX_LANES = 64
+_MAX_POINTS = 2_000
+_NUM_BINS = 40
 
 Facts = list[tuple[str, str]]
 
 
 @dataclass(kw_only=True)
 class Page:
-    """One page. Texts are plain: what makes HTML of them escapes them."""
+    """One page. Texts are not escaped; `page_html` does that."""
 
     title: str
     facts: Facts
     unit: str
-    """Of all times of timelines."""
+    """Unit of the timelines' times."""
     notes: list[str] = field(default_factory=list)
-    """What was left out, and what times rest on."""
+    """What was left out, and what the times are based on."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """Timelines: label, end, and tracks of one rank each."""
+    """Timelines: number, label, end, and tracks of one rank each."""
     curves: list[dict[str, Any]] = field(default_factory=list)
-    """Lines over steps: title, unit, x, and series of a name and y."""
+    """Lines over steps: title, unit, x, and series of name and y."""
     histograms: list[dict[str, Any]] = field(default_factory=list)
-    """title, unit, what is counted, low and high edge, counts."""
+    """Histograms: title, unit, what is counted, low and high edge, counts."""
 
 
 def plan_page(plan: Plan, lengths: Ints | None, cost: CostModel, unit: str) -> Page:
     """A page about a plan.
 
     Args:
-        lengths: those that were planned; None leaves their histogram out.
-        cost: times of micro-batches, in `unit`.
+        lengths: real tokens of each sample, as they were planned; None leaves their histogram out.
+        cost: time of micro-batches, in `unit`.
     """
     report = plan_report(plan, cost=cost)
     page = Page(title=f"plan {plan.digest()[:12]}", facts=_plan_facts(plan), unit=unit)
@@ -73,7 +79,8 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
     Args:
         cost: see `timeline.traced`.
     """
-    plan, metrics = records.plan, records.metrics
+    plan = records.plan
+    metrics = records.metrics
     page = Page(title=f"run {records.name}", facts=_run_facts(records), unit="s")
     page.facts += [(f"last batch: {name}", value) for name, value in _plan_facts(plan)]
     charts: list[tuple[str, str, dict[str, str]]] = [
@@ -160,7 +167,7 @@ def _curve(title: str, unit: str, x: list[int], series: dict[str, list[Any]]) ->
 
 
 def _add_timelines(page: Page, groups: Iterator[list[Timeline]], num_groups: int) -> None:
-    """As many steps as fit, in the order of `groups`, and a note about the others."""
+    """Add as many steps as fit, in the order of `groups`, and a note about the others."""
     num_events = 0
     for group in groups:
         layout = group[0].plan.layout
@@ -205,29 +212,33 @@ def _track(timeline: Timeline, rank: int) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """Seven digits, which no screen can tell from more."""
+    """The value in seven digits; more would not be visible on a screen."""
     return float(f"{value:.7g}")
 
 
 def _histograms(plan: Plan, lengths: Ints | None) -> list[dict[str, Any]]:
     rows = [mb for step in plan.steps for mb in step.microbatches if mb.samples]
-    whole, name = full_row(plan, plan.steps)
-    fills = np.array([100 * mb.tokens / whole for mb in rows])
+    full, name = full_row(plan, plan.steps)
+    fills = np.array([100 * mb.tokens / full for mb in rows])
     samples = np.array([float(len(mb.samples)) for mb in rows])
-    found = [
+    charts = [
         _histogram(f"row fill: real tokens over {name}", "%", "rows", fills),
         _histogram("samples per row", "samples", "rows", samples),
     ]
     if lengths is not None:
-        found.insert(0, _histogram("sample lengths", "tokens", "samples", lengths.astype(float)))
-    return found
+        charts.insert(0, _histogram("sample lengths", "tokens", "samples", lengths.astype(float)))
+    return charts
 
 
 def _histogram(title: str, unit: str, what: str, values: Floats) -> dict[str, Any]:
-    low, high, bins = 0.0, float(values.max(initial=1.0)), _NUM_BINS
+    low = 0.0
+    high = float(values.max(initial=1.0))
+    bins = _NUM_BINS
     if unit == "samples" and high < _NUM_BINS:
-        # A bar for each number of samples, round it.
-        low, high, bins = -0.5, high + 0.5, int(high) + 1
+        # One bar per number of samples, centred on it: 0 to 3 samples are 4 bars from -0.5 to 3.5.
+        bins = int(high) + 1
+        low = -0.5
+        high += 0.5
     counts, _ = np.histogram(values, bins=bins, range=(low, high))
     sizes = {"low": low, "high": high, "counts": counts.tolist()}
     return {"title": title, "unit": unit, "what": what, **sizes}

@@ -1,6 +1,6 @@
-"""A step of a plan as a picture: its pipelines' timelines, its rows' fill, its ranks' load.
+"""Pictures of a step: the timelines of its pipelines, the fill of its rows, the load of its ranks.
 
-Needs matplotlib (`pip install megapack[plot]`), which is imported where something is drawn.
+Needs matplotlib (`pip install megapack[plot]`), which the functions import when they draw.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from megapack.errors import ConfigError
 from megapack.outlook.stats import StepReport, full_row
 from megapack.view.timeline import Timeline, typical_ranks
 
-# Okabe and Ito's colours, which also the colour-blind tell apart.
-_FORWARD, _BACKWARD = "#56b4e9", "#e69f00"
-_PADDING, _WAITING, _INK = "#999999", "#ececec", "#333333"
-_MAX_RANKS, _NUM_TYPICAL = 8, 3
+# Okabe and Ito's colours, which colour-blind readers can distinguish too.
+_FORWARD = "#56b4e9"
+_BACKWARD = "#e69f00"
+_PADDING = "#999999"
+_WAITING = "#ececec"
+_INK = "#333333"
+# More ranks than _MAX_RANKS are shown as _NUM_TYPICAL: the slowest, the median and the fastest.
+_MAX_RANKS = 8
+_NUM_TYPICAL = 3
 _MAX_LABELS = 400
 _FONT = {"font.size": 9, "svg.hashsalt": "megapack", "svg.fonttype": "none"}
 
 
 def draw_step(timeline: Timeline, report: StepReport, unit: str, suffix: str) -> bytes:
-    """A page about one step.
+    """A figure of one step.
 
     Args:
-        report: of the same step.
-        unit: of the timeline's times.
+        report: the numbers of the same step.
+        unit: unit of the timeline's times.
         suffix: png, svg or pdf.
 
     Raises:
@@ -57,10 +62,10 @@ def draw_step(timeline: Timeline, report: StepReport, unit: str, suffix: str) ->
 
 
 def draw_timelines(timelines: dict[str, Timeline], unit: str, suffix: str) -> bytes:
-    """The slowest ranks of several timelines, one below the other on one axis of time.
+    """The slowest rank of each of several timelines, one below the other on a shared time axis.
 
     Args:
-        timelines: by what to call them.
+        timelines: by title.
         unit, suffix: see `draw_step`.
 
     Raises:
@@ -83,7 +88,7 @@ def draw_timelines(timelines: dict[str, Timeline], unit: str, suffix: str) -> by
 
 @contextlib.contextmanager
 def _drawing() -> Iterator[Any]:
-    """matplotlib's `Figure` under our settings; no window and no global state."""
+    """matplotlib's `Figure` under our settings, without a window or global state."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -94,7 +99,7 @@ def _drawing() -> Iterator[Any]:
 
 
 def _bytes(figure: Any, suffix: str) -> bytes:
-    # Without the time of drawing: equal plans give equal files.
+    # Leave the date out, so that equal plans give equal files.
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix, dpi=110, metadata=metadata)
@@ -111,10 +116,11 @@ def _title(timeline: Timeline, report: StepReport) -> str:
 
 
 def _draw_timeline(axes: Any, timeline: Timeline, ranks: Sequence[int], end: float) -> None:
-    """Lanes of stages, up to `end`, which other timelines of the figure may reach."""
+    """A lane per stage, on a time axis up to `end`, which the figure's timelines share."""
     from matplotlib.collections import PolyCollection
 
-    pp, own_end = timeline.plan.layout.pp, max(timeline.rank_ends)
+    pp = timeline.plan.layout.pp
+    own_end = max(timeline.rank_ends)
     lane_of = {rank: i * (pp + 0.6) for i, rank in enumerate(ranks)}
     events = [event for event in timeline.events if event.rank in lane_of]
     for lane in lane_of.values():
@@ -147,7 +153,9 @@ def _name_time(axes: Any, timeline: Timeline, unit: str) -> None:
 
 
 def _box(start: float, lane: float, width: float) -> list[tuple[float, float]]:
-    end, low, high = start + width, lane + 0.06, lane + 0.94
+    end = start + width
+    low = lane + 0.06
+    high = lane + 0.94
     return [(start, low), (end, low), (end, high), (start, high)]
 
 
@@ -158,7 +166,7 @@ def _rectangle(x: float, y: float, width: float, height: float, **style: Any) ->
 
 
 def _colour(timeline: Timeline, event: Any) -> Any:
-    """By direction, and paler for later chunks."""
+    """Colour of the direction, paler for later chunks."""
     from matplotlib.colors import to_rgb
 
     samples = timeline.step.ranks[event.rank][event.microbatch].samples
@@ -170,12 +178,13 @@ def _colour(timeline: Timeline, event: Any) -> Any:
 
 
 def _label_boxes(axes: Any, events: Sequence[Any], lane_of: dict[int, float], end: float) -> None:
-    """The micro-batch's number, where it is readable."""
+    """Write the micro-batch's number into boxes that are wide enough."""
     wide = [event for event in events if event.end - event.start > 0.011 * end]
     if len(wide) > _MAX_LABELS:
         return
     for event in wide:
-        x, y = (event.start + event.end) / 2, lane_of[event.rank] + event.stage + 0.5
+        x = (event.start + event.end) / 2
+        y = lane_of[event.rank] + event.stage + 0.5
         axes.text(x, y, str(event.microbatch), ha="center", va="center", fontsize=6, color=_INK)
 
 
@@ -194,12 +203,12 @@ def _legend(axes: Any) -> None:
 
 
 def _draw_fill(axes: Any, timeline: Timeline) -> None:
-    """Real tokens of each row over the budget, or over the longest row without a budget."""
+    """Real tokens of each row over the budget, or over the longest row if there is no budget."""
     ranks = timeline.step.ranks
-    whole, name = full_row(timeline.plan, [timeline.step])
+    full, name = full_row(timeline.plan, [timeline.step])
     fill = np.full((len(ranks), max(map(len, ranks))), np.nan)
     for r, rank in enumerate(ranks):
-        fill[r, : len(rank)] = [mb.tokens / whole for mb in rank]
+        fill[r, : len(rank)] = [mb.tokens / full for mb in rank]
     image = axes.imshow(
         fill,
         aspect="auto",
@@ -216,8 +225,9 @@ def _draw_fill(axes: Any, timeline: Timeline) -> None:
 
 
 def _draw_load(axes: Any, timeline: Timeline, unit: str) -> None:
-    """Per rank its busiest stage's work, and what that stage waits until the last rank is done."""
-    ends, work = timeline.rank_ends, timeline.stage_seconds
+    """Work and waiting of each rank's busiest stage until the last rank is done."""
+    ends = timeline.rank_ends
+    work = timeline.stage_seconds
     ranks = np.arange(len(ends))
     width = 0.8 if len(ends) <= 32 else 1.0
     axes.bar(ranks, work, width, color=_FORWARD, label="work of the busiest stage")

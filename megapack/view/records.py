@@ -1,4 +1,4 @@
-"""What a run left in its folder, read back without torch."""
+"""A run's folder, read back without torch."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TracedStep:
-    """When the work of a step ran."""
+    """Measured times of a step's forwards and backwards."""
 
     number: int
     """The step's number in the run, from 1."""
     plan: Plan
-    """Of this one step."""
+    """A plan of this one step."""
     cost: CostModel | None
-    """What the run was planned with, in seconds; None where it had no such model."""
+    """Cost model of the run, in seconds; None if it had none."""
     events: tuple[Event, ...]
-    """Measured seconds from a moment that all ranks share."""
+    """Times are measured seconds since a barrier of all ranks."""
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """A run folder's files."""
+    """The files of a run's folder."""
 
     name: str
     metrics: tuple[dict[str, Any], ...]
     """Lines of metrics.jsonl; `step` is an int in each."""
     plan: Plan
-    """Of the last batch."""
+    """Plan of the last batch."""
     lengths: Ints | None
-    """Of the last batch; None where the run did not write them."""
+    """Lengths of the last batch; None if the run did not write them."""
     traced: tuple[TracedStep, ...]
-    """Under `train.trace_steps`."""
+    """Steps traced by `train.trace_steps`."""
 
     def predicted_seconds(self, number: int) -> float | None:
-        """What the run predicted for a step; None where it did not."""
+        """Seconds that the run predicted for a step; None if it did not."""
         for line in self.metrics:
             if line["step"] == number:
                 return number_or_none(line.get("step_predicted_s"))
@@ -66,8 +66,8 @@ def read_run(folder: str | Path) -> RunRecords:
     """Read a run folder.
 
     Raises:
-        DataError: a file is missing or broken; names the file and the line.
-        PlanError: the same of plan.json.
+        DataError: a file is missing or broken; the message names the file and the line.
+        PlanError: the same for plan.json.
     """
     path = Path(folder)
     lengths = path / LENGTHS_FILE
@@ -81,14 +81,14 @@ def read_run(folder: str | Path) -> RunRecords:
 
 
 def number_or_none(value: Any) -> float | None:
-    """A finite number of metrics.jsonl, where NaN and infinity are text."""
+    """A value of metrics.jsonl as a finite number; NaN and infinity are text there."""
     known = type(value) in (int, float) and abs(value) <= sys.float_info.max
     return float(value) if known else None
 
 
 def _lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     try:
-        # A run that was killed may end in half a line.
+        # A killed run may leave half a line at the end.
         lines = read_whole(path).decode("utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -97,27 +97,27 @@ def _lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
         try:
             yield read(strict_json(line))
         except KeyError as error:
-            raise _no_record(path, number, f"no {error}") from None
+            raise _bad_line(path, number, f"no {error}") from None
         except (ValueError, TypeError, AttributeError) as error:
-            raise _no_record(path, number, first_line(error)) from None
+            raise _bad_line(path, number, first_line(error)) from None
 
 
-def _no_record(path: Path, number: int, reason: str) -> DataError:
+def _bad_line(path: Path, number: int, reason: str) -> DataError:
     return DataError(
-        f"{path}: line {number} is no record of a run ({reason}); give the folder as a run left it"
+        f"{path}: line {number} is not a run's record ({reason}); give the folder as a run left it"
     )
 
 
 def _metrics(line: dict[str, Any]) -> dict[str, Any]:
     if type(line["step"]) is not int:
-        raise ValueError("step is no integer")
+        raise ValueError("step is not an integer")
     return line
 
 
 def _traced(line: dict[str, Any]) -> TracedStep:
     plan = Plan.from_json(json.dumps(line["plan"]))
     if len(plan.steps) != 1:
-        raise PlanError(f"{len(plan.steps)} steps in the plan of one")
+        raise PlanError(f"the plan of one step has {len(plan.steps)}")
     events = tuple(Event(*map(_field, event)) for event in line["events"])
     layout = plan.layout
     if any(mb.row_tokens < 1 for rank in plan.steps[0].ranks for mb in rank):

@@ -21,15 +21,15 @@ class Timeline:
     source: str
     """"planned" or "measured"."""
     number: int
-    """The step's number: of a plan from 0, of a run from 1."""
+    """The step's number, from 0 in a plan and from 1 in a run."""
     plan: Plan
-    """Layout and budget."""
+    """The plan that has the step's layout and budget."""
     step: StepPlan
     events: tuple[Event, ...]
 
     @property
     def rank_ends(self) -> list[float]:
-        """When each DP rank has done its last work."""
+        """End of each DP rank's last operation."""
         ends = np.zeros(self.plan.layout.dp)
         for event in self.events:
             ends[event.rank] = max(ends[event.rank], event.end)
@@ -45,48 +45,50 @@ class Timeline:
 
 
 def planned(plan: Plan, index: int, number: int, cost: CostModel | None) -> Timeline:
-    """A plan's step as the simulator runs it.
+    """The timeline of a plan's step as the simulator runs it.
 
     Args:
-        index: which of the plan's steps.
-        number: what to call it.
-        cost: seconds of micro-batches; None counts row tokens.
+        index: index of the step in the plan.
+        number: the number to show for it.
+        cost: seconds of micro-batches; None: time is in row tokens.
 
     Raises:
-        PlanError: the step's ranks are not those of the layout.
-        ScheduleError: a count that Megatron would not run.
+        PlanError: the step does not have the layout's number of ranks.
+        ScheduleError: an M that Megatron would not run.
     """
-    step, layout = plan.steps[index], plan.layout
+    step = plan.steps[index]
+    layout = plan.layout
     if len(step.ranks) != layout.dp:
         raise PlanError(
-            f"step {number} has {len(step.ranks)} ranks, the layout dp={layout.dp}; make the plan "
-            "again"
+            f"step {number} has {len(step.ranks)} ranks, the layout has dp={layout.dp}; make the "
+            "plan again"
         )
     run = simulate_planned(plan, step, cost)
     return Timeline("planned", number, plan, step, run.events)
 
 
 def traced(records: RunRecords, cost: CostModel | None) -> list[Timeline]:
-    """Of each traced step of a run, first what was planned and then what was measured.
+    """Two timelines of each traced step of a run: first the planned, then the measured one.
 
     Args:
-        cost: in seconds; None takes the run's own. Where it has none, a step takes the seconds
-            that the run predicted for it by its tokens, else those that were measured.
+        cost: cost model in seconds; None uses the run's. If the run has none, the planned timeline
+            is scaled to the seconds that the run predicted from the step's tokens, or to the
+            measured seconds if it predicted none.
     """
     timelines = []
     for step in records.traced:
-        own = cost or step.cost
-        plan = planned(step.plan, 0, step.number, own)
+        step_cost = cost or step.cost
+        simulated = planned(step.plan, 0, step.number, step_cost)
         measured = Timeline("measured", step.number, step.plan, step.plan.steps[0], step.events)
-        if own is None:
+        if step_cost is None:
             seconds = records.predicted_seconds(step.number) or max(measured.rank_ends)
-            plan = scaled(plan, seconds / max(plan.rank_ends))
-        timelines += [plan, measured]
+            simulated = scaled(simulated, seconds / max(simulated.rank_ends))
+        timelines += [simulated, measured]
     return timelines
 
 
 def scaled(timeline: Timeline, factor: float) -> Timeline:
-    """The same with other units of time."""
+    """The timeline with all times multiplied by a factor."""
     events = (
         replace(event, start=event.start * factor, end=event.end * factor)
         for event in timeline.events
@@ -95,8 +97,10 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
 
 
 def typical_ranks(ends: Sequence[float], most: int) -> list[int]:
-    """At most so many DP ranks: all in their order, or from the slowest to the fastest some that
-    are evenly apart, by when they end."""
+    """At most `most` DP ranks: all in order, or evenly spaced ones from the slowest to the fastest.
+
+    With ends [5, 1, 4, 2, 3] and most=3: ranks [0, 4, 1], which end at 5, 3 and 1.
+    """
     if len(ends) <= most:
         return list(range(len(ends)))
     slowest_first = sorted(range(len(ends)), key=lambda rank: (-ends[rank], rank))

@@ -95,7 +95,7 @@ DATA_LINES = [
     ),
     line(
         "train c.yaml data.path=pipe --dry-run world=1",
-        *("pipe", "no regular file", "set data.path"),
+        *("pipe", "not a regular file", "set data.path"),
         c_yaml=CONFIG,
         pipe=os.mkfifo,
     ),

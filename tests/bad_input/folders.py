@@ -113,8 +113,8 @@ def _checkpoint(name: str, damage: Damage, *words: str) -> Row:
 
 CHECKPOINT_ROWS = [
     _checkpoint("without manifest", instead(None), "checkpoint.json", "is missing; set"),
-    _checkpoint("cut off", instead('{"format": 1,'), "no manifest", "char"),
-    _checkpoint("no object", instead("[1]"), "no manifest"),
+    _checkpoint("cut off", instead('{"format": 1,'), "not a checkpoint's manifest", "char"),
+    _checkpoint("no object", instead("[1]"), "not a checkpoint's manifest"),
     _checkpoint("doubled key", instead('{"format": 1, "format": 1}'), "appears twice"),
     _checkpoint("deep", instead("[" * 10**5), "too deep"),
     _checkpoint("newer", lambda path, values: values.update(format=99), "format 99", "reads 1"),

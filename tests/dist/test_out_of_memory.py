@@ -57,7 +57,7 @@ def test_nothing_is_left_of_the_failed_attempt(
     code, output = job(tmp_path, "out_of_memory", phase, rank)
     assert code == 0, output[-4000:]
     assert "1 of 4 ranks failed: rank" in output
-    assert "planned anew in rows of half the size" in output
+    assert "replanned with rows of half the size" in output
     assert metrics(tmp_path) == planned_anew
 
 

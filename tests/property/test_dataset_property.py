@@ -1,4 +1,4 @@
-"""Random samples, written in any of the formats, come back as they were."""
+"""Random samples in any file format are read back unchanged."""
 
 from __future__ import annotations
 
@@ -50,13 +50,16 @@ def tokens(row: dict[str, Any]) -> tuple[list[int], list[int]]:
     if "prompt_ids" in row:
         return row["prompt_ids"], row["response_ids"]
     tokenizer = ByteTokenizer()
-    encoded = tokenizer.encode_prompt(row["prompt"]), tokenizer.encode_response(row["response"])
-    return encoded[0].tolist(), encoded[1].tolist()
+    prompt_ids = tokenizer.encode_prompt(row["prompt"])
+    response_ids = tokenizer.encode_response(row["response"])
+    return prompt_ids.tolist(), response_ids.tolist()
 
 
 @given(files=st.lists(rows, min_size=1, max_size=3), parquet=st.booleans(), order=st.randoms())
 @settings(max_examples=60, deadline=None)
-def test_round_trip(files: list[list[dict[str, Any]]], parquet: bool, order: Any) -> None:
+def test_written_samples_are_read_back(
+    files: list[list[dict[str, Any]]], parquet: bool, order: Any
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, files, parquet)

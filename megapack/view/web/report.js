@@ -3,7 +3,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// Numbers of a few digits: 1234567 -> 1.23M.
+// A number in a few digits: 1234567 -> 1.235M.
 function short(value) {
   const size = Math.abs(value);
   if (size >= 1e9) return trim(value / 1e9) + "G";
@@ -89,7 +89,7 @@ class Timeline {
     this.zoom(0, 0);
   }
 
-  // Factor 0 shows all; `at` is the share of the width that stays where it is.
+  // Factor 0 shows everything; `at` is the fixed point, as a share of the width.
   zoom(factor, at) {
     const end = this.step.end;
     const span = factor ? Math.max(end * 1e-5, Math.min(end, (this.high - this.low) / factor)) : end;
@@ -138,7 +138,7 @@ class Timeline {
       const left = Math.max(0, x(start)), right = Math.min(width, x(end));
       if (right <= 0 || left >= width) continue;
       const y = first + stage * LANE, wide = right - left;
-      // A line between neighbours, where they are wide enough to have one.
+      // A line between neighbours, if they are wide enough.
       const box = [left, y + 0.5, Math.max(0.5, wide - (wide > 3 ? 1 : 0)), LANE - 1];
       paint.fillStyle = ground;
       paint.fillRect(...box);
@@ -211,7 +211,7 @@ function node(name, attributes, text) {
   return made;
 }
 
-// A figure with axes; returns its svg and the scales of both axes.
+// Add a figure with axes; returns its svg and the scales of both axes.
 function chart(section, title, xRange, yRange, xLabel, yLeast = 0) {
   const figure = document.createElement("figure");
   const head = document.createElement("h3");

@@ -1,4 +1,4 @@
-"""A crash between any two system calls of writing a checkpoint loses none that was complete."""
+"""A crash at any system call of writing a checkpoint loses no complete checkpoint."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from typing import Any
 import pytest
 
 from megapack.base.files import write_whole
-from megapack.checkpoint import folders as files
+from megapack.checkpoint import folders
 from tests.unit.checkpoint.test_checkpoint_folders import manifest
 
 pytestmark = pytest.mark.unit
 
-# What changes the disk, or makes a change last. pathlib and shutil call them by these names.
+# Calls of `os` that change the disk or sync it. pathlib and shutil use them too.
 CALLS = ("open", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "remove")
 KEPT = 2
 TENSORS = b"x" * 100
 
 
 class Crash(BaseException):
-    """The process is gone: it makes no further call."""
+    """Stands in for the end of the process; no further call is made."""
 
 
 class Disk:
-    """Counts system calls, and ends all of them from one on.
+    """Counts system calls and raises Crash from one of them on.
 
     Args:
-        crash_at: this call, from 1, is not made; None = all are.
+        crash_at: number of the first call that is not made, from 1; None = all are made.
     """
 
     def __init__(self, crash_at: int | None) -> None:
-        self.crash_at, self.made = crash_at, list[tuple[str, str]]()
+        self.crash_at = crash_at
+        self.made: list[tuple[str, str]] = []
 
     def call(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -55,12 +56,12 @@ class Disk:
         if not opened.writable():
             return opened
         try:
-            # Behind the call: what was there is empty by now.
+            # Counted after the call: opening for writing has already emptied the file.
             self.count("open", file)
         except Crash:
             opened.close()
             raise
-        # Half of what is written reaches the disk before the call that would end it.
+        # A crash while writing leaves half of the content on the disk.
         write = opened.write
 
         def half_first(content: Any) -> Any:
@@ -82,7 +83,7 @@ def _path(target: Any) -> str:
 
 @contextmanager
 def crashing(monkeypatch: pytest.MonkeyPatch, crash_at: int | None) -> Iterator[Disk]:
-    """Calls within the block go through the disk; the crash itself ends there."""
+    """Within the block, system calls go through a `Disk`; Crash is caught at its end."""
     disk = Disk(crash_at)
     with monkeypatch.context() as patch:
         for name in CALLS:
@@ -94,38 +95,38 @@ def crashing(monkeypatch: pytest.MonkeyPatch, crash_at: int | None) -> Iterator[
 
 
 def save(folder: Path, num_steps: int) -> None:
-    """As a run saves: a part, its tensors, the manifest, fewer of the old ones."""
-    part = files.open_part(files.checkpoint_path(folder, num_steps))
+    """Save as a run does: the `.part` folder, tensors, manifest, and removal of old ones."""
+    part = folders.open_part(folders.checkpoint_path(folder, num_steps))
     for name in ("state/tensors", "rng/rank0.pt"):
         (part / name).write_bytes(TENSORS)
-    files.finish(part, manifest(num_steps))
-    files.thin_out(folder, KEPT)
+    folders.finish(part, manifest(num_steps))
+    folders.thin_out(folder, KEPT)
 
 
 def save_third(folder: Path) -> None:
-    """After the two that are there."""
+    """Save after the two existing checkpoints."""
     save(folder, 9)
 
 
 def go_back(folder: Path) -> None:
-    """As a run does that was told to resume after 3 steps, and saves after 5."""
-    files.drop_after(folder, 3)
+    """Resume after 3 steps and save after 5."""
+    folders.drop_after(folder, 3)
     save(folder, 5)
 
 
 def prepared(folder: Path) -> Path:
-    """A run's checkpoints after 3 and 6 steps, and what an earlier crash left of a third."""
+    """A run's checkpoints after 3 and 6 steps, and a partial third from an earlier crash."""
     for num_steps in (3, 6):
         save(folder, num_steps)
-    files.open_part(files.checkpoint_path(folder, 7))
+    folders.open_part(folders.checkpoint_path(folder, 7))
     return folder
 
 
-def named(folder: Path) -> dict[int, files.Checkpoint]:
-    """All folders that a run would find, by their steps; each must be whole."""
-    found = [files.read_checkpoint(path) for path in folder.glob("step-????????")]
-    assert all((one.path / "state/tensors").read_bytes() == TENSORS for one in found)
-    return {one.manifest.position.num_steps: one for one in found}
+def complete(folder: Path) -> dict[int, folders.Checkpoint]:
+    """All checkpoints under a final name by their steps; asserts that each is complete."""
+    checkpoints = [folders.read_checkpoint(path) for path in folder.glob("step-????????")]
+    assert all((one.path / "state/tensors").read_bytes() == TENSORS for one in checkpoints)
+    return {one.manifest.position.num_steps: one for one in checkpoints}
 
 
 @pytest.mark.parametrize(("work", "latest"), [(save_third, {6, 9}), (go_back, {6, 3, 5})])
@@ -141,20 +142,20 @@ def test_a_crash_at_any_call_loses_no_complete_checkpoint(
         folder = prepared(tmp_path / str(crash_at))
         with crashing(monkeypatch, crash_at) as disk:
             work(folder)
-        last = max(named(folder))
+        last = max(complete(folder))
         seen.add(last)
         if len(disk.made) < crash_at:
             break
-        # The run that goes on from there leaves nothing of the crash.
-        files.drop_after(folder, last)
+        # The run that resumes from there removes all that the crash left.
+        folders.drop_after(folder, last)
         save(folder, last + 1)
-        assert max(named(folder)) == last + 1
+        assert max(complete(folder)) == last + 1
         assert len(list(folder.iterdir())) == KEPT
     assert seen == latest
     assert crash_at > 30
 
 
-def test_all_is_on_the_disk_before_it_gets_its_name(
+def test_all_is_synced_before_the_folder_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "runs" / "run" / "checkpoints"
@@ -163,9 +164,9 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
     part = folder / "step-00000009.part"
     renamed = disk.made.index(("rename", str(part)))
     synced = {path for name, path in disk.made[:renamed] if name == "fsync"}
-    inside = ("", "/state", "/rng", "/state/tensors", "/rng/rank0.pt", f"/{files.MANIFEST}")
+    inside = ("", "/state", "/rng", "/state/tensors", "/rng/rank0.pt", f"/{folders.MANIFEST}")
     assert {f"{part}{name}" for name in inside} <= synced
-    # The folders above are new: the entry of each lies in the one above it.
+    # The parent folders are new too. The entry of each is in the folder above it.
     assert {str(folder.parent), str(folder.parent.parent), str(tmp_path)} <= synced
     last_write = max(i for i, (name, _) in enumerate(disk.made) if name == "write")
     syncs = [i for i, call in enumerate(disk.made) if call == ("fsync", str(part))]
@@ -173,7 +174,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(
     assert ("fsync", str(folder)) in disk.made[renamed:]
 
 
-def test_a_file_is_the_old_one_or_the_new_one_after_a_crash_at_any_call(
+def test_a_crash_leaves_the_old_file_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plan.json"

@@ -1,4 +1,4 @@
-"""Data sets: one index, kept while nothing changes; tokens of single samples."""
+"""Data sets: the stored index, and tokens of single samples."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]], row_group_size: in
 
 
 def as_rollouts(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
-    """What a file of these rows holds."""
-    tokenizer, records = ByteTokenizer(), []
+    """The rollouts that a file with these rows has."""
+    tokenizer = ByteTokenizer()
+    records = []
     for number, row in enumerate(rows):
-        prompt_ids, response_ids = row.get("prompt_ids"), row.get("response_ids")
+        prompt_ids = row.get("prompt_ids")
+        response_ids = row.get("response_ids")
         if "prompt" in row:
             prompt_ids = tokenizer.encode_prompt(row["prompt"])
             response_ids = tokenizer.encode_response(row["response"])
@@ -72,7 +74,7 @@ def dataset(path: Path, spare: Path, **settings: Any) -> Dataset:
 
 
 def assert_holds(found: Dataset, records: Sequence[Rollout]) -> None:
-    """The data set is these records, in every respect that training reads."""
+    """Assert that all that training reads from the data set equals these records."""
     rows = np.arange(len(records))
     assert len(found) == len(records)
     for number in reversed(rows.tolist()):
@@ -95,18 +97,18 @@ def assert_holds(found: Dataset, records: Sequence[Rollout]) -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n"])
-def test_lines_are_found_again(tmp_path: Path, end: str) -> None:
+def test_json_lines_are_read_one_by_one(tmp_path: Path, end: str) -> None:
     path = write_lines(tmp_path / "data.jsonl", end=end)
     assert_holds(dataset(path, tmp_path / "spare"), as_rollouts(ROWS))
 
 
-def test_the_last_line_may_have_no_end(tmp_path: Path) -> None:
+def test_the_last_line_may_have_no_line_break(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "data.jsonl", end="\n")
     path.write_bytes(path.read_bytes()[:-1])
     assert_holds(dataset(path, tmp_path / "spare"), as_rollouts(ROWS))
 
 
-def test_in_memory_and_in_a_file_are_alike(tmp_path: Path) -> None:
+def test_data_in_memory_equals_data_in_a_file(tmp_path: Path) -> None:
     records = as_rollouts(ROWS)
     assert_holds(Dataset.from_rollouts(records), records)
     in_file = dataset(write_lines(tmp_path / "data.jsonl"), tmp_path)
@@ -115,13 +117,13 @@ def test_in_memory_and_in_a_file_are_alike(tmp_path: Path) -> None:
     assert other.digest() != in_file.digest()
 
 
-def test_parquet_holds_the_same_samples(tmp_path: Path) -> None:
+def test_parquet_gives_the_same_samples(tmp_path: Path) -> None:
     rows = [ROWS[i] for i in (0, 2, 3, 4)]
     table = write_parquet(tmp_path / "data.parquet", rows)
     assert_holds(dataset(table, tmp_path / "spare"), as_rollouts(rows))
 
 
-def test_a_folder_is_its_files_one_behind_the_other(tmp_path: Path) -> None:
+def test_a_folder_is_its_files_in_the_order_of_names(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     write_lines(folder / "b.jsonl", [ROWS[1]])
@@ -137,7 +139,9 @@ def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
         dataset(tmp_path, tmp_path)
 
 
-def test_overlong_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_overlong_samples_are_refused_truncated_or_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     short = {"prompt_ids": [1, 2], "response_ids": [3], "reward": 0.5}
     long = {"prompt_ids": [1, 2, 3], "response_ids": [4, 5], "reward": 1.0}
     path = write_lines(tmp_path / "data.jsonl", [short, long], end="\n")
@@ -165,7 +169,7 @@ def test_overlong_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         ('{"prompt": "' + "x" * 90 + '", "response": ""}', "92 tokens, max_length is 50"),
     ],
 )
-def test_a_bad_line_is_named_and_leaves_no_index(tmp_path: Path, line: str, says: str) -> None:
+def test_a_bad_line_is_reported_and_leaves_no_index(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")
     with pytest.raises(DataError, match=says):
@@ -174,7 +178,7 @@ def test_a_bad_line_is_named_and_leaves_no_index(tmp_path: Path, line: str, says
 
 
 class Reads:
-    """Counts how often files are read whole."""
+    """Counts how often an index is built."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -205,7 +209,7 @@ def test_the_index_is_kept_until_something_changes(tmp_path: Path, reads: Reads)
     state = path.stat()
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
     load_index(path, ReadSettings(), tmp_path / "spare")
-    assert reads.count == 2, "another time of change"
+    assert reads.count == 2, "another modification time"
     write_lines(path, ROWS[:2])
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
     assert len(load_index(path, ReadSettings(), tmp_path / "spare")) == 2
@@ -215,11 +219,11 @@ def test_the_index_is_kept_until_something_changes(tmp_path: Path, reads: Reads)
     ):
         load_index(path, ReadSettings(**settings), tmp_path / "spare")
         assert reads.count == count, settings
-    assert len(indexes(tmp_path)) == 1, "outdated ones stay"
+    assert len(indexes(tmp_path)) == 1, "outdated indexes were not removed"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_an_index_has_the_rights_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+def test_index_permissions_follow_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         load_index(write_lines(tmp_path / "a.jsonl"), ReadSettings(), tmp_path)
@@ -232,11 +236,11 @@ def test_an_index_has_the_rights_that_the_umask_leaves(tmp_path: Path, umask: in
 def test_a_pipe_among_the_files_is_refused(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl")
     os.mkfifo(tmp_path / "b.jsonl")
-    with pytest.raises(DataError, match=r"b\.jsonl: no regular file; set data\.path"):
+    with pytest.raises(DataError, match=r"b\.jsonl: not a regular file; set data\.path"):
         load_index(tmp_path, ReadSettings(), tmp_path)
 
 
-def test_another_tokenizer_is_another_index(tmp_path: Path, reads: Reads) -> None:
+def test_another_tokenizer_has_another_index(tmp_path: Path, reads: Reads) -> None:
     class Longer(ByteTokenizer):
         vocab_size = 260
 
@@ -246,7 +250,7 @@ def test_another_tokenizer_is_another_index(tmp_path: Path, reads: Reads) -> Non
     assert reads.count == 2
 
 
-def test_a_damaged_index_is_made_anew(tmp_path: Path, reads: Reads) -> None:
+def test_a_damaged_index_is_rebuilt(tmp_path: Path, reads: Reads) -> None:
     path = write_lines(tmp_path / "data.jsonl")
     for damage in (lambda b: b[:-3], lambda b: b[:40], lambda _: b"", lambda b: b"x" + b[1:]):
         dataset(path, tmp_path)
@@ -258,11 +262,12 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, reads: Reads) -> None:
     assert reads.count == 5
 
 
-def test_data_that_cannot_be_written_beside_is_indexed_elsewhere(
+def test_the_index_of_a_read_only_folder_is_stored_elsewhere(
     tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Permissions do not stop root, who runs tests in containers.
-    folder, spare = tmp_path / "data", tmp_path / "runs" / ".index"
+    # Patched, because permissions do not stop root, which runs tests in containers.
+    folder = tmp_path / "data"
+    spare = tmp_path / "runs" / ".index"
     folder.mkdir()
     path = write_lines(folder / "data.jsonl")
     writable = data_index._writable
@@ -277,7 +282,7 @@ def test_data_that_cannot_be_written_beside_is_indexed_elsewhere(
         load_index(path, ReadSettings(max_length=99), spare)
 
 
-def test_a_file_that_changes_under_way_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_changes_during_the_run_is_noticed(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "data.jsonl")
     found = dataset(path, tmp_path)
     write_lines(path, list(reversed(ROWS)))
@@ -285,7 +290,9 @@ def test_a_file_that_changes_under_way_is_noticed(tmp_path: Path) -> None:
         found.tokens(0)
 
 
-def test_many_pieces_are_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_written_in_pieces_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_lines(tmp_path / "data.jsonl", ROWS * 4)
     whole = np.array(load_index(path, ReadSettings(), tmp_path))
     monkeypatch.setattr(data_index, "_ROWS_AT_A_TIME", 3)

@@ -1,4 +1,4 @@
-"""Files of lengths: all formats give the same samples; what is wrong is told with its line."""
+"""Files of lengths: all formats give the same samples; errors name the line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megapack.data.lengths import Columns, read_length_file
 
 pytestmark = pytest.mark.unit
 
-PROMPTS, RESPONSES = [3, 0, 5], [4, 9, 1]
+PROMPTS = [3, 0, 5]
+RESPONSES = [4, 9, 1]
 LENGTHS = [7, 9, 6]
 
 
@@ -39,34 +40,36 @@ def csv_of_parts(path: Path) -> str:
         ("a.csv", "anything\n7\n9\n6\n", "anything"),
         ("a.txt", "7\n9\n\n6", "length"),
         ("a.csv", "length\r7\r9\r6\r", "length"),
-        # A separator of files is a blank to `str`, and none to `int`.
+        # `str.strip` removes the file separator \x1c, but `int` refuses it.
         ("a.txt", "7\x1c\n 9\n6\t", "length"),
-        # JSON allows Unicode's line breaks inside of strings.
+        # JSON allows Unicode's line breaks inside strings.
         ("a.jsonl", '{"length": 7, "x": "\u2028\x85"}\r\n{"length": 9}\n{"length": 6}', "length"),
         ("a.jsonl", '{"num_tokens": 7}\n{"num_tokens": 9}\n{"num_tokens": 6}', "num_tokens"),
         ("a.jsonl", "".join(f'{{"input_ids": {[1] * n}}}\n' for n in LENGTHS), "input_ids"),
         ("a.csv", "input_len,output_len\n3,4\n0,9\n5,1\n", "input_len + output_len"),
     ],
 )
-def test_text_is_told_by_its_first_line(tmp_path: Path, name: str, text: str, columns: str) -> None:
+def test_the_first_line_decides_the_format(
+    tmp_path: Path, name: str, text: str, columns: str
+) -> None:
     table = read_length_file(write(tmp_path / name, text), Columns())
     assert table.lengths.tolist() == LENGTHS
     assert table.columns == columns
     assert table.rollout_ids is table.colocate_ids is None
 
 
-def test_a_prompt_and_a_response_add_up_and_ids_are_read(tmp_path: Path) -> None:
+def test_prompt_and_response_add_up_and_ids_are_read(tmp_path: Path) -> None:
     path = csv_of_parts(tmp_path / "parts.csv")
     table = read_length_file(path, Columns(rollout="id", colocate="response_len"))
     assert table.lengths.tolist() == LENGTHS
     assert table.rollout_ids == ("a", "a", "b")
     assert table.colocate_ids == (4, 9, 1)
-    named = Columns(prompt="prompt_len", response="response_len")
-    assert read_length_file(path, named).lengths.tolist() == LENGTHS
+    by_name = Columns(prompt="prompt_len", response="response_len")
+    assert read_length_file(path, by_name).lengths.tolist() == LENGTHS
     assert read_length_file(path, Columns(length="response_len")).lengths.tolist() == RESPONSES
 
 
-def test_parquet_and_arrays(tmp_path: Path) -> None:
+def test_lengths_from_parquet_and_npy(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -78,7 +81,7 @@ def test_parquet_and_arrays(tmp_path: Path) -> None:
     assert read_length_file(str(tmp_path / "a.npy"), Columns()).lengths.tolist() == LENGTHS
 
 
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7\n9\n6\n")))
     assert read_length_file("-", Columns()).lengths.tolist() == LENGTHS
 
@@ -120,15 +123,15 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.npy", "length\n5\n", ["not an array"]),
     ],
 )
-def test_what_is_wrong_is_one_line_with_its_place(
+def test_an_error_is_one_line_with_file_and_line_number(
     tmp_path: Path, name: str, text: str | bytes, words: list[str]
 ) -> None:
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
     path = write(tmp_path / name, text)
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as raised:
         read_length_file(path, Columns())
-    message = str(told.value)
+    message = str(raised.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
     assert all(word in message for word in words), message
@@ -142,7 +145,9 @@ def test_what_is_wrong_is_one_line_with_its_place(
         (np.array([3, -1]), "sample 1 has length -1"),
     ],
 )
-def test_arrays_of_no_lengths(tmp_path: Path, array: np.ndarray, words: str) -> None:
+def test_arrays_that_are_not_lengths_are_refused(
+    tmp_path: Path, array: np.ndarray, words: str
+) -> None:
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(DataError, match=words):
         read_length_file(str(tmp_path / "a.npy"), Columns())
@@ -151,12 +156,12 @@ def test_arrays_of_no_lengths(tmp_path: Path, array: np.ndarray, words: str) -> 
 @pytest.mark.parametrize(
     "columns", [{"prompt": "a"}, {"response": "a"}, {"length": "a", "prompt": "b", "response": "c"}]
 )
-def test_columns_that_do_not_go_together(columns: dict[str, str]) -> None:
+def test_contradicting_columns_are_refused(columns: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="set "):
         Columns(**columns)
 
 
-def test_ids_of_whole_numbers_are_integers_unless_that_loses_one(tmp_path: Path) -> None:
+def test_text_ids_become_integers_if_none_is_lost(tmp_path: Path) -> None:
     text = "length,id\n5,7\n6,07\n"
     table = read_length_file(write(tmp_path / "a.csv", text), Columns(rollout="id"))
     assert table.rollout_ids == ("7", "07")

@@ -1,4 +1,4 @@
-"""Rollouts from files and generated; batches and advantages."""
+"""Rollouts, from files and generated; their batches and advantages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(path: Path, **settings: Any) -> Dataset:
 
 
 @given(st.text(max_size=50))
-def test_tokenizer_loses_nothing(text: str) -> None:
+def test_the_tokenizer_is_reversible(text: str) -> None:
     for ids in (TOKENIZER.encode_prompt(text), TOKENIZER.encode_response(text)):
         assert ids.dtype == np.int64
         assert len(ids) == len(text.encode()) + 1
@@ -43,7 +43,7 @@ def test_tokenizer_loses_nothing(text: str) -> None:
         assert TOKENIZER.decode(ids) == text
 
 
-def test_text_ids_and_identities(tmp_path: Path) -> None:
+def test_text_token_ids_groups_and_rollouts_are_read(tmp_path: Path) -> None:
     path = write(
         tmp_path / "r.jsonl",
         {"prompt": "a", "response": "é", "reward": 1, "group": 7, "rollout": "x", "other": [1]},
@@ -58,7 +58,7 @@ def test_text_ids_and_identities(tmp_path: Path) -> None:
     assert response_ids.tolist() == [0xC3, 0xA9, 257]
     assert found.tokens(2)[0].dtype == np.int64
     assert found.rollout_ids(rows) == [0, 1, 2]
-    # The groups 7 and "7" differ; a row without a group is its own.
+    # The prompt groups 7 and "7" differ; a row without one is a prompt group by itself.
     assert found.rewards(rows) == [
         SampleReward(0, 0, reward=1.0),
         SampleReward(1, 1, advantage=-0.5),
@@ -66,7 +66,7 @@ def test_text_ids_and_identities(tmp_path: Path) -> None:
     ]
 
 
-def test_a_last_line_without_newline_is_whole_if_it_parses(tmp_path: Path) -> None:
+def test_a_last_line_without_newline_is_read_if_it_parses(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(IDS))
     assert len(read(path)) == 1
@@ -108,8 +108,8 @@ BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
 ]
 
 
-def test_brackets_that_parse_but_do_not_print(tmp_path: Path) -> None:
-    """JSON is read a few brackets deeper than it is written."""
+def test_brackets_too_deep_to_print_are_a_data_error(tmp_path: Path) -> None:
+    """Python reads JSON a few brackets deeper than it writes it."""
     path = tmp_path / "r.jsonl"
     for depth in range(900, 1000):
         path.write_text('{"prompt": "a", "response": ' + "[" * depth + "]" * depth + "}")
@@ -131,7 +131,7 @@ def test_a_bad_line_names_file_line_and_reason(
     assert len(message) < len(str(path)) + 200
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_and_empty_files_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path / "a\0b"):
         with pytest.raises(DataError, match="cannot be read"):
             read(path)
@@ -148,7 +148,7 @@ def test_any_bytes_are_rollouts_or_a_data_error(tmp_path: Path, data: bytes) -> 
         read(path)
 
 
-def test_vocabulary_of_the_model(tmp_path: Path) -> None:
+def test_token_ids_are_checked_against_the_vocabulary(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {**IDS, "response_ids": [999]})
     assert read(path, vocab_size=1000).tokens(0)[1].tolist() == [999]
     path = write(tmp_path / "t.jsonl", {"prompt": "a", "response": "b"})
@@ -156,7 +156,7 @@ def test_vocabulary_of_the_model(tmp_path: Path) -> None:
         read(path, vocab_size=100)
 
 
-def test_batches_keep_groups_whole_and_lose_nothing() -> None:
+def test_batches_have_whole_prompt_groups_and_all_samples() -> None:
     found = [rows.tolist() for rows in group_batches(np.arange(17) % 5, 2)]
     assert [len({row % 5 for row in rows}) for rows in found] == [2, 2, 1]
     assert found[0] == [0, 5, 10, 15, 1, 6, 11, 16]
@@ -173,11 +173,11 @@ def test_shuffled_batches_depend_on_seed_and_epoch_alone() -> None:
     assert order(0, 0) == order(0, 0)
     assert sorted(order(0, 0)) == list(range(64))
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-    # Another NumPy must not change the order of a run that is resumed.
+    # Another version of NumPy must not change the order of a resumed run.
     assert order(0, 0)[:4] == [11, 3, 20, 13]
 
 
-def test_group_advantages() -> None:
+def test_advantages_within_prompt_groups() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0]
     records = [SampleReward(0, i, reward) for i, reward in enumerate(rewards)] + [
         SampleReward(1, 0, 3.0)
@@ -190,7 +190,7 @@ def test_group_advantages() -> None:
 
 
 def test_fan_out_samples_count_once() -> None:
-    # Rollout 0 has three samples of reward 1, rollout 1 one of reward 0: the mean is 0.5, not 0.75.
+    # Rollout 0 has 3 samples of reward 1, rollout 1 has one of reward 0: the mean is 0.5, not 0.75.
     records = [SampleReward(0, 0, 1.0)] * 3 + [SampleReward(0, 1, 0.0)]
     assert group_advantages(records).tolist() == [0.5, 0.5, 0.5, -0.5]
 
@@ -202,7 +202,7 @@ def test_equal_rewards_give_exactly_zero(mode: Any, reward: float, count: int) -
     assert group_advantages(records, mode).tolist() == [0.0] * count
 
 
-def test_given_advantages_are_taken_and_not_mixed() -> None:
+def test_given_advantages_are_used_and_not_mixed() -> None:
     records = [SampleReward(0, 0, advantage=0.25, reward=9.0), SampleReward(0, 1, advantage=-2.0)]
     assert group_advantages(records, "group-std").tolist() == [0.25, -2.0]
     with pytest.raises(DataError, match="with and without `advantage`"):
@@ -219,7 +219,7 @@ def test_rewards_whose_differences_overflow_are_refused(rewards: list[float]) ->
     assert group_advantages(records, "none").tolist() == rewards
 
 
-def test_generated_rollouts() -> None:
+def test_generated_rollouts_have_the_promised_lengths() -> None:
     records = generate_rollouts(256, 4, seed=0)
     lengths = np.array([record.num_tokens for record in records])
     assert len(records) == 1024
@@ -231,10 +231,11 @@ def test_generated_rollouts() -> None:
     assert 0.6 < np.mean([float(record.reward or 0) for record in records]) < 0.8
 
 
-def test_a_generated_reward_says_whether_the_count_is_right() -> None:
+def test_generated_rewards_say_if_the_count_is_right() -> None:
     for record in generate_rollouts(64, 4, seed=1):
         words = TOKENIZER.decode(record.prompt_ids).rstrip(":").split()
-        start, step = int(words[2]), int(words[4])
+        start = int(words[2])
+        step = int(words[4])
         numbers = [int(word) for word in TOKENIZER.decode(record.response_ids).split()]
         right = numbers == list(range(start, start + step * len(numbers), step))
         assert record.reward == float(right)
@@ -249,7 +250,7 @@ def test_generated_rollouts_are_deterministic() -> None:
         generate_rollouts(0, 4, seed=0)
 
 
-def test_real_rollouts(shared_dir: Path, tmp_path: Path) -> None:
+def test_real_rollouts_are_read(shared_dir: Path, tmp_path: Path) -> None:
     path = shared_dir / "rollouts/skythought_math500_128x4.jsonl"
     found = Dataset.from_files(path, ReadSettings(), tmp_path)
     rows = np.arange(512)

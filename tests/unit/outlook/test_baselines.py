@@ -23,7 +23,7 @@ def make_plan(layout: Layout, **settings: int) -> Plan:
 
 def test_next_fit_by_hand() -> None:
     sizes = np.array([3, 4, 5, 1, 9, 2, 2])
-    # Rows of 3+4, 5+1, 9 and 2+2 tokens; with G=3 there must be six: the last that can are halved.
+    # Rows of 3+4, 5+1, 9 and 2+2 tokens. G=3 needs six: the last rows with two samples are halved.
     assert next_fit(sizes, Layout(dp=2), 8) == [[[0, 1], [4]], [[2, 3], [5, 6]]]
     layout = Layout(dp=2, pp=3, vpp=2)
     assert next_fit(sizes, layout, 8) == [[[0, 1], [3], [5]], [[2], [4], [6]]]
@@ -38,7 +38,7 @@ def test_next_fit_by_hand() -> None:
     ],
 )
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 3}])
-def test_each_keeps_samples_budget_and_legal_counts(
+def test_strategies_keep_samples_budget_and_legal_counts(
     layout: Layout, settings: dict[str, int]
 ) -> None:
     plan = make_plan(layout, **settings)

@@ -1,4 +1,4 @@
-"""`train --dry-run`: shipped configs plan and fit, and what the start refuses is refused."""
+"""`train --dry-run`: shipped configs plan and fit, and it makes the checks of a real start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 TINY = "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 DENSE = "qwen3_4b_dp4_tp2_gpu8.yaml"
 EXPERTS = "qwen3_30b_a3b_dp32_pp2_vpp4_ep8_gpu64.yaml"
-# One rank has none of NCCL's buffers, and this model leaves no more.
+# One rank has no NCCL buffers, and this model leaves no more.
 LIMITS_GIB = {"qwen3_4b_gpu1": 76}
 
 Call = Callable[..., tuple[int, str, str]]
@@ -38,7 +38,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return run
 
 
-def told(done: tuple[int, str, str]) -> dict[str, Any]:
+def output_of(done: tuple[int, str, str]) -> dict[str, Any]:
     code, out, err = done
     assert (code, err) == (0, "")
     return json.loads(out)  # type: ignore[no-any-return]
@@ -49,13 +49,13 @@ def sizes_in(name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_config_is_what_its_name_says_and_fits(path: Path, call: Call) -> None:
+def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> None:
     config = load_config(path, [], TrainConfig)
     named = sizes_in(path.stem)
     gpus = named.pop("gpu", 4)
     assert config.name == path.stem
     limit = LIMITS_GIB.get(path.stem, 72)
-    found = told(call(path, gpus, "--json", "--gpu-memory-gib", str(limit)))
+    found = output_of(call(path, gpus, "--json", "--gpu-memory-gib", str(limit)))
     assert found["num_gpus"] == gpus
     degrees = {k: v for k, v in found["layout"].items() if k in ("dp", "tp", "pp", "vpp", "cp")}
     assert {k: v for k, v in degrees.items() if v > 1} == {
@@ -94,7 +94,7 @@ def test_a_shipped_config_is_what_its_name_says_and_fits(path: Path, call: Call)
         (TINY, 4, ["data.path=none.jsonl"], ["none.jsonl", "cannot be read"]),
     ],
 )
-def test_what_the_start_refuses_is_refused(
+def test_a_dry_run_makes_the_checks_of_the_start(
     config: str, world: int, overrides: list[str], words: list[str], call: Call
 ) -> None:
     code, out, err = call(config, world, *overrides)
@@ -105,19 +105,19 @@ def test_what_the_start_refuses_is_refused(
 
 
 @pytest.mark.parametrize("text", ["8", "world=0", "world=x", "ranks=8"])
-def test_a_world_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_world_size_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["train", TINY, "--dry-run", text])
     assert exit_.value.code == 2
     assert "set world=N" in capsys.readouterr().err
 
 
-def test_json_is_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_needs_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", TINY, "--json"]) == 2
     assert "set --dry-run world=N" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_exit_1(call: Call) -> None:
+def test_a_run_that_does_not_fit_is_exit_code_1(call: Call) -> None:
     code, out, _ = call(DENSE, 8, "--gpu-memory-gib", "40")
     assert code == 1
     assert re.search(r"does not fit: stage 0 takes [\d.]+ of 40 GiB; set more layout.tp", out)
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_exit_1(call: Call) -> None:
     assert "fits: stage 0" in out
 
 
-def test_the_plan_is_that_of_the_first_batch_of_the_data(call: Call, tmp_path: Path) -> None:
+def test_the_first_batch_of_the_data_is_planned(call: Call, tmp_path: Path) -> None:
     rng = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
     rows = [
         {"prompt_ids": [1] * 5, "response_ids": [2] * n, "group": k // 2, "reward": float(k % 2)}
@@ -135,7 +135,7 @@ def test_the_plan_is_that_of_the_first_batch_of_the_data(call: Call, tmp_path: P
     path = tmp_path / "data.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     overrides = [f"data.path={path}", "data.prompts_per_batch=4", "plan.max_tokens_per_gpu=128"]
-    found = told(call(TINY, 4, *overrides, "--json"))
+    found = output_of(call(TINY, 4, *overrides, "--json"))
     plan = build_dp_schedule(
         [5 + n for n in rng[:8]],
         layout=Layout(dp=2, pp=2, vpp=2),
@@ -152,25 +152,27 @@ def test_the_plan_is_that_of_the_first_batch_of_the_data(call: Call, tmp_path: P
     assert "reward" in err
 
 
-def test_passes_recomputation_and_cost_models_count(call: Call, tmp_path: Path) -> None:
-    base = told(call(DENSE, 8, "--json"))
+def test_passes_recomputation_and_cost_models_change_seconds(call: Call, tmp_path: Path) -> None:
+    base = output_of(call(DENSE, 8, "--json"))
     assert base["num_logprob_passes"] == 1
     assert base["seconds"] == base["steps"]["seconds"] + base["logprob_pass"]["seconds"]
-    kl = told(call(DENSE, 8, "objective.kl_coef=0.1", "--json"))
+    kl = output_of(call(DENSE, 8, "objective.kl_coef=0.1", "--json"))
     assert kl["num_logprob_passes"] == 2
-    sft = told(call(DENSE, 8, "objective.kind=sft", "--json"))
+    sft = output_of(call(DENSE, 8, "objective.kind=sft", "--json"))
     assert (sft["num_logprob_passes"], sft["logprob_pass"]) == (0, None)
-    full = told(call(DENSE, 8, "model.recompute=full", "--json"))
-    # A forward more on top of three's work, and half as much traffic again.
+    full = output_of(call(DENSE, 8, "model.recompute=full", "--json"))
+    # Recomputation adds a forward to the work of three, and half as much traffic again.
     assert 4 / 3 <= full["steps"]["seconds"] / base["steps"]["seconds"] <= 3 / 2
     cost = tmp_path / "cost.yaml"
     cost.write_text("cost: {per_token: 1.0e-6}\n")
-    measured = told(call(DENSE, 8, f"plan.cost_model={cost}", "--json"))
+    measured = output_of(call(DENSE, 8, f"plan.cost_model={cost}", "--json"))
     assert measured["time_basis"] == f"of the cost model {cost}"
 
 
-def test_a_sample_over_the_budget_counts_with_its_own_row(call: Call) -> None:
-    at = {n: told(call(DENSE, 8, f"plan.max_tokens_per_gpu={n}", "--json")) for n in (99, 24576)}
+def test_memory_counts_a_sample_over_the_budget(call: Call) -> None:
+    at = {
+        n: output_of(call(DENSE, 8, f"plan.max_tokens_per_gpu={n}", "--json")) for n in (99, 24576)
+    }
     longest = max(stage["activations"] for stage in at[99]["memory_bytes"]) / GIB
     most = max(stage["activations"] for stage in at[24576]["memory_bytes"]) / GIB
     assert most / 2 < longest < most

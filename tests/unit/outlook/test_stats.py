@@ -1,4 +1,4 @@
-"""Numbers of steps and plans: sums, simulated seconds, and bounds."""
+"""Numbers of steps and plans: counts, simulated seconds, and bounds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_plan_is_below_its_bounds(layout: Layout, rule: str, forward_only: bo
             assert step.row_tokens >= step.tokens
 
 
-def test_a_plan_that_cannot_be_better_meets_its_bounds() -> None:
+def test_a_perfect_plan_meets_its_bounds() -> None:
     lengths = [100] * 32
     plan = build_dp_schedule(lengths, layout=Layout(dp=4), max_tokens_per_gpu=400)
     (step,) = plan_report(plan, lengths).steps
@@ -63,7 +63,7 @@ def test_a_plan_that_cannot_be_better_meets_its_bounds() -> None:
         plan_report(plan, lengths[1:])
 
 
-def test_one_huge_sample_is_its_own_bound() -> None:
+def test_one_huge_sample_sets_the_bound_of_imbalance() -> None:
     lengths = [1000, *[10] * 20]
     plan = build_dp_schedule(lengths, layout=Layout(dp=4), max_tokens_per_gpu=1000)
     (step,) = plan_report(plan, lengths).steps
@@ -71,7 +71,7 @@ def test_one_huge_sample_is_its_own_bound() -> None:
     assert step.imbalance_bound == pytest.approx(1000 / 300)
 
 
-def test_a_plan_sums_its_steps() -> None:
+def test_a_report_sums_its_steps() -> None:
     layout = Layout(dp=2, pp=2, vpp=2, cp=2)
     plan = build_dp_schedule(LENGTHS, layout=layout, num_steps=2, cost=COST, max_tokens_per_gpu=512)
     found = plan_report(plan, LENGTHS, COST)
@@ -83,20 +83,20 @@ def test_a_plan_sums_its_steps() -> None:
     assert found.num_rows + found.num_padding_rows == sum(
         2 * (step.num_microbatches or 0) for step in plan.steps
     )
-    # Forward and twice that backward, of 1 token or 1/1000 squared token, over 8 GPUs.
+    # Forward, and a backward of twice that: 1 per token, 1/1000 per squared token, over 8 GPUs.
     work = 3 * (LENGTHS.sum() + 1e-3 * (LENGTHS**2).sum()) / 8
     assert found.equal_work_seconds == pytest.approx(work)
     assert found.time_over_equal_work == pytest.approx(found.seconds / work)
     assert found.tokens_per_gpu_second == pytest.approx(LENGTHS.sum() / found.seconds / 8)
     assert 0 < (found.fill or 0) <= 1
-    # The most of a step, not the sum.
+    # The largest of any step, not the sum.
     assert found.peak_live_tokens == max(run.peak_live_tokens for run in runs)
     assert min(step.imbalance for step in found.steps) <= found.imbalance
     assert max(step.bubble_fraction for step in found.steps) >= found.bubble_fraction
 
 
 def step_of(*ranks: list[int]) -> StepPlan:
-    """Rows of one sample each; a row of -1 token is a padding micro-batch."""
+    """Rows of one sample with so many tokens each; -1 makes a padding micro-batch."""
     rows = tuple(
         tuple(
             MicroBatch((), 1, 0, 0, 0) if n < 0 else MicroBatch((0,), n, n, n * n, n) for n in row
@@ -106,16 +106,16 @@ def step_of(*ranks: list[int]) -> StepPlan:
     return StepPlan(rows, None, None, (), ("a", "b"))
 
 
-def test_imbalance_is_of_work_and_not_of_waiting() -> None:
-    """Rank 0 has 3 of 4 tokens. Its pipeline waits for less, so that its time is less than 1.5 of
-    the mean."""
+def test_imbalance_measures_work_not_waiting() -> None:
+    """Rank 0 has 3 of 4 tokens, but its bubble is smaller: its time is less than 1.5 times the
+    mean."""
     plan = build_dp_schedule([1], layout=Layout(dp=2, pp=2), micro_batch_size=1)
     step = step_of([100, 100, 100], [100])
     found = step_report(plan, step)
     assert found.imbalance == 1.5
     assert found.slowest_rank == 0
     assert found.rank_seconds[0] / np.mean(found.rank_seconds) < 1.4
-    # Experts make ranks wait for each other; their own work stays what it is.
+    # With experts, ranks wait for each other; their work stays the same.
     experts = replace(plan, layout=Layout(dp=2, pp=2, ep=2))
     found = step_report(experts, step_of([300, 100], [100, 100]))
     assert found.imbalance == pytest.approx(4 / 3)

@@ -1,4 +1,4 @@
-"""Sweeps: what is tried, what fits, and that the best of them is the best."""
+"""Sweeps: which candidates are tried, which fit, and how they are ranked."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def found() -> Tuning:
     return tune(work(), space)
 
 
-def test_the_fastest_is_first_and_nothing_twice(found: Tuning) -> None:
+def test_candidates_are_ranked_and_differ(found: Tuning) -> None:
     speeds = [candidate.tokens_per_gpu_second for candidate in found.ranked]
     assert speeds == sorted(speeds, reverse=True)
     assert len(found.ranked) == found.num_plans > found.num_layouts
@@ -76,7 +76,8 @@ def test_the_limit_counts_full_rows_in_flight(found: Tuning) -> None:
     fitting = tune(work(limit), Space(num_gpus=4, pp=(1, 2, 4)))
     assert fitting.ranked
     for candidate in fitting.ranked:
-        layout, budget = candidate.layout, candidate.max_tokens_per_gpu
+        layout = candidate.layout
+        budget = candidate.max_tokens_per_gpu
         live = budget * layout.chunks_in_flight() / layout.vpp
         assert candidate.report.peak_live_tokens <= live
         memory = MemoryModel(sizes=SIZES).fullest_stage(layout, live_tokens=live, row_tokens=budget)
@@ -84,13 +85,13 @@ def test_the_limit_counts_full_rows_in_flight(found: Tuning) -> None:
         assert memory.total <= limit
 
 
-def test_where_nothing_fits_the_least_is_told() -> None:
+def test_the_least_memory_is_reported_if_nothing_fits() -> None:
     nothing = tune(work(2**20), Space(num_gpus=4, pp=(1, 2, 4)))
     assert (nothing.ranked, nothing.num_plans) == ((), 0)
     assert nothing.least_memory.total > 2**20
 
 
-def test_budgets_and_rules_that_are_given_are_all() -> None:
+def test_only_the_given_budgets_and_rules_are_tried() -> None:
     found = tune(work(), Space(num_gpus=2, pp=(1,), budgets=(800, 400), count_rules=("legal",)))
     assert {candidate.layout for candidate in found.ranked} == {Layout(dp=2)}
     assert {candidate.max_tokens_per_gpu for candidate in found.ranked} <= {400, 800}
@@ -101,11 +102,11 @@ def test_budgets_and_rules_that_are_given_are_all() -> None:
     ("sizes", "words"),
     [({"num_gpus": 0}, "0 GPUs"), ({"num_gpus": 2, "tp": (0,)}, "tp 0")],
 )
-def test_sizes_that_are_none(sizes: dict[str, object], words: str) -> None:
+def test_sizes_below_1_are_refused(sizes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Space(**sizes)  # type: ignore[arg-type]
 
 
-def test_gpus_that_no_layout_fills() -> None:
+def test_an_impossible_layout_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tp \[3\].*8 GPUs"):
         tune(work(), Space(num_gpus=8, tp=(3,)))

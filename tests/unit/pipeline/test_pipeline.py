@@ -44,7 +44,7 @@ def step_of(rows: list[list[int]], group: int | None = None) -> StepPlan:
 
 
 @pytest.mark.parametrize(("pp", "vpp", "group", "count"), SHAPES)
-def test_equal_micro_batches_have_the_closed_form(
+def test_equal_micro_batches_match_the_closed_form(
     pp: int, vpp: int, group: int | None, count: int
 ) -> None:
     layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group)
@@ -74,7 +74,8 @@ def test_order_is_megatrons(
 
         def __init__(self, rank: int) -> None:
             self.pp_group = self
-            self.size, self.rank = (lambda: pp), (lambda: rank)
+            self.size = lambda: pp
+            self.rank = lambda: rank
 
     for stage in range(pp):
         total, _, warmup, steady = schedules.get_pp_rank_microbatches(
@@ -88,8 +89,8 @@ def test_order_is_megatrons(
         wanted += backward[steady:] if not forward_only else []
         mine = order.stage == stage
         found = [
-            ("FB"[back], int(k), int(chunk) // pp)
-            for back, k, chunk in zip(
+            ("B" if backward else "F", int(k), int(chunk) // pp)
+            for backward, k, chunk in zip(
                 order.backward[mine], order.microbatch[mine], order.chunk[mine], strict=True
             )
         ]
@@ -106,10 +107,10 @@ def test_events_keep_every_dependency(pp: int, vpp: int, group: int | None, coun
     simulation = simulate(step_of(rows, layout.group_size), layout=layout, cost=cost)
     ends = {(e.rank, e.kind, e.microbatch, e.chunk * pp + e.stage): e for e in simulation.events}
     assert len(ends) == 2 * 2 * count * pp * vpp
-    for (rank, kind, k, place), event in ends.items():
-        source = ends.get((rank, kind, k, place + (1 if kind == "B" else -1)))
+    for (rank, kind, k, model_chunk), event in ends.items():
+        source = ends.get((rank, kind, k, model_chunk + (1 if kind == "B" else -1)))
         if source is None and kind == "B":
-            source = ends[rank, "F", k, place]
+            source = ends[rank, "F", k, model_chunk]
             assert event.start >= source.end
         elif source is not None:
             assert event.start >= source.end + 0.25 - 1e-9
@@ -124,13 +125,13 @@ def test_uneven_stages() -> None:
     layout = Layout(pp=2)
     cost = CostModel(per_token=1.0, stage_weights=(0.5, 1.5))
     simulation = simulate(step_of([[8, 8, 8]]), layout=layout, cost=cost)
-    # Stage 1 takes 6 + 12 per micro-batch and waits for the first forward of 2, stage 0's last
-    # backward of 4 ends the step.
+    # Stage 1 waits 2 for the first forward, then takes 6 + 12 per micro-batch; stage 0's last
+    # backward, of 4, ends the step.
     assert simulation.makespan == pytest.approx(2 + 3 * 18 + 4)
     assert simulation.bubble_fraction == pytest.approx(6 / 54)
 
 
-def test_ranks_of_their_own_count_and_lockstep() -> None:
+def test_ranks_with_different_counts_and_lockstep() -> None:
     layout = Layout(dp=2)
     assert simulate(step_of([[1, 9], [9, 1]]), layout=layout).makespan == 30
     assert simulate(step_of([[1, 9], [9, 1]]), layout=layout, lockstep=True).makespan == 54
@@ -149,14 +150,14 @@ def test_forward_only_has_no_backwards() -> None:
     assert simulation.peak_live_tokens == 4
 
 
-def test_live_tokens_of_the_warm_up() -> None:
+def test_warm_up_sets_the_peak_of_live_tokens() -> None:
     rows = [[1, 2, 3, 4, 5, 6, 7, 8]]
     simulation = simulate(step_of(rows), layout=Layout(pp=4))
     assert simulation.peak_in_flight == 4
     assert simulation.peak_live_tokens == 5 + 6 + 7 + 8
     layout = Layout(pp=2, vpp=2, cp=2)
     interleaved = simulate(step_of([[8] * 4], 2), layout=layout)
-    # Stage 0: 2 * (pp - 1) + (vpp - 1) * G warm-up forwards and one more, each half a stage.
+    # Stage 0 holds 2 * (pp - 1) + (vpp - 1) * G = 4 warm-up forwards and 1, each half a stage.
     assert interleaved.peak_in_flight == 2.5
     assert interleaved.peak_live_tokens == 2.5 * 4
 
@@ -167,7 +168,7 @@ def test_counts_that_hang_are_refused() -> None:
 
 
 def test_sizes_beyond_any_pipeline_are_refused() -> None:
-    """A plan is a file: what it says must not ask for all memory."""
+    """Plans are read from files: their sizes must not ask for all memory."""
     step = step_of([[10]])
     with pytest.raises(ConfigError, match=r"pp \* vpp = 1099511627776 chunks"):
         simulate(step, layout=Layout(pp=2**20, vpp=2**20))

@@ -45,16 +45,16 @@ def test_forms_are_exact_inverses(plan: Plan) -> None:
     assert Plan.from_text(str(plan)).rollout_ids == tuple(IDS)
 
 
-def test_tokens_without_samples_come_back_and_are_told(plan: Plan) -> None:
-    none = {"samples": (), "tokens": 0, "tokens_sq": 0, "padded_tokens": 0}
+def test_tokens_without_samples_are_parsed_and_reported(plan: Plan) -> None:
+    empty = {"samples": (), "tokens": 0, "tokens_sq": 0, "padded_tokens": 0}
     for wrong in ({"tokens": 1}, {"tokens_sq": 5}, {"padded_tokens": 30}):
-        edited = _mb(plan, **{**none, **wrong})
+        edited = _mb(plan, **{**empty, **wrong})
         assert Plan.from_text(str(edited)) == edited
         with pytest.raises(PlanError, match="invariant"):
             check_plan(edited, LENGTHS)
 
 
-def test_text_is_for_people(plan: Plan) -> None:
+def test_text_shows_samples_per_rank(plan: Plan) -> None:
     rank = next(line for line in str(plan).splitlines() if line.startswith("rank 0 | "))
     cells = rank.removeprefix("rank 0 | ").split()
     assert len(cells) == plan.steps[0].num_microbatches
@@ -63,7 +63,7 @@ def test_text_is_for_people(plan: Plan) -> None:
     assert "\n" not in repr(plan)
 
 
-def test_digest_tells_plans_apart(plan: Plan) -> None:
+def test_different_plans_have_different_digests(plan: Plan) -> None:
     assert plan.digest() == Plan.from_json(plan.to_json()).digest()
     assert plan.digest() != dataclasses.replace(plan, max_tokens_per_gpu=41).digest()
 
@@ -115,24 +115,24 @@ def test_json_errors_say_where(plan: Plan, damage: Any, place: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_settings_that_are_absent_take_their_defaults(plan: Plan) -> None:
+def test_absent_settings_get_their_defaults(plan: Plan) -> None:
     older = plan.to_json().replace(',"group_size":"fixed","max_live_tokens_per_gpu":null', "")
     assert older != plan.to_json()
     assert Plan.from_json(older) == plan
 
 
 @pytest.mark.parametrize("ids", [range(2**63 - 12, 2**63), range(-5, 7), ["\n", "\ud800"] * 6])
-def test_ids_of_any_kind_come_back_from_both_forms(ids: Any) -> None:
+def test_ids_of_any_kind_survive_both_forms(ids: Any) -> None:
     plan = build_dp_schedule(LENGTHS, layout=Layout(), max_tokens_per_gpu=40, rollout_ids=list(ids))
     assert Plan.from_text(str(plan)) == plan
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_run_cannot_ask_for_all_memory(plan: Plan) -> None:
+def test_a_range_cannot_ask_for_all_memory(plan: Plan) -> None:
     lines = str(plan).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("dropped_rollouts"))
     lines[at] = "dropped_rollouts 0..200000000"
-    with pytest.raises(PlanError, match=rf"line {at + 1}: .*0\.\.200000000 is no run"):
+    with pytest.raises(PlanError, match=rf"line {at + 1}: .*0\.\.200000000 is empty, or too long"):
         Plan.from_text("\n".join(lines))
     lines[at] = "dropped_rollouts 0..59999"
     assert len(Plan.from_text("\n".join(lines)).steps[0].dropped_rollouts) == 60_000
@@ -190,7 +190,7 @@ def test_each_broken_invariant_is_named(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 2**50])
-def test_a_budget_that_is_none_breaks_a_plan(plan: Plan, budget: int | None) -> None:
+def test_a_missing_or_huge_budget_breaks_a_plan(plan: Plan, budget: int | None) -> None:
     with pytest.raises(PlanError, match=r"invariant 4 is broken: .*max_tokens_per_gpu"):
         check_plan(dataclasses.replace(plan, max_tokens_per_gpu=budget), LENGTHS)
 
@@ -211,7 +211,7 @@ def test_drop_must_be_allowed_and_trailing() -> None:
         check_plan(dataclasses.replace(plan, policy=Policy()), [4] * 5)
 
 
-def test_check_wants_the_lengths_that_were_planned(plan: Plan) -> None:
+def test_check_needs_the_planned_lengths(plan: Plan) -> None:
     with pytest.raises(PlanError, match="12 samples"):
         check_plan(plan, LENGTHS[:-1])
     with pytest.raises(PlanError, match="invariant 4"):

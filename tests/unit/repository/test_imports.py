@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import pydoc
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -289,3 +291,21 @@ def bound_names(tree: ast.Module | None) -> set[str]:
     nodes = list(ast.walk(tree)) if tree else []
     defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.alias)}
     return defined | {n.id for n in nodes if isinstance(n, ast.Name)}
+
+
+def test_the_ways_through_the_house_name_what_is_there() -> None:
+    """The numbered boxes of docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    boxes = re.findall(r"^\| \d+ \| ([^|]+) \|", page, re.MULTILINE)
+    names = [name for box in boxes for name in re.findall(r"`([a-z_.]+\w+)`", box)]
+    assert len(names) > 20
+    for name in names:
+        assert pydoc.locate(f"megapack.{name}") is not None, name
+
+
+def test_the_table_of_rooms_lists_every_folder() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[a-z_`, ]+`) \| \w", page, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders <= listed

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.unit
 
 
 class Router(torch.nn.Module):
-    """A router's state: a weight, a bias that steps move, and counts."""
+    """A router: a weight, an expert bias that steps change, and token counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def test_the_expert_bias_is_part_of_the_policy() -> None:
     assert state["router.expert_bias"].tolist() == [5.0, 5.0]
 
 
-def test_trained_weights_come_back_each_time() -> None:
+def test_trained_weights_are_restored_each_time() -> None:
     layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     reference = Reference([layer])
     for _ in range(3):

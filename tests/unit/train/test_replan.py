@@ -1,4 +1,4 @@
-"""What half a budget is."""
+"""Settings with half the budget, after a step ran out of memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_budget_is_half_of_the_largest_row() -> None:
     assert config.max_tokens_per_gpu == config.forward_max_tokens_per_gpu == largest // 2
 
 
-def test_a_budget_far_above_the_rows_is_not_what_is_halved() -> None:
+def test_the_largest_row_is_halved_not_a_larger_budget() -> None:
     plan = build_dp_schedule([5, 5], layout=Layout(), max_tokens_per_gpu=1_000_000)
     assert halved(PlanConfig(max_tokens_per_gpu=1_000_000), plan.steps).max_tokens_per_gpu == 5
 
@@ -40,6 +40,6 @@ def test_rows_of_one_sample_cannot_be_halved() -> None:
     plan = build_dp_schedule([50, 60], layout=Layout(), max_tokens_per_gpu=64)
     with pytest.raises(
         StepOutOfMemory, match=r"one sample, of up to 60 padded tokens; set"
-    ) as told:
+    ) as raised:
         halved(PlanConfig(max_tokens_per_gpu=64), plan.steps)
-    assert told.value.on_all_ranks
+    assert raised.value.on_all_ranks

@@ -1,4 +1,4 @@
-"""Metrics in TensorBoard and W&B have the keys and steps of metrics.jsonl."""
+"""TensorBoard and W&B get the keys and steps of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_a_tracker_that_is_not_installed_is_refused() -> None:
         check_installed(["json", "no_such_tracker"])
 
 
-def test_a_folder_of_the_same_name_is_no_tracker(
+def test_a_folder_with_a_trackers_name_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W&B leaves a folder `wandb` where a program was started."""
+    """W&B leaves a folder `wandb` in the working directory."""
     (tmp_path / "left_by_a_run").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="pip install left_by_a_run"):
@@ -61,7 +61,7 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
 
 
 class Wandb:
-    """Stands in for the module: keeps what it is given."""
+    """Stands in for the module `wandb` and records the calls."""
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ class Wandb:
         self.finished += 1
 
 
-def test_a_resumed_run_is_the_same_run_of_wandb(
+def test_a_resumed_run_continues_the_same_wandb_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = Wandb()
@@ -97,7 +97,7 @@ def test_a_resumed_run_is_the_same_run_of_wandb(
     assert [line["step"] for line in wandb.logged] == [1, 2, 3, 4, 5, 4, 5, 6, 7]
     assert wandb.logged[0] == {"step": 1, "loss": 0.5}
     assert wandb.finished == 2
-    # A new run of the same name is another one.
+    # A new run with the same name is another W&B run.
     write(tmp_path, "wandb", range(1, 2), continue_after=None)
     assert wandb.inits[-1]["id"] is None
 

@@ -1,4 +1,4 @@
-"""What Perfetto is given."""
+"""Trace files for Perfetto."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.run_folder import LAYOUT, make_plan, write_run
 pytestmark = pytest.mark.unit
 
 
-def test_a_plan_is_one_process_per_rank_and_one_thread_per_stage() -> None:
+def test_ranks_are_processes_and_stages_are_threads() -> None:
     plan = make_plan()
     timelines = [planned(plan, index, index, None) for index in range(2)]
     trace = json.loads(chrome_trace(timelines, 1.0))["traceEvents"]
@@ -32,7 +32,7 @@ def test_a_plan_is_one_process_per_rank_and_one_thread_per_stage() -> None:
     assert {event["args"]["row_tokens"] for event in slices} == {
         mb.row_tokens for step in plan.steps for rank in step.ranks for mb in rank
     }
-    # The second step begins where the first ends.
+    # The second step begins when the first ends.
     first = [event for event in slices if event["args"]["step"] == 0]
     second = [event for event in slices if event["args"]["step"] == 1]
     end = max(event["ts"] + event["dur"] for event in first)
@@ -40,7 +40,7 @@ def test_a_plan_is_one_process_per_rank_and_one_thread_per_stage() -> None:
     assert min(event["ts"] for event in second) == pytest.approx(end, abs=1e-2)
 
 
-def test_nothing_of_a_thread_overlaps() -> None:
+def test_slices_of_a_thread_do_not_overlap() -> None:
     trace = json.loads(chrome_trace([planned(make_plan(), 0, 0, None)]))["traceEvents"]
     threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in trace:
@@ -53,7 +53,7 @@ def test_nothing_of_a_thread_overlaps() -> None:
         assert all(end <= begin + 2e-3 for (_, end), (begin, _) in pairwise(spans))
 
 
-def test_a_run_has_what_was_planned_and_measured_side_by_side(tmp_path: Path) -> None:
+def test_planned_and_measured_steps_begin_together(tmp_path: Path) -> None:
     timelines = traced(read_run(write_run(tmp_path / "run")), None)
     trace = json.loads(chrome_trace(timelines))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}

@@ -1,4 +1,4 @@
-"""The HTML page: what it holds, what it leaves out, and that nothing in it acts."""
+"""The HTML page: its content, its limits, and that no text in it becomes markup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COST = CostModel(per_token=1.0)
 
 
 def data(html: str) -> Any:
-    """What the page's script is given."""
+    """The data of the page's script."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
     assert found is not None
     return json.loads(found[1])
@@ -51,7 +51,7 @@ def test_a_runs_page(tmp_path: Path) -> None:
     assert titles[:4] == ["step time", "loss", "gradient norm", "tokens per second"]
     predicted, measured = page.curves[0]["series"]
     assert (predicted["y"], measured["y"]) == ([None, 2.0, 2.0, 2.0], [3.0] * 4)
-    # A loss that is no number is a gap.
+    # A loss of NaN is a gap.
     assert page.curves[1]["series"][0]["y"] == [1.0, 0.5, 1 / 3, None]
     assert [track["label"] for track in page.steps[0]["tracks"]] == [
         f"{source}, rank {rank}" for rank in (0, 1) for source in ("planned", "measured")
@@ -69,7 +69,7 @@ def test_a_run_without_steps_or_traces(tmp_path: Path) -> None:
     assert data(page_html(page))["curves"][0]["x"] == []
 
 
-def test_it_needs_no_network_and_nothing_of_files_is_markup() -> None:
+def test_a_page_needs_no_network_and_escapes_all_text() -> None:
     evil = "</script><img src=x onerror=alert(1)>@@STYLE@@&"
     page = Page(title=evil, facts=[(evil, evil)], unit=evil, notes=[evil])
     page.curves = [{"title": evil, "unit": "", "x": [1], "series": [{"name": evil, "y": [1.0]}]}]
@@ -84,7 +84,7 @@ def test_it_needs_no_network_and_nothing_of_files_is_markup() -> None:
     assert addresses == {"http://www.w3.org/2000/svg"}
 
 
-def test_a_large_plan_is_cut_and_the_page_says_so() -> None:
+def test_the_page_of_a_large_plan_says_what_it_leaves_out() -> None:
     lengths = [64 + i % 7 for i in range(6144)]
     plan = build_dp_schedule(
         lengths,
@@ -102,7 +102,7 @@ def test_a_large_plan_is_cut_and_the_page_says_so() -> None:
     assert len(page.curves[0]["x"]) == len(plan.steps)
 
 
-def test_many_steps_are_thinned(tmp_path: Path) -> None:
+def test_curves_of_many_steps_skip_steps(tmp_path: Path) -> None:
     records = read_run(write_run(tmp_path / "run"))
     many = tuple({"step": n, "loss": 1.0} for n in range(1, 5002))
     page = run_page(replace(records, metrics=many), None)

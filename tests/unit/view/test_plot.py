@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 
 
 def drawn(plan: Plan, number: int, unit: str, suffix: str) -> bytes:
-    """A step as the simulator runs it."""
+    """A picture of a simulated step."""
     report = step_report(plan, plan.steps[number])
     return draw_step(planned(plan, number, number, None), report, unit, suffix)
 
@@ -28,14 +28,14 @@ SIGNATURES = {"png": b"\x89PNG\r\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 
 
 @pytest.mark.parametrize("suffix", SIGNATURES)
-def test_every_format_and_the_same_each_time(suffix: str) -> None:
+def test_every_format_is_reproducible(suffix: str) -> None:
     timelines = {"one": planned(make_plan(), 0, 0, None)}
     picture = draw_timelines(timelines, "seconds", suffix)
     assert picture.startswith(SIGNATURES[suffix])
     assert picture == draw_timelines(timelines, "seconds", suffix)
 
 
-def test_a_picture_says_what_it_shows() -> None:
+def test_a_picture_has_its_title_and_labels() -> None:
     plan = make_plan()
     svg = drawn(plan, 1, "token times", "svg").decode()
     assert f"step 1 of plan {plan.digest()[:12]}: dp=2 tp=1 pp=2 vpp=2" in svg
@@ -44,7 +44,7 @@ def test_a_picture_says_what_it_shows() -> None:
     assert "DP ranks: the slowest" not in svg
 
 
-def test_many_ranks_are_three_of_them() -> None:
+def test_three_of_many_ranks_are_drawn() -> None:
     lengths = [16 + i % 37 for i in range(96)]
     plan = build_dp_schedule(lengths, layout=Layout(dp=12), max_tokens_per_gpu=128)
     timeline = planned(plan, 0, 0, None)
@@ -71,7 +71,7 @@ def test_count_based_plans_and_rows_over_the_budget() -> None:
     assert b"over the budget" in drawn(tight, 0, "s", "svg")
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install megapack\[plot\]"):
         drawn(make_plan(), 0, "s", "png")

@@ -1,4 +1,4 @@
-"""A run's folder read back; broken files are told with their line."""
+"""A run's folder read back; errors name the broken line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.run_folder import LENGTHS, make_plan, write_run
 pytestmark = pytest.mark.unit
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_all_files_of_a_run_are_read(tmp_path: Path) -> None:
     cost = CostModel(per_token=1e-3, stage_weights=(1.0, 1.0, 1.0, 1.0))
     records = read_run(write_run(tmp_path / "one", cost=cost))
     assert records.name == "one"
@@ -48,7 +48,7 @@ def test_half_a_line_at_the_end_is_left_out(tmp_path: Path) -> None:
     assert [step.number for step in records.traced] == [2]
 
 
-def test_half_a_line_may_end_like_a_whole_one(tmp_path: Path) -> None:
+def test_half_a_line_that_ends_in_a_brace_is_left_out(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run") / "trace.jsonl"
     text = path.read_text()
     path.write_text(text[: text.rindex("}", 0, -2) + 1])
@@ -80,19 +80,19 @@ def set_event(index: int, value: Any) -> Callable[[dict[str, Any]], None]:
         lambda line: line.update(cost={"per_token": -1.0, "stage_weights": None}),
     ],
 )
-def test_a_broken_trace_is_told_with_its_line(
+def test_the_error_of_a_broken_trace_names_its_line(
     tmp_path: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
     path = write_run(tmp_path / "run") / "trace.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
     change(second)
     path.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
-    with pytest.raises(MegapackError, match=r"trace\.jsonl: line 2 is no record"):
+    with pytest.raises(MegapackError, match=r"trace\.jsonl: line 2 is not a run's record"):
         read_run(path.parent)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "plan.json"])
-def test_a_folder_of_something_else(tmp_path: Path, name: str) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, name: str) -> None:
     folder = write_run(tmp_path / "run")
     (folder / name).unlink()
     with pytest.raises(MegapackError, match=rf"{name}: cannot be read"):
@@ -108,5 +108,5 @@ def test_a_folder_of_something_else(tmp_path: Path, name: str) -> None:
         *((value, None) for value in ("nan", None, True, [1], {}, 10**400, math.inf, math.nan)),
     ],
 )
-def test_numbers_are_finite(value: Any, number: float | None) -> None:
+def test_only_finite_numbers_are_numbers(value: Any, number: float | None) -> None:
     assert number_or_none(value) == number

@@ -1,4 +1,4 @@
-"""Timelines of plans and runs, and which ranks stand for all."""
+"""Timelines of plans and runs, and the choice of typical ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.run_folder import LAYOUT, make_plan, write_run
 pytestmark = pytest.mark.unit
 
 
-def test_a_planned_step_is_what_the_simulator_runs() -> None:
+def test_a_planned_step_has_the_simulated_events() -> None:
     plan = make_plan()
     timeline = planned(plan, 1, 1, None)
     run = simulate(plan.steps[1], layout=LAYOUT)
@@ -25,14 +25,14 @@ def test_a_planned_step_is_what_the_simulator_runs() -> None:
     assert run.makespan / timeline.stage_seconds[slowest] - 1 == pytest.approx(run.bubble_fraction)
 
 
-def test_a_step_of_other_ranks_is_refused() -> None:
+def test_a_step_with_too_few_ranks_is_refused() -> None:
     plan = make_plan(1)
     cut = replace(plan, steps=(replace(plan.steps[0], ranks=plan.steps[0].ranks[:1]),))
-    with pytest.raises(PlanError, match=r"step 0 has 1 ranks, the layout dp=2"):
+    with pytest.raises(PlanError, match=r"step 0 has 1 ranks, the layout has dp=2"):
         planned(cut, 0, 0, None)
 
 
-def test_a_runs_plan_takes_the_seconds_that_the_run_predicted(tmp_path: Path) -> None:
+def test_planned_steps_scale_to_the_predicted_seconds(tmp_path: Path) -> None:
     records = read_run(write_run(tmp_path / "run"))
     timelines = traced(records, None)
     assert [(t.source, t.number) for t in timelines] == [
@@ -42,13 +42,13 @@ def test_a_runs_plan_takes_the_seconds_that_the_run_predicted(tmp_path: Path) ->
         ("measured", 3),
     ]
     assert [max(t.rank_ends) for t in timelines] == pytest.approx([2.0, 3.0, 2.0, 3.0])
-    # Without a prediction the two are equally long.
+    # Without a prediction, planned and measured are equally long.
     unknown = tuple({**line, "step_predicted_s": None} for line in records.metrics)
     timelines = traced(replace(records, metrics=unknown), None)
     assert [max(t.rank_ends) for t in timelines] == pytest.approx([3.0] * 4)
 
 
-def test_a_cost_model_in_seconds_is_left_as_it_is(tmp_path: Path) -> None:
+def test_times_of_a_cost_model_are_not_scaled(tmp_path: Path) -> None:
     own, given = CostModel(per_token=1e-3), CostModel(per_token=2e-3, stage_weights=(1.0,) * 4)
     records = read_run(write_run(tmp_path / "run", cost=own))
     step = records.traced[0].plan.steps[0]
@@ -67,5 +67,5 @@ def test_a_cost_model_in_seconds_is_left_as_it_is(tmp_path: Path) -> None:
         ([1.0, 1.0, 1.0, 1.0], 3, [0, 2, 3]),
     ],
 )
-def test_ranks_that_stand_for_all(ends: list[float], most: int, ranks: list[int]) -> None:
+def test_typical_ranks(ends: list[float], most: int, ranks: list[int]) -> None:
     assert typical_ranks(ends, most) == ranks

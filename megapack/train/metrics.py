@@ -1,0 +1,162 @@
+"""Metrics of a step, memory peaks, the step clock, and the progress bar.
+
+    StepResult, StepReport -> metrics of the step -> metrics.jsonl, trackers, progress bar
+
+`docs/metrics.md` explains every key.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megapack.outlook.stats import StepReport
+from megapack.plan.plan import Plan
+from megapack.ranks import cpu
+from megapack.schedule.adapter import StepResult
+from megapack.train.trackers import Metrics
+
+# Metrics that the progress bar shows, and how.
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad {:.3f}",
+    "entropy_nats": "entropy {:.3f}",
+    "tokens_per_second": "{:.0f} tokens/s",
+    "packing_efficiency": "packed {:.1%}",
+    "num_microbatches_per_rank": "M {}",
+    "imbalance": "imbalance {:.2f}",
+    "step_measured_s": "{:.2f} s",
+}
+
+
+def training_metrics(result: StepResult) -> dict[str, float]:
+    """The loss and the objective's metrics; keys of metrics with a unit end with it."""
+    nats = {"kl_old", "kl_ref", "entropy"}
+    with_units = {f"{k}_nats" if k in nats else k: v for k, v in result.metrics.items()}
+    return {"loss": result.loss, **with_units}
+
+
+def packing_metrics(step: StepReport) -> dict[str, Any]:
+    """How well a step is packed."""
+    return {
+        "tokens": step.tokens,
+        "num_samples": step.num_samples,
+        "num_dropped_rollouts": step.num_dropped_rollouts,
+        "num_microbatches_per_rank": step.num_microbatches[1],
+        "num_padding_microbatches": step.num_padding_rows,
+        "packing_efficiency": step.packing_efficiency,
+        "padding_fraction": step.padding_fraction,
+        "imbalance": step.imbalance,
+        "bubble_fraction": step.bubble_fraction,
+        "peak_live_row_tokens_per_gpu": step.peak_live_tokens,
+    }
+
+
+def reset_memory_peaks() -> None:
+    """Start measuring a step's memory peaks; does nothing without CUDA."""
+    if cpu.uses_cuda():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def memory_peaks() -> dict[str, float]:
+    """GiB since `reset_memory_peaks`, the maximum over all GPUs; empty without CUDA.
+
+    A collective over all ranks: pipeline stages hold different amounts.
+    """
+    if not cpu.uses_cuda():
+        return {}
+    own = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    peaks = torch.tensor(own, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(peaks, op=torch.distributed.ReduceOp.MAX)
+    allocated, reserved = (peaks / 2**30).tolist()
+    return {"memory_peak_allocated_gib": allocated, "memory_peak_reserved_gib": reserved}
+
+
+class StepClock:
+    """Predicts the seconds of a step's forward and backward.
+
+    With a cost model in seconds the simulated time is the prediction. Otherwise it is the simulated
+    units times the measured seconds per unit so far in this run, so the first step has no
+    prediction. Steps of 100 and 300 units that took 2 and 10 s give 0.03 s per unit.
+
+    Args:
+        in_seconds: the simulated times are seconds.
+    """
+
+    def __init__(self, *, in_seconds: bool = False) -> None:
+        self._in_seconds = in_seconds
+        self._measured_s = 0.0
+        self._simulated = 0.0
+
+    def predict(self, makespan: float) -> float | None:
+        """Seconds of a step with this simulated makespan; None before the first measured step."""
+        if self._in_seconds:
+            return makespan
+        if not self._simulated:
+            return None
+        return makespan * self._measured_s / self._simulated
+
+    def record(self, makespan: float, measured_s: float) -> None:
+        """Learn from a step that ran."""
+        self._measured_s += measured_s
+        self._simulated += makespan
+
+
+class Progress:
+    """A progress bar on a terminal, plain lines elsewhere; silent on all ranks but one.
+
+    Args:
+        active: this rank shows the progress.
+        log_interval: steps from one plain line to the next.
+    """
+
+    def __init__(self, *, active: bool, log_interval: int) -> None:
+        self._active = active
+        self._interval = log_interval
+        on_terminal = active and sys.stdout.isatty()
+        self._bar = tqdm(unit="step", file=sys.stdout) if on_terminal else None
+
+    def expect(self, num_steps: int, num_done: int = 0) -> None:
+        """Set the number of steps of the whole run, and of those done before a resume."""
+        if self._bar is not None:
+            self._bar.reset(total=num_steps)
+            self._bar.update(num_done)
+
+    def step(self, number: int, metrics: Metrics) -> None:
+        """Show one step's metrics."""
+        if self._bar is not None:
+            self._bar.update()
+            self._bar.set_postfix_str(_short(metrics))
+        elif self._active and number % self._interval == 0:
+            print(f"step {number}: {_short(metrics)}", flush=True)
+
+    def line(self, text: str) -> None:
+        """Show a line of text, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        elif self._active:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Stop updating the bar and leave it on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def plan_line(plan: Plan) -> str:
+    """One line about a batch's plan."""
+    steps = plan.steps
+    spans = ", ".join(step.counts.microbatch_span for step in steps[:8])
+    return (
+        f"plan {plan.digest()[:12]}: {plan.num_samples} samples, {len(steps)} step(s), "
+        f"M = {spans}{', ...' if len(steps) > 8 else ''}, "
+        f"{plan.counts.num_dropped_rollouts} rollout(s) dropped"
+    )
+
+
+def _short(metrics: Metrics) -> str:
+    parts = [form.format(metrics[k]) for k, form in _SHOWN.items() if metrics.get(k) is not None]
+    return "  ".join(parts)
