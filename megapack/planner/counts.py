@@ -179,7 +179,7 @@ def _unreachable(problem: StepProblem, wanted: int) -> str:
     group = f", G={layout.group_size}" if layout.vpp > 1 else ""
     what = f"{problem.num_items} samples"
     if problem.samples.size > problem.num_items:
-        what = f"{problem.samples.size} samples in {problem.num_items} colocated sets"
+        what = f"{problem.samples.size} samples in {problem.num_items} colocated set(s)"
     return (
         f"step {problem.number}: {what} cannot fill {wanted} micro-batches "
         f"on dp={layout.dp} ranks{group}"

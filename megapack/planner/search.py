@@ -215,7 +215,7 @@ class _Search:
             yield None, self._split(row_of, num_rows, group)
 
     def _packed_by_rank(self) -> StepDraft | None:
-        """A draft of items given to ranks before packing: only ranks' sums count without a pipeline."""
+        """A draft of items given to ranks first: without a pipeline only ranks' sums count."""
         problem = self.problem
         dp = self.layout.dp
         if self.layout.pp > 1 or self.same_targets or problem.max_samples is not None:
