@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from megapack.commands.arguments import add_json, number, print_json
-from megapack.doctor.diagnosis import DEFAULT_TIMEOUT_S, Diagnosis, diagnose
+from megapack.doctor.runner import DEFAULT_TIMEOUT_S, Diagnosis, diagnose
 from megapack.errors import ConfigError
 
 _COLUMN = 20

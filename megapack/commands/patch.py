@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.patching.applied import check
+from megapack.patching import check
 from megapack.patching.files import load_patches, shipped_hosts
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from megapack.errors import ConfigError
-from megapack.patching.applied import apply
+from megapack.patching import apply
 from megapack.patching.files import shipped_hosts
 from megapack.startup import VARIABLE, log_to_stderr
 

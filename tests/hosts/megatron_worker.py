@@ -17,12 +17,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megapack import Layout, build_dp_schedule, launch
+from megapack import Layout, build_dp_schedule, launch, patching
 from megapack.errors import MegapackError, RankError
 from megapack.hosts import megatron_lm
 from megapack.hosts.shared import megatron_lm_data
 from megapack.loss import GRPO, SFT
-from megapack.patching import applied as patching
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem

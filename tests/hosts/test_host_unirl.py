@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack import ConfigError, PlanError
-from megapack.hosts.shared.unirl_bins import exactly, pack, read_sizes
+from megapack.hosts.shared.unirl_bins import change_count, pack_bins, read_sizes
 from megapack.hosts.unirl import CountPlanner, MicroPlan, TokenBudgetPlanner, plan_micro_batches
 from tests.dist.spawn import checked_job
 
@@ -112,9 +112,9 @@ def test_exactly_k_bins(response: list[int], budget: int, model: Any, data: st.D
     sizes = read_sizes(response, None, len(response), model)
     assert sizes is not None
     update = range(len(response))
-    fewest = pack(sizes, update, budget)
+    fewest = pack_bins(sizes, update, budget)
     count = data.draw(st.integers(len(fewest), len(response)))
-    bins = exactly(sizes, update, fewest, count, budget)
+    bins = change_count(sizes, update, fewest, count, budget)
     assert len(bins) == count
     assert sorted(i for members in bins for i in members) == list(update)
     assert all(members for members in bins)

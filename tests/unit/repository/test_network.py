@@ -33,10 +33,10 @@ RUNS = {
     ("cli", "importlib.import_module"): "commands of this package, from a table",
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
-    ("doctor.diagnosis", "subprocess.Popen"): "this Python, with the probes of this package",
+    ("doctor.runner", "subprocess.Popen"): "this Python, with the probes of this package",
     ("doctor.probes", "importlib.import_module"): "torch and what stands beside it",
     ("patching.target", "importlib.import_module"): "below megapack.hosts, which is checked",
-    ("patching.applied", "importlib.import_module"): "`check` of a host, which the user named",
+    ("patching.registry", "importlib.import_module"): "`check` of a host, which the user named",
 }
 # A star stands for the rest of a name.
 BY_NAME = (
