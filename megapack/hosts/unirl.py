@@ -159,7 +159,7 @@ class CountPlanner:
         return part, plan.updates
 
     def validate(self, algorithm: Any) -> None:
-        """Accept every loss: micro-batches of equal counts do not change it."""
+        """Accept every loss."""
 
 
 class TokenBudgetPlanner:

@@ -1,4 +1,4 @@
-"""The `seqlen_balancing` functions of several hosts: partitions of even sums, bins under a budget."""
+"""`seqlen_balancing` functions of several hosts: partitions of even sums, bins under a budget."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ def plan_steps(
 def packed_shards(
     data: Any, packing: PackingArgs, plan: list[Step], num_shards: int
 ) -> tuple[list[Any], list[int]]:
-    """Shards with the boundaries of their micro-batches, and the batch's row of each of their rows."""
+    """Shards with the boundaries of their micro-batches, and each of their rows' row of the batch.
+    """
     shards: list[Any] = []
     indices: list[int] = []
     for s in range(num_shards):

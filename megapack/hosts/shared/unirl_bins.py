@@ -82,7 +82,8 @@ def pack_bins(sizes: SampleSizes, update: range, budget: int) -> Bins:
 def change_count(sizes: SampleSizes, update: range, bins: Bins, count: int, budget: int) -> Bins:
     """Turn bins into exactly `count` bins, none of them empty.
 
-    Bins within the budget stay within it. `count` is between the number of bins and that of samples.
+    Bins within the budget stay within it. `count` is at least the number of bins, and at most the
+    number of samples.
     """
     if sizes.cost_model == "dense":
         return _split_to(sizes, bins, count)

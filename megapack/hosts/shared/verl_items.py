@@ -18,7 +18,7 @@ from megapack.planner.partition import karmarkar_karp
 
 N = TypeVar("N")
 
-# Work of L tokens is 24576 * L + L^2. 24576 is 6 times 4096, the hidden size that verl assumes (7B).
+# Work of L tokens is 24576 * L + L^2. 24576 is 6 * 4096, the hidden size of 7B that verl assumes.
 _WORK_PER_TOKEN = 24576
 _COST = CostModel(per_token=float(_WORK_PER_TOKEN), per_token_sq=1.0)
 

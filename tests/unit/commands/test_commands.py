@@ -154,7 +154,7 @@ def test_tune_ranks_what_fits(call: Call) -> None:
     assert {c["layout"]["dp"] * c["layout"]["pp"] for c in ranked} == {4}
     code, out, _ = call(*args[:-1], "--gpu-memory-gib", "0.0001")
     assert code == 1
-    assert "nothing fits: least is " in out
+    assert "nothing fits: the least is " in out
     assert re.search(r"longest samples \(up to \d+ tokens\)", out)
 
 
