@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stdout_is_lost() -> bool:
-    """Whether stdout cannot be written; if so, send it to /dev/null, as Python's exit flushes it."""
+    """Whether stdout cannot be written. If so, point it to /dev/null: Python flushes it at exit."""
     try:
         print(flush=True)
     except OSError:

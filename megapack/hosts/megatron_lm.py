@@ -157,7 +157,7 @@ class PlannedStep:
 
 
 def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Megatron-Core's schedule function, which runs a planned step if it is given a `PlannedStep`."""
+    """Megatron-Core's schedule function, which runs a `PlannedStep` as a planned step."""
     from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_func
 
     schedule = megatron_func(*args, **kwargs)

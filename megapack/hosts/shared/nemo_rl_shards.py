@@ -109,8 +109,7 @@ def plan_steps(
 def packed_shards(
     data: Any, packing: PackingArgs, plan: list[Step], num_shards: int
 ) -> tuple[list[Any], list[int]]:
-    """Shards with the boundaries of their micro-batches, and each of their rows' row of the batch.
-    """
+    """Shards with the boundaries of their micro-batches, and the batch's row for each shard row."""
     shards: list[Any] = []
     indices: list[int] = []
     for s in range(num_shards):
