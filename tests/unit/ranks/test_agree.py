@@ -304,7 +304,7 @@ def test_a_failure_of_another_rank_ends_the_wait(
 ) -> None:
     release = threading.Event()
     waits = agreements.start(release.wait, dict)
-    watchdog.tell(Failure(text="rank 1 is gone"))
+    watchdog.report(Failure(text="rank 1 is gone"))
     with pytest.raises(RankError, match="rank 1 is gone"):
         waits.result()
     release.set()

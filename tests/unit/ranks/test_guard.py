@@ -125,7 +125,7 @@ def test_what_broke_a_collective_is_the_error(pair: Pair) -> None:
     first, second = pair
 
     def collective() -> None:
-        second.tell(Failure(text="rank 1 failed"))
+        second.report(Failure(text="rank 1 failed"))
         raise RuntimeError(GLOO)
 
     with pytest.raises(RankError, match=r"^rank 1 failed$"), guarded(first):

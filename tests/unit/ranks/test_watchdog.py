@@ -70,7 +70,7 @@ def wait_for_a_round(one: Watchdog) -> None:
 def test_a_failure_reaches_every_rank(make: Make) -> None:
     first, second = make(0), make(1)
     first.raise_failure()
-    reported = second.tell(Failure(text="rank 1 failed"))
+    reported = second.report(Failure(text="rank 1 failed"))
     until(lambda: first.failure)
     assert first.failure == second.failure == reported
     for one in (first, second):
@@ -80,23 +80,23 @@ def test_a_failure_reaches_every_rank(make: Make) -> None:
 
 def test_the_first_failure_reported_is_that_of_every_rank(make: Make) -> None:
     first, second = make(0), make(1)
-    first.tell(Failure(text="a"))
-    assert second.tell(Failure(text="b")) == Failure(text="a")
+    first.report(Failure(text="a"))
+    assert second.report(Failure(text="b")) == Failure(text="a")
     assert second.failure == Failure(text="a")
 
 
 def test_a_rank_that_failed_waits_until_the_others_know(make: Make) -> None:
     first, second = make(0), make(1)
-    first.tell(Failure(text="a"))
-    first.wait_until_heard(30.0)
+    first.report(Failure(text="a"))
+    first.wait_until_acknowledged(30.0)
     assert second.failure is not None
 
 
 def test_it_does_not_wait_for_ranks_that_are_gone(make: Make) -> None:
     first = make(0)
-    first.tell(Failure(text="a", gone=(1,)))
+    first.report(Failure(text="a", gone=(1,)))
     started = time.monotonic()
-    first.wait_until_heard(30.0)
+    first.wait_until_acknowledged(30.0)
     assert time.monotonic() - started < 10
 
 
@@ -279,7 +279,7 @@ def test_a_store_whose_host_is_frozen_blocks_no_rank(
                 until(lambda: lines(caplog, "is stopped (SIGSTOP, or a debugger)"))
                 clock.now += 91
                 until(lambda: one.failure)
-            one.wait_until_heard(30.0)
+            one.wait_until_acknowledged(30.0)
             one.stop()
         finally:
             child.kill()
@@ -307,7 +307,7 @@ def test_a_process_that_does_not_return_from_a_failure_is_ended(
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     stays, ends = make(0), make(1, ends_process=True)
-    stays.tell(Failure(text="rank 0 failed"))
+    stays.report(Failure(text="rank 0 failed"))
     until(lambda: ends.failure)
     stays.stop()
     clock.now += 7
@@ -327,7 +327,7 @@ def test_sigterm_ends_a_stuck_process_sooner(
     monkeypatch.setattr(os, "_exit", codes.append)
     with Interrupt(saves=True) as interrupt:
         one = make(ends_process=True, interrupt=interrupt)
-        one.tell(Failure(text="rank 1 failed"))
+        one.report(Failure(text="rank 1 failed"))
         signal.raise_signal(signal.SIGTERM)
         clock.now += 3
         until(lambda: codes)

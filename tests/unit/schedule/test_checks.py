@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "interleaved by a virtual size of 1": (
         Layout(pp=2),
         {"virtual_pipeline_model_parallel_size": 1},
-        r"virtual_pipeline_model_parallel_size=1 .*set it to None where vpp=1",
+        r"virtual_pipeline_model_parallel_size=1 .*set it to None if vpp=1",
     ),
     "context parallelism differs": (
         Layout(cp=2),
@@ -206,7 +206,7 @@ def test_megatron_must_know_the_virtual_stages(groups: dict[str, int | None]) ->
     with pytest.raises(ConfigError, match=r"is None, the layout has vpp=3"):
         check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
     groups["virtual_pipeline_model"] = 1
-    with pytest.raises(ConfigError, match=r"is 1, the layout has vpp=1.*None where vpp=1"):
+    with pytest.raises(ConfigError, match=r"is 1, the layout has vpp=1.*None if vpp=1"):
         check_layout(Layout(dp=2, tp=2, pp=4), 1)
 
 

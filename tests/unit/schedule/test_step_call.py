@@ -165,7 +165,7 @@ def test_sample_weights_are_of_the_step() -> None:
 
 def test_weights_that_are_no_numbers_are_refused() -> None:
     call = training(weighting="seq-mean-token-sum-norm", norm_constant=1e-310)
-    with pytest.raises(DataError, match="hold a NaN or an infinity; look at norm_constant=1e-310"):
+    with pytest.raises(DataError, match="hold a NaN or an infinity; check norm_constant=1e-310"):
         _ = call.sample_weights
 
 
