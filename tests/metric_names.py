@@ -10,8 +10,8 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 def documented(*sections: str) -> set[str]:
     """Keys in the tables under these headings."""
-    found = {}
+    keys = {}
     for section in DOCUMENT.read_text(encoding="utf-8").split("\n## ")[1:]:
         heading, _, text = section.partition("\n")
-        found[heading] = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
-    return {key for section in sections for key in found[section]}
+        keys[heading] = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    return {key for section in sections for key in keys[section]}

@@ -1,4 +1,4 @@
-"""The folder of a run that never ran, for what reads such folders."""
+"""Writes the folder of a run without running it, for tests of code that reads run folders."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LAYOUT = Layout(dp=2, pp=2, vpp=2)
 
 
 def make_plan(num_steps: int = 2) -> Plan:
-    """Of the samples above."""
+    """A plan of samples with the lengths above."""
     return build_dp_schedule(LENGTHS, layout=LAYOUT, max_tokens_per_gpu=1024, num_steps=num_steps)
 
 
 def write_run(folder: Path, *, cost: CostModel | None = None) -> Path:
-    """A run of four steps of which 2 and 3 were traced: each took 1.5 times what was predicted."""
+    """A run of four steps; steps 2 and 3 were traced and took 1.5 times their predicted seconds."""
     folder.mkdir(parents=True)
     plan = make_plan()
     (folder / "plan.json").write_text(plan.to_json())
