@@ -220,9 +220,9 @@ class FiniteFlags(Listener):
 
 def origins(spots: Iterable[Spot]) -> set[Spot]:
     """The first spot of each micro-batch; spots in gradients only if every output is finite."""
-    spots = list(spots)
+    every = list(spots)
     first: dict[tuple[int, int | None], Spot] = {}
-    for spot in [spot for spot in spots if spot.microbatch is not None] or spots:
+    for spot in [spot for spot in every if spot.microbatch is not None] or every:
         key = spot.replica, spot.microbatch
         first[key] = min(first.get(key, spot), spot, key=lambda spot: spot.order)
     return set(first.values())

@@ -84,8 +84,8 @@ def main(folder: str) -> None:
         socket.create_connection(("127.0.0.1", 9), timeout=1).close()
     num_control = len(reached)
     codes: dict[str, int] = {}
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         for name, line in COMMANDS.items():
             codes[name] = cli.main(line.split())
     # `doctor` runs most probes in a child process, which has no hook.
@@ -93,7 +93,7 @@ def main(folder: str) -> None:
         probes.run_probe(probe)
     results = {
         "codes": codes,
-        "said": said.getvalue(),
+        "output": output.getvalue(),
         "control": reached[:num_control],
         "reached": reached[num_control:],
         "is_alone": is_alone,

@@ -97,10 +97,10 @@ def main(out_dir: str, one_rank_changes: str = "") -> None:
         path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
         path.write_text(json.dumps(outcome), encoding="utf-8")
         return
-    results = {"alone": run(next_step=None), "same": run()}
+    results = {"unannounced": run(next_step=None), "announced": run()}
     for name, change in CHANGES.items():
         results[name] = run(change)
-        results[f"{name}, alone"] = run(change, None)
+        results[f"{name}, unannounced"] = run(change, None)
     path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
     launch.stop()

@@ -23,20 +23,21 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_rows_are_packed_once(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["same"]["packed"] == sum(rank["same"]["counts"]) == rank["alone"]["packed"]
-        assert rank["same"]["loss"] == rank["alone"]["loss"]
+        assert rank["announced"]["packed"] == sum(rank["announced"]["counts"])
+        assert rank["announced"]["packed"] == rank["unannounced"]["packed"]
+        assert rank["announced"]["loss"] == rank["unannounced"]["loss"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_unannounced_call_is_packed_again(change: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         changed = rank[change]
-        alone = rank[f"{change}, alone"]
+        unannounced = rank[f"{change}, unannounced"]
         # The rows of the announced step were packed in vain.
-        assert changed["packed"] == alone["packed"] + changed["counts"][1]
-        assert changed["loss"] == alone["loss"]
+        assert changed["packed"] == unannounced["packed"] + changed["counts"][1]
+        assert changed["loss"] == unannounced["loss"]
     if change in ("other_advantages", "other_objective", "first_step_again"):
-        assert ranks[0][change]["loss"] != ranks[0]["same"]["loss"]
+        assert ranks[0][change]["loss"] != ranks[0]["announced"]["loss"]
 
 
 @pytest.mark.parametrize("and_then", ["silent", "announcing"])

@@ -25,7 +25,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_no_command_reaches_anything(ran: dict[str, Any]) -> None:
     """As root, the commands run without any network but a loopback."""
-    assert ran["codes"] == dict.fromkeys(COMMANDS, 0), ran["said"][-4000:]
+    assert ran["codes"] == dict.fromkeys(COMMANDS, 0), ran["output"][-4000:]
     assert any("127.0.0.1" in event for event in ran["control"])
     assert ran["reached"] == []
 

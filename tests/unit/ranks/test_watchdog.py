@@ -67,7 +67,8 @@ def wait_for_a_round(one: Watchdog) -> None:
 
 
 def test_a_failure_reaches_every_rank(make: Make) -> None:
-    first, second = make(0), make(1)
+    first = make(0)
+    second = make(1)
     first.raise_failure()
     reported = second.report(Failure(text="rank 1 failed"))
     until(lambda: first.failure)
@@ -78,14 +79,16 @@ def test_a_failure_reaches_every_rank(make: Make) -> None:
 
 
 def test_every_rank_has_the_first_failure_reported(make: Make) -> None:
-    first, second = make(0), make(1)
+    first = make(0)
+    second = make(1)
     first.report(Failure(text="a"))
     assert second.report(Failure(text="b")) == Failure(text="a")
     assert second.failure == Failure(text="a")
 
 
 def test_a_rank_that_failed_waits_until_the_others_know(make: Make) -> None:
-    first, second = make(0), make(1)
+    first = make(0)
+    second = make(1)
     first.report(Failure(text="a"))
     first.wait_until_acknowledged(30.0)
     assert second.failure is not None
@@ -137,7 +140,8 @@ def test_a_rank_that_ended_normally_is_not_a_failure(make: Make) -> None:
 
 
 def test_a_rank_that_ends_with_an_error_reports_it(make: Make) -> None:
-    first, second = make(0), make(1)
+    first = make(0)
+    second = make(1)
     second.stop(Failure(text="rank 1 ended with ValueError: a"))
     until(lambda: first.failure)
     assert first.failure == Failure(text="rank 1 ended with ValueError: a")
@@ -210,7 +214,8 @@ def test_a_block_inside_another_is_not_timed(
 
 
 def test_a_step_is_aborted_above_the_limit(make: Make, clock: Clock) -> None:
-    first, second = make(0, config=WatchdogConfig(abort_after_s=90.0)), make(1)
+    first = make(0, config=WatchdogConfig(abort_after_s=90.0))
+    second = make(1)
     first.place.step = "step 4"
     with first.timing():
         clock.now += 89
@@ -305,7 +310,8 @@ def test_a_process_stuck_after_a_failure_is_ended(
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    stays, ends = make(0), make(1, ends_process=True)
+    stays = make(0)
+    ends = make(1, ends_process=True)
     stays.report(Failure(text="rank 0 failed"))
     until(lambda: ends.failure)
     stays.stop()

@@ -315,11 +315,11 @@ REFUSED_EXPERTS: list[tuple[Layout, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "changes", "says"), REFUSED_EXPERTS)
+@pytest.mark.parametrize(("layout", "changes", "message"), REFUSED_EXPERTS)
 def test_expert_settings_that_depend_on_the_packing_are_refused(
-    layout: Layout, changes: dict[str, Any], says: str
+    layout: Layout, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         check_config(config(layout, num_moe_experts=4, **changes), layout)
     check_config(config(layout, **changes), layout)
 
