@@ -35,85 +35,6 @@ _CAUSE_S = 4.0
 _BROKEN = ("gloo/", "NCCL", "nccl", "Connection closed by peer", "Connection reset by peer")
 
 
-@contextlib.contextmanager
-def guarded(
-    watchdog: Watchdog,
-    step: str = "",
-    predicted_s: float | None = None,
-) -> Iterator[None]:
-    """Within the block, an error of one rank is raised on all ranks.
-
-    Args:
-        step: the step's name in errors and logs; a named block is also timed. Inside a named block
-            the outer name and clock stay. "" for a block that is not a step.
-        predicted_s: seconds that the step should take; None if unknown.
-
-    Raises:
-        RankError: on every rank: which rank failed, where, and how. Process groups cannot be used
-            any more, and each later block raises it at once. Not changed are errors that every
-            rank raises by itself, errors in a job of one rank, and Ctrl-C on the rank where it was
-            pressed.
-    """
-    watchdog.raise_failure()
-    place = watchdog.place
-    outer = place.step
-    place.step = outer or step
-    with contextlib.ExitStack() as watched:
-        watched.enter_context(watchdog.expecting())
-        if step:
-            watched.enter_context(watchdog.timing(predicted_s))
-        try:
-            yield
-            # A broken collective may return as if nothing had happened.
-            watchdog.raise_failure()
-        except GeneratorExit:
-            raise
-        except KeyboardInterrupt:
-            watchdog.report(Failure(text=f"rank {watchdog.rank} was interrupted{place.within}"))
-            raise
-        except BaseException as error:
-            if watchdog.world == 1 or getattr(error, "on_all_ranks", False):
-                raise
-            raise _shared_error(watchdog, error) from error
-        finally:
-            place.step = outer
-            if not outer:
-                place.enter("idle")
-
-
-def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:
-    failure = watchdog.failure
-    verb = "failed"
-    if failure is None and _is_broken_collective(error):
-        failure = _cause(watchdog)
-        verb = "lost its connection to another rank"
-    if failure is None:
-        failure = Failure.of(f"rank {watchdog.rank} {verb}{watchdog.place.within}:", error)
-    failure = watchdog.report(failure)
-    watchdog.wait_until_acknowledged()
-    return failure.error()
-
-
-def _is_broken_collective(error: BaseException) -> bool:
-    """Whether another rank's end broke a collective of this one."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN)
-    )
-
-
-def _cause(watchdog: Watchdog) -> Failure | None:
-    """The failure of the rank that broke a collective; None if none is known in time."""
-    end = time.monotonic() + _CAUSE_S
-    while time.monotonic() < end:
-        if watchdog.failure is not None:
-            return watchdog.failure
-        if gone := watchdog.peers.ended():
-            # If that rank posted its failure right before it ended, `report` returns that one.
-            return watchdog.gone_failure(gone)
-        time.sleep(0.1)
-    return None
-
-
 class Ranks:
     """The threads and connections that link this process to the other ranks of its job.
 
@@ -221,7 +142,9 @@ class Ranks:
             self._agreements.stop()
 
 
+# Every `Ranks` of this process that was started and not closed.
 _open: list[Ranks] = []
+# The process group and the `Ranks` of `shared_ranks`; at most one entry.
 _shared: list[tuple[dist.ProcessGroup, Ranks]] = []
 
 
@@ -244,14 +167,93 @@ def shared_ranks() -> Ranks:
     return _shared[0][1]
 
 
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def close_all() -> None:
     """Close every `Ranks` of this process that is open."""
     for ranks in list(_open):
         ranks.close()
+
+
+@contextlib.contextmanager
+def guarded(
+    watchdog: Watchdog,
+    step: str = "",
+    predicted_s: float | None = None,
+) -> Iterator[None]:
+    """Within the block, an error of one rank is raised on all ranks.
+
+    Args:
+        step: the step's name in errors and logs; a named block is also timed. Inside a named block
+            the outer name and clock stay. "" for a block that is not a step.
+        predicted_s: seconds that the step should take; None if unknown.
+
+    Raises:
+        RankError: on every rank: which rank failed, where, and how. Process groups cannot be used
+            any more, and each later block raises it at once. Not changed are errors that every
+            rank raises by itself, errors in a job of one rank, and Ctrl-C on the rank where it was
+            pressed.
+    """
+    watchdog.raise_failure()
+    place = watchdog.place
+    outer = place.step
+    place.step = outer or step
+    with contextlib.ExitStack() as watched:
+        watched.enter_context(watchdog.expecting())
+        if step:
+            watched.enter_context(watchdog.timing(predicted_s))
+        try:
+            yield
+            # A broken collective may return as if nothing had happened.
+            watchdog.raise_failure()
+        except GeneratorExit:
+            raise
+        except KeyboardInterrupt:
+            watchdog.report(Failure(text=f"rank {watchdog.rank} was interrupted{place.within}"))
+            raise
+        except BaseException as error:
+            if watchdog.world == 1 or getattr(error, "on_all_ranks", False):
+                raise
+            raise _shared_error(watchdog, error) from error
+        finally:
+            place.step = outer
+            if not outer:
+                place.enter("idle")
+
+
+def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:
+    failure = watchdog.failure
+    verb = "failed"
+    if failure is None and _is_broken_collective(error):
+        failure = _cause(watchdog)
+        verb = "lost its connection to another rank"
+    if failure is None:
+        failure = Failure.of(f"rank {watchdog.rank} {verb}{watchdog.place.within}:", error)
+    failure = watchdog.report(failure)
+    watchdog.wait_until_acknowledged()
+    return failure.error()
+
+
+def _is_broken_collective(error: BaseException) -> bool:
+    """Whether another rank's end broke a collective of this one."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN)
+    )
+
+
+def _cause(watchdog: Watchdog) -> Failure | None:
+    """The failure of the rank that broke a collective; None if none is known in time."""
+    end = time.monotonic() + _CAUSE_S
+    while time.monotonic() < end:
+        if watchdog.failure is not None:
+            return watchdog.failure
+        if gone := watchdog.peers.ended():
+            # If that rank posted its failure right before it ended, `report` returns that one.
+            return watchdog.gone_failure(gone)
+        time.sleep(0.1)
+    return None
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _close_at_exit() -> None:

@@ -42,9 +42,9 @@ from megapack.schedule.faults import check_retry
 from megapack.schedule.forward import HeadOptions, taken_inputs
 from megapack.schedule.runner import ScheduleRunner, evaluating, process_groups
 
-# Seconds to wait for the other ranks if a call is not the one that `next_step` announced. Ranks make
-# a call at about the same time; if the wait is longer, the others made the announced call. Chosen by
-# hand.
+# Seconds to wait for the other ranks if a call is not the one that `next_step` announced. Ranks
+# make a call at about the same time; after a longer wait, the others must have made the announced
+# one. Chosen by hand.
 _OTHER_CALL_S = 30.0
 
 
