@@ -1,4 +1,4 @@
-"""What megapack raises: one base class, subclasses that are also the builtin a caller expects.
+"""Errors of megapack: one base class; subclasses are also the builtin that a caller expects.
 
 A message is one line: what is wrong, the numbers, what to set.
 """
@@ -13,7 +13,7 @@ _MAX_CHARS = 60
 
 
 def brief(value: object) -> str:
-    """A value for a message: its repr on one line, cut short.
+    """A value for a message: its repr on one line, cut to 60 characters.
 
     >>> brief([0] * 99)
     '[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,...'
@@ -26,12 +26,12 @@ def brief(value: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says, for a message: its first line, cut short."""
+    """Another library's error for a message: its first line, cut to 120 characters."""
     return str(error).partition("\n")[0][:120]
 
 
 def of_all_ranks(error: E) -> E:
-    """The error, marked as one that every rank raises: none of them need tell the others."""
+    """The error, marked as one that every rank raises, so that no rank reports it to the others."""
     marked: Any = error
     marked.on_all_ranks = True
     return error
@@ -41,10 +41,10 @@ class MegapackError(Exception):
     """Base of all errors that megapack raises on purpose."""
 
     exit_code = 2
-    """What the `megapack` command ends with."""
+    """Exit code of the `megapack` command."""
 
     on_all_ranks = False
-    """Whether every rank raises this same error, so that one of them may speak for all."""
+    """Whether every rank raises this same error, so that only one rank prints it."""
 
     printed_by = 0
     """The rank that prints an error of all ranks."""
@@ -55,12 +55,12 @@ class ConfigError(MegapackError, ValueError):
 
 
 class PlanError(MegapackError, ValueError):
-    """Lengths that no legal plan serves, or a plan that breaks an invariant."""
+    """Lengths for which no legal plan exists, or a plan that breaks an invariant."""
 
 
 class HostAssertionError(PlanError, AssertionError):
-    """A refusal that the host itself makes with a bare assertion; handlers of either kind catch
-    it."""
+    """Refuses what the host itself refuses with a bare `assert`. Handlers of PlanError and of
+    AssertionError both catch it."""
 
 
 class DataError(MegapackError, ValueError):
@@ -68,13 +68,13 @@ class DataError(MegapackError, ValueError):
 
 
 class ScheduleError(MegapackError, RuntimeError):
-    """A step that cannot be run, or that ranks do not agree on."""
+    """A step that cannot be run, or on which ranks do not agree."""
 
 
 class RankError(ScheduleError):
-    """A rank failed, or is gone; every rank raises this with the same text and has to end.
+    """A rank failed or is gone. Every rank raises this with the same text and has to end.
 
-    Its notes hold the traceback of the rank that failed. That rank's error is the cause.
+    Its note is the traceback of the rank that failed. On that rank, its own error is the cause.
     """
 
     exit_code = 1
@@ -82,15 +82,15 @@ class RankError(ScheduleError):
 
 
 class StepOutOfMemory(ScheduleError):
-    """A GPU ran out of memory in a step that was carried to its end: process groups are sound, the
-    gradients are of no use, and the step may be tried again with smaller rows."""
+    """A GPU ran out of memory in a step that went on to its end. Process groups are usable, the
+    gradients are not, and the step may be tried again with smaller rows."""
 
     exit_code = 1
     on_all_ranks = True
 
 
 class RunInterrupted(MegapackError, RuntimeError):
-    """A signal ended the run before its last step; it is saved, and resuming goes on with it."""
+    """A signal ended the run before its last step. The run is saved and can be resumed."""
 
     on_all_ranks = True
     exit_code = 75
@@ -102,4 +102,4 @@ class CheckpointError(MegapackError, RuntimeError):
 
 
 class PatchError(MegapackError, RuntimeError):
-    """A name of another framework that cannot be replaced, since it is not what was expected."""
+    """A name of another framework that cannot be replaced, because it is not what was expected."""

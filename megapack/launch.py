@@ -15,7 +15,8 @@ from megapack.ranks import cpu
 from megapack.ranks.links import close_all
 from megapack.ranks.watchdog import abort_nccl
 
-# A rank that waits longer than this for another one is stuck; compile and file reads take less.
+# A rank that waits longer than this for another one is stuck: compiling and reading files take
+# less time.
 _TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -26,13 +27,13 @@ def start(device: Device) -> torch.device:
     rank and needs no port.
 
     Raises:
-        ConfigError: cuda is asked for and not there, or the environment is incomplete.
+        ConfigError: the device is cuda and torch finds none, or the environment is incomplete.
     """
     _check_environment()
     if device == "cpu":
         cpu.enable()
     elif not torch.cuda.is_available():
-        raise ConfigError("device=cuda, and torch finds no CUDA device; set device=cpu")
+        raise ConfigError("device=cuda, but torch finds no CUDA device; set device=cpu")
     else:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "gloo" if device == "cpu" else "nccl"
@@ -46,9 +47,9 @@ def start(device: Device) -> torch.device:
 
 
 def quiet_known_warnings() -> None:
-    """Silence what Megatron-Core and torch say on every rank at import and that is as it should be.
+    """Silence harmless warnings of Megatron-Core and torch, which every rank would print at import.
 
-    They are about packages that are optional and names that Megatron-Core still uses.
+    They are about optional packages and about deprecated names that Megatron-Core still uses.
     """
     for message in (
         r"(Transformer Engine and )?Apex (is|are) not installed",
@@ -68,9 +69,9 @@ def stop(*, broken: bool = False) -> None:
     """Leave the job.
 
     Args:
-        broken: a rank failed. Others may be in a collective that this rank will not join, and
-            taking groups apart may wait for them: NCCL's are aborted, and the process's end, which
-            the watchdog sees to, does the rest.
+        broken: whether a rank failed. Others may then be in a collective that this rank will not
+            join, and destroying process groups could wait for them. So NCCL's groups are aborted,
+            and the end of the process, which the watchdog ensures, does the rest.
     """
     if not broken:
         close_all()
@@ -89,6 +90,6 @@ def _check_environment() -> None:
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         tasks = os.environ["SLURM_STEP_NUM_TASKS"]
         raise ConfigError(
-            f"srun started {tasks} tasks and none is told its RANK: each would train alone; let "
-            "srun start one torchrun per node"
+            f"srun started {tasks} tasks without RANK in their environment: each would train "
+            "alone; let srun start one torchrun per node"
         )

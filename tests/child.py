@@ -1,4 +1,4 @@
-"""Code that needs an interpreter of its own."""
+"""Runs code in a separate interpreter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def child(code: str) -> dict[str, Any]:
-    """Run the code in a process of one rank; it prints a JSON object last."""
+    """Run the code in a job of one rank; returns the JSON object that it prints last."""
     env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -21,5 +21,5 @@ def child(code: str) -> dict[str, Any]:
         env=env,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Settings and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 try:
     from hypothesis import settings
 except ImportError:
-    # A GPU machine may have pytest alone; tests/gpu needs no more.
+    # A GPU machine may have only pytest, which is enough for tests/gpu.
     pass
 else:
-    # No deadline: a busy machine is not a failure.
+    # No deadline: a slow example on a busy machine is not a failure.
     settings.register_profile("megapack", deadline=None)
     settings.load_profile("megapack")
 
-# Tests start processes of their own; more threads than cores only wait for each other.
+# Tests start more processes; more threads than cores would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ def repo_root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """Data for evaluation that is no part of the repository; the test is skipped without it."""
+    """Evaluation data outside of the repository; tests that need it are skipped without it."""
     folder = REPO_ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip(f"no evaluation data: {folder} is absent")
@@ -41,7 +41,7 @@ def shared_dir() -> Path:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command: exit code, stdout, stderr."""
+    """Run a command; returns exit code, stdout and stderr."""
 
     from megapack import cli
 

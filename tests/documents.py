@@ -1,4 +1,4 @@
-"""What the documents hold that can be run: blocks of Python, and names in text."""
+"""Reads the Python blocks of the documents, and the names of megapack in their text."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def python_blocks(document: str) -> list[str]:
 
 
 def names(document: str) -> list[str]:
-    """Dotted names of megapack that stand in backticks."""
+    """Dotted names of megapack in backticks."""
     return _NAME.findall((ROOT / document).read_text(encoding="utf-8"))

@@ -7,7 +7,8 @@ class RankOf:
     """A group as one of its ranks sees it."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
 
     def rank(self) -> int:
         return self._rank

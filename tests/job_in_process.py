@@ -1,4 +1,4 @@
-"""Several ranks of a job within one process, without Megatron, and their time."""
+"""Several ranks of a job in one process, without Megatron, and a clock that tests set."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megapack.ranks.board import Board
 
 LIMIT_S = 30.0
-"""For what takes milliseconds on a machine that is not busy."""
+"""Limit for events that take milliseconds on an idle machine."""
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Wait until something that another thread or process does holds."""
+    """Wait until a condition holds that another thread or process makes true."""
     end = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < end, f"it did not happen in {LIMIT_S:g} s"
@@ -26,7 +26,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 class Clock:
-    """In place of the module `time`, for one module alone."""
+    """Replaces the module `time` in one module."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -37,7 +37,7 @@ class Clock:
         return self.now
 
     def wait_for_reads(self, count: int = 2) -> None:
-        """Wait until other threads have read the clock: after the second, the first was used."""
+        """Wait until other threads have read the clock; at the second read, the first was used."""
         wanted = self._num_reads + count
         until(lambda: self._num_reads >= wanted)
 
@@ -56,7 +56,7 @@ def boards(world: int, store: Any = None) -> Iterator[list[Board]]:
 
 @contextmanager
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that sleeps, in place of a rank's."""
+    """A process that sleeps; it replaces a rank's process."""
     process = subprocess.Popen(["sleep", "600"])
     try:
         yield process
@@ -67,12 +67,13 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def pid_is(pid: int) -> Iterator[None]:
-    """Within the block this process seems to have another pid."""
-    own, os.getpid = os.getpid, lambda: pid
+    """Within the block, `os.getpid` returns another pid."""
+    original = os.getpid
+    os.getpid = lambda: pid
     try:
         yield
     finally:
-        os.getpid = own
+        os.getpid = original
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A disk that can be filled: a file system in memory, mounted for one test."""
+"""A small disk to fill up: a file system in memory, mounted for one test."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 PAGE = 4096
-"""Bytes that such a disk gives to a file at a time."""
+"""Bytes that this disk allocates to a file at a time."""
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """An empty disk of this size in a new folder; the test is skipped where none can be mounted."""
+    """An empty disk of this size in a new folder; skips the test if it cannot be mounted."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -29,7 +29,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path, *, but_bytes: int = 0) -> Path:
-    """Take all room but so many bytes; returns the file that takes it."""
+    """Fill the disk except for `but_bytes`; returns the file that fills it."""
     ballast = disk / "ballast"
     free = os.statvfs(disk)
     ballast.write_bytes(bytes(free.f_bavail * free.f_frsize - but_bytes))

@@ -1,4 +1,4 @@
-"""Measure every layout and feature against one unpadded sample at a time; writes docs/exactness.md.
+"""Compare every layout and feature with one unpadded sample at a time; writes docs/exactness.md.
 
     python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN]
 
@@ -41,48 +41,50 @@ def layout_text(case: Case) -> str:
     layout = case.layout
     parts = [f"{name}{getattr(layout, name)}" for name in ("dp", "tp", "pp", "vpp", "cp", "ep")]
     text = " ".join(part for part in parts if not part.endswith("p1"))
-    group = layout.microbatch_group_size
-    extras = ["SP"] * layout.sequence_parallel + [f"G={group}"] * (group is not None)
+    group_size = layout.microbatch_group_size
+    extras = ["SP"] if layout.sequence_parallel else []
+    if group_size is not None:
+        extras.append(f"G={group_size}")
     return " ".join([text or "one process", *extras])
 
 
 def feature_text(case: Case) -> str:
-    """What a case has that the plainest one has not."""
-    features = [] if case.variant == "plain" else [VARIANTS.get(case.variant, case.variant)]
-    features += [f"recompute {case.recompute}"] * (case.recompute != "none")
-    features += [f"{case.policy.row_shape} rows"] * (case.policy.row_shape != "planned")
-    features += [f"count-based, {case.micro_batch_size} a row"] * (case.budget is None)
-    features += [case.weighting] * (case.weighting != "token-mean")
-    features += [f"frozen {', '.join(f'`{name}`' for name in case.frozen)}"] * bool(case.frozen)
-    features += ["forward pass by its own plan"] * (case.forward_budget is not None)
-    features += ["stages that share a device"] * case.staged
-    features += ["counts differ by rank"] * case.unequal_counts
-    names = {
-        "padding": "padding micro-batches",
-        "dropped": "dropped rollouts",
-        "remainder": "M % G",
+    """The features of a case beyond the plainest one."""
+    frozen = ", ".join(f"`{name}`" for name in case.frozen)
+    has_feature = {
+        VARIANTS.get(case.variant, case.variant): case.variant != "plain",
+        f"recompute {case.recompute}": case.recompute != "none",
+        f"{case.policy.row_shape} rows": case.policy.row_shape != "planned",
+        f"count-based, {case.micro_batch_size} a row": case.budget is None,
+        case.weighting: case.weighting != "token-mean",
+        f"frozen {frozen}": bool(case.frozen),
+        "forward pass by its own plan": case.forward_budget is not None,
+        "stages that share a device": case.staged,
+        "counts differ by rank": case.unequal_counts,
+        "padding micro-batches": case.expect.get("padding", False),
+        "dropped rollouts": case.expect.get("dropped", False),
+        "M % G": case.expect.get("remainder", False),
     }
-    features += [text for fact, text in names.items() if case.expect.get(fact)]
-    return "; ".join(features) or "-"
+    return "; ".join(text for text, applies in has_feature.items() if applies) or "-"
 
 
 def measure(names: list[str]) -> dict[str, dict[str, Any]]:
-    """What the workers found, by case."""
+    """The workers' results, by case."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = run_cases(names, make_reference(folder), folder)
-    return {name: found[name] for name in names}
+        results = run_cases(names, make_reference(folder), folder)
+    return {name: results[name] for name in names}
 
 
-def table(found: dict[str, dict[str, Any]]) -> list[str]:
+def table(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
         "| layout | feature | M | gradient | worst parameter | log-probs mean | log-probs max |"
     ]
     lines.append("|---" * 7 + "|")
     for name, case in CASES.items():
-        if name not in found or case.variant in problem.PRECISE:
+        if name not in results or case.variant in problem.PRECISE:
             continue
-        result = found[name]
+        result = results[name]
         counts = "/".join(map(str, dict.fromkeys(result["facts"]["counts"])))
         errors = " | ".join(
             f"{result[key]:.1e}"
@@ -97,10 +99,10 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def rounded_table(found: dict[str, dict[str, Any]]) -> list[str]:
+def rounded_table(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["| layout | feature | gradient, packed | gradient, one sample | log-probs mean |"]
     lines.append("|---" * 5 + "|")
-    for name, result in found.items():
+    for name, result in results.items():
         if CASES[name].variant in problem.PRECISE:
             errors = " | ".join(
                 f"{result[key]:.3f}"
@@ -113,10 +115,10 @@ def rounded_table(found: dict[str, dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "exactness.md")
-    parser.add_argument("--cases", default="*", help="glob of case names; others are left out")
+    parser.add_argument("--cases", default="*", help="glob of the cases to run")
     options = parser.parse_args()
-    found = measure(fnmatch.filter(CASES, options.cases))
-    exact = [r for name, r in found.items() if CASES[name].variant not in problem.PRECISE]
+    results = measure(fnmatch.filter(CASES, options.cases))
+    exact = [r for name, r in results.items() if CASES[name].variant not in problem.PRECISE]
     packages = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "torch"))
     lines = [
         f"Measured with `python {' '.join(['tools/exactness.py', *sys.argv[1:]])}`: {packages}, "
@@ -124,10 +126,10 @@ def main() -> None:
         f"error {max(r['gradient_error'] for r in exact):.1e}, largest log-prob error "
         f"{max(r['logprob_max_error'] for r in exact):.1e} nats.",
         "",
-        *table(found),
+        *table(results),
     ]
-    if len(exact) < len(found):
-        lines += ["", "In bf16, against the same fp32 reference:", "", *rounded_table(found)]
+    if len(exact) < len(results):
+        lines += ["", "In bf16, against the same fp32 reference:", "", *rounded_table(results)]
     print("\n".join(lines))
     text = options.out.read_text(encoding="utf-8")
     before, _, rest = text.partition(MARKS[0])

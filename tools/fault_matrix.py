@@ -3,8 +3,8 @@
     python tools/fault_matrix.py [--faults FAULT ...] [--phases PHASE ...] [--ranks RANK ...]
                                  [--set section.key=value ...]
 
-Prints a line per case and a table of seconds from the fault to the last rank's error; exit code 1
-where a case ended otherwise than promised.
+Prints a line per case and a table of seconds from the fault to the last rank's error. The exit code
+is 1 if a case did not end as promised.
 """
 
 from __future__ import annotations
@@ -48,13 +48,17 @@ def main() -> int:
 def _print_table(
     outcomes: dict[Case, Outcome], faults: Sequence[str], phases: Sequence[str]
 ) -> None:
-    """Seconds, the largest of the ranks, per fault and phase."""
+    """Print the seconds of the slowest rank, per fault and phase."""
     print("\n| fault | " + " | ".join(phases) + " |\n|---|" + "---:|" * len(phases))
     for fault in faults:
         slowest = []
         for phase in phases:
-            found = [o.seconds for c, o in outcomes.items() if (c.fault, c.phase) == (fault, phase)]
-            slowest.append(f"{max(found):.1f}" if found else "")
+            seconds = [
+                outcome.seconds
+                for case, outcome in outcomes.items()
+                if (case.fault, case.phase) == (fault, phase)
+            ]
+            slowest.append(f"{max(seconds):.1f}" if seconds else "")
         print(f"| {fault} | " + " | ".join(slowest) + " |")
     middle = statistics.median(outcome.seconds for outcome in outcomes.values())
     print(f"\nmedian {middle:.1f} s")

@@ -1,9 +1,9 @@
-"""What holds the ranks of a job together beside Megatron's groups.
+"""Links between the ranks of a job, in addition to Megatron's process groups.
 
-agree            compare before communicating; prepare the next step meanwhile
+agree            ranks compare what they are about to do; the next step is prepared ahead
 board, watchdog  failures reach ranks that are stuck in a collective
-links            Ranks: starts and owns all of it; one rank's error becomes every rank's
-executor         calls on a thread of their own, with a limit
-place            where a rank is, for messages
+links            Ranks: starts and owns all of this; one rank's error becomes every rank's
+executor         runs calls on a daemon thread
+place            what a rank is doing, for messages
 interrupt, cpu   signals; Megatron on a machine without CUDA
 """

@@ -1,10 +1,11 @@
 """Ranks agree before they communicate: a difference, or one rank's error, raises on every rank.
 
-A rank that raises alone leaves the others waiting in a send or receive forever. So whatever can
-fail on one rank (its plan, its samples) runs first, and one small all-reduce tells all ranks
-whether it succeeded. It takes the maximum of a digest of each value and of the digest's negative:
-the two add up to 0 exactly if all ranks have the same value. Only if they do not, the ranks gather
-their errors and values, and every rank raises the same error.
+A rank that raises alone leaves the others waiting in a send or receive forever. So all work that
+can fail on one rank (its plan, its samples) runs first, and one small all-reduce shows all ranks
+whether it succeeded. The all-reduce takes the maximum of a digest of each value and of the digest's
+negative: the two maxima add up to 0 only if all ranks have the same value. With digests 5 and 7
+they are 7 and -5, which add up to 2. Only then the ranks gather their errors and values, and every
+rank raises the same error.
 
 `Agreements` does this for the next step while the current one runs.
 """
@@ -31,13 +32,16 @@ from megapack.ranks.watchdog import Watchdog
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
-# A longer error message is cut.
+# Longest error message that ranks exchange; a longer one is cut. Chosen by hand.
 _MESSAGE_CHARS = 448
-# A longer value is replaced by its digest.
+# Longest value that an error shows; a longer one is replaced by its digest. Chosen by hand.
 _VALUE_CHARS = 80
-# How long the ranks of a node wait for their first rank.
+# The ranks of a node wait so long for their first rank: practically forever, since its work may be
+# the index of a large data set.
 _NODE_TIMEOUT = datetime.timedelta(days=7)
+# A waiting rank asks its watchdog for a failure 5 times per second.
 _POLL_S = 0.2
+# Longest wait for queued agreements when a job ends.
 _END_S = 1.0
 
 
@@ -52,7 +56,7 @@ def agree(
 
     Args:
         work: local work without communication.
-        device: a device whose tensors the group's backend can reduce.
+        device: the device of the all-reduce's tensor; the group's backend must support it.
         same: values that must be equal on all ranks, by name. All calls that ranks could confuse
             with each other use the same names.
         group: the ranks that call; None for all. Errors number the ranks within the group.
@@ -69,7 +73,7 @@ def agree(
     except Exception as caught:  # every local failure must reach the other ranks
         error = caught
     if not _all_agree(values, error, device, group):
-        _raise_what_differs(list(same or {}), error, _gather_reports(values, error, group))
+        _raise_difference(list(same or {}), error, _gather_reports(values, error, group))
     return result
 
 
@@ -77,9 +81,9 @@ def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
     """For each flag, whether any rank has set it; a collective of all ranks."""
     if not dist.is_initialized() or not flags:
         return list(flags)
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [bool(flag) for flag in found.tolist()]
+    reduced = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in reduced.tolist()]
 
 
 def agree_with_flags(
@@ -102,7 +106,7 @@ def agree_with_flags(
         work()
     except Exception as caught:  # raised below, on all ranks
         error = caught
-    failed, *found = on_any_rank([error is not None, *flags], device=device)
+    failed, *are_set = on_any_rank([error is not None, *flags], device=device)
 
     def raise_error() -> None:
         if error is not None:
@@ -110,14 +114,15 @@ def agree_with_flags(
 
     if failed:
         agree(raise_error, device=device)
-    return found
+    return are_set
 
 
 def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> T:
     """`agree`, but the first rank of each node works before the others start.
 
-    This is for work that leaves a file with which the other ranks are fast. The first rank may take
-    as long as it needs: the others wait without the process group's timeout.
+    This is for work that leaves a file which makes the other ranks fast, such as the index of a
+    data set. The first rank may take as long as it needs: the process group's timeout does not
+    apply to the others' wait.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return agree(work, device=device)
@@ -141,7 +146,7 @@ def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> 
 
 
 class Agreement(Generic[T]):
-    """Work that all ranks have begun; see `Agreements.start`."""
+    """Work that all ranks have started; see `Agreements.start`."""
 
     def __init__(self, future: Future[T], watchdog: Watchdog | None) -> None:
         self._future = future
@@ -170,11 +175,12 @@ class Agreement(Generic[T]):
 class Agreements:
     """Prepares the next step and agrees on it while the current one runs.
 
-    A thread packs the rows and calls `agree` on a gloo group of its own, which does not wait for
-    the device. Making it is a collective of all ranks, which then call `start` in the same order.
+    A thread packs the rows and calls `agree` on a separate gloo group, which does not wait for the
+    device. Making it is a collective of all ranks, which then call `start` in the same order.
 
     Args:
-        watchdog: ends the wait for a rank that failed; without one the wait is not ended.
+        watchdog: ends the wait for a rank that failed. None: the wait lasts until the group's
+            timeout.
     """
 
     def __init__(self, watchdog: Watchdog | None) -> None:
@@ -183,7 +189,7 @@ class Agreements:
         self._executor = DaemonExecutor("megapack-agreements")
 
     def start(self, work: Callable[[], T], same: Callable[[], Mapping[str, str]]) -> Agreement[T]:
-        """Begin local work on the thread, and agree on it; a collective of all ranks.
+        """Start local work on the thread, and agree on it; a collective of all ranks.
 
         Args:
             work: see `agree`.
@@ -196,7 +202,7 @@ class Agreements:
         return Agreement(self._executor.submit(agreed), self._watchdog)
 
     def stop(self) -> None:
-        """End the thread after its queued work; after a failure do not wait for it."""
+        """End the thread after its queued work; after a failure, do not wait for it."""
         has_failed = self._watchdog is not None and self._watchdog.failure is not None
         self._executor.stop(0.0 if has_failed else _END_S)
 
@@ -217,14 +223,14 @@ def _all_agree(
         device=device,
     )
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    failed, *found = maxima.tolist()
-    largest = found[: len(values)]
-    negatives = found[len(values) :]
-    return not failed and all(a == -b for a, b in zip(largest, negatives, strict=True))
+    has_failed, *both = maxima.tolist()
+    largest = both[: len(values)]
+    negatives = both[len(values) :]
+    return not has_failed and all(a == -b for a, b in zip(largest, negatives, strict=True))
 
 
 def _number(value: str) -> int:
-    """A digest below 2**56, so that it and its negative are signed 64-bit numbers."""
+    """A digest below 2**56, so that it and its negative fit into signed 64-bit integers."""
     return int.from_bytes(hashlib.sha256(value.encode()).digest()[:7], "big")
 
 
@@ -263,7 +269,7 @@ def _shortened(value: str) -> str:
     return f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:16]}"
 
 
-def _raise_what_differs(
+def _raise_difference(
     names: Sequence[str], error: Exception | None, reports: list[tuple[str, list[str]]]
 ) -> NoReturn:
     """Raise the same error on every rank, from all ranks' messages and values."""
@@ -282,11 +288,12 @@ def _check_equal(name: str, values: list[str]) -> None:
     (common, count), *others = Counter(values).most_common()
     if not others:
         return
-    odd = [rank for rank, value in enumerate(values) if value != common]
+    differing = [rank for rank, value in enumerate(values) if value != common]
+    first = differing[0]
     raise of_all_ranks(
         ScheduleError(
-            f"ranks {odd} differ from the other {count} in {name} (rank {odd[0]}: "
-            f"{values[odd[0]]!r}, most: {common!r}); every rank must plan from the same lengths, "
+            f"ranks {differing} differ from the other {count} in {name} (rank {first}: "
+            f"{values[first]!r}, most: {common!r}); every rank must plan from the same lengths, "
             "rollouts, layout, budget, policy and cost model, and make the same call"
         )
     )

@@ -26,8 +26,9 @@ from megapack.ranks.executor import DaemonExecutor
 T = TypeVar("T")
 
 _NO_FAILURE = "-"
-# A store answers within milliseconds. If its host is frozen, its client waits forever, whatever
-# timeout was set, so calls run on a thread and their caller waits no longer than this.
+# Longest wait for an answer of the store, which normally takes milliseconds. If the store's host is
+# frozen, torch's client waits forever, whatever timeout was set. So calls run on a thread, and
+# their caller waits only this long.
 _ANSWER_S = 5.0
 
 
@@ -44,15 +45,19 @@ class Failure:
 
     @classmethod
     def of(cls, who: str, error: BaseException, *, gone: tuple[int, ...] = ()) -> Failure:
-        """The failure that an error is; `who` begins its text, with the rank and its place."""
+        """The failure that an error causes.
+
+        Args:
+            who: the first words of its text, with the rank and its place.
+        """
         text = f"{who} {type(error).__name__}: {error}".partition("\n")[0]
         lines = traceback.format_exception(error)
         return cls(text=text, traceback="".join(lines), gone=gone)
 
     def error(self) -> RankError:
-        """The error that every rank raises, with the traceback as its note."""
+        """The error that every rank raises, with the traceback as a note."""
         error = RankError(self.text)
-        # Rank 0 prints errors for all; if it is gone, the next rank does.
+        # Rank 0 prints errors of all ranks; if it is gone, the next rank does.
         error.printed_by = next(rank for rank in itertools.count() if rank not in self.gone)
         if self.traceback:
             error.add_note(self.traceback)
@@ -74,7 +79,7 @@ class Process:
         return cls(rank, pid, _stat(pid)[1])
 
     def state(self) -> Literal["running", "stopped", "gone"]:
-        """What it does now; "running" on a system that does not say."""
+        """Its state now; always "running" on a system without /proc."""
         state, started = _stat(self.pid)
         if started != self.started or state in ("Z", "X"):
             return "gone"
@@ -96,8 +101,8 @@ class Board:
         self.world = world
         # Its own connection: calls on a shared one would queue behind another caller's wait.
         own = store.clone() if hasattr(store, "clone") else store
-        # Keys begin with how often this rank has joined, so that several jobs can share a store.
-        # The number is the same on all ranks.
+        # Keys begin with the number of times that this rank has joined, so that several jobs can
+        # share a store. The number is the same on all ranks.
         number = own.add(f"megapack/joined/{rank}", 1)
         self._executor = DaemonExecutor("megapack-board")
         self._late: Future[Any] | None = None
@@ -124,12 +129,12 @@ class Board:
         """The processes of the other ranks on this host that have joined so far."""
         content = self._ask(lambda: self._store.get(self._host_key))
         entries = content.decode().split(",")[:-1]
-        found = (entry.split(" ") for entry in entries)
-        processes = [Process(int(rank), int(pid), started) for rank, pid, started in found]
+        fields = (entry.split(" ") for entry in entries)
+        processes = [Process(int(rank), int(pid), started) for rank, pid, started in fields]
         return [process for process in processes if process.rank != self.rank]
 
     def post(self, failure: Failure) -> Failure:
-        """Report a failure; returns the first one reported, which stands for all."""
+        """Report a failure; returns the first one that any rank reported, which all ranks raise."""
         text = json.dumps(asdict(failure))
         first = self._ask(lambda: self._store.compare_set("failure", _NO_FAILURE, text))
         return _read(first) or failure
@@ -155,14 +160,14 @@ class Board:
         return int(self._ask(lambda: self._store.add("acknowledged", 0)))
 
     def close(self) -> None:
-        """End its thread unless a call holds it; later calls raise RuntimeError."""
-        self._executor.stop(0.0 if self._is_held() else _ANSWER_S)
+        """End the thread, unless a call blocks it; later calls raise RuntimeError."""
+        self._executor.stop(0.0 if self._is_blocked() else _ANSWER_S)
 
     def _ask(self, call: Callable[[], T]) -> T:
-        # torch prints a page of its own at each attempt to reach a store that is gone.
+        # Do not ask a store that is gone again: torch prints a page of text at each attempt.
         if self._is_store_gone:
             raise ConnectionError("the store is gone")
-        if self._is_held():
+        if self._is_blocked():
             raise TimeoutError(f"an earlier call has not returned in {_ANSWER_S:g} s")
         answer = self._executor.submit(call)
         if not wait([answer], _ANSWER_S).done:
@@ -174,8 +179,8 @@ class Board:
             self._is_store_gone = True
             raise
 
-    def _is_held(self) -> bool:
-        """Whether a call that ran out of time still holds the thread."""
+    def _is_blocked(self) -> bool:
+        """Whether a call that ran out of time still blocks the thread."""
         return self._late is not None and not self._late.done()
 
     def _number(self, key: str) -> int:
@@ -194,7 +199,8 @@ def _read(content: bytes) -> Failure | None:
 
 
 def _process_table() -> str:
-    """Identifies the table that pids belong to: containers may share a host name, not pids."""
+    """Identifies the host's or container's process table: containers may share a host name but have
+    pids of their own."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:

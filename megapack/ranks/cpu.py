@@ -1,9 +1,9 @@
 """Megatron-Core on a machine without CUDA.
 
 Megatron-Core names the CUDA device in its schedules, buffers, random states and optimizers.
-`enable` sends each of those calls to the CPU, so that the real package runs over gloo: tensor,
-sequence, pipeline and data parallelism, the distributed optimizer and gradient clipping included.
-It is switched on by `device: cpu` alone and never by itself.
+`enable` sends each of those calls to the CPU, so that the real package runs over gloo, including
+tensor, sequence, pipeline and data parallelism, the distributed optimizer and gradient clipping.
+Only `device: cpu` switches it on.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def enabled() -> bool:
 
 
 def uses_cuda() -> bool:
-    """Whether models run on CUDA: it is there and `enable` was not called."""
+    """Whether models run on CUDA: the machine has it and `enable` was not called."""
     return torch.cuda.is_available() and not enabled()
 
 
 def enable() -> None:
     """Send Megatron-Core's CUDA calls to the CPU, for the rest of this process.
 
-    Idempotent. Call it before the model is built. A CUDA device that is there is left unused:
+    Idempotent. Call it before the model is built. A CUDA device of the machine stays unused, but
     tensors that other code puts on it explicitly through an index keep working.
     """
     if enabled():
@@ -88,12 +88,13 @@ def _redirect_cuda_module() -> None:
 
 
 def _redirect_optimizer() -> None:
-    """Fused optimizers of Transformer Engine and apex, where installed, take CUDA tensors alone."""
+    """Use torch's optimizer: those of Transformer Engine and apex only support CUDA tensors."""
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base
 
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    optimizer.Adam = torch.optim.AdamW
+    optimizer.USING_PYTORCH_OPTIMIZER = True
     distrib_optimizer.HAVE_APEX_OR_TE = False
     clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
     for module in (clip_grads, base):
@@ -104,12 +105,13 @@ def _redirect_optimizer() -> None:
 def _redirect_experts() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # Without Transformer Engine the routers of 0.16.1 look up a name that was never bound.
+    # Without Transformer Engine, the routers of Megatron-Core 0.16.1 read a name that is not
+    # defined.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """Split sizes as numpy, which Megatron makes of CUDA tensors alone."""
+        """Split sizes as numpy; Megatron converts only CUDA tensors."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host

@@ -1,4 +1,4 @@
-"""A thread that runs calls in order and never keeps the process from ending.
+"""A thread that runs calls in order and never prevents the process from ending.
 
 `ThreadPoolExecutor(max_workers=1)` would do the same, but Python joins its thread at exit: a call
 that waits for a dead rank would keep the process alive.
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class DaemonExecutor:
-    """Runs calls one after another on a daemon thread of its own.
+    """Runs calls one after another on a daemon thread.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,5 +54,5 @@ class DaemonExecutor:
                 future.set_result(call())
             except BaseException as error:  # raised by the future's `result`
                 future.set_exception(error)
-            # Otherwise a step's rows would stay in memory until the next call.
+            # These names would keep a step's rows in memory until the next call.
             del item, call, future

@@ -1,8 +1,7 @@
-"""Signals that end a run in good order: at a step's end, on all ranks, with a checkpoint.
+"""Signals that end a run cleanly: at a step's end, on all ranks, with a checkpoint.
 
-A scheduler that takes the machines away says so before, with SIGTERM or with a signal of the job's
-choice (Slurm's `--signal`), to all ranks or to some. A rank only takes note of it; the ranks agree
-after each step.
+Before a scheduler takes the machines away, it sends all or some ranks SIGTERM or a signal that the
+job chose (Slurm's `--signal`). A rank only records the signal; the ranks agree after each step.
 """
 
 from __future__ import annotations
@@ -16,31 +15,33 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-
-# What a watchdog gets to say who is gone, before a process that does not save ends.
-_LAST_WORDS_S = 1.0
+# Before a process without checkpoints ends, its watchdog has so many seconds to report ranks that
+# are gone. Chosen by hand.
+_LAST_REPORT_S = 1.0
 
 
 class Interrupt:
-    """Inside this context SIGTERM and SIGUSR1 are noted and do nothing else.
+    """Inside this context SIGTERM and SIGUSR1 are recorded and do nothing else.
 
-    Ctrl-C stays as it is: who presses it does not want to wait. So do all signals in a thread that
-    is not the main one, where Python takes none.
+    Ctrl-C is not changed: a user who presses it does not want to wait. Outside of the main thread
+    nothing changes, since Python handles signals in the main thread only.
 
     Args:
-        saves: False, for a run without checkpoints: the signals end the process, also where the
-            launcher had it started with them ignored.
+        saves: whether the run writes checkpoints. If not, the signals end the process, even if the
+            launcher started it with these signals ignored.
 
     Attributes:
-        noted: whether this rank was told to stop.
-        bytes: gets a byte per signal, also while the main thread is stuck; for the watchdog.
+        noted: whether this rank got a signal to stop.
+        bytes: receives a byte per signal, also while the main thread is stuck; for the watchdog.
         is_watched: whether a watchdog reads them.
     """
 
     def __init__(self, *, saves: bool) -> None:
-        self.saves, self.noted, self.is_watched = saves, False, False
+        self.saves = saves
+        self.noted = False
+        self.is_watched = False
         self._before: dict[signal.Signals, Any] = {}
-        self._said_last = threading.Event()
+        self._last_report = threading.Event()
         self._wakeup_before = -1
         self.bytes: socket.socket | None = None
         self._writes: socket.socket | None = None
@@ -70,13 +71,13 @@ class Interrupt:
             self._writes.close()
 
     def watchdog_is_done(self) -> None:
-        """Called by a watchdog that has looked at the others after a signal."""
-        self._said_last.set()
+        """Called by the watchdog once it has checked the other ranks after a signal."""
+        self._last_report.set()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.noted = True
         if not self.saves:
             if self.is_watched:
-                self._said_last.wait(_LAST_WORDS_S)
+                self._last_report.wait(_LAST_REPORT_S)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""Where a rank is in its work: what a watchdog tells when a step does not end."""
+"""What a rank is doing, for the messages of the watchdog."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Phase = Literal[
 
 
 class Place:
-    """Phase, micro-batch and last exchange of this rank; written by its main thread, read by any.
+    """Phase, micro-batch and last exchange of this rank; its main thread writes, any thread reads.
 
     Attributes:
-        step: the step in the words of who runs it; "" for none.
-        phase: what began last.
-        chunk, microbatch: of a forward or backward, counted on this rank; None elsewhere.
+        step: the step's name, as its caller gives it; "" outside of steps.
+        phase: the phase that began last.
+        chunk, microbatch: of a forward or backward, numbered on this rank; None in other phases.
         exchange: the last exchange with other pipeline stages; "" before the first.
     """
 
@@ -26,14 +26,16 @@ class Place:
         self.enter("idle")
 
     def enter(self, phase: Phase, chunk: int | None = None, microbatch: int | None = None) -> None:
-        """Note what begins."""
-        self.phase, self.chunk, self.microbatch = phase, chunk, microbatch
+        """Record that a phase begins."""
+        self.phase = phase
+        self.chunk = chunk
+        self.microbatch = microbatch
         if phase not in ("forward", "backward", "reduction"):
             self.exchange = ""
 
     @property
     def within(self) -> str:
-        """In a sentence: " in step 4, pack"; "" where nothing that has a name goes on."""
+        """The place as part of a sentence: " in step 4, pack"; "" if the rank is idle."""
         return "" if str(self) == "idle" else f" in {self}"
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@
 
 A rank that waits in a collective receives no messages there. Its watchdog learns of a failure from
 the board (see `board`), logs it, aborts NCCL's collectives, and ends the process if it was made
-with `ends_process`. It also times each step and logs where the rank is when a step is late.
+with `ends_process`. It also times each step and logs what the rank is doing when a step is late.
 """
 
 from __future__ import annotations
@@ -26,16 +26,23 @@ from megapack.ranks.board import Board, Failure, Process
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.place import Place
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
+# All limits below are chosen by hand.
+# Seconds between two rounds of the watchdog's thread, in small jobs.
 _TICK_S = 0.5
-# One store answers a few questions of each rank per tick: 1,024 ranks tick every 2 s.
+# In larger jobs rounds are rarer, since one store answers a few questions of each rank per round:
+# 1,024 ranks have a round every 1,024 / 512 = 2 s.
 _RANKS_PER_TICK_S = 512
-# Time for the main thread to leave its collective by itself once a failure is known.
+# Once a failure is known, the main thread has so many seconds to leave its collective by itself.
+# After it, NCCL's collectives are aborted.
 _GRACE_S = 2.0
+# A process that is still stuck so many seconds after a failure is ended (`ends_process`).
 _END_S = 8.0
-# A rank that compiles, or holds Python's lock in another way, sends no beats for seconds.
+# A rank of another host is silent after so many seconds without a beat. A rank that compiles, or
+# holds Python's lock in another way, sends none for seconds.
 _SILENT_S = 15.0
+# The list of this host's processes is read from the board every 20 checks: every 10 s.
 _CHECKS_PER_REFRESH = 20
 
 
@@ -43,10 +50,10 @@ class Watchdog:
     """Watches this process; each rank of a job makes one, all of them together.
 
     Args:
-        config: when steps are late.
-        ends_process: end the process if its main thread does not return from a failure.
-        interrupt: reports signals also while the main thread is too stuck to handle them.
-        board: used instead of a board on the default group's store.
+        config: the limits above which a step is late.
+        ends_process: end the process if its main thread does not return after a failure.
+        interrupt: passes signals on, also while the main thread is stuck and cannot handle them.
+        board: None makes a board on the default group's store.
 
     Attributes:
         place: what the rank is doing; its main thread keeps it up to date.
@@ -89,7 +96,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
-        """Within the block every other rank is expected to be alive."""
+        """Within the block, every other rank is expected to be alive."""
         self._num_expecting += 1
         try:
             yield
@@ -110,7 +117,7 @@ class Watchdog:
         finally:
             self._began = None
 
-    def tell(self, failure: Failure) -> Failure:
+    def report(self, failure: Failure) -> Failure:
         """Report a failure to all ranks; returns the first one that any rank reported."""
         with contextlib.suppress(Exception):  # the store may be gone with the rank that failed
             failure = failure if self.board is None else self.board.post(failure)
@@ -126,7 +133,7 @@ class Watchdog:
         if self.failure is not None:
             raise self.failure.error()
 
-    def wait_until_heard(self, limit_s: float = 3.0) -> None:
+    def wait_until_acknowledged(self, limit_s: float = 3.0) -> None:
         """Wait until the other ranks know of the failure.
 
         Once this process ends, a launcher ends the others too, before they could report it.
@@ -140,7 +147,7 @@ class Watchdog:
                 time.sleep(0.05)
 
     def stop(self, failure: Failure | None = None) -> None:
-        """End the thread, and report to the others that this rank ends: normally, or why not."""
+        """End the thread, and report to the other ranks that this one ends normally or failed."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -151,11 +158,11 @@ class Watchdog:
             self.board.leave() if failure is None else self.board.post(failure)
         self.board.close()
 
-    def gone(self, ranks: dict[int, str]) -> Failure:
-        """The failure that ranks are gone.
+    def gone_failure(self, ranks: dict[int, str]) -> Failure:
+        """The failure of a job in which ranks are gone.
 
         Args:
-            ranks: what is known of each.
+            ranks: the ranks that are gone, and what is known of each.
         """
         known = "; ".join(ranks.values())
         text = f"{known}; rank {self.rank} noticed it{self.place.within}"
@@ -167,7 +174,7 @@ class Watchdog:
                 return
             self.failure = failure
             self._failed_at = time.monotonic()
-        _LOG.warning("%s", failure.text)
+        logger.warning("%s", failure.text)
         with contextlib.suppress(Exception):
             if self.board is not None:
                 self.board.acknowledge()
@@ -197,11 +204,11 @@ class Watchdog:
             self._stopping.wait(self._tick_s)
 
     def _end_with_launcher(self) -> None:
-        """Without torchrun this rank would train on, beside a job that resumes the run."""
+        """End this rank if torchrun is gone: it would train on while a new job resumes the run."""
         if self._launcher in (None, os.getppid()) or self._interrupt is None:
             return
         self._launcher = None
-        _LOG.error("rank %d: torchrun is gone, so this rank ends as on SIGTERM", self.rank)
+        logger.error("rank %d: torchrun is gone, so this rank ends as on SIGTERM", self.rank)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _read_board(self) -> None:
@@ -214,13 +221,15 @@ class Watchdog:
         except Exception as error:  # the store's host is gone, and usually the job with it
             if self._num_expecting and not self._has_logged_lost_store:
                 self._has_logged_lost_store = True
-                _LOG.warning("the watchdog has lost the store, its link to other ranks (%s)", error)
+                logger.warning(
+                    "the watchdog has lost the store, its link to other ranks (%s)", error
+                )
 
     def _check_ranks_and_clock(self) -> None:
         began = self._began
         gone = self.peers.check(in_step=began is not None) if self._num_expecting else {}
         if gone:
-            self.tell(self.gone(gone))
+            self.report(self.gone_failure(gone))
         elif began is not None:
             self._check_clock(time.monotonic() - began)
 
@@ -233,13 +242,13 @@ class Watchdog:
         silent = "".join(f"; {text}" for text in self.peers.silent.values())
         if elapsed_s > max(limit_s, 2 * self._logged_s):
             self._logged_s = elapsed_s
-            _LOG.error("rank %d: %s %s%s", self.rank, self.place, late, silent)
+            logger.error("rank %d: %s %s%s", self.rank, self.place, late, silent)
         if config.abort_after_s is not None and elapsed_s > config.abort_after_s:
             text = (
                 f"{self.place} on rank {self.rank} {late}, which is above watchdog.abort_after_s="
                 f"{config.abort_after_s:g}{silent}"
             )
-            self.tell(Failure(text=text, gone=tuple(self.peers.silent)))
+            self.report(Failure(text=text, gone=tuple(self.peers.silent)))
 
     def _end_if_stuck(self) -> None:
         now = time.monotonic()
@@ -263,9 +272,9 @@ class Watchdog:
 class Peers:
     """Which of the other ranks are alive, as this rank sees them.
 
-    Processes on the same host are looked up in the system's table. Of the ranks on other hosts only
-    the next rank is watched, by its beats on the board: so the store's load grows with the number
-    of ranks, not with its square.
+    Ranks on the same host are looked up in the system's process table. Among ranks on other hosts,
+    each rank watches only the next one, by its beats on the board. So the store's load grows with
+    the number of ranks, not with its square.
 
     Attributes:
         silent: ranks that are stopped or send no beats, and what is known of each.
@@ -282,10 +291,10 @@ class Peers:
     def check(self, *, in_step: bool) -> dict[int, str]:
         """Ranks of this host whose processes are gone, and what is known of each.
 
-        This also updates `silent`. A silent rank is logged once, and again if it was back between.
+        This also updates `silent`. A rank is logged when it becomes silent.
 
         Args:
-            in_step: this rank is in a step, and no rank ends normally before the step's end.
+            in_step: whether this rank is in a step; no rank ends normally before a step's end.
         """
         if self._board is None:
             return {}
@@ -304,7 +313,7 @@ class Peers:
         return {p.rank: self._describe(p, "gone") for p in self._processes if p.state() == "gone"}
 
     def _refresh(self) -> None:
-        # If the store is gone with the rank in question, the last known processes stay.
+        # The store may be gone with the rank that failed; then keep the last known processes.
         with contextlib.suppress(Exception):
             self._processes = self._board.processes_on_host() if self._board else []
 
@@ -312,7 +321,7 @@ class Peers:
         assert self._board is not None
         try:
             return self._board.has_left(rank)
-        except Exception:  # the store is gone: with a rank that failed, or after the last step
+        except Exception:  # the store is gone, with a rank that failed or after the last step
             return not in_step
 
     def _describe(self, process: Process, state: str) -> str:
@@ -332,7 +341,7 @@ class Peers:
         try:
             (beats,) = board.beats([rank])
             has_left = board.has_left(rank)
-        except Exception:  # without the store nothing is known of other hosts
+        except Exception:  # without the store, nothing is known about other hosts
             return {}
         now = time.monotonic()
         if beats != self._last_beat[0]:
@@ -345,7 +354,7 @@ class Peers:
     def _set_silent(self, silent: dict[int, str]) -> None:
         for rank, text in silent.items():
             if rank not in self.silent:
-                _LOG.error("%s", text)
+                logger.error("%s", text)
         self.silent = silent
 
 

@@ -36,13 +36,15 @@ from megapack.rows.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
-from megapack.schedule import checks as settings
+from megapack.schedule import checks
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import check_retry
 from megapack.schedule.forward import HeadOptions, taken_inputs
 from megapack.schedule.runner import ScheduleRunner, evaluating, process_groups
 
-# All ranks make a call at about the same time.
+# Seconds to wait for the other ranks if a call is not the one that `next_step` announced. Ranks
+# make a call at about the same time; after a longer wait, the others must have made the announced
+# one. Chosen by hand.
 _OTHER_CALL_S = 30.0
 
 
@@ -57,40 +59,40 @@ class StepResult:
 
 
 class ScheduleAdapter:
-    """Runs planned steps of a Megatron-Core model. Made on all ranks together: a collective.
+    """Runs planned steps of a Megatron-Core model. Making one is a collective of all ranks.
 
     From `step` to Megatron's call and back:
 
-        step: a `StepCall`; `Ranks.prepare` packs its rows on a thread while the step before runs
+        step: makes a `StepCall`; `Ranks.prepare` packs its rows on a thread during the step before
         _check_and_pack: `StepCall.check`, then `pack_row`, `slice_row` and
             `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
         `agree`: all ranks have packed the same call, or all raise
-        `ScheduleRunner.run`: rows to the device, one `SchedulePass` to take what is found
-        `ScheduleRunner.run_schedule`: Megatron's call, with a `ForwardStep`
-        `ForwardStep.run_row`: a row through a chunk, and on the last chunk `LastStage`: its loss
-        `FiniteFlags.refuse`: all ranks raise if one has a NaN; else the pass is returned
-        `sum_metrics`: the pass's sums, added over ranks, are the `StepResult`
+        `ScheduleRunner.run`: moves rows to the device, makes the `SchedulePass` that collects sums
+        `ScheduleRunner.run_schedule`: calls Megatron's schedule with a `ForwardStep`
+        `ForwardStep.run_row`: runs a row through a chunk; `LastStage` computes the loss
+        `FiniteFlags.refuse`: all ranks raise if one of them has a NaN
+        `sum_metrics`: adds the pass's sums over ranks, for the `StepResult`
 
     Args:
-        model: the chunks of this rank, one per virtual stage, wrapped in DDP or not.
+        model: the chunks of this rank, one per virtual stage, with or without DDP.
         layout: the layout of the plans; checked against Megatron's groups.
-        logprob_chunk_tokens: positions whose logits exist at one time.
+        logprob_chunk_tokens: positions whose logits exist at the same time.
         temperature: logits are divided by it.
         head: "value" if the last chunk has a value head (`head.replace_output_layer`).
-        retries_oom: a step in which a GPU runs out of memory goes on to its end and raises
-            StepOutOfMemory on every rank, which may try again; see `faults`.
-        ranks: the threads and connections by which an error of one rank reaches the others, and the
-            next step is packed ahead. None: the first adapter of a process starts them for all its
-            adapters if the job has more than one process (`Ranks.start()`); a process alone has
+        retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
+            StepOutOfMemory on every rank; the caller may try it again. See `faults`.
+        ranks: the threads and connections that carry an error of one rank to the others and pack
+            the next step ahead. None: in a job of several processes, the first adapter of a
+            process starts them for all its adapters (`Ranks.start()`); a job of one process has
             none (`Ranks.alone()`). `launch.stop`, or the end of the process, closes them.
 
     Raises:
-        ConfigError: a setting that Megatron would hang or train wrongly with, and what to set.
+        ConfigError: Megatron would hang or train wrongly with a setting; says what to set.
         ScheduleError: only some ranks refuse their settings.
     """
 
     runner_class = ScheduleRunner
-    """Runs the packed rows; a subclass may set one of its own."""
+    """Runs the packed rows; a subclass may set another class."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class ScheduleAdapter:
         layout: Layout,
         logprob_chunk_tokens: int = 1024,
         temperature: float = 1.0,
-        head: settings.Head = "vocabulary",
+        head: checks.Head = "vocabulary",
         retries_oom: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
@@ -110,7 +112,7 @@ class ScheduleAdapter:
         self.ranks = shared_ranks() if ranks is None else ranks
         self._device = torch.device(torch.cuda.current_device())
         # Stages differ in their layers: if one refuses its own, all raise.
-        self._routing = agree(lambda: self._checked(retries_oom), device=self._device)
+        self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
         self._groups = process_groups()
         self._dp_group = parallel_state.get_data_parallel_group()
@@ -133,14 +135,15 @@ class ScheduleAdapter:
             retries_oom=retries_oom,
         )
         self._checked_digest = ""
-        # Names that all ranks have agreed on; a batch without tensors needs no agreement.
+        # Tensor names that all ranks have agreed on; a batch without tensors needs no agreement.
         self._checked_inputs: set[tuple[str, ...]] = {()}
-        self._next: tuple[StepCall, Agreement[list[PackedRow]]] | None = None
+        # The call that `next_step` announced, and its rows.
+        self._announced: tuple[StepCall, Agreement[list[PackedRow]]] | None = None
 
-    def _checked(self, retries_oom: bool) -> ModelRouting:
-        settings.check_layout(self.layout, len(self.chunks))
-        settings.check_config(self.config, self.layout)
-        settings.check_chunks(self.chunks)
+    def _checked_routing(self, retries_oom: bool) -> ModelRouting:
+        checks.check_layout(self.layout, len(self.chunks))
+        checks.check_config(self.config, self.layout)
+        checks.check_chunks(self.chunks)
         if retries_oom:
             check_retry(self.layout, self.chunks, self.config)
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -172,24 +175,24 @@ class ScheduleAdapter:
             plan: made for this layout and the lengths of `batch`.
             batch: the samples that the plan counts.
             objective: per-token losses; its required fields must be in the batch.
-            step: which of the plan's steps.
+            step: index of the step in the plan.
             weighting: the weights of tokens, see `loss.sample_weights`.
-            norm_constant: for the weighting that takes one.
+            norm_constant: see `loss.sample_weights`; only seq-mean-token-sum-norm uses it.
             entropy: report the entropy even if the objective does not read it.
-            routing: experts to take, per sample [tokens, MoE layers, experts per token] of the
-                samples of this data-parallel rank, as `forward(record_routing=True)` gives them;
-                None lets the routers choose. Probabilities are those of the current logits.
-            next_step: the step of this plan that is called next, with all else the same: it is
-                packed and agreed on while this one runs, so fields may not be changed in place
-                meanwhile; `set_field` is noticed. None if it is not known.
+            routing: the experts to use, as `forward(record_routing=True)` returns them: [tokens,
+                MoE layers, experts per token] for each sample of this data-parallel rank. None
+                lets the routers choose. Probabilities are those of the current logits.
+            next_step: the step of this plan that is called next, with equal other arguments. It is
+                packed and agreed on while this one runs, so do not change fields in place
+                meanwhile; a change by `set_field` is noticed. None if it is not known.
 
         Raises:
-            ConfigError, DataError, PlanError: a call that no rank can run.
+            ConfigError, DataError, PlanError: no rank can run the call.
             ScheduleError: on every rank, if plans differ, one rank's work failed, or a loss or
                 gradient is not finite.
             StepOutOfMemory: on every rank; see `retries_oom`.
-            RankError: on every rank, if one failed or ended inside the step; the process groups
-                are of no use then.
+            RankError: on every rank, if one failed or ended inside the step. The process groups
+                cannot be used any more.
         """
         call = StepCall(
             plan=plan,
@@ -205,17 +208,17 @@ class ScheduleAdapter:
         with self.ranks.guarded(f"step {step} of plan {plan.digest()[:12]}"):
             rows = self._agreed_rows(call)
             if next_step is not None:
-                self._next = self._start(replace(call, step=next_step))
-            found = self.runner.run(call, rows)
+                self._announced = self._start(replace(call, step=next_step))
+            schedule_pass = self.runner.run(call, rows)
             sums = sum_metrics(
-                found.sums,
+                schedule_pass.sums,
                 [*metric_names(objective, call.with_entropy), *loss_names(self.config)],
                 dp_cp_group=self._groups.dp_cp,
                 pp_group=self._groups.pp,
                 device=self._device,
             )
-            sums |= self._routing.metrics(found, self._device)
-            _refuse_loss(sums["loss"])
+            sums |= self._routing.metrics(schedule_pass, self._device)
+            _check_loss(sums["loss"])
         return StepResult(loss=sums.pop("loss"), metrics=sums)
 
     def forward(
@@ -231,23 +234,23 @@ class ScheduleAdapter:
     ) -> dict[str, list[Tensor | None]]:
         """Log-probs (or values) of one step's responses without gradients, in sample order.
 
-        A collective, like `step`; the model is in evaluation mode meanwhile.
+        A collective, like `step`. The model is in evaluation mode during the call.
 
         Args:
-            entropy: compute the entropy of each next-token distribution too.
-            scope: see `outputs.scatter_to_samples`.
+            entropy: also compute the entropy of each next-token distribution.
+            scope: see `rows.outputs.scatter_to_samples`.
             routing: see `step`.
-            record_routing: also return the experts that were taken.
+            record_routing: also return the experts that were used.
 
         Returns:
-            "logprobs" (and "entropy"), from a value head "values": per sample of the batch one fp32
-            value per token on the CPU, 0 outside the response; None for samples that the step or
-            the scope leaves out. From a value head also "scores": one number per sample, [1].
-            "routing": see `routing.collect_routing`.
+            "logprobs" (and "entropy"), or "values" if the model has a value head: per sample of the
+            batch one fp32 value per token on the CPU, 0 outside the response; None for samples that
+            the step or the scope leaves out. A value head also gives "scores": one number per
+            sample, [1]. "routing": see `model.experts.rows.collect_routing`.
 
         Raises:
-            ConfigError, DataError, PlanError, ScheduleError, StepOutOfMemory, RankError: as `step`
-                does.
+            ConfigError, DataError, PlanError, ScheduleError, StepOutOfMemory, RankError: see
+                `step`.
         """
         call = StepCall(
             plan=plan,
@@ -266,11 +269,11 @@ class ScheduleAdapter:
             evaluating(self.chunks),
         ):
             rows = self._agreed_rows(call)
-            found = self.runner.run(call, rows)
-            return self._outputs(call, rows, found)
+            schedule_pass = self.runner.run(call, rows)
+            return self._outputs(call, rows, schedule_pass)
 
     def _outputs(
-        self, call: StepCall, rows: list[PackedRow], found: SchedulePass
+        self, call: StepCall, rows: list[PackedRow], schedule_pass: SchedulePass
     ) -> dict[str, list[Tensor | None]]:
         lengths = call.batch.lengths
         names = ("logprobs", "entropy") if call.entropy else ("logprobs",)
@@ -278,7 +281,7 @@ class ScheduleAdapter:
             names = ("values", "scores")
         outputs = {
             name: scatter_to_samples(
-                found.outputs[name],
+                schedule_pass.outputs[name],
                 [1] * len(lengths) if name == "scores" else lengths,
                 call.step_plan,
                 dp_rank=self.dp_rank,
@@ -307,30 +310,30 @@ class ScheduleAdapter:
         return outputs
 
     def _agreed_rows(self, call: StepCall) -> list[PackedRow]:
-        """This rank's rows, once all ranks have theirs for the same call."""
+        """This rank's rows, once all ranks have packed theirs for the same call."""
         self.ranks.place.enter("pack")
-        prepared = self._next
-        self._next = None
-        if prepared is None:
+        announced = self._announced
+        self._announced = None
+        if announced is None:
             rows = self._start(call)[1].result()
-        elif prepared[0].key == call.key:
-            rows = prepared[1].result()
+        elif announced[0].key == call.key:
+            rows = announced[1].result()
         else:
-            rows = self._other_rows(call)
+            rows = self._unannounced_rows(call)
         self._check_inputs(call.batch.tensor_names)
         return rows
 
-    def _other_rows(self, call: StepCall) -> list[PackedRow]:
-        """Rows of another call than `next_step` announced.
+    def _unannounced_rows(self, call: StepCall) -> list[PackedRow]:
+        """Rows of a call that differs from the one that `next_step` announced.
 
-        If not all ranks make such a call, the others are in a step by now, and only the watchdog's
-        board reaches them.
+        If only some ranks make such a call, the others are in a step by now, and only the
+        watchdog's board reaches them.
         """
         try:
             return self._start(call)[1].result(_OTHER_CALL_S)
         except Exception as error:
             raise ScheduleError(
-                f"this rank's step {call.step} is another call than next_step announced (another "
+                f"this rank's step {call.step} is not the call that next_step announced (another "
                 "plan, batch or step, or fields that were set since), and the ranks do not agree "
                 f"on it: {error}; make the same calls on all ranks, or pass next_step=None"
             ) from error
@@ -342,15 +345,15 @@ class ScheduleAdapter:
         plan = call.plan
         if plan.layout != self.layout:
             raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
-        settings.check_head(self.chunks, self.head)
+        checks.check_head(self.chunks, self.head)
         if call.has_planned_rows:
-            settings.check_planned_rows(self.config)
-        settings.check_counts(plan, self.config)
+            checks.check_planned_rows(self.config)
+        checks.check_counts(plan, self.config)
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
             self._checked_digest = plan.digest()
         if call.is_training:
-            settings.check_reduction(self.config, self.chunks, self.layout)
+            checks.check_reduction(self.config, self.chunks, self.layout)
         call.check(self.head)
         rows = [self._packed(call, microbatch) for microbatch in call.rows(self.dp_rank)]
         return self._routing.with_routing(rows, call.routing, record=call.record_routing)
@@ -371,13 +374,13 @@ class ScheduleAdapter:
         return slice_row(with_rows_ahead(row, depths), cp.size(), cp.rank())
 
     def _check_inputs(self, names: tuple[str, ...]) -> None:
-        """Refuse a tensor that no chunk of any rank takes: it would silently be left out."""
+        """Refuse a tensor that no chunk of any rank uses: it would silently be left out."""
         if names in self._checked_inputs:
             return
-        taken = {name for chunk in self.chunks for name in taken_inputs(chunk, names)}
-        found = on_any_rank([name in taken for name in names], device=self._device)
-        for name, is_taken in zip(names, found, strict=True):
-            if not is_taken:
+        own = {name for chunk in self.chunks for name in taken_inputs(chunk, names)}
+        are_used = on_any_rank([name in own for name in names], device=self._device)
+        for name, is_used in zip(names, are_used, strict=True):
+            if not is_used:
                 raise of_all_ranks(
                     ScheduleError(
                         f"no model chunk's forward takes {name!r}, which the batch has as a "
@@ -387,9 +390,9 @@ class ScheduleAdapter:
         self._checked_inputs.add(names)
 
 
-def _refuse_loss(loss: float) -> None:
+def _check_loss(loss: float) -> None:
     if not math.isfinite(loss):
         raise ScheduleError(
-            f"the step's loss is {loss}, though every micro-batch's is finite; throw the "
-            "gradients away, and look at the weights of the samples"
+            f"the step's loss is {loss}, though every micro-batch's is finite; discard the "
+            "gradients, and check the weights of the samples"
         )

@@ -1,4 +1,4 @@
-"""One call of the adapter: what all ranks must agree on, and what packing needs of it."""
+"""One call of the adapter: what all ranks must agree on, and what packing needs to know."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from megapack.loss.token import LossWeighting, sample_weights
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 from megapack.rows.outputs import Scope
 from megapack.samples import SampleBatch
-from megapack.schedule import checks as settings
+from megapack.schedule import checks
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """One call of `ScheduleAdapter.step`, or without an objective of `ScheduleAdapter.forward`."""
+    """One call of `ScheduleAdapter.step`, or of `forward` if it has no objective."""
 
     plan: Plan
     batch: SampleBatch
     step: int
     revision: int
-    """Of the batch at the time of the call."""
+    """The batch's revision at the time of the call."""
     entropy: bool
-    """Asked for by the caller."""
+    """Whether the caller asks for the entropy."""
     routing: Sequence[Tensor | None] | None
     objective: AnyObjective | None = None
     weighting: LossWeighting = "token-mean"
-    """Of training, like `norm_constant`."""
+    """Only used in training, like `norm_constant`."""
     norm_constant: float | None = None
     scope: Scope = "all"
-    """Of a forward pass, like `record_routing`."""
+    """Only used in a forward pass, like `record_routing`."""
     record_routing: bool = False
 
     @property
@@ -52,7 +52,7 @@ class StepCall:
 
     @property
     def has_planned_rows(self) -> bool:
-        """Whether rows differ in length; the plan knows the length of each."""
+        """Whether rows differ in length; their lengths are in the plan."""
         return self.plan.policy.row_shape == "planned"
 
     @property
@@ -62,12 +62,12 @@ class StepCall:
 
     @property
     def field_names(self) -> Sequence[str]:
-        """Fields that rows carry."""
+        """The fields that rows contain."""
         return () if self.objective is None else self.objective.required_fields
 
     @property
     def text(self) -> str:
-        """The call in words, the same on every rank."""
+        """The call as a text, the same on every rank."""
         replays = self.routing is not None
         if self.objective is None:
             return f"forward {self.entropy} {self.scope} {replays} {self.record_routing}"
@@ -84,8 +84,8 @@ class StepCall:
         """Values that must be equal on all ranks, by name; errors name the first that differs."""
         plan = self.plan
         batch = self.batch
-        known = 0 <= self.step < len(plan.steps)
-        ranks = plan.steps[self.step].ranks if known else ()
+        has_step = 0 <= self.step < len(plan.steps)
+        ranks = plan.steps[self.step].ranks if has_step else ()
         row_tokens = [[microbatch.row_tokens for microbatch in rank] for rank in ranks]
         return {
             "plan": plan.digest(),
@@ -107,12 +107,12 @@ class StepCall:
             )
         return self.step_plan.ranks[dp_rank]
 
-    def check(self, head: settings.Head) -> None:
-        """Raise a MegapackError if this rank could not run the call."""
+    def check(self, head: checks.Head) -> None:
+        """Raise a MegapackError if this rank cannot run the call."""
         objective = self.objective
         if objective is not None:
-            settings.check_objective(objective, head)
-        settings.check_entropy(self.with_entropy, head)
+            checks.check_objective(objective, head)
+        checks.check_entropy(self.with_entropy, head)
         missing = [name for name in self.field_names if name not in self.batch.field_names]
         if missing:
             raise DataError(f"{type(objective).__name__} reads {missing}; add them to the batch")
@@ -133,7 +133,7 @@ class StepCall:
         )
         if not np.isfinite(weights).all():
             raise DataError(
-                f"weights of {self.weighting} hold a NaN or an infinity; look at norm_constant="
+                f"weights of {self.weighting} hold a NaN or an infinity; check norm_constant="
                 f"{self.norm_constant} and the response masks"
             )
         return list(weights.tolist())
@@ -144,5 +144,5 @@ def _digest(value: object) -> str:
 
 
 def _described(objective: AnyObjective) -> str:
-    """The same text on every rank: addresses in it differ between processes."""
+    """The objective's repr without addresses, which differ between processes."""
     return f"{type(objective).__module__}.{re.sub(r' at 0x[0-9a-f]+', '', repr(objective))}"

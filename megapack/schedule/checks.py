@@ -1,7 +1,7 @@
 """Settings that Megatron-Core accepts and then hangs, crashes or trains wrongly with.
 
-All of them are refused on every rank and before any collective: settings of the model when the
-adapter is made, those of a plan when its step begins.
+Every rank refuses them before any collective: settings of the model when the adapter is made,
+settings of a plan when its step begins.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Head = Literal["vocabulary", "value"]
 
 
 def check_layout(layout: Layout, num_chunks: int) -> None:
-    """Raise ConfigError unless the layout is the one that Megatron's groups were made with."""
-    found = {
+    """Raise ConfigError unless Megatron's groups were made with this layout."""
+    sizes = {
         "dp": parallel_state.get_data_parallel_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
         "cp": parallel_state.get_context_parallel_world_size(),
         "ep": parallel_state.get_expert_model_parallel_world_size(),
     }
-    for name, size in found.items():
+    for name, size in sizes.items():
         if getattr(layout, name) != size:
             raise ConfigError(
                 f"the layout has {name}={getattr(layout, name)}, Megatron's process groups have "
@@ -49,7 +49,7 @@ def check_layout(layout: Layout, num_chunks: int) -> None:
     if virtual != (layout.vpp if layout.vpp > 1 else None):
         raise ConfigError(
             f"Megatron's virtual_pipeline_model_parallel_size is {virtual}, the layout has "
-            f"vpp={layout.vpp}; pass it to initialize_model_parallel, None where vpp=1"
+            f"vpp={layout.vpp}; pass it to initialize_model_parallel, None if vpp=1"
         )
 
 
@@ -75,7 +75,7 @@ def check_config(config: Any, layout: Layout) -> None:
     if layout.vpp == 1 and config.virtual_pipeline_model_parallel_size is not None:
         raise ConfigError(
             f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} "
-            "selects the interleaved schedule; set it to None where vpp=1"
+            "selects the interleaved schedule; set it to None if vpp=1"
         )
     if config.context_parallel_size != layout.cp:
         raise ConfigError(
@@ -95,17 +95,20 @@ def check_config(config: Any, layout: Layout) -> None:
 
 
 def _check_fp8(config: Any, layout: Layout) -> None:
-    """A row length that an FP8 product cannot take fails in the kernel, on some ranks only."""
+    """Raise ConfigError if rows may have lengths that FP8 matrix products do not support.
+
+    Such a row fails in the kernel, and only on some ranks.
+    """
     if not getattr(config, "fp8", None):
         return
     recipe = getattr(config, "fp8_recipe", None)
-    rows = fp8_rows(recipe)
-    needed = Layout(fp8=rows).fp8_unit_tokens
+    fp8 = fp8_rows(recipe)
+    needed = Layout(fp8=fp8).fp8_unit_tokens
     if layout.fp8_unit_tokens % needed:
         raise ConfigError(
             f"config.fp8={config.fp8!r} with fp8_recipe={recipe!r} needs rows of a multiple of "
             f"{needed} tokens per GPU, the layout's fp8={layout.fp8!r} gives a multiple of "
-            f"{layout.fp8_unit_tokens}; set Layout(fp8={rows!r})"
+            f"{layout.fp8_unit_tokens}; set Layout(fp8={fp8!r})"
         )
 
 
@@ -124,7 +127,7 @@ def _check_features(config: Any) -> None:
 
 
 def check_counts(plan: Plan, config: Any) -> None:
-    """Raise ConfigError for counts per rank if ranks meet in every micro-batch."""
+    """Raise ConfigError for counts per rank if ranks communicate in every micro-batch."""
     check_count_rule(plan.policy, plan.layout, ranks_share_fp8_scales=shares_fp8_scales(config))
 
 
@@ -135,7 +138,7 @@ def shares_fp8_scales(config: Any) -> bool:
 
 
 def check_planned_rows(config: Any) -> None:
-    """Raise ConfigError if rows of different lengths would be wrong or hang."""
+    """Raise ConfigError if rows of different lengths would hang or give wrong results."""
     if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":
         raise ConfigError(
             "moe_token_dispatcher_type='allgather' needs equal rows on all ranks; set 'alltoall', "
@@ -149,7 +152,7 @@ def check_planned_rows(config: Any) -> None:
 
 
 def check_chunks(chunks: Sequence[Any]) -> None:
-    """Raise ConfigError if a chunk mixes packed samples or scales gradients."""
+    """Raise ConfigError if samples of a row attend to each other, or DDP scales gradients."""
     for chunk in chunks:
         refuse_unpacked_attention(chunk)
         for buffer in gradient_buffers(chunk):
@@ -161,15 +164,15 @@ def check_chunks(chunks: Sequence[Any]) -> None:
 
 
 def check_head(chunks: Sequence[Any], head: Head) -> None:
-    """Raise ConfigError if the last chunk has another head than the adapter was made for."""
+    """Raise ConfigError if the last chunk does not have the head that the adapter was made for."""
     for chunk in map(unwrapped, chunks):
         if getattr(chunk, "post_process", False):
             layer = getattr(chunk, "output_layer", None)
-            found = "value" if isinstance(layer, ValueHead) else "vocabulary"
-            if found != head:
+            own: Head = "value" if isinstance(layer, ValueHead) else "vocabulary"
+            if own != head:
                 raise ConfigError(
-                    f"the model has a {found} head, the adapter was made for a {head} head; set "
-                    f"ScheduleAdapter(head={found!r})"
+                    f"the model has a {own} head, the adapter was made for a {head} head; set "
+                    f"ScheduleAdapter(head={own!r})"
                 )
             if head == "value" and num_depths(get_model_config(chunk)):
                 raise ConfigError(
@@ -179,7 +182,7 @@ def check_head(chunks: Sequence[Any], head: Head) -> None:
 
 
 def check_objective(objective: object, head: Head) -> None:
-    """Raise ConfigError if an objective does not read what the head gives."""
+    """Raise ConfigError if the objective does not read what the head computes."""
     reads = getattr(objective, "reads", "logprobs")
     gives = {"vocabulary": "logprobs", "value": "values"}[head]
     if reads != gives:
@@ -190,26 +193,26 @@ def check_objective(objective: object, head: Head) -> None:
 
 
 def check_entropy(with_entropy: bool, head: Head) -> None:
-    """Raise ConfigError if the entropy of a value head is asked for."""
+    """Raise ConfigError if the call asks for the entropy of a value head."""
     if with_entropy and head == "value":
         raise ConfigError("a value head has no entropy; set entropy=False")
 
 
 def gradient_buffers(chunk: Any) -> list[Any]:
-    """DDP's buffers; on a bare module `buffers` is a method."""
-    found = (getattr(chunk, name, None) for name in ("buffers", "expert_parallel_buffers"))
-    return [buffer for buffers in found if isinstance(buffers, list) for buffer in buffers]
+    """DDP's gradient buffers; empty for a module without DDP, where `buffers` is a method."""
+    lists = (getattr(chunk, name, None) for name in ("buffers", "expert_parallel_buffers"))
+    return [buffer for buffers in lists if isinstance(buffers, list) for buffer in buffers]
 
 
 def reduces(chunks: Sequence[Any]) -> bool:
-    """Whether the chunks are wrapped so that Megatron can reduce their gradients."""
+    """Whether the chunks are wrapped in a DDP whose gradients Megatron can reduce."""
     return all(hasattr(chunk, "finish_grad_sync") for chunk in chunks)
 
 
 def check_reduction(config: Any, chunks: Sequence[Any], layout: Layout) -> None:
-    """Raise ConfigError if gradients have to be added over ranks and nothing does it."""
-    alone = layout.dp == layout.cp == layout.pp == 1 and not layout.sequence_parallel
-    if config.finalize_model_grads_func is None and not reduces(chunks) and not alone:
+    """Raise ConfigError if gradients must be added over ranks and nothing does it."""
+    is_one_rank = layout.dp == layout.cp == layout.pp == 1 and not layout.sequence_parallel
+    if config.finalize_model_grads_func is None and not reduces(chunks) and not is_one_rank:
         raise ConfigError(
             f"{type(chunks[0]).__name__} does not reduce gradients over dp={layout.dp}, "
             f"cp={layout.cp}, pp={layout.pp}; wrap each chunk in Megatron's "

@@ -1,15 +1,15 @@
-"""What a step does about a fault: memory that runs out, and values that are not finite.
+"""How a step handles faults: running out of memory, and values that are not finite.
 
-Memory that runs out on one rank, in a step that may be tried again: the other ranks wait for what
-the schedule says that this one sends. So it goes on through the schedule with zeros of the planned
-shapes, does no more work, and reports at the step's end; gradients are not reduced. The process
-groups stay sound. It needs ranks that do not meet inside layers, where nobody could say which
-collectives are left.
+One rank runs out of memory in a step that may be tried again: the other ranks still wait for the
+tensors that the schedule makes this rank send. So it continues the schedule with zeros of the
+planned shapes, does no more work, and reports at the step's end; gradients are not reduced. The
+process groups stay usable. This needs ranks that do not communicate inside layers: there, a rank
+could not know which collectives it still has to join.
 
-A NaN or an infinity on one rank is an error of every rank. Each forward leaves a flag on the
-device, and so do the gradients before their reduction. The device is asked once, at the step's end;
-only if a flag is set do the ranks find out whose it is. A stage passes a NaN on to the next; only
-the first one is to blame.
+A NaN or an infinity on one rank is an error of every rank. Each forward sets a flag on the device,
+and so do the gradients before their reduction. The flags are read once, at the step's end; only if
+one is set do the ranks find out which rank set it. A stage passes a NaN on to the next stage, so
+only the first one is reported.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ from megapack.errors import ConfigError, ScheduleError, StepOutOfMemory
 from megapack.layout import Layout, why_no_retry
 from megapack.ranks import cpu
 from megapack.ranks.agree import agree, on_any_rank
-from megapack.schedule import checks as settings
+from megapack.schedule import checks
 from megapack.schedule.forward import Listener
 
+# An error names so many samples of a micro-batch.
 _MAX_SAMPLES = 8
 
 
 def check_retry(layout: Layout, chunks: Sequence[Any], config: Any) -> None:
-    """Raise ConfigError if a step out of memory cannot be tried again."""
+    """Raise ConfigError if a step that runs out of memory could not be tried again."""
     if reason := why_no_retry(tp=layout.tp, cp=layout.cp, ep=layout.ep):
         raise ConfigError(
             f"steps out of memory cannot be tried again with {reason}; set train.on_oom=error "
             "(retries_oom=False)"
         )
-    if layout.dp > 1 and settings.shares_fp8_scales(config):
+    if layout.dp > 1 and checks.shares_fp8_scales(config):
         raise ConfigError(
             f"steps out of memory cannot be tried again with dp={layout.dp} and "
-            "fp8_recipe='delayed': ranks meet after each forward to share scales; set "
+            "fp8_recipe='delayed': ranks share scales after each forward; set "
             "tp_only_amax_red=True, another recipe, or train.on_oom=error (retries_oom=False)"
         )
     for chunk in chunks:
         for name in ("overlap_grad_reduce", "overlap_param_gather"):
             if getattr(getattr(chunk, "ddp_config", None), name, False):
                 raise ConfigError(
-                    f"steps out of memory cannot be tried again with {name}: ranks meet in the "
-                    "middle of forwards or backwards; set it to False"
+                    f"steps out of memory cannot be tried again with {name}: ranks communicate "
+                    "inside forwards or backwards; set it to False"
                 )
 
 
 class OutOfMemoryGuard:
-    """Takes one pass over a step's rows to its end after memory has run out.
+    """Lets one pass over a step's rows run to its end after memory has run out.
 
     Args:
-        device: of the collectives.
+        device: the device of the collectives' tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,26 +70,27 @@ class OutOfMemoryGuard:
         self._failed_anywhere: bool | None = None
 
     def attempt(self, work: Callable[[], Any]) -> Any:
-        """The result of the work; None if memory has run out, now or before."""
+        """Run the work; returns None if memory runs out, or has run out before."""
         if self._message:
             return None
         try:
             return work()
         except torch.OutOfMemoryError as error:
             self._message = str(error).partition("\n")[0] or "out of memory"
-        # Outside of the handler: the traceback kept the activations alive.
+        # Outside of the handler: inside, the traceback would keep the activations alive.
         if cpu.uses_cuda():
             torch.cuda.empty_cache()
         return None
 
     @contextlib.contextmanager
     def backwards(self) -> Iterator[None]:
-        """Within the block Megatron's schedules get zeros from backwards that lack memory."""
+        """Within the block, a backward that runs out of memory gives Megatron's schedule zeros."""
         original = schedules.backward_step
 
         def backward_step(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            found = self.attempt(lambda: [original(input_tensor, *args, **kwargs)])
-            return _zeros(input_tensor) if found is None else found[0]
+            # In a list: None is a valid result of the original.
+            result = self.attempt(lambda: [original(input_tensor, *args, **kwargs)])
+            return _zeros(input_tensor) if result is None else result[0]
 
         schedules.backward_step = backward_step
         try:
@@ -97,17 +99,17 @@ class OutOfMemoryGuard:
             schedules.backward_step = original
 
     def agree(self) -> bool:
-        """Whether any rank ran out of memory so far; a collective of all ranks, the first time."""
+        """Whether any rank ran out of memory; the first call is a collective of all ranks."""
         if self._failed_anywhere is None:
-            (found,) = on_any_rank([bool(self._message)], device=self._device)
-            self._failed_anywhere = found
+            (failed,) = on_any_rank([bool(self._message)], device=self._device)
+            self._failed_anywhere = failed
         return self._failed_anywhere
 
     def raise_on_all(self) -> None:
-        """Called at the step's end; a collective of all ranks.
+        """Raise if any rank ran out of memory. A collective of all ranks, at the step's end.
 
         Raises:
-            StepOutOfMemory: on every rank if one ran out, naming those that did.
+            StepOutOfMemory: on every rank; it names the ranks that ran out.
         """
         if not self.agree():
             return
@@ -130,7 +132,7 @@ class Spot(NamedTuple):
     microbatch: int | None
     """None for gradients, which are sums over all micro-batches."""
     order: int
-    """The lowest of a replica's spots came first."""
+    """The spot with the lowest order came first in its replica."""
 
 
 class FiniteFlags(Listener):
@@ -148,11 +150,15 @@ class FiniteFlags(Listener):
         self._gradients: list[tuple[int, Tensor]] = []
 
     def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
-        """Flag hidden states, or a loss."""
+        """Set the flag of hidden states or of a loss."""
         self._outputs[chunk, microbatch] = _is_finite(output.detach()), output.numel() == 1
 
     def check_gradients(self, chunks: Sequence[Sequence[Tensor]]) -> None:
-        """Flag this rank's part of the gradients: the buffers of each chunk."""
+        """Set the flags of this rank's gradients.
+
+        Args:
+            chunks: the gradient buffers of each chunk.
+        """
         self._gradients = [
             (chunk, _is_finite(buffer)) for chunk, own in enumerate(chunks) for buffer in own
         ]
@@ -164,17 +170,18 @@ class FiniteFlags(Listener):
             row_samples: the samples of each micro-batch of this rank.
 
         Raises:
-            ScheduleError: naming the ranks that came first, the micro-batches and their samples.
+            ScheduleError: names the ranks where the values appeared first, and the micro-batches
+                with their samples.
         """
         flags = [flag for flag, _ in self._outputs.values()]
         flags += [flag for _, flag in self._gradients]
         is_fine = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
-        found = (~is_fine).to(device=device, dtype=torch.int32)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if found.item():
-            seen: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(seen, list(self._spots()))
-            first = origins(itertools.chain.from_iterable(seen))
+        is_bad = (~is_fine).to(device=device, dtype=torch.int32)
+        dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+        if is_bad.item():
+            spots: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(spots, list(self._spots()))
+            first = origins(itertools.chain.from_iterable(spots))
             agree(lambda: self._raise_own(first, row_samples), device=device)
 
     def _spots(self) -> Iterator[Spot]:
@@ -201,28 +208,29 @@ class FiniteFlags(Listener):
                 what = "loss" if is_loss else f"output of chunk {chunk}"
                 raise ScheduleError(
                     f"the {what} of micro-batch {microbatch} (samples {few}{more}) holds a NaN or "
-                    "an infinity; throw gradients of this step away, and look at these samples' "
+                    "an infinity; discard the gradients of this step, and check these samples' "
                     "fields, the weights, and the learning rate"
                 )
         if any(not fine and self._gradient_spot(chunk) in first for chunk, fine in self._gradients):
             raise ScheduleError(
-                "the gradients hold a NaN or an infinity, though the losses do not; throw them "
-                "away, and look at the model's precision and the learning rate"
+                "the gradients hold a NaN or an infinity, though the losses do not; discard "
+                "them, and check the model's precision and the learning rate"
             )
 
 
-def origins(seen: Iterable[Spot]) -> set[Spot]:
+def origins(spots: Iterable[Spot]) -> set[Spot]:
     """The first spot of each micro-batch; spots in gradients only if every output is finite."""
-    spots = list(seen)
+    every = list(spots)
     first: dict[tuple[int, int | None], Spot] = {}
-    for spot in [spot for spot in spots if spot.microbatch is not None] or spots:
+    for spot in [spot for spot in every if spot.microbatch is not None] or every:
         key = spot.replica, spot.microbatch
         first[key] = min(first.get(key, spot), spot, key=lambda spot: spot.order)
     return set(first.values())
 
 
 def _is_finite(values: Tensor) -> Tensor:
-    # A sum is one read, and keeps a NaN or an infinity; in fp16 it could become one.
+    # A sum reads the values once and keeps a NaN or an infinity. It is in fp32: an fp16 sum could
+    # overflow to an infinity by itself.
     return torch.isfinite(values.sum(dtype=torch.float32))
 
 

@@ -29,27 +29,27 @@ Kind = Literal["F", "B"]
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 """What Megatron's loss function returns: loss sum, token count, report.
 
-The weights already hold the whole normalisation, so the token count is 0: Megatron then divides by
-nothing (later versions by max(0, 1)).
+The weights already include the whole normalisation, so the token count is 0: Megatron then does not
+divide (later versions divide by max(0, 1)).
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """How the last stage turns hidden states into log-probs or values, the same in every step."""
+    """How the last stage turns hidden states into log-probs or values; fixed for all steps."""
 
     tp_group: Any
     """Ranks that share the vocabulary."""
     cp_group: Any
     """Ranks that share the row."""
     sequence_parallel: bool
-    """Hidden states come as slices of the row."""
+    """Whether each tensor-parallel rank has only its slice of the hidden states."""
     chunk_tokens: int = 1024
     """See `VocabHead`."""
     temperature: float = 1.0
     """See `VocabHead`."""
     mtp_coefs: Sequence[float] = ()
-    """Weight of the loss of each depth of multi-token prediction."""
+    """Coefficient of the loss of each depth of multi-token prediction."""
 
 
 class LastStage:
@@ -59,7 +59,7 @@ class LastStage:
         objective: per-token losses; None for a pass that only collects log-probs or values.
         with_entropy: compute the entropy even if the objective does not need it.
         options: see `HeadOptions`.
-        found: takes the sums and outputs.
+        schedule_pass: collects the sums and outputs.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class LastStage:
         *,
         with_entropy: bool,
         options: HeadOptions,
-        found: SchedulePass,
+        schedule_pass: SchedulePass,
     ) -> None:
         self._objective = objective
         self._with_entropy = with_entropy
         self._options = options
-        self._found = found
+        self._pass = schedule_pass
 
     def __call__(self, row: PackedRow, head: DeferredHead, hidden: Tensor) -> LossReport:
-        """The loss of one row; without an objective a sum through which no gradient is wanted."""
+        """The loss of one row; without an objective, a sum whose gradient is not used."""
         if isinstance(head.output_layer, ValueHead):
             return self._values(row, head.output_layer, self._whole_row(hidden))
         hidden, *hidden_ahead = hidden.flatten(0, -2).chunk(1 + len(self._options.mtp_coefs))
@@ -95,10 +95,10 @@ class LastStage:
         if self._objective is not None:
             return _report(self._loss(row, values_R, None, scores_n))
         self._collect(row, {"values": values_R})
-        # Every context-parallel rank has the scores, and outputs are summed over these ranks.
+        # Every context-parallel rank has the scores, but outputs are summed over these ranks.
         if cp_group.rank() == 0:
             scores = zip(row.samples, scores_n.unbind(), strict=True)
-            self._found.outputs["scores"].update(scores)
+            self._pass.outputs["scores"].update(scores)
         return _report(values_R.sum())
 
     def _loss(
@@ -142,7 +142,7 @@ class LastStage:
             logprobs_R, _ = self._logprobs(ahead, head, hidden_ahead, with_entropy=False)
             weights_R = ahead.weights_T[ahead.loss_positions_R]
             loss = -(weights_R * logprobs_R).sum()
-            self._found.add(loss_name(depth), loss)
+            self._pass.add(loss_name(depth), loss)
             total = total + coef * loss
         return total
 
@@ -150,14 +150,15 @@ class LastStage:
         rows_TH = hidden.flatten(0, -2)
         if not self._options.sequence_parallel:
             return rows_TH
-        # The head's backward gives every rank the whole gradient: each takes its slice back.
+        # The head's backward gives every rank the whole gradient, so the backward of this gather
+        # only takes the rank's slice.
         return gather_from_sequence_parallel_region(  # type: ignore[no-any-return]
             rows_TH, tensor_parallel_output_grad=False, group=self._options.tp_group
         )
 
     def _add_up(self, weights_R: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         for name, values_R in values.items():
-            self._found.add(name, (weights_R * values_R.detach()).sum(dtype=torch.float64))
+            self._pass.add(name, (weights_R * values_R.detach()).sum(dtype=torch.float64))
         return (weights_R * values["loss"]).sum()
 
     def _collect(self, row: PackedRow, values: Mapping[str, Tensor | None]) -> None:
@@ -165,23 +166,24 @@ class LastStage:
             if values_R is None:
                 continue
             values_T = values_R.new_zeros(row.row_tokens)
-            # Zeros at positions of other context-parallel ranks: the sum over the ranks is whole.
+            # Positions of other context-parallel ranks stay zero, so that the sum over these ranks
+            # is the whole row.
             values_T[row.row_positions_T[row.loss_positions_R]] = values_R
             for sample, value in zip(row.samples, unpack_row(row, values_T), strict=True):
-                self._found.outputs[name][sample] = value
+                self._pass.outputs[name][sample] = value
 
 
 class Listener:
-    """Hears of each forward and backward, on the thread that runs it; its errors are raised there.
+    """Is called at each forward and backward, on the thread that runs it; it may raise there.
 
-    Chunks and micro-batches count on this rank.
+    Chunks and micro-batches are numbered on this rank.
     """
 
     def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
         """A forward or backward begins."""
 
     def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        """A forward or backward ended: all its work is queued on the device."""
+        """A forward or backward has ended: all its work is queued on the device."""
 
     def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
         """The result of a forward: hidden states, or on the last chunk the loss."""
@@ -192,29 +194,29 @@ def _run(work: Callable[[], T]) -> T | None:
 
 
 class ForwardStep:
-    """Megatron's `forward_step_func`, of one pass over a step's rows.
+    """Megatron's `forward_step_func` for one pass over a step's rows.
 
     Args:
         chunks: the model chunks of this rank.
         last_stage: the loss function of the last chunk.
-        found: the routers read the row that runs from it.
-        listeners: hear of each forward and backward.
-        attempt: runs a piece of work, or returns None if memory has run out; zeros then take the
-            place of its result (`faults.OutOfMemoryGuard`).
+        schedule_pass: gives the routers the row that is being run.
+        listeners: are called at each forward and backward.
+        attempt: runs a piece of work, or returns None if memory has run out; zeros then replace
+            its result (`faults.OutOfMemoryGuard`).
     """
 
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
         last_stage: Callable[[PackedRow, DeferredHead, Tensor], LossReport],
-        found: SchedulePass,
+        schedule_pass: SchedulePass,
         *,
         listeners: Sequence[Listener] = (),
         attempt: Callable[[Callable[[], Any]], Any] = _run,
     ) -> None:
         self._chunks = chunks
         self._last_stage = last_stage
-        self._found = found
+        self._pass = schedule_pass
         self._listeners = listeners
         self._attempt = attempt
         self._num_forwards: Counter[int] = Counter()
@@ -225,24 +227,28 @@ class ForwardStep:
         """The chunk's output, and on the pipeline's last chunk the loss function.
 
         Args:
-            rows: on the device, with their `params`.
+            rows: the rows on the device, with their `params`.
         """
         row = next(rows)
         chunk = next(i for i, own in enumerate(self._chunks) if own is model)
-        # A chunk takes the rows in their order.
+        # Each chunk runs the rows in their order.
         microbatch = self._num_forwards[chunk]
         self._num_forwards[chunk] += 1
-        found = self._attempt(lambda: self._forward(row, model, chunk, microbatch))
-        if found is None:
-            found = _zero_output(row, model), None
-        output, head = found
+        result = self._attempt(lambda: self._forward(row, model, chunk, microbatch))
+        if result is None:
+            result = _zero_output(row, model), None
+        output, head = result
         if not unwrapped(model).post_process:
             return output, None
         return output, partial(self._loss, row, head, chunk, microbatch)
 
     def run_row(self, row: PackedRow, model: Any) -> tuple[Tensor, DeferredHead | None]:
-        """The row through a model chunk; on the last one hidden states and the head left out."""
-        self._found.routing = row.routing
+        """Run the row through a model chunk.
+
+        Returns:
+            The output and None; on the last chunk the hidden states and the head, which is not run.
+        """
+        self._pass.routing = row.routing
         inputs = {
             "input_ids": row.tokens_T[None],
             "position_ids": row.position_ids_T[None],
@@ -280,7 +286,7 @@ class ForwardStep:
             return report
 
         report: LossReport | None = self._attempt(work)
-        # Zeros go back through this loss.
+        # The backward sends zeros through this loss.
         return _report(hidden.sum(dtype=torch.float32) * 0.0) if report is None else report
 
     def _end_forward(self, chunk: int, microbatch: int, output: Tensor) -> None:
@@ -293,7 +299,7 @@ class ForwardStep:
         # The backward begins with the gradient of the forward's output.
         def begin_backward(_: Tensor) -> None:
             self._begin("B", chunk, microbatch)
-            # Called at the end of the whole backward, recomputed forwards included.
+            # The engine calls this at the end of the whole backward, including recomputed forwards.
             torch.autograd.Variable._execution_engine.queue_callback(
                 lambda: self._end("B", chunk, microbatch)
             )
@@ -310,9 +316,9 @@ class ForwardStep:
 
 
 def taken_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the names that the forward of a model chunk has as arguments.
+    """The names that are arguments of a model chunk's forward.
 
-    Only named arguments count: what `**kwargs` are passed on to cannot be seen.
+    Only named arguments count: where a forward passes its `**kwargs` cannot be known.
     """
     if not names:
         return ()
@@ -321,7 +327,7 @@ def taken_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _zero_output(row: PackedRow, model: Any) -> Tensor:
-    """Zeros of the output's shape, through which zeros go back to the chunk's input."""
+    """Zeros of the output's shape; their backward gives zeros for the chunk's input."""
     chunk = unwrapped(model)
     if not chunk.pre_process:
         return chunk.decoder.input_tensor * 0.0  # type: ignore[no-any-return]

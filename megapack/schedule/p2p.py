@@ -1,8 +1,8 @@
-"""The planned communicator: pipeline stages take row lengths from the plan.
+"""The planned communicator: pipeline stages read row lengths from the plan.
 
 With `variable_seq_lengths` Megatron-Core exchanges the shape of every tensor before the tensor
 itself: a batched send and receive, a wait, a device synchronize and a read on the host. Each rank
-holds the same plan, so each rank knows the answer already; `PlannedP2PCommunicator` gives it.
+has the same plan and so already knows the shapes; `PlannedP2PCommunicator` returns them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megapack.errors import ScheduleError
 from megapack.ranks.place import Place
 
 
-class NotingP2PCommunicator(P2PCommunicator):
-    """Megatron's own, which notes each exchange before it begins.
+class RecordingP2PCommunicator(P2PCommunicator):
+    """Megatron's communicator, which also records each exchange before it begins.
 
     Attributes:
-        place: where to; None notes nothing.
+        place: gets the text of the exchange; None records nothing.
     """
 
     place: Place | None = None
@@ -33,8 +33,8 @@ class NotingP2PCommunicator(P2PCommunicator):
         return super()._communicate(**exchange)
 
 
-class PlannedP2PCommunicator(NotingP2PCommunicator):
-    """Answers `_communicate_shapes` from the plan instead of exchanging shapes.
+class PlannedP2PCommunicator(RecordingP2PCommunicator):
+    """Returns shapes from the plan instead of exchanging them.
 
     Args:
         pp_group: the pipeline-parallel process group.
@@ -45,8 +45,9 @@ class PlannedP2PCommunicator(NotingP2PCommunicator):
         group_size: `microbatch_group_size_per_vp_stage`; None without interleaving.
         forward_only: no gradients will be received.
 
-    A receive's micro-batch follows from how many came before it: both Megatron schedules receive
-    activations in the order of the schedule table and gradients in the same order, chunks reversed.
+    The number of earlier receives determines the micro-batch of a receive: both of Megatron's
+    schedules receive activations in the order of the schedule table, and gradients in the same
+    order with the chunks reversed.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class PlannedP2PCommunicator(NotingP2PCommunicator):
         forward_only: bool = False,
     ) -> None:
         super().__init__(pp_group, config)
-        stage, last = pp_group.rank(), pp_group.size() - 1
+        stage = pp_group.rank()
+        last = pp_group.size() - 1
         order = receive_order(len(row_lengths), vpp, group_size)
-        # The first stage gets no activations for chunk 0, the last no gradients for its last chunk;
-        # chunks count from the receiving end, so in both directions it is the order's chunk 0.
+        # The first stage receives no activations for its chunk 0, and the last stage no gradients
+        # for its last chunk. Gradients run through the chunks in reverse, so in both directions
+        # this is chunk 0 of the order.
         self._forward = deque(m for m, chunk in order if stage > 0 or chunk > 0)
         self._backward = deque(m for m, chunk in order if stage < last or chunk > 0)
         if forward_only:
@@ -78,10 +81,10 @@ class PlannedP2PCommunicator(NotingP2PCommunicator):
             self._next_shape(self._backward, "gradient") if recv_next else [0, 0, 0],
         )
 
-    def _next_shape(self, pending: deque[int], what: str) -> list[int]:
+    def _next_shape(self, pending: deque[int], kind: str) -> list[int]:
         if not pending:
             raise ScheduleError(
-                f"Megatron asks for one more {what} than the plan's {len(self._row_lengths)} "
+                f"Megatron asks for one more {kind} than the plan's {len(self._row_lengths)} "
                 "micro-batches have; the schedule's settings changed under the adapter"
             )
         return [self._row_lengths[pending.popleft()], 1, self.config.hidden_size]
@@ -93,23 +96,23 @@ class PlannedP2PCommunicator(NotingP2PCommunicator):
 
 
 def exchange_text(exchange: Mapping[str, Any], prev_rank: int, next_rank: int) -> str:
-    """What an exchange is with which rank.
+    """An exchange as a text, with the global ranks of the other stages.
 
     >>> sent = {"tensor_send_next": object(), "recv_prev": True}
     >>> exchange_text(sent, 0, 2)
     'sends activations to rank 2, receives activations from rank 0'
     """
-    parts = {
+    is_part = {
         f"sends activations to rank {next_rank}": exchange.get("tensor_send_next") is not None,
         f"sends gradients to rank {prev_rank}": exchange.get("tensor_send_prev") is not None,
         f"receives activations from rank {prev_rank}": exchange.get("recv_prev"),
         f"receives gradients from rank {next_rank}": exchange.get("recv_next"),
     }
-    return ", ".join(text for text, is_part in parts.items() if is_part)
+    return ", ".join(text for text, happens in is_part.items() if happens)
 
 
 def receive_order(num_microbatches: int, vpp: int, group_size: int | None) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) pairs in the order in which a stage works on them.
+    """(micro-batch, chunk) pairs in the order in which a stage runs them.
 
     >>> receive_order(3, 1, None)
     [(0, 0), (1, 0), (2, 0)]

@@ -19,11 +19,11 @@ from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, token_weight
 from megapack.ranks.place import Place
 from megapack.rows.packed import PackedRow
-from megapack.schedule import checks as settings
+from megapack.schedule import checks
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard
 from megapack.schedule.forward import ForwardStep, HeadOptions, Kind, LastStage, Listener
-from megapack.schedule.p2p import NotingP2PCommunicator, PlannedP2PCommunicator
+from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
 
 
 class ScheduleRunner:
@@ -32,18 +32,18 @@ class ScheduleRunner:
     Args:
         chunks, config, layout: see `ScheduleAdapter`.
         groups: Megatron's process groups.
-        head: how the last stage works.
-        device: where rows go.
-        routing: of the model's experts.
-        place: kept up to date.
+        head: options of the last stage.
+        device: rows are moved to it.
+        routing: the routing of the model's experts.
+        place: the runner keeps it up to date.
         retries_oom: see `ScheduleAdapter`.
 
     Attributes:
-        listeners: hear of each forward and backward.
+        listeners: are called at each forward and backward.
     """
 
     communicator_class = PlannedP2PCommunicator
-    """Carries planned rows between stages; a subclass may set one of its own."""
+    """Exchanges rows of planned lengths between stages; a subclass may set another class."""
 
     def __init__(
         self,
@@ -70,40 +70,40 @@ class ScheduleRunner:
         self._retries_oom = retries_oom
 
     def run(self, call: StepCall, rows: list[PackedRow]) -> SchedulePass:
-        """All rows of this rank, forward and, in training, backward and reduction.
+        """Run all rows of this rank: forward, and in training also backward and reduction.
 
         Returns:
-            This rank's sums and outputs. The routers record into `rows`.
+            This rank's sums and outputs. Recorded routing is in `rows`.
 
         Raises:
             ScheduleError: on every rank, if an output or a gradient of one is not finite.
-            StepOutOfMemory: under `retries_oom`, on every rank.
+            StepOutOfMemory: on every rank, if one ran out of memory and `retries_oom` is set.
         """
         self.place.enter("schedule")
-        found = self._new_pass(call)
+        schedule_pass = self._new_pass(call)
         flags = self._new_flags()
         memory = OutOfMemoryGuard(self.device) if self._retries_oom else None
-        self.run_schedule(call, rows, found, flags, memory)
+        self.run_schedule(call, rows, schedule_pass, flags, memory)
         if memory is not None and memory.agree():
             self.routing.reset_expert_counts()
             memory.raise_on_all()
-        if call.is_training and not settings.reduces(self.chunks):
+        if call.is_training and not checks.reduces(self.chunks):
             params = [list(chunk.parameters()) for chunk in self.chunks]
             gradients = [[p.grad for p in own if p.grad is not None] for own in params]
             self._check_gradients(flags, gradients)
         self.place.enter("output")
         flags.refuse([row.samples for row in rows], device=self.device)
-        return found
+        return schedule_pass
 
     def run_schedule(
         self,
         call: StepCall,
         rows: list[PackedRow],
-        found: SchedulePass,
+        schedule_pass: SchedulePass,
         flags: FiniteFlags,
         memory: OutOfMemoryGuard | None,
     ) -> None:
-        """Megatron's call."""
+        """Call Megatron's schedule."""
         options: dict[str, Any] = {"listeners": [*self.listeners, flags]}
         if memory is not None:
             options["attempt"] = memory.attempt
@@ -112,10 +112,10 @@ class ScheduleRunner:
         with (
             contextlib.nullcontext() if memory is None else memory.backwards(),
             _config_with(self.config, self._overrides(call, flags, memory)),
-            self.routing.following(found),
+            self.routing.following(schedule_pass),
         ):
             get_forward_backward_func()(
-                forward_step_func=self.forward_step(call, found, **options),
+                forward_step_func=self.forward_step(call, schedule_pass, **options),
                 data_iterator=[iter(device_rows) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(rows),
@@ -129,15 +129,24 @@ class ScheduleRunner:
             assert communicator.num_pending == 0, "a planned receive is missing"
 
     def device_rows(self, rows: list[PackedRow]) -> list[PackedRow]:
-        """The rows as the model chunks take them."""
+        """The rows on the device, with Megatron's packed-sequence parameters."""
         return [with_params(row.to(self.device)) for row in rows]
 
-    def forward_step(self, call: StepCall, found: SchedulePass, **options: Any) -> ForwardStep:
-        """Megatron's forward step for a call; options are those of `ForwardStep`."""
+    def forward_step(
+        self, call: StepCall, schedule_pass: SchedulePass, **options: Any
+    ) -> ForwardStep:
+        """Megatron's forward step for a call.
+
+        Args:
+            options: those of `ForwardStep`.
+        """
         last_stage = LastStage(
-            call.objective, with_entropy=call.with_entropy, options=self.head, found=found
+            call.objective,
+            with_entropy=call.with_entropy,
+            options=self.head,
+            schedule_pass=schedule_pass,
         )
-        return ForwardStep(self.chunks, last_stage, found, **options)
+        return ForwardStep(self.chunks, last_stage, schedule_pass, **options)
 
     def _new_pass(self, call: StepCall) -> SchedulePass:
         if not call.is_training:
@@ -146,14 +155,15 @@ class ScheduleRunner:
 
     def _new_flags(self) -> FiniteFlags:
         pp = self._groups.pp
-        # Megatron deals the stages of the model out to pipeline ranks in turn.
+        # Megatron assigns the model's stages to the pipeline ranks in turn: with pp=2 and vpp=2,
+        # rank 1 has stages 1 and 3.
         stages = [chunk * pp.size() + pp.rank() for chunk in range(len(self.chunks))]
         return FiniteFlags(stages, self._groups.dp.rank())
 
-    def _communicator(self, call: StepCall, rows: list[PackedRow]) -> NotingP2PCommunicator:
+    def _communicator(self, call: StepCall, rows: list[PackedRow]) -> RecordingP2PCommunicator:
         layout = self.layout
         shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-        communicator = NotingP2PCommunicator(self._groups.pp, self.config)
+        communicator = RecordingP2PCommunicator(self._groups.pp, self.config)
         if call.has_planned_rows:
             communicator = self.communicator_class(
                 self._groups.pp,
@@ -177,23 +187,23 @@ class ScheduleRunner:
             # Megatron-Core before 0.19 frees a stage's output while its isend still reads it.
             overrides["deallocate_pipeline_outputs"] = False
         finalize = self.config.finalize_model_grads_func
-        if finalize is None and settings.reduces(self.chunks):
+        if finalize is None and checks.reduces(self.chunks):
             finalize = finalize_model_grads
         if finalize is not None:
-            overrides["finalize_model_grads_func"] = self._checked(finalize, flags, memory)
+            overrides["finalize_model_grads_func"] = self._checking(finalize, flags, memory)
         return overrides
 
-    def _checked(
+    def _checking(
         self,
         finalize: Callable[..., None],
         flags: FiniteFlags,
         memory: OutOfMemoryGuard | None,
     ) -> Callable[..., None]:
-        """The reduction of gradients, which checks this rank's own before."""
+        """A `finalize` that first checks this rank's own gradients."""
 
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
             self.place.enter("reduction")
-            buffers = [settings.gradient_buffers(chunk) for chunk in self.chunks]
+            buffers = [checks.gradient_buffers(chunk) for chunk in self.chunks]
             self._check_gradients(flags, [[b.grad_data for b in own] for own in buffers])
             if memory is None or not memory.agree():
                 finalize(*args, **kwargs)
@@ -207,7 +217,7 @@ class ScheduleRunner:
 
 
 class _PlaceKeeper(Listener):
-    """Keeps the forward or backward that began last in this rank's place."""
+    """Records the forward or backward that began last in this rank's place."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -217,7 +227,7 @@ class _PlaceKeeper(Listener):
 
 
 def process_groups() -> ProcessGroupCollection:
-    """The groups that Megatron's schedules need beside a communicator."""
+    """The groups that Megatron's schedules need in addition to a communicator."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
@@ -233,7 +243,7 @@ def process_groups() -> ProcessGroupCollection:
 
 @contextlib.contextmanager
 def _config_with(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
-    """Within the block Megatron's config has the step's settings in place of the user's."""
+    """Within the block, Megatron's config has the step's settings instead of the user's."""
     before = {name: getattr(config, name) for name in overrides}
     for name, value in overrides.items():
         setattr(config, name, value)
@@ -246,8 +256,8 @@ def _config_with(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within the block the chunks are in evaluation mode."""
-    # Per module: a user may have frozen some of them in evaluation mode.
+    """Within the block, the chunks are in evaluation mode."""
+    # Remember the mode per module: a user may keep some of them in evaluation mode while training.
     modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()

@@ -1,4 +1,4 @@
-"""The layouts and plans that are held against the reference, as data."""
+"""The layouts and plans that are compared with the reference, as data."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Case:
     norm_constant: float | None = None
     recompute: str = "none"
     variant: str = "plain"
-    """Which of `problem.MODELS`."""
+    """The name of one of `problem.MODELS`."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, as in `ModelConfig.freeze`."""
     forward_budget: int | None = None
-    """Run the forward pass by a plan of its own, with this budget."""
+    """Run the forward pass with a separate plan of this budget."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Settings of Megatron's config to change once the model is built."""
+    """Settings of Megatron's config that are changed after the model is built."""
     num_samples: int = problem.NUM_SAMPLES
     staged: bool = False
-    """Stages exchange tensors through the host, as they must where they share a GPU."""
+    """Stages exchange tensors through the host, as they must if they share a GPU."""
     unequal_counts: bool = False
-    """Move one micro-batch to another rank, whatever the planner found best."""
+    """Move one micro-batch to another rank after planning."""
     expect: dict[str, Any] = field(default_factory=dict)
-    """Facts about the plan that make the case what its name says."""
+    """Facts about the plan that the case's name states."""
 
     @property
     def world(self) -> int:
@@ -45,7 +45,7 @@ class Case:
         return self.layout.world_size
 
     def plan(self) -> Plan:
-        """The plan, found alike on every rank."""
+        """The plan, the same on every rank."""
         plan = build_dp_schedule(
             problem.make_batch(self.num_samples).lengths,
             layout=self.layout,
@@ -57,7 +57,7 @@ class Case:
         return _move_one(plan) if self.unequal_counts else plan
 
     def forward_plan(self) -> Plan:
-        """One for passes without a backward, where the case has a budget of its own for them."""
+        """The plan of the forward pass: a separate one if the case has a `forward_budget`."""
         if self.forward_budget is None:
             return self.plan()
         return build_dp_schedule(
@@ -75,12 +75,17 @@ def _move_one(plan: Plan) -> Plan:
     return replace(plan, steps=(replace(step, ranks=ranks),))
 
 
-PP2, PP4 = Layout(pp=2), Layout(pp=4)
-PP2_VPP2, PP4_VPP2 = Layout(pp=2, vpp=2), Layout(pp=4, vpp=2)
-DP2_PP2, DP2_PP2_VPP2 = Layout(dp=2, pp=2), Layout(dp=2, pp=2, vpp=2)
-TP2, TP2_SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
+PP2 = Layout(pp=2)
+PP4 = Layout(pp=4)
+PP2_VPP2 = Layout(pp=2, vpp=2)
+PP4_VPP2 = Layout(pp=4, vpp=2)
+DP2_PP2 = Layout(dp=2, pp=2)
+DP2_PP2_VPP2 = Layout(dp=2, pp=2, vpp=2)
+TP2 = Layout(tp=2)
+TP2_SP = Layout(tp=2, sequence_parallel=True)
 DP2_EP2 = Layout(dp=2, ep=2)
-UNIFORM, PER_RANK = Policy(row_shape="uniform"), Policy(count_rule="per_rank")
+UNIFORM = Policy(row_shape="uniform")
+PER_RANK = Policy(count_rule="per_rank")
 
 CASES: dict[str, Case] = {
     "single": Case(layout=Layout()),

@@ -1,4 +1,4 @@
-"""What the tests of several processes share."""
+"""Fixtures of the tests with several processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.dist.run_cases import make_reference, run_cases
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The one-sample reference's per-sample gradients and log-probs."""
+    """The folder with the one-sample reference's gradients and log-probs."""
     return make_reference(tmp_path_factory.mktemp("reference"))
 
 
@@ -21,5 +21,5 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def case_results(
     reference: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """What the workers found, by case."""
+    """The workers' results, by case."""
     return run_cases(CASES, reference, tmp_path_factory.mktemp("cases"))

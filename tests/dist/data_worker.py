@@ -1,4 +1,4 @@
-"""Runs the main job and writes which samples' tokens this rank has read.
+"""Runs the main job and writes the samples whose tokens this rank has read.
 
 torchrun -m tests.dist.data_worker CONFIG OUT_DIR [overrides]
 """
@@ -22,29 +22,32 @@ from megapack.train import Trainer
 from megapack.train.passes import PlannedBatch
 
 
-class Watched(Trainer):
-    """The main job, which keeps what it has read and what its plans give it."""
+class RecordingTrainer(Trainer):
+    """The main job; it records the samples that it reads, and those in its plans."""
 
     def run(self) -> Path:
-        """The job with its reads written down."""
+        """Run the job and record its reads."""
         self.read: list[int] = []
         self.planned: list[int] = []
         tokens = self.data.tokens
 
-        def watched(row: int) -> tuple[np.ndarray, np.ndarray]:
+        def recorded(row: int) -> tuple[np.ndarray, np.ndarray]:
             self.read.append(row)
             return tokens(row)
 
-        self.data.tokens = watched  # type: ignore[method-assign]
+        self.data.tokens = recorded  # type: ignore[method-assign]
         return super().run()
 
     def _prepare(self, rows: np.ndarray) -> PlannedBatch:
         batch = super()._prepare(rows)
         dp_rank = self.adapter.dp_rank
         own = [
-            mb for p in (batch.plan, batch.forward_plan) for s in p.steps for mb in s.ranks[dp_rank]
+            row
+            for plan in (batch.plan, batch.forward_plan)
+            for step in plan.steps
+            for row in step.ranks[dp_rank]
         ]
-        samples = sorted({i for mb in own for i in mb.samples})
+        samples = sorted({i for row in own for i in row.samples})
         for sample in samples:
             assert len(batch.samples.tokens(sample)) == batch.samples.length(sample)
         self.planned += rows[samples].tolist()
@@ -52,15 +55,15 @@ class Watched(Trainer):
 
 
 def main(config_path: str, out_dir: str, *overrides: str) -> None:
-    """Train, and write what was read."""
+    """Train, and write the recorded samples."""
     config = load_config(config_path, overrides, TrainConfig)
     device = launch.start("cpu")
-    trainer = Watched(config, device, Interrupt(saves=False), Ranks.start())
+    trainer = RecordingTrainer(config, device, Interrupt(saves=False), Ranks.start())
     assert isinstance(trainer.data, Dataset)
     trainer.run()
-    found = {"read": trainer.read, "planned": trainer.planned, "num_samples": len(trainer.data)}
+    results = {"read": trainer.read, "planned": trainer.planned, "num_samples": len(trainer.data)}
     path = Path(out_dir) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    path.write_text(json.dumps(results), encoding="utf-8")
     launch.stop()
 
 

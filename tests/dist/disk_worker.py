@@ -1,4 +1,4 @@
-"""One rank after the other cannot write one file of a checkpoint; notes what each rank was told.
+"""One rank cannot write one file of a checkpoint, in turn; each rank writes its errors.
 
 torchrun --nproc-per-node 2 -m tests.dist.disk_worker OUT_DIR
 """
@@ -28,13 +28,13 @@ from megapack.config import load_config
 from megapack.config.sections import OptimConfig, TrainConfig
 from megapack.model.optimizer import build_optimizer
 from tests.dist import problem
-from tests.dist.setup import build_chunks, told
+from tests.dist.setup import build_chunks, error_of
 from tests.dist.spawn import ROOT
 
 LAYOUT = Layout(pp=2)
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 FIELDS = ("old_logprobs",)
-# Rank that fails, file that it cannot write.
+# The rank that fails, and the file that it cannot write.
 FAULTS = [
     (0, "common.pt"),
     (0, "__0_0.distcp"),
@@ -50,22 +50,23 @@ FAULTS = [
 
 @contextmanager
 def full_disk(name: str) -> Iterator[None]:
-    """Files of this name cannot be written on this rank, by Python or by torch."""
-    opened, saved = io.open, torch.save
+    """Within the block, neither Python nor torch can write files of this name on this rank."""
+    original_open = io.open
+    original_save = torch.save
 
-    def is_it(file: Any) -> bool:
+    def is_affected(file: Any) -> bool:
         return isinstance(file, str | Path) and Path(file).name.startswith(name)
 
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if is_it(file) and mode.startswith("w"):
+        if is_affected(file) and mode.startswith("w"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-        return opened(file, mode, *args, **kwargs)
+        return original_open(file, mode, *args, **kwargs)
 
     def save(values: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        if is_it(file):
-            # As torch's writer in C++ tells it.
+        if is_affected(file):
+            # The error of torch's writer in C++.
             raise RuntimeError("PytorchStreamWriter failed writing file data.pkl\nframe #0")
-        saved(values, file, *args, **kwargs)
+        original_save(values, file, *args, **kwargs)
 
     with (
         mock.patch.object(io, "open", open_),
@@ -76,11 +77,11 @@ def full_disk(name: str) -> Iterator[None]:
 
 
 def main(out_dir: str) -> None:
-    """Save, fail to save in every way, save again, and load that."""
+    """Save, fail to save in every way, save again, and load the last checkpoint."""
     device = launch.start("cpu")
     chunks = build_chunks(LAYOUT, distributed_optimizer=True)
     optimizer = build_optimizer(OptimConfig(distributed_optimizer=True), chunks, bf16=False)
-    # Makes Adam's state, which a checkpoint holds.
+    # This step creates Adam's state, which a checkpoint contains.
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.step()
@@ -102,20 +103,20 @@ def main(out_dir: str) -> None:
         checkpoints.save(position, plan, batch, FIELDS)
 
     save(1)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for rank, name in FAULTS:
         with full_disk(name) if dist.get_rank() == rank else nullcontext():
-            error = told(lambda: save(2))
-        # The first rank removes what was written, which it need not wait for.
+            error = error_of(lambda: save(2))
+        # Rank 0 removes the written files, and other ranks do not wait for that.
         dist.barrier()
-        found.append({"error": error, "left": sorted(os.listdir(checkpoints.folder))})
+        results.append({"error": error, "left": sorted(os.listdir(checkpoints.folder))})
         dist.barrier()
     save(3)
     checkpoint = checkpoints.find()
     assert checkpoint is not None
     position = checkpoints.load(checkpoint, FIELDS)
-    found.append({"error": "", "left": [position.num_steps]})
-    Path(out_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    results.append({"error": "", "left": [position.num_steps]})
+    Path(out_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     launch.stop()
 
 

@@ -1,4 +1,4 @@
-"""Runs the Python blocks of a document on four ranks, with the names that its text takes as given.
+"""Runs the Python blocks of a document on four ranks, with the names that its text assumes.
 
 torchrun --nproc-per-node 4 -m tests.dist.documents_worker DOCUMENT
 """
@@ -14,7 +14,7 @@ from tests.documents import python_blocks
 
 
 def given() -> dict[str, Any]:
-    """What an own loop has before megapack comes in: a model on its layout, and rollouts."""
+    """The names that a user's own loop defines: a model on its layout, and rollouts."""
     return {
         "model_chunks": build_chunks(Layout(dp=2, pp=2, vpp=2)),
         "prompts": [[1 + i % 5] * (1 + 3 * i % 7) for i in range(12)],
@@ -24,7 +24,7 @@ def given() -> dict[str, Any]:
 
 
 def main(document: str) -> None:
-    """All blocks in one namespace, in order; a block that starts the job itself is left to it."""
+    """Run all blocks in one namespace, in order; start the job unless a block does."""
     blocks = python_blocks(document)
     own_job = any("launch.start(" in block for block in blocks)
     if not own_job:

@@ -1,4 +1,4 @@
-"""What a step must give, added up from the reference's samples by each weighting's definition."""
+"""Expected results of a step, added up from the reference's samples as each weighting defines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tests.dist.cases import Case
 def expected_step(
     case: Case, plan: Plan, samples: list[dict[str, Any]]
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and whole gradients of the samples that the plan keeps."""
+    """The loss and the unsliced gradients of the samples that the plan keeps."""
     kept = [i for i in plan.steps[0].kept_samples if samples[i]["num_tokens"] > 0]
-    loss, grads = 0.0, {}
+    loss = 0.0
+    grads: dict[str, Tensor] = {}
     for i in kept:
         weight = _weight(case, samples, kept, i)
         loss += weight * samples[i]["loss"]
@@ -40,7 +41,7 @@ def expected_mtp(case: Case, plan: Plan, samples: list[dict[str, Any]]) -> dict[
 
 
 def auxiliary_gradients(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Of the experts' losses, which are means over all real tokens; {} for a dense model."""
+    """Gradients of the experts' losses, means over all real tokens; {} for a dense model."""
     grads: dict[str, Tensor] = {}
     for sample in _with_experts(plan, samples):
         for name, grad in sample["grads"].items():
@@ -49,7 +50,7 @@ def auxiliary_gradients(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, 
 
 
 def auxiliary_metrics(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, float]:
-    """What the step reports of the experts' losses."""
+    """The experts' losses that the step must report."""
     return {
         name: sum(sample[name] for sample in _with_experts(plan, samples)) / _tokens(plan, samples)
         for name in ("moe_balance_loss", "moe_z_loss")
@@ -57,7 +58,7 @@ def auxiliary_metrics(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, fl
 
 
 def tokens_per_expert(plan: Plan, samples: list[dict[str, Any]]) -> Tensor:
-    """Choices [layers, experts] of all real tokens."""
+    """How many real tokens chose each expert: [layers, experts]."""
     return sum(sample["chosen"].sum(0) for sample in _with_experts(plan, samples))
 
 
@@ -85,5 +86,5 @@ def _weight(case: Case, samples: list[dict[str, Any]], kept: list[int], index: i
     assert case.weighting == "rollout-mean"
     ids = problem.ROLLOUT_IDS
     rollouts = {ids[i] for i in kept}
-    mine = sum(tokens[i] for i in kept if ids[i] == ids[index])
-    return 1 / len(rollouts) / mine
+    rollout_tokens = sum(tokens[i] for i in kept if ids[i] == ids[index])
+    return 1 / len(rollouts) / rollout_tokens

@@ -1,4 +1,4 @@
-"""Each rank tries something that must be refused, and writes what it was told.
+"""Each rank makes calls that must be refused, and writes their errors.
 
 torchrun --nproc-per-node 2 -m tests.dist.faults_worker OUT_DIR
 """
@@ -27,16 +27,17 @@ from megapack.samples import SampleBatch, TensorField
 from megapack.schedule import ScheduleAdapter
 from megapack.train import Trainer
 from tests.dist import problem
-from tests.dist.setup import build_chunks, told
+from tests.dist.setup import build_chunks, error_of
 
 LAYOUT = Layout(pp=2, vpp=2)
 
 
 class Faults:
-    """One fault per method; `rank` 1 is the odd one where ranks differ."""
+    """One fault per method; if ranks differ, rank 1 makes the other call."""
 
     def __init__(self, chunks: list[Any]) -> None:
-        self.chunks, self.rank = chunks, dist.get_rank()
+        self.chunks = chunks
+        self.rank = dist.get_rank()
         self.batch = problem.make_batch()
         self.adapter = ScheduleAdapter(chunks, layout=LAYOUT)
         self.plan = build_dp_schedule(self.batch.lengths, layout=LAYOUT, max_tokens_per_gpu=64)
@@ -85,7 +86,7 @@ class Faults:
         self._with_setting("batch_p2p_comm", True)
 
     def another_head(self) -> None:
-        """Only the last stage can see it."""
+        """Only the last stage can see the difference."""
         adapter = ScheduleAdapter(self.chunks, layout=LAYOUT, head="value")
         adapter.step(self.plan, self.batch, objective=SFT())
 
@@ -112,7 +113,7 @@ class Faults:
             Trainer(config, torch.device("cpu"), Interrupt(saves=False), self.adapter.ranks)
 
     def a_full_disk(self) -> None:
-        """On one rank, which alone writes."""
+        """Only one rank fails; the others have nothing to write."""
 
         def write() -> None:
             if self.rank == 1:
@@ -137,12 +138,12 @@ FAULTS = [name for name in vars(Faults) if not name.startswith("_") and name != 
 
 
 def main(out_dir: str) -> None:
-    """Try every fault, and after all of them a sound step."""
+    """Try every fault, and then a correct step."""
     launch.start("cpu")
     faults = Faults(build_chunks(LAYOUT))
-    found = {name: told(getattr(faults, name)) for name in [*FAULTS, "nothing"]}
+    errors = {name: error_of(getattr(faults, name)) for name in [*FAULTS, "nothing"]}
     path = Path(out_dir) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    path.write_text(json.dumps(errors), encoding="utf-8")
     launch.stop()
 
 

@@ -1,12 +1,12 @@
-"""Starts ranks by forking a process that has imported torch and Megatron-Core already.
+"""Starts ranks by forking a process that has already imported torch and Megatron-Core.
 
-Importing them takes each rank longer than most tests run. One server serves a whole test session:
+The imports alone would take each rank longer than most tests run. One server serves a test session:
 
     spawn.run_job -> (a line of JSON) server -> fork: launcher of one job -> fork: its ranks
 
-The server never runs anything but imports, so that it has one thread when it forks. A rank then
-runs its module as `python -m` does, in a job like that of torchrun: the launcher holds the store,
-and when a rank fails it ends the others.
+The server only runs imports and one small plan, so that it has one thread when it forks. A rank
+runs its module as `python -m` does, in a job like torchrun's: the launcher holds the store, and
+when a rank fails it ends the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A module to run on so many ranks."""
+    """A module, and the ranks to run it on."""
 
     world: int
     module: str
@@ -39,20 +39,20 @@ class Job:
     env: dict[str, str]
     timeout_s: float
     output: str
-    """A file that takes what all ranks print."""
+    """A file that gets the output of all ranks."""
     max_file_bytes: int | None = None
-    """A limit on files that ranks write, which stands in for a full disk."""
+    """A limit on the size of files that ranks write; it simulates a full disk."""
     grace_s: float = 2.0
-    """After one rank failed the others may still say why for so long, then they are ended."""
+    """Seconds that the other ranks have to report errors after one failed; then they are ended."""
 
 
 def serve() -> int:
-    """Run the jobs that come as lines; answers each with its exit code."""
+    """Run the jobs that arrive on stdin, one per line; answer each with its exit code."""
     answers = os.fdopen(os.dup(1), "w")
     import megapack.dp_schedule
     import megapack.train
 
-    # Kernels of the planner that ranks would each load or compile.
+    # Load the planner's compiled kernels, which each rank would otherwise load or compile.
     megapack.dp_schedule.build_dp_schedule(
         [5, 4, 3, 2] * 4, layout=megapack.Layout(pp=2, vpp=2), max_tokens_per_gpu=8
     )
@@ -67,12 +67,12 @@ def serve() -> int:
 
 
 def request(job: Job) -> str:
-    """The line that asks for a job."""
+    """The line that requests a job."""
     return json.dumps(asdict(job)) + "\n"
 
 
 def _launch(job: Job) -> int:
-    """In a process of its own: fork the ranks, hold their store, wait."""
+    """The launcher: fork the ranks, hold their store, wait for them."""
     os.setsid()
     output = os.open(job.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for fd in (1, 2):
@@ -94,7 +94,7 @@ def _launch(job: Job) -> int:
 def _store(world: int) -> Any:
     from torch.distributed import TCPStore
 
-    # Port 0: the system's choice, taken for as long as the job runs.
+    # Port 0: the system chooses a free port and reserves it while the job runs.
     wait = datetime.timedelta(seconds=60)
     return TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False, timeout=wait)
 
@@ -116,7 +116,7 @@ def _rank(job: Job, rank: int, port: int) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
-        # As the interpreter does, for those who look at it as they end.
+        # The interpreter sets it too; megapack's exit hook reads it.
         sys.last_value = error
         traceback.print_exc()
         return 1
@@ -124,7 +124,7 @@ def _rank(job: Job, rank: int, port: int) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without taking the interpreter apart: that touches, and so copies, the whole server."""
+    """Exit without shutting the interpreter down, which would touch and so copy all memory."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -132,8 +132,9 @@ def _leave(code: int) -> NoReturn:
 
 
 def _wait(ranks: list[int], deadline: float, grace_s: float) -> int:
-    """The exit code of a single rank; of several 1 where any failed, as torchrun has it."""
-    running, failed = set(ranks), 0
+    """The exit code: a single rank's own; of several ranks 1 if any failed, as with torchrun."""
+    running = set(ranks)
+    failed = 0
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -146,7 +147,8 @@ def _wait(ranks: list[int], deadline: float, grace_s: float) -> int:
             for rank in running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank, signal.SIGKILL)
-            failed, deadline = failed or TIMED_OUT, float("inf")
+            failed = failed or TIMED_OUT
+            deadline = float("inf")
         else:
             time.sleep(0.01)
     return failed

@@ -1,4 +1,4 @@
-"""The main job as a function: what of it is left in the process once it has ended.
+"""The main job as a function: the threads and handlers that it leaves in the process.
 
 torchrun --nproc-per-node 2 -m tests.dist.leftovers_worker OUT_DIR [overrides]
 """
@@ -26,7 +26,7 @@ from tests.dist.rank_fault_worker import CONFIG, SETTINGS
 
 
 def state() -> dict[str, Any]:
-    """What a job may leave behind."""
+    """Threads, handlers and groups that a job could leave behind."""
     names = sorted(t.name for t in threading.enumerate() if t.name.startswith("megapack-"))
     before = signal.set_wakeup_fd(-1)
     return {
@@ -38,21 +38,21 @@ def state() -> dict[str, Any]:
 
 
 def main(out_dir: str, *overrides: str) -> None:
-    """Run it, and look before and after."""
+    """Run the job, and record the state before and after."""
     layout = ("layout.pp=1", "layout.vpp=1", "train.num_batches=1")
     settings = [*SETTINGS, *layout, f"runs_dir={out_dir}/runs", *overrides]
-    found: dict[str, Any] = {"error": "", "before": state()}
+    results: dict[str, Any] = {"error": "", "before": state()}
     warnings.simplefilter("always", ResourceWarning)
     try:
         with Interrupt(saves=False) as interrupt:
             train(load_config(CONFIG, settings, TrainConfig), interrupt)
     except MegapackError as error:
-        found["error"] = str(error)
-    # Warns of sockets and files that nobody has closed.
+        results["error"] = str(error)
+    # Python warns of unclosed sockets and files when it frees them.
     gc.collect()
-    found["after"] = state()
+    results["after"] = state()
     path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    path.write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

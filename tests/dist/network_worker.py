@@ -1,7 +1,7 @@
-"""Runs every command in a process that notes what it tries to reach, in found.json.
+"""Runs every command and records in found.json what the process tries to reach.
 
-As root it runs where there is no network but a loopback of its own. What torch does in C++ is not
-noted: there it could only fail.
+As root, it runs in a network namespace that only has a loopback. Calls that torch makes in C++ are
+not recorded; without a network they could only fail.
 
 python -m tests.dist.network_worker FOLDER
 """
@@ -43,16 +43,19 @@ COMMANDS = {
     "trace of a run": "trace runs/run -o run.json",
 }
 
-# Of socket and what stands upon it. Making a socket, or looking at its name, reaches nothing.
+# Audit events of socket and of modules that use it. Making or binding a socket reaches nothing.
 HARMLESS = ("socket.__new__", "socket.bind", "socket.gethostname")
 NETWORK = ("socket.", "urllib.", "http.", "ftplib.", "smtplib.", "poplib.", "imaplib.", "nntplib.")
 NETWORK += ("webbrowser.", "telnetlib.", "ssl.")
 
-_NEW_NETWORK, _SET_FLAGS, _UP = 0x40000000, 0x8914, 1
+# CLONE_NEWNET, SIOCSIFFLAGS and IFF_UP of Linux.
+_NEW_NETWORK = 0x40000000
+_SET_FLAGS = 0x8914
+_UP = 1
 
 
 def leave_network() -> bool:
-    """Move to a network of nothing but a loopback; whether that is allowed here."""
+    """Move to a network namespace with only a loopback; returns whether that is allowed here."""
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -61,40 +64,42 @@ def leave_network() -> bool:
 
 
 def main(folder: str) -> None:
-    """Note exit codes, what was reached, and who may read the files that were written."""
+    """Record exit codes, what was reached, and the modes of written files."""
     from megapack import cli
-    from megapack.doctor.probes import run_probe
-    from megapack.doctor.runner import HERE, IN_CHILD
+    from megapack.doctor import probes, runner
 
     os.chdir(folder)
     os.umask(0o077)
     Path("lengths.txt").write_text("".join(f"{100 + 37 * i % 700}\n" for i in range(64)))
-    is_alone, reached = leave_network(), list[str]()
+    is_alone = leave_network()
+    reached: list[str] = []
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event.startswith(NETWORK) and event not in HARMLESS:
             reached.append(f"{event}{args[1:] if event.startswith('socket.') else args}")
 
     sys.addaudithook(hook)
-    # The hook must see what nobody answers, too.
+    # A control: the hook must also see a connection that nobody answers.
     with contextlib.suppress(OSError):
         socket.create_connection(("127.0.0.1", 9), timeout=1).close()
-    control, codes, said = len(reached), dict[str, int](), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    num_control = len(reached)
+    codes: dict[str, int] = {}
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         for name, line in COMMANDS.items():
             codes[name] = cli.main(line.split())
-    # `doctor` runs most of them in a child, which has no hook.
-    for probe in (*HERE, *IN_CHILD):
-        run_probe(probe)
-    found = {
+    # `doctor` runs most probes in a child process, which has no hook.
+    for probe in (*runner.HERE, *runner.IN_CHILD):
+        probes.run_probe(probe)
+    results = {
         "codes": codes,
-        "said": said.getvalue(),
-        "control": reached[:control],
-        "reached": reached[control:],
+        "output": output.getvalue(),
+        "control": reached[:num_control],
+        "reached": reached[num_control:],
         "is_alone": is_alone,
         "modes": {str(path): path.stat().st_mode & 0o777 for path in Path().rglob("*")},
     }
-    Path(folder, "found.json").write_text(json.dumps(found))
+    Path(folder, "found.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

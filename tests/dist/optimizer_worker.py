@@ -1,4 +1,4 @@
-"""Takes three optimizer steps on one layout; each rank writes its parameters and gradient norms.
+"""Runs three optimizer steps on one layout; each rank writes its parameters and gradient norms.
 
 torchrun --nproc-per-node N -m tests.dist.optimizer_worker OUT_DIR DP TP PP VPP DISTRIBUTED FROZEN
 """
@@ -23,7 +23,7 @@ from tests.dist.setup import build_chunks
 
 NUM_STEPS = 3
 CLIP = 0.05
-# All that the first of two stages has.
+# All parameters of the first of two stages.
 FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 
 
@@ -35,7 +35,8 @@ def main(
     layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp)
     model = dataclasses.replace(problem.MODEL, freeze=FROZEN if frozen else ())
     chunks = build_chunks(layout, model=model, distributed_optimizer=distributed)
-    # Adam divides by the gradient's size: a large eps keeps rounding of tiny ones tiny.
+    # Adam divides by the gradient's size: without a large eps, rounding errors of tiny gradients
+    # would become large.
     optim = OptimConfig(lr=1e-1, clip_grad=CLIP, adam_eps=1e-3, distributed_optimizer=distributed)
     optimizer = build_optimizer(optim, chunks, bf16=False)
     adapter = ScheduleAdapter(chunks, layout=layout)
@@ -50,16 +51,16 @@ def main(
         updated, norm, _ = optimizer.step()
         assert updated
         norms.append(float(norm))
-    # Parameters keep their partition, so that a whole one can be sliced like them.
+    # The partitions are written too, so that the test can slice a whole parameter like these.
     parameters = {n: p for c in chunks for n, p in global_parameters(c)}
-    found = {
+    result = {
         "norms": norms,
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
         "trained": [n for n, p in parameters.items() if p.requires_grad],
         "parameters": {n: p.detach().clone() for n, p in parameters.items()},
         "partitions": {n: _partition(p) for n, p in parameters.items()},
     }
-    torch.save(found, Path(out_dir) / f"rank{dist.get_rank()}.pt")
+    torch.save(result, Path(out_dir) / f"rank{dist.get_rank()}.pt")
     launch.stop()
 
 

@@ -1,4 +1,4 @@
-"""A loop of one's own around the adapter, in which rank 1 fails; each rank writes what it was told.
+"""A user's own loop around the adapter, in which rank 3 fails; each rank writes its errors.
 
 torchrun --nproc-per-node 4 -m tests.dist.own_loop_worker OUT_DIR FAILS
 """
@@ -23,15 +23,16 @@ from tests.dist import problem
 from tests.dist.setup import build_chunks
 
 LAYOUT = Layout(dp=2, pp=2)
-# Stages are numbered in steps of dp: the last one has ranks 2 and 3.
+# With dp=2, the first stage has ranks 0 and 1, the last stage ranks 2 and 3.
 ODD_RANK = 3
 
 
 class Fails(SFT):
-    """The user's own loss, which fails on one rank, in its second step."""
+    """A user's own loss, which fails on one rank in the second step."""
 
     def __init__(self, fails: str) -> None:
-        self.fails, self.num_steps = fails, 0
+        self.fails = fails
+        self.num_steps = 0
 
     def __call__(self, *args: Any) -> Any:
         if dist.get_rank() == ODD_RANK and self.num_steps == 2:
@@ -45,10 +46,11 @@ class Fails(SFT):
         return "Fails()"
 
 
-def told(attempt: Callable[[], object]) -> dict[str, Any]:
-    """The error, its notes, and how long it took to come."""
+def outcome_of(attempt: Callable[[], object]) -> dict[str, Any]:
+    """The error of an attempt, its notes, and the seconds until it came."""
     started = time.monotonic()
-    error, notes = "", ""
+    error = ""
+    notes = ""
     try:
         attempt()
     except MegapackError as caught:
@@ -58,10 +60,11 @@ def told(attempt: Callable[[], object]) -> dict[str, Any]:
 
 
 def main(out_dir: str, fails: str) -> None:
-    """Two steps, and one more after an error."""
+    """Run two steps, and one more after the error."""
     launch.start("cpu")
     adapter = ScheduleAdapter(build_chunks(LAYOUT), layout=LAYOUT)
-    batch, objective = problem.make_batch(), Fails(fails)
+    batch = problem.make_batch()
+    objective = Fails(fails)
     plan = build_dp_schedule(batch.lengths, layout=LAYOUT, max_tokens_per_gpu=64)
 
     def step() -> None:
@@ -70,9 +73,9 @@ def main(out_dir: str, fails: str) -> None:
             raise ValueError("the user's own loop failed")
         adapter.step(plan, batch, objective=objective)
 
-    found = [told(step) for _ in range(3)]
+    outcomes = [outcome_of(step) for _ in range(3)]
     path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    path.write_text(json.dumps(outcomes), encoding="utf-8")
     launch.stop(broken=True)
 
 

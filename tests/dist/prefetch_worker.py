@@ -1,4 +1,4 @@
-"""The step after the one that runs is prepared meanwhile; each rank counts the rows it packs.
+"""The next step's rows are packed while a step runs; each rank counts the rows that it packs.
 
 torchrun --nproc-per-node 2 -m tests.dist.prefetch_worker OUT_DIR [silent | announcing]
 """
@@ -17,8 +17,7 @@ from megapack import Layout, build_dp_schedule, launch
 from megapack.errors import RankError
 from megapack.loss import SFT
 from megapack.rows.packed import pack_row
-from megapack.schedule import ScheduleAdapter
-from megapack.schedule import adapter as schedule
+from megapack.schedule import ScheduleAdapter, adapter
 from tests.dist import problem
 from tests.dist.setup import build_chunks
 
@@ -26,14 +25,14 @@ LAYOUT = Layout(pp=2)
 
 
 class Run:
-    """Two steps of a plan, between which something may change."""
+    """Runs two steps of a plan; the call may change between them."""
 
     def __init__(self) -> None:
         self.num_packed = 0
         self.adapter = ScheduleAdapter(build_chunks(LAYOUT), layout=LAYOUT)
         lengths = problem.make_batch().lengths
         self.plan = build_dp_schedule(lengths, layout=LAYOUT, max_tokens_per_gpu=64, num_steps=2)
-        mock.patch.object(schedule, "pack_row", self.counted).start()
+        mock.patch.object(adapter, "pack_row", self.counted).start()
 
     def counted(self, *args: Any) -> Any:
         self.num_packed += 1
@@ -42,7 +41,7 @@ class Run:
     def __call__(
         self, change: Callable[[dict[str, Any]], None] = lambda _: None, next_step: int | None = 1
     ) -> dict[str, Any]:
-        """Rows that were packed, those of each step, and the second step's loss."""
+        """Rows packed, rows of each step, and the second step's loss."""
         call: dict[str, Any] = {"batch": problem.make_batch(), "objective": problem.OBJECTIVE}
         self.num_packed = 0
         self.adapter.step(self.plan, step=0, next_step=next_step, **call)
@@ -75,9 +74,9 @@ CHANGES = {
 }
 
 
-def parted(run: Run, next_step: int | None) -> dict[str, str]:
-    """One rank alone changes its batch, and the other one is in the announced step by then."""
-    schedule._OTHER_CALL_S = 3.0
+def changed_on_one_rank(run: Run, next_step: int | None) -> dict[str, str]:
+    """Only rank 1 changes its batch; the other rank is already in the announced step."""
+    adapter._OTHER_CALL_S = 3.0
     call: dict[str, Any] = {"batch": problem.make_batch(), "objective": problem.OBJECTIVE}
     run.adapter.step(run.plan, step=0, next_step=1, **call)
     if os.environ["RANK"] == "1":
@@ -90,20 +89,20 @@ def parted(run: Run, next_step: int | None) -> dict[str, str]:
 
 
 def main(out_dir: str, one_rank_changes: str = "") -> None:
-    """With and without a next step, and with each change in between."""
+    """Run with and without a next step, and with each change between the steps."""
     launch.start("cpu")
     run = Run()
     if one_rank_changes:
-        told = parted(run, {"silent": None, "announcing": 0}[one_rank_changes])
+        outcome = changed_on_one_rank(run, {"silent": None, "announcing": 0}[one_rank_changes])
         path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-        path.write_text(json.dumps(told), encoding="utf-8")
+        path.write_text(json.dumps(outcome), encoding="utf-8")
         return
-    found = {"alone": run(next_step=None), "same": run()}
+    results = {"unannounced": run(next_step=None), "announced": run()}
     for name, change in CHANGES.items():
-        found[name] = run(change)
-        found[f"{name}, alone"] = run(change, None)
+        results[name] = run(change)
+        results[f"{name}, unannounced"] = run(change, None)
     path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    path.write_text(json.dumps(results), encoding="utf-8")
     launch.stop()
 
 

@@ -25,7 +25,7 @@ MODEL = ModelConfig(
     init_std=0.2,
 )
 
-# Everything that MODEL is not: the reference solves both.
+# Differs from MODEL in every architectural option; the reference runs both.
 OTHER_MODEL = dataclasses.replace(
     MODEL,
     untie_embeddings=True,
@@ -64,15 +64,15 @@ MODELS = {
     "mtp_other": (dataclasses.replace(MTP_MODEL, untie_embeddings=True), 0.8),
     "mtp_moe": (dataclasses.replace(MOE_MODEL, mtp_num_layers=1), 1.0),
 }
-"""Model and temperature by variant; `moe_replay` takes `choices` in place of its routers' own."""
+"""Model and temperature by variant; `moe_replay` uses `choices` instead of the routers' experts."""
 PRECISE = {"bf16": "plain"}
-"""Variants of lower precision, and the one in fp32 that they approximate."""
+"""Variants in lower precision, each with the fp32 variant that it approximates."""
 
 OBJECTIVE = GRPO(
     clip_low=0.2, clip_high=0.28, dual_clip=1.5, entropy_coef=0.03, kl_coef=0.1, kl_kind="k3"
 )
 
-# (prompt, response) tokens: no prompt, no response and a single token are among them.
+# (prompt, response) tokens, including no prompt, no response, and a single token.
 PAIRS = [
     *[(5, 20), (0, 9), (4, 11), (1, 0), (0, 1), (3, 41), (12, 6), (2, 2)],
     *[(7, 0), (9, 30), (6, 1), (1, 25), (8, 8), (10, 17), (2, 33), (5, 5)],
@@ -82,7 +82,7 @@ NUM_SAMPLES = len(PAIRS)
 
 
 def choices() -> list[torch.Tensor]:
-    """Per sample [tokens, layers, top k] experts drawn at random."""
+    """Random experts for each sample: [tokens, layers, top k]."""
     generator = torch.Generator().manual_seed(SEED)
     assert MOE_MODEL.num_experts is not None
     sizes = (NUM_LAYERS, MOE_MODEL.num_experts)
@@ -93,7 +93,7 @@ def choices() -> list[torch.Tensor]:
 def make_batch(
     num_samples: int = NUM_SAMPLES, pairs: Sequence[tuple[int, int]] = PAIRS
 ) -> SampleBatch:
-    """The first samples of `pairs`, with random anchors near what a small model would give."""
+    """The first samples of `pairs`, with random log-prob fields near those of a small model."""
     generator = torch.Generator().manual_seed(SEED)
 
     def tokens(count: int) -> torch.Tensor:
@@ -110,6 +110,6 @@ def make_batch(
         "old_logprobs": anchors(),
         "ref_logprobs": anchors(),
     }
-    # Drawn for all, so that fewer samples are the first of them.
+    # Draw for all pairs, so that the first samples do not depend on `num_samples`.
     first = {name: values[:num_samples] for name, values in fields.items()}
     return SampleBatch.from_prompt_response(prompts[:num_samples], responses[:num_samples], first)

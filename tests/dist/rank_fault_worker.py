@@ -1,4 +1,4 @@
-"""The main job, in which one rank meets a fault at one place; each rank writes what it was told.
+"""The main job with a fault on one rank in one phase; each rank writes the error that it raises.
 
 torchrun --nproc-per-node 4 -m tests.dist.rank_fault_worker OUT_DIR FAULT PHASE RANK [overrides]
 """
@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 
-from megapack.checkpoint import state as checkpoint_state
+import megapack.schedule.call
+from megapack.checkpoint import state
 from megapack.config import load_config
 from megapack.config.sections import TrainConfig
 from megapack.errors import DataError, StepOutOfMemory
 from megapack.ranks.interrupt import Interrupt
-from megapack.schedule import adapter as schedule
+from megapack.schedule import adapter
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import FiniteFlags
 from megapack.schedule.forward import ForwardStep, Kind, LastStage, Listener
 from megapack.schedule.runner import ScheduleRunner
-from megapack.train import job as train
+from megapack.train import job
 from megapack.train.folder import RunFolder
 from tests.dist.spawn import ROOT
 
@@ -38,7 +39,7 @@ SETTINGS = [
 ]
 PHASES = ("plan", "pack", "forward", "backward", "reduction", "output")
 ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint")
-"""Phases outside of the step's own, and outside of the matrix."""
+"""Phases outside of a step; they are not in the matrix."""
 ON_RANK_0 = ("write_plan",)
 FAULTS = ("bad_sample", "out_of_memory", "user_error", "nan", "killed")
 SIGNALS = {
@@ -47,22 +48,23 @@ SIGNALS = {
     "terminated": signal.SIGTERM,
 }
 AT_STEP = 2
-"""The fault comes after this many steps."""
+"""The fault happens after this many steps."""
 AT_MICROBATCH = 1
 EVERY_RANK = -1
 NAN = float("nan")
 
 
 class Trigger:
-    """Lets a fault happen once, on one rank, when its time has come."""
+    """Makes a fault happen once, on one rank, when it is due."""
 
     def __init__(self, folder: Path, fault: str, rank: int) -> None:
-        self.folder, self.fault = folder, fault
+        self.folder = folder
+        self.fault = fault
         self.is_due = False
         self.is_own = rank in (int(os.environ["RANK"]), EVERY_RANK)
 
     def fires(self) -> bool:
-        """Whether the fault happens now; it is noted when."""
+        """Whether the fault happens now; if so, its time is written."""
         if not (self.is_own and self.is_due):
             return False
         self.is_due = False
@@ -70,7 +72,7 @@ class Trigger:
         return True
 
     def __call__(self) -> None:
-        """Raise or get a signal, here."""
+        """Raise the fault's error or send its signal, if it is due."""
         if not self.fires():
             return
         if self.fault in SIGNALS:
@@ -78,7 +80,7 @@ class Trigger:
             return
         if self.fault == "bad_sample":
             raise DataError("sample 3 has no tokens; leave it out of the batch")
-        if self.fault == "planned_anew":
+        if self.fault == "replanned":
             raise StepOutOfMemory("as if a GPU had run out of memory")
         if self.fault == "out_of_memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -86,39 +88,41 @@ class Trigger:
 
 
 def inject(trigger: Trigger, phase: str) -> None:
-    """Put the fault into one phase of the job, or into its losses, or before a whole step."""
+    """Put the fault into one phase of the job, into its losses, or before a whole step."""
     _count_steps(trigger)
     is_nan = trigger.fault == "nan"
     if phase in ELSEWHERE:
         _inject_elsewhere(trigger, phase)
     elif phase == "plan" and is_nan:
-        _around(train, "group_advantages", after=lambda found: _poisoned(found, trigger))
+        _around(job, "group_advantages", after=lambda values: _poisoned(values, trigger))
     elif phase == "plan":
-        _around(train.Trainer, "_prepare", before=trigger)
+        _around(job.Trainer, "_prepare", before=trigger)
     elif phase == "pack" and is_nan:
-        from megapack.schedule import call as step_call
-
-        _around(step_call, "sample_weights", after=lambda found: _poisoned(found, trigger))
+        _around(
+            megapack.schedule.call,
+            "sample_weights",
+            after=lambda values: _poisoned(values, trigger),
+        )
     elif phase == "pack":
-        _around(schedule, "pack_row", before=trigger)
+        _around(adapter, "pack_row", before=trigger)
     elif phase == "forward" and is_nan:
-        _around(ForwardStep, "run_row", after=lambda found: _poisoned_forward(found, trigger))
+        _around(ForwardStep, "run_row", after=lambda result: _poisoned_forward(result, trigger))
     elif phase == "backward" and is_nan:
-        _around(ForwardStep, "run_row", after=lambda found: _poisoned_backward(found, trigger))
+        _around(ForwardStep, "run_row", after=lambda result: _poisoned_backward(result, trigger))
     elif phase in ("forward", "backward", "log-probs"):
         _around(ScheduleRunner, "run", before=lambda *call: _listen(call[0], phase, trigger))
     elif phase == "loss":
         _around(LastStage, "__call__", before=lambda *_: torch.is_grad_enabled() and trigger())
     elif phase == "step":
-        _around(schedule.ScheduleAdapter, "step", before=trigger)
+        _around(adapter.ScheduleAdapter, "step", before=trigger)
     elif phase == "reduction" and is_nan:
         _around(FiniteFlags, "check_gradients", before=lambda *a: _poison_buffers(a, trigger))
     elif phase == "reduction":
         _around(FiniteFlags, "check_gradients", before=trigger)
     elif is_nan:
-        _around(schedule, "sum_metrics", after=lambda found: _poisoned_loss(found, trigger))
+        _around(adapter, "sum_metrics", after=lambda sums: _poisoned_loss(sums, trigger))
     else:
-        _around(schedule, "sum_metrics", before=trigger)
+        _around(adapter, "sum_metrics", before=trigger)
 
 
 def _inject_elsewhere(trigger: Trigger, phase: str) -> None:
@@ -128,14 +132,14 @@ def _inject_elsewhere(trigger: Trigger, phase: str) -> None:
 
     trigger.is_due = phase == "start"
     if phase == "start":
-        _around(train, "build_optimizer", before=trigger)
+        _around(job, "build_optimizer", before=trigger)
     elif phase == "prefetch":
-        # The first step of a batch has none that it could be prepared in.
+        # The first step of a batch has no step before it in which it could be prepared.
         _around(StepCall, "rows", before=lambda call, *_: _is_next(call) and trigger())
     elif phase == "optimizer":
-        _around(train, "build_optimizer", after=with_trigger)
+        _around(job, "build_optimizer", after=with_trigger)
     elif phase == "checkpoint":
-        _around(checkpoint_state, "_write_tensors", before=trigger)
+        _around(state, "_write_tensors", before=trigger)
     else:
         _around(RunFolder, "write_plan", before=trigger)
 
@@ -144,8 +148,8 @@ def _count_steps(trigger: Trigger) -> None:
     def due(trainer: Any, *_: Any) -> None:
         trigger.is_due = trigger.is_due or trainer.num_steps == AT_STEP
 
-    _around(train.Trainer, "_train_on", before=due)
-    _around(train.Trainer, "_step", before=due)
+    _around(job.Trainer, "_train_on", before=due)
+    _around(job.Trainer, "_step", before=due)
 
 
 def _around(
@@ -160,8 +164,8 @@ def _around(
     def outer(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before(*args) if not isinstance(before, Trigger) else before()
-        found = inner(*args, **kwargs)
-        return found if after is None else after(found)
+        result = inner(*args, **kwargs)
+        return result if after is None else after(result)
 
     setattr(owner, name, outer)
 
@@ -174,15 +178,15 @@ def _poisoned(values: Any, trigger: Trigger) -> Any:
     return values * NAN if trigger.fires() else values
 
 
-def _poisoned_forward(found: Any, trigger: Trigger) -> Any:
-    output, head = found
-    return (output * NAN, head) if trigger.fires() else found
+def _poisoned_forward(result: Any, trigger: Trigger) -> Any:
+    output, head = result
+    return (output * NAN, head) if trigger.fires() else result
 
 
-def _poisoned_backward(found: Any, trigger: Trigger) -> Any:
-    if found[0].requires_grad and trigger.fires():
-        found[0].register_hook(lambda gradient: gradient * NAN)
-    return found
+def _poisoned_backward(result: Any, trigger: Trigger) -> Any:
+    if result[0].requires_grad and trigger.fires():
+        result[0].register_hook(lambda gradient: gradient * NAN)
+    return result
 
 
 def _poison_buffers(args: Any, trigger: Trigger) -> None:
@@ -190,8 +194,8 @@ def _poison_buffers(args: Any, trigger: Trigger) -> None:
         args[1][0][0].fill_(NAN)
 
 
-def _poisoned_loss(found: dict[str, float], trigger: Trigger) -> dict[str, float]:
-    return {**found, "loss": NAN} if trigger.fires() else found
+def _poisoned_loss(sums: dict[str, float], trigger: Trigger) -> dict[str, float]:
+    return {**sums, "loss": NAN} if trigger.fires() else sums
 
 
 def _listen(runner: ScheduleRunner, phase: str, trigger: Trigger) -> None:
@@ -200,12 +204,13 @@ def _listen(runner: ScheduleRunner, phase: str, trigger: Trigger) -> None:
 
 
 class _Faulty(Listener):
-    """Fails where one forward or backward begins."""
+    """Triggers the fault when a forward or backward begins."""
 
     def __init__(self, phase: str, trigger: Trigger) -> None:
-        # Kind, and whether gradients are on: log-probs are forwards too.
+        # Kind, and whether gradients are enabled: passes for log-probs run forwards too.
         phases = {"forward": ("F", True), "backward": ("B", False), "log-probs": ("F", False)}
-        self._wanted, self._trigger = phases[phase], trigger
+        self._wanted = phases[phase]
+        self._trigger = trigger
 
     def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
         if microbatch == AT_MICROBATCH and (kind, torch.is_grad_enabled()) == self._wanted:
@@ -213,23 +218,23 @@ class _Faulty(Listener):
 
 
 def main(out_dir: str, fault: str, phase: str, rank: str, *overrides: str) -> int:
-    """Run the job; the exit code of the command."""
+    """Run the job; returns the exit code of the command."""
     folder = Path(out_dir)
     inject(Trigger(folder, fault, int(rank)), phase)
     config = load_config(CONFIG, [*SETTINGS, f"runs_dir={folder}/runs", *overrides], TrainConfig)
-    told = {"error": "", "notes": "", "cause": ""}
+    report = {"error": "", "notes": "", "cause": ""}
     code = 0
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
         try:
-            train.train(config, interrupt)
+            job.train(config, interrupt)
         except Exception as error:
             code = getattr(error, "exit_code", 70)
-            told["error"] = f"{type(error).__name__}: {error}"
-            told["notes"] = "\n".join(getattr(error, "__notes__", ()))
-            told["cause"] = "".join(traceback.format_exception(error))
-    told["time"] = str(time.time())
+            report["error"] = f"{type(error).__name__}: {error}"
+            report["notes"] = "\n".join(getattr(error, "__notes__", ()))
+            report["cause"] = "".join(traceback.format_exception(error))
+    report["time"] = str(time.time())
     path = folder / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(told), encoding="utf-8")
+    path.write_text(json.dumps(report), encoding="utf-8")
     return code
 
 

@@ -1,4 +1,4 @@
-"""Runs one case of the fault matrix and says what was wrong with how it ended."""
+"""Runs one case of the fault matrix and checks how the job ended."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.dist.rank_fault_worker import FAULTS, ON_RANK_0, PHASES
 from tests.dist.spawn import run_job
 
 LIMIT_S = 20.0
-"""From the fault until the last rank has its error."""
+"""Limit for the seconds from the fault until the last rank has its error."""
 WORLD = 4
-SAYS = {
+MESSAGES = {
     "bad_sample": "DataError: sample 3 has no tokens",
     "out_of_memory": "OutOfMemoryError: CUDA out of memory",
     "user_error": "ValueError: the user's own code failed",
     "nan": ("NaN", "nan"),
     "killed": "is gone: it was killed",
 }
-"""What every rank's error holds, one of these."""
+"""Texts of each fault; every rank's error contains one of them."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Outcome:
     """How a case ended."""
 
     seconds: float
-    """From the fault to the last rank's error."""
+    """Seconds from the fault to the last rank's error."""
     complaints: tuple[str, ...]
-    """What was not as promised; empty where all was."""
+    """What went wrong; empty if the job ended as promised."""
 
 
 def cases(
@@ -51,7 +51,7 @@ def cases(
     phases: Sequence[str] = PHASES,
     ranks: Sequence[int] = range(WORLD),
 ) -> list[Case]:
-    """Each fault in each phase on each rank that goes through it."""
+    """Each fault in each phase, on each rank that has the phase."""
     return [
         Case(fault, phase, rank)
         for fault in faults
@@ -73,7 +73,7 @@ def run_case(case: Case, folder: Path, *overrides: str) -> Outcome:
         for rank in range(WORLD)
         if (path := folder / f"rank{rank}.json").exists()
     }
-    seconds = max((float(told["time"]) for told in reports.values()), default=0.0) - injected
+    seconds = max((float(report["time"]) for report in reports.values()), default=0.0) - injected
     complaints = list(_complaints(case, reports))
     if done.returncode == 0:
         complaints.append("the job ended with 0")
@@ -86,20 +86,26 @@ def _complaints(case: Case, reports: dict[int, dict[str, str]]) -> list[str]:
     expected = set(range(WORLD))
     if case.fault == "killed":
         expected -= {case.rank}
-    found = [] if set(reports) == expected else [f"errors on ranks {sorted(reports)} alone"]
-    texts = {told["error"] for told in reports.values()}
+    complaints = []
+    if set(reports) != expected:
+        complaints.append(f"only ranks {sorted(reports)} have errors")
+    texts = {report["error"] for report in reports.values()}
     if len(texts) > 1:
-        found.append(f"ranks tell different errors: {sorted(texts)}")
-    says = SAYS[case.fault]
-    for rank, told in reports.items():
-        if not any(text in told["error"] for text in ([says] if isinstance(says, str) else says)):
-            found.append(f"rank {rank}: {told['error']!r} does not name the fault")
-        if f"rank {case.rank}" not in told["error"]:
-            found.append(f"rank {rank}: {told['error']!r} does not name rank {case.rank}")
-        if case.fault == "nan" and len(re.findall(r"\brank \d", told["error"])) > 1:
-            found.append(f"rank {rank}: {told['error']!r} names those that it was passed on to")
+        complaints.append(f"ranks have different errors: {sorted(texts)}")
+    texts_of_fault = MESSAGES[case.fault]
+    if isinstance(texts_of_fault, str):
+        texts_of_fault = (texts_of_fault,)
+    for rank, report in reports.items():
+        if not any(text in report["error"] for text in texts_of_fault):
+            complaints.append(f"rank {rank}: {report['error']!r} does not name the fault")
+        if f"rank {case.rank}" not in report["error"]:
+            complaints.append(f"rank {rank}: {report['error']!r} does not name rank {case.rank}")
+        if case.fault == "nan" and len(re.findall(r"\brank \d", report["error"])) > 1:
+            complaints.append(
+                f"rank {rank}: {report['error']!r} names ranks that only received the NaN"
+            )
         if case.fault == "user_error" and "rank_fault_worker.py" not in (
-            told["notes"] + told["cause"]
+            report["notes"] + report["cause"]
         ):
-            found.append(f"rank {rank}: no traceback of the origin")
-    return found
+            complaints.append(f"rank {rank}: no traceback of the origin")
+    return complaints

@@ -1,8 +1,8 @@
-"""The judge: a single process that runs one unpadded sample at a time.
+"""The reference: a single process that runs one unpadded sample at a time.
 
-Nothing of megapack's execution is in it: Megatron's own local spec with its own attention, whole
-logits, and the objective written out again. It leaves per-sample gradients, losses and log-probs,
-from which each test adds up what a step must give.
+It uses nothing of megapack's execution: Megatron's own local spec with its own attention, whole
+logits, and the objective written a second time. It writes per-sample gradients, losses and
+log-probs; tests add them up to the expected result of a step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from tests.dist import problem
 
 
 def build(settings: ModelConfig) -> GPTModel:
-    """The stock model with the same weights."""
+    """The stock model, with the weights that megapack's model has."""
     config = transformer_config(settings, Layout())
-    # Written out below; Megatron's own would come on top.
-    config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, None
+    # `Routers.auxiliary` computes these losses; Megatron's own would be added to them.
+    config.moe_aux_loss_coeff = 0.0
+    config.moe_z_loss_coeff = None
     config.moe_enable_routing_replay = True
     spec = get_gpt_layer_local_spec(
         num_experts=settings.num_experts,
@@ -46,8 +47,8 @@ def build(settings: ModelConfig) -> GPTModel:
     block = TransformerBlockSubmodules([spec] * settings.num_layers, layer_norm=WrappedTorchNorm)
     model = GPTModel(
         config=config,
-        # The block and not the layer: where Transformer Engine is installed, the norm behind the
-        # last layer would be its own.
+        # The spec of the block, not of a layer: with the latter, the norm after the last layer
+        # would be Transformer Engine's if it is installed.
         transformer_layer_spec=block,
         mtp_block_spec=get_gpt_mtp_block_spec(config, block, use_transformer_engine=False),
         vocab_size=128,
@@ -69,20 +70,21 @@ def build(settings: ModelConfig) -> GPTModel:
 def logprobs_and_entropy(
     model: GPTModel, tokens_L: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each token but the first given those before it, and the entropy there."""
+    """Log-prob of each token except the first, and the entropy of its distribution."""
     log_p = log_distributions(model, tokens_L, temperature)[0][:-1]
     entropy = -(log_p.exp() * log_p).sum(-1)
     return log_p.gather(1, tokens_L[1:, None])[:, 0], entropy
 
 
 def log_distributions(model: GPTModel, tokens_L: Tensor, temperature: float) -> list[Tensor]:
-    """Of the next token at each position, and of those further ahead by MTP's layers."""
-    length, hidden = tokens_L.numel(), []
+    """Log-probs over the vocabulary at each position: of the next token, then of each MTP depth."""
+    length = tokens_L.numel()
+    hidden: list[Tensor] = []
     positions_L = torch.arange(length, device=tokens_L.device)
     mask = (positions_L[:, None] < positions_L)[None, None]
-    found = model.mtp if model.config.mtp_num_layers else model.decoder
-    hook = found.register_forward_hook(lambda module, inputs, output: hidden.append(output))
-    # The labels are for Megatron's own losses, which are left unused.
+    last = model.mtp if model.config.mtp_num_layers else model.decoder
+    hook = last.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    # The labels are for Megatron's own losses, which are not used.
     model(tokens_L[None], positions_L[None], mask, labels=tokens_L[None])
     hook.remove()
     tied = model.share_embeddings_and_output_weights
@@ -92,7 +94,7 @@ def log_distributions(model: GPTModel, tokens_L: Tensor, temperature: float) -> 
 
 
 def mtp_losses(model: GPTModel, tokens: Tensor, mask: Tensor, temperature: float) -> list[Tensor]:
-    """Per depth the summed negative log-likelihood of the response tokens that it predicts."""
+    """Per depth, the summed negative log-likelihood of the response tokens that it predicts."""
     losses = []
     for depth, log_p in enumerate(log_distributions(model, tokens, temperature)[1:], start=1):
         first = depth + 1
@@ -104,7 +106,7 @@ def mtp_losses(model: GPTModel, tokens: Tensor, mask: Tensor, temperature: float
 
 
 def token_losses(logp: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Tensor:
-    """GRPO with dual clip, entropy bonus and k3, written out independently of megapack.loss."""
+    """GRPO with dual clip, entropy bonus and k3, written independently of megapack.loss."""
     objective = problem.OBJECTIVE
     advantage = fields["advantages"]
     ratio = torch.exp(logp - fields["old_logprobs"])
@@ -118,7 +120,7 @@ def token_losses(logp: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Te
 
 
 def replay(model: GPTModel, choices: Tensor) -> None:
-    """Make Megatron's own replay take these experts [tokens, layers, top k] of one sample."""
+    """Make Megatron's own replay use these experts [tokens, layers, top k] of one sample."""
     for number, layer in enumerate(model.decoder.layers):
         layer.mlp.router.router_replay.set_target_indices(choices[:, number])
         layer.mlp.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -137,7 +139,7 @@ class Routers:
         ]
 
     def remove(self) -> None:
-        """Keep nothing of later forwards."""
+        """Stop recording."""
         for hook in self._hooks:
             hook.remove()
 
@@ -147,7 +149,8 @@ class Routers:
 
     def auxiliary(self, settings: ModelConfig) -> tuple[Tensor, Tensor]:
         """One sample's load-balancing loss and z-loss, times its tokens, over all layers."""
-        balance, z = torch.zeros(()), torch.zeros(())
+        balance = torch.zeros(())
+        z = torch.zeros(())
         for logits in self.logits:
             scores = logits.softmax(-1)
             if settings.moe_score_function == "sigmoid":
@@ -180,7 +183,7 @@ def run_auxiliary(model: GPTModel, tokens: Tensor, settings: ModelConfig) -> dic
 
 
 def gradients(model: GPTModel) -> dict[str, Tensor]:
-    """Of every parameter that was used."""
+    """The gradient of every parameter that has one."""
     return {
         name: param.grad.double().clone()
         for name, param in global_parameters(model)
@@ -194,15 +197,16 @@ def run_sample(
     """One sample alone: its summed loss, the gradient of that, and its log-probs."""
     model.zero_grad()
     device = next(model.parameters()).device
-    tokens, mask = batch.tokens(index).to(device), batch.response_mask(index)[1:].to(device)
+    tokens = batch.tokens(index).to(device)
+    mask = batch.response_mask(index)[1:].to(device)
     names = ("advantages", "old_logprobs", "ref_logprobs")
     fields = {name: batch.field(name, index).to(device) for name in names}
-    at = {name: v if v.dim() == 0 else v[1:] for name, v in fields.items()}
+    predicted = {name: v if v.dim() == 0 else v[1:] for name, v in fields.items()}
     if tokens.numel() == 1:
-        none = torch.zeros(0)
-        return {"loss": 0.0, "num_tokens": 0, "grads": {}, "logprobs": none, "entropy": none}
+        empty = torch.zeros(0)
+        return {"loss": 0.0, "num_tokens": 0, "grads": {}, "logprobs": empty, "entropy": empty}
     logp, entropy = logprobs_and_entropy(model, tokens, temperature)
-    loss = (token_losses(logp, entropy, at) * mask).sum()
+    loss = (token_losses(logp, entropy, predicted) * mask).sum()
     ahead = mtp_losses(model, tokens, batch.response_mask(index), temperature)
     coef = model.config.mtp_loss_scaling_factor / max(1, len(ahead))
     (loss + coef * sum(ahead)).backward()
@@ -217,21 +221,22 @@ def run_sample(
 
 
 def run_variant(variant: str, batch: SampleBatch) -> list[dict[str, Any]]:
-    """Every sample alone, on one of the problem's models."""
+    """Run every sample alone, on one of the problem's models."""
     settings, temperature = problem.MODELS[variant]
-    model, found = build(settings), []
+    model = build(settings)
+    results = []
     for i in range(len(batch)):
         if variant == "moe_replay":
             replay(model, problem.choices()[i])
         sample = run_sample(model, batch, i, temperature)
         if settings.num_experts:
             sample["auxiliary"] = run_auxiliary(model, batch.tokens(i), settings)
-        found.append(sample)
-    return found
+        results.append(sample)
+    return results
 
 
 def main(folder: str) -> None:
-    """Write the reference, a file for each of the problem's models."""
+    """Write the reference: one file for each of the problem's models."""
     launch.start("cpu")
     initialize_parallel(Layout(), problem.SEED)
     batch = problem.make_batch()

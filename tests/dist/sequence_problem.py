@@ -1,4 +1,4 @@
-"""What the sequence-level objectives solve: samples in pairs, and one objective of each kind."""
+"""The problem of the sequence-level cases: samples in pairs, and one objective of each kind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 def make_batch() -> SampleBatch:
-    """Samples with random anchors; one response has a hole in its mask."""
+    """Samples with random fields; one response has masked tokens in its middle."""
     generator = torch.Generator().manual_seed(problem.SEED)
 
     def noise(scale: float, mean: float) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ def make_batch() -> SampleBatch:
 
 
 def make_plan(layout: Layout) -> Plan:
-    """Pairs in one micro-batch."""
+    """A plan with each pair in one micro-batch."""
     ids = [next(k for k, pair in enumerate(PAIRS) if i in pair) for i in range(len(SIZES))]
     return build_dp_schedule(
         make_batch().lengths, layout=layout, max_tokens_per_gpu=96, colocate_ids=ids

@@ -1,7 +1,6 @@
-"""The judge of sequence-level objectives: one unpadded sample at a time, pairs where they count.
+"""The reference for sequence-level objectives: one unpadded sample or pair at a time.
 
-Losses are written as their papers write them, as means over samples or pairs, without per-token
-weights.
+Losses are written as in their papers: as means over samples or pairs, without per-token weights.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class _Score(torch.nn.Linear):
         return super().forward(hidden), None
 
 
-class Judge:
-    """A stock model, and what each sample gives on it."""
+class SequenceReference:
+    """A stock model, and the losses of each objective on it."""
 
     def __init__(self, value_head: bool) -> None:
         self.batch: SampleBatch = make_batch()
@@ -46,7 +45,7 @@ class Judge:
             )
 
     def response(self, name: str, i: int) -> Tensor:
-        """A field at response tokens; one number stays one."""
+        """A field at response tokens; a field with one number per sample stays one number."""
         value = self.batch.field(name, i)
         return value if value.dim() == 0 else value[1:][self.mask(i)]
 
@@ -59,7 +58,7 @@ class Judge:
         return logp[self.mask(i)], entropy[self.mask(i)]
 
     def values(self, i: int) -> Tensor:
-        """Of every position of the sample."""
+        """The values at every position of the sample."""
         tokens = self.batch.tokens(i)
         length = tokens.numel()
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
@@ -80,7 +79,7 @@ class Judge:
         return torch.stack(losses).mean()
 
     def gspo_token(self) -> Tensor:
-        """The advantages being one number per sample, as GSPO: the gradient is the same."""
+        """GSPO's loss: with one advantage per sample, the token-level gradient is the same."""
         losses = []
         for i in range(len(self.batch)):
             logp, _ = self.logprobs(i)
@@ -102,7 +101,8 @@ class Judge:
     def value(self) -> Tensor:
         losses = []
         for i in range(len(self.batch)):
-            v, target = self.values(i)[:-1][self.mask(i)], self.response("returns", i)
+            v = self.values(i)[:-1][self.mask(i)]
+            target = self.response("returns", i)
             old = self.response("old_values", i)
             clipped = torch.clip(v, old - 0.4, old + 0.4)
             losses.append(0.5 * torch.max((v - target) ** 2, (clipped - target) ** 2))
@@ -114,20 +114,20 @@ class Judge:
 
 
 def main(path: str) -> None:
-    """Write loss and gradient of every kind, and a value head's outputs."""
+    """Write the loss and gradient of every objective, and a value head's outputs."""
     launch.start("cpu")
     initialize_parallel(Layout(), problem.SEED)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, kind in KINDS.items():
-        judge = Judge(kind.value_head)
-        loss = getattr(judge, name)()
+        reference = SequenceReference(kind.value_head)
+        loss = getattr(reference, name)()
         loss.backward()
-        grads = {n: p.grad.double().clone() for n, p in global_parameters(judge.model)}
-        found[name] = {"loss": float(loss.detach()), "grads": grads}
+        grads = {n: p.grad.double().clone() for n, p in global_parameters(reference.model)}
+        results[name] = {"loss": float(loss.detach()), "grads": grads}
         if kind.value_head:
             with torch.no_grad():
-                found[name]["values"] = [judge.values(i) for i in range(len(judge.batch))]
-    torch.save(found, path)
+                results[name]["values"] = [reference.values(i) for i in range(len(reference.batch))]
+    torch.save(results, path)
     launch.stop()
 
 

@@ -25,35 +25,36 @@ from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.sequence_problem import KINDS, LAYOUTS, Kind, make_batch, make_plan
 from tests.dist.setup import build_chunks
-from tests.dist.worker import _gradient_errors
+from tests.dist.worker import gradient_errors
 
 
-def run_kind(layout: Layout, kind: Kind, want: dict[str, Any]) -> dict[str, Any]:
-    """One step, held against the reference."""
+def run_kind(layout: Layout, kind: Kind, reference: dict[str, Any]) -> dict[str, Any]:
+    """Run one step; returns its errors against the reference."""
     model = problem.OTHER_MODEL if kind.value_head else problem.MODEL
     chunks = build_chunks(layout, model=model, value_head=kind.value_head)
     head = "value" if kind.value_head else "vocabulary"
     adapter = ScheduleAdapter(chunks, layout=layout, logprob_chunk_tokens=16, head=head)
-    batch, plan = make_batch(), make_plan(layout)
+    batch = make_batch()
+    plan = make_plan(layout)
     result = adapter.step(plan, batch, objective=kind.objective, weighting=kind.weighting)
     worst = 0.0
     if kind.value_head:
-        worst = _output_error(adapter.forward(plan, batch), want["values"], batch)
-    rows = [mb for rank in plan.steps[0].ranks for mb in rank]
+        worst = _output_error(adapter.forward(plan, batch), reference["values"], batch)
+    rows = [row for rank in plan.steps[0].ranks for row in rank]
     return {
         "loss": result.loss,
-        "expected_loss": want["loss"],
+        "expected_loss": reference["loss"],
         "metrics": result.metrics,
         "output_error": worst,
-        "sets_packed": max(len(mb.samples) for mb in rows) // 2,
+        "sets_packed": max(len(row.samples) for row in rows) // 2,
         "num_rows": len(rows),
-        "num_padding_rows": sum(not mb.samples for mb in rows),
-        **_gradient_errors(chunks, want["grads"]),
+        "num_padding_rows": sum(not row.samples for row in rows),
+        **gradient_errors(chunks, reference["grads"]),
     }
 
 
 def train_critic(layout: Layout, dtype: Any, distributed_optimizer: bool) -> dict[str, Any]:
-    """Five optimizer steps of a value model, and what became of its head."""
+    """Run five optimizer steps of a value model; returns losses and facts about its head."""
     model = dataclasses.replace(problem.OTHER_MODEL, dtype=dtype)
     chunks = build_chunks(
         layout, model=model, distributed_optimizer=distributed_optimizer, value_head=True
@@ -63,7 +64,9 @@ def train_critic(layout: Layout, dtype: Any, distributed_optimizer: bool) -> dic
     for group in optimizer.param_groups:
         group["lr"] = 1e-3
     adapter = ScheduleAdapter(chunks, layout=layout, head="value")
-    batch, plan, losses = make_batch(), make_plan(layout), []
+    batch = make_batch()
+    plan = make_plan(layout)
+    losses = []
     for _ in range(5):
         for chunk in chunks:
             chunk.zero_grad_buffer()
@@ -78,7 +81,7 @@ def train_critic(layout: Layout, dtype: Any, distributed_optimizer: bool) -> dic
     return facts
 
 
-def _tied(layout: Layout) -> str:
+def _error_of_tied_embeddings(layout: Layout) -> str:
     try:
         build_chunks(layout, model=problem.MODEL, value_head=True)
     except ConfigError as error:
@@ -87,41 +90,42 @@ def _tied(layout: Layout) -> str:
 
 
 def _critics(layout: Layout) -> dict[str, Any]:
-    found: dict[str, Any] = {"tied": _tied(layout)}
+    results: dict[str, Any] = {"tied": _error_of_tied_embeddings(layout)}
     parallel_state.destroy_model_parallel()
     for dtype in ("fp32", "bf16"):
         for distributed in (False, True):
-            found[f"{dtype} {distributed}"] = train_critic(layout, dtype, distributed)
+            results[f"{dtype} {distributed}"] = train_critic(layout, dtype, distributed)
             parallel_state.destroy_model_parallel()
-    return found
+    return results
 
 
 def _output_error(outputs: dict[str, Any], values: list[Tensor], batch: Any) -> float:
     worst = 0.0
     for i, value in enumerate(values):
         mask = batch.response_mask(i)[1:]
-        found = outputs["values"][i]
-        assert not found[1:][~mask].any()
+        own = outputs["values"][i]
+        assert not own[1:][~mask].any()
         assert outputs["scores"][i].shape == (1,)
-        worst = max(worst, float((found[1:] - value[:-1])[mask].abs().max()))
+        worst = max(worst, float((own[1:] - value[:-1])[mask].abs().max()))
         worst = max(worst, float((outputs["scores"][i] - value[-1]).abs()))
     return worst
 
 
-def main(reference: str, out: str, place: str) -> None:
-    """All objectives on one layout, or critics on as many ranks as there are; rank 0 writes."""
+def main(reference: str, out: str, layout: str) -> None:
+    """Run all objectives on one layout, or critics on all ranks; rank 0 writes."""
     launch.start("cpu")
-    found: dict[str, Any] = {}
-    if place == "critics":
-        found[f"critics {dist.get_world_size()}"] = _critics(Layout(dp=dist.get_world_size()))
+    results: dict[str, Any] = {}
+    if layout == "critics":
+        results[f"critics {dist.get_world_size()}"] = _critics(Layout(dp=dist.get_world_size()))
     else:
-        wanted = torch.load(reference)
+        expected = torch.load(reference)
         for name, kind in KINDS.items():
-            found[f"{place} {name}"] = _worst_of_ranks(run_kind(LAYOUTS[place], kind, wanted[name]))
+            result = run_kind(LAYOUTS[layout], kind, expected[name])
+            results[f"{layout} {name}"] = _worst_of_ranks(result)
             parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+            json.dump(results, file, indent=1)
     launch.stop()
 
 

@@ -1,4 +1,4 @@
-"""What workers begin with: the problem's model on a layout, and what an attempt was told."""
+"""What workers share: the problem's model on a layout, and the error of an attempt."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def build_chunks(
     )
 
 
-def told(attempt: Callable[[], None]) -> str:
-    """The error's class and message; "" where there was none."""
+def error_of(attempt: Callable[[], None]) -> str:
+    """Class and message of the error that the attempt raises; "" without an error."""
     try:
         attempt()
     except MegapackError as error:

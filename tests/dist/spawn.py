@@ -1,4 +1,4 @@
-"""Starts a job of several processes, with a hard timeout, and ends it by its own process ids."""
+"""Starts jobs of several processes, with a hard timeout; ends them by their process ids."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_job(
     """Run `python -m module args` on `world` ranks, with torchrun's exit codes; see `fork_server`.
 
     Raises:
-        TimeoutError: with what the job printed; no process of it is left.
+        TimeoutError: with the job's output. All its processes have ended.
     """
     server, outputs = _server()
     output = outputs / f"job{next(_NUMBERS)}.txt"
@@ -67,7 +67,7 @@ def checked_job(world: int, module: str, args: Sequence[str], *, timeout_s: floa
 
 
 def rank_reports(folder: Path, world: int) -> list[Any]:
-    """What each rank of a job left as JSON in its folder."""
+    """The JSON that each rank of a job wrote into the folder."""
     paths = [folder / f"rank{rank}.json" for rank in range(world)]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
@@ -77,8 +77,10 @@ _NUMBERS = itertools.count()
 
 @functools.cache
 def _server() -> tuple[subprocess.Popen[str], Path]:
-    """The session's server, and a folder for what its jobs print; it ends with our end of its
-    input."""
+    """The session's server, and a folder for its jobs' output.
+
+    The server ends when its input is closed, at the latest when this process ends.
+    """
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.dist.fork_server"],
         cwd=ROOT,

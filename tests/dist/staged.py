@@ -1,7 +1,7 @@
 """Pipeline stages that share one GPU: activations and gradients travel through the host.
 
-NCCL refuses two ranks on one device, and gloo sends host memory alone. Everything else of a job
-over gloo (reductions, broadcasts, gathers) takes CUDA tensors as they are.
+NCCL refuses two ranks on one device, and gloo only sends host memory. gloo's other collectives
+(reductions, broadcasts, gathers) accept CUDA tensors.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from megapack.schedule import ScheduleAdapter
 from megapack.schedule.p2p import PlannedP2PCommunicator
 from megapack.schedule.runner import ScheduleRunner
 
-# With two stages the next one is the previous one too: tags keep the directions apart.
-FORWARD, BACKWARD = 0, 1
+# With two stages, the next stage is also the previous one: tags distinguish the directions.
+FORWARD = 0
+BACKWARD = 1
 
 
 class Transfer:
-    """A handle as Megatron expects it; where something arrives, waiting puts it on the device."""
+    """A handle as Megatron expects it; waiting for a receive copies the tensor to the device."""
 
     def __init__(self, work: Any, host: Tensor, arrived: Tensor | None = None) -> None:
-        self.work, self.host, self.arrived = work, host, arrived
+        self.work = work
+        self.host = host
+        self.arrived = arrived
 
     def wait(self) -> None:
-        """Until the host buffer is sent, or received and copied to the device."""
+        """Wait until the host buffer is sent, or received and copied to the device."""
         self.work.wait()
         if self.arrived is not None:
             with torch.no_grad():
@@ -80,7 +83,7 @@ class StagedCommunicator(PlannedP2PCommunicator):
 
 
 class StagedRunner(ScheduleRunner):
-    """Stages may share a device."""
+    """A runner whose stages may share a device."""
 
     communicator_class = StagedCommunicator
 
@@ -92,5 +95,5 @@ class StagedAdapter(ScheduleAdapter):
 
 
 def _host_buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Pinned where the device is CUDA, so that its copies are plain DMA."""
+    """A host tensor; pinned if CUDA is available, so that its copies are plain DMA."""
     return torch.empty(*shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())

@@ -1,4 +1,5 @@
-"""A GPT that adds projected pixels to the embeddings of image tokens, against one sample at a time.
+"""A GPT that adds projected pixels to the embeddings of image tokens; compared with one sample at a
+time.
 
 torchrun --nproc-per-node 2 -m tests.dist.tensors_worker OUT
 """
@@ -23,10 +24,10 @@ from megapack.model.init import global_parameters, initialize_by_name
 from megapack.samples import SampleBatch, TensorField
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.worker import _gradient_errors
+from tests.dist.worker import gradient_errors
 
 IMAGE = 99
-"""The token that stands for one image patch."""
+"""The token at the position of an image patch."""
 PATCH = (2, 3)
 LAYOUTS = {
     2: {"pp2": Layout(pp=2), "dp2": Layout(dp=2), "pp2_vpp2": Layout(pp=2, vpp=2)},
@@ -36,7 +37,7 @@ LAYOUTS = {
 
 
 class PixelGPT(GPTModel):
-    """Patches [k, 2, 3] stand where `IMAGE` tokens do, in row order."""
+    """A GPT whose `IMAGE` tokens have patches [k, 2, 3], in the order of the row."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,17 +55,18 @@ class PixelGPT(GPTModel):
         embedded = None
         if self.pre_process and pixels is not None:
             embedded_S1H = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            places = (input_ids[0] == IMAGE).nonzero()[:, 0]
-            assert places.numel() == pixels.shape[0]
+            positions = (input_ids[0] == IMAGE).nonzero()[:, 0]
+            assert positions.numel() == pixels.shape[0]
             patches = self.projector(pixels.flatten(1))
-            embedded = embedded_S1H.index_add(0, places, patches[:, None])
+            embedded = embedded_S1H.index_add(0, positions, patches[:, None])
         return super().forward(input_ids, position_ids, attention_mask, embedded, **more)
 
 
 def make_batch() -> SampleBatch:
     """Samples with 0 to 5 patches."""
     generator = torch.Generator().manual_seed(problem.SEED)
-    tokens, pixels = [], []
+    tokens = []
+    pixels = []
     for i in range(10):
         ids = torch.randint(0, IMAGE, (6 + 5 * i % 23,), generator=generator)
         count = (i * 3) % 6
@@ -93,23 +95,26 @@ def expected(batch: SampleBatch) -> tuple[float, dict[str, Tensor]]:
         num_layers=problem.NUM_LAYERS,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for i in range(len(batch)):
-        ids, pixels = batch.tokens(i), batch.row_tensors([i])["pixels"]
+        ids = batch.tokens(i)
+        pixels = batch.row_tensors([i])["pixels"]
         n = ids.numel()
         mask = torch.ones(n, n, dtype=torch.bool).triu(1)[None, None]
         assert isinstance(pixels, Tensor)
         logits = model(ids[None], torch.arange(n)[None], mask, pixels)[0, :-1]
         kept = batch.response_mask(i)[1:]
         logp = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        total, count = total - logp[kept].sum(), count + int(kept.sum())
+        total = total - logp[kept].sum()
+        count += int(kept.sum())
     (total / count).backward()
     grads = {n: p.grad.double().clone() for n, p in global_parameters(model)}
     return float(total.detach() / count), grads
 
 
-def run(layout: Layout, batch: SampleBatch, want: tuple[float, dict[str, Tensor]]) -> Any:
-    """One step on a layout."""
+def run(layout: Layout, batch: SampleBatch, reference: tuple[float, dict[str, Tensor]]) -> Any:
+    """Run one step on a layout; returns its errors against the reference."""
     initialize_parallel(layout, problem.SEED)
     chunks = build_model(
         problem.MODEL,
@@ -122,7 +127,7 @@ def run(layout: Layout, batch: SampleBatch, want: tuple[float, dict[str, Tensor]
     adapter = ScheduleAdapter(chunks, layout=layout)
     few = SampleBatch([[1, 2, 3]], tensors={"pixels": TensorField([torch.zeros(0, *PATCH)])})
     plan = build_dp_schedule(few.lengths, layout=layout, max_tokens_per_gpu=64)
-    padding = sum(not mb.samples for rank in plan.steps[0].ranks for mb in rank)
+    padding = sum(not row.samples for rank in plan.steps[0].ranks for row in rank)
     adapter.step(plan, few, objective=SFT())
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -131,15 +136,15 @@ def run(layout: Layout, batch: SampleBatch, want: tuple[float, dict[str, Tensor]
     names = [n for chunk in chunks for n, _ in global_parameters(chunk)]
     return {
         "loss": result.loss,
-        "expected_loss": want[0],
+        "expected_loss": reference[0],
         "padding": padding,
         "projector": "projector.weight" in names,
-        "told": _unknown(adapter),
-        **_gradient_errors(chunks, want[1]),
+        "error": _error_of_unknown_tensor(adapter),
+        **gradient_errors(chunks, reference[1]),
     }
 
 
-def _unknown(adapter: ScheduleAdapter) -> str:
+def _error_of_unknown_tensor(adapter: ScheduleAdapter) -> str:
     batch = SampleBatch([[1, 2, 3]], tensors={"audio": TensorField([torch.zeros(1)])})
     plan = build_dp_schedule(batch.lengths, layout=adapter.layout, max_tokens_per_gpu=64)
     try:
@@ -150,17 +155,19 @@ def _unknown(adapter: ScheduleAdapter) -> str:
 
 
 def main(out: str) -> None:
-    """All layouts of this world size; every rank writes its own file."""
+    """Run all layouts of this world size; every rank writes its own file."""
     launch.start("cpu")
-    world, batch, found = dist.get_world_size(), make_batch(), {}
+    world = dist.get_world_size()
+    batch = make_batch()
+    results = {}
     for name, layout in LAYOUTS[world].items():
         initialize_parallel(Layout(dp=world), problem.SEED)
-        want = expected(batch)
+        reference = expected(batch)
         parallel_state.destroy_model_parallel()
-        found[name] = run(layout, batch, want)
+        results[name] = run(layout, batch, reference)
         parallel_state.destroy_model_parallel()
     with open(f"{out}.{dist.get_rank()}", "w", encoding="utf-8") as file:
-        json.dump(found, file)
+        json.dump(results, file)
     launch.stop()
 
 

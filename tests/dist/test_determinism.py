@@ -1,4 +1,4 @@
-"""The main job's numbers: the same bits from the same layout, the same to rounding from others."""
+"""The main job's numbers: equal bits on the same layout, equal up to rounding on others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.dist.test_train import TINY, metrics, order, run
 
 pytestmark = pytest.mark.dist
 
-# dp, pp, vpp, tp, cp, and what else may differ without a change of the numbers.
+# dp, pp, vpp, tp, cp, and other settings that must not change the numbers.
 LAYOUTS: dict[str, tuple[tuple[int, int, int, int, int], list[str]]] = {
     "one": ((1, 1, 1, 1, 1), []),
     "dp2": ((2, 1, 1, 1, 1), []),
@@ -28,7 +28,7 @@ RATES = ("tokens_per_second", "tokens_per_second_per_gpu")
 
 
 def trained(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The metrics of four steps on one of the layouts."""
+    """The metrics of four steps on a layout."""
     (dp, pp, vpp, tp, cp), others = LAYOUTS[name]
     sizes = {"dp": dp, "pp": pp, "vpp": vpp, "tp": tp, "cp": cp}
     layout = [f"layout.{key}={size}" for key, size in sizes.items()]
@@ -47,19 +47,21 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_losses_do_not_depend_on_the_layout(
     name: str, one: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    found = trained(tmp_path / name, name)
-    assert len(found) == 4
-    for line, expected in zip(found, one, strict=True):
+    lines = trained(tmp_path / name, name)
+    assert len(lines) == 4
+    for line, expected in zip(lines, one, strict=True):
         for key in ("loss", "grad_norm", "entropy_nats", "kl_old_nats", "kl_ref_nats"):
             assert line[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key
     if name == "cp2":
-        # Ranks that share a row speak with one voice.
+        # Ranks that share a row write one trace.
         (traced,) = read_run(tmp_path / name / "runs/run").traced
         count = len(traced.plan.steps[0].ranks[0])
-        assert order(traced.events)[0] == [(way, 0, k) for k in range(count) for way in "FB"]
+        assert order(traced.events)[0] == [
+            (kind, 0, k) for k in range(count) for kind in ("F", "B")
+        ]
 
 
-def test_the_same_job_again_gives_the_same_bits(tmp_path: Path) -> None:
+def test_repeating_a_job_gives_the_same_bits(tmp_path: Path) -> None:
     first, again = (
         [
             {

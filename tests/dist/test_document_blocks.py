@@ -11,7 +11,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/quick_start.md"])
-def test_its_blocks_run(document: str) -> None:
+def test_the_blocks_of_a_document_run(document: str) -> None:
     assert python_blocks(document)
-    said = checked_job(4, "tests.dist.documents_worker", [document], timeout_s=200)
-    assert said.count("the loss is finite: True") == 4
+    output = checked_job(4, "tests.dist.documents_worker", [document], timeout_s=200)
+    assert output.count("the loss is finite: True") == 4

@@ -1,4 +1,4 @@
-"""Gradients, losses, log-probs equal a single process that runs one unpadded sample at a time."""
+"""Gradients, losses and log-probs equal those of one unpadded sample at a time."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ ROUNDED = [name for name in CASES if name not in EXACT]
 
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_equal_the_one_sample_reference(name: str, case_results: Results) -> None:
-    found = case_results[name]
-    assert found["gradient_norm"] > 1e-3
-    assert found["gradient_error"] < 1e-5
-    # A single small parameter may lose one digit more to fp32 sums than the whole gradient.
-    assert found["worst_parameter"] < 1e-4
+    result = case_results[name]
+    assert result["gradient_norm"] > 1e-3
+    assert result["gradient_error"] < 1e-5
+    # A single small parameter may lose one more digit to fp32 sums than the whole gradient does.
+    assert result["worst_parameter"] < 1e-4
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_the_loss_equals_the_one_sample_reference(name: str, case_results: Results) -> None:
-    found = case_results[name]
-    assert found["loss"] == pytest.approx(found["expected_loss"], rel=1e-5)
+    result = case_results[name]
+    assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_logprobs_equal_the_one_sample_reference(name: str, case_results: Results) -> None:
-    found = case_results[name]
-    assert found["num_logprobs"] > 10
-    assert found["logprob_mean_error"] < 1e-5
-    assert found["logprob_max_error"] < 3e-5
+    result = case_results[name]
+    assert result["num_logprobs"] > 10
+    assert result["logprob_mean_error"] < 1e-5
+    assert result["logprob_max_error"] < 3e-5
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.expect])
@@ -49,15 +49,15 @@ def test_a_case_is_what_its_name_says(name: str, case_results: Results) -> None:
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_packing_adds_little_to_the_error_of_bf16(name: str, case_results: Results) -> None:
-    """bf16 is far from fp32 with one sample at a time already; packed rows stay as near."""
-    found = case_results[name]
-    assert 0 < found["gradient_error"] < 2 * found["one_sample_gradient_error"]
-    assert found["loss"] == pytest.approx(found["expected_loss"], rel=1e-2)
-    assert found["logprob_mean_error"] < 0.02
+    """One sample at a time in bf16 is already far from fp32; packed rows are about as far."""
+    result = case_results[name]
+    assert 0 < result["gradient_error"] < 2 * result["one_sample_gradient_error"]
+    assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-2)
+    assert result["logprob_mean_error"] < 0.02
 
 
-# A forward of the plan's own rows is the training step's forward: the first ratios are 1. A step
-# moves an expert bias, so that the worker's second step is another model's.
+# A forward pass over the plan's own rows equals the training step's forward, so the first ratios
+# are 1. Not for "moe_bias": a step changes the expert bias, so the second step has another model.
 SAME_ROWS = [
     name
     for name, case in CASES.items()
@@ -72,7 +72,7 @@ def test_old_logprobs_of_the_same_rows_are_equal_bit_by_bit(
     assert case_results[name]["square_to_forward"] == 0
 
 
-def test_old_logprobs_of_other_rows_serve_as_well(case_results: Results) -> None:
+def test_old_logprobs_of_other_rows_are_close(case_results: Results) -> None:
     for name in ("pp2_forward_plan", "pp2_vpp2_forward_plan"):
         assert case_results[name]["square_to_forward"] < 1e-10
 
@@ -82,44 +82,44 @@ MOE = [name for name, case in CASES.items() if case.variant.startswith("moe")]
 
 @pytest.mark.parametrize("name", MOE)
 def test_auxiliary_losses_equal_the_one_sample_reference(name: str, case_results: Results) -> None:
-    found = case_results[name]
-    # Their part of the gradient, which the first test holds, is not lost in the rest of it.
-    assert found["auxiliary_share"] > 0.1
-    assert found["metrics"]["moe_balance_loss"] == pytest.approx(
-        found["expected_metrics"]["moe_balance_loss"], rel=1e-5
+    result = case_results[name]
+    # The first test compares their part of the gradient; here it must not be negligibly small.
+    assert result["auxiliary_share"] > 0.1
+    assert result["metrics"]["moe_balance_loss"] == pytest.approx(
+        result["expected_metrics"]["moe_balance_loss"], rel=1e-5
     )
     if CASES[name].variant == "moe":
-        z_loss = found["expected_metrics"]["moe_z_loss"]
-        assert found["metrics"]["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
+        z_loss = result["expected_metrics"]["moe_z_loss"]
+        assert result["metrics"]["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in MOE if CASES[name].variant == "moe_bias"])
-def test_the_expert_bias_follows_real_tokens_alone(name: str, case_results: Results) -> None:
+def test_the_expert_bias_follows_real_tokens_only(name: str, case_results: Results) -> None:
     assert case_results[name]["num_biases"] > 0
     assert case_results[name]["wrong_biases"] == 0
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_choices_of_one_plan_are_followed_in_another(name: str, case_results: Results) -> None:
-    found = case_results[name]
-    assert found["wrong_choices"] == 0
-    assert found["replay_error"] < 1e-5
+def test_recorded_experts_are_replayed_in_another_plan(name: str, case_results: Results) -> None:
+    result = case_results[name]
+    assert result["wrong_choices"] == 0
+    assert result["replay_error"] < 1e-5
 
 
-def test_replay_is_between_different_plans(case_results: Results) -> None:
+def test_replay_uses_a_different_plan(case_results: Results) -> None:
     assert sum(case_results[name]["plans_differ"] for name in MOE) > len(MOE) / 2
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if "mtp" in case.variant])
-def test_predictions_further_ahead_equal_the_reference(name: str, case_results: Results) -> None:
-    found = case_results[name]
-    assert len(found["expected_mtp"]) > 0
-    for depth, loss in found["expected_mtp"].items():
+def test_multi_token_losses_equal_the_reference(name: str, case_results: Results) -> None:
+    result = case_results[name]
+    assert len(result["expected_mtp"]) > 0
+    for depth, loss in result["expected_mtp"].items():
         assert loss > 0.1
-        assert found["metrics"][depth] == pytest.approx(loss, rel=1e-5)
+        assert result["metrics"][depth] == pytest.approx(loss, rel=1e-5)
 
 
-def test_rows_are_packed_and_of_different_lengths(case_results: Results) -> None:
+def test_rows_are_packed_and_differ_in_length(case_results: Results) -> None:
     for name in ("pp2", "pp2_vpp2", "pp4_vpp2", "dp2_pp2_vpp2", "tp2_sp_pp2", "cp2_pp2"):
         facts = case_results[name]["facts"]
         assert facts["packed"]
@@ -127,14 +127,14 @@ def test_rows_are_packed_and_of_different_lengths(case_results: Results) -> None
 
 
 def test_metrics_do_not_depend_on_packing_or_layout(case_results: Results) -> None:
-    whole = [
+    comparable = [
         name
         for name, case in CASES.items()
         if (case.weighting, case.variant) == ("token-mean", "plain")
         and case.num_samples == CASES["single"].num_samples
     ]
-    first = case_results[whole[0]]["metrics"]
+    first = case_results[comparable[0]]["metrics"]
     assert {"ratio", "clip_fraction", "kl_old", "kl_ref", "entropy"} <= set(first)
-    assert len(whole) > 10
-    for name in whole:
+    assert len(comparable) > 10
+    for name in comparable:
         assert case_results[name]["metrics"] == pytest.approx(first, rel=1e-5), name

@@ -1,4 +1,4 @@
-"""What is wrong is refused on every rank, before anything could wait for ever."""
+"""Wrong calls are refused on every rank, before any rank could wait forever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.dist
 
-SAYS = {
+MESSAGES = {
     "another_plan": "ranks [1] differ from the other 1 in plan",
     "another_cost_model": "differ from the other 1 in cost model",
     "another_step": "differ from the other 1 in step number (rank 1: '1', most: '0')",
@@ -32,18 +32,18 @@ SAYS = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """Per rank the error of each fault."""
+def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Per rank, the error of each fault."""
     folder: Path = tmp_path_factory.mktemp("faults")
     checked_job(2, "tests.dist.faults_worker", [str(folder)], timeout_s=120)
     return rank_reports(folder, 2)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_rank_raises(fault: str, told: list[dict[str, str]]) -> None:
-    for rank in told:
-        assert SAYS[fault] in rank[fault]
+def test_every_rank_raises(fault: str, errors: list[dict[str, str]]) -> None:
+    for rank in errors:
+        assert MESSAGES[fault] in rank[fault]
 
 
-def test_a_sound_step_runs_after_all_of_them(told: list[dict[str, str]]) -> None:
-    assert [rank["nothing"] for rank in told] == ["", ""]
+def test_a_correct_step_runs_after_all_faults(errors: list[dict[str, str]]) -> None:
+    assert [rank["nothing"] for rank in errors] == ["", ""]

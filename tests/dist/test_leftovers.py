@@ -1,4 +1,4 @@
-"""A job that has ended, in good order or not, leaves nothing in the process."""
+"""A job that has ended, normally or not, leaves nothing in the process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [((), ""), (("data.path=missing.jsonl",), "missing.jsonl")],
     ids=["in-good-order", "failed-at-the-start"],
 )
-def test_nothing_is_left(overrides: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_a_job_leaves_nothing_behind(
+    overrides: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     output = checked_job(
         2, "tests.dist.leftovers_worker", [str(tmp_path), *overrides], timeout_s=120
     )
-    for found in rank_reports(tmp_path, 2):
-        assert bool(found["error"]) == bool(says)
-        assert says in found["error"]
-        assert found["after"] == found["before"]
-        assert found["after"]["threads"] == []
+    for report in rank_reports(tmp_path, 2):
+        assert bool(report["error"]) == bool(message)
+        assert message in report["error"]
+        assert report["after"] == report["before"]
+        assert report["after"]["threads"] == []
     assert "ResourceWarning" not in output

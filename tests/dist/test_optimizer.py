@@ -1,4 +1,4 @@
-"""Megatron's DDP, clipping and distributed optimizer reach one process's weights on any layout."""
+"""Megatron's DDP, clipping and distributed optimizer: every layout gives the same weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 def train(
     folder: Path, dp: int, tp: int, pp: int, vpp: int, distributed: bool, frozen: bool = False
 ) -> list[Any]:
-    """What each rank wrote."""
+    """The results of each rank."""
     folder.mkdir()
     args = [str(folder), str(dp), str(tp), str(pp), str(vpp), str(distributed), str(frozen)]
     checked_job(dp * tp * pp, "tests.dist.optimizer_worker", args, timeout_s=180)
@@ -48,13 +48,13 @@ def test_three_clipped_steps_reach_the_same_weights(
     dp: int, tp: int, pp: int, vpp: int, distributed: bool, single: dict[str, Any], tmp_path: Path
 ) -> None:
     ranks = train(tmp_path / "out", dp, tp, pp, vpp, distributed)
-    assert min(single["norms"]) > CLIP, "nothing would be clipped"
+    assert min(single["norms"]) > CLIP, "clipping would change nothing"
     assert len(set(single["norms"])) == 3, "the weights did not move"
     check_weights(ranks, single, tp)
 
 
 def check_weights(ranks: list[dict[str, Any]], single: dict[str, Any], tp: int) -> None:
-    """Gradient norms and parameters of all ranks are those of one process."""
+    """Check that gradient norms and parameters of all ranks equal those of one process."""
     assert {name for rank in ranks for name in rank["parameters"]} == set(single["parameters"])
     for rank in ranks:
         assert rank["norms"][0] == pytest.approx(single["norms"][0], rel=1e-5)
@@ -65,7 +65,7 @@ def check_weights(ranks: list[dict[str, Any]], single: dict[str, Any], tp: int) 
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_stage_that_trains_nothing(distributed: bool, tmp_path: Path) -> None:
+def test_a_stage_whose_parameters_are_all_frozen(distributed: bool, tmp_path: Path) -> None:
     (single,) = train(tmp_path / "single", 1, 1, 1, 1, False, frozen=True)
     ranks = train(tmp_path / "pp2", 1, 1, 2, 1, distributed, frozen=True)
     assert not ranks[0]["trained"]

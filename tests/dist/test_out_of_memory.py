@@ -1,4 +1,4 @@
-"""A step out of memory is taken once more, as if its first attempt had never been."""
+"""A step that runs out of memory is run again, as if its first attempt had not happened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 
 WORKER = "tests.dist.rank_fault_worker"
 REPLAN = "train.on_oom=replan"
-# What depends on the clock.
+# Metrics that depend on the clock.
 TIMINGS = ("_s", "tokens_per_second", "tokens_per_second_per_gpu")
 
 
@@ -27,7 +27,7 @@ def job(folder: Path, fault: str, phase: str, rank: int, *overrides: str) -> tup
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run but for what depends on the clock."""
+    """The lines of a run, without the values that depend on the clock."""
     lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
     return [
         {key: value for key, value in json.loads(line).items() if not key.endswith(TIMINGS)}
@@ -36,15 +36,15 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def planned_anew(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """A run whose third step is planned anew before anything of it ran."""
-    folder = tmp_path_factory.mktemp("planned_anew")
-    code, output = job(folder, "planned_anew", "step", EVERY_RANK)
+def replanned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A run whose third step is planned again before any of its micro-batches ran."""
+    folder = tmp_path_factory.mktemp("replanned")
+    code, output = job(folder, "replanned", "step", EVERY_RANK)
     assert code == 0, output[-4000:]
     lines = metrics(folder)
     assert [line["num_oom_replans"] for line in lines] == [0, 0, 1, 1]
     counts = [line["num_microbatches_per_rank"] for line in lines]
-    assert counts[2] >= 2 * counts[3], "the rows are no smaller"
+    assert counts[2] >= 2 * counts[3], "the rows are not smaller"
     return lines
 
 
@@ -52,25 +52,25 @@ def planned_anew(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
     ("phase", "rank"), [("forward", 0), ("backward", 1), ("backward", 2), ("loss", 3)]
 )
 def test_nothing_is_left_of_the_failed_attempt(
-    phase: str, rank: int, tmp_path: Path, planned_anew: list[dict[str, Any]]
+    phase: str, rank: int, tmp_path: Path, replanned: list[dict[str, Any]]
 ) -> None:
     code, output = job(tmp_path, "out_of_memory", phase, rank)
     assert code == 0, output[-4000:]
     assert "1 of 4 ranks failed: rank" in output
     assert "replanned with rows of half the size" in output
-    assert metrics(tmp_path) == planned_anew
+    assert metrics(tmp_path) == replanned
 
 
-def test_log_probs_are_taken_again(tmp_path: Path) -> None:
-    """The first passes of the job are those for old log-probs."""
+def test_passes_for_log_probs_are_run_again(tmp_path: Path) -> None:
+    """The first passes of the job compute old log-probs."""
     code, output = job(tmp_path, "out_of_memory", "log-probs", 1)
     assert code == 0, output[-4000:]
     assert [line["num_oom_replans"] for line in metrics(tmp_path)] == [0, 0, 1, 1]
 
 
-def test_rows_of_one_sample_are_the_end(tmp_path: Path) -> None:
+def test_rows_of_one_sample_cannot_be_split(tmp_path: Path) -> None:
     count_based = ["plan.max_tokens_per_gpu=null", "plan.micro_batch_size=1"]
     code, _ = job(tmp_path, "out_of_memory", "forward", 0, *count_based)
     assert code == 1
-    told = json.loads((tmp_path / "rank2.json").read_text())
-    assert "though each row holds one sample" in told["error"]
+    report = json.loads((tmp_path / "rank2.json").read_text())
+    assert "though each row holds one sample" in report["error"]

@@ -1,4 +1,4 @@
-"""What was prepared for the next step is used where that is the step that comes."""
+"""Rows packed ahead for the announced step are used if that step is called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """The results of each rank."""
     folder: Path = tmp_path_factory.mktemp("prefetch")
     checked_job(2, "tests.dist.prefetch_worker", [str(folder)], timeout_s=120)
     return rank_reports(folder, 2)
@@ -23,29 +23,27 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_rows_are_packed_once(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["same"]["packed"] == sum(rank["same"]["counts"]) == rank["alone"]["packed"]
-        assert rank["same"]["loss"] == rank["alone"]["loss"]
+        assert rank["announced"]["packed"] == sum(rank["announced"]["counts"])
+        assert rank["announced"]["packed"] == rank["unannounced"]["packed"]
+        assert rank["announced"]["loss"] == rank["unannounced"]["loss"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_call_than_was_prepared_for_is_packed_anew(
-    change: str, ranks: list[dict[str, Any]]
-) -> None:
+def test_an_unannounced_call_is_packed_again(change: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        found, alone = rank[change], rank[f"{change}, alone"]
-        # The rows of the step that did not come.
-        assert found["packed"] == alone["packed"] + found["counts"][1]
-        assert found["loss"] == alone["loss"]
+        changed = rank[change]
+        unannounced = rank[f"{change}, unannounced"]
+        # The rows of the announced step were packed in vain.
+        assert changed["packed"] == unannounced["packed"] + changed["counts"][1]
+        assert changed["loss"] == unannounced["loss"]
     if change in ("other_advantages", "other_objective", "first_step_again"):
-        assert ranks[0][change]["loss"] != ranks[0]["same"]["loss"]
+        assert ranks[0][change]["loss"] != ranks[0]["announced"]["loss"]
 
 
 @pytest.mark.parametrize("and_then", ["silent", "announcing"])
-def test_a_rank_that_alone_makes_another_call_holds_nobody_up(
-    and_then: str, tmp_path: Path
-) -> None:
+def test_an_unannounced_call_on_one_rank_fails_on_all(and_then: str, tmp_path: Path) -> None:
     checked_job(2, "tests.dist.prefetch_worker", [str(tmp_path), and_then], timeout_s=120)
-    told = [report["error"] for report in rank_reports(tmp_path, 2)]
-    assert told[0] == told[1]
-    assert "rank 1 failed in step 1 of plan" in told[0]
-    assert "is another call than next_step announced" in told[0]
+    errors = [report["error"] for report in rank_reports(tmp_path, 2)]
+    assert errors[0] == errors[1]
+    assert "rank 1 failed in step 1 of plan" in errors[0]
+    assert "is not the call that next_step announced" in errors[0]

@@ -1,6 +1,6 @@
 """One rank's fault ends the job on every rank, within seconds, with one error that names it.
 
-A sample of the matrix; `tools/fault_matrix.py` runs all of it.
+These cases are a part of the matrix; `tools/fault_matrix.py` runs all of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tests.dist.spawn import run_job
 
 pytestmark = pytest.mark.dist
 
-# Every fault, every phase and every rank, each pair of fault and rank or phase at most once.
+# Every fault, every phase and every rank occurs; no pair of fault and phase, or of fault and rank,
+# occurs twice.
 SAMPLE = [
     Case("bad_sample", "plan", 1),
     Case("bad_sample", "pack", 3),
@@ -32,30 +33,30 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_every_rank_tells_one_error(case: Case, tmp_path: Path) -> None:
+def test_every_rank_raises_the_same_error(case: Case, tmp_path: Path) -> None:
     assert run_case(case, tmp_path).complaints == ()
 
 
 @pytest.mark.parametrize(
     "case", [Case("user_error", "forward", 1), Case("nan", "reduction", 1)], ids=str
 )
-def test_ranks_that_meet_inside_layers_tell_it_too(case: Case, tmp_path: Path) -> None:
+def test_also_if_ranks_communicate_inside_layers(case: Case, tmp_path: Path) -> None:
     layout = ("layout.dp=1", "layout.tp=2", "layout.pp=2")
     assert run_case(case, tmp_path, *layout).complaints == ()
 
 
-def test_a_stopped_rank_is_named_and_the_step_given_up(tmp_path: Path) -> None:
-    """gloo's waits cannot be broken: the watchdogs of those who wait end their processes."""
+def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
+    """gloo's waits cannot be aborted: the watchdogs of waiting ranks end their processes."""
     args = [str(tmp_path), "stopped", "forward", "3"]
     limits = ["watchdog.abort_after_s=4", "watchdog.slow_after_s=2"]
-    # Each survivor ends within the watchdog's next look; the stopped one never does.
+    # Each other rank ends in its watchdog's next round; the stopped one never ends.
     job = [*args, *limits]
     done = run_job(WORLD, "tests.dist.rank_fault_worker", job, timeout_s=100, grace_s=8)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     late = [line for line in lines if ": step 3, " in line and "has run for" in line]
     assert {rank for rank in range(3) for line in late if f"rank {rank}: " in line} == {0, 1, 2}
-    # The first that ends may break another one's wait, whose main thread then raises.
+    # The first rank that ends may break the wait of another, whose main thread then raises.
     errors = [line for line in lines if line.startswith("megapack: rank ")]
     errors += [json.loads(path.read_text())["error"] for path in tmp_path.glob("rank*.json")]
     assert errors
@@ -63,9 +64,9 @@ def test_a_stopped_rank_is_named_and_the_step_given_up(tmp_path: Path) -> None:
         assert "which is above watchdog.abort_after_s=4; rank 3 (process " in error
         assert "is stopped (SIGSTOP, or a debugger)" in error
     exchanges = (", which sends ", ", which receives ")
-    assert any(text in line for line in lines for text in exchanges), "no partner is named"
+    assert any(text in line for line in lines for text in exchanges), "no exchange is named"
 
 
-def test_the_matrix_has_every_pair() -> None:
+def test_the_matrix_has_every_fault_phase_and_rank() -> None:
     assert len(set(cases())) == 4 * 6 * 5
     assert set(SAMPLE) <= set(cases())

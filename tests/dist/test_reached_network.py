@@ -1,4 +1,4 @@
-"""Commands and a run reach no network, and keep to the umask."""
+"""Commands and a run use no network, and files respect the umask."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the commands did."""
+    """The results of the commands."""
     folder = tmp_path_factory.mktemp("network")
     checked_job(1, "tests.dist.network_worker", [str(folder)], timeout_s=300)
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
+    results: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return results
 
 
 def test_no_command_reaches_anything(ran: dict[str, Any]) -> None:
-    """As root on a machine that has no network at all."""
-    assert ran["codes"] == dict.fromkeys(COMMANDS, 0), ran["said"][-4000:]
+    """As root, the commands run without any network but a loopback."""
+    assert ran["codes"] == dict.fromkeys(COMMANDS, 0), ran["output"][-4000:]
     assert any("127.0.0.1" in event for event in ran["control"])
     assert ran["reached"] == []
 

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed takes the steps of one that was not."""
+"""A run that is killed and resumed takes the same steps as one that was not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.small_disk import PAGE, fill, small_disk
 pytestmark = pytest.mark.dist
 
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
-# Four batches of two steps: a checkpoint after 3 steps stands inside a batch.
+# Four batches of two steps each: the checkpoint after 3 steps is inside a batch.
 SETTINGS = [
     *("name=run", "data.num_generated=64", "data.prompts_per_batch=4", "plan.global_batch_size=8"),
     *("data.shuffle=true", "train.save_interval=3", "train.keep_checkpoints=null"),
@@ -58,14 +58,14 @@ def finished(folder: Path, *overrides: str, world: int = 2) -> list[dict[str, An
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """The complete lines of metrics.jsonl."""
     path = folder / "runs/run/metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
+    """The child processes of a process."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -73,7 +73,7 @@ def children(pid: int) -> list[int]:
 def running(
     folder: Path, *overrides: str, after_steps: int, world: int = 2
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher whose job has written some steps; what it prints goes to job.log."""
+    """A launcher whose job has written some steps; its output goes to job.log."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launch += ["--nproc-per-node", str(world), "-m", "megapack", "train", str(CONFIG), *SETTINGS]
     with open(folder / "job.log", "wb") as log:
@@ -107,10 +107,10 @@ def killed(folder: Path, *overrides: str, after_steps: int, world: int = 2) -> N
 
 
 def assert_same_steps(
-    found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], rel: float
+    lines: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], rel: float
 ) -> None:
-    assert [line["step"] for line in found] == list(range(1, NUM_STEPS + 1))
-    for one, other in zip(found, expected, strict=True):
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    for one, other in zip(lines, expected, strict=True):
         assert one["lr"] == other["lr"]
         for key in ("loss", "grad_norm", "entropy_nats", "kl_ref_nats", "kl_old_nats"):
             assert one[key] == pytest.approx(other[key], rel=rel, abs=rel / 10), (one["step"], key)
@@ -149,7 +149,7 @@ def test_killed_and_resumed_bit_by_bit(undisturbed: Path, tmp_path: Path) -> Non
 
 
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
-    """torchrun that is killed leaves them to themselves: they save and end, as after a signal."""
+    """If torchrun is killed, its ranks save and end, as after a signal."""
     many = ("data.num_generated=2048", "data.prompts_per_batch=8")
     with running(tmp_path, *DP2, *many, after_steps=2) as launcher:
         ranks = children(launcher.pid)
@@ -188,23 +188,21 @@ def test_resumed_on_another_layout(
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 
-def test_killed_on_four_ranks_and_resumed_as_another_pipeline(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_killed_on_dp2_pp2_and_resumed_on_pp4(undisturbed: Path, tmp_path: Path) -> None:
     killed(tmp_path, *DP2_PP2, "train.resume=auto", after_steps=4, world=4)
     lines = finished(tmp_path, *PP4, "train.resume=auto", world=4)
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 
-def test_tensor_parallel_state_resumed_as_a_pipeline(undisturbed: Path, tmp_path: Path) -> None:
+def test_killed_on_tp2_and_resumed_on_pp2_vpp2(undisturbed: Path, tmp_path: Path) -> None:
     plain = "optim.distributed_optimizer=false"
     killed(tmp_path, *TP2, plain, "train.resume=auto", after_steps=4)
     lines = finished(tmp_path, *PP2_VPP2, plain, "train.resume=auto")
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 
-def test_experts_and_a_frozen_stage_resumed_as_expert_parallel(tmp_path: Path) -> None:
-    """The first of two stages trains nothing; experts and their biases move to other ranks."""
+def test_experts_and_a_frozen_stage_resumed_on_ep2(tmp_path: Path) -> None:
+    """The first of two stages is frozen; experts and their biases move to other ranks."""
     settings = [
         *(
             "model.num_experts=4",
@@ -219,8 +217,8 @@ def test_experts_and_a_frozen_stage_resumed_as_expert_parallel(tmp_path: Path) -
     assert_same_steps(lines, whole, rel=1e-5)
 
 
-def test_experts_alone_resumed(tmp_path: Path) -> None:
-    """All but the experts is frozen: the optimizer for it is empty on every rank."""
+def test_a_run_that_trains_only_experts_is_resumed(tmp_path: Path) -> None:
+    """The optimizer of the other parameters, all frozen, is empty on every rank."""
     frozen = "[embedding.*, '*.self_attention.*', '*norm*', '*.router.*']"
     settings = [*DP2, "model.num_experts=4", "layout.ep=2", f"model.freeze={frozen}"]
     whole = finished(tmp_path, *settings)
@@ -249,7 +247,7 @@ def _size(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("model.hidden_size=128", "model.hidden_size=128, was 64"),
         ("data.generated_seed=7", "set the section data as it was"),
@@ -257,18 +255,18 @@ def _size(path: Path) -> int:
     ],
 )
 def test_a_run_that_does_not_fit_is_refused(
-    undisturbed: Path, tmp_path: Path, override: str, says: str
+    undisturbed: Path, tmp_path: Path, override: str, message: str
 ) -> None:
     copy_of_run(undisturbed, tmp_path, until=8)
-    before = names(tmp_path), metrics(tmp_path)
+    before = (names(tmp_path), metrics(tmp_path))
     code, output = job(tmp_path, *DP2, "train.resume=auto", override)
     assert code != 0
-    assert says in output
+    assert message in output
     assert (names(tmp_path), metrics(tmp_path)) == before
 
 
-def test_inside_a_batch_the_objective_stays(tmp_path: Path) -> None:
-    """SFT has no log-probs of older weights: it resumes without, another objective does not."""
+def test_the_objective_cannot_change_inside_a_batch(tmp_path: Path) -> None:
+    """SFT stores no old log-probs: SFT can resume without them, another objective cannot."""
     settings = [*DP2, *SFT]
     whole = finished(tmp_path, *settings)
     copy_of_run(tmp_path, tmp_path / "other", until=3)
@@ -283,20 +281,20 @@ def test_inside_a_batch_the_objective_stays(tmp_path: Path) -> None:
 
 
 def test_a_resume_that_fails_leaves_later_checkpoints(undisturbed: Path, tmp_path: Path) -> None:
-    """Tensors of the right size and the wrong content are found only when they are read."""
+    """Tensors of the right size with wrong content are only noticed when they are read."""
     shutil.copytree(undisturbed / "runs", tmp_path / "runs")
     bad = tmp_path / "runs/run/checkpoints/step-00000003"
     for path in (bad / "state").glob("*.distcp"):
         path.write_bytes(b"\0" * path.stat().st_size)
-    before = names(tmp_path), metrics(tmp_path)
+    before = (names(tmp_path), metrics(tmp_path))
     code, output = job(tmp_path, *DP2, f"train.resume={bad}")
     assert code != 0
     assert "cannot be loaded" in output, output[-3000:]
     assert (names(tmp_path), metrics(tmp_path)) == before
 
 
-def test_a_disk_that_is_full_leaves_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the full disk: writes fail half-way."""
+def test_a_full_disk_leaves_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+    """A limit on the size of files simulates a full disk: writes fail half-way."""
     copy_of_run(undisturbed, tmp_path, until=3)
     code, output = job(tmp_path, *DP2, "train.resume=auto", max_file_bytes=500_000)
     assert code != 0
@@ -307,13 +305,11 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(undisturbed: Path, tmp_p
     assert_same_steps(lines, metrics(undisturbed), rel=0.0)
 
 
-def test_a_run_on_a_disk_without_room_goes_on_once_there_is_some(
-    undisturbed: Path, tmp_path: Path
-) -> None:
-    """First nothing can be written; then all but the next checkpoint."""
+def test_a_run_on_a_full_disk_resumes_once_there_is_room(undisturbed: Path, tmp_path: Path) -> None:
+    """First nothing can be written, then everything except the next checkpoint."""
     with small_disk(tmp_path / "disk", 32 << 20) as disk:
         copy_of_run(undisturbed, disk, until=3)
-        for free_bytes, says in (
+        for free_bytes, message in (
             (0, "No space left on device"),
             (PAGE, "does not fit into the 0 MiB"),
         ):
@@ -321,7 +317,7 @@ def test_a_run_on_a_disk_without_room_goes_on_once_there_is_some(
             code, output = job(disk, *DP2, "train.resume=auto")
             assert code != 0
             (line,) = [line for line in output.splitlines() if line.startswith("megapack: ")]
-            assert says in line
+            assert message in line
             assert "make room" in line
             assert "Traceback" not in output
             assert names(disk) == ["step-00000003"]

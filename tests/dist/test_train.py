@@ -1,4 +1,4 @@
-"""The main job end to end: `python -m megapack train` leaves what it promises."""
+"""The main job end to end: the output and files of `python -m megapack train`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
         seconds = line["step_measured_s"] + line["optimizer_s"]
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / seconds)
         assert line["tokens_per_second_per_gpu"] == pytest.approx(line["tokens_per_second"] / 2)
-    # The first step of a batch is on policy: its log-probs are the old ones.
+    # The first step of a batch is on policy: its log-probs equal the old ones.
     assert lines[0]["kl_old_nats"] == pytest.approx(0, abs=1e-6)
     assert lines[0]["step_predicted_s"] is None
     assert lines[1]["step_predicted_s"] > 0
@@ -69,11 +69,12 @@ def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
 
 
 def check_trace(folder: Path) -> None:
-    """Megatron ran the second step in the order that was planned, one thing at a time."""
+    """Megatron ran the second step in the planned order, one forward or backward at a time."""
     records = read_run(folder)
     (traced,) = records.traced
     assert traced.number == 2
-    plan, step = traced.plan, traced.plan.steps[0]
+    plan = traced.plan
+    step = plan.steps[0]
     assert {event.microbatch for event in traced.events} == set(range(len(step.ranks[0])))
     assert order(traced.events) == order(simulate(step, layout=plan.layout).events)
     for stage in range(2):
@@ -83,7 +84,7 @@ def check_trace(folder: Path) -> None:
             if event.stage == stage
             for time in (event.start, event.end)
         ]
-        assert times == sorted(times), "two at a time"
+        assert times == sorted(times), "two forwards or backwards overlap"
         assert times[0] > 0
         assert times[-1] < records.metrics[1]["step_measured_s"] + 0.5
     assert records.lengths is not None
@@ -91,7 +92,7 @@ def check_trace(folder: Path) -> None:
 
 
 def order(events: Sequence[Event]) -> dict[int, list[tuple[str, int, int]]]:
-    """Per stage what it does, from first to last."""
+    """The forwards and backwards of each stage, in order."""
     stages: dict[int, list[tuple[str, int, int]]] = {}
     for event in sorted(events, key=lambda event: event.start):
         stages.setdefault(event.stage, []).append((event.kind, event.chunk, event.microbatch))
@@ -110,7 +111,7 @@ def test_the_run_folder_holds_the_resolved_config_and_the_plan(tmp_path: Path) -
     assert not (tmp_path / "runs/run/trace.jsonl").exists()
 
 
-def test_sft_learns(tmp_path: Path) -> None:
+def test_sft_reduces_the_loss(tmp_path: Path) -> None:
     sft = ["objective.kind=sft", "objective.kl_coef=0", "train.epochs=3", "optim.lr=3e-3"]
     experts = ["model.num_experts=2", "model.moe_balance_loss_coef=0.01"]
     sft += [*experts, "model.moe_z_loss_coef=0.001", "model.mtp_num_layers=1"]
@@ -154,7 +155,7 @@ def test_real_rollouts(tmp_path: Path, shared_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         ((*ONE, "plan.max_tokens=4"), "plan.max_tokens_per_gpu"),
         ((*ONE, "data.path=absent.jsonl"), "absent.jsonl"),
@@ -163,10 +164,10 @@ def test_real_rollouts(tmp_path: Path, shared_dir: Path) -> None:
     ],
 )
 def test_bad_input_ends_with_one_line_and_code_2(
-    tmp_path: Path, overrides: tuple[str, ...], says: str
+    tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     code, output = run(tmp_path, *overrides, world=1)
     assert code == 2, output
     (line,) = [line for line in output.splitlines() if line.startswith("megapack: ")]
-    assert says in line
+    assert message in line
     assert "Traceback" not in output

@@ -1,4 +1,4 @@
-"""Runs every case of one world size on this rank and writes what it found.
+"""Runs cases of one world size on this rank and writes their results.
 
 torchrun --nproc-per-node 2 -m tests.dist.worker REFERENCE OUT CASE ...
 """
@@ -42,11 +42,11 @@ from tests.dist.staged import StagedAdapter
 def run_case(
     case: Case, samples: list[dict[str, Any]], own_precision: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Forward and step of a case, compared with the reference; facts about what was run.
+    """Run a forward pass and a step of a case; returns errors against the reference, and facts.
 
     Args:
         samples: the reference's samples, in fp32.
-        own_precision: the same in the case's own precision, where that is another one.
+        own_precision: the reference's samples in the case's own precision, if that is lower.
     """
     model, temperature = problem.MODELS[case.variant]
     model = dataclasses.replace(model, recompute=case.recompute, freeze=case.frozen)
@@ -57,7 +57,8 @@ def run_case(
     adapter = adapter_class(
         chunks, layout=case.layout, logprob_chunk_tokens=16, temperature=temperature
     )
-    batch, plan = problem.make_batch(case.num_samples), case.plan()
+    batch = problem.make_batch(case.num_samples)
+    plan = case.plan()
     routing = problem.choices() if case.variant == "moe_replay" else None
     forward_plan = case.forward_plan()
     outputs = adapter.forward(forward_plan, batch, entropy=True, routing=routing)
@@ -73,7 +74,7 @@ def run_case(
         routing=routing,
     )
     loss, grads = expected_step(case, plan, samples)
-    errors = _gradient_errors(chunks, grads)
+    errors = gradient_errors(chunks, grads)
     if own_precision is not None:
         errors |= own_errors(expected_step(case, plan, own_precision)[1], grads)
     return {
@@ -85,8 +86,10 @@ def run_case(
         **_expert_facts(chunks, plan, samples, grads),
         **replayed,
         "expected_mtp": expected_mtp(case, plan, samples),
-        # Another step, so after all that is read of the first one.
-        "square_to_forward": _square_to(adapter, plan, batch, outputs["logprobs"], routing),
+        # This runs another step, so it comes after everything that reads the first one.
+        "square_to_forward": _squared_difference(
+            adapter, plan, batch, outputs["logprobs"], routing
+        ),
         "facts": _facts(plan, chunks),
     }
 
@@ -94,14 +97,17 @@ def run_case(
 def _replay_facts(
     adapter: ScheduleAdapter, case: Case, samples: list[dict[str, Any]]
 ) -> dict[str, float]:
-    """Choices recorded in one plan, compared with the reference's, and followed in another."""
-    batch, plan = problem.make_batch(case.num_samples), case.plan()
+    """Compare the experts recorded in one plan with the reference's, and replay them in another."""
+    batch = problem.make_batch(case.num_samples)
+    plan = case.plan()
     other = dataclasses.replace(case, budget=90, unequal_counts=False).plan()
     first = adapter.forward(plan, batch, record_routing=True)
     again = adapter.forward(other, batch, routing=first["routing"], record_routing=True)
-    wrong, differences = 0, []
+    wrong = 0
+    differences = []
     for i in plan.steps[0].kept_samples:
-        one, two = first["routing"][i], again["routing"][i]
+        one = first["routing"][i]
+        two = again["routing"][i]
         assert one is not None
         assert two is not None
         assert torch.equal(one, two)
@@ -131,8 +137,9 @@ def _expert_facts(
 
 
 def _bias_facts(chunks: list[Any], counts: Tensor) -> dict[str, int]:
-    """Experts with a bias, and those whose bias did not move towards equal counts."""
-    moved, wrong = 0, 0
+    """Number of biases that must move towards equal token counts, and that moved wrongly."""
+    moved = 0
+    wrong = 0
     for chunk in chunks:
         for layer in unwrapped(chunk).decoder.layers:
             router = layer.mlp.router
@@ -146,18 +153,19 @@ def _bias_facts(chunks: list[Any], counts: Tensor) -> dict[str, int]:
 
 
 def _check_own_outputs(
-    adapter: ScheduleAdapter, plan: Plan, batch: Any, every: list[Tensor | None]
+    adapter: ScheduleAdapter, plan: Plan, batch: Any, logprobs: list[Tensor | None]
 ) -> None:
-    """The scope "dp_rank" gives each stage the samples of its own rank, and no others."""
-    own = {i for mb in plan.steps[0].ranks[adapter.dp_rank] for i in mb.samples}
+    """Check that the scope "dp_rank" gives each stage only the samples of its own rank."""
+    own = {i for row in plan.steps[0].ranks[adapter.dp_rank] for i in row.samples}
     for i, value in enumerate(adapter.forward(plan, batch, scope="dp_rank")["logprobs"]):
         assert (value is not None) == (i in own)
-        assert value is None or torch.equal(value, every[i])
+        assert value is None or torch.equal(value, logprobs[i])
 
 
-def _gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, float]:
+def gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, float]:
     tp = parallel_state.get_tensor_model_parallel_group()
-    sums, errors = torch.zeros(2, dtype=torch.float64), []
+    sums = torch.zeros(2, dtype=torch.float64)
+    errors = []
     for chunk in chunks:
         for name, param in global_parameters(chunk):
             if not param.requires_grad:
@@ -170,13 +178,13 @@ def _gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, f
             errors.append(error / grads[name].norm())
     dist.all_reduce(sums)
     error, norm = sums.sqrt().tolist()
-    # Python's max would pass over a NaN.
+    # Python's max could ignore a NaN.
     worst = float(torch.stack(errors).max()) if errors else 0.0
     return {"gradient_error": error / norm, "gradient_norm": norm, "worst_parameter": worst}
 
 
 def own_errors(own: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:
-    """What the lower precision alone does to one sample at a time."""
+    """The gradient error of the lower precision alone, one sample at a time."""
     error = torch.stack([(own[name] - want).norm() for name, want in grads.items()]).norm()
     norm = torch.stack([want.norm() for want in grads.values()]).norm()
     return {"one_sample_gradient_error": float(error / norm)}
@@ -185,7 +193,8 @@ def own_errors(own: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, fl
 def logprob_errors(
     outputs: dict[str, list[Tensor | None]], plan: Plan, batch: Any, samples: list[dict[str, Any]]
 ) -> dict[str, float]:
-    kept, differences = set(plan.steps[0].kept_samples), []
+    kept = set(plan.steps[0].kept_samples)
+    differences = []
     for name in ("logprobs", "entropy"):
         for i, value in enumerate(outputs[name]):
             assert (value is not None) == (i in kept)
@@ -195,23 +204,25 @@ def logprob_errors(
             mask[0] = False
             assert not value[~mask].any()
             differences.append((value[1:] - samples[i][name])[mask[1:]].abs())
-    every = torch.cat(differences)
+    all_differences = torch.cat(differences)
     return {
-        "logprob_mean_error": float(every.mean()),
-        "logprob_max_error": float(every.max()),
-        "num_logprobs": every.numel(),
+        "logprob_mean_error": float(all_differences.mean()),
+        "logprob_max_error": float(all_differences.max()),
+        "num_logprobs": all_differences.numel(),
     }
 
 
-def _square_to(
+def _squared_difference(
     adapter: ScheduleAdapter,
     plan: Plan,
     batch: Any,
     logprobs: list[Tensor | None],
     routing: list[Tensor] | None,
 ) -> float:
-    """Mean square of log-probs in a training step less those of a forward pass before it; 0 only
-    where all bits are equal."""
+    """Mean squared difference between a training step's log-probs and those of a forward pass.
+
+    It is 0 only if all bits are equal.
+    """
     anchored = [torch.zeros(()) if value is None else value for value in logprobs]
     batch.set_field("ref_logprobs", anchored)
     squares = GRPO(kl_coef=1.0, kl_kind="k2")
@@ -219,7 +230,7 @@ def _square_to(
 
 
 def _num_frozen_ranks(chunks: list[Any]) -> int:
-    """Ranks that train nothing."""
+    """Number of ranks whose parameters are all frozen."""
     params = [param for chunk in chunks for param in chunk.parameters()]
     frozen = torch.tensor(float(not any(param.requires_grad for param in params)))
     dist.all_reduce(frozen)
@@ -228,48 +239,49 @@ def _num_frozen_ranks(chunks: list[Any]) -> int:
 
 def _facts(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
     step = plan.steps[0]
-    rows = [mb for rank in step.ranks for mb in rank]
+    rows = [row for rank in step.ranks for row in rank]
     counts = [len(rank) for rank in step.ranks]
     group = step.group_size or 1
     return {
         "chunks": len(chunks),
         "counts": counts,
-        "padding": any(not mb.samples for mb in rows),
-        "dummies": any(mb.samples and mb.row_tokens > mb.padded_tokens for mb in rows),
+        "padding": any(not row.samples for row in rows),
+        "dummies": any(row.samples and row.row_tokens > row.padded_tokens for row in rows),
         "dropped": bool(step.dropped_rollouts),
         "unequal": len(set(counts)) > 1,
         "remainder": counts[0] % group > 0,
         "frozen_ranks": _num_frozen_ranks(chunks),
-        "packed": any(len(mb.samples) > 1 for mb in rows),
-        "row_lengths": len({mb.row_tokens for mb in rows}),
+        "packed": any(len(row.samples) > 1 for row in rows),
+        "row_lengths": len({row.row_tokens for row in rows}),
     }
 
 
 @functools.cache
 def _samples(reference: str, variant: str) -> list[dict[str, Any]]:
-    # Tens of thousands of small tensors, of which a job asks for few.
-    found: list[dict[str, Any]] = torch.load(Path(reference) / f"{variant}.pt")
-    return found
+    # A file holds tens of thousands of small tensors: load each at most once per job.
+    samples: list[dict[str, Any]] = torch.load(Path(reference) / f"{variant}.pt")
+    return samples
 
 
 def main(reference: str, out: str, names: list[str]) -> None:
     """Run the named cases; rank 0 writes `out`."""
     launch.start("cpu")
-    found = {}
+    results = {}
     for name in names:
-        variant, exact = CASES[name].variant, PRECISE.get(CASES[name].variant)
+        variant = CASES[name].variant
+        exact = PRECISE.get(variant)
         if exact is None:
-            found[name] = run_case(CASES[name], _samples(reference, variant))
+            results[name] = run_case(CASES[name], _samples(reference, variant))
         else:
             both = (_samples(reference, which) for which in (exact, variant))
-            found[name] = run_case(CASES[name], *both)
-        worst = torch.tensor(found[name]["worst_parameter"])
+            results[name] = run_case(CASES[name], *both)
+        worst = torch.tensor(results[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        found[name]["worst_parameter"] = float(worst)
+        results[name]["worst_parameter"] = float(worst)
         parallel_state.destroy_model_parallel()
     if os.environ.get("RANK", "0") == "0":
         with open(out, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+            json.dump(results, file, indent=1)
     launch.stop()
 
 

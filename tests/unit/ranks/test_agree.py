@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megapack.errors import DataError, MegapackError, RankError, ScheduleError
-from megapack.ranks import agree as consensus
 from megapack.ranks.agree import Agreements, agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.board import Failure
 from megapack.ranks.watchdog import Watchdog
@@ -25,8 +24,8 @@ CPU = torch.device("cpu")
 Work = Callable[[], object]
 
 
-class Ranks:
-    """In place of `torch.distributed`, where each thread is a rank.
+class ThreadRanks:
+    """Replaces `torch.distributed`; each thread is a rank.
 
     If a rank misses a collective, the others raise BrokenBarrierError and do not hang.
     """
@@ -76,8 +75,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Runs one call per rank, given in order."""
 
     def on_ranks(*calls: Callable[[], Any]) -> list[Any]:
-        ranks = Ranks(len(calls))
-        monkeypatch.setattr(consensus, "dist", ranks)
+        ranks = ThreadRanks(len(calls))
+        monkeypatch.setattr("megapack.ranks.agree.dist", ranks)
         return ranks.run(calls)
 
     return on_ranks
@@ -87,7 +86,7 @@ Run = Callable[..., list[Any]]
 
 
 def call(work: Work = lambda: None, **same: str) -> Callable[[], object]:
-    """What one rank calls."""
+    """The call of one rank."""
     return lambda: agree(work, device=CPU, same=same)
 
 
@@ -121,7 +120,7 @@ def test_each_rank_gets_the_result_of_its_work(run: Run) -> None:
     assert run(*[call(lambda n=n: n, **same) for n in range(3)]) == [0, 1, 2]
 
 
-def test_the_error_of_a_rank_is_named_and_chained(run: Run) -> None:
+def test_the_error_names_the_rank_and_chains_its_error(run: Run) -> None:
     failed, fine = run(call(fail(DataError("sample 3 has no tokens"))), call())
     text = error_of_all([failed, fine])
     assert text == "1 of 2 ranks failed: rank 0: DataError: sample 3 has no tokens"
@@ -130,7 +129,7 @@ def test_the_error_of_a_rank_is_named_and_chained(run: Run) -> None:
     assert fine.__cause__ is None
 
 
-def test_the_errors_of_several_ranks_are_named(run: Run) -> None:
+def test_the_error_names_several_ranks(run: Run) -> None:
     results = run(call(), call(fail(DataError("a"))), call(), call(fail(OSError("b"))))
     assert error_of_all(results) == "2 of 4 ranks failed: rank 1: DataError: a; rank 3: OSError: b"
 
@@ -162,7 +161,7 @@ def test_flags_are_returned_if_nothing_fails(run: Run) -> None:
     assert results == [[True, False, True]] * 2
 
 
-def test_a_failure_beside_flags_is_raised(run: Run) -> None:
+def test_a_failure_with_flags_is_raised(run: Run) -> None:
     full = OSError(28, "No space left on device")
     with pytest.raises(OSError, match="No space left"):
         agree_with_flags(fail(full), [True], device=CPU)
@@ -175,12 +174,12 @@ def test_a_failure_is_raised_before_a_difference(run: Run) -> None:
     assert "disk" in error_of_all(run(call(plan="a"), call(fail(OSError("disk")), plan="b")))
 
 
-def test_the_ranks_that_differ_are_named_with_the_value(run: Run) -> None:
+def test_the_error_names_the_ranks_that_differ(run: Run) -> None:
     results = run(*[call(plan="same", call=text) for text in ("a", "b", "a", "c", "a")])
     assert error_of_all(results).startswith("ranks [1, 3] differ from the other 3 in call (")
 
 
-def test_the_first_value_that_differs_is_named(run: Run) -> None:
+def test_the_error_names_the_first_value_that_differs(run: Run) -> None:
     results = run(call(plan="a", call="x"), call(plan="a", call="x"), call(plan="b", call="y"))
     assert error_of_all(results).startswith("ranks [2] differ from the other 2 in plan (")
 
@@ -226,7 +225,7 @@ def test_an_error_that_cannot_be_printed_can_be_reported(run: Run) -> None:
     assert text.endswith("rank 0: Unprintable, whose message cannot be printed")
 
 
-def test_one_process_works_first_and_once() -> None:
+def test_one_process_runs_the_work_once() -> None:
     calls: list[int] = []
     assert agree_one_per_node_first(lambda: calls.append(1) or 7, device=CPU) == 7
     assert calls == [1]
@@ -250,8 +249,8 @@ def agreements(watchdog: Watchdog) -> Iterator[Agreements]:
 
 
 def test_agreements_return_the_results_of_their_work(agreements: Agreements) -> None:
-    started = [agreements.start(lambda n=n: n, lambda: {"plan": "a"}) for n in range(20)]
-    assert [one.result() for one in reversed(started)] == list(reversed(range(20)))
+    pending = [agreements.start(lambda n=n: n, lambda: {"plan": "a"}) for n in range(20)]
+    assert [one.result() for one in reversed(pending)] == list(reversed(range(20)))
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), TimeoutError("slow disk"), SystemExit(3)])
@@ -280,17 +279,17 @@ def test_an_error_while_computing_the_values_is_raised_too(agreements: Agreement
         agreements.start(lambda: 1, same).result()
 
 
-def test_work_that_takes_longer_than_a_poll_is_waited_for(
+def test_the_wait_lasts_longer_than_one_poll(
     agreements: Agreements, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consensus, "_POLL_S", 0.001)
+    monkeypatch.setattr("megapack.ranks.agree._POLL_S", 0.001)
     for number in range(50):
         done = threading.Event()
         threading.Timer(0.002, done.set).start()
         assert agreements.start(lambda n=number, e=done: e.wait() and n, dict).result() == number
 
 
-def test_other_ranks_are_waited_for_up_to_the_limit(agreements: Agreements) -> None:
+def test_the_wait_for_other_ranks_has_a_limit(agreements: Agreements) -> None:
     release = threading.Event()
     waits = agreements.start(release.wait, dict)
     with pytest.raises(TimeoutError, match=r"the other ranks did not join in 0\.01 s"):
@@ -304,7 +303,7 @@ def test_a_failure_of_another_rank_ends_the_wait(
 ) -> None:
     release = threading.Event()
     waits = agreements.start(release.wait, dict)
-    watchdog.tell(Failure(text="rank 1 is gone"))
+    watchdog.report(Failure(text="rank 1 is gone"))
     with pytest.raises(RankError, match="rank 1 is gone"):
         waits.result()
     release.set()

@@ -1,4 +1,4 @@
-"""What ranks report to each other through the store; here all of them in one process."""
+"""What ranks report to each other through the store; here all ranks are in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from megapack.errors import RankError
-from megapack.ranks import board as module
 from megapack.ranks.board import Board, Failure, Process
 from tests.job_in_process import LIMIT_S, boards, pid_is, sleeper, until
 
@@ -29,7 +28,7 @@ def test_the_first_failure_wins_on_every_rank() -> None:
         assert [board.failure() for board in (first, second, third)] == [FAILURE] * 3
 
 
-def test_a_failure_is_an_error_of_every_rank() -> None:
+def test_a_failure_becomes_an_error_of_all_ranks() -> None:
     error = FAILURE.error()
     assert isinstance(error, RankError)
     assert error.on_all_ranks
@@ -80,11 +79,11 @@ def test_ranks_that_know_of_the_failure_are_counted() -> None:
         assert second.num_acknowledged() == 2
 
 
-def test_ranks_of_this_host_are_known() -> None:
+def test_the_processes_of_this_host_are_listed() -> None:
     with boards(3) as (_, second, _):
-        found = second.processes_on_host()
-    assert [process.rank for process in found] == [0, 2]
-    assert {process.pid for process in found} == {os.getpid()}
+        processes = second.processes_on_host()
+    assert [process.rank for process in processes] == [0, 2]
+    assert {process.pid for process in processes} == {os.getpid()}
 
 
 def test_a_container_with_its_own_process_ids_is_another_host(
@@ -94,7 +93,8 @@ def test_a_container_with_its_own_process_ids_is_another_host(
     store = dist.HashStore()
     here = Board(store, 0, 3)
     monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
-    there, beside = Board(store, 1, 3), Board(store, 2, 3)
+    there = Board(store, 1, 3)
+    beside = Board(store, 2, 3)
     assert here.processes_on_host() == []
     assert [process.rank for process in there.processes_on_host()] == [2]
     for board in (here, there, beside):
@@ -122,13 +122,13 @@ def test_a_later_process_with_the_same_pid_is_not_the_rank() -> None:
     assert replace(mine, started="1").state() == "gone"
 
 
-def test_another_process_can_stand_in_for_a_rank() -> None:
+def test_another_process_can_act_as_a_rank() -> None:
     with sleeper() as child, pid_is(child.pid), boards(2) as (first, _):
         assert first.processes_on_host() == [Process.of(1, child.pid)]
 
 
 class FrozenStore:
-    """A store whose host is frozen: its calls return once `release` is set."""
+    """A store whose host is frozen: calls return only after `release` is set."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
@@ -144,7 +144,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Board, FrozenStore
     store = FrozenStore()
     board = Board(dist.HashStore(), 0, 2)
     monkeypatch.setattr(board, "_store", store)
-    monkeypatch.setattr(module, "_ANSWER_S", 0.05)
+    monkeypatch.setattr("megapack.ranks.board._ANSWER_S", 0.05)
     yield board, store
     store.release.set()
     board.close()
@@ -155,7 +155,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "megapack-board"]
 
 
-def test_a_call_that_does_not_return_is_waited_for_once(
+def test_only_the_first_caller_waits_for_a_blocked_call(
     frozen: tuple[Board, FrozenStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     board, store = frozen
@@ -163,7 +163,7 @@ def test_a_call_that_does_not_return_is_waited_for_once(
         board.failure()
     with pytest.raises(TimeoutError, match=r"an earlier call has not returned in 0\.05 s"):
         board.failure()
-    monkeypatch.setattr(module, "_ANSWER_S", LIMIT_S)
+    monkeypatch.setattr("megapack.ranks.board._ANSWER_S", LIMIT_S)
     store.release.set()
 
     def answers() -> bool:
@@ -175,13 +175,13 @@ def test_a_call_that_does_not_return_is_waited_for_once(
     until(answers)
 
 
-def test_closing_does_not_wait_for_a_call_that_does_not_return(
+def test_closing_does_not_wait_for_a_blocked_call(
     frozen: tuple[Board, FrozenStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     board, _ = frozen
     with pytest.raises(TimeoutError):
         board.failure()
-    monkeypatch.setattr(module, "_ANSWER_S", 1000.0)
+    monkeypatch.setattr("megapack.ranks.board._ANSWER_S", 1000.0)
     board.close()
     assert len(threads()) == 1
 

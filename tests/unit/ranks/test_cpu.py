@@ -1,4 +1,4 @@
-"""Megatron-Core without CUDA, in a process of its own: `enable` is for the rest of a process."""
+"""Megatron-Core without CUDA, in a separate process: `enable` lasts for the rest of a process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ pytestmark = pytest.mark.unit
 
 TORCH = """
 import json, logging, torch
-found = {}
+results = {}
 import megapack.model, megapack.schedule
 from megapack.ranks import cpu
-found["enabled_by_import"] = cpu.enabled()
+results["enabled_by_import"] = cpu.enabled()
 before = torch.empty
 cpu.enable()
 wrapped = torch.empty, torch.Tensor.to, torch.Tensor.type
 cpu.enable()
-found["enabled"] = cpu.enabled()
-found["patched"] = torch.empty is not before
-found["idempotent"] = wrapped == (torch.empty, torch.Tensor.to, torch.Tensor.type)
+results["enabled"] = cpu.enabled()
+results["patched"] = torch.empty is not before
+results["idempotent"] = wrapped == (torch.empty, torch.Tensor.to, torch.Tensor.type)
 
 x = torch.ones(2, 2)
 made = {
@@ -50,62 +50,62 @@ made = {
     "module": torch.nn.Linear(2, 2).cuda().weight,
     "module_to": torch.nn.Linear(2, 2).to("cuda").weight,
 }
-found["devices"] = {name: value.device.type for name, value in made.items()}
-found["dtype"] = str(made["to_both"].dtype)
-found["values"] = made["full"].tolist()
-found["types"] = [x.type(), x.bfloat16().type()]
+results["devices"] = {name: value.device.type for name, value in made.items()}
+results["dtype"] = str(made["to_both"].dtype)
+results["values"] = made["full"].tolist()
+results["types"] = [x.type(), x.bfloat16().type()]
 casts = x.type(torch.float64), x.type("torch.DoubleTensor")
-found["type_casts"] = [cast.dtype == torch.float64 for cast in casts]
-found["plain"] = [torch.ones(2).device.type, x.to(torch.float64).device.type]
-found["meta"] = torch.empty(2, device="meta").device.type
+results["type_casts"] = [cast.dtype == torch.float64 for cast in casts]
+results["plain"] = [torch.ones(2).device.type, x.to(torch.float64).device.type]
+results["meta"] = torch.empty(2, device="meta").device.type
 torch.cuda.synchronize(); torch.cuda.empty_cache(); torch.cuda.set_device(0)
 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
 torch.cuda.manual_seed(3)
 state = torch.cuda.get_rng_state()
 first = torch.rand(4)
 torch.cuda.set_rng_state(state)
-found["random_state"] = torch.equal(first, torch.rand(4))
-print(json.dumps(found))
+results["random_state"] = torch.equal(first, torch.rand(4))
+print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
 def in_torch() -> dict[str, Any]:
-    """What torch answers once Megatron's CUDA calls are sent to the CPU."""
+    """torch's answers after `enable`."""
     return child(TORCH)
 
 
-def test_it_is_never_switched_on_by_an_import(in_torch: dict[str, Any]) -> None:
+def test_an_import_does_not_enable_it(in_torch: dict[str, Any]) -> None:
     assert not in_torch["enabled_by_import"]
     assert not cpu.enabled()
 
 
-def test_it_is_switched_on_once(in_torch: dict[str, Any]) -> None:
+def test_enabling_twice_changes_nothing(in_torch: dict[str, Any]) -> None:
     assert in_torch["enabled"]
     assert in_torch["patched"]
     assert in_torch["idempotent"]
 
 
-def test_what_asks_for_cuda_gets_the_cpu(in_torch: dict[str, Any]) -> None:
+def test_calls_for_cuda_get_the_cpu(in_torch: dict[str, Any]) -> None:
     assert len(in_torch["devices"]) == 18
     assert set(in_torch["devices"].values()) == {"cpu"}
     assert in_torch["dtype"] == "torch.float64"
     assert in_torch["values"] == [3.0, 3.0]
 
 
-def test_what_asks_for_another_device_gets_that(in_torch: dict[str, Any]) -> None:
+def test_calls_for_another_device_are_unchanged(in_torch: dict[str, Any]) -> None:
     assert in_torch["plain"] == ["cpu", "cpu"]
     assert in_torch["meta"] == "meta"
 
 
-def test_the_type_of_a_tensor_is_the_one_that_optimizers_compare_with(
+def test_tensor_types_are_those_that_optimizers_compare(
     in_torch: dict[str, Any],
 ) -> None:
     assert in_torch["types"] == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor"]
     assert in_torch["type_casts"] == [True, True]
 
 
-def test_the_random_state_of_cuda_is_the_cpus(in_torch: dict[str, Any]) -> None:
+def test_cudas_random_state_is_that_of_the_cpu(in_torch: dict[str, Any]) -> None:
     assert in_torch["random_state"]
 
 
@@ -119,17 +119,18 @@ from megapack.model import build_model, initialize_parallel
 from megapack.model.optimizer import build_optimizer
 from megapack.config.sections import ModelConfig, OptimConfig
 
-found = {"device": launch.start("cpu").type}
+results = {"device": launch.start("cpu").type}
 layout = Layout()
 initialize_parallel(layout, 1)
-tracker, before = get_cuda_rng_tracker(), torch.get_rng_state()
+tracker = get_cuda_rng_tracker()
+before = torch.get_rng_state()
 with tracker.fork():
     forked = torch.rand(4)
-found["fork_restores"] = torch.equal(before, torch.get_rng_state())
+results["fork_restores"] = torch.equal(before, torch.get_rng_state())
 outside = torch.rand(4)
 with tracker.fork():
-    found["fork_goes_on"] = not torch.equal(forked, torch.rand(4))
-found["fork_is_apart"] = not torch.equal(forked, outside)
+    results["fork_goes_on"] = not torch.equal(forked, torch.rand(4))
+results["fork_is_apart"] = not torch.equal(forked, outside)
 
 model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
 tokens = torch.arange(12)
@@ -160,13 +161,13 @@ def step(distributed, clip):
             "moved": float((after - before).abs().max()), "sum": float(after.double().sum()),
             "clipped_norm": float(moment)}
 
-found["plain"] = step(False, 1e9)
-found["distributed"] = step(True, 1e9)
-found["clipped"] = step(False, 0.5)
-found["distributed_clipped"] = step(True, 0.5)
+results["plain"] = step(False, 1e9)
+results["distributed"] = step(True, 1e9)
+results["clipped"] = step(False, 0.5)
+results["distributed_clipped"] = step(True, 0.5)
 launch.stop()
-found["stopped"] = not torch.distributed.is_initialized()
-print(json.dumps(found))
+results["stopped"] = not torch.distributed.is_initialized()
+print(json.dumps(results))
 """
 
 
@@ -189,15 +190,16 @@ def test_megatrons_random_states_fork(in_megatron: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("way", ["plain", "distributed", "clipped", "distributed_clipped"])
 def test_megatrons_optimizers_step(in_megatron: dict[str, Any], way: str) -> None:
-    found = in_megatron[way]
-    assert found["updated"]
-    assert found["norm"] == pytest.approx(found["exact"], rel=1e-5)
+    result = in_megatron[way]
+    assert result["updated"]
+    assert result["norm"] == pytest.approx(result["exact"], rel=1e-5)
     # Adam's first step moves each weight by the learning rate.
-    assert 0.5e-2 < found["moved"] < 2e-2
+    assert 0.5e-2 < result["moved"] < 2e-2
 
 
 def test_the_distributed_optimizer_takes_the_same_step(in_megatron: dict[str, Any]) -> None:
-    plain, distributed = in_megatron["plain"], in_megatron["distributed"]
+    plain = in_megatron["plain"]
+    distributed = in_megatron["distributed"]
     assert distributed["norm"] == pytest.approx(plain["norm"], rel=1e-6)
     assert distributed["sum"] == pytest.approx(plain["sum"], rel=1e-6)
 
@@ -211,13 +213,13 @@ def test_gradients_are_clipped(in_megatron: dict[str, Any], way: str) -> None:
     assert in_megatron[f"{way}clipped"]["clipped_norm"] == pytest.approx(0.5, rel=1e-3)
 
 
-def test_a_process_that_did_not_ask_for_it_is_left_alone() -> None:
+def test_a_process_without_enable_is_unchanged() -> None:
     assert not cpu.enabled()
     assert torch.ones(1).type() == "torch.FloatTensor"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_is_not_replaced_by_the_cpu_in_silence() -> None:
+def test_device_cuda_never_falls_back_to_the_cpu() -> None:
     with pytest.raises(ConfigError, match="finds no CUDA device; set device=cpu"):
         launch.start("cuda")
     assert not cpu.enabled()

@@ -1,4 +1,4 @@
-"""Calls run in order on a thread that may be left behind."""
+"""Calls run in order on a daemon thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_calls_run_in_order_on_one_other_thread() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), TimeoutError("slow disk"), SystemExit(3)])
-def test_an_error_is_raised_by_the_future_and_the_next_call_runs(error: BaseException) -> None:
+def test_the_next_call_runs_after_an_error(error: BaseException) -> None:
     executor = DaemonExecutor("calls")
 
     def fail() -> None:
@@ -45,7 +45,7 @@ def test_an_error_is_raised_by_the_future_and_the_next_call_runs(error: BaseExce
     executor.stop(30.0)
 
 
-def test_after_a_stop_queued_calls_still_run_and_new_ones_are_refused() -> None:
+def test_a_stopped_executor_runs_queued_calls_only() -> None:
     executor = DaemonExecutor("calls")
     release = threading.Event()
     executor.submit(release.wait)
@@ -63,12 +63,12 @@ def test_an_idle_executor_holds_no_results() -> None:
 
     executor = DaemonExecutor("calls")
     rows = executor.submit(Rows).result()
-    ends = weakref.ref(rows)
+    reference = weakref.ref(rows)
     del rows
 
     def is_freed() -> bool:
         gc.collect()
-        return ends() is None
+        return reference() is None
 
     until(is_freed)
     executor.stop(30.0)

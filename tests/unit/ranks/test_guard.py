@@ -1,4 +1,4 @@
-"""One rank's error is every rank's; here two ranks of one process, one after the other."""
+"""One rank's error becomes every rank's; here two ranks in one process, one after the other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megapack.errors import ConfigError, DataError, RankError
-from megapack.ranks import links as module
-from megapack.ranks import watchdog
+from megapack.ranks import links, watchdog
 from megapack.ranks.board import Board, Failure
 from megapack.ranks.links import guarded
 from megapack.ranks.watchdog import Watchdog
@@ -45,10 +44,10 @@ def test_an_error_is_raised_on_both_ranks(pair: Pair) -> None:
     assert str(origin.value) == text
     assert isinstance(origin.value.__cause__, ValueError)
     until(lambda: first.failure)
-    with pytest.raises(RankError) as heard, guarded(first):
-        pytest.fail("was not to be entered")
-    assert str(heard.value) == text
-    assert 'raise ValueError("bad' in heard.value.__notes__[0]
+    with pytest.raises(RankError) as other, guarded(first):
+        pytest.fail("the block was entered")
+    assert str(other.value) == text
+    assert 'raise ValueError("bad' in other.value.__notes__[0]
 
 
 def test_a_block_that_ends_after_the_failure_raises(pair: Pair) -> None:
@@ -73,7 +72,7 @@ def test_after_a_failure_no_block_is_entered(pair: Pair) -> None:
     assert entered == []
 
 
-def test_an_error_of_every_rank_comes_as_it_is(pair: Pair) -> None:
+def test_an_error_of_every_rank_is_not_changed(pair: Pair) -> None:
     first, second = pair
     error = DataError("all have it")
     error.on_all_ranks = True
@@ -83,7 +82,7 @@ def test_an_error_of_every_rank_comes_as_it_is(pair: Pair) -> None:
     assert first.failure is second.failure is None
 
 
-def test_ctrl_c_stays_itself_and_the_others_are_told(pair: Pair) -> None:
+def test_ctrl_c_is_not_changed_and_reaches_the_others(pair: Pair) -> None:
     first, second = pair
     with pytest.raises(KeyboardInterrupt), guarded(first, "step 4"):
         raise KeyboardInterrupt
@@ -99,7 +98,7 @@ def test_leaving_the_process_within_a_step_is_a_failure(pair: Pair) -> None:
     until(lambda: second.failure)
 
 
-def test_a_rank_alone_keeps_its_errors() -> None:
+def test_errors_in_a_job_of_one_rank_are_not_changed() -> None:
     with job_of_one():
         one = Watchdog()
         with pytest.raises(ConfigError, match=r"^mine$"), guarded(one):
@@ -109,7 +108,7 @@ def test_a_rank_alone_keeps_its_errors() -> None:
         one.stop()
 
 
-def test_the_outer_blocks_name_goes_on(pair: Pair) -> None:
+def test_the_name_of_the_outer_block_stays(pair: Pair) -> None:
     place = pair[0].place
     with guarded(pair[0]):
         assert place.step == ""
@@ -121,18 +120,18 @@ def test_the_outer_blocks_name_goes_on(pair: Pair) -> None:
         assert str(place) == "idle"
 
 
-def test_what_broke_a_collective_is_the_error(pair: Pair) -> None:
+def test_the_cause_of_a_broken_collective_is_the_error(pair: Pair) -> None:
     first, second = pair
 
     def collective() -> None:
-        second.tell(Failure(text="rank 1 failed"))
+        second.report(Failure(text="rank 1 failed"))
         raise RuntimeError(GLOO)
 
     with pytest.raises(RankError, match=r"^rank 1 failed$"), guarded(first):
         collective()
 
 
-def test_who_broke_a_collective_is_named() -> None:
+def test_the_rank_that_broke_a_collective_is_named() -> None:
     store = dist.HashStore()
     with sleeper() as child:
         with pid_is(child.pid):
@@ -145,10 +144,10 @@ def test_who_broke_a_collective_is_named() -> None:
         other.close()
 
 
-def test_a_broken_collective_of_unknown_cause_blames_nobody(
+def test_a_broken_collective_of_unknown_cause_names_no_rank(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CAUSE_S", 0.05)
-    says = "rank 0 lost its connection to another rank: DistNetworkError: reset"
-    with pytest.raises(RankError, match=says), guarded(pair[0]):
+    monkeypatch.setattr(links, "_CAUSE_S", 0.05)
+    message = "rank 0 lost its connection to another rank: DistNetworkError: reset"
+    with pytest.raises(RankError, match=message), guarded(pair[0]):
         raise dist.DistNetworkError("reset")

@@ -1,4 +1,4 @@
-"""Signals are noted inside the context, and handled as before outside of it."""
+"""Signals are recorded inside the context and handled as before outside of it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_noted(number: signal.Signals) -> None:
+def test_a_signal_is_recorded(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with Interrupt(saves=True) as interrupt:
         assert not interrupt.noted
         signal.raise_signal(number)
-        # A scheduler may send it to the rank and the launcher may pass it on.
+        # A rank may get it twice: from the scheduler, and passed on by the launcher.
         signal.raise_signal(number)
         assert interrupt.noted
     assert signal.getsignal(number) is before
 
 
-def test_handlers_come_back_after_an_error() -> None:
+def test_handlers_are_restored_after_an_error() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(ValueError, match="bad"), Interrupt(saves=True):
         raise ValueError("bad")
@@ -45,7 +45,7 @@ print("went on")
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signals_end_a_run_without_checkpoints_even_if_they_were_ignored(
+def test_ignored_signals_end_a_run_without_checkpoints(
     number: signal.Signals,
 ) -> None:
     done = subprocess.run(
@@ -67,8 +67,8 @@ def test_a_watchdog_gets_a_byte_per_signal() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_who_was_told_of_signals_before_is_told_again() -> None:
-    """An event loop, say."""
+def test_the_wakeup_fd_of_other_code_is_restored() -> None:
+    """An event loop sets one, for example."""
     reads, writes = socket.socketpair()
     with reads, writes:
         writes.setblocking(False)
@@ -78,8 +78,8 @@ def test_who_was_told_of_signals_before_is_told_again() -> None:
         assert signal.set_wakeup_fd(-1) == writes.fileno()
 
 
-def test_ctrl_c_stays_as_it_is() -> None:
-    # A job in the background of a script is started with it ignored.
+def test_ctrl_c_is_not_changed() -> None:
+    # A background job of a script starts with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), Interrupt(saves=True):
@@ -88,7 +88,7 @@ def test_ctrl_c_stays_as_it_is() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_another_thread_than_the_main_one_takes_no_signals() -> None:
+def test_other_threads_than_the_main_one_get_no_signals() -> None:
     failures: list[BaseException] = []
 
     def work() -> None:

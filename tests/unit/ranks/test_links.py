@@ -1,4 +1,4 @@
-"""A process starts what it shares with its job once, and leaves nothing behind."""
+"""A process starts its links to other ranks once, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megapack.errors import ConfigError, DataError
-from megapack.ranks import links as module
+from megapack.ranks import links
 from megapack.ranks.links import Ranks, close_all, shared_ranks
 from tests.job_in_process import job_of_one
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.unit
 
 
 def own_threads() -> list[str]:
-    """Of ranks of one process, which have no board."""
+    """megapack's threads in a job of one process, which has no board."""
     names = ("megapack-agreements", "megapack-watchdog")
     return sorted(thread.name for thread in threading.enumerate() if thread.name in names)
 
@@ -30,7 +30,7 @@ def same() -> dict[str, str]:
     return {"plan": "a"}
 
 
-def test_a_process_alone_starts_nothing() -> None:
+def test_a_job_of_one_process_starts_nothing() -> None:
     with job_of_one():
         ranks = shared_ranks()
         assert own_threads() == []
@@ -43,7 +43,7 @@ def test_a_process_alone_starts_nothing() -> None:
         ranks.close()
 
 
-def test_errors_of_a_process_alone_come_as_they_are() -> None:
+def test_errors_in_a_job_of_one_process_are_not_changed() -> None:
     def work() -> None:
         raise DataError("sample 3 is empty")
 
@@ -54,7 +54,7 @@ def test_errors_of_a_process_alone_come_as_they_are() -> None:
         raise SystemExit(3)
 
 
-def test_ranks_that_were_started_run_until_they_are_closed() -> None:
+def test_started_threads_run_until_ranks_are_closed() -> None:
     with job_of_one():
         ranks = Ranks.start()
         assert own_threads() == ["megapack-agreements", "megapack-watchdog"]
@@ -77,15 +77,15 @@ def test_the_watchdog_is_optional() -> None:
         assert own_threads() == []
 
 
-def test_ranks_of_a_larger_job_are_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_is_refused_in_a_job_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with job_of_one():
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         with pytest.raises(ConfigError, match=r"job of 2 processes; use Ranks\.start\(\)"):
             Ranks.alone()
 
 
-class Started:
-    """In place of `Ranks.start` in a job of two processes, of which this is one."""
+class CountedStart:
+    """Replaces `Ranks.start`, as if the job had two processes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num = 0
@@ -101,11 +101,11 @@ class Started:
         monkeypatch.setattr(Ranks, "start", counted)
 
 
-def test_all_adapters_of_a_process_share_what_the_first_started(
+def test_all_adapters_of_a_process_share_their_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with job_of_one():
-        started = Started(monkeypatch)
+        started = CountedStart(monkeypatch)
         ranks = shared_ranks()
         assert shared_ranks() is ranks
         assert started.num == 1
@@ -116,19 +116,19 @@ def test_all_adapters_of_a_process_share_what_the_first_started(
     assert own_threads() == []
 
 
-def test_another_process_group_is_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_process_group_gets_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with job_of_one(), monkeypatch.context() as patch:
-        Started(patch)
+        CountedStart(patch)
         first = shared_ranks()
     with job_of_one(), monkeypatch.context() as patch:
-        Started(patch)
+        CountedStart(patch)
         assert shared_ranks() is not first
         assert len(own_threads()) == 2
         close_all()
     assert own_threads() == []
 
 
-def test_an_import_registers_nothing_for_the_exit() -> None:
+def test_an_import_registers_no_exit_hook() -> None:
     code = (
         "import atexit, unittest.mock as mock, torch, megatron.core\n"
         "with mock.patch.object(atexit, 'register') as register:\n"
@@ -138,15 +138,15 @@ def test_an_import_registers_nothing_for_the_exit() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
-def test_started_ranks_are_closed_at_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_ranks_are_closed_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[Any] = []
     monkeypatch.setattr(atexit, "register", hooks.append)
     monkeypatch.setattr(atexit, "unregister", hooks.remove)
     with job_of_one():
         ranks = Ranks.start()
-        assert hooks == [module._close_at_exit]
+        assert hooks == [links._close_at_exit]
         monkeypatch.setattr(sys, "last_value", ValueError("bad"), raising=False)
-        module._close_at_exit()
+        links._close_at_exit()
         assert hooks == []
         assert own_threads() == []
         assert ranks.watchdog is not None

@@ -1,4 +1,4 @@
-"""Where a rank is, in words."""
+"""The text of a rank's place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megapack.ranks.place import Phase, Place
 pytestmark = pytest.mark.unit
 
 
-def test_a_rank_that_did_nothing_yet() -> None:
+def test_a_new_place_is_idle() -> None:
     assert str(Place()) == "idle"
     assert Place().within == ""
 
@@ -22,7 +22,7 @@ def test_a_rank_that_did_nothing_yet() -> None:
         ("backward", 1, 3, "step 4, backward of micro-batch 3 on chunk 1"),
     ],
 )
-def test_phase_micro_batch_and_chunk(
+def test_the_text_names_phase_micro_batch_and_chunk(
     phase: Phase, chunk: int | None, microbatch: int | None, text: str
 ) -> None:
     place = Place()
@@ -32,7 +32,7 @@ def test_phase_micro_batch_and_chunk(
     assert place.within == f" in {text}"
 
 
-def test_the_last_exchange_is_told_while_the_schedule_runs() -> None:
+def test_the_text_names_the_last_exchange_of_the_schedule() -> None:
     place = Place()
     place.enter("schedule")
     place.exchange = "sends activations to rank 3"

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from megapack.config.sections import WatchdogConfig
 from megapack.errors import RankError
-from megapack.ranks import board
-from megapack.ranks import watchdog as module
+from megapack.ranks import board, watchdog
 from megapack.ranks.board import Board, Failure
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.watchdog import Peers, Watchdog
@@ -31,13 +30,13 @@ Make = Callable[..., Watchdog]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TICK_S", 0.02)
+    monkeypatch.setattr(watchdog, "_TICK_S", 0.02)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
-    monkeypatch.setattr(module, "time", fake)
+    monkeypatch.setattr(watchdog, "time", fake)
     return fake
 
 
@@ -61,16 +60,17 @@ def lines(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
 
 
 def wait_for_a_round(one: Watchdog) -> None:
-    """Wait until its thread has gone once through its loop, which begins with a beat."""
+    """Wait until its thread has run its loop once; the loop begins with a beat."""
     assert one.board is not None
     (before,) = one.board.beats([one.rank])
     until(lambda: one.board.beats([one.rank])[0] >= before + 2)
 
 
 def test_a_failure_reaches_every_rank(make: Make) -> None:
-    first, second = make(0), make(1)
+    first = make(0)
+    second = make(1)
     first.raise_failure()
-    reported = second.tell(Failure(text="rank 1 failed"))
+    reported = second.report(Failure(text="rank 1 failed"))
     until(lambda: first.failure)
     assert first.failure == second.failure == reported
     for one in (first, second):
@@ -78,25 +78,27 @@ def test_a_failure_reaches_every_rank(make: Make) -> None:
             one.raise_failure()
 
 
-def test_the_first_failure_reported_is_that_of_every_rank(make: Make) -> None:
-    first, second = make(0), make(1)
-    first.tell(Failure(text="a"))
-    assert second.tell(Failure(text="b")) == Failure(text="a")
+def test_every_rank_has_the_first_failure_reported(make: Make) -> None:
+    first = make(0)
+    second = make(1)
+    first.report(Failure(text="a"))
+    assert second.report(Failure(text="b")) == Failure(text="a")
     assert second.failure == Failure(text="a")
 
 
 def test_a_rank_that_failed_waits_until_the_others_know(make: Make) -> None:
-    first, second = make(0), make(1)
-    first.tell(Failure(text="a"))
-    first.wait_until_heard(30.0)
+    first = make(0)
+    second = make(1)
+    first.report(Failure(text="a"))
+    first.wait_until_acknowledged(30.0)
     assert second.failure is not None
 
 
-def test_it_does_not_wait_for_ranks_that_are_gone(make: Make) -> None:
+def test_the_wait_does_not_include_ranks_that_are_gone(make: Make) -> None:
     first = make(0)
-    first.tell(Failure(text="a", gone=(1,)))
+    first.report(Failure(text="a", gone=(1,)))
     started = time.monotonic()
-    first.wait_until_heard(30.0)
+    first.wait_until_acknowledged(30.0)
     assert time.monotonic() - started < 10
 
 
@@ -120,7 +122,7 @@ def test_a_rank_that_was_killed_is_named(make: Make, reap: bool) -> None:
     assert first.failure.text.endswith("rank 0 noticed it in step 3, forward of micro-batch 2")
 
 
-def test_a_dead_rank_is_no_failure_outside_of_a_block(make: Make) -> None:
+def test_outside_of_a_block_a_dead_rank_is_not_a_failure(make: Make) -> None:
     with sleeper() as child, pid_is(child.pid):
         make(1)
     first = make(0)
@@ -128,7 +130,7 @@ def test_a_dead_rank_is_no_failure_outside_of_a_block(make: Make) -> None:
     assert first.failure is None
 
 
-def test_a_rank_that_ended_normally_is_no_failure(make: Make) -> None:
+def test_a_rank_that_ended_normally_is_not_a_failure(make: Make) -> None:
     with sleeper() as child, pid_is(child.pid):
         make(1).stop()
     first = make(0)
@@ -138,7 +140,8 @@ def test_a_rank_that_ended_normally_is_no_failure(make: Make) -> None:
 
 
 def test_a_rank_that_ends_with_an_error_reports_it(make: Make) -> None:
-    first, second = make(0), make(1)
+    first = make(0)
+    second = make(1)
     second.stop(Failure(text="rank 1 ended with ValueError: a"))
     until(lambda: first.failure)
     assert first.failure == Failure(text="rank 1 ended with ValueError: a")
@@ -162,7 +165,7 @@ def test_a_stopped_rank_is_logged_once_per_stop(
     assert first.failure is None
 
 
-def test_a_step_is_late_at_the_limit_and_at_each_doubling(
+def test_a_late_step_is_logged_at_the_limit_and_each_doubling(
     make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = make()
@@ -179,7 +182,7 @@ def test_a_step_is_late_at_the_limit_and_at_each_doubling(
     assert one.failure is None
 
 
-def test_a_prediction_moves_the_limit_up_only(
+def test_a_prediction_only_raises_the_limit(
     make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = make()
@@ -211,7 +214,8 @@ def test_a_block_inside_another_is_not_timed(
 
 
 def test_a_step_is_aborted_above_the_limit(make: Make, clock: Clock) -> None:
-    first, second = make(0, config=WatchdogConfig(abort_after_s=90.0)), make(1)
+    first = make(0, config=WatchdogConfig(abort_after_s=90.0))
+    second = make(1)
     first.place.step = "step 4"
     with first.timing():
         clock.now += 89
@@ -225,7 +229,7 @@ def test_a_step_is_aborted_above_the_limit(make: Make, clock: Clock) -> None:
     )
 
 
-def test_without_the_store_the_clock_goes_on_and_the_dead_are_named(
+def test_without_the_store_late_steps_and_dead_ranks_are_found(
     clock: Clock, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -255,13 +259,13 @@ time.sleep(600)
 """
 
 
-def test_a_store_whose_host_is_frozen_blocks_no_rank(
+def test_a_store_on_a_frozen_host_blocks_no_rank(
     clock: Clock,
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Without a launcher rank 0 holds the store. Its client's own timeout does not help."""
+    """Without a launcher, rank 0 holds the store. The client's own timeout does not help."""
     args = [sys.executable, "-c", HOLDS_STORE]
     with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as child:
         try:
@@ -279,7 +283,7 @@ def test_a_store_whose_host_is_frozen_blocks_no_rank(
                 until(lambda: lines(caplog, "is stopped (SIGSTOP, or a debugger)"))
                 clock.now += 91
                 until(lambda: one.failure)
-            one.wait_until_heard(30.0)
+            one.wait_until_acknowledged(30.0)
             one.stop()
         finally:
             child.kill()
@@ -298,7 +302,7 @@ def test_a_store_that_ends_after_the_last_step_is_not_logged(
     assert lines(caplog, "has lost the store") == []
 
 
-def test_a_process_that_does_not_return_from_a_failure_is_ended(
+def test_a_process_stuck_after_a_failure_is_ended(
     make: Make,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
@@ -306,8 +310,9 @@ def test_a_process_that_does_not_return_from_a_failure_is_ended(
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    stays, ends = make(0), make(1, ends_process=True)
-    stays.tell(Failure(text="rank 0 failed"))
+    stays = make(0)
+    ends = make(1, ends_process=True)
+    stays.report(Failure(text="rank 0 failed"))
     until(lambda: ends.failure)
     stays.stop()
     clock.now += 7
@@ -327,7 +332,7 @@ def test_sigterm_ends_a_stuck_process_sooner(
     monkeypatch.setattr(os, "_exit", codes.append)
     with Interrupt(saves=True) as interrupt:
         one = make(ends_process=True, interrupt=interrupt)
-        one.tell(Failure(text="rank 1 failed"))
+        one.report(Failure(text="rank 1 failed"))
         signal.raise_signal(signal.SIGTERM)
         clock.now += 3
         until(lambda: codes)
@@ -367,7 +372,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Board]]:
         one.close()
 
 
-def test_a_rank_that_shows_no_sign_of_life_is_named(
+def test_a_silent_rank_of_another_host_is_named(
     hosts: list[Board], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     peers = Peers(hosts[1])
@@ -395,8 +400,8 @@ def test_a_rank_that_ended_normally_is_not_silent(hosts: list[Board], clock: Clo
     assert peers.silent == {}
 
 
-def test_beats_of_ranks_on_the_same_host_do_not_matter(hosts: list[Board], clock: Clock) -> None:
-    """Their processes are looked up: one may compile for a minute without a beat."""
+def test_beats_of_ranks_on_the_same_host_are_not_used(hosts: list[Board], clock: Clock) -> None:
+    """Their processes are looked up: a rank may compile for a minute without a beat."""
     peers = Peers(hosts[0])
     peers.check(in_step=True)
     clock.now += 60

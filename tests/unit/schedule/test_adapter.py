@@ -1,4 +1,4 @@
-"""The way of a step, as the adapter's docstring shows it, is that of the code."""
+"""The path of a step that the adapter's docstring lists is the path in the code."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import re
 
 import pytest
 
-from megapack.schedule import adapter as schedule
+from megapack.schedule import adapter
 from megapack.schedule.faults import FiniteFlags
 from megapack.schedule.forward import ForwardStep, LastStage
 
 pytestmark = pytest.mark.unit
 
 KNOWN = {
-    **vars(schedule),
-    **vars(schedule.ScheduleAdapter),
+    **vars(adapter),
+    **vars(adapter.ScheduleAdapter),
     **{one.__name__: one for one in (FiniteFlags, ForwardStep, LastStage)},
 }
 
 
-def way() -> list[str]:
-    text = inspect.getdoc(schedule.ScheduleAdapter) or ""
-    found = re.search(r"call and back:\n\n(.*?)\n\n", text, re.DOTALL)
-    assert found is not None
-    return found[1].splitlines()
+def path_of_a_step() -> list[str]:
+    text = inspect.getdoc(adapter.ScheduleAdapter) or ""
+    match = re.search(r"call and back:\n\n(.*?)\n\n", text, re.DOTALL)
+    assert match is not None
+    return match[1].splitlines()
 
 
-def test_it_is_at_most_ten_lines() -> None:
-    assert len(way()) <= 10
+def test_the_path_has_at_most_ten_lines() -> None:
+    assert len(path_of_a_step()) <= 10
 
 
-def test_its_names_are_in_the_code() -> None:
-    names = re.findall(r"`([\w.]+)`", "\n".join(way()))
+def test_the_names_of_the_path_are_in_the_code() -> None:
+    names = re.findall(r"`([\w.]+)`", "\n".join(path_of_a_step()))
     assert len(names) > 8
     for name in names:
         first, *parts = name.split(".")
-        found = KNOWN[first]
+        value = KNOWN[first]
         for part in parts:
-            found = getattr(found, part)
+            value = getattr(value, part)

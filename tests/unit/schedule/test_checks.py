@@ -1,4 +1,4 @@
-"""Every setting that Megatron runs wrongly with is refused, and the message says what to set."""
+"""Settings with which Megatron goes wrong are refused, with a message that says what to set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INTERLEAVED = Layout(pp=2, vpp=2)
 
 
 def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
-    """Megatron's own config with what the adapter asks for, and then the changes."""
+    """A Megatron config that the adapter accepts, with some changes."""
     vpp = layout.vpp if layout.vpp > 1 else None
     made = TransformerConfig(
         num_layers=8,
@@ -61,12 +61,12 @@ def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
         *[Layout(dp=8), Layout(cp=2), Layout(cp=2, pp=2, vpp=2)],
     ],
 )
-def test_the_right_settings_pass(layout: Layout) -> None:
+def test_right_settings_pass(layout: Layout) -> None:
     check_config(config(layout), layout)
     check_planned_rows(config(layout))
 
 
-def test_the_settings_of_our_own_models_pass() -> None:
+def test_settings_of_megapacks_models_pass() -> None:
     from megapack.config.sections import ModelConfig
     from megapack.model import transformer_config
 
@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "interleaved by a virtual size of 1": (
         Layout(pp=2),
         {"virtual_pipeline_model_parallel_size": 1},
-        r"virtual_pipeline_model_parallel_size=1 .*set it to None where vpp=1",
+        r"virtual_pipeline_model_parallel_size=1 .*set it to None if vpp=1",
     ),
     "context parallelism differs": (
         Layout(cp=2),
@@ -169,7 +169,7 @@ def test_a_wrong_setting_is_refused_with_what_to_set(name: str) -> None:
         ),
     ],
 )
-def test_rows_of_different_lengths_are_refused_where_they_hang(
+def test_rows_of_different_lengths_are_refused_if_they_hang(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -184,7 +184,7 @@ def test_a_dense_model_may_keep_the_default_dispatcher() -> None:
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
-    """Sizes of Megatron's process groups, to be changed by a test."""
+    """Sizes of Megatron's process groups; tests change them."""
     sizes: dict[str, int | None] = {"data": 2, "tensor_model": 2, "pipeline_model": 4}
     sizes |= {"context": 1, "expert_model": 1, "virtual_pipeline_model": None}
 
@@ -196,7 +196,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
     return sizes
 
 
-def test_a_layout_like_the_groups_passes(groups: dict[str, int | None]) -> None:
+def test_a_layout_that_matches_the_groups_passes(groups: dict[str, int | None]) -> None:
     check_layout(Layout(dp=2, tp=2, pp=4), 1)
     groups["virtual_pipeline_model"] = 3
     check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
@@ -206,7 +206,7 @@ def test_megatron_must_know_the_virtual_stages(groups: dict[str, int | None]) ->
     with pytest.raises(ConfigError, match=r"is None, the layout has vpp=3"):
         check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
     groups["virtual_pipeline_model"] = 1
-    with pytest.raises(ConfigError, match=r"is 1, the layout has vpp=1.*None where vpp=1"):
+    with pytest.raises(ConfigError, match=r"is 1, the layout has vpp=1.*None if vpp=1"):
         check_layout(Layout(dp=2, tp=2, pp=4), 1)
 
 
@@ -220,19 +220,17 @@ def test_megatron_must_know_the_virtual_stages(groups: dict[str, int | None]) ->
         ("expert_model", "ep", 2),
     ],
 )
-def test_a_layout_unlike_the_groups_is_refused(
+def test_a_layout_that_differs_from_the_groups_is_refused(
     groups: dict[str, int | None], group: str, axis: str, size: int
 ) -> None:
     layout = Layout(dp=2, tp=2, pp=4)
     groups[group] = size
-    found = getattr(layout, axis)
-    with pytest.raises(
-        ConfigError, match=rf"has {axis}={found}.*{size}; set Layout\({axis}={size}"
-    ):
+    own = getattr(layout, axis)
+    with pytest.raises(ConfigError, match=rf"has {axis}={own}.*{size}; set Layout\({axis}={size}"):
         check_layout(layout, 1)
 
 
-def test_as_many_chunks_as_virtual_stages_are_needed(groups: dict[str, int | None]) -> None:
+def test_the_model_needs_one_chunk_per_virtual_stage(groups: dict[str, int | None]) -> None:
     with pytest.raises(ConfigError, match=r"1 chunk\(s\).*vpp=2; build one chunk per virtual"):
         check_layout(Layout(dp=2, tp=2, pp=4, vpp=2), 1)
     with pytest.raises(ConfigError, match=r"2 chunk\(s\).*vpp=1"):
@@ -240,11 +238,11 @@ def test_as_many_chunks_as_virtual_stages_are_needed(groups: dict[str, int | Non
 
 
 class DotProductAttention(torch.nn.Module):
-    """Named like Megatron's, which has no packed attention."""
+    """Has the name of Megatron's attention, which does not support packed rows."""
 
 
 class TEDotProductAttention(torch.nn.Module):
-    """Named like Megatron's wrapper of Transformer Engine."""
+    """Has the name of Megatron's wrapper of Transformer Engine."""
 
 
 def chunk(*cores: torch.nn.Module) -> torch.nn.Module:
@@ -270,22 +268,23 @@ def test_packed_attention_in_every_layer_passes() -> None:
     check_chunks([chunk(packed(), packed()), chunk(TEDotProductAttention()), chunk()])
 
 
-def test_one_layer_with_unpacked_attention_is_refused_by_its_name() -> None:
+def test_the_error_names_a_layer_with_unpacked_attention() -> None:
     wrong = chunk(packed(), DotProductAttention())
     message = r"layers.1.self_attention.core_attention is DotProductAttention.*local_layer_spec"
     with pytest.raises(ConfigError, match=message):
         check_chunks([chunk(packed()), wrong])
 
 
-def test_gradients_that_ddp_would_average_are_refused() -> None:
+def test_a_ddp_that_averages_gradients_is_refused() -> None:
     wrapped = chunk(packed())
     wrapped.buffers = [SimpleNamespace(gradient_scaling_factor=0.5)]  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"by 0.5; set it to True before wrapping"):
         check_chunks([wrapped])
 
 
-def test_gradients_that_nobody_would_add_up_are_refused() -> None:
-    bare, made = [chunk(packed())], config(Layout(dp=2))
+def test_gradients_that_nothing_reduces_are_refused() -> None:
+    bare = [chunk(packed())]
+    made = config(Layout(dp=2))
     with pytest.raises(ConfigError, match=r"dp=2, cp=1, pp=1; wrap each chunk"):
         check_reduction(made, bare, Layout(dp=2))
     with pytest.raises(ConfigError, match=r"dp=1, cp=2, pp=1; wrap each chunk"):
@@ -316,16 +315,16 @@ REFUSED_EXPERTS: list[tuple[Layout, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "changes", "says"), REFUSED_EXPERTS)
+@pytest.mark.parametrize(("layout", "changes", "message"), REFUSED_EXPERTS)
 def test_expert_settings_that_depend_on_the_packing_are_refused(
-    layout: Layout, changes: dict[str, Any], says: str
+    layout: Layout, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         check_config(config(layout, num_moe_experts=4, **changes), layout)
     check_config(config(layout, **changes), layout)
 
 
-def test_losses_of_tokens_and_of_single_samples_pass() -> None:
+def test_router_losses_per_token_or_sample_pass() -> None:
     made = config(
         num_moe_experts=4,
         moe_router_load_balancing_type="seq_aux_loss",
@@ -335,7 +334,7 @@ def test_losses_of_tokens_and_of_single_samples_pass() -> None:
     check_config(made, INTERLEAVED)
 
 
-def test_counts_per_rank_are_refused_where_experts_span_ranks() -> None:
+def test_counts_per_rank_are_refused_if_experts_span_ranks() -> None:
     lengths = [5, 6, 7, 8]
     policy = Policy(count_rule="per_rank")
     plan = build_dp_schedule(lengths, layout=Layout(dp=2), max_tokens_per_gpu=8, policy=policy)
@@ -358,7 +357,7 @@ def test_counts_per_rank_are_refused_where_experts_span_ranks() -> None:
         ("blockwise", True, 128),
     ],
 )
-def test_rows_that_an_fp8_product_cannot_take_are_refused(
+def test_row_lengths_that_fp8_does_not_support_are_refused(
     recipe: str, rows: Any, unit: int
 ) -> None:
     layout = replace(INTERLEAVED, fp8=rows)
@@ -369,5 +368,5 @@ def test_rows_that_an_fp8_product_cannot_take_are_refused(
         check_config(made, replace(layout, fp8=wide))
 
 
-def test_rows_may_be_aligned_for_more_than_the_model_needs() -> None:
+def test_rows_may_be_aligned_more_than_the_model_needs() -> None:
     check_config(config(), replace(INTERLEAVED, fp8="mxfp8"))

@@ -1,4 +1,4 @@
-"""Values that are not finite are refused and named; memory that runs out ends the work."""
+"""NaNs and infinities are refused and located; running out of memory ends the work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hidden(value: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tens
     return values
 
 
-def test_numbers_pass() -> None:
+def test_finite_values_pass() -> None:
     flags = FiniteFlags(stages=(0, 1))
     flags.refuse([], device=CPU)
     flags.on_output(0, 0, hidden())
@@ -42,25 +42,26 @@ def test_numbers_pass() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_an_output_is_named_with_its_samples(value: float) -> None:
+def test_the_error_names_the_output_and_its_samples(value: float) -> None:
     flags = FiniteFlags(stages=(0, 1))
     flags.on_output(1, 1, hidden())
     flags.on_output(1, 0, hidden(value))
-    says = r"the output of chunk 1 of micro-batch 0 \(samples 4, 1\) holds a NaN or an infinity"
-    with pytest.raises(ScheduleError, match=says):
+    message = r"the output of chunk 1 of micro-batch 0 \(samples 4, 1\) holds a NaN or an infinity"
+    with pytest.raises(ScheduleError, match=message):
         flags.refuse(ROWS, device=CPU)
 
 
-def test_a_loss_is_called_one_and_few_samples_are_told() -> None:
+def test_the_error_names_a_loss_and_at_most_eight_samples() -> None:
     flags = FiniteFlags()
     flags.on_output(0, 2, torch.tensor(math.nan, requires_grad=True))
-    says = r"the loss of micro-batch 2 \(samples 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\) holds"
-    with pytest.raises(ScheduleError, match=says):
+    message = r"the loss of micro-batch 2 \(samples 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\) holds"
+    with pytest.raises(ScheduleError, match=message):
         flags.refuse(ROWS, device=CPU)
 
 
-def test_infinities_that_cancel_are_found() -> None:
-    flags, values = FiniteFlags(), hidden(math.inf)
+def test_infinities_of_both_signs_are_found() -> None:
+    flags = FiniteFlags()
+    values = hidden(math.inf)
     values[0, 0, 0] = -math.inf
     flags.on_output(0, 0, values)
     with pytest.raises(ScheduleError, match="micro-batch 0"):
@@ -68,7 +69,7 @@ def test_infinities_that_cancel_are_found() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_sum_that_the_dtype_could_not_hold_is_fine(dtype: torch.dtype) -> None:
+def test_a_sum_beyond_the_range_of_the_dtype_is_fine(dtype: torch.dtype) -> None:
     flags = FiniteFlags()
     flags.on_output(0, 0, torch.full((4096,), 60000.0, dtype=dtype))
     flags.refuse([(0,)], device=CPU)
@@ -76,7 +77,7 @@ def test_a_sum_that_the_dtype_could_not_hold_is_fine(dtype: torch.dtype) -> None
 
 # (replica, micro-batch or None for gradients, stage) where a value is not finite.
 @pytest.mark.parametrize(
-    ("seen", "first"),
+    ("spots", "first"),
     [
         ([(0, 0, 2), (0, 0, 1), (0, 0, 3)], {(0, 0, 1)}),
         ([(0, 0, 1), (0, 1, 2), (1, 0, 3)], {(0, 0, 1), (0, 1, 2), (1, 0, 3)}),
@@ -90,16 +91,16 @@ def test_a_sum_that_the_dtype_could_not_hold_is_fine(dtype: torch.dtype) -> None
         "losses before gradients",
     ],
 )
-def test_what_came_first_is_to_blame(
-    seen: list[tuple[int, int | None, int]], first: set[tuple[int, int | None, int]]
+def test_the_first_spot_of_each_micro_batch_is_reported(
+    spots: list[tuple[int, int | None, int]], first: set[tuple[int, int | None, int]]
 ) -> None:
     def spot(replica: int, microbatch: int | None, stage: int) -> Spot:
         return Spot(replica, microbatch, -stage if microbatch is None else stage)
 
-    assert origins(spot(*one) for one in seen) == {spot(*one) for one in first}
+    assert origins(spot(*one) for one in spots) == {spot(*one) for one in first}
 
 
-def test_gradients_are_named_if_the_outputs_are_finite() -> None:
+def test_the_error_names_gradients_if_outputs_are_finite() -> None:
     flags = FiniteFlags(stages=(1, 3))
     flags.on_output(0, 0, hidden())
     flags.check_gradients([[torch.zeros(4)], [torch.tensor([1.0, math.nan])]])
@@ -108,19 +109,19 @@ def test_gradients_are_named_if_the_outputs_are_finite() -> None:
 
 
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}])
-def test_ranks_that_meet_inside_layers_cannot_try_again(ranks: dict[str, int]) -> None:
+def test_no_retry_if_ranks_communicate_inside_layers(ranks: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"meet inside layers.*set train\.on_oom=error"):
         check_retry(Layout(**ranks), [], SimpleNamespace())
 
 
 @pytest.mark.parametrize("name", ["overlap_grad_reduce", "overlap_param_gather"])
-def test_ranks_that_meet_within_forwards_or_backwards_cannot_try_again(name: str) -> None:
+def test_no_retry_if_ddp_overlaps_communication(name: str) -> None:
     chunk = SimpleNamespace(ddp_config=SimpleNamespace(**{name: True}))
     with pytest.raises(ConfigError, match=f"with {name}.*set it to False"):
         check_retry(Layout(pp=2), [chunk], SimpleNamespace())
 
 
-def test_ranks_that_share_fp8_scales_cannot_try_again() -> None:
+def test_no_retry_if_ranks_share_fp8_scales() -> None:
     config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed", tp_only_amax_red=False)
     with pytest.raises(ConfigError, match=r"fp8_recipe='delayed'.*set tp_only_amax_red=True"):
         check_retry(Layout(dp=2), [], config)
@@ -129,7 +130,7 @@ def test_ranks_that_share_fp8_scales_cannot_try_again() -> None:
     check_retry(Layout(dp=2), [], config)
 
 
-def test_work_ends_with_the_first_failure() -> None:
+def test_no_work_runs_after_memory_ran_out() -> None:
     memory = OutOfMemoryGuard(CPU)
     calls = []
 

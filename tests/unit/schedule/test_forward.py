@@ -1,4 +1,4 @@
-"""The forward step of a chunk: what listeners hear, and zeros after memory has run out."""
+"""The forward step of a chunk: calls of listeners, and zeros after memory has run out."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from megapack.schedule.forward import ForwardStep, Kind, Listener, LossReport
 pytestmark = pytest.mark.unit
 
 
-class Notes(Listener):
-    """Writes down what it hears."""
+class Recorder(Listener):
+    """Records its calls."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.events: list[str] = []
 
     def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        self.heard.append(f"({kind}{chunk}.{microbatch}")
+        self.events.append(f"({kind}{chunk}.{microbatch}")
 
     def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        self.heard.append(f"{kind}{chunk}.{microbatch})")
+        self.events.append(f"{kind}{chunk}.{microbatch})")
 
     def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
-        self.heard.append(f"[{tuple(output.shape)}]")
+        self.events.append(f"[{tuple(output.shape)}]")
 
 
 class Chunk(torch.nn.Module):
@@ -77,81 +77,91 @@ def rows(num: int) -> Iterator[PackedRow]:
     return iter([pack_row(SampleBatch([[5, 6, 7]]), micro_batch, Layout())] * num)
 
 
-def test_a_stage_in_the_middle() -> None:
-    modules, notes = chunks(1, is_last=False), Notes()
-    forward, inputs = make(modules, notes), rows(2)
+def test_listeners_of_a_middle_stage() -> None:
+    modules = chunks(1, is_last=False)
+    recorder = Recorder()
+    forward = make(modules, recorder)
+    inputs = rows(2)
     first, loss_function = forward(inputs, modules[0])
     second, _ = forward(inputs, modules[0])
     assert loss_function is None
     first.backward(torch.ones(3, 1, 2))
     second.backward(torch.ones(3, 1, 2))
-    assert notes.heard == [
+    assert recorder.events == [
         *("(F0.0", "[(3, 1, 2)]", "F0.0)", "(F0.1", "[(3, 1, 2)]", "F0.1)"),
         *("(B0.0", "B0.0)", "(B0.1", "B0.1)"),
     ]
 
 
 def test_the_loss_ends_the_forward_of_the_last_chunk() -> None:
-    modules, notes = chunks(1), Notes()
-    output, loss_function = make(modules, notes)(rows(1), modules[0])
-    assert notes.heard == ["(F0.0"]
+    modules = chunks(1)
+    recorder = Recorder()
+    output, loss_function = make(modules, recorder)(rows(1), modules[0])
+    assert recorder.events == ["(F0.0"]
     assert loss_function is not None
     total, _, report = loss_function(output)
     assert report["a"] is output
     total.backward()
-    assert notes.heard == ["(F0.0", "[()]", "F0.0)", "(B0.0", "B0.0)"]
+    assert recorder.events == ["(F0.0", "[()]", "F0.0)", "(B0.0", "B0.0)"]
 
 
-def test_the_backward_ends_after_its_gradients_are_there() -> None:
+def test_the_backward_ends_after_its_gradients_exist() -> None:
     (module,) = modules = chunks(1, is_last=False)
 
-    class Looks(Notes):
+    class ChecksGradients(Recorder):
         def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
             weight = next(module.parameters())
             assert (weight.grad is not None) == (kind == "B")
             super().on_end(kind, chunk, microbatch)
 
-    notes = Looks()
-    output, _ = make(modules, notes)(rows(1), modules[0])
+    recorder = ChecksGradients()
+    output, _ = make(modules, recorder)(rows(1), modules[0])
     output.backward(torch.ones(3, 1, 2))
-    assert notes.heard[-2:] == ["(B0.0", "B0.0)"]
+    assert recorder.events[-2:] == ["(B0.0", "B0.0)"]
 
 
-def test_micro_batches_count_per_chunk() -> None:
-    modules, notes = chunks(2, is_last=False), Notes()
-    forward = make(modules, notes)
-    of_first, of_second = rows(2), rows(2)
+def test_micro_batches_are_counted_per_chunk() -> None:
+    modules = chunks(2, is_last=False)
+    recorder = Recorder()
+    forward = make(modules, recorder)
+    of_first = rows(2)
+    of_second = rows(2)
     for module, inputs in [(0, of_first), (0, of_first), (1, of_second), (1, of_second)]:
         forward(inputs, modules[module])
-    begun = [text for text in notes.heard if text.startswith("(")]
+    begun = [text for text in recorder.events if text.startswith("(")]
     assert begun == ["(F0.0", "(F0.1", "(F1.0", "(F1.1"]
 
 
 def test_a_pass_without_gradients_has_no_backward() -> None:
-    modules, notes = chunks(1, is_last=False), Notes()
+    modules = chunks(1, is_last=False)
+    recorder = Recorder()
     with torch.no_grad():
-        make(modules, notes)(rows(1), modules[0])
-    assert notes.heard == ["(F0.0", "[(3, 1, 2)]", "F0.0)"]
+        make(modules, recorder)(rows(1), modules[0])
+    assert recorder.events == ["(F0.0", "[(3, 1, 2)]", "F0.0)"]
 
 
-def test_every_listener_hears_and_may_raise() -> None:
-    class Refuses(Notes):
+def test_every_listener_is_called_and_may_raise() -> None:
+    class Refusing(Recorder):
         def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
             super().on_begin(kind, chunk, microbatch)
             if kind == "B":
                 raise ValueError("no backward")
 
-    modules, notes, refuses = chunks(1, is_last=False), Notes(), Refuses()
-    output, _ = make(modules, notes, refuses)(rows(1), modules[0])
+    modules = chunks(1, is_last=False)
+    recorder = Recorder()
+    refusing = Refusing()
+    output, _ = make(modules, recorder, refusing)(rows(1), modules[0])
     with pytest.raises(ValueError, match="no backward"):
         output.backward(torch.ones(3, 1, 2))
-    assert notes.heard == refuses.heard == ["(F0.0", "[(3, 1, 2)]", "F0.0)", "(B0.0"]
+    assert recorder.events == refusing.events == ["(F0.0", "[(3, 1, 2)]", "F0.0)", "(B0.0"]
 
 
-def test_memory_that_runs_out_gives_zeros_of_the_same_shape_and_ends_the_work() -> None:
+def test_zeros_of_the_same_shape_after_memory_ran_out() -> None:
     modules = chunks(1)
-    memory, notes = OutOfMemoryGuard(torch.device("cpu")), Notes()
-    forward, inputs = make(modules, notes, attempt=memory.attempt), rows(3)
+    memory = OutOfMemoryGuard(torch.device("cpu"))
+    recorder = Recorder()
+    forward = make(modules, recorder, attempt=memory.attempt)
+    inputs = rows(3)
     whole, loss_function = forward(inputs, modules[0])
     assert loss_function is not None
     modules[0].forward = _out_of_memory  # type: ignore[method-assign]
@@ -166,7 +176,7 @@ def test_memory_that_runs_out_gives_zeros_of_the_same_shape_and_ends_the_work() 
     assert not zeros.grad.any()
     # The loss of the row before is not computed any more.
     assert loss_function(whole)[0] == 0
-    assert notes.heard == ["(F0.0", "(F0.1"]
+    assert recorder.events == ["(F0.0", "(F0.1"]
     assert memory.agree()
 
 

@@ -1,4 +1,4 @@
-"""Planned shapes: which micro-batch a receive belongs to, on each stage and for each chunk."""
+"""Planned shapes: which micro-batch each receive belongs to, per stage and chunk."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def communicator(
 
 
 def activations(stage: PlannedP2PCommunicator, count: int) -> list[int]:
-    """Row lengths of the next receives from the stage before."""
+    """Row lengths of the next receives from the previous stage."""
     return [_length(*stage._communicate_shapes(None, None, True, False)) for _ in range(count)]
 
 
 def gradients(stage: PlannedP2PCommunicator, count: int) -> list[int]:
-    """Row lengths of the next receives from the stage behind."""
+    """Row lengths of the next receives from the next stage."""
     return [
         _length(*stage._communicate_shapes(None, None, False, True)[::-1]) for _ in range(count)
     ]
@@ -71,18 +71,18 @@ def test_doctests_of_the_module() -> None:
     assert result.failed == 0
 
 
-def test_1f1b_works_in_order() -> None:
+def test_1f1b_runs_micro_batches_in_order() -> None:
     assert receive_order(4, 1, None) == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
-def test_interleaving_takes_a_group_through_one_chunk_then_the_next() -> None:
+def test_interleaving_runs_g_micro_batches_per_chunk_turn() -> None:
     assert receive_order(4, 2, 2) == [
         (0, 0), (1, 0), (0, 1), (1, 1),
         (2, 0), (3, 0), (2, 1), (3, 1),
     ]  # fmt: skip
 
 
-def test_the_tail_group_is_shorter() -> None:
+def test_the_last_turn_of_each_chunk_may_be_shorter() -> None:
     assert receive_order(5, 2, 3) == [
         (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1),
         (3, 0), (4, 0), (3, 1), (4, 1),
@@ -91,7 +91,7 @@ def test_the_tail_group_is_shorter() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
-def test_every_chunk_takes_every_micro_batch_once(vpp: int, group_size: int, extra: int) -> None:
+def test_every_chunk_runs_every_micro_batch_once(vpp: int, group_size: int, extra: int) -> None:
     count = group_size + extra
     order = receive_order(count, vpp, group_size)
     assert sorted(order) == [(m, chunk) for m in range(count) for chunk in range(vpp)]
@@ -104,7 +104,7 @@ def test_interleaving_without_a_group_size_is_an_error() -> None:
         receive_order(4, 2, None)
 
 
-def test_1f1b_stages_receive_from_their_neighbours_alone() -> None:
+def test_1f1b_stages_receive_from_neighbours_only() -> None:
     lengths = [10, 20, 30]
     first, middle, last = (communicator(rank, 3, lengths) for rank in range(3))
     assert [stage.num_pending for stage in (first, middle, last)] == [3, 6, 3]
@@ -115,7 +115,7 @@ def test_1f1b_stages_receive_from_their_neighbours_alone() -> None:
     assert [stage.num_pending for stage in (first, middle, last)] == [0, 0, 0]
 
 
-def test_both_directions_in_one_call_are_answered_apart() -> None:
+def test_one_call_answers_both_directions() -> None:
     stage = communicator(1, 3, [10, 20])
     assert stage._communicate_shapes(None, None, True, False)[0] == [10, 1, HIDDEN]
     # One forward ahead: the next activation is of micro-batch 1, the first gradient of 0.
@@ -128,23 +128,27 @@ def test_interleaved_stages_wrap_round() -> None:
     lengths = [10, 20, 30, 40, 50]
     in_groups = [10, 20, 30, 10, 20, 30, 40, 50, 40, 50]
     first, last = (communicator(rank, 2, lengths, vpp=2, group_size=3) for rank in range(2))
-    # The first stage's chunk 0 reads tokens; its chunk 1 takes what the last stage's chunk 0 made.
+    # The first stage's chunk 0 reads tokens; its chunk 1 receives the output of the last stage's
+    # chunk 0.
     assert activations(first, 5) == lengths
     assert gradients(first, 10) == in_groups
     assert activations(last, 10) == in_groups
-    # The last stage's last chunk has the loss; its chunk 0 takes the first stage's gradients.
+    # The last stage's last chunk has the loss; its chunk 0 receives gradients of the first stage.
     assert gradients(last, 5) == lengths
     assert first.num_pending == last.num_pending == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_what_one_stage_sends_the_next_one_expects(rank: int) -> None:
+def test_the_next_stage_expects_what_a_stage_sends(rank: int) -> None:
     """Chunk by chunk: activations arrive in the order in which the sender runs that chunk."""
-    lengths, size, vpp, group = [7, 1, 5, 9, 2, 8], 4, 2, 4
-    order = receive_order(len(lengths), vpp, group)
+    lengths = [7, 1, 5, 9, 2, 8]
+    size = 4
+    vpp = 2
+    group_size = 4
+    order = receive_order(len(lengths), vpp, group_size)
     receiver = (rank + 1) % size
     sent = [lengths[m] for m, chunk in order if not (rank == size - 1 and chunk == vpp - 1)]
-    stage = communicator(receiver, size, lengths, vpp=vpp, group_size=group)
+    stage = communicator(receiver, size, lengths, vpp=vpp, group_size=group_size)
     assert activations(stage, len(sent)) == sent
 
 
@@ -156,7 +160,7 @@ def test_forward_only_expects_no_gradients() -> None:
         gradients(stage, 1)
 
 
-def test_one_receive_too_many_is_an_error_with_the_count() -> None:
+def test_one_receive_too_many_is_an_error() -> None:
     stage = communicator(1, 2, [10, 20])
     activations(stage, 2)
     with pytest.raises(ScheduleError, match="one more activation than the plan's 2 micro-batches"):

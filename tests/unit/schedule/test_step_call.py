@@ -1,4 +1,4 @@
-"""What a step is called with: what ranks must agree on, and when an earlier call stands."""
+"""StepCall: what ranks must agree on, and when rows packed ahead can be used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan(num_steps: int = 2, budget: int = 8) -> Plan:
     )
 
 
-def both() -> dict[str, Any]:
+def shared_options() -> dict[str, Any]:
     return {
         "plan": plan(),
         "batch": batch(),
@@ -44,16 +44,16 @@ def both() -> dict[str, Any]:
 
 def training(**changes: Any) -> StepCall:
     options = {"objective": SFT(), "weighting": "token-mean", "norm_constant": None}
-    return StepCall(**{**both(), **options, **changes})
+    return StepCall(**{**shared_options(), **options, **changes})
 
 
 def forward(**changes: Any) -> StepCall:
     options = {"scope": "all", "record_routing": False}
-    return StepCall(**{**both(), **options, **changes})
+    return StepCall(**{**shared_options(), **options, **changes})
 
 
 def test_equal_calls_agree() -> None:
-    """Ranks have plans, batches and objectives of their own, which are equal."""
+    """Each rank makes its own plan, batch and objective; they are equal."""
     assert training().same() == training().same()
     assert forward().same() == forward().same()
 
@@ -81,7 +81,8 @@ def test_equal_calls_agree() -> None:
     ],
 )
 def test_the_first_difference_is_named(name: str, other: StepCall) -> None:
-    mine, theirs = training().same(), other.same()
+    mine = training().same()
+    theirs = other.same()
     assert list(mine) == list(theirs)
     assert next(key for key in mine if mine[key] != theirs[key]) == name
 
@@ -90,13 +91,13 @@ def test_a_setting_of_the_objective_is_part_of_the_call() -> None:
     assert training(objective=PPO(clip_low=0.3)).text != training(objective=PPO()).text
 
 
-def test_counts_and_row_lengths_are_of_the_step() -> None:
+def test_m_and_row_lengths_belong_to_the_step() -> None:
     one, other = (training(step=step).same() for step in (0, 1))
     assert one["M"] == str([len(plan().steps[0].ranks[0])])
     assert one["row lengths"] != other["row lengths"]
 
 
-def test_a_step_that_the_plan_lacks_is_refused_when_rows_are_packed() -> None:
+def test_packing_refuses_a_step_that_the_plan_lacks() -> None:
     call = training(step=2)
     assert call.same()["M"] == "[]"
     with pytest.raises(DataError, match=r"step=2 of a plan of 2 steps; pass one of 0 to 1"):
@@ -106,7 +107,7 @@ def test_a_step_that_the_plan_lacks_is_refused_when_rows_are_packed() -> None:
     assert training().rows(0) == plan().steps[0].ranks[0]
 
 
-def test_an_earlier_call_stands_for_an_equal_one() -> None:
+def test_equal_calls_have_equal_keys() -> None:
     call = training()
     assert replace(call).key == call.key
     assert replace(call, objective=SFT()).key == call.key
@@ -125,35 +126,36 @@ def test_an_earlier_call_stands_for_an_equal_one() -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_an_earlier_call_does_not_stand_for_another(changes: dict[str, Any]) -> None:
+def test_different_calls_have_different_keys(changes: dict[str, Any]) -> None:
     call = training()
     assert replace(call, **changes).key != call.key
 
 
-def test_a_change_of_the_batch_is_a_revision() -> None:
+def test_changing_a_field_raises_the_revision() -> None:
     one = batch()
     before = one.revision
     one.set_field("advantages", [1.0] * 6)
     assert one.revision > before
 
 
-def test_an_objective_without_a_text_of_its_own_is_alike_on_all_ranks() -> None:
+def test_the_text_of_an_objective_holds_no_address() -> None:
     class Mine(SFT):
         __repr__ = object.__repr__
 
-    first, second = Mine(), Mine()
+    first = Mine()
+    second = Mine()
     assert repr(first) != repr(second)
     assert training(objective=first).text == training(objective=second).text
 
 
-def test_missing_fields_are_named() -> None:
+def test_the_error_names_missing_fields() -> None:
     call = training(objective=PPO())
     with pytest.raises(DataError, match=r"PPO reads \['.*advantages.*add them to the batch"):
         call.check("vocabulary")
     training().check("vocabulary")
 
 
-def test_sample_weights_are_of_the_step() -> None:
+def test_sample_weights_belong_to_the_step() -> None:
     call = training()
     kept = call.plan.steps[0].kept_samples
     weights = call.sample_weights
@@ -163,13 +165,13 @@ def test_sample_weights_are_of_the_step() -> None:
     assert forward().sample_weights is None
 
 
-def test_weights_that_are_no_numbers_are_refused() -> None:
+def test_weights_that_are_not_finite_are_refused() -> None:
     call = training(weighting="seq-mean-token-sum-norm", norm_constant=1e-310)
-    with pytest.raises(DataError, match="hold a NaN or an infinity; look at norm_constant=1e-310"):
+    with pytest.raises(DataError, match="hold a NaN or an infinity; check norm_constant=1e-310"):
         _ = call.sample_weights
 
 
-def test_what_a_forward_pass_packs() -> None:
+def test_a_forward_pass_packs_no_fields() -> None:
     call = forward(record_routing=True)
     assert call.record_routing
     assert not call.is_training
@@ -179,7 +181,7 @@ def test_what_a_forward_pass_packs() -> None:
 
 
 @pytest.mark.parametrize(("shape", "planned"), [("planned", True), ("uniform", False)])
-def test_rows_have_planned_lengths_under_one_policy(shape: Any, planned: bool) -> None:
+def test_only_planned_row_shapes_have_planned_rows(shape: Any, planned: bool) -> None:
     changed = replace(plan(), policy=Policy(row_shape=shape))
     assert training(plan=changed).has_planned_rows is planned
 
