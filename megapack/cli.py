@@ -1,10 +1,16 @@
-"""The `megapack` command. Exit codes: 0 done, 1 found a problem, 2 bad input (one line, and what to
-set) or a full disk behind standard output, 75 a signal ended a run that is saved (start it again),
-130 Ctrl-C, 141 nobody read to the end.
+"""The `megapack` command.
+
+Exit codes:
+    0    done
+    1    found a problem
+    2    bad input (one line that says what to set), or standard output cannot be written
+    75   a signal ended a run, which is saved: start it again
+    130  Ctrl-C
+    141  standard output was closed before the end
 
 Each command is a module of `megapack.commands` with `add_arguments(parser)` and `run(args)`, which
-returns the exit code. Only the module of the command that is asked for is imported. One that runs
-another's program (`IS_OTHERS_PROGRAM`) leaves logging as it is.
+returns the exit code. Only the module of the given command is imported. A command that runs a
+user's program (`IS_OTHERS_PROGRAM`) leaves logging as it is.
 """
 
 from __future__ import annotations
@@ -22,28 +28,28 @@ from megapack.errors import MegapackError, ScheduleError
 
 COMMANDS = {
     "plan": "plan a file of lengths, compare with simple packing, write plan.json",
-    "check": "hold a plan against its invariants",
+    "check": "check the invariants of a plan",
     "show": "print a plan as a grid of steps, ranks and micro-batches",
     "simulate": "predict the steps of a plan",
-    "diff": "tell in what two plans differ",
+    "diff": "show what differs between two plans",
     "tune": "rank layouts, budgets and rules for a number of GPUs",
     "trace": "write a plan's or a run's timeline for Perfetto",
     "plot": "draw a step of a plan",
     "report": "write a page about a plan or a run",
-    "doctor": "look for what of this machine's software and settings a run would trip over",
+    "doctor": "check this machine's software and settings for what would break a run",
     "train": "train on rollouts; start it with torchrun, or --dry-run world=N alone",
     "run": "run a script of another framework with megapack's patches",
-    "patch": "what the patches for a framework replace, and whether they fit",
+    "patch": "show what the patches for a framework replace, and whether they fit",
 }
-"""Name of each command, its module's too, and what `--help` says of it."""
+"""Name of each command and of its module, and its line in `--help`."""
 
 
-# What a shell tells of a program that SIGPIPE ended.
-_NOT_READ_TO_THE_END = 141
+# The exit code that a shell reports for a program ended by SIGPIPE: 128 + 13.
+_STDOUT_CLOSED = 141
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line, like every other bad input."""
+    """Reports a mistake in one line, like every other bad input."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"megapack: {message}; see {self.prog} --help\n")
@@ -59,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             format="%(levelname)s %(name)s: %(message)s",
             level=logging.WARNING if on_first_rank else logging.ERROR,
         )
-    code = _NOT_READ_TO_THE_END
+    code = _STDOUT_CLOSED
     try:
         code = int(args.run(args))
         print(end="", flush=True)
@@ -82,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if not _stdout_is_lost():
             raise
-        # `megapack diff A B | head`: what was found is told by the code, if it was all found.
+        # `megapack diff A B | head`: if the command was done, its own exit code says what it found.
         if isinstance(error, BrokenPipeError):
             return code
         print(
@@ -93,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stdout_is_lost() -> bool:
-    """Whether nothing can be printed any more; the exit's own flush must not fail then."""
+    """Whether stdout cannot be written. If so, point it to /dev/null: Python flushes it at exit."""
     try:
         print(flush=True)
     except OSError:
@@ -103,7 +109,10 @@ def _stdout_is_lost() -> bool:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Also `CONFIG --option a.b=c`: argparse takes no more of a `*` that options stand before."""
+    """Parse, and also accept `CONFIG --option a.b=c`.
+
+    argparse does not add values behind an option to a positional with nargs="*".
+    """
     args, rest = parser.parse_known_args(argv)
     if rest and (any(text.startswith("-") for text in rest) or not hasattr(args, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -112,8 +121,8 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     return args
 
 
-def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser that knows the options of the command that is asked for."""
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser with the options of the given command."""
     parser = _Parser(
         prog="megapack", description="Packed, VPP-aligned training steps for Megatron-Core."
     )
@@ -121,10 +130,10 @@ def _parser(asked: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
-        if name in asked:
+        if name in given:
             module = importlib.import_module(f"megapack.commands.{name}")
             command.description = module.__doc__
             module.add_arguments(command)
-            others = getattr(module, "IS_OTHERS_PROGRAM", False)
-            command.set_defaults(run=module.run, is_others_program=others)
+            is_others_program = getattr(module, "IS_OTHERS_PROGRAM", False)
+            command.set_defaults(run=module.run, is_others_program=is_others_program)
     return parser

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -20,10 +19,11 @@ from megapack.planner.problem import StepProblem, build_step
 from megapack.planner.search import plan_rows
 from megapack.policy import Policy
 
-# Sums of it over any number of rows stay finite in fp64.
+# Most seconds of a whole batch in one row. Sums over many rows stay finite: 2**60 rows of 1e200 s
+# are 1.2e218 s, and fp64 ends at 1.8e308.
 _MAX_SECONDS = 1e200
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def build_dp_schedule(
@@ -48,23 +48,25 @@ def build_dp_schedule(
     Args:
         lengths: tokens per sample before any padding, each at least 1.
         layout: how the model is spread over GPUs.
-        max_tokens_per_gpu: padded tokens that a micro-batch may have on one GPU, after CP: a row
-            holds at most this times cp. None makes a count-based plan.
+        max_tokens_per_gpu: the budget: padded tokens that a row may hold on one GPU, after CP. A
+            row holds at most this times cp. None makes a count-based plan.
         micro_batch_size: samples per micro-batch of a count-based plan.
-        rollout_ids: per sample an int or str; samples that share one stay in one step. None: each
-            sample is its own rollout, its index the id (or each colocated set).
-        colocate_ids: per sample an int or str; samples that share one stay in one micro-batch, as
-            pairs of a preference loss must. They belong to one rollout. None: each goes alone.
-        global_batch_size: rollouts per step; the last step takes what is left.
-        num_steps: exactly this many steps of about equal tokens instead. Neither: one step.
+        rollout_ids: per sample an int or str; samples with the same id stay in one step. None: each
+            sample (or each colocated set) is its own rollout, and the id is its index.
+        colocate_ids: per sample an int or str; samples with the same id stay in one micro-batch, as
+            pairs of a preference loss must. They belong to one rollout. None: no sample has to
+            share a micro-batch.
+        global_batch_size: rollouts per step; the last step gets the rest.
+        num_steps: instead, exactly this many steps of about equal tokens. Without either number,
+            there is one step.
         cost: seconds of a micro-batch; None counts tokens.
         policy: the planner's freedoms; None for the defaults.
         forward_only: plan a pass without backwards.
 
     Raises:
-        DataError: lengths or ids that are no such thing.
+        DataError: invalid lengths or ids.
         ConfigError: arguments that contradict each other.
-        PlanError: no legal plan under the policy; says what to set.
+        PlanError: the policy allows no legal plan; the message says what to set.
     """
     policy = policy or Policy()
     _check_combination(layout, policy, cost)
@@ -108,13 +110,14 @@ class _Batch:
     lengths: Ints
     aligned: Ints
     rollout_of: Ints
-    """int64 [n], numbers in order of first appearance."""
+    """int64 [n]: each sample's rollout, numbered in order of first appearance."""
     ids: Ids | None
-    """Per sample its rollout's id, where ids were given."""
+    """Per sample its rollout's id; None if no ids were given."""
     item_of: Ints
-    """int64 [n], numbers in order of first appearance: what shares one is packed together."""
+    """int64 [n]: each sample's item, numbered in order of first appearance. Samples of one item are
+    packed into one row."""
     colocate_ids: Ids | None
-    """Per sample its colocate id, where ids were given."""
+    """Per sample its colocate id; None if no ids were given."""
 
     @cached_property
     def names(self) -> Sequence[RolloutId]:
@@ -127,9 +130,22 @@ class _Batch:
         np.add.at(tokens, self.rollout_of, self.aligned)
         return tokens
 
-    def problems(self, steps: list[Ints], **settings: Any) -> Iterator[StepProblem]:
-        """One problem per step. Items stand rollout after rollout, so that a prefix of the step's
-        rollouts is a prefix of its items."""
+    def problems(
+        self,
+        steps: list[Ints],
+        *,
+        capacity: int,
+        max_samples: int | None,
+        layout: Layout,
+        policy: Policy,
+        cost: CostModel | None,
+        forward_only: bool,
+    ) -> Iterator[StepProblem]:
+        """One problem per step.
+
+        Items are sorted by rollout, so that a prefix of the step's rollouts is a prefix of its
+        items: "drop" plans such a prefix.
+        """
         step_of = np.empty(len(self.names), dtype=np.int64)
         for number, rollouts in enumerate(steps):
             step_of[rollouts] = number
@@ -141,11 +157,16 @@ class _Batch:
             yield StepProblem(
                 number=number,
                 samples=samples,
-                num=np.diff(starts, append=samples.size),
+                item_samples=np.diff(starts, append=samples.size),
                 lengths=np.add.reduceat(self.lengths[samples], starts),
                 aligned=np.add.reduceat(aligned, starts),
                 aligned_sq=np.add.reduceat(aligned * aligned, starts),
-                **settings,
+                capacity=capacity,
+                max_samples=max_samples,
+                layout=layout,
+                policy=policy,
+                cost=cost,
+                forward_only=forward_only,
             )
 
 
@@ -161,56 +182,57 @@ def _read_batch(
 
 
 def _plan_step(problem: StepProblem, batch: _Batch) -> StepPlan:
-    firsts = problem.samples[np.cumsum(problem.num) - problem.num]
-    rollouts, sizes = np.unique(batch.rollout_of[firsts], return_counts=True)
-    ends = np.cumsum(sizes)
-    num_kept = keep_reachable(problem, ends)
-    problem = problem.take(int(ends[num_kept - 1]))
+    first_samples = problem.samples[np.cumsum(problem.item_samples) - problem.item_samples]
+    rollouts, num_items = np.unique(batch.rollout_of[first_samples], return_counts=True)
+    kept, num_kept = keep_reachable(problem, np.cumsum(num_items))
     ids = tuple(batch.names[rollout] for rollout in rollouts.tolist())
-    return build_step(problem, plan_rows(problem), ids[:num_kept], ids[num_kept:])
+    return build_step(kept, plan_rows(kept), ids[:num_kept], ids[num_kept:])
 
 
 def _row_capacity(budget: int, layout: Layout, policy: Policy, forward_only: bool) -> int:
-    """Padded tokens per row: the budget, or what `max_live_tokens_per_gpu` leaves to a row.
+    """Padded tokens per row: the budget, or less if `max_live_tokens_per_gpu` leaves less to a row.
 
-    A pass without backwards holds one chunk of one.
+    Stage 0 of pp=4 1F1B holds the activations of 4 rows, so a cap of 32,768 live tokens leaves
+    8,192 tokens to each. A forward-only pass holds one chunk of one row.
     """
     if policy.max_live_tokens_per_gpu is None or budget < 0:
         return budget
     group = layout.pp if policy.group_size == "search" else layout.group_size
     chunks = 1 if forward_only else layout.chunks_in_flight(group_size=group)
-    share = policy.max_live_tokens_per_gpu * layout.cp * layout.vpp // chunks
+    tokens = policy.max_live_tokens_per_gpu * layout.cp * layout.vpp // chunks
     unit = layout.row_alignment
-    return min(budget, max(share // unit * unit, unit))
+    return min(budget, max(tokens // unit * unit, unit))
 
 
 def _check_combination(layout: Layout, policy: Policy, cost: CostModel | None) -> None:
     if policy.count_rule == "per_rank" and layout.ep > 1:
         raise ConfigError(
-            f"count_rule='per_rank' with ep={layout.ep}: experts make ranks meet in every layer, "
-            "so they need one M; set count_rule='legal'"
+            f"count_rule='per_rank' with ep={layout.ep}: ranks exchange tokens of the experts in "
+            "every layer, so all need the same M; set count_rule='legal'"
         )
     if cost is not None:
         cost.weights_for(layout)
 
 
 def _check_cost(batch: _Batch, layout: Layout, cost: CostModel | None) -> None:
-    """The search compares seconds: sums of all of them must be finite."""
+    """Raise ConfigError unless sums of the batch's seconds are finite: the search compares them."""
     if cost is None:
         return
-    tokens, num_samples = int(batch.aligned.sum()), batch.lengths.size
+    tokens = int(batch.aligned.sum())
+    num_samples = batch.lengths.size
     seconds = cost.forward_seconds(
         layout, row_tokens=tokens, tokens_sq=tokens**2, num_samples=num_samples
     )
     seconds = (seconds + cost.fixed * num_samples) * (1 + cost.backward_ratio) + cost.p2p
     if not seconds < _MAX_SECONDS:
         raise ConfigError(
-            f"the cost model takes {seconds:.3g} seconds for {num_samples} samples of {tokens} "
+            f"the cost model gives {seconds:.3g} seconds for {num_samples} samples of {tokens} "
             "tokens; set coefficients in seconds"
         )
 
 
 def _check_set_sizes(batch: _Batch, micro_batch_size: int | None) -> None:
+    """Raise ConfigError if a colocated set has more samples than a micro-batch may have."""
     if micro_batch_size is None or batch.colocate_ids is None:
         return
     sizes = np.bincount(batch.item_of)
@@ -224,6 +246,7 @@ def _check_set_sizes(batch: _Batch, micro_batch_size: int | None) -> None:
 
 
 def _check_oversize(batch: _Batch, budget: int, layout: Layout, policy: Policy) -> None:
+    """Raise PlanError for items over the budget, or log them under oversize="alone"."""
     if budget < 0:
         return
     tokens = np.zeros(int(batch.item_of.max()) + 1, dtype=np.int64)
@@ -232,16 +255,17 @@ def _check_oversize(batch: _Batch, budget: int, layout: Layout, policy: Policy) 
     if not over.size:
         return
     samples = np.flatnonzero(batch.item_of == over[0]).tolist()
-    name, kind = f"sample {samples[0]}", "sample(s)"
+    name = f"sample {samples[0]}"
+    kind = "sample(s)"
     if batch.colocate_ids is not None:
         name = f"samples {samples} of colocate id {batch.colocate_ids[samples[0]]!r}"
-        kind = "set(s) by colocate_ids"
+        kind = "colocated set(s)"
     lengths = batch.lengths[samples].tolist()
     what = (
-        f"{over.size} {kind} over the budget of {budget} padded tokens per row (max_tokens_per_"
-        f"gpu * cp={layout.cp}, in units of {layout.row_alignment}); the first is {name}: "
+        f"{over.size} {kind} over the budget of {budget} padded tokens per row (max_tokens_per_gpu "
+        f"* cp={layout.cp}, rounded down to {layout.row_alignment}); the first is {name}: "
         f"{sum(lengths)} tokens, {layout.padded_tokens(lengths)} padded"
     )
     if policy.oversize == "error":
         raise PlanError(f"{what}; raise max_tokens_per_gpu or set oversize='alone'")
-    _LOG.warning("%s; each goes alone in its row", what)
+    logger.warning("%s; each is alone in its row", what)

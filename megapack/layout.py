@@ -1,6 +1,6 @@
 """How a model is spread over GPUs, and the arithmetic that follows from it.
 
-Alignment, legal micro-batch counts and sizes are answered here and nowhere else.
+Alignment, legal micro-batch counts and group sizes are computed here and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Tokens = TypeVar("Tokens", int, "Ints")
 CountRule = Literal["legal", "multiple", "per_rank"]
 Fp8 = Literal["mxfp8", "blockwise"] | bool
 
-# Tokens that a GEMM's sequence dimension must be a multiple of, by FP8 recipe.
+# The sequence dimension of a GEMM must be a multiple of this many tokens, by FP8 recipe.
 _FP8_UNIT_TOKENS: dict[object, int] = {False: 1, True: 16, "mxfp8": 32, "blockwise": 128}
 
-# A number given by mistake must not ask for all memory.
+# Largest parallel size, 1,048,576 GPUs: a size given by mistake must not allocate all memory.
 _MAX_SIZE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Sizes of a job's parallel groups, not checked; a `Layout` knows all of them."""
+    """Sizes of a job's parallel groups, unchecked; dp may be unknown. A `Layout` is complete."""
 
     dp: int | None = None
     """Data-parallel ranks; null = ranks of the job / (tp * pp * cp)."""
@@ -56,7 +56,7 @@ class Layout(ParallelSizes):
     """Sizes of the parallel groups of one training job.
 
     Raises:
-        ConfigError: a size that is not a positive integer, or sizes that do not go together.
+        ConfigError: a size that is not a positive integer, or sizes that contradict each other.
     """
 
     dp: int = 1
@@ -89,7 +89,7 @@ class Layout(ParallelSizes):
         _check_size("microbatch_group_size", group)
         if self.vpp == 1:
             raise ConfigError(
-                f"microbatch_group_size={group} with vpp=1; only vpp > 1 has groups: set None"
+                f"microbatch_group_size={group} with vpp=1; it needs vpp > 1: set None"
             )
         if group < self.pp:
             raise ConfigError(
@@ -103,7 +103,7 @@ class Layout(ParallelSizes):
 
     @property
     def group_size(self) -> int:
-        """G: micro-batches in a row that a stage runs through one chunk before the next chunk."""
+        """G: consecutive micro-batches that a stage runs through one chunk before the next."""
         return self.microbatch_group_size or self.pp
 
     @property
@@ -113,19 +113,19 @@ class Layout(ParallelSizes):
 
     @property
     def ep_spans_dp(self) -> bool:
-        """Whether experts are exchanged between DP ranks, so that these meet in every layer."""
+        """Whether DP ranks exchange tokens of the experts, and so synchronize in every layer."""
         return self.ep > self.cp
 
     @property
     def fp8_unit_tokens(self) -> int:
-        """What the tokens of a GPU's products are a multiple of, by the FP8 recipe; 1 without."""
+        """Tokens of a GPU's GEMMs are a multiple of this, by the FP8 recipe; 1 without FP8."""
         return _FP8_UNIT_TOKENS[self.fp8]
 
     @property
     def sample_alignment(self) -> int:
         """Each sample is padded to a multiple of this many tokens: two zigzag slices per CP rank.
 
-        The sequence-parallel scatter asks for no more: it cuts the row, not the sample.
+        Sequence parallelism adds no alignment here: it scatters the row, not the sample.
         """
         return 2 * self.cp if self.cp > 1 else 1
 
@@ -133,18 +133,20 @@ class Layout(ParallelSizes):
     def row_alignment(self) -> int:
         """Row tokens are a multiple of this.
 
-        What a GPU holds outside attention, row / cp and under sequence parallelism row / (cp * tp),
-        is a multiple of the FP8 unit: Transformer Engine quantizes it before it gathers. cp=2,
-        tp=8, sequence parallel and fp8 give lcm(4, 2 * 8 * 16) = 256.
+        Outside attention a GPU holds row / cp tokens, or row / (cp * tp) under sequence
+        parallelism. This number is a multiple of the FP8 unit, because Transformer Engine quantizes
+        before it gathers. cp=2, tp=8, sequence parallelism and fp8=True give
+        lcm(4, 2 * 8 * 16) = 256.
         """
         scatter = self.tp if self.sequence_parallel else 1
         return math.lcm(self.sample_alignment, self.cp * scatter * self.fp8_unit_tokens)
 
     def chunks_in_flight(self, stage: int = 0, group_size: int | None = None) -> int:
-        """Most chunks of one stage, each 1/vpp of it, whose activations wait for their backward.
+        """Most forwards of a stage's chunks whose activations wait for their backward.
 
-        The warm-up forwards and one more: pp - stage in 1F1B, 2 * (pp - stage - 1) + (vpp - 1) * G
-        + 1 interleaved. Stage 0 holds most.
+        One chunk is 1/vpp of the stage. The number is that of the warm-up forwards and one more:
+        pp - stage in 1F1B, and 2 * (pp - stage - 1) + (vpp - 1) * G + 1 interleaved. Stage 0 holds
+        the most: 4 in 1F1B with pp=4, and 6 + 4 + 1 = 11 with pp=4, vpp=2, G=4.
 
         Args:
             group_size: G; None for the layout's.
@@ -154,7 +156,7 @@ class Layout(ParallelSizes):
         return 2 * (self.pp - stage - 1) + (self.vpp - 1) * (group_size or self.group_size) + 1
 
     def aligned_sample_tokens(self, real_tokens: Tokens) -> Tokens:
-        """Tokens that a sample takes in a row, or per sample of an array.
+        """Padded tokens of a sample in a row; an array gives one number per sample.
 
         >>> Layout(cp=8).aligned_sample_tokens(17)
         32
@@ -162,7 +164,7 @@ class Layout(ParallelSizes):
         return round_up(real_tokens, self.sample_alignment)
 
     def aligned_row_tokens(self, sample_tokens: Tokens) -> Tokens:
-        """Tokens of a row that holds this many of aligned samples, or per row of an array.
+        """Length of a row whose aligned samples have this sum; an array gives one number per row.
 
         >>> Layout(cp=8, fp8=True).aligned_row_tokens(32 + 32)
         128
@@ -170,7 +172,7 @@ class Layout(ParallelSizes):
         return round_up(sample_tokens, self.row_alignment)
 
     def padded_tokens(self, lengths: Iterable[int]) -> int:
-        """Tokens of a row that holds samples of these lengths, both alignments counted.
+        """Length of a row that holds samples of these lengths, with both alignments.
 
         >>> Layout(cp=8, fp8=True).padded_tokens([17, 17])
         128
@@ -180,7 +182,8 @@ class Layout(ParallelSizes):
     def is_legal_count(self, num_microbatches: int, group_size: int | None = None) -> bool:
         """Whether Megatron runs a step of `num_microbatches` per DP rank.
 
-        1F1B takes any M >= 1. Interleaved: M >= G and M % G is 0 or >= pp.
+        1F1B runs any M >= 1. Interleaved 1F1B needs M >= G, and M % G must be 0 or >= pp: with pp=4
+        and G=8 it runs 8, 12, 13, 14, 15, 16, but not 9.
 
         Args:
             group_size: G; None for the layout's.
@@ -196,8 +199,8 @@ class Layout(ParallelSizes):
     ) -> int:
         """The smallest M >= `num_microbatches` that the rule allows.
 
-        "multiple" rounds up to a multiple of G, as other schedulers do; "legal" and "per_rank" use
-        every count that Megatron runs: with pp=4, G=8, M=9 becomes 12 and not 16.
+        "multiple" rounds up to a multiple of G, as other schedulers do. "legal" and "per_rank" use
+        every count that Megatron runs: with pp=4 and G=8, 9 becomes 12 and not 16.
         """
         count = max(1, num_microbatches)
         if self.vpp == 1:
@@ -211,7 +214,7 @@ class Layout(ParallelSizes):
 
 
 def round_up(value: Tokens, unit: int) -> Tokens:
-    """The least multiple of `unit` that is not below `value`, or per entry of an array.
+    """The smallest multiple of `unit` that is at least `value`; an array gives one per entry.
 
     >>> round_up(17, 16)
     32
@@ -220,7 +223,7 @@ def round_up(value: Tokens, unit: int) -> Tokens:
 
 
 def fp8_rows(recipe: object) -> Fp8:
-    """`Layout.fp8` of a model that trains with Megatron's `fp8_recipe`.
+    """`Layout.fp8` for a model that trains with Megatron's `fp8_recipe`.
 
     >>> fp8_rows("mxfp8"), fp8_rows("delayed")
     ('mxfp8', True)
@@ -231,13 +234,15 @@ def fp8_rows(recipe: object) -> Fp8:
 
 
 def why_no_retry(*, tp: int, cp: int, ep: int) -> str:
-    """Why a step that runs out of memory on one rank of such a layout cannot be carried to its end,
-    and so not be tried again; "" where it can."""
+    """Why a step cannot be tried again after one rank of this layout ran out of memory.
+
+    A step is tried again only if every rank can finish the failed attempt. Returns "" if it can.
+    """
     if max(tp, cp, ep) == 1:
         return ""
     return (
-        f"tp={tp}, cp={cp}, ep={ep}: ranks meet inside layers, and one that runs out there leaves "
-        "the others waiting"
+        f"tp={tp}, cp={cp}, ep={ep}: ranks communicate inside layers, and a rank that runs out of "
+        "memory there leaves the others waiting"
     )
 
 

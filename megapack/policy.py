@@ -1,4 +1,4 @@
-"""`Policy`: what the planner may do to reach a legal plan, and how hard it looks for a good one."""
+"""`Policy`: what the planner may do to reach a legal plan, and how much it searches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _CHOICES = {
     "group_size": get_args(GroupSize),
 }
 
-# Compiled code takes them, times sizes of the layout, as int64.
+# Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
+# 2**40 * 2**20 = 2**60, and int64 ends at 2**63.
 _MAX_INT = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The planner's freedoms.
+    """What the planner may choose.
 
     Raises:
         ConfigError: an unknown choice or a number out of range.
@@ -76,10 +77,10 @@ class Policy:
 
 
 def check_count_rule(policy: Policy, layout: Layout, *, ranks_share_fp8_scales: bool) -> None:
-    """Raise ConfigError for counts per rank where ranks meet in every micro-batch.
+    """Raise ConfigError if ranks have their own M but communicate in every micro-batch.
 
     Args:
-        ranks_share_fp8_scales: delayed FP8 scaling that reduces its largest values over all ranks.
+        ranks_share_fp8_scales: delayed FP8 scaling reduces its largest values over all ranks.
     """
     if policy.count_rule != "per_rank":
         return

@@ -1,9 +1,9 @@
-"""A batch of samples as ragged fields: what goes into packed rows, and what comes back.
+"""A batch of samples as ragged fields: the input of packed rows.
 
-A field has one value per token of its sample, about that token (a mask, a log-prob, an
-advantage), or one per sample. Frameworks keep them ragged or padded to [B, S]; both are read.
-Tensors of any other shape (images, grids, audio) are a `TensorField`: they follow their sample into
-its micro-batch, and the model's forward gets them by their name.
+A field has one value per token of its sample (a mask, log-probs, advantages), or one per sample.
+Frameworks keep fields ragged or padded to [B, S]; both are read. Tensors of other shapes (images,
+grids, audio) are a `TensorField`: they follow their sample into its micro-batch, and the model's
+forward receives them as keyword arguments.
 
     batch = SampleBatch(tokens, fields, tensors={"pixels": TensorField(images)})
 """
@@ -26,107 +26,42 @@ from megapack.errors import ConfigError, DataError, brief, first_line
 Combine = Literal["concat", "list"]
 RowTensor = Tensor | tuple[Tensor, ...]
 
+RESPONSE_MASK = "response_mask"
+"""Field that marks the tokens that count in the loss."""
+
+# Inputs that every model gets; tensor fields must have other names.
 _RESERVED = ("input_ids", "position_ids", "attention_mask", "packed_seq_params", "labels")
 
 
 @dataclass(frozen=True)
 class TensorField:
-    """One tensor per sample, and what a micro-batch makes of them."""
+    """One tensor per sample, and how a micro-batch combines them."""
 
     values: Sequence[Any]
-    """Per sample a tensor or array. Under "concat" of shape [k, *rest] with any k, one `rest` for
-    all samples, and None for a sample that has none."""
+    """Per sample a tensor or array. With "concat" its shape is [k, *rest]: any k, the same `rest`
+    for all samples; None means k = 0."""
     combine: Combine = "concat"
-    """"concat": along dimension 0, in row order; a padding micro-batch has [0, *rest]. "list": a
-    tuple in row order, shapes as they are; a padding micro-batch has ()."""
+    """"concat": one tensor, joined along dimension 0 in row order; [0, *rest] in a padding
+    micro-batch. "list": a tuple in row order, with shapes unchanged; () in a padding
+    micro-batch."""
 
     def __post_init__(self) -> None:
         if self.combine not in get_args(Combine):
             raise ConfigError(f"combine={self.combine!r}; set one of {get_args(Combine)}")
 
 
-class RaggedTensor:
-    """A `TensorField` that was checked.
-
-    Raises:
-        DataError: naming field, sample and shapes.
-    """
-
-    def __init__(self, name: str, field: TensorField, num_samples: int) -> None:
-        if name in _RESERVED:
-            raise DataError(f"tensor field {name!r} is an input of every model; set another name")
-        if len(field.values) != num_samples:
-            raise DataError(
-                f"tensor field {name!r} has {len(field.values)} values for {num_samples} samples"
-            )
-        self.name, self.combine = name, field.combine
-        given = [None if v is None else self._tensor(i, v) for i, v in enumerate(field.values)]
-        known = [tensor for tensor in given if tensor is not None]
-        if not known or (self.combine == "list" and len(known) < num_samples):
-            raise DataError(
-                f"tensor field {name!r}: {num_samples - len(known)} samples have None; give one "
-                "tensor per sample, or under combine='concat' to one sample at least"
-            )
-        self.dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in known))
-        self._empty = torch.zeros((0, *known[0].shape[1:]), dtype=self.dtype)
-        self.values = [self._empty if t is None else t.to(self.dtype) for t in given]
-        if self.combine == "concat":
-            self._check_rest()
-
-    def row(self, samples: Sequence[int]) -> RowTensor:
-        """What the micro-batch of these samples carries."""
-        chosen = [self.values[i] for i in samples]
-        return torch.cat([self._empty, *chosen]) if self.combine == "concat" else tuple(chosen)
-
-    @property
-    def signature(self) -> str:
-        """Name, combination, dtype and a digest of all shapes: what ranks must agree on."""
-        shapes = str([tuple(value.shape) for value in self.values])
-        digest = hashlib.sha256(shapes.encode()).hexdigest()
-        return f"{self.name} {self.combine} {self.dtype} {digest}"
-
-    def _tensor(self, sample: int, value: Any) -> Tensor:
-        try:
-            tensor = torch.as_tensor(value).detach().cpu()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"sample {sample}: tensor field {self.name!r} cannot be a tensor ({error}); give "
-                "numbers"
-            ) from None
-        if self.combine == "concat" and tensor.dim() == 0:
-            raise DataError(
-                f"sample {sample}: tensor field {self.name!r} is one number, which does not "
-                "concatenate; give shape [k, ...], or set combine='list'"
-            )
-        return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-    def _check_rest(self) -> None:
-        rest = self._empty.shape[1:]
-        for i, value in enumerate(self.values):
-            if value.shape[1:] != rest:
-                raise DataError(
-                    f"sample {i}: tensor field {self.name!r} has shape {tuple(value.shape)}, not "
-                    f"[k, {', '.join(map(str, rest))}] as those before it; set combine='list' for "
-                    "shapes that differ"
-                )
-
-
-RESPONSE_MASK = "response_mask"
-
-
 class SampleBatch:
     """Samples in input order; the index is the plan's sample index.
 
     Args:
-        tokens: per sample, its token ids (tensor, array or list of ints), at least one.
-        fields: name -> per sample a value for each of its tokens, for each of its last tokens
-            (the response; the rest is 0), or one number. `response_mask` says which tokens count in
+        tokens: token ids of each sample (tensor, array or list of ints), at least one per sample.
+        fields: name -> per sample one value per token, one per token of the response (its last
+            tokens; the others get 0), or one number. `response_mask` marks the tokens that count in
             the loss; without it all do. A sample's first token never counts: nothing predicts it.
-        tensors: name -> tensors that are no per-token values, which the model's forward takes as
-            keyword inputs of these names.
+        tensors: name -> tensors of other shapes, keyword arguments of the model's forward.
 
     Raises:
-        DataError: naming sample, field and numbers.
+        DataError: an input is invalid; the message gives sample, field and numbers.
     """
 
     def __init__(
@@ -145,11 +80,11 @@ class SampleBatch:
         self._fields: dict[str, list[Tensor]] = {}
         self._num_loss_tokens: list[int] | None = None
         self.revision = 0
-        """Grows with each change, so that what was made from the batch is known to be old."""
+        """Number of changes so far; data derived from an older revision is stale."""
         for name, values in (fields or {}).items():
             self.set_field(name, values)
         self._tensors = {
-            name: RaggedTensor(name, values, len(self)) for name, values in (tensors or {}).items()
+            name: _RaggedTensor(name, values, len(self)) for name, values in (tensors or {}).items()
         }
 
     def __len__(self) -> int:
@@ -157,12 +92,12 @@ class SampleBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens per sample: what a plan is made from."""
+        """Tokens per sample: the input of the planner."""
         return self._lengths
 
     @property
     def field_names(self) -> tuple[str, ...]:
-        """Names of the fields, the response mask left out."""
+        """Names of the fields without the response mask."""
         return tuple(name for name in self._fields if name != RESPONSE_MASK)
 
     def length(self, sample: int) -> int:
@@ -173,23 +108,23 @@ class SampleBatch:
         """Token ids of one sample, int64.
 
         Raises:
-            DataError: the batch is one of lengths, and the sample's tokens were not set.
+            DataError: the batch was made by `from_lengths` and the sample's tokens were not set.
         """
         if sample not in self._tokens:
             raise DataError(f"sample {sample} has no tokens on this rank; call set_tokens first")
         return self._tokens[sample]
 
     def set_tokens(self, sample: int, prompt: Any, response: Any) -> None:
-        """Give a batch of lengths the tokens of one sample.
+        """Set the tokens of one sample of a batch made by `from_lengths`.
 
         Raises:
-            DataError: there are more or fewer of them than the batch counts.
+            DataError: their number differs from the sample's length.
         """
         tokens = _token_tensor(sample, torch.cat([_part(sample, prompt), _part(sample, response)]))
         if tokens.numel() != self.length(sample):
             raise DataError(
                 f"sample {sample} has {tokens.numel()} tokens, the batch counts "
-                f"{self.length(sample)}; give the tokens that were counted"
+                f"{self.length(sample)}; give as many tokens as its length"
             )
         self._tokens[sample] = tokens
         self.revision += 1
@@ -199,38 +134,38 @@ class SampleBatch:
         return self._fields[name][sample]
 
     def field_dtype(self, name: str) -> torch.dtype:
-        """The dtype that a field's rows have."""
+        """The dtype of a field in packed rows."""
         return self._fields[name][0].dtype
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Names of the tensors that are no per-token values."""
+        """Names of the tensor fields."""
         return tuple(self._tensors)
 
     def row_tensors(self, samples: Sequence[int]) -> dict[str, RowTensor]:
-        """These tensors of a micro-batch's samples, each combined as it was declared."""
+        """The tensor fields of a micro-batch's samples, each combined as declared."""
         return {name: tensor.row(samples) for name, tensor in self._tensors.items()}
 
     @property
     def tensor_signature(self) -> str:
-        """Their names, dtypes and shapes: what ranks must agree on."""
+        """Names, dtypes and shapes of the tensor fields; must be equal on all ranks."""
         return "; ".join(tensor.signature for tensor in self._tensors.values())
 
     def response_mask(self, sample: int) -> Tensor:
-        """Which tokens of a sample count in the loss, bool."""
+        """bool per token of a sample: whether it counts in the loss."""
         if RESPONSE_MASK not in self._fields:
             return torch.ones(self.length(sample), dtype=torch.bool)
         return self._fields[RESPONSE_MASK][sample]
 
     @property
     def num_loss_tokens(self) -> list[int]:
-        """Per sample, the tokens that count in the loss (its first token never does)."""
+        """Tokens of each sample that count in the loss (its first token never does)."""
         if self._num_loss_tokens is None:
             self._num_loss_tokens = [int(self.response_mask(i)[1:].sum()) for i in range(len(self))]
         return self._num_loss_tokens
 
     def set_field(self, name: str, values: Sequence[Any]) -> None:
-        """Add or replace a field, with the checks of the constructor."""
+        """Add or replace a field; checked as in the constructor."""
         if not isinstance(values, Sized):
             raise DataError(f"field {name!r} is {brief(values)}; give a value per sample")
         if len(values) != len(self):
@@ -246,7 +181,8 @@ class SampleBatch:
             self._num_loss_tokens = None
 
     def _field_tensor(self, name: str, sample: int, value: Any) -> Tensor:
-        tensor, length = _tensor(f"sample {sample}: field {name!r}", value), self.length(sample)
+        tensor = _tensor(f"sample {sample}: field {name!r}", value)
+        length = self.length(sample)
         if tensor.dtype == torch.float64:
             tensor = tensor.float()
         if tensor.is_complex():
@@ -281,7 +217,7 @@ class SampleBatch:
         *,
         tensors: Mapping[str, TensorField] | None = None,
     ) -> SampleBatch:
-        """Prompt and response ids per sample; the response counts in the loss."""
+        """A batch from prompt and response ids per sample; the response counts in the loss."""
         if len(prompts) != len(responses):
             raise _unpaired(prompts, responses)
         pairs = [
@@ -299,19 +235,20 @@ class SampleBatch:
         response_tokens: Sequence[int],
         fields: Mapping[str, Sequence[Any]] | None = None,
     ) -> SampleBatch:
-        """Samples of which only the lengths are known: enough to plan and to weigh.
+        """A batch with lengths only, which is enough for plans and loss weights.
 
-        A rank gives the tokens of its own samples with `set_tokens` before they are packed.
+        A rank sets the tokens of its own samples with `set_tokens` before it packs them.
         """
         if len(prompt_tokens) != len(response_tokens):
             raise _unpaired(prompt_tokens, response_tokens)
         if len(prompt_tokens) == 0:
             raise DataError("the batch has no samples; give at least 1")
         batch = cls([[0]])
-        batch._tokens, batch._lengths = {}, []
-        pairs = enumerate(zip(prompt_tokens, response_tokens, strict=True))
+        batch._tokens = {}
+        batch._lengths = []
         masks = []
-        for sample, (prompt, response) in pairs:
+        pairs = zip(prompt_tokens, response_tokens, strict=True)
+        for sample, (prompt, response) in enumerate(pairs):
             _check_counts(sample, prompt, response)
             batch._lengths.append(prompt + response)
             masks.append(torch.cat([torch.zeros(prompt), torch.ones(response)]))
@@ -326,12 +263,12 @@ class SampleBatch:
         attention_mask_BS: Tensor,
         fields: Mapping[str, Tensor] | None = None,
     ) -> SampleBatch:
-        """Padded tensors, left- or right-padded, with an attention mask.
+        """A batch from left- or right-padded tensors with an attention mask.
 
         Args:
             input_ids_BS: token ids.
-            attention_mask_BS: nonzero where a token is real; one unbroken run per sample.
-            fields: [B, S]; [B, R] for the last R columns, where responses stand alone; or [B].
+            attention_mask_BS: nonzero at real tokens; one unbroken run per sample.
+            fields: [B, S]; [B, R] for the last R columns (those of the response); or [B].
 
         Raises:
             DataError: shapes differ, a sample is empty, or a mask has a hole.
@@ -351,7 +288,7 @@ class SampleBatch:
 
 
 def padded_spans(attention_mask_BS: Tensor) -> list[tuple[int, int]]:
-    """First column and the one behind the last of each sample's real tokens."""
+    """Columns [start, stop) of each sample's real tokens."""
     spans = []
     for b, mask in enumerate(attention_mask_BS != 0):
         columns = mask.nonzero().squeeze(1)
@@ -368,7 +305,7 @@ def padded_spans(attention_mask_BS: Tensor) -> list[tuple[int, int]]:
 
 
 def to_padded(values: Sequence[Tensor], attention_mask_BS: Tensor, fill: float = 0.0) -> Tensor:
-    """Ragged per-token values back to [B, S]; the inverse of `SampleBatch.from_padded`.
+    """Pad ragged per-token values to [B, S]; the inverse of `SampleBatch.from_padded`.
 
     >>> to_padded([torch.tensor([1.0, 2.0])], torch.tensor([[0, 1, 1]]))
     tensor([[0., 1., 2.]])
@@ -385,6 +322,67 @@ def to_padded(values: Sequence[Tensor], attention_mask_BS: Tensor, fill: float =
             )
         out_BS[b, start:stop] = values[b]
     return out_BS
+
+
+class _RaggedTensor:
+    """A checked `TensorField`.
+
+    Raises:
+        DataError: naming field, sample and shapes.
+    """
+
+    def __init__(self, name: str, field: TensorField, num_samples: int) -> None:
+        if name in _RESERVED:
+            raise DataError(f"tensor field {name!r} is an input of every model; set another name")
+        if len(field.values) != num_samples:
+            raise DataError(
+                f"tensor field {name!r} has {len(field.values)} values for {num_samples} samples"
+            )
+        self.name = name
+        self.combine = field.combine
+        given = [None if v is None else self._tensor(i, v) for i, v in enumerate(field.values)]
+        known = [tensor for tensor in given if tensor is not None]
+        if not known or (self.combine == "list" and len(known) < num_samples):
+            raise DataError(
+                f"tensor field {name!r}: {num_samples - len(known)} samples have None; give one "
+                "tensor per sample, or with combine='concat' to at least one sample"
+            )
+        self.dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in known))
+        self._empty = torch.zeros((0, *known[0].shape[1:]), dtype=self.dtype)
+        self.values = [self._empty if t is None else t.to(self.dtype) for t in given]
+        if self.combine == "concat":
+            self._check_rest()
+
+    def row(self, samples: Sequence[int]) -> RowTensor:
+        """The combined tensor of the micro-batch with these samples."""
+        chosen = [self.values[i] for i in samples]
+        return torch.cat([self._empty, *chosen]) if self.combine == "concat" else tuple(chosen)
+
+    @property
+    def signature(self) -> str:
+        """Name, combination, dtype and a digest of all shapes; must be equal on all ranks."""
+        shapes = str([tuple(value.shape) for value in self.values])
+        digest = hashlib.sha256(shapes.encode()).hexdigest()
+        return f"{self.name} {self.combine} {self.dtype} {digest}"
+
+    def _tensor(self, sample: int, value: Any) -> Tensor:
+        tensor = _tensor(f"sample {sample}: tensor field {self.name!r}", value)
+        if self.combine == "concat" and tensor.dim() == 0:
+            raise DataError(
+                f"sample {sample}: tensor field {self.name!r} is one number, which does not "
+                "concatenate; give shape [k, ...], or set combine='list'"
+            )
+        return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+    def _check_rest(self) -> None:
+        rest = self._empty.shape[1:]
+        for i, value in enumerate(self.values):
+            if value.shape[1:] != rest:
+                raise DataError(
+                    f"sample {i}: tensor field {self.name!r} has shape {tuple(value.shape)}, not "
+                    f"[k, {', '.join(map(str, rest))}] like the samples before it; set "
+                    "combine='list' for different shapes"
+                )
 
 
 def _ragged(
@@ -449,7 +447,7 @@ def _check_counts(sample: int, prompt: int, response: int) -> None:
 
 
 def _part(sample: int, ids: Any) -> Tensor:
-    """A prompt or response: like a sample's ids, but it may be empty."""
+    """Token ids of a prompt or response; unlike a sample it may be empty."""
     tensor = _tensor(f"sample {sample}", ids)
     return (
         tensor.new_zeros(0, dtype=torch.int64)

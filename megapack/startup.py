@@ -1,6 +1,6 @@
-"""What `megapack-startup.pth` runs at the start of a Python that has MEGAPACK_PATCH set.
+"""`megapack-startup.pth` calls `start` in every Python process that has MEGAPACK_PATCH set.
 
-For processes that a framework starts itself, Ray's actors among them:
+It patches processes that a framework starts itself, such as Ray's actors:
 
     MEGAPACK_PATCH=slime,megatron_lm
 """
@@ -18,22 +18,22 @@ VARIABLE = "MEGAPACK_PATCH"
 def start() -> None:
     """Apply the patches that the variable names; an unknown name ends the process.
 
-    Nothing of the host is imported here: what does not fit is raised by the host's own import.
+    Imports no module of the host: if a patch does not fit, the host's own import raises the error.
     Python started with -I or -E, or with the rights of another user (setuid, setgid), ignores the
     variable.
     """
     if sys.flags.ignore_environment or _has_more_rights():
         return
     try:
-        # Not above: a process with more rights imports none of it.
-        from megapack.patching.applied import apply
+        # Imported after the check: a process with raised rights must import nothing of patching.
+        from megapack.patching.registry import apply
 
         log_to_stderr()
         for host in asked_hosts(os.environ[VARIABLE]):
             apply(host)
     except Exception as error:
-        # site prints and forgets what a start-up file raises: the process would run unpatched.
-        with contextlib.suppress(Exception):  # there may be no stderr, or a full one
+        # Python prints an error of a start-up file and goes on: the process would run unpatched.
+        with contextlib.suppress(Exception):  # stderr may be closed, or its disk full
             sys.stderr.write(f"megapack: {VARIABLE}: {' '.join(str(error).split())}\n")
             sys.stderr.flush()
         os._exit(2)
@@ -42,10 +42,10 @@ def start() -> None:
 def asked_hosts(value: str) -> list[str]:
     """The hosts that a value of the variable names: shipped ones, never a path.
 
-    Who sets a variable may not be who wrote the command line, which alone can name files.
+    Only the command line can name patch files; someone else may have set the variable.
 
     Raises:
-        ConfigError: there are no shipped patches of one of these names.
+        ConfigError: megapack ships no patches for one of the names.
     """
     from megapack.errors import ConfigError
     from megapack.patching.files import shipped_hosts

@@ -1,9 +1,9 @@
-"""Peak memory of the vocabulary head, forward and backward: whole logits against chunks.
+"""Peak memory of the vocabulary head, forward and backward: whole logits compared with chunks.
 
     python tools/bench_head_memory.py [--device cuda] [--chunk-tokens 1024]
 
-Each way runs in a process of its own and reports what its peak is above what it began with: the
-resident set on a CPU, allocated memory on CUDA.
+Each way runs in a separate process, which reports how far its peak is above its start: of the
+resident set on a CPU, of allocated memory on CUDA.
 
 Shape suffixes: T row tokens, R response positions, H hidden, V vocabulary.
 """
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def whole(hidden_RH: torch.Tensor, weight_VH: torch.Tensor, labels_R: torch.Tensor) -> torch.Tensor:
-    """Log-probs through logits of all positions at once."""
+    """Log-probs from the logits of all positions at once."""
     logits_RV = (hidden_RH @ weight_VH.t()).float()
     return -F.cross_entropy(logits_RV, labels_R, reduction="none")
 
@@ -36,24 +36,26 @@ def peak_bytes(device: str) -> int:
 
 
 def measure(way: str, options: argparse.Namespace) -> float:
-    """MiB above the start of one forward and backward."""
-    chunked, response_only = "chunks" in way, "response" in way
+    """Peak MiB of one forward and backward above the memory at its start."""
+    chunked = "chunks" in way
+    response_only = "response" in way
     torch.manual_seed(0)
-    place = {"device": options.device, "dtype": getattr(torch, options.dtype)}
-    hidden_TH = torch.randn(options.tokens, options.hidden, **place).requires_grad_()
-    weight_VH = torch.randn(options.vocab, options.hidden, **place).requires_grad_()
+    kind = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    hidden_TH = torch.randn(options.tokens, options.hidden, **kind).requires_grad_()
+    weight_VH = torch.randn(options.vocab, options.hidden, **kind).requires_grad_()
     labels_T = torch.randint(options.vocab, (options.tokens,), device=options.device)
-    # Gradients exist before: a training step has their buffers anyway.
+    # Allocate the gradients first: a training step has their buffers anyway.
     for leaf in (hidden_TH, weight_VH):
         leaf.grad = torch.zeros_like(leaf)
-    # So that libraries are loaded and what is measured is the head.
+    # A small warm-up loads libraries, so that their memory is not measured.
     head = VocabHead(weight_VH=weight_VH, chunk_tokens=options.chunk_tokens)
     vocab_parallel_logprobs(hidden_TH[:8], labels_T[:8], head)[0].sum().backward()
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    num = int(options.tokens * options.response) if response_only else options.tokens
+    num_positions = int(options.tokens * options.response) if response_only else options.tokens
     before = peak_bytes(options.device)
-    hidden_RH, labels_R = hidden_TH[-num:], labels_T[-num:]
+    hidden_RH = hidden_TH[-num_positions:]
+    labels_R = labels_T[-num_positions:]
     if chunked:
         logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, head)
     else:
@@ -74,24 +76,24 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=65536)
     parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--way", choices=WAYS, help="measure one way in this process")
+    parser.add_argument("--way", choices=WAYS, help="measure only this way, in this process")
     options = parser.parse_args()
     if options.way:
         print(measure(options.way, options))
         return
-    found = {}
+    peak_mib = {}
     for way in WAYS:
         command = [sys.executable, *sys.argv, "--way", way]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[way] = float(run.stdout)
+        peak_mib[way] = float(run.stdout)
     print(
         f"{options.tokens} tokens, vocabulary {options.vocab}, hidden {options.hidden}, "
         f"{options.dtype}, chunks of {options.chunk_tokens} tokens, {options.device}\n"
     )
     print("| way | peak MiB | of whole |")
     print("|---|---|---|")
-    for way, mib in found.items():
-        print(f"| {way} | {mib:.0f} | {mib / found['whole']:.3f} |")
+    for way, mib in peak_mib.items():
+        print(f"| {way} | {mib:.0f} | {mib / peak_mib['whole']:.3f} |")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Measure the planner: quality against other strategies, and milliseconds.
+"""Measure the planner: the quality of its plans beside other strategies, and its milliseconds.
 
     python tools/bench_planner.py                      # prints the tables, writes docs/planner.md
     python tools/bench_planner.py --peer verl          # with the installed package's own functions
     python tools/bench_planner.py --only-speed
 
-Quality is time over equal work: a step's simulated seconds over those of its samples' work spread
-evenly over all GPUs without a bubble, without alignment and without fixed costs. 1 is out of reach.
+Quality is time over equal work: a step's simulated seconds over the seconds of its samples' work
+spread evenly over all GPUs, without a bubble, alignment or fixed costs. No plan can reach 1.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megapack import CostModel, Layout, MicroBatch, Policy, StepPlan, build_dp_s
 from tools.benching.planner_peers import BASELINES, Ranks, Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
-# Samples of an optimizer step.
+# Samples per optimizer step.
 BATCHES = (512, 1024, 2048)
 MARKS = ("<!-- measured -->", "<!-- end -->")
-# A micro-batch costs this many tokens whatever it holds: launches, small GEMMs, p2p.
+# Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
 
 LAYOUTS = {
@@ -44,6 +44,7 @@ LAYOUTS = {
 }
 # Seconds per squared token over seconds per token.
 MODELS = {"7B": 1 / 49152, "30B-A3B": 1 / 12288}
+# File and budget per row of each trace.
 TRACES = {
     "servegen": ("servegen_deepseek_r1_resampled.csv", 65536),
     "aime24": ("skythought_aime24_longcot_g16.csv", 51200),
@@ -51,8 +52,13 @@ TRACES = {
     "azure": ("azure2023_conv.csv", 16384),
     "openchat": ("openchat_v1_sft.csv", 32768),
 }
-SPEED = [(2048, 8, 0, 5.0), (2048, 8, None, 30.0), (32768, 64, None, 200.0)]
-SPEED.append((1_000_000, 1024, None, 4000.0))
+# Samples, dp, `Policy.search` (None: the default), target in milliseconds.
+SPEED = [
+    (2048, 8, 0, 5.0),
+    (2048, 8, None, 30.0),
+    (32768, 64, None, 200.0),
+    (1_000_000, 1024, None, 4000.0),
+]
 
 
 @dataclass(frozen=True)
@@ -79,30 +85,34 @@ class Case:
 
     @property
     def work(self) -> np.ndarray:
+        """Forward of each sample, in tokens."""
         return self.lengths + self.lengths.astype(float) ** 2 * MODELS[self.model]
 
     @property
     def equal_seconds(self) -> float:
+        """Seconds of the work spread evenly over all stages. A backward takes twice the forward."""
         layout = self.layout
         return 1e-6 * float(self.work.sum()) * 3 / (layout.dp * layout.pp)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a strategy did with a case."""
+    """How good a strategy's plan of a case is."""
 
     ratio: float
     """Time over equal work."""
     num_over: int
     """Rows over the budget."""
     worst_row: float
-    """The longest row over the budget."""
+    """Tokens of the longest row, divided by the budget."""
     num_microbatches: int
+    """The most micro-batches of a rank."""
     milliseconds: float
+    """Time of planning."""
 
 
 def load(folder: Path, num_samples: int) -> dict[str, tuple[np.ndarray, int]]:
-    """Lengths and budget per data set: the traces, or generated ones where they are absent."""
+    """Lengths and budget per data set: the traces, or generated lengths without the folder."""
     if folder.is_dir():
         data = {}
         for name, (file, budget) in TRACES.items():
@@ -157,7 +167,7 @@ def as_step(case: Case, ranks: Ranks) -> StepPlan:
 def judge(case: Case, step: StepPlan, seconds: float) -> Result:
     simulation = simulate(step, layout=case.layout, cost=case.cost)
     rows = [mb.row_tokens for rank in step.ranks for mb in rank]
-    over = [r for r in rows if r > case.budget]
+    over = [tokens for tokens in rows if tokens > case.budget]
     samples = sorted(i for rank in step.ranks for mb in rank for i in mb.samples)
     assert samples == list(range(case.lengths.size)), "a strategy lost samples"
     return Result(
@@ -193,11 +203,12 @@ def verl_strategy() -> Strategy:
 
 
 def mean(ratios: list[float]) -> float:
+    """The geometric mean."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def quality(data: dict[str, tuple[np.ndarray, int]], peers: dict[str, Strategy]) -> list[str]:
-    """The table, one line per cell, and what it says."""
+    """The lines of the table, one per case, and its summary."""
     strategies = {**BASELINES, **peers}
     ours: dict[str, Callable[[Case], Result]] = {
         "search=0": lambda case: run_ours(case, Policy(search=0)),
@@ -208,19 +219,19 @@ def quality(data: dict[str, tuple[np.ndarray, int]], peers: dict[str, Strategy])
     lines.append("|---" * (len(names) + 6) + "|")
     results: list[dict[str, Result]] = []
     for case in list(cases(data))[: len(LAYOUTS) * len(MODELS)]:
-        # So that no cell's milliseconds are those of compiling.
+        # Compile the kernels first, so that no milliseconds contain it.
         run_ours(case, Policy())
     for case in cases(data):
         row = {name: run_strategy(case, strategy) for name, strategy in strategies.items()}
         row |= {name: run(case) for name, run in ours.items()}
         results.append(row)
-        mine = row["megapack"]
+        planned = row["megapack"]
         cells = " | ".join(
             f"{row[name].ratio:.3f}{'*' * bool(row[name].num_over)}" for name in names
         )
         lines.append(
             f"| {case.data} | {case.layout_name} | {case.model} | {cells} | "
-            f"{mine.num_microbatches} | {mine.num_over} | {mine.milliseconds:.0f} |"
+            f"{planned.num_microbatches} | {planned.num_over} | {planned.milliseconds:.0f} |"
         )
     means = {name: mean([row[name].ratio for row in results]) for name in names}
     cells = " | ".join(f"**{means[name]:.3f}**" for name in names)
@@ -229,18 +240,20 @@ def quality(data: dict[str, tuple[np.ndarray, int]], peers: dict[str, Strategy])
 
 
 def summary(results: list[dict[str, Result]], strategies: list[str]) -> list[str]:
-    """How far below the others, and whether ever above one that holds the budget."""
+    """How much faster than the others, and in how many cases a strategy in budget is faster."""
 
-    def below(pick: Callable[[dict[str, Result]], float]) -> float:
+    def percent_below(pick: Callable[[dict[str, Result]], float]) -> float:
         return 100 * (1 - mean([row["megapack"].ratio / pick(row) for row in results]))
 
-    def best(row: dict[str, Result], holding: bool) -> float:
-        return min(row[s].ratio for s in strategies if not (holding and row[s].num_over))
+    def best(row: dict[str, Result], in_budget: bool) -> float:
+        return min(row[s].ratio for s in strategies if not (in_budget and row[s].num_over))
 
     slower = sum(row["megapack"].ratio > best(row, True) * (1 + 1e-9) for row in results)
     worst = max(row[s].worst_row for row in results for s in strategies)
-    soft, hard = below(lambda r: best(r, False)), below(lambda r: best(r, True))
-    first, next_ = below(lambda r: r["first_fit"].ratio), below(lambda r: r["next_fit"].ratio)
+    soft = percent_below(lambda row: best(row, False))
+    hard = percent_below(lambda row: best(row, True))
+    first = percent_below(lambda row: row["first_fit"].ratio)
+    next_ = percent_below(lambda row: row["next_fit"].ratio)
     return [
         f"- below the best strategy of each cell, soft budgets included: {soft:.1f} %",
         f"- below the best strategy of each cell that holds the budget: {hard:.1f} %",
@@ -252,7 +265,7 @@ def summary(results: list[dict[str, Result]], strategies: list[str]) -> list[str
 
 
 def speed(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
-    """Milliseconds per plan, medians after the first call."""
+    """The table of milliseconds per plan: medians after the first call."""
     lengths, budget = next(iter(data.values()))
     rng = np.random.default_rng(1)
     lines = ["| samples | dp | search | median ms | target ms | peak RSS GiB |", "|---" * 6 + "|"]
@@ -275,13 +288,14 @@ def speed(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
 
 
 def peak_gib() -> float:
+    """Peak resident memory of this process."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def first_call(cached: bool) -> float:
-    """Seconds of a fresh process's first plan, import left out."""
+    """Seconds of a new process's first plan, without the imports."""
     code = (
         "import time, megapack\n"
         "start = time.perf_counter()\n"
@@ -302,6 +316,7 @@ def first_call(cached: bool) -> float:
 
 
 def machine() -> str:
+    """Cores, processor and Python version."""
     model = platform.processor() or "unknown processor"
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -311,7 +326,7 @@ def machine() -> str:
 
 
 def write_between_marks(page: Path, tables: str) -> None:
-    """Replace what stands between the page's marks; a page without them becomes the tables."""
+    """Replace the text between the page's marks; a new page gets only the tables."""
     text = page.read_text(encoding="utf-8") if page.exists() else MARKS[0] + MARKS[1]
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
@@ -332,8 +347,10 @@ def main() -> None:
         table = quality(load(options.traces, batch), peers)
         lines += [f"### Steps of up to {batch} samples", "", *table, ""]
     lines += ["### Speed", "", *speed(load(options.traces, max(BATCHES)))]
-    lines += ["", f"First call of a process: {first_call(cached=False):.1f} s to compile, "]
-    lines[-1] += f"{first_call(cached=True):.2f} s from the cache."
+    compiling = first_call(cached=False)
+    cached = first_call(cached=True)
+    first_calls = f"{compiling:.1f} s to compile, {cached:.2f} s from the cache."
+    lines += ["", f"First call of a process: {first_calls}"]
     print("\n".join(lines))
     if not options.only_speed:
         write_between_marks(options.out, "\n".join(lines))

@@ -1,11 +1,11 @@
-"""Holds the simulator against real steps: fit a cost model, predict, compare.
+"""Compare the simulator with real steps: fit a cost model, predict, measure.
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         tools/bench_simulator.py [--vpp 2]
 
-Steps of equal single rows give the measurements: their makespan is a known multiple of one chunk's
-forward. The model fitted to them then predicts steps of many unequal rows. Prints the relative
-error of each and their mean; nothing is asserted, as the seconds are the machine's.
+Steps of equal rows give the measurements: their makespan is a known multiple of one chunk's
+forward. The model fitted to them then predicts steps of many unequal rows. Prints each relative
+error and their mean. Nothing is asserted, as the seconds depend on the machine.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from megapack.schedule.runner import ScheduleRunner
 
 MODEL = ModelConfig(num_layers=8, hidden_size=128, num_attention_heads=4, num_query_groups=2)
 ROUNDS = 5
-# Samples per row and their length, of the steps that the model is fitted to.
+# Samples per row and tokens per sample of the steps that the cost model is fitted to.
 EQUAL = [(1, 64), (8, 64), (1, 512), (4, 256), (1, 1024), (16, 64), (2, 768)]
 
 
 class TimedRunner(ScheduleRunner):
-    """Keeps the seconds of the schedule alone, packing and agreement left out."""
+    """Measures the schedule alone, without packing and agreement."""
 
     seconds = 0.0
+    """Seconds of the last step, on the slowest rank."""
 
     def run_schedule(self, *args: Any) -> None:
         dist.barrier()
@@ -54,17 +55,19 @@ class TimedAdapter(ScheduleAdapter):
 
 
 def batch_of(lengths: list[int]) -> SampleBatch:
+    """Samples of random tokens, each with a prompt of one token."""
     tokens = [torch.randint(0, 256, (n,)) for n in lengths]
     return SampleBatch.from_prompt_response([t[:1] for t in tokens], [t[1:] for t in tokens], {})
 
 
+# A plan of one step, and the lengths that it was made for.
 Case = tuple[Plan, list[int]]
 
 
 def measured(adapter: TimedAdapter, cases: list[Case]) -> list[float]:
-    """Median seconds of each case's steps, after a round that warms up.
+    """Median seconds of each case's step, after a warm-up round.
 
-    Rounds run every case once, so that a machine that slows down for a while slows down all.
+    A round runs every case once, so that a slow period of the machine slows down all cases.
     """
     batches = [(plan, batch_of(lengths)) for plan, lengths in cases]
     rounds = []
@@ -80,7 +83,7 @@ def measured(adapter: TimedAdapter, cases: list[Case]) -> list[float]:
 
 
 def equal_cases(layout: Layout) -> list[Case]:
-    """Steps whose rows all hold `num` samples of `length` tokens."""
+    """A step for each pair in EQUAL; all its rows hold `num` samples of `length` tokens."""
     cases = []
     for num, length in EQUAL:
         lengths = [length] * (num * 4 * layout.group_size)
@@ -89,6 +92,7 @@ def equal_cases(layout: Layout) -> list[Case]:
 
 
 def unequal_cases(layout: Layout) -> list[Case]:
+    """Steps of lognormal lengths with three budgets."""
     rng = np.random.default_rng(0)
     cases = []
     for budget in (512, 1024, 2048):
@@ -99,7 +103,7 @@ def unequal_cases(layout: Layout) -> list[Case]:
 
 
 def measurements(layout: Layout, cases: list[Case], seconds: list[float]) -> list[Measurement]:
-    """Seconds of one chunk's forward: an equal step takes a known multiple of them."""
+    """Seconds of one chunk's forward in each equal step, which takes a known multiple of them."""
     unit = CostModel(fixed=1.0)
     multiples = [simulate(plan.steps[0], layout=layout, cost=unit).makespan for plan, _ in cases]
     return [

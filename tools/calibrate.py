@@ -2,9 +2,9 @@
 
     python tools/calibrate.py CONFIG [section.key=value ...] --out cost.yaml [--trace TRACE.csv]
 
-Start it with torchrun on tp * cp ranks where the layout has any. All layers run on one pipeline
-stage; docs/calibration.md says how their seconds become those of the layout's chunks. The training
-job reads the file with plan.cost_model=cost.yaml.
+With tensor or context parallelism, start it with torchrun on tp * cp ranks. All layers run on one
+pipeline stage; docs/calibration.md explains how the seconds of the layout's chunks follow. The
+training job reads the file with plan.cost_model=cost.yaml.
 """
 
 from __future__ import annotations
@@ -58,20 +58,21 @@ from tools.benching.calibration_rows import (
     on_one_stage,
     relative_errors,
     stage_weights,
+    total_seconds,
 )
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
 class RowRunner(ScheduleRunner):
-    """Runs the rows of a step one after another and keeps the seconds of each.
+    """Runs the rows of a step one after another and times each.
 
-    What surrounds the rows in a real step (packing, agreement, the reduction of gradients) is not
-    timed, and neither are the copies to the device.
+    Only forwards and backwards are timed, not packing, agreement, copies to the device or the
+    reduction of gradients.
     """
 
     seconds: Sequence[tuple[float, float]] = ()
-    """Per row of the last step, of its forward and of its backward."""
+    """Forward and backward seconds of each row of the last step."""
 
     def run_schedule(
         self, call: StepCall, rows: list[PackedRow], found: SchedulePass, *_: Any
@@ -90,59 +91,74 @@ class RowRunner(ScheduleRunner):
                 loss.backward()
                 marks.append((begin, middle, mark()))
         torch.cuda.synchronize()
-        self.seconds = [(seconds_between(*m[:2]), seconds_between(*m[1:])) for m in marks]
+        self.seconds = [
+            (seconds_between(begin, middle), seconds_between(middle, end))
+            for begin, middle, end in marks
+        ]
 
 
 class RowTimer(ScheduleAdapter):
-    """Steps whose rows run one after another."""
+    """A schedule adapter that times the rows of a step."""
 
     runner_class = RowRunner
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows to measure: a plan of one step on one DP rank, and its samples."""
+class TimedStep:
+    """A step to measure: a plan with one step on one DP rank, and its samples."""
 
     plan: Plan
     batch: SampleBatch
 
     def run(self, timer: RowTimer) -> Sequence[tuple[float, float]]:
-        """Seconds of each row's forward and backward, once."""
+        """Run the step once; forward and backward seconds of each row."""
         for chunk in timer.chunks:
             chunk.zero_grad_buffer()
         timer.step(self.plan, self.batch, objective=SFT(), entropy=True)
         return timer.runner.seconds
 
 
-def measure(timer: RowTimer, every: Sequence[Rows], rounds: int) -> list[list[Measurement]]:
-    """Medians over the rounds, on the slowest rank.
+def measure(timer: RowTimer, steps: Sequence[TimedStep], rounds: int) -> list[list[Measurement]]:
+    """Measurements of each step's rows: medians over the rounds, on the slowest rank.
 
-    A round runs all rows once, so that a machine that slows down for a while slows down all; the
-    first two warm up and do not count.
+    Each round runs every row once, so that a machine that slows down for a while slows down all
+    rows. The first two rounds warm up and do not count.
     """
-    seconds = [[rows.run(timer) for rows in every] for _ in range(rounds + 2)][2:]
-    found = []
-    for rows, column in zip(every, zip(*seconds, strict=True), strict=True):
-        medians = torch.tensor(np.median(column, axis=0), device=torch.cuda.current_device())
+    seconds = [[step.run(timer) for step in steps] for _ in range(rounds + 2)][2:]
+    measurements = []
+    for step, of_rounds in zip(steps, zip(*seconds, strict=True), strict=True):
+        medians = torch.tensor(np.median(of_rounds, axis=0), device=torch.cuda.current_device())
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-        (micro_batches,) = rows.plan.steps[0].ranks
-        pairs = zip(micro_batches, medians.tolist(), strict=True)
-        found.append(
-            [Measurement(mb.row_tokens, mb.tokens_sq, len(mb.samples), *pair) for mb, pair in pairs]
+        (micro_batches,) = step.plan.steps[0].ranks
+        measurements.append(
+            [
+                Measurement(
+                    micro_batch.row_tokens,
+                    micro_batch.tokens_sq,
+                    len(micro_batch.samples),
+                    forward_seconds,
+                    backward_seconds,
+                )
+                for micro_batch, (forward_seconds, backward_seconds) in zip(
+                    micro_batches, medians.tolist(), strict=True
+                )
+            ]
         )
-    return found
+    return measurements
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Samples of a real run."""
+    """Lengths of a real run's samples."""
 
     lengths: list[int]
+    """Tokens of each sample, prompt and response."""
     prompts: list[int]
+    """Prompt tokens of each sample."""
 
     @classmethod
     def read(cls, path: Path, num_samples: int, longest: int) -> Trace:
-        """The first samples of at most `longest` tokens; columns are prompt and response tokens."""
+        """Read the first samples of at most `longest` tokens from columns prompt and response."""
         try:
             pairs = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(0, 1), dtype=np.int64)
         except (OSError, ValueError) as error:
@@ -156,12 +172,12 @@ class Trace:
 
     @property
     def prompt_share(self) -> float:
-        """Of the tokens."""
+        """Prompt tokens over all tokens."""
         return sum(self.prompts) / sum(self.lengths)
 
 
 class Job:
-    """What is measured: the config's model on one pipeline stage, and the rows that fit."""
+    """The config's model on one pipeline stage, and the steps to measure on it."""
 
     def __init__(self, config: TrainConfig) -> None:
         if config.plan.max_tokens_per_gpu is None:
@@ -171,7 +187,7 @@ class Job:
         self.config = config
         fp8 = config.model.fp8_rows
         self.layout = one_stage.to_layout(dist.get_world_size(), fp8)
-        # The layout to plan for, of one DP rank.
+        # The layout of the training job, with one DP rank.
         self.target = sizes.to_layout(sizes.tp * sizes.pp * sizes.cp, fp8)
         self.budget = config.plan.max_tokens_per_gpu * self.layout.cp
         self.longest = config.data.max_length or config.model.max_position_embeddings
@@ -190,7 +206,7 @@ class Job:
         return RowTimer(chunks, layout=self.layout, logprob_chunk_tokens=chunk_tokens)
 
     def batch(self, lengths: Sequence[int], prompts: Sequence[int]) -> SampleBatch:
-        """Random tokens, of which the prompts' do not count in the loss."""
+        """Random tokens. The first `prompts` tokens of each sample do not count in the loss."""
         generator = torch.Generator().manual_seed(self.config.seed)
         tokens = [torch.randint(0, self.vocab_size, (n,), generator=generator) for n in lengths]
         return SampleBatch.from_prompt_response(
@@ -198,8 +214,8 @@ class Job:
             [t[p:] for t, p in zip(tokens, prompts, strict=True)],
         )
 
-    def grid(self, trace: Trace | None) -> Rows:
-        """The rows that the model is fitted to, with the trace's share of prompt tokens."""
+    def grid(self, trace: Trace | None) -> TimedStep:
+        """The step that the model is fitted to, with the trace's share of prompt tokens."""
         prompt_share = 0.0 if trace is None else trace.prompt_share
         rows = grid(self.budget, self.longest, self.layout.row_alignment)
         lengths = [length for row in rows for length in row]
@@ -218,17 +234,18 @@ class Job:
             num_samples=len(lengths),
             rollout_ids=None,
         )
-        return Rows(plan, self.batch(lengths, [int(prompt_share * n) for n in lengths]))
+        return TimedStep(plan, self.batch(lengths, [int(prompt_share * n) for n in lengths]))
 
-    def planned(self, trace: Trace) -> Rows:
-        """A trace's samples as the config packs them, by tokens: nothing is fitted yet."""
+    def planned(self, trace: Trace) -> TimedStep:
+        """A trace's samples, packed by the config's policy. A row costs its tokens: no cost model
+        is fitted yet."""
         plan = build_dp_schedule(
             trace.lengths,
             layout=self.layout,
             max_tokens_per_gpu=self.config.plan.max_tokens_per_gpu,
             policy=self.config.plan.to_policy(),
         )
-        return Rows(plan, self.batch(trace.lengths, trace.prompts))
+        return TimedStep(plan, self.batch(trace.lengths, trace.prompts))
 
 
 def _micro_batch(row: Sequence[int], samples: Sequence[int]) -> MicroBatch:
@@ -236,54 +253,59 @@ def _micro_batch(row: Sequence[int], samples: Sequence[int]) -> MicroBatch:
     return MicroBatch(tuple(samples), tokens, tokens, sum(n * n for n in row), tokens)
 
 
-def told(forward: list[float], both: list[float]) -> str:
-    """Relative errors of rows, forward and forward with backward, as a line for people."""
-    named = {"forward": np.abs(forward), "forward + backward": np.abs(both)}
-    parts = (f"{name} mean {e.mean():.1%}, worst {e.max():.1%}" for name, e in named.items())
+def errors_line(forward: list[float], both: list[float]) -> str:
+    """Mean and worst relative errors of rows, for the forward and for forward plus backward."""
+    errors = {"forward": np.abs(forward), "forward + backward": np.abs(both)}
+    parts = (f"{name} mean {e.mean():.1%}, worst {e.max():.1%}" for name, e in errors.items())
     return "; ".join(parts)
 
 
 def calibrate(
-    job: Job, trace: Trace | None, rounds: int, say: Callable[[str], None]
+    job: Job, trace: Trace | None, rounds: int, report: Callable[[str], None]
 ) -> Calibration:
-    """Measure, fit, and say how well the fit predicts."""
-    target, timer = job.target, job.timer(job.config.model.num_layers)
-    rows = [job.grid(trace), *([] if trace is None else [job.planned(trace)])]
-    measured, *held_out = measure(timer, rows, rounds)
+    """Measure, fit, and report how well the fit predicts."""
+    target = job.target
+    timer = job.timer(job.config.model.num_layers)
+    steps = [job.grid(trace), *([] if trace is None else [job.planned(trace)])]
+    measured, *held_out = measure(timer, steps, rounds)
     cost = fit_whole_model(measured, target)
     whole = on_one_stage(cost, target)
     forward, both = relative_errors(whole, job.layout, measured)
-    say(f"fitted to {len(measured)} rows of up to {job.budget} tokens: {told(forward, both)}")
-    for found in held_out:
-        errors = told(*relative_errors(whole, job.layout, found))
-        say(f"held out, {len(found)} rows of {rows[1].plan.num_samples} samples: {errors}")
-    del timer  # the model that measures the weights takes its place
+    report(
+        f"fitted to {len(measured)} rows of up to {job.budget} tokens: {errors_line(forward, both)}"
+    )
+    for rows in held_out:
+        errors = errors_line(*relative_errors(whole, job.layout, rows))
+        report(f"held out, {len(rows)} rows of {steps[1].plan.num_samples} samples: {errors}")
+    del timer  # free its model before the one for the stage weights is built
     if target.num_chunks > 1:
         try:
-            weights = measured_weights(job, rows[0], measured, rounds)
+            weights = measured_weights(job, steps[0], measured, rounds)
         except DataError as error:
-            say(f"no stage weights, chunks count as equal: {error}")
+            report(f"no stage weights, chunks count as equal: {error}")
         else:
-            say(f"stage weights: {', '.join(f'{weight:.3f}' for weight in weights)}")
+            report(f"stage weights: {', '.join(f'{weight:.3f}' for weight in weights)}")
             cost = dataclasses.replace(cost, stage_weights=weights)
     return Calibration(cost=cost, origin=origin(len(measured), max(map(abs, both))))
 
 
 def measured_weights(
-    job: Job, rows: Rows, measured: Sequence[Measurement], rounds: int
+    job: Job, step: TimedStep, measured: Sequence[Measurement], rounds: int
 ) -> tuple[float, ...]:
-    """Stage weights of the target layout, from a second model with one chunk's layers."""
-    num_layers, num_chunks = job.config.model.num_layers, job.target.num_chunks
-    (one_chunk,) = measure(job.timer(num_layers // num_chunks), [rows], rounds)
-    whole_s, one_chunk_s = (
-        sum(row.forward_seconds + row.backward_seconds for row in found)
-        for found in (measured, one_chunk)
+    """Stage weights of the target layout, from a second model with the layers of one chunk."""
+    num_layers = job.config.model.num_layers
+    num_chunks = job.target.num_chunks
+    (one_chunk,) = measure(job.timer(num_layers // num_chunks), [step], rounds)
+    return stage_weights(
+        sum(map(total_seconds, measured)),
+        sum(map(total_seconds, one_chunk)),
+        num_layers=num_layers,
+        num_chunks=num_chunks,
     )
-    return stage_weights(whole_s, one_chunk_s, num_layers=num_layers, num_chunks=num_chunks)
 
 
 def origin(num_rows: int, worst_fit_error: float) -> Origin:
-    """This command on this machine, today."""
+    """Describe this command, this machine and today's date."""
     device = f"{machine()}, {torch.get_num_threads()} thread(s)"
     if cpu.uses_cuda():
         device = torch.cuda.get_device_name()
@@ -305,7 +327,7 @@ def _version(package: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, and write the file on rank 0."""
+    """Measure, fit, and write the file on rank 0."""
     config = load_config(find_config(args.config), args.overrides, TrainConfig)
     launch.quiet_known_warnings()
     launch.start(config.device)
@@ -313,9 +335,9 @@ def run(args: argparse.Namespace) -> None:
     trace = Trace.read(args.trace, args.trace_samples, job.longest) if args.trace else None
     initialize_parallel(job.layout, config.seed)
     on_first_rank = dist.get_rank() == 0
-    found = calibrate(job, trace, args.rounds, print if on_first_rank else lambda text: None)
+    calibration = calibrate(job, trace, args.rounds, print if on_first_rank else lambda text: None)
     if on_first_rank:
-        args.out.write_text(dump_yaml(found), encoding="utf-8")
+        args.out.write_text(dump_yaml(calibration), encoding="utf-8")
         print(f"wrote {args.out}")
 
 
@@ -325,12 +347,14 @@ def main() -> int:
     parser.add_argument("config", help="a YAML file, or the name of a config that megapack ships")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--out", type=Path, required=True, help="the YAML file to write")
-    parser.add_argument("--trace", type=Path, help="CSV of prompt and response lengths to check on")
-    parser.add_argument("--trace-samples", type=int, default=256, help="samples of it to use")
-    parser.add_argument("--rounds", type=int, default=7, help="times that each row is measured")
+    parser.add_argument(
+        "--trace", type=Path, help="CSV of prompt and response lengths to check the fit on"
+    )
+    parser.add_argument("--trace-samples", type=int, default=256, help="samples of the trace used")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each row")
     args = parser.parse_intermixed_args()
     if min(args.rounds, args.trace_samples) < 1:
-        parser.error("--rounds and --trace-samples are 1 or more")
+        parser.error("--rounds and --trace-samples must be 1 or more")
     try:
         run(args)
     except MegapackError as error:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Compares megapack's functions with a host's own, on random inputs. Needs a package index.
 #
-#   tools/host_check.sh verl    verl's own seqlen_balancing.py, from a folder of its own
+#   tools/host_check.sh verl    verl's own seqlen_balancing.py, installed into a separate folder
 #
-# Exits with 1 where megapack loses samples, balances worse, or breaks a budget.
+# Exits with 1 if megapack loses samples, balances worse, or goes over a budget.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -22,7 +22,7 @@ if [[ -z ${VIRTUAL_ENV:-} ]]; then
 fi
 folder=${TMPDIR:-/tmp}/megapack-hosts/$package
 if [[ ! -d $folder/$host ]]; then
-    # Its dependencies are not wanted: some of them are a training stack of their own.
+    # Without dependencies: some of them are whole training stacks.
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" "$package"
 fi
 PYTHONPATH=$root exec "$python" "$root/tools/host_check_$host.py" "$folder"

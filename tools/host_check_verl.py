@@ -1,10 +1,10 @@
-"""verl's own seqlen_balancing.py and megapack.hosts.verl on the same random inputs.
+"""Compare verl's own seqlen_balancing.py with megapack.hosts.verl on the same random inputs.
 
     tools/host_check.sh verl
     python tools/host_check_verl.py FOLDER_WITH_VERL [--inputs 500]
 
-verl's file is run as it is. What it imports of its package is replaced: the real modules start Ray
-and want tensordict, and no function that is compared needs more of them than rows of a dict.
+verl's file runs unchanged. The modules of verl that it imports are replaced by stubs: the real ones
+start Ray and need tensordict, and the compared functions only use them to select rows of a dict.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ Rows = list[list[int]]
 
 @dataclass
 class Tally:
-    """What one function did on all inputs."""
+    """Results of one function on all inputs."""
 
     name: str
     inputs: int = 0
     equal: int = 0
     """The same parts in the same order."""
     fewer: int = 0
-    """Fewer micro-batches than verl, budget held; or parts where verl raises."""
+    """Fewer micro-batches than verl, within the budget; or a result where verl raises."""
     both_raise: int = 0
     over_verl: int = 0
-    """Inputs with a row over the budget."""
+    """Inputs for which verl makes a row over the budget."""
     over_ours: int = 0
+    """Inputs for which megapack makes a row over the budget."""
     violations: list[str] = field(default_factory=list)
 
     def line(self) -> str:
@@ -57,22 +58,22 @@ HEADER = (
 
 
 def load_verl(folder: Path) -> ModuleType:
-    """verl/utils/seqlen_balancing.py of the folder, the rest of verl left out."""
+    """Load verl/utils/seqlen_balancing.py of the folder, with stubs for the rest of verl."""
 
-    def module(name: str, **names: Any) -> None:
-        made = ModuleType(name)
-        made.__dict__.update(names)
-        sys.modules[name] = made
+    def add_stub(name: str, **names: Any) -> None:
+        module = ModuleType(name)
+        module.__dict__.update(names)
+        sys.modules[name] = module
 
     def select(batch: dict[str, Any], row: list[int]) -> dict[str, Any]:
         return {name: take(value, row) for name, value in batch.items()}
 
-    module("verl")
-    module("verl.protocol", DataProto=object)
-    module("verl.utils.tensordict_utils", index_select_tensor_dict=select)
+    add_stub("verl")
+    add_stub("verl.protocol", DataProto=object)
+    add_stub("verl.utils.tensordict_utils", index_select_tensor_dict=select)
     tensordict_utils = sys.modules["verl.utils.tensordict_utils"]
-    module("verl.utils", tensordict_utils=tensordict_utils)
-    module("verl.utils.device", get_device_name=lambda: "cpu")
+    add_stub("verl.utils", tensordict_utils=tensordict_utils)
+    add_stub("verl.utils.device", get_device_name=lambda: "cpu")
     path = folder / "verl" / "utils" / "seqlen_balancing.py"
     spec = importlib.util.spec_from_file_location("verl.utils.seqlen_balancing", path)
     if spec is None or spec.loader is None:
@@ -83,7 +84,7 @@ def load_verl(folder: Path) -> ModuleType:
 
 
 def random_lengths(rng: np.random.Generator) -> list[int]:
-    """One to 128 samples: short and long ones, equal ones, or heavy tails."""
+    """Lengths of 1 to 128 samples: uniform, short ones with some of 3000, or a heavy tail."""
     num = int(rng.integers(1, 129))
     kind = rng.integers(3)
     if kind == 0:
@@ -94,7 +95,7 @@ def random_lengths(rng: np.random.Generator) -> list[int]:
 
 
 def compare(tally: Tally, values: list[int], theirs: Rows, mine: Rows) -> None:
-    """Parts of the same items: the same sample sets, and never a heavier heaviest part."""
+    """Compare parts of the same items: no sample lost, and the heaviest part not heavier."""
     tally.inputs += 1
     tally.equal += theirs == mine
     if sorted(chain.from_iterable(mine)) != list(range(len(values))):
@@ -108,7 +109,7 @@ def heaviest(values: list[int], rows: Rows) -> int:
 
 
 def partitions(verl: ModuleType, inputs: int) -> Iterator[Tally]:
-    """Functions that partition a list of numbers."""
+    """Compare the functions that partition a list of numbers."""
     for name in ("get_seqlen_balanced_partitions", "karmarkar_karp", "greedy_partition"):
         rng = np.random.default_rng(0)
         tally = Tally(name)
@@ -122,11 +123,14 @@ def partitions(verl: ModuleType, inputs: int) -> Iterator[Tally]:
 
 
 def group_partitions(verl: ModuleType, inputs: int) -> Tally:
-    rng, tally = np.random.default_rng(1), Tally("get_group_balanced_partitions")
+    """Compare `get_group_balanced_partitions`."""
+    rng = np.random.default_rng(1)
+    tally = Tally("get_group_balanced_partitions")
     for _ in range(inputs):
-        group, parts = int(rng.integers(1, 5)), int(rng.integers(1, 9))
-        lengths = rng.integers(1, 4000, group * parts * int(rng.integers(1, 6))).tolist()
-        uids = [i // group for i in range(len(lengths))]
+        group_size = int(rng.integers(1, 5))
+        parts = int(rng.integers(1, 9))
+        lengths = rng.integers(1, 4000, group_size * parts * int(rng.integers(1, 6))).tolist()
+        uids = [i // group_size for i in range(len(lengths))]
         arguments = (lengths, uids, parts)
         theirs = verl.get_group_balanced_partitions(*arguments)
         mine = ours.get_group_balanced_partitions(*arguments)
@@ -135,18 +139,19 @@ def group_partitions(verl: ModuleType, inputs: int) -> Tally:
 
 
 def micro_batches(verl: ModuleType, inputs: int) -> Tally:
-    """`rearrange_micro_batches` of one rank, with budgets down to the longest sample."""
-    rng, tally = np.random.default_rng(2), Tally("rearrange_micro_batches")
+    """Compare `rearrange_micro_batches` of one rank, with budgets down to the longest sample."""
+    rng = np.random.default_rng(2)
+    tally = Tally("rearrange_micro_batches")
     for _ in range(inputs):
         lengths = random_lengths(rng)
-        group = int(rng.choice([1, 1, 2]))
-        lengths = lengths[: len(lengths) // group * group] or lengths * group
-        budget = int(max(lengths) * group * rng.choice([1, 1.2, 2, 5]))
+        group_size = int(rng.choice([1, 1, 2]))
+        lengths = lengths[: len(lengths) // group_size * group_size] or lengths * group_size
+        budget = int(max(lengths) * group_size * rng.choice([1, 1.2, 2, 5]))
         settings = {
             "num_batches_divided_by": rng.choice([None, 2, 4]),
             "min_num_micro_batch": rng.choice([None, 3]),
             "use_dynamic_bsz_balance": bool(rng.integers(2)),
-            "force_group_size": group,
+            "force_group_size": group_size,
         }
         ids = torch.nested.as_nested_tensor([torch.zeros(n) for n in lengths], layout=torch.jagged)
         results = [attempt(module, {"input_ids": ids}, budget, settings) for module in (verl, ours)]
@@ -157,7 +162,7 @@ def micro_batches(verl: ModuleType, inputs: int) -> Tally:
 def attempt(
     module: ModuleType, batch: dict[str, Any], budget: int, settings: dict[str, Any]
 ) -> Rows | None:
-    """The rows, None where the function raises."""
+    """The rows, or None if the function raises."""
     try:
         return module.rearrange_micro_batches(batch, budget, **settings)[1]
     except (AssertionError, ValueError):
@@ -167,6 +172,7 @@ def attempt(
 def judge(
     tally: Tally, lengths: list[int], budget: int, theirs: Rows | None, mine: Rows | None
 ) -> None:
+    """Add one input of `rearrange_micro_batches` to the tally."""
     if mine is None:
         tally.inputs += 1
         tally.both_raise += theirs is None

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md: every key of the main job's config, from where it is defined.
+"""Write docs/configuration.md: every key of the main job's config, from its dataclasses.
 
 python tools/make_config_docs.py [FILE]
 """
@@ -23,14 +23,14 @@ _INTRODUCTION = """\
 # Configuration
 
 `megapack train CONFIG [section.key=value ...]` reads YAML into frozen dataclasses. An unknown key,
-a value of another type and settings that do not go together are errors of one line, with the file,
-the line and the nearest key. `CONFIG` is a path or the name of one that megapack ships; what was
-resolved is written to `runs/NAME/config.yaml`. `megapack train CONFIG --dry-run world=N` checks it
-without a GPU, see [commands.md](commands.md#dry-run).
+a value of the wrong type, or settings that do not fit together are one-line errors with the file,
+the line and the nearest key. `CONFIG` is a path or the name of a config that megapack ships. The
+resolved config is written to `runs/NAME/config.yaml`. `megapack train CONFIG --dry-run world=N`
+checks a config without a GPU, see [commands.md](commands.md#dry-run).
 
 ```yaml
 name: grpo_dp2_pp2_vpp2
-layout: {pp: 2, vpp: 2}          # dp is what is left of the ranks
+layout: {pp: 2, vpp: 2}          # dp = number of ranks / (tp * pp * cp)
 plan: {max_tokens_per_gpu: 16384, global_batch_size: 256}
 data: {path: rollouts.jsonl, prompts_per_batch: 64}
 objective: {kind: grpo, clip_high: 0.28}
@@ -48,7 +48,7 @@ path = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
 config = load_config(path, ["plan.max_tokens_per_gpu=4096"], TrainConfig)
 ```
 
-This page is made from the dataclasses by `tools/make_config_docs.py`.
+`tools/make_config_docs.py` makes this page from the dataclasses.
 """
 
 
@@ -71,16 +71,17 @@ def page() -> str:
 
 def _table(cls: Any, names: set[str] | None = None) -> str:
     rows = ["| key | value | default | |", "|---|---|---|---|"]
-    hints, explained = typing.get_type_hints(cls), field_docs(cls)
+    hints = typing.get_type_hints(cls)
+    docs = field_docs(cls)
     for field in dataclasses.fields(cls):
         if names is None or field.name in names:
             cells = (f"`{field.name}`", describe(hints[field.name]), default(field))
-            rows.append(f"| {' | '.join((*cells, _cell(explained[field.name])))} |")
+            rows.append(f"| {' | '.join((*cells, _cell(docs[field.name])))} |")
     return "\n".join(rows) + "\n"
 
 
 def default(field: dataclasses.Field[Any]) -> str:
-    """A field's default as YAML has it."""
+    """A field's default as YAML writes it."""
     if field.default is dataclasses.MISSING:
         return "required"
     value = list(field.default) if isinstance(field.default, tuple) else field.default

@@ -1,7 +1,8 @@
-"""What every room stands on: typed arrays and checked inputs, files, compiled kernels.
+"""Shared by all rooms: checked input arrays, files, compiled kernels.
 
-arrays               lengths, ids and budgets, read and checked
-choices, field_docs  names that settings may take; texts under the fields of dataclasses
-files                strict reads, whole writes, strict JSON
-jit                  `kernel`: numba, cached by the sources of all kernels
+arrays               sample lengths, ids and budgets: checked and turned into arrays
+choices, field_docs  values that a setting may have; the docstrings of dataclass fields
+files                reads that do not block, atomic writes, strict JSON
+jit                  `kernel`: numba's njit, cached on disk by the sources of all kernels
+apex                 whether the installed package apex is NVIDIA's
 """

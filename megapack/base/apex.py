@@ -1,8 +1,8 @@
 """Whether the installed package apex is NVIDIA's.
 
-The package of that name on PyPI is another project, and Megatron-Core takes it for NVIDIA's. Only
-`amp_C` and `apex.normalization`, which NVIDIA's alone has, count here. None of the package's code
-runs, and neither torch nor Megatron-Core is imported.
+The package named apex on PyPI is another project, but Megatron-Core uses it as if it were NVIDIA's.
+Only NVIDIA's has `amp_C` and `apex.normalization`, so these two are searched for. The search runs
+none of the package's code and imports neither torch nor Megatron-Core.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 Apex = Literal["nvidia", "other", "none"]
 
 OTHER_APEX = (
-    "the package apex that is installed is not NVIDIA's, and Megatron-Core takes it for that: "
+    "the installed package apex is not NVIDIA's, but Megatron-Core uses it as if it were: "
     "uninstall it (pip uninstall apex); NVIDIA's is built from its source"
 )
-"""The warning or fault to report where `find_apex` finds "other"."""
+"""The warning or fault to report when `find_apex` returns "other"."""
 
 
 def find_apex() -> Apex:
-    """Whether NVIDIA's apex is installed, another package of that name, or neither."""
+    """Which package named apex is installed: NVIDIA's, another one, or none."""
     if importlib.util.find_spec("amp_C") is not None:
         return "nvidia"
     package = importlib.util.find_spec("apex")
@@ -35,10 +35,10 @@ def find_apex() -> Apex:
 
 
 def warn_of_other_apex() -> None:
-    """Log a warning where apex is another project's.
+    """Log a warning if the installed apex is another project's.
 
-    Call it before Megatron-Core is imported. That import runs the package, and with the stock
-    local spec Megatron-Core builds norms that the package lacks.
+    Call it before importing Megatron-Core: that import runs the package. With its local layer
+    spec, Megatron-Core would then use norms that the package does not have.
     """
     if find_apex() == "other":
         logger.warning(OTHER_APEX)

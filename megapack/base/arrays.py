@@ -1,4 +1,4 @@
-"""The planner's inputs, checked and turned into arrays."""
+"""Inputs of the planner, checked and turned into arrays."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-# Sums of squared lengths must stay exact in int64 (and, as costs, in float64).
+# Sums of squared lengths are int64. The longest sample adds (2**28)**2 = 2**56, so 127 of them fit.
 MAX_LENGTH = 2**28
+# Compiled code multiplies budgets by cp, at most 2**20, as int64: 2**40 * 2**20 = 2**60.
 _MAX_COUNT = 2**40
 
 
@@ -24,7 +25,7 @@ def read_lengths(lengths: Sequence[int] | Ints) -> Ints:
     """Sample lengths as int64 [n].
 
     Raises:
-        DataError: not a flat, non-empty sequence of integers of at least 1.
+        DataError: not a flat, non-empty sequence of integers in [1, MAX_LENGTH].
     """
     flat = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _from_sequence(lengths)
     if flat.ndim != 1 or flat.size == 0:
@@ -47,11 +48,11 @@ def _from_sequence(lengths: Any) -> npt.NDArray[Any]:
     try:
         values = list(lengths)
     except TypeError:
-        raise DataError(f"lengths are {brief(lengths)}; give an integer per sample") from None
+        raise DataError(f"lengths are {brief(lengths)}; give one integer per sample") from None
     for i, value in enumerate(values):
         if type(value) is not int and not isinstance(value, np.integer):
             raise DataError(f"sample {i} has length {brief(value)}; give an integer")
-        # Here already: an array takes no integer of more than 64 bits.
+        # Checked before np.array, which fails on integers of more than 64 bits.
         if not 1 <= value <= MAX_LENGTH:
             raise _out_of_range(i, int(value))
     return np.array(values, dtype=np.int64)
@@ -61,7 +62,7 @@ Ids = tuple[int | str, ...]
 
 
 def is_id(value: object) -> TypeGuard[int | str]:
-    """Whether it is a string or an integer of int64; Python may not even print larger ones."""
+    """Whether the value is a string or fits in int64. Python may refuse to print larger ints."""
     if isinstance(value, int) and not isinstance(value, bool):
         return -(2**63) <= value < 2**63
     return isinstance(value, str)
@@ -70,23 +71,26 @@ def is_id(value: object) -> TypeGuard[int | str]:
 def read_ids(
     kind: str, given: Sequence[int | str] | None, num_samples: int
 ) -> tuple[Ints, Ids | None]:
-    """Samples' sets as numbers in order of first appearance, and the ids themselves.
+    """Number the samples' sets in order of first appearance, and check the ids.
+
+    The ids ["b", "a", "b"] give set_of = [0, 1, 0].
 
     Args:
         kind: "rollout" or "colocate", for messages.
-        given: per sample an id; None: each sample is its own set.
+        given: one id per sample; None: each sample is its own set.
 
     Returns:
         set_of: int64 [n], the number of each sample's set.
-        ids: per sample its id as int or str; None where none were given.
+        ids: one int or str per sample; None if `given` is None.
 
     Raises:
-        DataError: another number of ids than samples, or an id that is neither int64 nor str.
+        DataError: the number of ids is not the number of samples, or an id is neither int64 nor
+            str.
     """
     if given is None:
         return np.arange(num_samples, dtype=np.int64), None
     if not isinstance(given, Iterable):
-        raise DataError(f"{kind}_ids are {brief(given)}; give an id per sample")
+        raise DataError(f"{kind}_ids are {brief(given)}; give one id per sample")
     ids = tuple(_read_id(kind, i, value) for i, value in enumerate(given))
     if len(ids) != num_samples:
         raise DataError(f"{len(ids)} {kind}_ids for {num_samples} samples; give one per sample")
@@ -99,15 +103,15 @@ def read_sets(
     colocate_ids: Sequence[int | str] | None,
     num_samples: int,
 ) -> tuple[Ints, Ids | None, Ints, Ids | None]:
-    """Rollouts and colocated sets of the samples, each as `read_ids` gives them.
+    """Rollouts and colocated sets of the samples, each as `read_ids` returns them.
 
-    Without rollout ids a colocated set is a rollout.
+    Without rollout ids, each colocated set is a rollout.
 
     Returns:
         rollout_of, rollout ids, colocated_of, colocate ids.
 
     Raises:
-        DataError: ids that are none, or a colocated set in more than one rollout.
+        DataError: invalid ids, or a colocated set in more than one rollout.
     """
     colocated_of, colocate = read_ids("colocate", colocate_ids, num_samples)
     rollout_of, rollouts = read_ids("rollout", rollout_ids, num_samples)
@@ -132,19 +136,19 @@ def _read_id(kind: str, sample: int, value: object) -> int | str:
     value = int(value) if isinstance(value, np.integer) else value
     if not is_id(value):
         raise DataError(f"sample {sample} has {kind} id {brief(value)}; give an int64 or a str")
-    # np.str_ is a str; JSON writes it as one.
+    # np.str_ is a subclass of str; plans and their JSON hold plain strings.
     return str(value) if isinstance(value, str) else value
 
 
 def read_budget(
     layout: Layout, max_tokens_per_gpu: int | None, micro_batch_size: int | None
 ) -> int:
-    """Padded tokens that a row may hold per DP rank; -1 for count-based plans.
+    """The capacity: padded tokens that a row may hold per DP rank; -1 for count-based plans.
 
-    The budget is rounded down to the row alignment: 100 tokens with alignment 16 hold 96.
+    It is a multiple of the row alignment: 100 tokens with alignment 16 become 96.
 
     Raises:
-        ConfigError: both or neither given, not positive, or a budget below one aligned unit.
+        ConfigError: both or neither given, not positive, or a budget below the row alignment.
     """
     if (max_tokens_per_gpu is None) == (micro_batch_size is None):
         given = "neither" if max_tokens_per_gpu is None else "both"
@@ -155,20 +159,18 @@ def read_budget(
     check_count("max_tokens_per_gpu", max_tokens_per_gpu)
     if max_tokens_per_gpu is None:
         return -1
-    budget, unit = int(max_tokens_per_gpu) * layout.cp, layout.row_alignment
-    if budget < unit:
+    capacity = int(max_tokens_per_gpu) * layout.cp
+    unit = layout.row_alignment
+    if capacity < unit:
         raise ConfigError(
-            f"max_tokens_per_gpu={max_tokens_per_gpu} with cp={layout.cp} is less than the {unit} "
-            f"tokens that rows are multiples of; set it to {-(-unit // layout.cp)} or more"
+            f"max_tokens_per_gpu={max_tokens_per_gpu} with cp={layout.cp} is less than the row "
+            f"alignment of {unit} tokens; set it to {-(-unit // layout.cp)} or more"
         )
-    return budget // unit * unit
+    return capacity // unit * unit
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise ConfigError where a size that is given is not an integer of at least 1.
-
-    Compiled code takes it times cp as an int64.
-    """
+    """Raise ConfigError if a size is not an integer in [1, 2**40]; None passes."""
     if value is None:
         return
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)

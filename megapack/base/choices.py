@@ -1,6 +1,6 @@
-"""Words that a setting chooses from: one list for the config, the code that reads it and `--help`.
+"""The values that a setting may have: one list for the config, the code and `--help`.
 
-Those of `Layout` and `Policy` stand beside them.
+The choices of `Layout` and `Policy` are defined in their own modules.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ Dtype = Literal["fp32", "bf16"]
 Recompute = Literal["none", "full", "selective"]
 
 Kernel = Literal["te", "varlen", "sdpa"]
-"""What runs attention over packed rows."""
+"""The implementation of attention over packed rows."""
 Attention = Literal["auto", "te", "varlen", "sdpa"]
-"""A kernel, or the first that can run."""
+"""A kernel, or "auto": the first that can run."""
 
 LossWeighting = Literal[
     "token-mean",

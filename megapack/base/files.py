@@ -1,4 +1,4 @@
-"""Files read without waiting for ever, and written whole or not at all; strict JSON."""
+"""Reads that cannot block on a pipe, atomic writes, strict JSON."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from megapack.errors import ConfigError, brief
 
 
 def read_whole(path: str | Path, most_bytes: int = -1) -> bytes:
-    """The bytes of a file; of a named pipe that nobody writes to, none.
+    """The bytes of a file. A named pipe without a writer reads as empty instead of blocking.
 
     Args:
-        most_bytes: read no more than these; -1 = all.
+        most_bytes: read at most this many; -1 = all.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: the path has a NUL in it.
+        OSError: the file cannot be read.
+        ValueError: the path contains a NUL.
     """
     with open(path, "rb", opener=_without_waiting) as file:
         return file.read(most_bytes)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: whoever reads it sees the old content or the new one.
+    """Write a file atomically: a reader sees either the old content or the new one.
 
-    A link stays, what it points to is written. A device or a pipe is written into: it must not be
-    replaced by a file.
+    A symbolic link is kept and its target is written. Devices and pipes are written in place: they
+    must not be replaced by a file.
 
     Raises:
-        OSError: it cannot be written; nothing is left beside it.
+        OSError: the file cannot be written; no partial file is left.
     """
     data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
@@ -54,7 +54,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Wait until a file's content, or a folder's entries, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -63,7 +63,7 @@ def sync(path: Path) -> None:
 
 
 def write_output(path: str | Path, content: str | bytes) -> None:
-    """`write_whole` of what a command was asked for.
+    """`write_whole` for the output file of a command.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -76,12 +76,12 @@ def write_output(path: str | Path, content: str | bytes) -> None:
 
 
 def strict_json(text: str) -> Any:
-    """The value of a JSON text. A doubled key is an error: one of its values would be lost.
+    """Parse JSON. A duplicate key is an error, because one of its values would be lost.
 
     Raises:
         json.JSONDecodeError: not valid JSON (a ValueError with the position).
-        ValueError: a doubled key, brackets too deep, or an integer that Python does not read. The
-            message is one line.
+        ValueError: a duplicate key, nesting too deep, or an integer with more digits than Python
+            reads. The message is one line.
     """
     try:
         return _DECODER.decode(text)
@@ -90,20 +90,20 @@ def strict_json(text: str) -> Any:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opening a named pipe waits for its other end, unless told not to."""
+    """An opener for `open`. Without O_NONBLOCK, opening a named pipe waits for its other end."""
     handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(handle, True)
     return handle
 
 
-def _each_once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"key {brief(key)} stands twice")
+            raise ValueError(f"key {brief(key)} appears twice")
         values[key] = value
     return values
 
 
-# `json.loads` would make a decoder for every text.
-_DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
+# Made once: `json.loads` with a hook makes a new decoder in each call.
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)

@@ -1,6 +1,7 @@
-"""numba's njit, cached on disk where that is possible.
+"""`kernel`: numba's njit, cached on disk where possible.
 
-No fastmath and no parallel reductions: equal inputs give equal bits on every rank and machine.
+Kernels use neither fastmath nor parallel reductions, so that equal inputs give equal bits on every
+rank and machine.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any, TypeVar
 
 import numba
 
-# Kernels stand in several rooms.
+# The whole package, because kernels are defined in several rooms.
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def kernel(function: F) -> F:
-    """Compile with numba at the first call; the machine code is kept for later processes.
+    """Compile with numba at the first call, and cache the machine code for later processes.
 
-    numba caches beside the source file, in a user-wide folder where that is read-only, and raises
-    where neither can be written: then every process compiles for itself. The error model leaves out
-    checks for division by zero, which no kernel needs; machine code is a good deal shorter.
+    numba caches beside the source file, or in a user-wide folder if that is read-only. It raises if
+    neither can be written; then every process compiles for itself. The numpy error model omits
+    checks for division by zero. No kernel needs them, and the machine code is much shorter.
     """
     try:
         compiled = numba.njit(cache=True, error_model="numpy")(function)
@@ -38,10 +39,12 @@ def kernel(function: F) -> F:
 
 
 def _stamp(compiled: Any) -> bool:
-    """Tie a kernel's cached code to the sources of all kernels; whether that worked.
+    """Make a kernel's cache entry depend on the sources of all kernels; False if that failed.
 
-    numba looks at the kernel's own file only, yet the code of the kernels that it calls is compiled
-    into it: after an upgrade a rank could run old ones, and find another plan than its peers.
+    numba checks the kernel's own file only, but the kernels that it calls are compiled into it.
+    After an upgrade, a rank could run an old one from its cache and make a different plan than its
+    peers. numba has no public way to extend a cache entry's stamp, so the private field is
+    replaced. A numba without that field gets no cache.
     """
     file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
     if not hasattr(file, "_source_stamp"):
@@ -52,6 +55,7 @@ def _stamp(compiled: Any) -> bool:
 
 @cache
 def _sources() -> str:
+    """Digest of this file and of all files that define kernels."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         source = path.read_bytes()

@@ -1,1 +1,4 @@
-"""One module per command, named as the command is; see `megapack.cli`."""
+"""One module per command, with the command's name; see `megapack.cli`.
+
+`arguments` and `costs` have the options that several commands share.
+"""

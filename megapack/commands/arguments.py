@@ -1,4 +1,4 @@
-"""Options that several commands share, and the objects that they stand for."""
+"""Options that several commands share, and the objects that are read from them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from megapack.layout import Layout
 from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
+# 1 PiB, beyond any GPU: a larger number is in other units.
 _MAX_GIB = 2**20
 
 
 def integer(text: str) -> int:
-    """An option's value."""
+    """Read an option's value."""
     try:
         return int(text)
     except ValueError:
@@ -29,7 +30,7 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """An option's value."""
+    """Read an option's value."""
     try:
         return float(text)
     except ValueError:
@@ -37,14 +38,14 @@ def number(text: str) -> float:
 
 
 def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """LENGTHS and which columns to read of it."""
+    """Add LENGTHS and the options that name its columns."""
     parser.add_argument(
         "lengths",
         nargs=None if required else "?",
         metavar="LENGTHS",
         help="a row per sample: CSV, JSON Lines, Parquet, .npy, or - for text on standard input",
     )
-    group = parser.add_argument_group("columns (found by their names where none is given)")
+    group = parser.add_argument_group("columns (without these, known names are looked for)")
     group.add_argument("--length-column", metavar="NAME", help="tokens of a sample")
     group.add_argument("--prompt-column", metavar="NAME", help="tokens of its prompt, with")
     group.add_argument("--response-column", metavar="NAME", help="tokens of its response")
@@ -61,14 +62,14 @@ def read_table(args: argparse.Namespace) -> LengthTable:
 def add_fields(
     group: argparse._ActionsContainer, cls: Any, *, skip: Collection[str] = (), **defaults: object
 ) -> None:
-    """An option for each field of a dataclass, `--row-shape` for `row_shape`.
+    """Add an option for each field of a dataclass, `--row-shape` for `row_shape`.
 
-    The text under the field is the help. A field that is True has the switch `--no-NAME`. What is
-    not given is None, so that `given_fields` leaves it to the dataclass.
+    The text under the field is the help. A field with default True gets the switch `--no-NAME`. An
+    option that is not given is None, so that `given_fields` leaves it to the dataclass.
 
     Args:
         skip: fields without an option.
-        defaults: values of options that are not given, in place of the fields' own.
+        defaults: defaults of options that replace those of the fields.
     """
     docs = field_docs(cls)
     hints = get_type_hints(cls)
@@ -86,7 +87,7 @@ def add_fields(
 
 
 def _form(hint: Any, default: object) -> dict[str, Any]:
-    """How an option of this type is read."""
+    """Arguments of `add_argument` for a field of this type."""
     if type(None) in get_args(hint):
         hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
@@ -99,7 +100,7 @@ def _form(hint: Any, default: object) -> dict[str, Any]:
 
 
 def _help(text: str, default: object) -> str:
-    """As other options have it: a small letter first, the default last."""
+    """A field's text in the form of the other options: lower case first, the default last."""
     if not text[1].isupper():
         text = text[0].lower() + text[1:]
     text = text.rstrip(".").replace("%", "%%")
@@ -115,7 +116,7 @@ def given_fields(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """Every field of `Layout`."""
+    """Add every field of `Layout`."""
     group = parser.add_argument_group("layout")
     add_fields(group, Layout, skip=("fp8",))
     group.add_argument(
@@ -132,8 +133,8 @@ def read_layout(args: argparse.Namespace) -> Layout:
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
-    """How samples are split over optimizer steps."""
-    group = parser.add_argument_group("optimizer steps (all samples in one where none is given)")
+    """Add the options that split samples over optimizer steps."""
+    group = parser.add_argument_group("optimizer steps (without these, all samples in one)")
     group.add_argument(
         "--global-batch-size", type=integer, metavar="N", help="rollouts per optimizer step"
     )
@@ -141,7 +142,7 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def add_policy(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
-    """Every field of `Policy`, but for those that `tune` sweeps."""
+    """Add every field of `Policy`; `swept` leaves out those that `tune` sweeps."""
     group = parser.add_argument_group("policy, see megapack.Policy")
     add_fields(group, Policy, skip=("count_rule", "group_size") if swept else ())
 
@@ -152,21 +153,21 @@ def read_policy(args: argparse.Namespace) -> Policy:
 
 
 def add_memory_limit(group: argparse._ArgumentGroup) -> None:
-    """--gpu-memory-gib."""
+    """Add --gpu-memory-gib."""
     group.add_argument(
         "--gpu-memory-gib",
         type=number,
         default=72.0,
         metavar="X",
-        help="GiB of a GPU that training may use (72: of 80 GB, what CUDA and NCCL leave)",
+        help="GiB of a GPU that training may use (72: what CUDA and NCCL leave of 80 GB)",
     )
 
 
 def read_memory_limit(args: argparse.Namespace) -> int:
-    """Bytes.
+    """The memory limit in bytes.
 
     Raises:
-        ConfigError: no size of a GPU.
+        ConfigError: not a GPU's memory size.
     """
     if not 0 < args.gpu_memory_gib < _MAX_GIB:
         raise ConfigError(
@@ -176,17 +177,17 @@ def read_memory_limit(args: argparse.Namespace) -> int:
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
-    """--json."""
+    """Add --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def print_json(value: Any) -> None:
-    """For programs; NaN and infinity are no JSON."""
+    """Print JSON for programs; refuses NaN and infinity, which JSON does not have."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """The first row is the head, the first column stands left, all others right."""
+    """Print a table: the first row is the head, the first column is left-aligned, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = [first.ljust(widths[0])]
@@ -194,38 +195,33 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def span(counts: tuple[int, int]) -> str:
-    """`12`, or `8-12`."""
-    return f"{counts[0]}" if counts[0] == counts[1] else f"{counts[0]}-{counts[1]}"
-
-
 def is_run(target: str) -> bool:
-    """Whether PLAN|RUN is the folder of a run; else it is a plan.
+    """Whether PLAN|RUN is the folder of a run; otherwise it is a plan.
 
     Raises:
-        ConfigError: nothing is there.
+        ConfigError: no such file or folder.
     """
     if not os.path.exists(target):
         raise ConfigError(f"{target}: no such file; give a plan.json, or the folder of a run")
     return os.path.isdir(target)
 
 
-def asked_steps(plan: Plan, step: int | None) -> range:
-    """Indices of the steps of --step: one, or all.
+def selected_steps(plan: Plan, step: int | None) -> range:
+    """Indices of the steps that --step selects: one, or all.
 
     Raises:
         ConfigError: no such step.
-        PlanError: no steps, ranks that are not those of the layout, or a row without tokens.
+        PlanError: no steps, a number of ranks that is not the layout's, or a row without tokens.
     """
     if not plan.steps:
         raise PlanError("the plan has no steps; make the plan again")
-    for number, found in enumerate(plan.steps):
-        if len(found.ranks) != plan.layout.dp:
+    for number, planned in enumerate(plan.steps):
+        if len(planned.ranks) != plan.layout.dp:
             raise PlanError(
-                f"step {number} has {len(found.ranks)} ranks, the layout dp={plan.layout.dp}; "
+                f"step {number} has {len(planned.ranks)} ranks, the layout dp={plan.layout.dp}; "
                 "make the plan again"
             )
-        if any(mb.row_tokens < 1 for rank in found.ranks for mb in rank):
+        if any(mb.row_tokens < 1 for rank in planned.ranks for mb in rank):
             raise PlanError(f"step {number} has a row of 0 tokens; make the plan again")
     if step is None:
         return range(len(plan.steps))
@@ -237,10 +233,10 @@ def asked_steps(plan: Plan, step: int | None) -> range:
 
 
 def check_output(output: str, given: str) -> None:
-    """Refuse to write over what was read, or among what is printed.
+    """Refuse to write over the input, or to standard output.
 
     Raises:
-        ConfigError: the two are one file, or -o is standard output.
+        ConfigError: -o is the input, or standard output.
     """
     if output == "-":
         raise ConfigError("-o - is where the summary goes; set a file's name")

@@ -1,4 +1,4 @@
-"""Hold a plan against its invariants; exit code 1 names the broken one."""
+"""Check the invariants of a plan; print the first broken one, with exit code 1."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megapack.plan.file import read_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """PLAN and the LENGTHS that it was made of."""
+    """Add PLAN, and the LENGTHS that it was made from."""
     parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
     add_lengths(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check."""
+    """Check and print; 1 if an invariant is broken."""
     plan = read_plan(args.plan)
     lengths = read_table(args).lengths
     problem = None

@@ -18,41 +18,42 @@ if TYPE_CHECKING:
     from megapack.config.sections import TrainConfig
     from megapack.view.records import RunRecords
 
-# What a plan is made with where nothing is known: as docs/planner.md has it for a 7B dense model.
+# The cost model without options, in tokens: docs/planner.md's for a 7B dense model. A sample of
+# 49,152 tokens costs twice its tokens, and each micro-batch 256 tokens more.
 _FIXED_TOKENS = 256
 _TOKENS_PER_SQUARE = 49152
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpeed:
-    """What a model's seconds follow from."""
+    """Speed of a GPU, to predict seconds from a model's sizes."""
 
     peak_tflops: float | None = None
-    """Most TFLOPS of one GPU, 989 for an H100 in bf16."""
+    """Peak TFLOPS of one GPU, 989 for an H100 in bf16."""
     utilisation: float = 0.4
     """Share of the peak that kernels reach."""
     layer_overhead_us: float = 100.0
-    """Microseconds of a layer's forward whatever it holds: launches."""
+    """Microseconds of a layer's forward besides its FLOPs: kernel launches."""
     tp_gbs: float = 300.0
     """GB/s of a GPU in tensor-parallel collectives."""
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """A cost model and what it rests on."""
+    """A cost model and its basis."""
 
     cost: CostModel
     in_seconds: bool
-    """Else a token of the model's work is the unit."""
+    """False: the unit is the work of one token."""
     basis: str
-    """One line for the reader."""
+    """Where the cost model comes from, one line to print."""
 
 
 def add_costs(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> None:
-    """--cost, --config, sizes, and the GPU's speed.
+    """Add --cost, --config, the model's sizes, and the GPU's speed.
 
     Args:
-        one_layout: there is only one, so that a measured cost model may be of it.
+        one_layout: the command uses one layout, so that a cost model measured on it can be given.
     """
     group = parser.add_argument_group("seconds")
     if one_layout:
@@ -75,10 +76,10 @@ def read_config(args: argparse.Namespace) -> TrainConfig | None:
 
 
 def read_sizes(args: argparse.Namespace) -> ModelSizes | None:
-    """Sizes of --config or of the flags; None where neither is given.
+    """Sizes of --config or of the flags; None if neither is given.
 
     Raises:
-        ConfigError: both, or sizes that are missing.
+        ConfigError: both are given, or some of the sizes are missing.
     """
     given = given_fields(args, ModelSizes)
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -100,10 +101,10 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
     """The cost model of the options.
 
     Args:
-        mean_length: tokens of a typical sample, sum of squares over sum.
+        mean_length: length of a typical sample, the sum of squared lengths over their sum.
 
     Raises:
-        ConfigError: options that do not go together, or a file that is no cost model.
+        ConfigError: options that exclude each other, or an invalid cost model file.
     """
     sizes = read_sizes(args)
     if getattr(args, "cost", None) is not None:
@@ -136,13 +137,13 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
 
 def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
     """`read_pricing` for the samples of a plan."""
-    rows = [mb for step in plan.steps for rank in step.ranks for mb in rank]
-    typical = sum(mb.tokens_sq for mb in rows) / max(1, sum(mb.tokens for mb in rows))
+    microbatches = (mb for step in plan.steps for rank in step.ranks for mb in rank)
+    typical = sum(mb.tokens_sq for mb in microbatches) / max(1, plan.counts.tokens)
     return read_pricing(args, plan.layout, typical)
 
 
 def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
-    """`plan_pricing` for a run, which predicts its own seconds where no options give any."""
+    """`plan_pricing` for a run. Without options for seconds, the basis is the run's own."""
     pricing = plan_pricing(args, records.plan)
     if pricing.in_seconds:
         return pricing
@@ -153,7 +154,7 @@ def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
 
 
 def _recompute(args: argparse.Namespace) -> Recompute:
-    """Of --recompute where the command has it and it is given, else of --config."""
+    """--recompute if the command has it and it is given, otherwise the value of --config."""
     given: Recompute | None = getattr(args, "recompute", None)
     config = read_config(args)
     return given or ("none" if config is None else config.model.recompute)
@@ -167,15 +168,15 @@ def price_by_sizes(
     *,
     recompute: Recompute,
 ) -> Pricing:
-    """The cost model of a model's sizes on a GPU of the options' speed.
+    """The cost model of a model's sizes, on a GPU with the speed that the options give.
 
     Args:
         mean_length: see `read_pricing`.
-        recompute: "full" makes a backward take a forward more. "selective", attention alone, is
-            priced as "none".
+        recompute: "full" adds one forward to each backward. "selective" (attention only) is priced
+            as "none".
 
     Raises:
-        ConfigError: no speed, or numbers that are none.
+        ConfigError: no GPU speed, or a speed out of range.
     """
     speed = GpuSpeed(**given_fields(args, GpuSpeed))
     peak = speed.peak_tflops
@@ -198,7 +199,8 @@ def price_by_sizes(
         fixed=overhead * 1e-6 * sizes.num_layers / layout.num_chunks,
         mean_length=mean_length,
     )
-    # The backward moves as much as each forward before it, not backward_ratio times as much.
+    # TP traffic: a backward moves as many bytes as a forward (twice as many with full
+    # recomputation), not backward_ratio times as many. `per_token` makes their sum right.
     num_forwards = 2 if recompute == "full" else 1
     cost = replace(cost, backward_ratio=cost.backward_ratio + num_forwards - 1)
     per_token = (1 + num_forwards) / (1 + cost.backward_ratio) * traffic / (speed.tp_gbs * 1e9)

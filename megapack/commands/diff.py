@@ -1,4 +1,4 @@
-"""Tell in what two plans differ; exit code 1 where they do."""
+"""Show what differs between two plans; exit code 1 if something does."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MAX_SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two PLANs."""
+    """Add two PLANs."""
     parser.add_argument("plan", metavar="PLAN")
     parser.add_argument("other", metavar="OTHER")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare."""
+    """Compare and print; 1 if the plans differ."""
     diff = diff_plans(read_plan(args.plan), read_plan(args.other))
     if args.json:
         print_json({"equal": diff.equal, **asdict(diff)})

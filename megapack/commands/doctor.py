@@ -1,4 +1,4 @@
-"""`megapack doctor`: print what of this machine's software and settings a run would trip over."""
+"""Check this machine's software and settings for what would break a run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import argparse
 from dataclasses import asdict
 
 from megapack.commands.arguments import add_json, number, print_json
-from megapack.doctor.diagnosis import DEFAULT_TIMEOUT_S, Diagnosis, diagnose
+from megapack.doctor.runner import DEFAULT_TIMEOUT_S, Diagnosis, diagnose
 from megapack.errors import ConfigError
 
 _COLUMN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The time limit, and the form of the output."""
+    """Add the time limit and the form of the output."""
     add_json(parser)
     parser.add_argument(
         "--timeout",
@@ -25,15 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the probes and print what they found; exit code 1 if there is a fault."""
+    """Run the probes and print their diagnoses; 1 if there is a fault."""
     if not 0 < args.timeout < float("inf"):
         raise ConfigError(f"--timeout={args.timeout:g}; set seconds above 0")
-    found = diagnose(args.timeout)
-    num_faults = sum(len(diagnosis.faults) for diagnosis in found)
+    diagnoses = diagnose(args.timeout)
+    num_faults = sum(len(diagnosis.faults) for diagnosis in diagnoses)
     if args.json:
-        print_json({"num_faults": num_faults, "probes": [asdict(one) for one in found]})
+        print_json({"num_faults": num_faults, "probes": [asdict(one) for one in diagnoses]})
     else:
-        for diagnosis in found:
+        for diagnosis in diagnoses:
             _print(diagnosis)
         print(f"{num_faults} fault(s)")
     return 1 if num_faults else 0

@@ -1,28 +1,28 @@
-"""What the patches for a framework replace, and whether they fit what is installed."""
+"""Show what the patches for a framework replace, and whether they fit the installed version."""
 
 from __future__ import annotations
 
 import argparse
 
-from megapack.patching.applied import check
+from megapack.patching import check
 from megapack.patching.files import load_patches, shipped_hosts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to do, and for which host."""
+    """Add the action and its host."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    actions.add_parser("list", help="the frameworks that there are patches for")
+    actions.add_parser("list", help="the frameworks that megapack has patches for")
     for name, summary in (
         ("check", "import the framework's modules and compare; exit code 1 if a name moved"),
-        ("show", "each name, what it must look like, what replaces it and why"),
-        ("diff", "lines to add to a script, where replacing names is not enough"),
+        ("show", "each name, its expected signature, its replacement and why"),
+        ("diff", "lines to add to a script, if replacing names is not enough"),
     ):
         action = actions.add_parser(name, help=summary)
         action.add_argument("host", help="a framework, or the path of a patch file, *.yaml")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print; 1 where `check` found a problem."""
+    """Print; 1 if `check` finds a problem."""
     if args.action == "list":
         print("\n".join(_summary(host) for host in shipped_hosts()))
         return 0
@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _summary(host: str) -> str:
     file = load_patches(host)
-    here = f"{file.version} is installed" if file.version else "no version found here"
-    return f"{host:16} names: {len(file.patches)}; for {file.seen}; {here}"
+    installed = f"{file.version} is installed" if file.version else "no version found here"
+    return f"{host:16} names: {len(file.patches)}; for {file.seen}; {installed}"
 
 
 def _check(host: str) -> int:
@@ -54,6 +54,6 @@ def _show(host: str) -> int:
 
 def _diff(host: str) -> int:
     file = load_patches(host)
-    none = f"{host} needs no change of its source: megapack run --patch {host} SCRIPT ARGS"
-    print(file.diff.rstrip("\n") or none)
+    no_diff = f"{host} needs no change of its source: megapack run --patch {host} SCRIPT ARGS"
+    print(file.diff.rstrip("\n") or no_diff)
     return 0

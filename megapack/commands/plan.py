@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """LENGTHS, the arguments of `build_dp_schedule`, and a cost model."""
+    """Add LENGTHS, the arguments of `build_dp_schedule`, and a cost model."""
     add_lengths(parser)
     parser.add_argument("-o", "--output", default="plan.json", metavar="FILE", help="(plan.json)")
     parser.add_argument(
@@ -45,13 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, compare, write, tell."""
-    layout, policy = read_layout(args), read_policy(args)
+    """Plan, compare, write and print."""
+    layout = read_layout(args)
+    policy = read_policy(args)
     table = read_table(args)
     check_output(args.output, args.lengths)
     typical = float((table.lengths**2).sum() / table.lengths.sum())
     pricing = read_pricing(args, layout, typical)
-    # The planner's compiler takes a third of a second to import: bad input is told before.
+    # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.dp_schedule import build_dp_schedule
     from megapack.outlook.baselines import naive_plans
     from megapack.outlook.stats import plan_report
@@ -70,15 +71,15 @@ def run(args: argparse.Namespace) -> int:
         forward_only=args.forward_only,
     )
     strategies = {"megapack": plan, **naive_plans(plan, table.lengths)}
-    found = {
-        name: plan_report(packed, table.lengths, pricing.cost)
-        for name, packed in strategies.items()
+    reports = {
+        name: plan_report(strategy, table.lengths, pricing.cost)
+        for name, strategy in strategies.items()
     }
     write_plan(plan, args.output)
     if args.json:
-        print_json(_payload(args, plan, table, pricing, found))
+        print_json(_payload(args, plan, table, pricing, reports))
     else:
-        _print(args, plan, table, pricing, found)
+        _print(args, plan, table, pricing, reports)
     return 0
 
 
@@ -87,7 +88,7 @@ def _payload(
     plan: Plan,
     table: LengthTable,
     pricing: Pricing,
-    found: dict[str, PlanReport],
+    reports: dict[str, PlanReport],
 ) -> dict[str, Any]:
     return {
         "plan": args.output,
@@ -98,7 +99,7 @@ def _payload(
         "columns": table.columns,
         "time_unit": "seconds" if pricing.in_seconds else "tokens",
         "time_basis": pricing.basis,
-        "strategies": {name: result.totals() for name, result in found.items()},
+        "strategies": {name: report.totals() for name, report in reports.items()},
     }
 
 
@@ -107,38 +108,38 @@ def _print(
     plan: Plan,
     table: LengthTable,
     pricing: Pricing,
-    found: dict[str, PlanReport],
+    reports: dict[str, PlanReport],
 ) -> None:
-    layout, lengths = plan.layout, table.lengths
-    ours = found["megapack"]
-    dropped = ours.num_dropped_rollouts
+    lengths = table.lengths
+    ours = reports["megapack"]
+    num_dropped = ours.num_dropped_rollouts
+    dropped = f"; {num_dropped} rollouts dropped" if num_dropped else ""
     print(
         f"{lengths.size} samples, {lengths.sum()} tokens ({table.columns}), the longest "
-        f"{lengths.max()}, on {layout.world_size} GPUs"
-        f"{f'; {dropped} rollouts dropped' if dropped else ''}"
+        f"{lengths.max()}, on {plan.layout.world_size} GPUs{dropped}"
     )
     seconds = ["seconds", "tokens/s/GPU"] if pricing.in_seconds else []
     head = ["", "steps", "M", "rows", "fill", "padding", "imbalance", "bubble", *seconds]
     rows = [[*head, "time/equal work", "time/megapack"]]
-    for name, result in found.items():
-        rows.append([name, *_cells(result, pricing.in_seconds)])
-        rows[-1].append(f"{result.seconds / ours.seconds:.2f}")
+    for name, report in reports.items():
+        ratio = f"{report.seconds / ours.seconds:.2f}"
+        rows.append([name, *_cells(report, pricing.in_seconds), ratio])
     print_table(rows)
     print(f"time {pricing.basis}")
     print(f"{args.output}: digest {plan.digest()[:12]}")
 
 
-def _cells(result: PlanReport, in_seconds: bool) -> list[str]:
+def _cells(report: PlanReport, in_seconds: bool) -> list[str]:
     cells = [
-        str(result.num_steps),
-        result.microbatch_span,
-        str(result.num_rows),
-        "-" if result.fill is None else f"{result.fill:.1%}",
-        f"{result.padding_fraction:.1%}",
-        f"{result.imbalance:.3f}",
-        f"{result.bubble_fraction:.1%}",
+        str(report.num_steps),
+        report.microbatch_span,
+        str(report.num_rows),
+        "-" if report.fill is None else f"{report.fill:.1%}",
+        f"{report.padding_fraction:.1%}",
+        f"{report.imbalance:.3f}",
+        f"{report.bubble_fraction:.1%}",
     ]
     if in_seconds:
-        cells += [f"{result.seconds:.4g}", f"{result.tokens_per_gpu_second:.0f}"]
-    ratio = result.time_over_equal_work
+        cells += [f"{report.seconds:.4g}", f"{report.tokens_per_gpu_second:.0f}"]
+    ratio = report.time_over_equal_work
     return [*cells, "-" if ratio is None else f"{ratio:.3f}"]

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megapack.base.files import write_output
-from megapack.commands.arguments import asked_steps, check_output, integer
+from megapack.commands.arguments import check_output, integer, selected_steps
 from megapack.commands.costs import add_costs, plan_pricing
 from megapack.errors import ConfigError
 from megapack.plan.file import read_plan
@@ -15,7 +15,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """PLAN, which step, and a cost model."""
+    """Add PLAN, --step, and a cost model."""
     parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
     parser.add_argument(
         "-o", "--output", default="plan.png", metavar="FILE", help=".png, .svg or .pdf (plan.png)"
@@ -25,15 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw."""
+    """Draw and write."""
     suffix = Path(args.output).suffix
     if suffix not in _FORMATS:
-        raise ConfigError(f"-o {args.output}: unknown kind of picture; name it {_listed()}")
+        known = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
+        raise ConfigError(f"-o {args.output}: unknown kind of picture; name it {known}")
     check_output(args.output, args.plan)
     plan = read_plan(args.plan)
-    (number,) = asked_steps(plan, args.step)
+    (number,) = selected_steps(plan, args.step)
     pricing = plan_pricing(args, plan)
-    # matplotlib and the simulator's compiler take a second to import: bad input is told before.
+    # matplotlib and the simulator's compiler take a second to import: report bad input before.
     from megapack.outlook.stats import step_report
     from megapack.view.plot import draw_step
     from megapack.view.timeline import planned
@@ -45,7 +46,3 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.output}: step {number} of {len(plan.steps)}")
     print(f"time {pricing.basis}")
     return 0
-
-
-def _listed() -> str:
-    return f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"

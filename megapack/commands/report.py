@@ -1,5 +1,5 @@
-"""Write one HTML page about a plan or a run; it needs no network. A run's shows its losses, and
-what was predicted against what was measured.
+"""Write one HTML page about a plan or a run; it needs no network. The page of a run shows its
+losses, and predicted against measured times.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from megapack.base.files import write_output
 from megapack.commands.arguments import (
     add_lengths,
-    asked_steps,
     check_output,
     is_run,
     read_table,
+    selected_steps,
 )
 from megapack.commands.costs import add_costs, plan_pricing, run_pricing
 from megapack.errors import ConfigError, PlanError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """PLAN or RUN, the LENGTHS of a plan, and a cost model."""
+    """Add PLAN or RUN, the LENGTHS of a plan, and a cost model."""
     parser.add_argument("target", metavar="PLAN|RUN", help="a plan.json, or a run's folder")
     parser.add_argument(
         "-o", "--output", default="report.html", metavar="FILE", help="(report.html)"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write and tell."""
+    """Write the page and print its notes."""
     check_output(args.output, args.target)
     if args.lengths is not None:
         check_output(args.output, args.lengths)
@@ -51,21 +51,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan_page(args: argparse.Namespace) -> tuple[Page, str]:
     plan = read_plan(args.target)
-    asked_steps(plan, None)
+    selected_steps(plan, None)
     pricing = plan_pricing(args, plan)
     lengths = None if args.lengths is None else read_table(args).lengths
     if lengths is not None and lengths.size != plan.num_samples:
         raise PlanError(
-            f"{lengths.size} lengths for a plan of {plan.num_samples} samples; give those that "
-            "were planned"
+            f"{lengths.size} lengths for a plan of {plan.num_samples} samples; give the lengths "
+            "that were planned"
         )
-    # The simulator's compiler takes a third of a second to import: bad input is told before.
+    # The simulator's compiler takes a third of a second to import: report bad input before.
     from megapack.view.page_data import plan_page
 
     unit = "s" if pricing.in_seconds else "token times"
     page = plan_page(plan, lengths, pricing.cost, unit)
     if lengths is None:
-        page.notes.append("a plan alone does not tell its samples' lengths; give LENGTHS too")
+        page.notes.append("a plan does not contain its samples' lengths; give LENGTHS too")
     return page, pricing.basis
 
 

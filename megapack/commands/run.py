@@ -1,4 +1,4 @@
-"""Run a script or module as python would, with megapack's patches for its framework.
+"""Run a script or module as python does, with megapack's patches for its framework.
 
 torchrun ... -m megapack run --patch slime train.py ARGS
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from megapack.errors import ConfigError
-from megapack.patching.applied import apply
+from megapack.patching import apply
 from megapack.patching.files import shipped_hosts
 from megapack.startup import VARIABLE, log_to_stderr
 
@@ -21,34 +21,34 @@ IS_OTHERS_PROGRAM = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The patches, and behind them what python would get."""
+    """Add the patches, and after them python's own arguments."""
     parser.add_argument(
         "--patch",
         action="append",
         default=[],
         metavar="HOST",
-        help="a framework (see `megapack patch list`) or a patch file, *.yaml; more than one is "
-        "allowed. Processes started from here get the former, by MEGAPACK_PATCH",
+        help="a framework (see `megapack patch list`) or a patch file, *.yaml; may be repeated. "
+        "Child processes inherit frameworks, by MEGAPACK_PATCH, but no files",
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ARGS")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does not return before the program does; its exit code is the command's."""
-    # As under python, a -- ends the options.
+    """Run the program to its end; its exit code is the command's."""
+    # As in python, -- ends the options.
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     command = args.module or script
     if not command:
-        raise ConfigError("nothing to run; give a script, or -m and a module, behind the options")
+        raise ConfigError("nothing to run; give a script, or -m and a module, after the options")
     if not args.module and not os.path.exists(command[0]):
         raise ConfigError(f"{command[0]}: no such script; give its path, or -m and a module")
     log_to_stderr()
     for host in args.patch:
         apply(host)
-    _tell_children(args.patch)
+    _patch_children(args.patch)
     sys.argv[:] = command
-    # Under -P and -I its first entry is none of python's own making.
+    # Python itself puts this folder first, except under -P and -I (`safe_path`).
     if args.module:
         if not sys.flags.safe_path:
             sys.path[0] = os.getcwd()
@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     return _exit_code(lambda: runpy.run_path(command[0], run_name="__main__"))
 
 
-def _tell_children(hosts: list[str]) -> None:
+def _patch_children(hosts: list[str]) -> None:
+    """Add the shipped hosts to the variable that child processes read at their start."""
     inherited = os.environ.get(VARIABLE, "").split(",")
     shipped = [host for host in hosts if host in shipped_hosts()]
     names = dict.fromkeys(filter(None, [*inherited, *shipped]))
@@ -67,17 +68,18 @@ def _tell_children(hosts: list[str]) -> None:
 
 
 def _exit_code(program: Callable[[], object]) -> int:
-    """0, or 1 behind a traceback that starts in the program. `sys.exit` and Ctrl-C pass through."""
+    """Run the program: 0, or 1 after printing its traceback. `sys.exit` and Ctrl-C pass through."""
     try:
         program()
     except Exception as error:
-        traceback = _without_own_frames(error.__traceback__)
+        traceback = _programs_frames(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         return 1
     return 0
 
 
-def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+def _programs_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this module and runpy, if any others are left."""
     whole = traceback
     while traceback and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         traceback = traceback.tb_next

@@ -10,13 +10,13 @@ from megapack.plan.show import format_grid
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """PLAN and what of it."""
+    """Add PLAN, --step and --rank."""
     parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
     parser.add_argument("--step", type=integer, metavar="S", help="this step's grid")
     parser.add_argument("--rank", type=integer, metavar="R", help="this DP rank's samples")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show."""
+    """Print."""
     print(format_grid(read_plan(args.plan), args.step, args.rank))
     return 0

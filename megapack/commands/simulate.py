@@ -1,4 +1,4 @@
-"""Predict what the steps of a plan take: the pipeline simulator, no GPU."""
+"""Predict the times of a plan's steps with the pipeline simulator, without a GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
     add_json,
-    asked_steps,
     integer,
     print_json,
     print_table,
+    selected_steps,
 )
 from megapack.commands.costs import Pricing, add_costs, plan_pricing
 from megapack.plan.file import read_plan
@@ -23,7 +23,7 @@ _MAX_SHOWN = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """PLAN and a cost model."""
+    """Add PLAN, --step and a cost model."""
     parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
     parser.add_argument("--step", type=integer, metavar="S", help="this step only")
     add_json(parser)
@@ -31,11 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate."""
+    """Simulate and print."""
     plan = read_plan(args.plan)
-    numbers = asked_steps(plan, args.step)
+    numbers = selected_steps(plan, args.step)
     pricing = plan_pricing(args, plan)
-    # The simulator's compiler takes a third of a second to import: bad input is reported before.
+    # The simulator's compiler takes a third of a second to import: report bad input before.
     from megapack.outlook.stats import plan_report
 
     asked = replace(plan, steps=tuple(plan.steps[number] for number in numbers))
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     steps = dict(zip(numbers, report.steps, strict=True))
     if args.json:
         unit = "seconds" if pricing.in_seconds else "tokens"
-        found = {number: _payload(step) for number, step in steps.items()}
-        print_json({"time_unit": unit, "time_basis": pricing.basis, "steps": found})
+        payloads = {number: _payload(step) for number, step in steps.items()}
+        print_json({"time_unit": unit, "time_basis": pricing.basis, "steps": payloads})
     else:
         _print(steps, report.seconds, pricing)
     return 0

@@ -1,5 +1,5 @@
-"""Write a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open: of a plan as it is
-simulated, of a run as it was planned and measured side by side.
+"""Write a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: the simulated steps of a
+plan, or the planned and the measured steps of a run side by side.
 """
 
 from __future__ import annotations
@@ -7,14 +7,14 @@ from __future__ import annotations
 import argparse
 
 from megapack.base.files import write_output
-from megapack.commands.arguments import asked_steps, check_output, integer, is_run
+from megapack.commands.arguments import check_output, integer, is_run, selected_steps
 from megapack.commands.costs import add_costs, plan_pricing, run_pricing
 from megapack.errors import ConfigError, DataError
 from megapack.plan.file import read_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """PLAN or RUN, and a cost model."""
+    """Add PLAN or RUN, --step, and a cost model."""
     parser.add_argument(
         "target", metavar="PLAN|RUN", help="a plan.json, or a run's folder (train.trace_steps)"
     )
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write and tell."""
+    """Write the timeline and print a summary."""
     check_output(args.output, args.target)
     of_run = is_run(args.target)
     text, num_steps, basis = _run_trace(args) if of_run else _plan_trace(args)
@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan_trace(args: argparse.Namespace) -> tuple[str, int, str]:
     plan = read_plan(args.target)
-    numbers = asked_steps(plan, args.step)
+    numbers = selected_steps(plan, args.step)
     pricing = plan_pricing(args, plan)
-    # The simulator's compiler takes a third of a second to import: bad input is told before.
+    # The simulator's compiler takes a third of a second to import: report bad input before.
     from megapack.view.chrome_trace import chrome_trace
     from megapack.view.timeline import planned
 

@@ -1,28 +1,55 @@
-"""Train a GPT on rollouts, as one rank of a job that torchrun or Slurm started."""
+"""Train a GPT on rollouts, as one rank of a job that torchrun or Slurm started.
+
+With --dry-run world=N: predict the run instead, without GPUs.
+"""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
 
-from megapack.commands.dry_run import add_dry_run, run_dry
+from megapack.commands.arguments import (
+    add_fields,
+    add_json,
+    add_memory_limit,
+    print_json,
+    print_table,
+    read_memory_limit,
+)
+from megapack.commands.costs import GpuSpeed, Pricing, price_by_sizes
 from megapack.config.load import find_config, load_config
 from megapack.config.sections import TrainConfig
-from megapack.errors import ConfigError
+from megapack.cost.memory import GIB, GpuMemory
+from megapack.errors import ConfigError, brief
 from megapack.ranks.interrupt import Interrupt
+
+if TYPE_CHECKING:
+    from megapack.layout import Layout
+    from megapack.outlook.dry_run import Batch, Prediction
+    from megapack.outlook.stats import PlanReport
+
+# Peak of an H100 SXM in bf16, without sparsity.
+_PEAK_TFLOPS = 989.4
+_SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A config and what to change in it."""
+    """Add a config, the values to change in it, and the options of a dry run."""
     parser.add_argument("config", help="a YAML file, or the name of a config that megapack ships")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    add_dry_run(parser)
+    group = parser.add_argument_group("dry run: plan, simulate, predict memory; needs no GPU")
+    group.add_argument("--dry-run", type=_world, metavar="world=N", help="as if on N GPUs")
+    add_memory_limit(group)
+    add_json(group)
+    add_fields(group, GpuSpeed, peak_tflops=_PEAK_TFLOPS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; returns once all ranks are done."""
+    """Train until all ranks are done, or predict the run."""
     config = load_config(find_config(args.config), args.overrides, TrainConfig)
     if args.dry_run is not None:
-        return run_dry(args, config)
+        return _run_dry(args, config)
     if args.json:
         raise ConfigError("--json is for dry runs; set --dry-run world=N")
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
@@ -35,3 +62,116 @@ def run(args: argparse.Namespace) -> int:
 
         train(config, interrupt)
     return 0
+
+
+def _run_dry(args: argparse.Namespace, config: TrainConfig) -> int:
+    """Predict and print; 1 if a stage does not fit into the memory of a GPU."""
+    limit = read_memory_limit(args)
+    # The planner's compiler takes a third of a second to import.
+    from megapack.outlook.dry_run import check_start, first_batch, predict
+
+    layout = check_start(config, args.dry_run)
+    batch = first_batch(config)
+    pricing = _pricing(args, config, layout, batch)
+    prediction = predict(config, layout, batch, pricing.cost)
+    fits = prediction.fullest_stage.total <= limit
+    if args.json:
+        print_json(_payload(config, batch, pricing, prediction) | {"fits": fits})
+    else:
+        _print(config, batch, pricing, prediction)
+        _print_fit(prediction.fullest_stage, args.gpu_memory_gib, fits)
+    return 0 if fits else 1
+
+
+def _world(text: str) -> int:
+    name, _, count = text.partition("=")
+    if name != "world" or not count.isdecimal() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"{brief(text)}; set world=N, the number of GPUs")
+    return int(count)
+
+
+def _pricing(
+    args: argparse.Namespace, config: TrainConfig, layout: Layout, batch: Batch
+) -> Pricing:
+    measured = config.plan.read_cost(layout)
+    if measured is not None:
+        return Pricing(measured, True, f"of the cost model {config.plan.cost_model}")
+    return price_by_sizes(
+        args,
+        config.model.to_sizes(),
+        layout,
+        batch.typical_length,
+        recompute=config.model.recompute,
+    )
+
+
+def _payload(
+    config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Prediction
+) -> dict[str, Any]:
+    layout = prediction.plan.layout
+    logprobs = prediction.logprobs
+    return {
+        "name": config.name,
+        "num_gpus": layout.world_size,
+        "layout": asdict(layout),
+        "num_samples": batch.lengths.size,
+        "lengths": batch.source,
+        "plan_digest": prediction.plan.digest(),
+        "steps": prediction.steps.totals(),
+        "logprob_pass": None if logprobs is None else logprobs.totals(),
+        "num_logprob_passes": prediction.num_logprob_passes,
+        "seconds": prediction.seconds,
+        "tokens_per_gpu_second": prediction.tokens_per_gpu_second,
+        "time_basis": pricing.basis,
+        "memory_bytes": [asdict(stage) | {"total": stage.total} for stage in prediction.memory],
+    }
+
+
+def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Prediction) -> None:
+    layout = prediction.plan.layout
+    lengths = batch.lengths
+    sizes = " ".join(f"{name}={getattr(layout, name)}" for name in _SIZES)
+    print(f"{config.name}: {layout.world_size} GPUs, {sizes}")
+    print(f"{lengths.size} samples, {lengths.sum()} tokens, the longest {lengths.max()}")
+    print(batch.source)
+    rows = [["", "passes", "steps", "M", "rows", "fill", "padding", "bubble", "seconds"]]
+    rows.append(_cells("optimizer steps", 1, prediction.steps))
+    if prediction.logprobs is not None:
+        rows.append(_cells("log-probs", prediction.num_logprob_passes, prediction.logprobs))
+    print_table(rows)
+    speed = prediction.tokens_per_gpu_second
+    print(f"{speed * layout.world_size:.4g} tokens/s, {speed:.4g} tokens/s/GPU")
+    print(f"time {pricing.basis}; optimizer and data are not counted")
+    parts = [field.name for field in fields(GpuMemory) if field.name != "stage"]
+    table = [["GiB of a GPU, stage", *parts, "total"]]
+    table += [[str(stage.stage), *_gib(stage, [*parts, "total"])] for stage in prediction.memory]
+    print_table(table)
+
+
+def _cells(name: str, num_passes: int, report: PlanReport) -> list[str]:
+    return [
+        name,
+        str(num_passes),
+        str(report.num_steps),
+        report.microbatch_span,
+        str(report.num_rows),
+        "-" if report.fill is None else f"{report.fill:.1%}",
+        f"{report.padding_fraction:.1%}",
+        f"{report.bubble_fraction:.1%}",
+        f"{num_passes * report.seconds:.4g}",
+    ]
+
+
+def _gib(stage: GpuMemory, parts: list[str]) -> list[str]:
+    return [f"{getattr(stage, part) / GIB:.1f}" for part in parts]
+
+
+def _print_fit(fullest: GpuMemory, limit_gib: float, fits: bool) -> None:
+    total = f"stage {fullest.stage} takes {fullest.total / GIB:.1f} of {limit_gib:g} GiB"
+    if fits:
+        print(f"fits: {total}")
+    else:
+        print(
+            f"does not fit: {total}; set more layout.tp or layout.pp, model.recompute=full, "
+            "optim.distributed_optimizer=true, or less plan.max_tokens_per_gpu"
+        )

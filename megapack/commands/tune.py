@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """LENGTHS, the GPUs, what to try, and the model."""
+    """Add LENGTHS, the number of GPUs, what to try, and the model."""
     add_lengths(parser)
     parser.add_argument("--gpus", type=integer, required=True, metavar="N")
     parser.add_argument("--top", type=integer, default=10, metavar="N", help="lines to print (10)")
     parser.add_argument(
-        "--all", action="store_true", help="every plan that fits, not each layout at its best"
+        "--all", action="store_true", help="every plan that fits, not only each layout's best"
     )
     add_json(parser)
-    group = parser.add_argument_group("what to try: lists by commas")
+    group = parser.add_argument_group("what to try: lists separated by commas")
     for name in ("tp", "cp", "ep"):
         group.add_argument(f"--{name}", type=_integers, default=(1,), metavar="N,...", help="(1)")
     group.add_argument("--pp", type=_integers, metavar="N,...", help="(all that divide)")
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory (of --config where one is given)")
+    group = parser.add_argument_group("memory (these change the values of --config)")
     add_memory_limit(group)
     group.add_argument("--recompute", choices=get_args(Recompute), help="activations (none)")
     group.add_argument("--no-distributed-optimizer", action="store_true")
@@ -78,13 +78,13 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sweep and rank; exit code 1 where nothing fits."""
+    """Sweep, rank and print; 1 if nothing fits."""
     table = read_table(args)
     memory = _memory_model(args)
     memory_bytes = read_memory_limit(args)
     if args.top < 1:
         raise ConfigError(f"--top={args.top}; set 1 or more")
-    # The planner's compiler takes a third of a second to import: bad input is told before.
+    # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.outlook.tune import Space, Workload, tune
 
     typical = float((table.lengths**2).sum() / table.lengths.sum())
@@ -110,25 +110,28 @@ def run(args: argparse.Namespace) -> int:
         count_rules=args.count_rules,
         group_sizes=args.group_sizes,
     )
-    found = tune(work, space)
-    shown = (found.ranked if args.all else found.best_of_layouts)[: args.top]
+    tuning = tune(work, space)
+    shown = (tuning.ranked if args.all else tuning.best_of_layouts)[: args.top]
     basis = read_pricing(args, Layout(), typical).basis
     if args.json:
-        print_json(_payload(found, shown, basis))
+        print_json(_payload(tuning, shown, basis))
     else:
-        _print(found, shown, basis, args, int(table.lengths.max()))
-    return 0 if found.ranked else 1
+        _print(tuning, shown, basis, args, int(table.lengths.max()))
+    return 0 if tuning.ranked else 1
 
 
 def _integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{brief(text)}; set integers with commas") from None
+        raise argparse.ArgumentTypeError(
+            f"{brief(text)}; set integers separated by commas"
+        ) from None
 
 
 def _memory_model(args: argparse.Namespace) -> MemoryModel:
-    sizes, config = read_sizes(args), read_config(args)
+    sizes = read_sizes(args)
+    config = read_config(args)
     if sizes is None:
         raise ConfigError(
             "a sweep needs a model; set --config, or --num-layers, --hidden-size, "
@@ -144,13 +147,13 @@ def _memory_model(args: argparse.Namespace) -> MemoryModel:
     return model
 
 
-def _payload(found: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str, Any]:
+def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str, Any]:
     return {
         "time_basis": basis,
-        "num_layouts": found.num_layouts,
-        "num_plans": found.num_plans,
-        "num_fitting": len(found.ranked),
-        "least_memory_bytes": found.least_memory.total,
+        "num_layouts": tuning.num_layouts,
+        "num_plans": tuning.num_plans,
+        "num_fitting": len(tuning.ranked),
+        "least_memory_bytes": tuning.least_memory.total,
         "ranked": [
             {
                 "tokens_per_gpu_second": candidate.tokens_per_gpu_second,
@@ -167,16 +170,16 @@ def _payload(found: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str,
 
 
 def _print(
-    found: Tuning, shown: Sequence[Candidate], basis: str, args: argparse.Namespace, longest: int
+    tuning: Tuning, shown: Sequence[Candidate], basis: str, args: argparse.Namespace, longest: int
 ) -> None:
     print(
-        f"{found.num_layouts} layouts of {args.gpus} GPUs, {found.num_plans} plans, "
-        f"{len(found.ranked)} within {args.gpu_memory_gib:g} GiB per GPU"
+        f"{tuning.num_layouts} layouts of {args.gpus} GPUs, {tuning.num_plans} plans, "
+        f"{len(tuning.ranked)} within {args.gpu_memory_gib:g} GiB per GPU"
     )
-    if not found.ranked:
+    if not tuning.ranked:
         print(
-            f"nothing fits: least is {found.least_memory}; set more --tp, --pp or --recompute full"
-            f", or leave out the longest samples (up to {longest} tokens): rows hold them whole"
+            f"nothing fits: the least is {tuning.least_memory}; set more --tp, --pp or --recompute "
+            f"full, or leave out the longest samples (up to {longest} tokens), which are not split"
         )
         return
     head = ["dp", "tp", "pp", "vpp", "cp", "ep", "budget", "rule", "G", "M", "fill", "bubble"]

@@ -1,4 +1,4 @@
-"""Cost models in files: `tools/calibrate.py` writes them, `plan.cost_model` names them."""
+"""Files of cost models: `tools/calibrate.py` writes them, `plan.cost_model` gives their path."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megapack.layout import Layout
 
 
 def read_cost(path: str | Path, layout: Layout) -> CostModel:
-    """The cost model of a YAML file with a `cost` section.
+    """Read the cost model from a YAML file with a `cost` section.
 
     Raises:
-        ConfigError: the file cannot be read or has unknown keys or bad numbers, or its
-            `stage_weights` are for another number of chunks than the layout's.
+        ConfigError: the file cannot be read, has unknown keys or invalid numbers, or the number of
+            its `stage_weights` is not the layout's number of chunks.
     """
     cost = load_config(path, [], Calibration).cost
     try:

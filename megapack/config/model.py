@@ -1,4 +1,4 @@
-"""Sections of the main job's config that need nothing of the planner: model, data, objective."""
+"""Sections of the main job's config that do not use the planner: model, data, objective."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout, fp8_rows
 
 BYTE_VOCAB_SIZE = 259
-"""Of the built-in tokenizer: 256 bytes and three special tokens."""
+"""Vocabulary of the built-in tokenizer: 256 bytes and three special tokens."""
 
 VOCAB_MULTIPLE = 128
-"""Vocabularies are padded to a multiple that no common tp changes, so that padding is the same."""
+"""Vocabularies are padded to a multiple of this: 259 becomes 384. It is a multiple of every common
+tp, so that the padded size does not depend on tp."""
 
 
 def at_least(config: Any, section: str, least: float, *names: str) -> None:
-    """Raise ConfigError for the first of these fields that is below `least`; null passes."""
+    """Raise ConfigError for the first of these fields that is below `least`; None passes."""
     for name in names:
         value = getattr(config, name)
-        # NaN is not at least anything.
+        # Not `value < least`, which is false for NaN.
         if value is not None and not value >= least:
             key = f"{section}.{name}" if section else name
             raise ConfigError(f"{key} is {value}; set {least} or more")
@@ -51,59 +52,62 @@ class ModelConfig:
     kv_channels: int | None = None
     """Width of a head, even; null = hidden_size / num_attention_heads."""
     qk_layernorm: bool = False
-    """Norms of each head's queries and keys before the rotary embedding (Qwen3)."""
+    """Normalise each head's queries and keys before the rotary embedding (Qwen3)."""
     ffn_hidden_size: int | None = None
     """Width inside the MLP; null = 4 * hidden_size."""
     vocab_size: int | None = None
     """Rows of the embedding before Megatron pads them; null = the tokenizer's."""
     max_position_embeddings: int = 4096
-    """Longest sample in tokens that the model is made for."""
+    """Tokens of the longest sample that the model supports."""
     rotary_base: int = 10000
     """Base of the rotary embedding's wavelengths."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """The norm of every layer."""
     norm_epsilon: float = 1e-5
-    """Added to the mean square under a norm's root."""
+    """Added to the mean square under the square root of a norm."""
     gated_linear_unit: bool = True
     """SwiGLU in the MLP; false = GELU."""
     untie_embeddings: bool = False
-    """An output matrix of its own; false = the input embedding's, on the first and last stage."""
+    """Use a separate output matrix; false = the input embedding's, on the first and last stage."""
     attention: Attention = "auto"
-    """Kernels for packed rows: Transformer Engine's, torch's varlen attention (bf16, torch 2.10 or
-    later), per-sample SDPA of torch, or the first of these that can run; a forced one that cannot
-    is an error."""
+    """Attention over packed rows: te (Transformer Engine), varlen (torch's varlen attention; bf16,
+    torch 2.10 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
+    Any other choice that cannot run is an error."""
     dtype: Dtype = "fp32"
     """Of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
-    """Scaling of the linear layers' FP8 products, Transformer Engine's; rows are aligned for it.
-    Needs attention=te and dtype=bf16; weights stay bf16, attention and the vocabulary projection
-    are not in FP8. null = none."""
+    """Transformer Engine's FP8 recipe for the linear layers; rows are aligned for it. Needs
+    attention=te and dtype=bf16. Weights stay bf16; attention and the vocabulary projection do not
+    use FP8. null = no FP8."""
     recompute: Recompute = "none"
-    """Activations that the backward computes again: none, whole layers, or attention only."""
+    """Activations that the backward recomputes: none, whole layers, or attention only."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
     freeze: tuple[str, ...] = ()
-    """Parameters that are not trained: globs of names in the whole model, `embedding.*` or
-    `decoder.layers.0.*` for example."""
+    """Parameters that are not trained: globs of their names in the whole model, for example
+    `embedding.*` or `decoder.layers.0.*`."""
     num_experts: int | None = None
     """Experts in the MLP of every layer, a multiple of layout.ep; null = a dense model."""
     moe_top_k: int = 2
-    """Experts that each token runs through; none is dropped for want of capacity."""
+    """Experts per token (top-k). Experts have no capacity limit, so no token is dropped."""
     moe_ffn_hidden_size: int | None = None
     """Width inside an expert; null = the MLP's ffn_hidden_size."""
     moe_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """A router's scores from its logits: softmax over the chosen experts, or normalised sigmoids
-    (DeepSeek-V3)."""
+    """How the router's logits become scores: softmax over the chosen experts, or normalised
+    sigmoids (DeepSeek-V3)."""
     moe_balance_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of each sample, see `model.experts.rows`; 0 = none."""
+    """Weight of the load-balancing loss of each sample, see `model.experts.rows`; 0 = no such
+    loss."""
     moe_z_loss_coef: float = 0.0
-    """Weight of the router z-loss per token; 0 = none."""
+    """Weight of the router z-loss per token; 0 = no such loss."""
     moe_bias_update_rate: float = 0.0
-    """Step of the expert bias that balances without a loss; needs sigmoid scores. 0 = no bias."""
+    """Update step of the expert bias, which balances experts without a loss; needs sigmoid scores.
+    0 = no bias."""
     mtp_num_layers: int = 0
-    """Layers on the last stage that predict tokens further ahead, each one more; 0 = none."""
+    """Multi-token prediction layers on the last stage. Each predicts one token further ahead;
+    0 = none."""
     mtp_loss_coef: float = 0.1
-    """Weight of the mean of their losses."""
+    """Weight of the mean loss of the multi-token prediction layers."""
 
     def __post_init__(self) -> None:
         self._check_experts()
@@ -118,7 +122,8 @@ class ModelConfig:
         at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
         at_least(self, "model", 0, "init_std")
         at_least(self, "model", 0, "norm_epsilon")
-        heads, groups = self.num_attention_heads, self.num_query_groups
+        heads = self.num_attention_heads
+        groups = self.num_query_groups
         if self.kv_channels is None and self.hidden_size % (2 * heads):
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size} does not give model.num_attention_heads="
@@ -127,7 +132,7 @@ class ModelConfig:
             )
         if self.head_width % 2:
             raise ConfigError(
-                f"model.kv_channels={self.kv_channels} is odd; rotary embeddings turn pairs of "
+                f"model.kv_channels={self.kv_channels} is odd; rotary embeddings rotate pairs of "
                 f"channels: set {self.head_width + 1}"
             )
         self._check_fp8()
@@ -144,16 +149,18 @@ class ModelConfig:
 
     @property
     def fp8_rows(self) -> Fp8:
-        """The recipe as `Layout.fp8` has it, which aligns rows for it."""
+        """The value of `Layout.fp8` that aligns rows for the FP8 recipe."""
         return False if self.fp8 is None else fp8_rows(self.fp8)
 
     def to_sizes(self) -> ModelSizes:
-        """Sizes for the cost and memory models; multi-token prediction is left out."""
-        ffn = self.ffn_hidden_size or 4 * self.hidden_size
+        """Sizes for the cost and memory models, without multi-token prediction layers."""
+        ffn_hidden_size = self.ffn_hidden_size or 4 * self.hidden_size
+        if self.num_experts and self.moe_ffn_hidden_size:
+            ffn_hidden_size = self.moe_ffn_hidden_size
         return ModelSizes(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
-            ffn_hidden_size=(self.num_experts and self.moe_ffn_hidden_size) or ffn,
+            ffn_hidden_size=ffn_hidden_size,
             num_attention_heads=self.num_attention_heads,
             num_query_groups=self.num_query_groups,
             kv_channels=self.kv_channels,
@@ -189,10 +196,11 @@ class ModelConfig:
 
 
 def check_sizes(model: ModelConfig, layout: Layout) -> None:
-    """Raise ConfigError for the first size of a model that a layout does not divide."""
+    """Raise ConfigError for the first size of a model that the layout cannot split evenly."""
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
-    # Experts are cut over tp as well: without it, Megatron's groups of them do not fill the ranks.
+    # Experts are split over tp too, so their groups have ep * tp ranks. Megatron needs these groups
+    # to fill the dp * cp * tp ranks.
     expert_ranks = layout.dp * layout.cp
     checks = {
         f"model.num_layers={model.num_layers}": (model.num_layers, layout.num_chunks),
@@ -208,7 +216,7 @@ def check_sizes(model: ModelConfig, layout: Layout) -> None:
 
 
 def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Widths that FP8 products cut over tp, and what each must be a multiple of."""
+    """Widths of the FP8 matrix products, each with the number that it must be a multiple of."""
     if model.fp8 is None:
         return {}
     unit = layout.fp8_unit_tokens * layout.tp
@@ -231,24 +239,26 @@ class DataConfig:
     """Where rollouts come from."""
 
     path: str | None = None
-    """JSON Lines, see `megapack.data.rollouts`, Parquet with the same columns, or a folder of such
-    files, which count as one; null = generated rollouts."""
+    """A file of JSON Lines (see `megapack.data.rollouts`) or Parquet with the same columns, or a
+    folder of such files, read as one; null = generated rollouts."""
     prompts_per_batch: int = 32
-    """Groups (prompts with all their rollouts) per batch; a batch is planned as a whole."""
+    """Prompt groups (prompts with all their rollouts) per batch; a batch is planned as a whole."""
     max_length: int | None = None
     """Tokens that a sample may have, prompt and response; null = model.max_position_embeddings."""
     overlong: Overlong = "error"
-    """A sample above `max_length`: an error, its first tokens only, or left out with a warning."""
+    """What happens to a sample above `max_length`: raise an error, truncate it to its first tokens,
+    or skip it with a warning."""
     tokenizer: Literal["bytes"] = "bytes"
-    """Of text: one token per byte, 259 with the specials. Ids in a file are taken as they are."""
+    """For text: one token per byte, 259 with the special tokens. Token ids in a file are used as
+    they are."""
     num_generated: int = 256
-    """Rollouts to generate where `path` is null; a multiple of `generated_group_size`."""
+    """Rollouts to generate if `path` is null; a multiple of `generated_group_size`."""
     generated_group_size: int = 4
     """Generated rollouts per prompt."""
     generated_seed: int = 0
     """Equal seeds generate equal rollouts."""
     shuffle: bool = False
-    """Shuffle the groups, each epoch anew, by `seed`."""
+    """Shuffle the prompt groups in each epoch, by `seed`."""
 
     def __post_init__(self) -> None:
         at_least(self, "data", 1, "prompts_per_batch", "max_length", "num_generated")
@@ -257,40 +267,41 @@ class DataConfig:
             raise ConfigError("data.path is empty; set a file, or null for generated rollouts")
         if self.num_generated % self.generated_group_size:
             raise ConfigError(
-                f"data.num_generated={self.num_generated} is no multiple of data."
+                f"data.num_generated={self.num_generated} is not a multiple of data."
                 f"generated_group_size={self.generated_group_size}; set one"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What is minimised, and how tokens are weighted."""
+    """The loss, and how tokens are weighted in it."""
 
     kind: Literal["sft", "ppo", "grpo", "gspo"] = "grpo"
-    """Negative log-likelihood, the clipped policy loss, that with a KL penalty in the loss, or with
-    one ratio per sample (gspo: set seq-mean-token-mean, and clips near 3e-4)."""
+    """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: the same with a KL penalty
+    in the loss. gspo: the same with one ratio per sample (set seq-mean-token-mean, and clips near
+    3e-4)."""
     loss_weighting: LossWeighting = "token-mean"
     """The weight of a response token in a step's loss, see `megapack.loss`."""
     norm_constant: float | None = None
-    """The divisor of seq-mean-token-sum-norm, in tokens; null = not needed."""
+    """The divisor of seq-mean-token-sum-norm, in tokens; null for the other weightings."""
     clip_low: float = 0.2
     """The probability ratio is clipped below at 1 - clip_low; in [0, 1]."""
     clip_high: float = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     dual_clip: float | None = None
-    """Bound of the loss for negative advantages, above 1; null = none."""
+    """Bound on the loss of tokens with negative advantages, above 1; null = no bound."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference policy (the initial weights); 0 = no reference pass."""
     kl_kind: KlKind = "k3"
-    """The KL's estimator."""
+    """The estimator of the KL."""
     kl_level: KlLevel = "token"
-    """Under gspo: the estimator of each token's log-ratio, or of their mean over a sample."""
+    """For gspo: apply the estimator to each token's log-ratio, or to the mean over a sample."""
     entropy_coef: float = 0.0
-    """Weight of the entropy that is subtracted from the loss; 0 = entropy is only reported."""
+    """Weight of the entropy, which is subtracted from the loss; 0 = entropy is only reported."""
     advantage_norm: AdvantageNorm = "group"
-    """Rewards into advantages, see `megapack.data.rollouts.group_advantages`."""
+    """How rewards become advantages, see `megapack.data.rollouts.group_advantages`."""
     logprob_chunk_tokens: int = 1024
-    """Tokens whose logits exist at one time in the vocabulary head; less saves memory."""
+    """Tokens whose logits exist at the same time in the vocabulary head; fewer save memory."""
 
     def __post_init__(self) -> None:
         at_least(self, "objective", 0, "clip_low", "clip_high", "kl_coef")

@@ -1,7 +1,7 @@
-"""The configuration of the main job. `load_config(path, overrides, TrainConfig)` reads it.
+"""The main job's config, `TrainConfig`. `load_config(path, overrides, TrainConfig)` reads it.
 
-Sections are named as in YAML: `layout`, `plan`, `model`, `data`, `objective`, `optim`, `train`,
-`watchdog`. Each field says under it what it means, in which unit, and what null means.
+Its sections in YAML are `layout`, `plan`, `model`, `data`, `objective`, `optim`, `train` and
+`watchdog`. The docstring under each field gives its meaning, its unit and the meaning of null.
 """
 
 from __future__ import annotations
@@ -24,79 +24,7 @@ from megapack.cost.memory import MemoryModel
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout, ParallelSizes, why_no_retry
-from megapack.policy import (
-    Policy,
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """How long the job runs and what it tells."""
-
-    num_batches: int | None = None
-    """Stop after this many batches of prompts; null = when the epochs are over."""
-    epochs: int = 1
-    """Passes over the data."""
-    log_interval: int = 1
-    """A line is logged every this many optimizer steps; `metrics.jsonl` gets every step."""
-    trace_steps: int = 0
-    """Optimizer steps, from the second on, whose forwards and backwards are timed on every rank and
-    written to `trace.jsonl`, for `megapack trace` and `megapack report`; 0 = none."""
-    save_interval: int | None = None
-    """A checkpoint is saved every this many optimizer steps, after the last, and where SIGTERM or
-    SIGUSR1 ends the run; null = none. All ranks must see the run's folder."""
-    keep_checkpoints: int | None = 2
-    """Complete checkpoints that stay, the latest; null = all."""
-    resume: str | None = None
-    """Go on from a checkpoint: its folder, the folder of a run (its latest), or auto (the latest
-    of this run, and from the start where there is none); null = from the start."""
-    on_oom: Literal["error", "replan"] = "error"
-    """A GPU out of memory ends the run, or the step is taken once more in rows of half the size;
-    that needs ranks that do not meet inside layers (tp = cp = ep = 1). `num_oom_replans` counts."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides `metrics.jsonl`; the packages of these names must be installed."""
-
-    def __post_init__(self) -> None:
-        at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
-        at_least(self, "train", 1, "keep_checkpoints")
-        at_least(self, "train", 0, "trace_steps")
-        if self.resume == "":
-            raise ConfigError("train.resume is empty; set a folder, auto, or null")
-        if len(set(self.trackers)) < len(self.trackers):
-            raise ConfigError(f"train.trackers is {list(self.trackers)}; name each once")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchdogConfig:
-    """When a step is late, and what happens then."""
-
-    slow_factor: float = 5.0
-    """A step is late after this many times its predicted seconds, and after `slow_after_s`; every
-    rank then logs its phase, micro-batch and last exchange."""
-    slow_after_s: float = 60.0
-    """Seconds before which no step is late; all that counts while nothing is predicted."""
-    abort_after_s: float | None = None
-    """Seconds after which a step, a pass for log-probs or a checkpoint is given up and the job ends
-    with an error on every rank; null = never, the process groups' own timeouts aside."""
-
-    def __post_init__(self) -> None:
-        for name in ("slow_factor", "slow_after_s", "abort_after_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"watchdog.{name}={value} must be above 0 and finite; set 60")
-
-
-def check_installed(names: Sequence[str]) -> None:
-    """Raise ConfigError for the first tracker whose package, of the same name, is missing."""
-    for name in names:
-        spec = importlib.util.find_spec(name)
-        # A folder of that name, which W&B leaves behind, is found as a package without an origin.
-        if spec is None or spec.origin is None:
-            raise ConfigError(
-                f"train.trackers has {name}, which is not installed; pip install {name}, or leave "
-                "it out"
-            )
-
+from megapack.policy import Policy
 
 __all__ = [
     "TrainConfig",
@@ -113,7 +41,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutConfig(ParallelSizes):
-    """How the ranks are split: the sizes of `megapack.Layout`."""
+    """How the ranks are split into parallel groups: the sizes of `megapack.Layout`."""
 
     def __post_init__(self) -> None:
         at_least(self, "layout", 1, "tp", "pp", "vpp", "cp", "ep", "dp", "microbatch_group_size")
@@ -122,10 +50,10 @@ class LayoutConfig(ParallelSizes):
         """The layout of a job of `world_size` ranks.
 
         Args:
-            fp8: the model's `fp8_rows`, for which rows are aligned.
+            fp8: the model's `fp8_rows`; it decides the alignment of rows.
 
         Raises:
-            ConfigError: the ranks do not fill it.
+            ConfigError: `world_size` is not dp * tp * pp * cp.
         """
         model_ranks = self.tp * self.pp * self.cp
         dp = self.dp if self.dp is not None else max(1, world_size // model_ranks)
@@ -140,7 +68,7 @@ class LayoutConfig(ParallelSizes):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _BatchSizes:
-    """Sizes of micro-batches and steps, and what a micro-batch costs."""
+    """Sizes of micro-batches and steps, and the cost model."""
 
     max_tokens_per_gpu: int | None = None
     """Padded tokens that a micro-batch may have on one GPU, after context parallelism;
@@ -150,16 +78,16 @@ class _BatchSizes:
     global_batch_size: int | None = None
     """Rollouts per optimizer step; null = all rollouts of a batch in one step."""
     num_steps: int | None = None
-    """Optimizer steps per batch, balanced by tokens; null = as `global_batch_size` gives."""
+    """Optimizer steps per batch, balanced by tokens; null = by `global_batch_size`."""
     forward_max_tokens_per_gpu: int | None = None
-    """The budget of forward-only passes (log-probs), which store no activations and so may take
-    more; null = `max_tokens_per_gpu`."""
+    """The budget of forward-only passes (log-probs), which may be larger because they keep no
+    activations; null = `max_tokens_per_gpu`."""
     cost_model: str | None = None
-    """YAML file of a cost model in seconds, as tools/calibrate.py writes it, relative to the
-    working directory; the same on all ranks. null = a row costs its tokens."""
+    """YAML file of a cost model in seconds, written by tools/calibrate.py. Relative to the working
+    directory; must be the same on all ranks. null = a row costs its tokens."""
 
 
-# The fields of the last base come first: what must be set leads the section.
+# A dataclass lists the fields of its last base first: so the sizes, of which one must be set, lead.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(Policy, _BatchSizes):
     """How samples become steps and micro-batches: sizes, then the fields of `megapack.Policy`."""
@@ -183,7 +111,7 @@ class PlanConfig(Policy, _BatchSizes):
         return Policy(**{name: getattr(self, name) for name in names})
 
     def read_cost(self, layout: Layout) -> CostModel | None:
-        """The cost model that is named; None where a row costs its tokens.
+        """Read the file `cost_model`; None if it is not set: a row costs its tokens.
 
         Raises:
             ConfigError: see `cost_file.read_cost`.
@@ -198,19 +126,19 @@ class OptimConfig:
     lr: float = 1e-5
     """The highest learning rate."""
     min_lr: float = 0.0
-    """What the learning rate decays to."""
+    """The learning rate at the end of the decay."""
     warmup_steps: int = 0
-    """Optimizer steps in which the rate rises linearly from 0."""
+    """Optimizer steps in which the learning rate rises linearly from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """The rate's way from `lr` to `min_lr` over the steps after the warm-up."""
+    """How the learning rate goes from `lr` to `min_lr` after the warm-up."""
     weight_decay: float = 0.01
-    """Decoupled weight decay; not on biases and norms."""
+    """Decoupled weight decay; not applied to biases and norms."""
     adam_beta1: float = 0.9
     """Decay of the first moment, in [0, 1)."""
     adam_beta2: float = 0.95
     """Decay of the second moment, in [0, 1)."""
     adam_eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     clip_grad: float = 1.0
     """Gradients are scaled down to this global norm; 0 = no clipping."""
     distributed_optimizer: bool = False
@@ -232,21 +160,81 @@ class OptimConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long the job runs, what it logs and saves, and how it resumes."""
+
+    num_batches: int | None = None
+    """Stop after this many batches of prompts; null = after the epochs."""
+    epochs: int = 1
+    """Passes over the data."""
+    log_interval: int = 1
+    """Log a line every this many optimizer steps; `metrics.jsonl` gets every step."""
+    trace_steps: int = 0
+    """Number of optimizer steps, from the second on, whose forwards and backwards are timed on
+    every rank and written to `trace.jsonl`, for `megapack trace` and `megapack report`; 0 = no
+    trace."""
+    save_interval: int | None = None
+    """Save a checkpoint every this many optimizer steps, after the last step, and when SIGTERM or
+    SIGUSR1 ends the run; null = no checkpoints. All ranks must see the run's folder."""
+    keep_checkpoints: int | None = 2
+    """Number of complete checkpoints to keep, the latest ones; null = all."""
+    resume: str | None = None
+    """Resume from a checkpoint: its folder, the folder of a run (its latest checkpoint), or auto
+    (the latest checkpoint of this run, or the start if it has none); null = from the start."""
+    on_oom: Literal["error", "replan"] = "error"
+    """If a GPU runs out of memory: error ends the run, replan repeats the step once in rows of half
+    the size. replan needs a layout whose ranks do not communicate inside layers (tp = cp = ep = 1);
+    the metric `num_oom_replans` counts the repeated steps."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go in addition to `metrics.jsonl`; the packages of these names must be
+    installed."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
+        at_least(self, "train", 1, "keep_checkpoints")
+        at_least(self, "train", 0, "trace_steps")
+        if self.resume == "":
+            raise ConfigError("train.resume is empty; set a folder, auto, or null")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ConfigError(f"train.trackers is {list(self.trackers)}; name each once")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    """When a step counts as late, and when the job is aborted."""
+
+    slow_factor: float = 5.0
+    """A step is late after this many times its predicted seconds, but not before `slow_after_s`;
+    every rank then logs its phase, micro-batch and last exchange."""
+    slow_after_s: float = 60.0
+    """Seconds before which no step is late; the only limit for a step without a prediction."""
+    abort_after_s: float | None = None
+    """Seconds after which a step, a pass for log-probs or a checkpoint is aborted and the job ends
+    with an error on every rank; null = never, except for the timeouts of the process groups."""
+
+    def __post_init__(self) -> None:
+        for name in ("slow_factor", "slow_after_s", "abort_after_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"watchdog.{name}={value} must be above 0 and finite; set 60")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that a run depends on; written to the run's folder as it was resolved."""
+    """All settings of a run. The run's folder gets them as they were resolved."""
 
     name: str
-    """The run's name and its folder under `runs_dir`."""
+    """The run's name, and the name of its folder under `runs_dir`."""
     device: Device = "cuda"
-    """cpu sends Megatron-Core's CUDA calls to the CPU; never chosen by itself."""
+    """cpu redirects Megatron-Core's CUDA calls to the CPU; it is never chosen automatically."""
     seed: int = 1234
-    """Seeds the weights, dropout, and the order of shuffled data."""
+    """Seed of the weights, dropout, and the order of shuffled data."""
     runs_dir: str = "runs"
-    """Where run folders go; relative to the working directory."""
+    """The folder of run folders; relative to the working directory."""
     layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
-    """Ranks."""
+    """Parallel groups."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
-    """Packing. A budget or a micro-batch size must be set: it is what fits into memory."""
+    """Packing. Set a budget or a micro-batch size: it depends on the GPU's memory."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     """The GPT."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -258,7 +246,7 @@ class TrainConfig:
     train: LoopConfig = dataclasses.field(default_factory=LoopConfig)
     """The loop."""
     watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
-    """Steps that are late."""
+    """Late steps."""
 
     def __post_init__(self) -> None:
         at_least(self, "", 0, "seed")
@@ -266,13 +254,14 @@ class TrainConfig:
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         self._check_division()
         self._check_retry()
-        vocabulary, needed = self.model.vocab_size, BYTE_VOCAB_SIZE
-        if self.data.path is None and vocabulary is not None and vocabulary < needed:
+        vocab_size = self.model.vocab_size
+        if self.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
             raise ConfigError(
-                f"model.vocab_size={vocabulary} is less than the {needed} of generated rollouts; "
-                f"set {needed} or more, or data.path"
+                f"model.vocab_size={vocab_size} is less than the {BYTE_VOCAB_SIZE} of generated "
+                f"rollouts; set {BYTE_VOCAB_SIZE} or more, or data.path"
             )
-        longest, positions = self.data.max_length, self.model.max_position_embeddings
+        longest = self.data.max_length
+        positions = self.model.max_position_embeddings
         if longest is not None and longest > positions:
             raise ConfigError(
                 f"data.max_length={longest} is above model.max_position_embeddings={positions}; "
@@ -285,7 +274,7 @@ class TrainConfig:
         return self.data.max_length or self.model.max_position_embeddings
 
     def memory_model(self) -> MemoryModel:
-        """What of this decides the bytes of a GPU."""
+        """The memory model of this config."""
         return MemoryModel(
             sizes=self.model.to_sizes(),
             untied_embeddings=self.model.untie_embeddings,
@@ -296,8 +285,9 @@ class TrainConfig:
         )
 
     def _check_division(self) -> None:
-        """What the layout must divide; nothing of this may first fail on a cluster."""
-        layout, model = self.layout, self.model
+        """Check what the layout has to divide, before a job fails on it on a cluster."""
+        layout = self.layout
+        model = self.model
         chunks = layout.pp * layout.vpp
         if model.num_layers % chunks:
             raise ConfigError(
@@ -319,7 +309,8 @@ class TrainConfig:
         if model.num_experts and layout.tp > 1 and not layout.sequence_parallel:
             raise ConfigError(
                 f"model.num_experts={model.num_experts} with layout.tp={layout.tp} needs "
-                "layout.sequence_parallel=true: Megatron routes each token on one rank; set it"
+                "layout.sequence_parallel=true, because Megatron routes each token on one rank; "
+                "set it"
             )
         if layout.sequence_parallel and layout.tp == 1:
             raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
@@ -327,4 +318,19 @@ class TrainConfig:
     def _check_retry(self) -> None:
         reason = why_no_retry(tp=self.layout.tp, cp=self.layout.cp, ep=self.layout.ep)
         if self.train.on_oom == "replan" and reason:
-            raise ConfigError(f"train.on_oom=replan with layout.{reason}; set train.on_oom=error")
+            raise ConfigError(
+                f"train.on_oom=replan cannot run with this layout ({reason}); set "
+                "train.on_oom=error"
+            )
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise ConfigError for the first tracker whose package, of the same name, is missing."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        # W&B leaves a folder `wandb` behind, which Python finds as a package without an origin.
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                f"train.trackers has {name}, which is not installed; pip install {name}, or leave "
+                "it out"
+            )

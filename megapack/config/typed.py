@@ -1,4 +1,4 @@
-"""Parsed YAML into typed dataclasses; what does not fit is told with its place and dotted key."""
+"""Convert parsed YAML to typed dataclasses. Errors give the line and the dotted key."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from megapack.errors import ConfigError, brief
 
 @dataclasses.dataclass(frozen=True)
 class Converter:
-    """Nodes into typed values; knows the whole config to say which key was meant."""
+    """Converts nodes to typed values."""
 
     root: Any
+    """The dataclass of the whole config. A misplaced key is searched for in all its sections."""
     source: str
+    """Name of the file, for errors."""
 
     def dataclass(self, node: Node, cls: Any, path: str) -> Any:
+        """A mapping as the dataclass `cls`; `path` is its dotted key."""
         names = _keys(cls)
         if not isinstance(node.value, dict):
             raise ConfigError(
@@ -43,12 +46,13 @@ class Converter:
         try:
             return cls(**values)
         except ConfigError as error:
-            # A check across fields knows what is wrong, not in which file.
+            # Checks in __post_init__ do not know the file.
             raise ConfigError(f"{self.source}: {error}") from None
 
     def convert(self, node: Node, hint: Any, path: str) -> Any:
-        """The node's value as `hint` wants it, or ConfigError."""
-        value, origin = node.value, typing.get_origin(hint)
+        """The node's value as the type `hint`, or ConfigError."""
+        value = node.value
+        origin = typing.get_origin(hint)
         if dataclasses.is_dataclass(hint):
             return self.dataclass(node, hint, path)
         if origin in (Union, types.UnionType):
@@ -56,7 +60,7 @@ class Converter:
         if origin is tuple and isinstance(value, list):
             return self.tuple(node, typing.get_args(hint), path)
         if origin is Literal:
-            # 1 == True in Python: the type is compared too.
+            # Compare the type too, because 1 == True in Python.
             for choice in typing.get_args(hint):
                 if type(value) is type(choice) and value == choice:
                     return value
@@ -67,16 +71,18 @@ class Converter:
         raise _unexpected(node, (hint,), path)
 
     def union(self, node: Node, options: tuple[Any, ...], path: str) -> Any:
+        """The value as the first type that accepts it: 1 stays an int under `int | float`."""
         for option in options:
-            # In the order they are written: an int stays an int under `int | float`.
             try:
                 return self.convert(node, option, path)
             except ConfigError:
+                # An error inside the section says more than "expected a section or null".
                 if dataclasses.is_dataclass(option) and isinstance(node.value, dict):
                     raise
         raise _unexpected(node, options, path)
 
     def tuple(self, node: Node, options: tuple[Any, ...], path: str) -> tuple[Any, ...]:
+        """A list as a tuple of the types `options`, or of any length for `(T, ...)`."""
         items: list[Node] = node.value
         if len(options) == 2 and options[1] is ...:
             options = (options[0],) * len(items)
@@ -88,7 +94,8 @@ class Converter:
         return tuple(self.convert(item, option, f"{path}[{i}]") for i, (item, option) in pairs)
 
     def nearest(self, path: str, key: str, names: list[str]) -> str:
-        """Which key was meant: one of this section, else one of that name anywhere."""
+        """A hint for an unknown key: a similar key of this section, or else of any section."""
+        # 0.7 was chosen by hand: it finds swapped letters, as in "cuont" for "count" (0.8).
         close = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
         if close:
             return f"did you mean {_join(path, close[0])}?"
@@ -115,7 +122,7 @@ def _finite(node: Node, path: str) -> float:
 
 
 def _dotted(cls: Any, path: str) -> Iterator[str]:
-    """Every key of a config with its section, `plan.micro_batch_size` for one."""
+    """Every dotted key of a config, for example `plan.micro_batch_size`."""
     hints = typing.get_type_hints(cls)
     for name in _keys(cls):
         yield _join(path, name)
@@ -158,9 +165,11 @@ def describe(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for a one-line message, short."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    """A value as YAML writes it, shortened for a one-line message."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list):

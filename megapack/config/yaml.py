@@ -1,8 +1,10 @@
-"""Plain YAML: what it may hold, and the line of everything in it.
+"""Parse plain YAML to values with their lines, and dump plain values.
 
-One document of mappings, lists and scalars. Scalars follow YAML 1.2: `1e-5` is a number, `yes`,
-`on` and `2024-01-01` are strings, `010` is a string and no octal. Refused: tags (they ask for
-Python objects), aliases (nested ones grow without bound), doubled keys (one would be lost).
+A config is one document of mappings, lists and scalars. Scalars follow YAML 1.2: `1e-5` is a
+number, `yes`, `on` and `2024-01-01` are strings, and `010` is a string, not an octal number.
+
+These are refused: tags (they can create Python objects), aliases (nested ones grow exponentially)
+and duplicate keys (one value would be lost).
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import yaml
 
 from megapack.errors import ConfigError
 
+# A config nests 4 deep (mapping, section, list, scalar). 16 was chosen by hand; it keeps hostile
+# files from exhausting Python's stack.
 _MAX_DEPTH = 16
-# Settings are int64 where they are used.
+# Compiled code uses settings as int64.
 _MAX_WHOLE = 2**63
+# Scalars after YAML 1.2's core schema, by tag: no octal numbers, but underscores (1_000).
 _CORE = {
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -29,17 +34,24 @@ _CORE = {
 
 @dataclasses.dataclass
 class Node:
-    """A parsed value and where it stands: `value` is a scalar, list[Node] or dict[str, Node]."""
+    """A parsed value and its position."""
 
     value: Any
+    """A scalar, list[Node] or dict[str, Node]."""
     where: str
+    """`source:line`, or `source` alone for an override."""
 
 
 def parse(text: str, source: str, lines: bool = True) -> Node:
-    """Parse one YAML document; `where` of each node is `source` or `source:line`.
+    """Parse one YAML document.
+
+    Args:
+        text: the document.
+        source: name of the file or override, for errors.
+        lines: whether positions have a line number.
 
     Raises:
-        ConfigError: the text is no YAML, or holds what the module's first lines refuse.
+        ConfigError: the text is not YAML, or has tags, aliases, duplicate keys or deep nesting.
     """
     try:
         loader = _Loader(text)
@@ -56,12 +68,13 @@ def parse(text: str, source: str, lines: bool = True) -> Node:
         raise ConfigError(f"{source}{line}: {begins}{error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{source}: not plain YAML ({reason[:120]}); check that place") from None
+        raise ConfigError(f"{source}: not plain YAML ({reason[:120]}); check the text") from None
 
 
 def dump(values: dict[str, Any]) -> str:
-    """Plain values as YAML that `parse` reads back to equal values."""
-    # ASCII with escapes: Unicode line breaks inside quotes would be folded into spaces.
+    """Plain values as YAML; `parse` reads it back to equal values."""
+    # PyYAML writes ASCII with escapes by default. Raw Unicode line breaks inside quotes would be
+    # folded into spaces.
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False)
 
 
@@ -81,7 +94,7 @@ def _tree(loader: _Loader, node: yaml.Node, source: str, lines: bool) -> Node:
         if not isinstance(key, str) or not key.isidentifier():
             raise ConfigError(f"{key_where}: keys are words, got {key_node.value!r:.60}")
         if key in mapping:
-            raise ConfigError(f"{key_where}: key {key} stands twice; keep one of them")
+            raise ConfigError(f"{key_where}: key {key} appears twice; keep one of them")
         mapping[key] = Node(_tree(loader, value_node, source, lines).value, key_where)
     return Node(mapping, where)
 
@@ -103,7 +116,7 @@ class _Loader(yaml.SafeLoader):
         elif getattr(event, "tag", None) is not None:
             problem = f"tags are refused, got {event.tag}; write the value without it"
         elif self._depth >= _MAX_DEPTH:
-            problem = f"nested deeper than {_MAX_DEPTH}; write it flatter"
+            problem = f"nested deeper than {_MAX_DEPTH}; write it with fewer levels"
         if problem is not None:
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         self._depth += 1
@@ -113,7 +126,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that YAML 1.1 or `_Loader` would read as something else."""
+    """Quotes every string that YAML 1.1 or `_Loader` would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

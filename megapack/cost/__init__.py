@@ -1,9 +1,10 @@
 """Seconds and bytes of a micro-batch: the cost model, its fit, and the memory model.
 
-model, calibration   CostModel and the content of its file
-fit                  measurements -> coefficients (non-negative least squares)
-sizes                floating-point operations of a transformer
-memory               bytes of a GPU, from sizes and plans
+model        CostModel: seconds of a micro-batch
+fit          measurements -> coefficients (non-negative least squares)
+sizes        ModelSizes: weights and floating-point operations of a transformer
+memory       bytes on one GPU, from a model's sizes and a layout
+calibration  the content of a cost model's file
 """
 
 from megapack.cost.fit import Measurement

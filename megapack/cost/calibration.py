@@ -1,4 +1,4 @@
-"""The content of a cost model's file: the model, and where its seconds come from.
+"""The content of a cost model's file: the model and the origin of its seconds.
 
 `tools/calibrate.py` writes such files; `megapack.config.cost_file.read_cost` reads them.
 """
@@ -12,20 +12,21 @@ from megapack.cost.model import CostModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a cost model's seconds come from; for people to read."""
+    """How a cost model's seconds were measured. For people; no code reads it."""
 
     command: str
-    """What was run."""
+    """The command that measured them."""
     date: str
     """Day of the measurement, YYYY-MM-DD."""
     device: str
     """The GPU or CPU."""
     versions: str
-    """Of the packages that the seconds depend on."""
+    """Versions of the packages that the seconds depend on."""
     num_rows: int
     """Rows that the model was fitted to."""
     worst_fit_error: float
-    """Largest relative error of their forward with backward; the cost's `fit_error` is the mean."""
+    """Largest relative error of a row's forward plus backward; `fit_error` of the cost model is the
+    mean."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,6 @@ class Calibration:
     """The content of a cost model's file; `megapack.config.dump_yaml` writes it."""
 
     cost: CostModel
-    """The model; its file may be written by hand as well."""
+    """The cost model."""
     origin: Origin | None = None
-    """None: not measured by the tool."""
+    """None: the file was written by hand."""

@@ -1,4 +1,4 @@
-"""A cost model from measurements: non-negative least squares."""
+"""Fit the coefficients of a cost model to measurements, by non-negative least squares."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ class Measurement(NamedTuple):
     tokens_sq: int
     """Sum of squared aligned lengths."""
     num_samples: int
+    """Samples of the row."""
     forward_seconds: float
+    """Seconds of the chunk's forward."""
     backward_seconds: float | None = None
-    """None: not measured."""
+    """Seconds of the chunk's backward; None = not measured."""
 
 
 class Coefficients(NamedTuple):
-    """What a fit found; fields of `CostModel`."""
+    """The result of a fit, named as the fields of `CostModel`."""
 
     fixed: float
     per_token: float
@@ -39,13 +41,14 @@ class Coefficients(NamedTuple):
 
 
 def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coefficients:
-    """Least squares of the relative error, no coefficient below 0.
+    """Minimise the squared relative errors of the forward seconds, with no coefficient below 0.
 
-    Lawson and Hanson 1974, by scipy. Coefficients that the measurements cannot tell apart (rows of
-    one sample each tell nothing of `per_sample` beside `fixed`) come out as one of them.
+    Uses scipy's solver (Lawson and Hanson 1974). If the measurements cannot separate two
+    coefficients, one of them gets the sum: rows of one sample each cannot separate `per_sample`
+    from `fixed`.
 
     Raises:
-        DataError: no measurements, or one of sizes or seconds that cannot be.
+        DataError: no measurements, or a measurement with impossible sizes or seconds.
     """
     from scipy.optimize import nnls
 
@@ -57,11 +60,12 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
         [[1.0, *(share * float(x) for x in row[:3])] for row in rows], dtype=np.float64
     )
     relative = columns / seconds[:, None]
-    # Columns of like size: squared tokens are 1e9 times samples.
+    # Scale the columns to a maximum of 1, for a well-conditioned solve: a sample of 32768 tokens
+    # has 1e9 squared tokens. 1e-300 avoids dividing by 0 in a column of zeros.
     size = np.maximum(np.abs(relative).max(axis=0), 1e-300)
-    found: Floats = nnls(relative / size, np.ones(len(rows)))[0] / size
-    error = float(np.abs(relative @ found - 1).mean())
-    fixed, per_token, per_token_sq, per_sample = found.tolist()
+    coefficients: Floats = nnls(relative / size, np.ones(len(rows)))[0] / size
+    error = float(np.abs(relative @ coefficients - 1).mean())
+    fixed, per_token, per_token_sq, per_sample = coefficients.tolist()
     ratio = _backward_ratio(rows)
     return Coefficients(fixed, per_token, per_token_sq, per_sample, ratio, error)
 
@@ -79,7 +83,7 @@ def _check(rows: Sequence[Measurement]) -> None:
 
 
 def _backward_ratio(rows: Sequence[Measurement]) -> float:
-    """Backward over forward seconds of the rows that have both; 2 where none has."""
+    """Backward over forward seconds, summed over the rows that have both; 2 if no row has."""
     both = [row for row in rows if row.backward_seconds is not None]
     if not both:
         return 2.0

@@ -1,8 +1,8 @@
-"""Bytes that training takes on one GPU, from a model's sizes and a layout.
+"""Bytes that training needs on one GPU, from a model's sizes and a layout.
 
-Counted: parameters, gradients, optimizer, activations in flight, the vocabulary head. Not counted:
-the CUDA context, NCCL's buffers, workspaces, the allocator's fragmentation and gradients of
-activations; leave a tenth of the GPU or more to them.
+Counted: parameters, gradients, optimizer state, activations in flight, the vocabulary head. Not
+counted: the CUDA context, NCCL's buffers, workspaces, the allocator's fragmentation and gradients
+of activations. Leave a tenth of the GPU or more for these.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ class GpuMemory:
     """Bytes on one GPU of one pipeline stage."""
 
     stage: int
+    """The pipeline stage, 0 to pp - 1."""
     parameters: int
+    """Weights in the dtype of the forward."""
     gradients: int
+    """Gradients in fp32."""
     optimizer: int
+    """Adam's moments, and fp32 main weights of a bf16 model."""
     activations: int
-    """Kept between forwards and their backwards, and one layer that is computed again."""
+    """Activations kept between forwards and their backwards. With full recomputation: the layers'
+    inputs, and all activations of one layer."""
     head: int
-    """Logits of a chunk and the output weight's gradient; the last stage only."""
+    """Logits of a chunk of tokens and the output weight's gradient; the last stage only."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         parts = (self.parameters, self.gradients, self.optimizer, self.activations, self.head)
         return sum(parts)
 
@@ -43,34 +48,37 @@ class GpuMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """What of a training setup decides its memory."""
+    """The settings of a training job that decide its memory."""
 
     sizes: ModelSizes
+    """Sizes of the whole model."""
     untied_embeddings: bool = True
-    """An output matrix of its own; tied, the first and the last stage hold a copy each."""
+    """Whether the output matrix is separate from the embedding. If tied, the first and the last
+    stage hold a copy each."""
     dtype: Dtype = "bf16"
     """Of weights and activations. bf16 adds fp32 main weights; gradients are fp32 in both."""
     distributed_optimizer: bool = True
-    """Optimizer state is split over data-parallel ranks (with CP)."""
+    """Whether the optimizer state is split over the data-parallel ranks (with CP)."""
     recompute: Recompute = "none"
-    """Activations computed again. Attention over packed rows keeps no score matrix, so "selective"
-    (attention only) saves nothing over "none" here."""
+    """Activations that the backward recomputes. Attention over packed rows keeps no score matrix,
+    so "selective" (attention only) saves nothing over "none" here."""
     logprob_chunk_tokens: int = 1024
-    """Tokens whose logits exist at one time."""
+    """Tokens whose logits exist at the same time."""
 
     def stage(
         self, layout: Layout, stage: int, *, live_tokens: float, row_tokens: float
     ) -> GpuMemory:
-        """One GPU of a pipeline stage.
+        """Bytes on one GPU of a pipeline stage.
 
-        With Adam a bf16 parameter takes 2 bytes, its fp32 gradient 4, main weight and moments 12:
-        18, or 6 + 12 / dp under the distributed optimizer, as Megatron-Core's page on it counts.
+        With Adam, a bf16 parameter takes 2 bytes, its fp32 gradient 4, its main weight and moments
+        12. The sum is 18, or 6 + 12 / dp with the distributed optimizer, as in Megatron-Core's
+        documentation of it.
 
         Args:
             stage: 0 to pp - 1.
             live_tokens: row tokens in flight per GPU on stage 0, `Simulation.peak_live_tokens`;
-                other stages hold their share of it.
-            row_tokens: the longest row per GPU, after CP.
+                later stages hold a share of it, by their chunks in flight.
+            row_tokens: tokens of the longest row per GPU, after CP.
         """
         dense, experts = self._parameters(layout, stage)
         weight, optimizer = (2, 12) if self.dtype == "bf16" else (4, 8)
@@ -88,7 +96,7 @@ class MemoryModel:
         )
 
     def fullest_stage(self, layout: Layout, *, live_tokens: float, row_tokens: float) -> GpuMemory:
-        """The stage that takes most; see `stage`."""
+        """Bytes on one GPU of the stage that needs most; arguments as for `stage`."""
         stages = range(layout.pp)
         return max(
             (
@@ -101,19 +109,21 @@ class MemoryModel:
     def activation_bytes_per_token(self, layout: Layout) -> float:
         """One layer's activations per row token of a GPU, without recomputation.
 
-        After Korthikanti et al. 2022 (arXiv:2205.05198), section 4, with their terms for any head
-        and MLP widths, without dropout masks and without score matrices. What TP does not split,
-        the inputs of norms, attention and MLP, is split by sequence parallelism. 16-bit GPT with
-        an MLP of 4h: 8h + 24h / tp; theirs has 10h + 24h / tp, as two masks are one byte each.
-        Experts keep their inputs and outputs once per chosen expert, evenly routed.
+        The terms are those of Korthikanti et al. 2022 (arXiv:2205.05198), section 4, generalised to
+        any head and MLP widths, without dropout masks and score matrices. TP does not split the
+        inputs of norms, attention and MLP; sequence parallelism does. A 16-bit GPT with an MLP of
+        width 4h keeps 8h + 24h / tp bytes. Theirs keeps 10h + 24h / tp, with two dropout masks of
+        one byte per element. Experts keep input and output once per chosen expert, assuming even
+        routing.
         """
-        sizes, width = self.sizes, self._activation_width
+        sizes = self.sizes
+        width = self._activation_width
         queries = sizes.num_attention_heads * sizes.head_width
         keys = (sizes.num_query_groups or sizes.num_attention_heads) * sizes.head_width
         scatter = layout.tp if layout.sequence_parallel else 1
         whole = 4 * sizes.hidden_size / scatter
         attention = (2 * queries + 2 * keys) / layout.tp
-        # fc1's output, twice as wide where it is gated, and fc2's input.
+        # fc1's output, which is twice as wide if gated, and fc2's input.
         mlp = (3 if sizes.gated else 2) * sizes.ffn_hidden_size
         if sizes.num_experts is None:
             return width * (whole + attention + mlp / layout.tp)
@@ -130,29 +140,37 @@ class MemoryModel:
         per_token = self.activation_bytes_per_token(layout)
         if self.recompute != "full":
             return int(live_tokens * layers * per_token)
-        # Each layer keeps its input; the one that goes backward is whole.
+        # Each layer keeps its input; the layer in its backward has all its activations again.
         scatter = layout.tp if layout.sequence_parallel else 1
         kept = self._activation_width * self.sizes.hidden_size / scatter
         return int(live_tokens * layers * kept + row_tokens * per_token)
 
     def _parameters(self, layout: Layout, stage: int) -> tuple[int, int]:
-        """Weights of a GPU: those of experts, and all others."""
-        sizes, layer = self.sizes, self.sizes.layer_parameters()
+        """Numbers of weights on one GPU: all but the experts', and the experts'."""
+        sizes = self.sizes
+        layer = sizes.layer_parameters()
         layers = sizes.num_layers // layout.pp
         vocabulary = sizes.vocab_size * sizes.hidden_size // layout.tp
-        first, last = stage == 0, stage == layout.pp - 1
+        first = stage == 0
+        last = stage == layout.pp - 1
         matrices = int(first) + int(last)
         if first and last and not self.untied_embeddings:
             matrices = 1
         dense = layers * (layer.split // layout.tp + layer.whole) + matrices * vocabulary
-        dense += sizes.hidden_size if last else 0
+        dense += sizes.hidden_size if last else 0  # the final norm
         experts = layers * layer.experts // (layout.ep * _expert_tp(layout))
         return dense, experts
 
     def _head(self, layout: Layout, row_tokens: float) -> int:
-        """The backward of chunked log-probs: a chunk's fp32 logits, made of 16-bit ones, with the
-        entropy's; then their 16-bit gradient beside the output weight's, which adds up in fp32
-        while a chunk's is made and widened."""
+        """Peak bytes of the backward of chunked log-probs, the larger of two phases.
+
+        Per vocabulary column, in a chunk of C tokens with hidden size H:
+
+        1. 10C for the chunk's bf16 logits (2), their fp32 copy (4) and the entropy term (4), and 4H
+           for the fp32 accumulator of the output weight's gradient.
+        2. 2C for the bf16 gradient of the logits, and 10H for that accumulator (4) and the chunk's
+           contribution to it, in bf16 (2) and widened to fp32 (4).
+        """
         chunk = min(self.logprob_chunk_tokens, row_tokens)
         columns = self.sizes.vocab_size / layout.tp
         hidden = self.sizes.hidden_size
@@ -160,10 +178,10 @@ class MemoryModel:
 
 
 def _expert_tp(layout: Layout) -> int:
-    """Experts are split over TP like everything else, unless EP spans TP."""
+    """TP ranks that share an expert: all of them, or 1 if EP spans TP."""
     return layout.tp if (layout.dp * layout.cp) % layout.ep == 0 else 1
 
 
 def _expert_ranks(layout: Layout) -> int:
-    """Ranks that hold the same experts."""
+    """Ranks that hold the same expert weights and split their optimizer state."""
     return max(1, layout.dp * layout.cp * layout.tp // (layout.ep * _expert_tp(layout)))

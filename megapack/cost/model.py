@@ -1,4 +1,4 @@
-"""`CostModel`: the seconds that a micro-batch takes."""
+"""`CostModel`: predicted seconds of a micro-batch."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _NUMBERS = ("fixed", "per_token", "per_token_sq", "per_sample", "backward_ratio"
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of a micro-batch, for the whole model's forward on one GPU group.
+    """Predicted seconds of a micro-batch. The coefficients are for the whole model's forward.
 
-    With T row tokens (what is computed, so alignment and padding count) and n samples of aligned
-    lengths L_i, the forward of one of the pp*vpp chunks takes
+    With T row tokens (alignment and padding included, as they are computed too) and n samples of
+    aligned lengths L_i, the forward of one of the pp*vpp chunks takes
 
         fixed + (per_token * T + per_token_sq * sum(L_i^2) + per_sample * n) / (pp * vpp * cp)
 
-    and its backward `backward_ratio` times that. L_i^2 stands for the attention of sample i, to
-    which other samples of the row add nothing.
+    and its backward takes `backward_ratio` times that. L_i^2 accounts for the attention of sample
+    i; tokens attend only within their sample.
 
     Raises:
-        ConfigError: a coefficient that is negative or not finite, or weights whose mean is not 1.
+        ConfigError: a coefficient is negative or not finite, or the mean of the weights is not 1.
     """
 
     fixed: float = 0.0
-    """Seconds of a chunk whatever it holds: launches, synchronization."""
+    """Seconds per chunk and micro-batch, independent of its tokens: launches, synchronization."""
     per_token: float = 0.0
     """Seconds per row token."""
     per_token_sq: float = 0.0
@@ -44,11 +44,11 @@ class CostModel:
     backward_ratio: float = 2.0
     """Backward seconds over forward seconds."""
     stage_weights: tuple[float, ...] | None = None
-    """Relative cost of the pp*vpp chunks in model order, mean 1; None = all alike."""
+    """Relative cost of the pp*vpp chunks in model order, mean 1; None = all equal."""
     p2p: float = 0.0
-    """Seconds between the end of a chunk and the moment when the next chunk may begin."""
+    """Seconds from the end of a chunk to the earliest start of the next chunk."""
     fit_error: float | None = field(default=None, compare=False)
-    """Mean relative error of the forward seconds that `fit` saw; None where nothing was fitted."""
+    """Mean relative error of the fitted forward seconds; None = not fitted."""
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -61,6 +61,7 @@ class CostModel:
             weights = tuple(self.stage_weights)
             for weight in weights:
                 _check_number("stage_weights", weight)
+            # Loose enough for weights that were rounded to six decimals.
             if not weights or abs(sum(weights) / len(weights) - 1) > 1e-6:
                 raise ConfigError(
                     f"stage_weights={brief(weights)} must have mean 1; divide them by their mean"
@@ -75,14 +76,14 @@ class CostModel:
         Args:
             row_tokens: T, per DP rank (before CP).
             tokens_sq: sum of squared aligned lengths.
-            num_samples: real samples of the row.
+            num_samples: samples of the row.
         """
         work = self.per_token * row_tokens + self.per_token_sq * tokens_sq
         work += self.per_sample * num_samples
         return self.fixed + work / (layout.num_chunks * layout.cp)
 
     def weights_for(self, layout: Layout) -> tuple[float, ...]:
-        """`stage_weights`, or ones, checked against the layout's number of chunks.
+        """`stage_weights`, or ones if None, checked against the layout's number of chunks.
 
         Raises:
             ConfigError: the number of weights is not pp*vpp.
@@ -102,16 +103,16 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
-        """The model that `to_json` wrote.
+        """Read the output of `to_json`.
 
         Raises:
-            ConfigError: not a JSON object of these fields.
+            ConfigError: not a JSON object with these fields.
         """
         try:
             payload = strict_json(text)
         except ValueError as error:
             raise ConfigError(
-                f"not a cost model in JSON ({error}); give what to_json wrote"
+                f"not a cost model in JSON ({error}); give the output of to_json"
             ) from None
         if not isinstance(payload, dict):
             raise ConfigError(f"a cost model is {brief(payload)}; give a JSON object")
@@ -134,22 +135,22 @@ class CostModel:
         fixed: float = 0.0,
         mean_length: float = 4096.0,
     ) -> CostModel:
-        """What a model's sizes say, for one TP group of the layout.
+        """Derive the coefficients from a model's sizes and a GPU's speed.
 
         Args:
-            sizes: dense or with experts.
-            layout: tp shares the work; pp*vpp chunks share the layers, with the embedding on the
-                first and the vocabulary head on the last.
-            flops_per_gpu: operations per second that are reached, 4e14 for one.
-            fixed: seconds per chunk and micro-batch that sizes do not tell.
-            mean_length: tokens of a typical sample, for the weights of the stages.
+            sizes: sizes of the whole model, dense or with experts.
+            layout: tp ranks share the work; pp*vpp chunks share the layers, with the embedding on
+                the first and the vocabulary head on the last.
+            flops_per_gpu: achieved operations per second, for example 4e14.
+            fixed: seconds per chunk and micro-batch, which cannot be derived from sizes.
+            mean_length: tokens of a typical sample, for `stage_weights`.
 
         Raises:
-            ConfigError: sizes that do not divide, or no speed.
+            ConfigError: the layers do not divide into chunks, or flops_per_gpu is not above 0.
         """
         _check_number("flops_per_gpu", flops_per_gpu)
         if flops_per_gpu == 0:
-            raise ConfigError("flops_per_gpu=0; set the operations per second that are reached")
+            raise ConfigError("flops_per_gpu=0; set the achieved operations per second")
         speed = flops_per_gpu * layout.tp
         layers = sizes.num_layers
         per_token = layers * sizes.layer_flops_per_token() + sizes.head_flops_per_token()
@@ -162,12 +163,12 @@ class CostModel:
 
     @classmethod
     def fit(cls, measurements: Sequence[Measurement], *, layout: Layout | None = None) -> CostModel:
-        """The model nearest to measured seconds of single chunks, by non-negative least squares.
+        """Fit the coefficients to measured seconds of single chunks, by non-negative least squares.
 
         Args:
             measurements: (row_tokens, tokens_sq, num_samples, forward_seconds, backward_seconds)
                 of micro-batches of different sizes; the last may be left out.
-            layout: the one that was measured; None for one chunk on one GPU.
+            layout: the measured layout; None for one chunk on one GPU.
 
         Returns:
             The model, with the mean relative error in `fit_error`.
@@ -175,23 +176,23 @@ class CostModel:
         Raises:
             DataError: no measurements, or seconds that are not positive.
         """
-        found = fit_coefficients(measurements, layout or Layout())
+        fitted = fit_coefficients(measurements, layout or Layout())
         return cls(
-            fixed=found.fixed,
-            per_token=found.per_token,
-            per_token_sq=found.per_token_sq,
-            per_sample=found.per_sample,
-            backward_ratio=found.backward_ratio,
-            fit_error=found.relative_error,
+            fixed=fitted.fixed,
+            per_token=fitted.per_token,
+            per_token_sq=fitted.per_token_sq,
+            per_sample=fitted.per_sample,
+            backward_ratio=fitted.backward_ratio,
+            fit_error=fitted.relative_error,
         )
 
 
 def _check_number(name: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # An integer may be larger than any float; NaN is not at least 0.
+    # An int may exceed the largest float; every comparison with NaN is false.
     if not is_number or not 0 <= value <= sys.float_info.max:
         raise ConfigError(f"{name}={brief(value)}; set a finite number of at least 0")
 
 
 TOKENS = CostModel(per_token=1.0)
-"""What `cost=None` means: a row costs its tokens."""
+"""The model for `cost=None`: a row costs its tokens."""

@@ -1,7 +1,8 @@
-"""Floating-point operations of a transformer, from its sizes.
+"""Weights and floating-point operations of a transformer, from its sizes.
 
-Multiply and add count as two. Attention is causal: a sample of L tokens has L^2 / 2 pairs, and each
-costs two products of the head width per head, in scores and in values.
+A multiply and an add count as two operations. Attention is causal: a sample of L tokens has L^2 / 2
+pairs of tokens. Per head, each pair costs two dot products of the head width: one for the scores,
+one for the values.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from megapack.layout import Layout
 
 
 class LayerParameters(NamedTuple):
-    """Numbers of weights."""
+    """Numbers of weights of one layer."""
 
     split: int
     """Matrices of attention and MLP: split over TP."""
     whole: int
     """Norms and the router: on every TP rank."""
     experts: int
-    """Of all experts: split over EP, and over TP where experts have it."""
+    """All experts: split over EP, and over TP unless EP spans TP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class ModelSizes:
     hidden_size: int
     """Width of the residual stream."""
     ffn_hidden_size: int
-    """Width of a dense layer's feed-forward; of one expert where `num_experts` is set."""
+    """Width of a dense layer's feed-forward, or of one expert if `num_experts` is set."""
     num_attention_heads: int
     """Query heads."""
     vocab_size: int
@@ -45,11 +46,11 @@ class ModelSizes:
     gated: bool = True
     """Three matrices per feed-forward (SwiGLU); two if not gated."""
     num_experts: int | None = None
-    """Experts of every layer; a dense model by default."""
+    """Experts per layer; None = a dense model."""
     experts_per_token: int = 1
-    """Experts that a token goes through."""
+    """Experts that a token is routed to (top-k)."""
     shared_expert_ffn_hidden_size: int = 0
-    """Width of an expert that every token goes through; 0 = no such expert."""
+    """Width of the shared expert, which every token goes through; 0 = no shared expert."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -63,7 +64,7 @@ class ModelSizes:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     def layer_parameters(self) -> LayerParameters:
-        """Weights of one layer, by how they are split over GPUs."""
+        """Numbers of weights of one layer, by how they are split over GPUs."""
         queries = self.num_attention_heads * self.head_width
         keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
         attention = self.hidden_size * (2 * queries + 2 * keys)
@@ -78,7 +79,7 @@ class ModelSizes:
         )
 
     def layer_flops_per_token(self) -> float:
-        """One layer's matrices, forward."""
+        """Operations of one layer's matrices per token, forward."""
         queries = self.num_attention_heads * self.head_width
         keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
         attention = 2 * self.hidden_size * (2 * queries + 2 * keys)
@@ -91,33 +92,35 @@ class ModelSizes:
         return float(attention + router + 2 * self.hidden_size * matrices * width)
 
     def layer_flops_per_token_sq(self) -> float:
-        """One layer's attention, forward, per squared token of a sample."""
+        """Operations of one layer's attention per squared token of a sample, forward."""
         return 2.0 * self.num_attention_heads * self.head_width
 
     def layer_tp_bytes_per_token(self, tp: int) -> float:
-        """One layer's tensor-parallel traffic of a GPU, 16-bit, forward.
+        """Bytes per token that tensor parallelism moves per GPU in one layer's forward, 16-bit.
 
-        Two all-reduces of the hidden states, each 2 * (tp - 1) / tp times their bytes on a ring;
-        sequence parallelism makes of each an all-gather and a reduce-scatter of the same bytes.
+        Two all-reduces of the hidden states, each 2 * (tp - 1) / tp times their bytes on a ring.
+        Sequence parallelism replaces each by an all-gather and a reduce-scatter of the same bytes.
         """
         return 2 * 2 * (tp - 1) / tp * 2 * self.hidden_size
 
     def head_flops_per_token(self) -> float:
-        """The vocabulary projection, forward."""
+        """Operations of the vocabulary projection per token, forward."""
         return 2.0 * self.hidden_size * self.vocab_size
 
     def embedding_flops_per_token(self) -> float:
-        """The lookup, counted as one addition per channel."""
+        """Operations of the embedding lookup per token, counted as one addition per channel."""
         return float(self.hidden_size)
 
     def stage_weights(self, layout: Layout, mean_length: float) -> tuple[float, ...]:
-        """Cost of the pp*vpp chunks over their mean: the embedding first, the head last.
+        """Cost of each of the pp*vpp chunks divided by their mean.
+
+        The first chunk also has the embedding, the last one the vocabulary head.
 
         Args:
             mean_length: tokens of a typical sample, for the share of attention.
 
         Raises:
-            ConfigError: layers that do not divide into chunks.
+            ConfigError: the layers do not divide into chunks.
         """
         chunks = layout.num_chunks
         if self.num_layers % chunks:

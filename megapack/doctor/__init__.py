@@ -1,11 +1,10 @@
-"""`megapack doctor`: what of this machine would hinder a run, and what to set.
+"""`megapack doctor`: which software and settings of this machine would break a run, and the fixes.
 
-diagnosis  runs the probes
-probes     versions, libraries, environment
-apex       which of the two packages named apex is installed
+runner  runs the probes, those that import torch in a child process
+probes  versions, libraries, environment variables
 """
 
-from megapack.doctor.diagnosis import Diagnosis, diagnose
+from megapack.doctor.runner import Diagnosis, diagnose
 
 __all__ = [
     "Diagnosis",

@@ -1,8 +1,8 @@
 """The probes of `doctor`: versions, apex, CUDA, patches, and rules for environment variables.
 
-Each rule for a variable has a source: torch's pages on CUDA, distributed debugging and
-ProcessGroupNCCL's variables; NCCL's on its own; Megatron-Core's `LanguageModule` and
-`tensor_parallel.layers`; numba's reference.
+Sources of the rules: torch's pages on CUDA, distributed debugging and ProcessGroupNCCL's variables;
+NCCL's page on its variables; Megatron-Core's `LanguageModule` and `tensor_parallel.layers`; numba's
+reference.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megapack.base.apex import OTHER_APEX, find_apex
 
 _ON = ("1", "true", "yes", "y", "on")
 _OFF = ("0",)
-_ASSERTS_1 = "Megatron asserts 1 under attention_backend=auto, which packed rows take; unset it"
+_ASSERTS_1 = "Megatron asserts 1 under attention_backend=auto, which packed rows use; unset it"
 
 _Rules = dict[str, tuple[tuple[str, ...], str]]
-"""By variable: its bad values in lower case, and why they are bad."""
+"""Variable -> its bad values in lower case, and why they are bad."""
 
 _FAULTS: _Rules = {
     "CUDA_LAUNCH_BLOCKING": (_ON, "the host waits for every kernel; unset it"),
-    # Any value counts.
+    # Any value turns it on, 0 too.
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (_ON + _OFF, "every tensor is a cudaMalloc; unset it"),
     "TORCH_NCCL_BLOCKING_WAIT": (_ON, "no collective overlaps with compute; unset it"),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": (_OFF, "ranks wait for ever for a failed one; unset it"),
@@ -44,13 +44,13 @@ _FAULTS: _Rules = {
 _NOTES: _Rules = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": (
         _OFF,
-        "attention takes its slower, deterministic backward",
+        "attention uses its slower, deterministic backward",
     ),
-    "NCCL_P2P_DISABLE": (_ON, "GPUs of a node speak through host memory"),
-    "NCCL_IB_DISABLE": (_ON, "nodes speak over TCP, not InfiniBand or RoCE"),
-    "NCCL_SHM_DISABLE": (_ON, "GPUs of a node without peer access speak over the network"),
+    "NCCL_P2P_DISABLE": (_ON, "GPUs of a node communicate through host memory"),
+    "NCCL_IB_DISABLE": (_ON, "nodes communicate over TCP, not InfiniBand or RoCE"),
+    "NCCL_SHM_DISABLE": (_ON, "GPUs of a node without peer access communicate over the network"),
 }
-# torch has renamed NCCL_* to TORCH_NCCL_* for these; it warns of the old names and reads them.
+# torch renamed these from NCCL_* to TORCH_NCCL_*; it still reads the old names, with a warning.
 _RENAMED = [
     "ASYNC_ERROR_HANDLING",
     "BLOCKING_WAIT",
@@ -66,13 +66,13 @@ class Diagnosis:
 
     probe: str
     found: str = ""
-    """Versions and the like; one line."""
+    """Versions, paths, device names; one line."""
     broken: bool = False
     """The probe raised, or its process ended without an answer."""
     faults: list[str] = field(default_factory=list)
     """What is wrong and what to do."""
     notes: list[str] = field(default_factory=list)
-    """What is right for some runs only."""
+    """Settings that are right for some runs only."""
 
 
 def run_probe(name: str) -> Diagnosis:
@@ -92,9 +92,9 @@ def not_probed(name: str, broken: str) -> Diagnosis:
 
 
 def main(names: Sequence[str]) -> None:
-    """Run probes in `doctor`'s child; stdout gets one JSON object per line for each.
+    """Run probes in `doctor`'s child and print one JSON object per line and probe to stdout.
 
-    What the imported packages print goes to stderr. Without torch no other probe can work.
+    The output of imported packages goes to stderr. Without torch no other probe can work.
     """
     torch_is_broken = False
     with os.fdopen(os.dup(1), "w") as answers:
@@ -108,11 +108,11 @@ def main(names: Sequence[str]) -> None:
 def check_environment(
     environment: Mapping[str, str], num_cores: int
 ) -> tuple[list[str], list[str]]:
-    """Faults, which no run wants, and notes, which are right for some runs; `NAME=value: why`.
+    """Faults (wrong for every run) and notes (right for some runs), as `NAME=value: why`.
 
     Args:
         environment: the variables.
-        num_cores: of this node.
+        num_cores: CPU cores of this node.
     """
     old = [name for name in _RENAMED if f"NCCL_{name}" in environment]
     renamed = {f"TORCH_NCCL_{name}": environment[f"NCCL_{name}"] for name in old}
@@ -123,8 +123,8 @@ def check_environment(
     if connections != "1":
         notes.append(
             f"CUDA_DEVICE_MAX_CONNECTIONS is {connections}: with tp > 1 on Hopper and older "
-            "Megatron asks for 1, so that collectives start before the products that they overlap "
-            "with"
+            "Megatron asks for 1, so that collectives start before the matrix products that they "
+            "overlap with"
         )
     return [*faults, *_check_threads(environment, num_cores)], notes
 
@@ -138,8 +138,10 @@ def _broken_rules(rules: _Rules, environment: Mapping[str, str]) -> list[str]:
 
 
 def _check_threads(environment: Mapping[str, str], num_cores: int) -> list[str]:
-    """Ranks of a node that want more threads than it has cores wait for each other. Without
-    OMP_NUM_THREADS each takes all cores."""
+    """Report ranks of a node that together start more threads than it has cores.
+
+    Without OMP_NUM_THREADS each rank starts a thread per core.
+    """
     ranks = _count(environment, "LOCAL_WORLD_SIZE") or _count(environment, "SLURM_NTASKS_PER_NODE")
     wanted = ranks * (_count(environment, "OMP_NUM_THREADS") or num_cores)
     if ranks < 2 or wanted <= num_cores:
@@ -156,23 +158,23 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 
 
 def _python(diagnosis: Diagnosis) -> None:
-    from megapack import __file__ as place
+    from megapack import __file__ as path
 
-    diagnosis.found = f"{platform.python_version()}, {sys.executable}; megapack in {place}"
+    diagnosis.found = f"{platform.python_version()}, {sys.executable}; megapack in {path}"
 
 
 def _numba(diagnosis: Diagnosis) -> None:
     import numba
 
-    from megapack.pipeline import kernels as pipeline_kernels
+    from megapack.pipeline import kernels
 
     diagnosis.found = numba.__version__
-    # A plain function under NUMBA_DISABLE_JIT, which the rules report.
-    stats = getattr(pipeline_kernels.rank_seconds, "stats", None)
+    # Under NUMBA_DISABLE_JIT, which has a rule above, it is a plain function without stats.
+    stats = getattr(kernels.rank_seconds, "stats", None)
     if stats is not None and stats.cache_path is None:
         diagnosis.faults.append(
-            "no folder for compiled code can be written, so every process compiles the planner "
-            "again; set NUMBA_CACHE_DIR to one that can"
+            "no cache folder for compiled code is writable, so every process compiles the planner "
+            "again; set NUMBA_CACHE_DIR to a writable folder"
         )
     elif stats is not None:
         diagnosis.found += f", compiled code in {stats.cache_path}"
@@ -204,11 +206,11 @@ def _cuda(diagnosis: Diagnosis) -> None:
     if not _has_driver():
         diagnosis.notes.append("no libcuda.so.1: only device=cpu runs here")
         return
-    # Raises where no GPU is visible or the driver is too old for the build, and says so.
+    # Raises, with the reason, if no GPU is visible or the driver is too old for the build.
     torch.cuda.init()  # type: ignore[no-untyped-call]
     count = torch.cuda.device_count()
     diagnosis.found += f"; {count} x {torch.cuda.get_device_name()}"
-    # A build without code for this GPU fails at its first kernel, not before.
+    # A build without code for this GPU fails at its first kernel only.
     torch.ones(2, device="cuda").add(1).sum().item()
 
 
@@ -224,7 +226,7 @@ def _transformer_engine(diagnosis: Diagnosis) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         diagnosis.found = "not installed"
         diagnosis.notes.append(
-            "packed rows take torch's varlen attention or SDPA; context parallelism and FP8 need it"
+            "packed rows use torch's varlen attention or SDPA; context parallelism and FP8 need it"
         )
         return
     importlib.import_module("transformer_engine.pytorch")
@@ -253,7 +255,7 @@ def _megatron(diagnosis: Diagnosis) -> None:
 
 
 def _patches(diagnosis: Diagnosis) -> None:
-    from megapack.patching import applied as patching
+    from megapack import patching
     from megapack.startup import VARIABLE, asked_hosts
 
     if sys.flags.ignore_environment:
@@ -261,7 +263,7 @@ def _patches(diagnosis: Diagnosis) -> None:
         return
     hosts = asked_hosts(os.environ.get(VARIABLE, ""))
     if not hosts:
-        diagnosis.found = f"none asked for ({VARIABLE} is not set)"
+        diagnosis.found = f"no patches ({VARIABLE} is not set)"
         return
     applied = {status.host for status in patching.status()}
     diagnosis.faults += [
@@ -271,7 +273,7 @@ def _patches(diagnosis: Diagnosis) -> None:
         if host not in applied
     ]
     findings = [finding for host in hosts for finding in patching.check(host)]
-    diagnosis.faults += [f"{one.target}: {one.problem}" for one in findings if one.problem]
+    diagnosis.faults += [f"{found.target}: {found.problem}" for found in findings if found.problem]
     diagnosis.found = f"{VARIABLE}={','.join(hosts)}, {len(findings)} names"
 
 
@@ -283,10 +285,10 @@ def _check_version(diagnosis: Diagnosis, package: str, version: str, of: str = "
     # NVIDIA's containers have builds such as 2.6.0a0+ecf3bae, which no range of releases contains.
     release = Version(version).base_version
     with contextlib.suppress(metadata.PackageNotFoundError):  # a source tree has no metadata
-        ranges = map(Requirement, metadata.requires(of) or [])
-        wanted = next((one.specifier for one in ranges if one.name == package), None)
-        if wanted is not None and not wanted.contains(release):
-            diagnosis.faults.append(f"version {version}; install {package}{wanted}")
+        requirements = map(Requirement, metadata.requires(of) or [])
+        required = next((r.specifier for r in requirements if r.name == package), None)
+        if required is not None and not required.contains(release):
+            diagnosis.faults.append(f"version {version}; install {package}{required}")
 
 
 _PROBES: dict[str, Callable[[Diagnosis], None]] = {

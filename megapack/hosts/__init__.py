@@ -1,5 +1,5 @@
-"""Other training frameworks: functions with their signatures, planned by megapack.
+"""Functions with the signatures of other training frameworks, planned by megapack.
 
-One module per framework, named as it is; the others are what these share. None imports its
-framework.
+One module per framework, with its name; `shared` has what several of them use. No module imports
+its framework; those for Megatron-LM import Megatron-Core.
 """

@@ -4,9 +4,10 @@
     forward_step = megatron_lm.PlannedStep(max_tokens_per_gpu=16384)
     pretrain(..., forward_step_func=forward_step)
 
-`pretrain` asks for `num_microbatches` of constant shape. To a planned step that is how many items
-of the data set each data-parallel rank draws, so consumed samples and learning rates stay right;
-what runs is the plan's M, iterators and row lengths. Any other forward step runs as ever.
+`pretrain` passes `num_microbatches`, a number of micro-batches of constant shape. A planned step
+reads it as the number of data set items that each data-parallel rank draws, so consumed samples and
+learning rates stay right; M, iterators and row lengths are the plan's. Any other forward step runs
+unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from megapack.cost.model import CostModel
     from megapack.plan.plan import Plan
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +46,13 @@ configure = _OPTIONS.configure
 
 
 class PlannedStep:
-    """Stands where Megatron-LM expects a `forward_step_func`; plans, packs and runs each step.
+    """A `forward_step_func` for Megatron-LM that plans, packs and runs each step.
 
     Args:
         max_tokens_per_gpu: see `build_dp_schedule`.
-        objective: per-token losses; None for `SFT()`. Fields that it reads are read from the items.
-        weighting: how tokens weigh, see `loss.sample_weights`.
-        norm_constant: of the weighting that has one.
+        objective: per-token losses; None for `SFT()`. Its fields are keys of the items.
+        weighting: weights of tokens, see `loss.sample_weights`.
+        norm_constant: for the weighting that has one, see `loss.sample_weights`.
         cost: see `build_dp_schedule`.
         policy: see `build_dp_schedule`.
     """
@@ -66,14 +67,16 @@ class PlannedStep:
         cost: CostModel | None = None,
         policy: Policy | None = None,
     ) -> None:
-        self._budget, self._cost, self._policy = max_tokens_per_gpu, cost, policy
+        self._budget = max_tokens_per_gpu
+        self._cost = cost
+        self._policy = policy
         self._objective = objective
         self._weighting = {"weighting": weighting, "norm_constant": norm_constant}
         self._adapter: Any = None
         self._num_steps = 0
 
     def __call__(self, data_iterator: Any, model: Any, *_: Any, **__: Any) -> Any:
-        """Called by Megatron's own schedule alone, which the patch would have replaced."""
+        """Only Megatron's own schedule calls this, if the patch is not applied: raise."""
         raise ScheduleError(
             "a PlannedStep runs under the patched get_forward_backward_func only; call "
             'megapack.patching.apply("megatron_lm") above the import of megatron.training'
@@ -82,10 +85,10 @@ class PlannedStep:
     def run(
         self, data_iterator: Any, model: Any, num_items: int, forward_only: bool
     ) -> list[dict[str, Any]]:
-        """One step of all ranks: gradients into the model, or the loss alone.
+        """Run one step on all ranks: add gradients to the model, or only compute the loss.
 
         Returns:
-            What Megatron-LM logs: one dict of one-element tensors, the same on every rank.
+            The dict that Megatron-LM logs, of one-element tensors, the same on every rank.
 
         Raises:
             MegapackError: on every rank; see `ScheduleAdapter.step`.
@@ -95,14 +98,14 @@ class PlannedStep:
         adapter = self._adapter_of(model)
         self._num_steps += 1
         with adapter.ranks.guarded(f"planned step {self._num_steps}"):
-            report = self._report(adapter, data_iterator, num_items, forward_only)
+            metrics = self._run(adapter, data_iterator, num_items, forward_only)
         device = torch.cuda.current_device()
-        return [{k: torch.tensor([v], device=device) for k, v in report.items()}]
+        return [{name: torch.tensor([x], device=device) for name, x in metrics.items()}]
 
-    def _report(
+    def _run(
         self, adapter: Any, data_iterator: Any, num_items: int, forward_only: bool
     ) -> dict[str, float]:
-        """Draw, plan and run; what to log."""
+        """Draw, plan and run; returns the metrics to log."""
         import torch
 
         from megapack.hosts.shared.megatron_lm_data import draw_batch
@@ -138,7 +141,7 @@ class PlannedStep:
         weights = sample_weights(
             num_loss_tokens=batch.num_loss_tokens, plan=plan, **self._weighting
         )
-        # Log-probs are 0 outside the response, and absent where the step left a sample out.
+        # Log-probs are 0 outside the response, and None for samples that the step left out.
         sums = [0.0 if values is None else float(values.sum()) for values in logprobs]
         return -float(weights @ sums)
 
@@ -148,16 +151,16 @@ class PlannedStep:
         chunks = list(model) if isinstance(model, Sequence) else [model]
         if self._adapter is None or self._adapter.chunks != chunks:
             layout = megatron_layout(chunks[0])
-            _LOG.info("planned steps on %s, %d tokens per GPU", layout, self._budget)
+            logger.info("planned steps on %s, %d tokens per GPU", layout, self._budget)
             self._adapter = ScheduleAdapter(chunks, layout=layout)
         return self._adapter
 
 
 def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Megatron-Core's own, but a `PlannedStep` given to what it returns runs a planned step."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func as megatrons
+    """Megatron-Core's schedule function, which runs a `PlannedStep` as a planned step."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_func
 
-    schedule = megatrons(*args, **kwargs)
+    schedule = megatron_func(*args, **kwargs)
 
     @functools.wraps(schedule)
     def forward_backward_func(*, forward_step_func: Any, **step: Any) -> Any:
@@ -184,13 +187,14 @@ def _refuse_unplanned(step: dict[str, Any]) -> None:
     ):
         if step.get(name):
             raise ScheduleError(
-                f"Megatron-LM passes {name}, which planned steps do not take; turn off what asks "
-                "for it (distillation, saved gradients, multi-module models), or the patch"
+                f"Megatron-LM passes {name}, which planned steps do not support; turn off the "
+                "feature that needs it (distillation, saved gradients, multi-module models), or "
+                "the patch"
             )
 
 
 def megatron_layout(chunk: Any) -> Layout:
-    """The layout that Megatron's groups were made for, and the model's config."""
+    """The layout of Megatron's process groups and the model's config."""
     from megatron.core import parallel_state as groups
     from megatron.core.utils import get_model_config
 
@@ -210,7 +214,7 @@ def megatron_layout(chunk: Any) -> Layout:
 
 
 class DpBalancedScheduler:
-    """Planned packs in the shape of Megatron-LM's packing scheduler.
+    """Planned packs with the interface of Megatron-LM's packing scheduler.
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens per GPU, after CP.
@@ -227,7 +231,8 @@ class DpBalancedScheduler:
         microbatch_group_size_per_vp_stage: int | None,
     ) -> None:
         self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
-        self.cp_size, self.dp_size = cp_size, dp_size
+        self.cp_size = cp_size
+        self.dp_size = dp_size
         self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
 
     def get_groups_and_subsamples(
@@ -240,23 +245,25 @@ class DpBalancedScheduler:
 def get_groups_and_subsamples(
     self: Any, sample_id_seqlens: Sequence[tuple[int, int]]
 ) -> list[list[list[int]]]:
-    """Samples into packs: M is a multiple of G, no pack is empty, none over the budget.
+    """Pack samples: M is a multiple of G, and no pack is empty or over the budget.
 
-    Megatron's own takes them in input order and asserts where it cannot fill the last group.
+    Megatron's own function packs in input order, and fails at an assertion if it cannot fill the
+    last G micro-batches.
 
     Args:
-        self: a scheduler, ours or Megatron's.
+        self: a scheduler, megapack's or Megatron's.
         sample_id_seqlens: (id, padded tokens) of each sample.
 
     Returns:
-        `[micro-batch][rank][position]`: ids. A rank is a data- and context-parallel one;
-        context-parallel ranks of one data-parallel rank have the same.
+        Ids as `[micro-batch][rank][position]`. Ranks are DP x CP ranks; the CP ranks of one DP rank
+        have the same ids.
 
     Raises:
         PlanError: too few samples for one pack per rank and micro-batch.
     """
-    options, group = _OPTIONS.current, self.microbatch_group_size_per_vp_stage or 1
-    # The scheduler is not told pp: with pp = G the legal counts are the multiples of G.
+    options = _OPTIONS.current
+    group = self.microbatch_group_size_per_vp_stage or 1
+    # The scheduler does not know pp. With pp = G the legal counts are the multiples of G.
     vpp = 2 if group > 1 else 1
     plan = megapack.build_dp_schedule(
         [int(tokens) for _, tokens in sample_id_seqlens],

@@ -1,4 +1,4 @@
-"""miles: `miles.utils.dp_schedule` and the functions of `miles.utils.seqlen_balancing` it calls."""
+"""miles: `miles.utils.dp_schedule`, and functions of `miles.utils.seqlen_balancing` it calls."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = [
     "get_seqlen_balanced_partitions",
 ]
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-options = HostOptions(RolloutOptions())
-configure = options.configure
+_OPTIONS = HostOptions(RolloutOptions())
+configure = _OPTIONS.configure
 
 
 def build_dp_schedule(
@@ -47,20 +47,20 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: Sequence[Any],
 ) -> Schedule:
-    """miles' schedule of one rollout's samples: as slime's, with these differences.
+    """miles' schedule of one generation's samples: as slime's, with these differences.
 
-    `vpp_size` and the group size may be None. With `args.allow_partial_train_step` and dynamic
-    batches the rollouts that fill no step make a smaller last one, which is left out where its
-    samples fill no row on every rank. Static chunks are balanced by FLOPs with `balance_by_flops`,
-    by tokens with `balance_data`, and dealt in turn with neither.
+    `vpp_size` and the VPP group size may be None. With `args.allow_partial_train_step` and dynamic
+    batches, rollouts that do not fill a step make a smaller last step, which is left out if its
+    samples cannot fill a row on every rank. Static micro-batches are balanced over ranks by FLOPs
+    with `balance_by_flops` and by tokens with `balance_data`; with neither, ranks get them in turn.
 
     Returns:
         partitions, micro_batch_indices, num_microbatches: as slime's.
         num_rollouts: rollouts that each step kept.
 
     Raises:
-        ValueError: a step that no prefix of its rollouts aligns. It is an AssertionError too, as
-            are the other refusals.
+        ValueError: no prefix of a step's rollouts can be aligned. This error, like the other
+            refusals, is an AssertionError too.
     """
     layout = layout_of(args, train_parallel_config)
     by_flops = bool(getattr(args, "balance_by_flops", False))
@@ -71,27 +71,27 @@ def build_dp_schedule(
             weights = sample_flops(args, total_lengths)
         return plan_static(args, layout, Rollouts.read(rollout_indices, global_batch_size), weights)
 
-    def planned(rollouts: Rollouts) -> Schedule:
+    def plan(rollouts: Rollouts) -> Schedule:
         return plan_dynamic(
             args,
             layout,
             total_lengths,
             rollouts,
             balanced=by_flops or by_tokens,
-            options=options.current,
+            options=_OPTIONS.current,
             host="miles",
         )
 
     partial = bool(getattr(args, "allow_partial_train_step", False))
     rollouts = Rollouts.read(rollout_indices, global_batch_size, partial=partial)
     try:
-        return planned(rollouts)
+        return plan(rollouts)
     except PlanError:
         whole = rollouts.whole_steps()
         if whole.per_step == rollouts.per_step:
             raise
-        schedule = planned(whole)
-        _LOG.info(
+        schedule = plan(whole)
+        logger.info(
             "partial step skipped: its %d samples fill no row on every rank (dp=%d)",
             len(rollouts.samples) - len(whole.samples),
             layout.dp,

@@ -1,8 +1,8 @@
 """NeMo-RL: `nemo_rl.data.packing.get_packer`, and `BatchedDataDict.shard_by_batch_size`.
 
-The packers keep NeMo-RL's rules; where it asks for more bins than they made, the heaviest are
-split. With a layout configured, batches are planned for its pipeline instead. Read at commit
-7ea279a.
+The packers keep NeMo-RL's rules; if it requires more bins than a rule makes, the heaviest bins are
+split. With a layout configured, batches are planned for its pipeline instead. Written for NeMo-RL's
+commit 7ea279a.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rank_rows import Rows, log_budget
 from megapack.layout import Layout
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 __all__ = ["NemoRLOptions", "PackingMetrics", "configure", "get_packer", "shard_by_batch_size"]
 
@@ -35,18 +35,18 @@ _RULES: dict[str, bin_packers.Rule] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NemoRLOptions:
-    """What may differ from NeMo-RL's own behaviour."""
+    """Where the replacements may differ from NeMo-RL's own behaviour."""
 
     layout: Layout | None = None
-    """The job's layout, dp being the shards: sequences are dealt to shards and packed for its
-    pipeline, and every count is one that its interleaved schedule runs. None: the packer's bins in
-    turn, whatever the pipeline."""
+    """The job's layout; its dp is the number of shards. Sequences are distributed over shards and
+    packed for its pipeline, and every M is one that its interleaved schedule runs. None: shards get
+    the packer's bins in turn, without regard to the pipeline."""
     cost: CostModel | None = None
     """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.layout is None:
-            raise ConfigError("cost without layout is not looked at; set both")
+            raise ConfigError("cost is used with a layout only; set both")
 
 
 _OPTIONS = HostOptions(NemoRLOptions())
@@ -54,7 +54,7 @@ configure = _OPTIONS.configure
 
 
 class PackingMetrics:
-    """Sums over packings, under NeMo-RL's names."""
+    """Metrics over all packings, under NeMo-RL's names."""
 
     def __init__(self) -> None:
         self.reset()
@@ -78,8 +78,9 @@ class PackingMetrics:
         total = {name: sum(stats[name] for stats in self._packings) for name in names}
         used = [stats["average_utilization"] for stats in self._packings]
         wasted = [stats["waste_ratio"] for stats in self._packings]
-        capacity, bins = total["total_bin_capacity"], total["num_bins"]
-        # The fewest bins of all sequences together, at the mean capacity.
+        capacity = total["total_bin_capacity"]
+        bins = total["num_bins"]
+        # The fewest bins that could hold all tokens at the mean capacity, rounded up.
         fewest = -(-total["total_sequence_length"] * bins // capacity) if capacity else 0
         return {
             "total_sequences": total["num_sequences"],
@@ -96,7 +97,7 @@ class PackingMetrics:
 
 
 class Packer(bin_packers.SequencePacker):
-    """A packer that can keep metrics of what it packed."""
+    """A packer that can keep metrics of its packings."""
 
     metrics: PackingMetrics | None = None
 
@@ -111,11 +112,11 @@ class Packer(bin_packers.SequencePacker):
         return self.metrics is not None
 
     def compute_metrics(self, sequence_lengths: Sequence[int], bins: Rows) -> dict[str, float]:
-        """Metrics of one packing, not added to those that are kept."""
+        """Metrics of one packing, not added to the kept ones."""
         return packing_stats(sequence_lengths, bins, self.bin_capacity)
 
     def get_aggregated_metrics(self) -> dict[str, float]:
-        """Metrics of all packings since the last reset; {} where none are kept."""
+        """Metrics of all packings since the last reset; {} if the packer keeps no metrics."""
         return {} if self.metrics is None else self.metrics.get_aggregated_stats()
 
     def reset_metrics(self) -> None:
@@ -124,7 +125,7 @@ class Packer(bin_packers.SequencePacker):
 
     def print_metrics(self) -> None:
         """Log the aggregated metrics."""
-        _LOG.info("packing: %s", self.get_aggregated_metrics() or "no metrics are kept")
+        logger.info("packing: %s", self.get_aggregated_metrics() or "no metrics are kept")
 
 
 def get_packer(
@@ -134,19 +135,20 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> Packer:
-    """A packer by name: "concatenative", "first_fit_decreasing", "first_fit_shuffle" (always the
-    same order here) or "modified_first_fit_decreasing", or by the host's enum.
+    """Make a packer by name or by the host's enum member.
 
     Args:
-        bin_capacity: tokens of a bin; sequences count as long as they are padded.
-        collect_metrics: keep metrics of what is packed.
-        min_bin_count: at least so many bins, none of them empty.
-        bin_count_multiple: a multiple of it.
+        algorithm: "concatenative", "first_fit_decreasing", "first_fit_shuffle" (here always the
+            same order) or "modified_first_fit_decreasing".
+        bin_capacity: padded tokens of a bin.
+        collect_metrics: keep metrics of the packings.
+        min_bin_count: least number of bins, none of them empty.
+        bin_count_multiple: the number of bins is a multiple of it.
 
     Raises:
         ConfigError: an unknown name, or a number out of range.
     """
-    _, rule = bin_packers.choose(algorithm, _RULES)
+    _, rule = bin_packers.find_rule(algorithm, _RULES)
     packer = Packer(rule, bin_capacity, min_bin_count, bin_count_multiple)
     if collect_metrics:
         packer.metrics = PackingMetrics()
@@ -161,28 +163,29 @@ def shard_by_batch_size(
     dynamic_batching_args: dict[str, Any] | None = None,
     sequence_packing_args: dict[str, Any] | None = None,
 ) -> list[Any] | tuple[list[Any], list[int]]:
-    """Shards of a BatchedDataDict for the DP ranks; in NeMo-RL a method of `data`.
+    """Split a BatchedDataDict into shards for the DP ranks; in NeMo-RL a method of `data`.
 
-    Each `batch_size` rows are one optimizer step, shared out to all shards. Sequence packing counts
-    lengths padded to `sequence_length_pad_multiple` against `max_tokens_per_microbatch`.
+    `batch_size` consecutive rows (sequences) are one optimizer step, distributed over all shards.
+    Sequence packing counts lengths padded to `sequence_length_pad_multiple` against
+    `max_tokens_per_microbatch`.
 
     Args:
         data: has `select_indices`, `slice` and `data`, a dict of fields.
-        shards: DP ranks.
+        shards: number of DP ranks.
         batch_size: rows of a step over all shards; None: all rows.
-        allow_uneven_shards: the last shards may get fewer rows, with neither packing nor steps.
+        allow_uneven_shards: the last shards may get fewer rows; without packing and steps only.
         dynamic_batching_args: as NeMo-RL's; not with `sequence_packing_args`.
         sequence_packing_args: as NeMo-RL's.
 
     Returns:
-        shards: rows step after step, with `micro_batch_indices` and `micro_batch_lengths` where
-            they are packed or dynamic, and `elem_counts_per_gb` where they are packed.
-        indices: only with arguments of a kind: where the rows came from, shard after shard where
-            they are packed, step after step where they are dynamic.
+        shards: rows step after step. With packing or dynamic batching they have
+            `micro_batch_indices` and `micro_batch_lengths`, with packing `elem_counts_per_gb` too.
+        indices: only with packing or dynamic batching: the row of `data` of each row of the shards;
+            shard after shard with packing, step after step with dynamic batching.
 
     Raises:
-        HostAssertionError: rows that do not divide, or both kinds of arguments.
-        PlanError: a sequence over the budget, or a count that a step's rows cannot fill.
+        HostAssertionError: rows that do not divide, or packing and dynamic batching together.
+        PlanError: a sequence over the budget, or too few rows in a step for the least M.
     """
     if allow_uneven_shards and batch_size is not None:
         raise HostAssertionError("batch_size must be None if allow_uneven_shards is True")
@@ -192,7 +195,7 @@ def shard_by_batch_size(
         )
     steps = nemo_rl_shards.step_rows(data, shards, batch_size, allow_uneven_shards)
     if sequence_packing_args is not None:
-        layout, cost = _OPTIONS.current.layout, _OPTIONS.current.cost
+        layout = _OPTIONS.current.layout
         packing = nemo_rl_shards.PackingArgs.read(data, sequence_packing_args)
         log_budget("NeMo-RL", packing.max_tokens, layout and layout.cp)
         if layout is None:
@@ -202,13 +205,14 @@ def shard_by_batch_size(
                 min_bin_count=shards,
                 bin_count_multiple=shards,
             )
-            plan = [nemo_rl_shards.dealt(packer, packing, rows, shards) for rows in steps]
+            plan = [nemo_rl_shards.pack_step(packer, packing, rows, shards) for rows in steps]
         else:
-            plan = nemo_rl_shards.planned(packing, steps, shards, layout, cost)
-        return nemo_rl_shards.packed(data, packing, plan, shards)
+            cost = _OPTIONS.current.cost
+            plan = nemo_rl_shards.plan_steps(packing, steps, shards, layout, cost)
+        return nemo_rl_shards.packed_shards(data, packing, plan, shards)
     if dynamic_batching_args is not None:
-        return nemo_rl_shards.dynamic(data, steps, shards, dynamic_batching_args)
-    return nemo_rl_shards.plain(data, steps, shards)
+        return nemo_rl_shards.dynamic_shards(data, steps, shards, dynamic_batching_args)
+    return nemo_rl_shards.plain_shards(data, steps, shards)
 
 
 def packing_stats(
@@ -216,10 +220,11 @@ def packing_stats(
 ) -> dict[str, float]:
     """Metrics of one packing; all 0 without bins.
 
-    `bin_balance` is 1 less the standard deviation (n - 1) of the bins' tokens over their mean.
+    `bin_balance` is 1 minus the standard deviation (n - 1) of the bins' tokens over their mean.
     """
     loads = [sum(int(sequence_lengths[i]) for i in row) for row in bins]
-    total, capacity = sum(loads), len(bins) * bin_capacity
+    total = sum(loads)
+    capacity = len(bins) * bin_capacity
     fewest = -(-total // bin_capacity)
     spread = statistics.stdev(loads) / statistics.fmean(loads) if len(bins) > 1 else 0.0
     return {

@@ -1,8 +1,8 @@
 """SkyRL: micro-batch iterators of `worker_utils`, and `bin_packing.make_seq_packer`.
 
-Token-based micro-batches are planned by megapack. With a layout configured, alignment and the
-pipeline's order count, and every count is one that the interleaved schedule runs, which SkyRL
-leaves to chance. Read at commit a956457.
+Token-based micro-batches are planned by megapack. With a layout configured, alignment counts
+against the budget, micro-batches are ordered for the pipeline, and every M is one that the
+interleaved schedule runs; SkyRL does not check that. Written for SkyRL's commit a956457.
 """
 
 from __future__ import annotations
@@ -52,20 +52,21 @@ _RULES: dict[str, bin_packers.Rule] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SkyRLOptions:
-    """What may differ from SkyRL's own behaviour."""
+    """Where the replacements may differ from SkyRL's own behaviour."""
 
     layout: Layout | None = None
-    """The job's layout: rows are planned and ordered for its pipeline, alignment counts, and M is a
-    count that Megatron runs. None: as few micro-batches as fit, whatever the pipeline."""
+    """The job's layout: rows are planned and ordered for its pipeline, alignment counts against the
+    budget, and M is a count that Megatron runs. None: the fewest micro-batches within the budget,
+    without regard to the pipeline."""
     cost: CostModel | None = None
     """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
     uniform_micro_batch_size: bool = False
-    """Add padding samples so that a rank's micro-batches have the same number of samples, as
-    Megatron's schedules want of batches that are not packed."""
+    """Add padding samples so that a rank's micro-batches have the same number of samples, which
+    Megatron's schedules require of batches that are not packed."""
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.layout is None:
-            raise ConfigError("cost without layout is not looked at; set both")
+            raise ConfigError("cost is used with a layout only; set both")
 
 
 _OPTIONS = HostOptions(SkyRLOptions())
@@ -73,13 +74,14 @@ configure = _OPTIONS.configure
 
 
 class _BatchIterator:
-    """Micro-batches of a TrainingInputBatch: planned ones, then padding ones."""
+    """Micro-batches of a TrainingInputBatch: those with samples, then the padding ones."""
 
     def __init__(self, data: Any, microbatches: Rows, count: int) -> None:
         """
         Args:
-            microbatches: per micro-batch its samples.
-            count: micro-batches with padding ones.
+            data: the TrainingInputBatch.
+            microbatches: the samples of each micro-batch.
+            count: number of micro-batches, with the padding ones.
         """
         self.data = data
         self._microbatches = microbatches
@@ -93,23 +95,23 @@ class _BatchIterator:
 
     def __iter__(self) -> Iterator[Any]:
         for row in self._microbatches:
-            yield self._sized(_select(self.data, row))
+            yield self._fill_up(_select(self.data, row))
         for _ in range(self._num_padding_microbatches):
-            yield self._sized(self._create_padding_microbatch())
+            yield self._fill_up(self._create_padding_microbatch())
 
     @property
     def num_padding_microbatches(self) -> int:
-        """Micro-batches without samples, at the end: they make the count what all ranks run."""
+        """Number of padding micro-batches at the end, which bring the count to M of all ranks."""
         return self._num_padding_microbatches
 
     def reorder_and_combine_batches(self, batches: list[Any]) -> Any:
-        """Outputs of all micro-batches as one batch in the order of `data`.
+        """Combine the outputs of all micro-batches into one batch in the order of `data`.
 
-        Micro-batches [[0, 2], [1, 3]] with rows a c, b d give a, b, c, d. Rows and micro-batches of
-        padding are left out.
+        Micro-batches [[0, 2], [1, 3]] with outputs [a, c] and [b, d] give a, b, c, d. Padding
+        samples and padding micro-batches are left out.
 
         Raises:
-            DataError: no outputs, or another number than micro-batches.
+            DataError: no outputs, or their number is not the number of micro-batches.
         """
         if len(batches) not in (len(self), len(self._microbatches)) or not batches:
             raise DataError(
@@ -118,21 +120,22 @@ class _BatchIterator:
         return _combine(batches[: len(self._microbatches)], self._microbatches)
 
     def _create_padding_microbatch(self) -> Any:
-        """One sample that counts for nothing, as long as the real ones."""
-        return _padding_rows(self.data, 1)
+        """One sample without a loss, as wide as the real ones."""
+        return _padding_samples(self.data, 1)
 
-    def _sized(self, batch: Any) -> Any:
+    def _fill_up(self, batch: Any) -> Any:
+        """Append padding samples up to the uniform micro-batch size, if one is set."""
         missing = (self._micro_batch_size or 0) - len(batch["sequences"])
-        return (
-            _stack(batch, _padding_rows(self.data, missing, like=batch)) if missing > 0 else batch
-        )
+        if missing <= 0:
+            return batch
+        return _append(batch, _padding_samples(self.data, missing, like=batch))
 
 
 class TokenBasedBatchIterator(_BatchIterator):
-    """Micro-batches of at most so many real tokens; a sample over that is alone.
+    """Micro-batches of at most `max_tokens_per_microbatch` real tokens; a larger sample is alone.
 
-    Collective over all ranks where torch.distributed is initialized: all make it, get the same
-    number of micro-batches, or raise.
+    Collective over all ranks if torch.distributed is initialized: all ranks construct it, and all
+    get the same number of micro-batches or raise.
     """
 
     def __init__(self, data: Any, max_tokens_per_microbatch: int) -> None:
@@ -142,9 +145,10 @@ class TokenBasedBatchIterator(_BatchIterator):
             max_tokens_per_microbatch: real tokens of a micro-batch, before CP.
 
         Raises:
-            ScheduleError: on every rank, where one rank's data or settings cannot be used.
+            ScheduleError: on every rank, if one rank's data or settings cannot be used.
         """
-        max_tokens, options = int(max_tokens_per_microbatch), _OPTIONS.current
+        max_tokens = int(max_tokens_per_microbatch)
+        options = _OPTIONS.current
         settings = repr((max_tokens, options))
         rank, need = agree_on_need(lambda: _RankRows(data, max_tokens, options), settings, None)
         layout = options.layout
@@ -159,9 +163,9 @@ class TokenBasedBatchIterator(_BatchIterator):
 
 
 class SampleBasedBatchIterator(_BatchIterator):
-    """Micro-batches of so many consecutive samples, the last one of fewer.
+    """Micro-batches of `sample_batch_size` consecutive samples; the last may have fewer.
 
-    With a layout configured, padding micro-batches follow up to a count that Megatron runs.
+    With a layout configured, padding micro-batches fill up to a count that Megatron runs.
     """
 
     def __init__(self, data: Any, sample_batch_size: int, drop_last: bool = False) -> None:
@@ -173,7 +177,8 @@ class SampleBasedBatchIterator(_BatchIterator):
             raise ConfigError("drop_last=True would lose samples; set False")
         if sample_batch_size < 1:
             raise ConfigError(f"sample_batch_size={sample_batch_size}; set 1 or more")
-        self.sample_batch_size, self.drop_last = sample_batch_size, drop_last
+        self.sample_batch_size = sample_batch_size
+        self.drop_last = drop_last
         self.total_batch_size = len(data["sequences"])
         samples = list(range(self.total_batch_size))
         rows = [samples[i : i + sample_batch_size] for i in samples[::sample_batch_size]]
@@ -185,7 +190,7 @@ class SampleBasedBatchIterator(_BatchIterator):
 def get_microbatch_iterator(
     data: Any, micro_batch_size: int, max_tokens_per_microbatch: int
 ) -> TokenBasedBatchIterator | SampleBasedBatchIterator:
-    """By tokens where `max_tokens_per_microbatch` is positive, else by samples; -1 turns it off."""
+    """Iterate by tokens if `max_tokens_per_microbatch` is positive (-1: off), else by samples."""
     if max_tokens_per_microbatch > 0:
         return TokenBasedBatchIterator(data, max_tokens_per_microbatch)
     return SampleBasedBatchIterator(data, micro_batch_size)
@@ -197,15 +202,15 @@ def make_seq_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> bin_packers.SequencePacker:
-    """A packer by name, or by the host's enum.
+    """Make a packer by name or by the host's enum member.
 
     "first_fit_decreasing" refuses a sequence over the capacity; "balanced" fills the emptiest bin
-    and leaves it alone. Where more bins are asked for, the heaviest are split.
+    and puts such a sequence alone into a bin. If more bins are required, the heaviest are split.
 
     Raises:
         ConfigError: an unknown name, or a number out of range.
     """
-    name, rule = bin_packers.choose(algorithm, _RULES)
+    name, rule = bin_packers.find_rule(algorithm, _RULES)
     return bin_packers.SequencePacker(
         rule, bin_capacity, min_bin_count, bin_count_multiple, oversize_alone=name == "BALANCED"
     )
@@ -231,28 +236,29 @@ def _real_tokens(data: Any) -> list[int]:
 
 
 def _select(data: Any, row: list[int]) -> Any:
-    """The samples of a row, with the batch's metadata."""
+    """Select the samples of a row, with the batch's metadata."""
     batch = type(data)({name: take(value, row) for name, value in data.items()})
     batch.metadata = data.metadata
     return batch
 
 
-def _padding_rows(data: Any, num: int, *, like: Any = None) -> Any:
-    """Samples without a loss, as wide as those of `data`: one token each that attention sees.
+def _padding_samples(data: Any, num: int, *, like: Any = None) -> Any:
+    """Samples without a loss, as wide as those of `data`; attention sees one token of each.
 
     Args:
-        like: the batch that they are appended to: its means over responses leave them out, and
-            fields of tensors of unequal shapes repeat its first one. None: they are a batch of
-            their own, in which no mean divides by zero, without such fields.
+        like: the batch that they are appended to. Their response masks are 0, so that its means
+            over responses leave them out; fields of tensors of unequal shapes repeat its first one.
+            None: they are a separate batch. Their response masks are 1, so that no mean divides by
+            zero, and it has no fields of tensors of unequal shapes.
     """
     import torch
 
     fields: dict[str, Any] = {}
     for name, value in data.items():
         if isinstance(value, torch.Tensor):
-            rows = value.new_zeros((num, *value.shape[1:]))
-            alone = like is None or name != "response_mask"
-            fields[name] = _FILL[name](rows) if alone and name in _FILL else rows
+            zeros = value.new_zeros((num, *value.shape[1:]))
+            is_filled = name in _FILL and (like is None or name != "response_mask")
+            fields[name] = _FILL[name](zeros) if is_filled else zeros
         elif value is None:
             fields[name] = None
         elif like is not None:
@@ -262,26 +268,26 @@ def _padding_rows(data: Any, num: int, *, like: Any = None) -> Any:
     return batch
 
 
-def _stack(first: Any, second: Any) -> Any:
-    """The samples of both, with the fields and the metadata of the first."""
-    batch = type(first)({name: _joined([value, second[name]]) for name, value in first.items()})
+def _append(first: Any, second: Any) -> Any:
+    """The samples of both batches, with the fields and the metadata of the first."""
+    batch = type(first)({name: _concat([value, second[name]]) for name, value in first.items()})
     batch.metadata = first.metadata
     return batch
 
 
 def _combine(batches: list[Any], rows: Rows) -> Any:
-    """Outputs of micro-batches in the order of the samples.
+    """Combine outputs of micro-batches in the order of the samples.
 
     Args:
-        batches: per micro-batch a batch whose first samples are those of its row.
-        rows: per micro-batch its samples, each of them in one.
+        batches: the outputs of each micro-batch, real samples first.
+        rows: the samples of each micro-batch; every sample is in one.
     """
     sample_of = list(chain.from_iterable(rows))
     order = sorted(range(len(sample_of)), key=sample_of.__getitem__)
     fields = {}
     for name in batches[0].keys():  # noqa: SIM118 - batches are sequences of samples, too
         real = [_first(batch[name], len(row)) for batch, row in zip(batches, rows, strict=True)]
-        fields[name] = take(_joined(real), order)
+        fields[name] = take(_concat(real), order)
     combined = type(batches[0])(fields)
     combined.metadata = batches[0].metadata
     return combined
@@ -291,7 +297,7 @@ def _first(value: Any, num: int) -> Any:
     return None if value is None else value[:num]
 
 
-def _joined(values: list[Any]) -> Any:
+def _concat(values: list[Any]) -> Any:
     import torch
 
     if values[0] is None:
@@ -301,21 +307,21 @@ def _joined(values: list[Any]) -> Any:
     return type(values[0])([value[i] for value in values for i in range(len(value))])
 
 
-def _ones(rows: torch.Tensor) -> torch.Tensor:
-    return rows.fill_(1)
+def _ones(zeros: torch.Tensor) -> torch.Tensor:
+    return zeros.fill_(1)
 
 
-def _first_token(rows: torch.Tensor) -> torch.Tensor:
-    """One token: attention without any divides by zero."""
-    rows[:, 0] = 1
-    return rows
+def _first_token(zeros: torch.Tensor) -> torch.Tensor:
+    """A mask of the first token: attention over no token would divide by zero."""
+    zeros[:, 0] = 1
+    return zeros
 
 
-def _distinct_experts(rows: torch.Tensor) -> torch.Tensor:
-    """Experts 0, 1, ... of each token: a router takes no expert twice."""
+def _distinct_experts(zeros: torch.Tensor) -> torch.Tensor:
+    """Experts 0, 1, ... for each token: a router never selects an expert twice for one token."""
     import torch
 
-    return rows + torch.arange(rows.shape[-1], dtype=rows.dtype, device=rows.device)
+    return zeros + torch.arange(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
 
 
 _FILL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -1,4 +1,4 @@
-"""slime: `slime.utils.dp_schedule` and the functions of `slime.utils.seqlen_balancing` it calls."""
+"""slime: `slime.utils.dp_schedule`, and functions of `slime.utils.seqlen_balancing` it calls."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = [
     "get_seqlen_balanced_partitions",
 ]
 
-options = HostOptions(RolloutOptions())
-configure = options.configure
+_OPTIONS = HostOptions(RolloutOptions())
+configure = _OPTIONS.configure
 
 
 def build_dp_schedule(
@@ -41,32 +41,34 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: Sequence[Any],
 ) -> Schedule:
-    """slime's schedule of one rollout's samples.
+    """slime's schedule of one generation's samples.
 
-    With `use_dynamic_batch_size` rows hold `max_tokens_per_gpu * cp_size` tokens, alignment
-    counted; a sample over that is alone. A step that reaches no multiple of `dp_size * mb_group`
-    drops whole trailing rollouts, with a warning. Ranks are balanced by FLOPs whatever the flags
-    say; `balance_data` or `balance_by_flops` let the search take longer, and neither lets a row
-    over the budget. Without dynamic batches, chunks of `micro_batch_size`; `balance_data` balances
-    ranks by FLOPs, else chunks are dealt in turn.
+    With `use_dynamic_batch_size` a row holds at most `max_tokens_per_gpu * cp_size` padded tokens;
+    a larger sample is alone. A step that reaches no multiple of `dp_size * mb_group` drops whole
+    trailing rollouts, with a warning. Ranks are always balanced by FLOPs; `balance_data` or
+    `balance_by_flops` let the search take longer, and neither allows a row over the budget.
+
+    Without dynamic batches, micro-batches have `micro_batch_size` samples; `balance_data` balances
+    them over ranks by FLOPs, otherwise ranks get them in turn.
 
     Args:
-        args: slime's arguments: the flags above, and for FLOPs the model sizes.
+        args: slime's arguments: the flags above, and the model sizes for FLOPs.
         train_parallel_config: `dp_size`, `cp_size`, `vpp_size`,
             `microbatch_group_size_per_vp_stage`.
         total_lengths: tokens per sample.
-        global_batch_size: rollouts per step; rollouts that fill no step are left out.
-        rollout_indices: per sample its rollout; samples of one stay in one step.
+        global_batch_size: rollouts per step; rollouts that do not fill a step are left out.
+        rollout_indices: the rollout of each sample; samples of one rollout stay in one step.
 
     Returns:
-        partitions: per rank its samples, `[dp][sample]`.
-        micro_batch_indices: `[dp][mb]` places in the rank's partition, which they tile in order.
-        num_microbatches: per step, the same on every rank.
+        partitions: `[dp][sample]`: the samples of each rank.
+        micro_batch_indices: `[dp][micro-batch]`: positions in the rank's partition, consecutive
+            from 0 on.
+        num_microbatches: M of each step, the same on every rank.
         global_batch_sizes: rollouts that each step kept.
 
     Raises:
-        ValueError: a step that no prefix of its rollouts aligns. It is an AssertionError too, as
-            are the other refusals.
+        ValueError: no prefix of a step's rollouts can be aligned. This error, like the other
+            refusals, is an AssertionError too.
     """
     layout = layout_of(args, train_parallel_config)
     rollouts = Rollouts.read(rollout_indices, global_batch_size)
@@ -79,7 +81,7 @@ def build_dp_schedule(
         total_lengths,
         rollouts,
         balanced=_flag(args, "balance_data") or _flag(args, "balance_by_flops"),
-        options=options.current,
+        options=_OPTIONS.current,
         host="slime",
     )
 

@@ -1,10 +1,10 @@
 """UniRL: micro-batches of one data-parallel rank, by count or under a token budget.
 
     lengths -> equal updates in track order -> bins under the budget -> K bins, as many as the rank
-    with most -> an order of the track, and ranges of it
+    that needs most -> an order of the track, and ranges of it
 
-Ranks meet in every micro-batch (FSDP), so they need equal counts, agreed on for all updates at
-once: all ranks go on, or all raise.
+Ranks run collectives in every micro-batch (FSDP), so they need equal counts. They agree on the
+counts of all updates at once; either all ranks go on or all raise.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megapack.hosts.shared.unirl_bins import (
     Bins,
     MicroCostModel,
     SampleSizes,
-    exactly,
-    pack,
+    change_count,
+    pack_bins,
     read_sizes,
 )
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CountPlanner", "MicroPlan", "TokenBudgetPlanner", "plan_micro_batches"]
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Range = tuple[int, int]
@@ -40,16 +40,16 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class MicroPlan:
-    """Micro-batches as ranges of the track put into `order`."""
+    """Micro-batches as ranges of the track arranged in `order`."""
 
     order: list[int]
     """Track index at each arranged position."""
     updates: list[list[Range]]
-    """Per update (optimizer step) its micro-batches, `(start, end)` in arranged positions."""
+    """The micro-batches of each update (optimizer step), `(start, end)` in arranged positions."""
     tokens: int
-    """Real tokens."""
+    """Real tokens; 0 without a budget."""
     computed_tokens: int
-    """What the forward computes: under "dense" the padded rectangles. 0 without a budget."""
+    """Tokens that the forward computes: under "dense" the padded rectangles. 0 without a budget."""
 
     @property
     def efficiency(self) -> float:
@@ -57,13 +57,15 @@ class MicroPlan:
         return self.tokens / self.computed_tokens if self.computed_tokens else 1.0
 
     def sample_shares(self, update: int) -> list[float]:
-        """Weights of an update's micro-batches whose losses are means over samples; their sum is
-        1, and the gradient is that of the mean over the update."""
+        """Weights of an update's micro-batches, for losses that are means over samples.
+
+        The weights sum to 1; with them the gradient is that of the mean over the update.
+        """
         sizes = [end - start for start, end in self.updates[update]]
         return [size / sum(sizes) for size in sizes]
 
     def restore(self, rows: Sequence[T]) -> list[T]:
-        """What replays gave per sample in arranged order, back in track order."""
+        """Put the replays' results, one per sample in arranged order, back into track order."""
         if len(rows) != len(self.order):
             raise PlanError(f"{len(rows)} rows for {len(self.order)} samples; give one per sample")
         track: list[Any] = [None] * len(rows)
@@ -76,8 +78,8 @@ class MicroPlan:
 class _Rank:
     updates: list[range]
     sizes: SampleSizes | None
-    packed: list[Bins]
-    """Per update as few bins as are found; empty without sizes."""
+    bins: list[Bins]
+    """The bins of each update, as first-fit-decreasing packs them; empty without sizes."""
 
 
 def plan_micro_batches(
@@ -95,19 +97,20 @@ def plan_micro_batches(
     Every update trains on the same samples with and without a budget.
 
     Args:
-        response_lengths: tokens per sample. None: this rank has none, and all ranks plan by count.
+        response_lengths: tokens per sample. None: this rank has no lengths, and all ranks plan by
+            count.
         num_samples: samples of this rank's track.
-        num_updates: optimizer steps, of equally many samples each.
-        micro_batch_size: samples per micro-batch of count-based plans.
-        micro_token_budget: computed tokens per micro-batch; None plans by count. A sample over it
-            is alone.
+        num_updates: optimizer steps; each has the same number of samples.
+        micro_batch_size: samples per micro-batch of plans by count.
+        micro_token_budget: computed tokens per micro-batch; None plans by count. A larger sample is
+            alone.
         micro_cost_model: "sum" counts real tokens, "dense" the padded rectangle.
         prompt_lengths: tokens per prompt; None counts responses alone.
 
     Raises:
         ConfigError: settings that no rank can run.
-        PlanError: all ranks fail alike, or one has fewer samples than another has bins.
-        ScheduleError: on all ranks, where one fails; it names the rank and its error.
+        PlanError: all ranks fail equally, or one has fewer samples than another has bins.
+        ScheduleError: on all ranks, if one fails; it names the rank and its error.
     """
 
     def check() -> list[range]:
@@ -124,19 +127,20 @@ def plan_micro_batches(
         return _count_plan(check(), micro_batch_size, num_samples)
 
     def read() -> _Rank:
-        # Checked here, so that a rank that is given nonsense does not raise alone.
+        # Checked inside `read`, so that a rank with wrong arguments does not raise alone.
         updates = check()
         sizes = read_sizes(response_lengths, prompt_lengths, num_samples, micro_cost_model)
         if sizes is None:
             return _Rank(updates, None, [[] for _ in updates])
-        return _Rank(updates, sizes, [pack(sizes, each, micro_token_budget) for each in updates])
+        bins = [pack_bins(sizes, update, micro_token_budget) for update in updates]
+        return _Rank(updates, sizes, bins)
 
     settings = f"{num_updates} {micro_batch_size} {micro_token_budget} {micro_cost_model}"
-    rank, wanted = _agree(read, settings, num_samples)
-    if wanted is None or rank.sizes is None:
-        _LOG.warning("a rank has no lengths per sample; all ranks plan by micro_batch_size")
+    rank, counts = _agree(read, settings, num_samples)
+    if counts is None or rank.sizes is None:
+        logger.warning("a rank has no lengths per sample; all ranks plan by micro_batch_size")
         return _count_plan(rank.updates, micro_batch_size, num_samples)
-    return _packed_plan(rank.sizes, rank.updates, rank.packed, wanted, micro_token_budget)
+    return _budget_plan(rank.sizes, rank.updates, rank.bins, counts, micro_token_budget)
 
 
 class CountPlanner:
@@ -145,7 +149,7 @@ class CountPlanner:
     def arrange(
         self, part: Any, *, num_updates: int, micro_batch_size: int
     ) -> tuple[Any, list[list[Range]]]:
-        """The part as it is, and per update ranges of it."""
+        """The unchanged part, and the micro-batches of each update as ranges of it."""
         plan = plan_micro_batches(
             None,
             num_samples=int(part.batch_size),
@@ -155,7 +159,7 @@ class CountPlanner:
         return part, plan.updates
 
     def validate(self, algorithm: Any) -> None:
-        """Any loss keeps its meaning."""
+        """Accept every loss."""
 
 
 class TokenBudgetPlanner:
@@ -166,20 +170,22 @@ class TokenBudgetPlanner:
         cost_model: "dense" or "sum", as `micro_cost_model`.
 
     Raises:
-        ConfigError: no budget, or another cost model.
+        ConfigError: no budget, or an unknown cost model.
     """
 
     def __init__(self, *, token_budget: int, cost_model: MicroCostModel = "dense") -> None:
         check_count("token_budget", token_budget)
         if cost_model not in get_args(MicroCostModel):
             raise ConfigError(f"cost_model={cost_model!r}; set one of {get_args(MicroCostModel)}")
-        self.token_budget, self.cost_model = int(token_budget), cost_model
-        _LOG.info("UniRL counts tokens per micro-batch: token_budget=%d", self.token_budget)
+        self.token_budget = int(token_budget)
+        self.cost_model = cost_model
+        logger.info("UniRL counts tokens per micro-batch: token_budget=%d", self.token_budget)
 
     def arrange(
         self, part: Any, *, num_updates: int, micro_batch_size: int
     ) -> tuple[Any, list[list[Range]]]:
-        """The part in planned order (`part.select`), and per update ranges of it; collective.
+        """The part in planned order (`part.select`), and the micro-batches of each update as ranges
+        of it; collective.
 
         Reads `part.batch_size`, `part.segment.lengths` and the prompt's attention mask.
         """
@@ -196,18 +202,18 @@ class TokenBudgetPlanner:
         return part.select(plan.order), plan.updates
 
     def validate(self, algorithm: Any) -> None:
-        """Refuse a loss whose mean changes with the grouping.
+        """Refuse a loss whose value changes with the split into micro-batches.
 
         Raises:
-            ConfigError: neither weighted by token nor a mean over sequences.
+            ConfigError: the loss is neither weighted by token nor a mean over sequences.
         """
         if getattr(algorithm, "loss_weighting", "sample") == "token":
             return
         mode = getattr(algorithm, "loss_agg_mode", None)
         if not str(mode).startswith("seq-mean"):
             raise ConfigError(
-                f"loss_agg_mode={mode!r} is no mean over sequences, so micro-batches weighted by "
-                "their share of samples change the gradient; set a 'seq-mean' mode, or no budget"
+                f"loss_agg_mode={mode!r} is not a mean over sequences, so micro-batches weighted "
+                "by their share of samples change the gradient; set a 'seq-mean' mode, or no budget"
             )
 
 
@@ -219,7 +225,7 @@ def _segment_lengths(part: Any, num_samples: int) -> list[int] | None:
 
 
 def _prompt_lengths(part: Any, num_samples: int) -> list[int] | None:
-    """Of an attention mask [samples, tokens] under `part.conditions["prompt"]`."""
+    """Read the attention mask [samples, tokens] of `part.conditions["prompt"]`, if it has one."""
     conditions = getattr(part, "conditions", None)
     if isinstance(conditions, dict):
         prompt = conditions.get("prompt")
@@ -255,23 +261,26 @@ def _count_plan(updates: list[range], micro_batch_size: int, num_samples: int) -
 def _agree(
     read: Callable[[], _Rank], settings: str, num_samples: int
 ) -> tuple[_Rank, list[int] | None]:
-    """What `read` makes of this rank, and the bins of each update, the most of any rank; None where
-    a rank has no lengths. What fails on a rank raises on all."""
-    # Where torch.distributed was never imported nobody can have started it.
+    """Read this rank, and find the number of bins of each update: the most that any rank has.
+
+    The numbers are None if a rank has no lengths. An error of one rank is raised on all.
+    """
+    # If torch.distributed was never imported, no process group can exist.
     dist = sys.modules.get("torch.distributed")
     alone = dist is None or not dist.is_available() or not dist.is_initialized()
     rank = read() if alone else _read_together(read, settings)
-    mine = [*map(len, rank.packed), -num_samples, int(rank.sizes is None)]
-    *wanted, minus_samples, no_lengths = mine if alone else _all_reduce_max(mine)
+    # The largest -num_samples is the fewest samples, so that one MAX does for all numbers.
+    numbers = [*map(len, rank.bins), -num_samples, int(rank.sizes is None)]
+    *counts, minus_samples, no_lengths = numbers if alone else _all_reduce_max(numbers)
     if no_lengths:
         return rank, None
-    smallest = -minus_samples // len(wanted)
-    if max(wanted) > smallest:
+    fewest_samples = -minus_samples // len(counts)
+    if max(counts) > fewest_samples:
         raise PlanError(
-            f"a rank needs {max(wanted)} micro-batches in an update, another has {smallest} "
-            "samples in it; raise micro_token_budget or give ranks as many samples"
+            f"a rank needs {max(counts)} micro-batches in an update, another has {fewest_samples} "
+            "samples in it; raise micro_token_budget or give all ranks that many samples"
         )
-    return rank, wanted
+    return rank, counts
 
 
 def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
@@ -290,32 +299,32 @@ def _all_reduce_max(values: list[int]) -> list[int]:
 
 
 def _device() -> torch.device:
-    """Where the default group's backend takes its tensors."""
+    """The device that the default group's backend needs its tensors on."""
     import torch
     import torch.distributed as dist
 
     return torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
 
 
-def _packed_plan(
-    sizes: SampleSizes, updates: list[range], packed: list[Bins], wanted: list[int], budget: int
+def _budget_plan(
+    sizes: SampleSizes, updates: list[range], packed: list[Bins], counts: list[int], budget: int
 ) -> MicroPlan:
     order: list[int] = []
     ranges: list[list[Range]] = []
     computed = 0
-    for update, fewest, count in zip(updates, packed, wanted, strict=True):
-        bins = exactly(sizes, update, fewest, count, budget)
-        # Heaviest first on every rank: those that run at the same time are alike.
+    for update, fewest, count in zip(updates, packed, counts, strict=True):
+        bins = change_count(sizes, update, fewest, count, budget)
+        # Heaviest first on every rank, so that micro-batches which run together cost about as much.
         bins.sort(key=lambda members: (-sizes.cost(members), members))
         ranges.append(list(pairwise(accumulate(map(len, bins), initial=len(order)))))
         order.extend(i for members in bins for i in members)
         computed += sum(sizes.cost(members) for members in bins)
     plan = MicroPlan(order, ranges, sum(sizes.total(i) for i in order), computed)
-    _LOG.info(
+    logger.info(
         "%d samples in %s micro-batches per update of at most %d tokens, efficiency %.3f (%d real "
         "of %d computed tokens)",
         len(order),
-        wanted,
+        counts,
         budget,
         plan.efficiency,
         plan.tokens,

@@ -1,8 +1,8 @@
-"""verl: `verl.utils.seqlen_balancing`, with a budget that holds and counts that all ranks share.
+"""verl: `verl.utils.seqlen_balancing`, with a budget that holds and an M that all ranks share.
 
-Each DP rank plans the samples that it has, and all ranks of a step run the same number of
-micro-batches. Where verl's own partition holds the budget it is this module's too, micro-batch for
-micro-batch. Checked against verl 0.9.1.
+Each DP rank plans its own samples, and all ranks of a step run the same number of micro-batches.
+If verl's own partition is within the budget, this module makes the same micro-batches. Checked
+against verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ __all__ = [
     "roundup_divisible",
 ]
 
-# Fields that say which tokens count in the loss; a padding sample has none.
+# Fields that are set to zero in padding copies: which tokens have a loss.
 _LOSS_MASKS = ("loss_mask", "response_mask")
-
 
 _OPTIONS = HostOptions(VerlOptions())
 configure = _OPTIONS.configure
@@ -66,16 +65,17 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     """Partition items into k parts of about equal sums, by the largest differencing method.
 
     Args:
-        seqlen_list: integers; a tensor or an array will do.
+        seqlen_list: integers, as a sequence, a tensor or an array.
+        k_partitions: number of parts.
         equal_size: every part gets the same number of items.
 
     Returns:
-        Per part its items in the order in which they joined, the part of largest sum first; parts
-        are empty where there are fewer items than parts.
+        The items of each part in the order in which they joined, the part with the largest sum
+        first. Parts are empty if there are fewer items than parts.
 
     Raises:
-        HostAssertionError: equal parts that do not divide.
-        DataError: values that are no integers.
+        HostAssertionError: `equal_size` and the items do not divide into k parts.
+        DataError: values that are not integers.
     """
     sizes = _read_integers(seqlen_list)
     if k_partitions < 1 or (equal_size and sizes.size % k_partitions):
@@ -89,14 +89,14 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
 
 
 def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Rows:
-    """Each item, in input order, to the part of smallest sum, the first of these.
+    """Put each item, in input order, into the part with the smallest sum, the first of equal ones.
 
     Raises:
-        HostAssertionError: equal parts that do not divide.
-        DataError: values that are no integers.
+        HostAssertionError: `equal_size` and the items do not divide into k parts.
+        DataError: values that are not integers.
     """
     sizes = _read_integers(seqlen_list).tolist()
-    # One more than all items together: the part with fewest items has the smallest sum.
+    # More than all items together, so that the part with the fewest items has the smallest sum.
     bias = sum(sizes) + 1 if equal_size else 0
     heap = [(0, part) for part in range(k_partitions)]
     parts: Rows = [[] for _ in range(k_partitions)]
@@ -115,11 +115,11 @@ def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: 
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
 ) -> Rows:
-    """`karmarkar_karp` with ascending items in each part, none of which is empty.
+    """`karmarkar_karp` with the items of each part ascending, and no part empty.
 
     Raises:
-        HostAssertionError: fewer items than parts, or equal parts that do not divide.
-        DataError: values that are no integers.
+        HostAssertionError: fewer items than parts, or `equal_size` and the items do not divide.
+        DataError: values that are not integers.
     """
     return balanced_partitions(_read_integers(seqlen_list).tolist(), k_partitions, equal_size)
 
@@ -127,26 +127,26 @@ def get_seqlen_balanced_partitions(
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
 ) -> Rows:
-    """Partition samples by work; samples that share a uid stay together, wherever they stand.
+    """Partition samples by work; samples with the same uid stay together, wherever they are.
 
     Every part gets the same number of uids.
 
     Raises:
-        HostAssertionError: another number of uids than samples, or uids that do not divide.
+        HostAssertionError: not one uid per sample, or the uids do not divide into k parts.
     """
     if len(seqlen_list) != len(uid_list):
         raise HostAssertionError(
             f"{len(uid_list)} uids for {len(seqlen_list)} samples; give one per sample"
         )
     work = calculate_workload(_read_integers(seqlen_list)).tolist()
-    groups: dict[Hashable, list[int]] = {}
+    samples_of: dict[Hashable, list[int]] = {}
     for sample, uid in enumerate(uid_list):
-        groups.setdefault(uid, []).append(sample)
-    members = list(groups.values())
+        samples_of.setdefault(uid, []).append(sample)
+    groups = list(samples_of.values())
     parts = get_seqlen_balanced_partitions(
-        [sum(work[i] for i in group) for group in members], k_partitions, equal_size=True
+        [sum(work[i] for i in group) for group in groups], k_partitions, equal_size=True
     )
-    return [sorted(chain.from_iterable(members[g] for g in part)) for part in parts]
+    return [sorted(chain.from_iterable(groups[g] for g in part)) for part in parts]
 
 
 def rearrange_micro_batches(
@@ -161,50 +161,52 @@ def rearrange_micro_batches(
 ) -> tuple[list[Any], Rows]:
     """Split this rank's batch into micro-batches of at most `max_token_len` real tokens.
 
-    Collective over `dp_group` where one is given and `same_micro_num_in_dp`: every rank of it calls
-    this, gets the same number of micro-batches, or raises.
+    Collective over `dp_group` if it is given and `same_micro_num_in_dp` is true: every rank of the
+    group calls this, and all get the same number of micro-batches or raise.
 
     Args:
-        batch: a TensorDict, or what has `items()` and can be made of a dict. `input_ids` is a
-            nested tensor, or `attention_mask` [B, S] tells the tokens.
+        batch: a TensorDict, or another type with `items()` that can be made of a dict. Real tokens
+            are those of `input_ids` if it is a nested tensor, else those of `attention_mask`
+            [B, S].
         max_token_len: tokens of a micro-batch on this rank, before CP.
         dp_group: ranks that run the same number of micro-batches; None: this rank alone.
-        num_batches_divided_by: the count becomes a multiple of it: the G of interleaved schedules.
+        num_batches_divided_by: M is a multiple of it: the G of interleaved schedules.
         same_micro_num_in_dp: False: this rank alone.
-        min_num_micro_batch: at least so many.
-        use_dynamic_bsz_balance: the heaviest micro-batches go to the middle.
-        force_group_size: so many consecutive samples stay in one micro-batch.
+        min_num_micro_batch: least number of micro-batches.
+        use_dynamic_bsz_balance: put the heaviest micro-batches into the middle.
+        force_group_size: this many consecutive samples stay in one micro-batch.
 
     Returns:
         micro_batches: of the batch's own type.
-        indices: per micro-batch its samples' positions in the batch.
+        indices: the positions in the batch of each micro-batch's samples.
 
     Raises:
-        HostAssertionError: on every rank: an item over the budget, or a count that a rank cannot
-            fill (unless `light_rank="pad"`).
-        ScheduleError: on every rank, where one rank's batch or settings cannot be used.
+        HostAssertionError: on every rank: a sample, or samples that stay together, over the budget;
+            or a rank cannot fill M micro-batches (unless `light_rank="pad"`).
+        ScheduleError: on every rank, if one rank's batch or settings cannot be used.
     """
     options = _OPTIONS.current
     settings = (force_group_size, num_batches_divided_by or 1, options)
 
     def read() -> RankItems:
-        # Here, so that a rank that is given nonsense does not raise alone.
-        budget, least = int(max_token_len), min_num_micro_batch or 1
+        # Converted inside `read`, so that a rank with wrong arguments does not raise alone.
+        budget = int(max_token_len)
+        least = min_num_micro_batch or 1
         return RankItems(_token_counts(batch), budget, *settings, least=least)
 
     if dp_group is not None and same_micro_num_in_dp:
-        mine, need = agree_on_need(read, f"{max_token_len} {settings}", dp_group)
+        rank, need = agree_on_need(read, f"{max_token_len} {settings}", dp_group)
     else:
-        mine = read()
-        need = mine.need
-    count = mine.shared_count(need)
+        rank = read()
+        need = rank.need
+    count = rank.shared_count(need)
     log_budget("verl", int(max_token_len), options.layout and options.layout.cp)
-    rows = mine.rows(count)
-    # The planner's rows stand in the order of its pipeline.
-    if use_dynamic_bsz_balance and not (options.layout and rows is mine.own):
-        rows = small_at_ends(rows, mine.work)
-    indices = mine.samples(rows)
-    padding = [mine.samples([[mine.shortest]])[0]] * (count - len(rows))
+    rows = rank.rows(count)
+    # The planner's own rows are already in the order of the pipeline.
+    if use_dynamic_bsz_balance and not (options.layout and rows is rank.own):
+        rows = small_at_ends(rows, rank.work)
+    indices = rank.samples(rows)
+    padding = [rank.samples([[rank.shortest]])[0]] * (count - len(rows))
     micro_batches = [_select(batch, row) for row in indices]
     micro_batches += [_without_loss(_select(batch, row)) for row in padding]
     return micro_batches, indices + padding
@@ -223,7 +225,7 @@ def prepare_dynamic_batch(
 
     Returns:
         micro_batches: DataProtos.
-        indices: per micro-batch its samples' positions in `data`.
+        indices: the positions in `data` of each micro-batch's samples.
     """
     batches, indices = rearrange_micro_batches(
         data.batch,
@@ -246,36 +248,37 @@ def prepare_dynamic_batch(
 
 
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Rows) -> torch.Tensor:
-    """Outputs of micro-batches, one after the other, back in the order of the batch.
+    """Put concatenated outputs of micro-batches back into the order of the batch.
 
-    Indices [[2, 0], [1]] and rows c, a, b give a, b, c. Rows of padding copies are left out.
+    Indices [[2, 0], [1]] and outputs c, a, b give a, b, c. Outputs of padding copies are left out.
 
     Args:
-        data: [rows, ...], dense or nested.
-        batch_idx_list: as `rearrange_micro_batches` gave it.
+        data: [outputs, ...], dense or nested.
+        batch_idx_list: the indices that `rearrange_micro_batches` returned.
 
     Raises:
-        HostAssertionError: another number of rows than indices.
+        HostAssertionError: the numbers of outputs and of indices differ.
     """
     indices = list(chain.from_iterable(batch_idx_list))
     if len(indices) != data.shape[0]:
         raise HostAssertionError(f"{len(indices)} indices for {data.shape[0]} rows")
-    row_of: dict[int, int] = {}
-    for row, sample in enumerate(indices):
-        row_of.setdefault(sample, row)
-    order = [row_of[sample] for sample in sorted(row_of)]
+    position_of: dict[int, int] = {}
+    for position, sample in enumerate(indices):
+        # The first is the sample itself; padding copies are last.
+        position_of.setdefault(sample, position)
+    order = [position_of[sample] for sample in sorted(position_of)]
     return take_ragged(data, order) if data.is_nested else take(data, order)
 
 
 def _read_integers(values: Any) -> Ints:
-    found = np.asarray(values.tolist() if hasattr(values, "tolist") else list(values))
-    if found.size and found.dtype.kind not in "iub" and not np.array_equal(found, found.round()):
-        raise DataError(f"values are {found.dtype}; give integers")
-    return found.astype(np.int64)
+    array = np.asarray(values.tolist() if hasattr(values, "tolist") else list(values))
+    if array.size and array.dtype.kind not in "iub" and not np.array_equal(array, array.round()):
+        raise DataError(f"values are {array.dtype}; give integers")
+    return array.astype(np.int64)
 
 
 def _token_counts(batch: Any) -> Ints:
-    """Real tokens per sample, in one copy from the device."""
+    """Real tokens per sample, with one copy from the device."""
     import torch
 
     if batch["input_ids"].is_nested:
@@ -286,7 +289,7 @@ def _token_counts(batch: Any) -> Ints:
 
 
 def _select(batch: Any, row: list[int]) -> Any:
-    """The samples of a row, as a batch of the same type."""
+    """Select the samples of a row, as a batch of the same type."""
     fields = {name: take(value, row) for name, value in batch.items()}
     if hasattr(batch, "batch_size"):
         return type(batch)(fields, batch_size=[len(row)])

@@ -1,9 +1,9 @@
-"""xtuner: packs of one length, `[dp][step][pack]`, with exactly the steps that were asked for.
+"""xtuner: packs of one length as `[dp][step][pack]`, in exactly the requested number of steps.
 
-    samples -> `optimizer_steps` steps of even tokens -> even ranks in each -> packs in each bucket
+    samples -> `optimizer_steps` steps of even tokens -> even ranks in each -> packs of each rank
 
-The host's older way packs first and deals packs to steps after: 44 packs in 16 steps, 3 at a time,
-are 15 steps.
+The host's older strategies pack first and distribute packs over steps afterwards: 44 packs for 16
+steps, 3 packs each, make 15 steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megapack.policy import Policy
 
 __all__ = ["RLDataPacker"]
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PackedIndices = list[list[list[list[int]]]]
-"""`[dp][step][pack][sample index]`; `[]` is a pack of padding alone."""
+"""`[dp][step][pack][sample index]`; `[]` is a pack of padding only."""
 
 _STRATEGIES = ("balance", "native", "greedy", "legacy")
 
@@ -34,12 +34,13 @@ class RLDataPacker:
 
     Args:
         pack_max_length: tokens of every pack, on all workers of a replica together.
-        world_size: training workers.
-        data_replicate_size: workers that share one replica's data (SP * TP).
-        optimizer_steps: steps of one training iteration, no more and no less.
+        world_size: number of training workers.
+        data_replicate_size: number of workers that share one replica's data (SP * TP).
+        optimizer_steps: exact number of steps of one training iteration.
         pack_strategy: "balance" spreads samples over steps by tokens. "native" keeps the input
-            order from step to step. "greedy" and "legacy", which pack first, are "balance" here.
-        pack_seed: taken and not needed: nothing is random.
+            order from step to step. "greedy" and "legacy", which pack first in xtuner, are planned
+            as "balance".
+        pack_seed: ignored; nothing is random.
 
     Raises:
         ConfigError: an unknown strategy, or workers that do not divide into replicas.
@@ -68,24 +69,24 @@ class RLDataPacker:
         self.optimizer_steps = optimizer_steps
         self.pack_strategy = pack_strategy
         self.seconds = 0.0
-        """What the last `pack` took."""
+        """Seconds that the last `pack` took."""
         if pack_strategy in ("greedy", "legacy"):
-            _LOG.info("pack_strategy=%r is planned as 'balance': buckets first", pack_strategy)
-        _LOG.info(
+            logger.info("pack_strategy=%r is planned as 'balance': steps first", pack_strategy)
+        logger.info(
             "xtuner counts tokens per pack: pack_max_length=%d on %d replicas",
             pack_max_length,
             self.dp_size,
         )
 
     def pack(self, data_lengths: Sequence[int]) -> tuple[PackedIndices, int]:
-        """Plan one iteration; every worker gets as many packs in a step as the others.
+        """Plan one iteration; in each step all workers get the same number of packs.
 
         Args:
             data_lengths: tokens per sample.
 
         Returns:
             packs: `[dp][step][pack][sample index]`.
-            padding_tokens: what all packs together are padded by.
+            padding_tokens: padding of all packs together.
 
         Raises:
             ValueError: a sample over `pack_max_length`, or fewer samples than steps.
@@ -100,7 +101,7 @@ class RLDataPacker:
             layout=Layout(dp=self.dp_size),
             max_tokens_per_gpu=self.pack_max_length,
             num_steps=self.optimizer_steps,
-            # A pack is computed at full length whatever it holds: the fewest packs win.
+            # A pack is always computed at full length, so the fewest packs are best.
             cost=CostModel(fixed=float(self.pack_max_length), per_token=1e-3),
             policy=Policy(
                 step_split="contiguous" if self.pack_strategy == "native" else "balanced",
@@ -111,7 +112,7 @@ class RLDataPacker:
         num_packs = [step.num_microbatches or 0 for step in plan.steps]
         padding = sum(num_packs) * self.dp_size * self.pack_max_length - sum(data_lengths)
         self.seconds = time.perf_counter() - start
-        _LOG.info(
+        logger.info(
             "%d samples in %d steps of %s packs per replica, %d padding tokens, packed in %.4f s",
             num_samples,
             len(num_packs),

@@ -1,10 +1,11 @@
-"""Objectives: one loss per token and never a mean, with weights fixed before anything runs.
+"""Objectives: one loss per token, never a mean, with weights that are fixed before a step runs.
 
-token        SFT, PPO, GRPO and sample weights
-sequence     GSPO and value losses, which see whole samples
-preference   DPO and pairwise rewards, which see pairs
+token        SFT, PPO, GRPO and the weights of response tokens
+sequence     GSPO, which needs whole samples, and the value loss
+preference   DPO and pairwise rewards, which need pairs of samples
 """
 
+from megapack.loss.preference import DPO, PairwiseReward, pair_signs
 from megapack.loss.sequence import GSPO, AnyObjective, SequenceObjective, ValueLoss
 from megapack.loss.token import (
     GRPO,
@@ -17,15 +18,18 @@ from megapack.loss.token import (
 )
 
 __all__ = [
+    "DPO",
     "GRPO",
+    "GSPO",
     "PPO",
     "SFT",
-    "Objective",
-    "sample_weights",
-    "kl_estimate",
-    "LossWeighting",
-    "GSPO",
+    "PairwiseReward",
     "ValueLoss",
     "AnyObjective",
+    "Objective",
     "SequenceObjective",
+    "LossWeighting",
+    "kl_estimate",
+    "pair_signs",
+    "sample_weights",
 ]

@@ -1,10 +1,13 @@
-"""Losses of pairs: one sample is preferred to the other. Plans keep pairs in one micro-batch.
+"""Losses of pairs of samples, one of them preferred. The plan keeps a pair in one micro-batch.
 
+    pair_of_sample, signs = pair_signs(pairs, len(batch))
     plan = build_dp_schedule(lengths, colocate_ids=pair_of_sample, ...)
     adapter.step(plan, batch, objective=DPO(), weighting="seq-mean-token-mean")
 
-Every response token of both samples carries its pair's loss, so with `seq-mean-token-mean` the
+Every response token of both samples has the loss of its pair, so with `seq-mean-token-mean` the
 step's loss is the mean over pairs.
+
+Shape suffixes: R response positions, n samples of the row.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from megapack.rows.segments import Segments
 from megapack.samples import SampleBatch
 
 PAIR_SIGN = "pair_sign"
+"""Name of a per-sample field: 1 for the preferred sample of a pair, -1 for the other."""
 
 
 class _Pairs:
-    """What the two losses share; a sample's field `pair_sign` is 1 if it is preferred, else -1."""
+    """What both losses share: the need for segments, and the check of pairs."""
 
     needs_segments: ClassVar[Literal[True]] = True
     needs_entropy = False
@@ -47,11 +51,11 @@ class _Pairs:
                     f"colocate id {name!r} holds samples {samples} with {PAIR_SIGN} "
                     f"{[sign.tolist() for sign in signs]}; give two samples the numbers 1 and -1"
                 )
-            silent = [i for i in samples if batch.num_loss_tokens[i] == 0]
-            if silent:
+            empty = [i for i in samples if batch.num_loss_tokens[i] == 0]
+            if empty:
                 raise DataError(
-                    f"sample {silent[0]} of the pair {name!r} has no response token, so that its "
-                    "pair would count by half; leave the pair out"
+                    f"sample {empty[0]} of the pair {name!r} has no response token, so the pair "
+                    "would have half its weight; leave the pair out"
                 )
 
 
@@ -59,9 +63,9 @@ class _Pairs:
 class DPO(_Pairs):
     """Direct preference optimization (arXiv 2305.18290), with label smoothing (cDPO).
 
-    The loss of a pair is -log sigmoid(beta * margin), the margin being what the preferred sample's
-    response gained in log-prob over the reference, less what the other one's gained. Reads
-    `pair_sign` and `ref_logprobs`: per token, or one number per sample, the sum over its response.
+    The loss of a pair is -log sigmoid(beta * margin). A response's gain is its log-prob minus that
+    under the reference; the margin is the gain of the preferred response minus that of the other.
+    Reads `pair_sign` and `ref_logprobs`: per token, or per sample as the sum over its response.
     """
 
     required_fields = ("ref_logprobs", PAIR_SIGN)
@@ -69,7 +73,7 @@ class DPO(_Pairs):
     beta: float = 0.1
     """Inverse temperature of the margin."""
     label_smoothing: float = 0.0
-    """Probability that a pair is labelled the wrong way, below 0.5."""
+    """Assumed probability that a pair's label is wrong, below 0.5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf or not 0 <= self.label_smoothing < 0.5:
@@ -79,13 +83,13 @@ class DPO(_Pairs):
             )
 
     def check(self, batch: SampleBatch, plan: Plan, step: int) -> None:
-        """The pairs' check; and reference log-probs are all sums, or all per token."""
+        """Check the pairs, and that reference log-probs are all per sample or all per token."""
         super().check(batch, plan, step)
         kept = plan.steps[step].kept_samples
         if len({batch.field("ref_logprobs", i).dim() for i in kept}) > 1:
             raise DataError(
                 "ref_logprobs is one number for some samples and one per token for others; give "
-                "all of them alike"
+                "the same form for all"
             )
 
     def __call__(
@@ -101,7 +105,8 @@ class DPO(_Pairs):
         else:
             gain_n = segments.sum(logprobs_R - fields["ref_logprobs"])
         margin_n = segments.sum_sets(segments.fields[PAIR_SIGN] * gain_n)
-        right_n, wrong_n = logsigmoid(self.beta * margin_n), logsigmoid(-self.beta * margin_n)
+        right_n = logsigmoid(self.beta * margin_n)
+        wrong_n = logsigmoid(-self.beta * margin_n)
         loss_n = -(1 - self.label_smoothing) * right_n - self.label_smoothing * wrong_n
         return _spread(segments, loss_n, margin_n)
 
@@ -110,7 +115,7 @@ class DPO(_Pairs):
 class PairwiseReward(_Pairs):
     """Bradley-Terry loss of a reward model: -log sigmoid(preferred score - other score).
 
-    Scores are a value head's values at the samples' last tokens. Reads `pair_sign`.
+    The score of a sample is the value head's value at its last token. Reads `pair_sign`.
     """
 
     reads = "values"
@@ -133,23 +138,25 @@ class PairwiseReward(_Pairs):
 def _spread(
     segments: Segments, loss_n: Tensor, margin_n: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses and metrics of pairs at the response positions of both samples."""
     metrics_n = {"preferred_fraction": (margin_n > 0).float(), "margin": margin_n.detach()}
     metrics = {name: segments.spread(value_n) for name, value_n in metrics_n.items()}
     return segments.spread(loss_n), metrics
 
 
 def pair_signs(pairs: Sequence[tuple[int, int]], num_samples: int) -> tuple[list[int], list[float]]:
-    """Colocate ids and signs of samples, from pairs of (preferred, other) sample indices.
+    """Colocate ids and pair signs of all samples, from pairs of (preferred, other) indices.
 
     >>> pair_signs([(0, 3), (2, 1)], 4)
     ([0, 1, 1, 0], [1.0, -1.0, 1.0, -1.0])
 
     Raises:
-        DataError: a sample in no pair, or in more than one.
+        DataError: a sample is in no pair or in several.
     """
     if sorted(i for pair in pairs for i in pair) != list(range(num_samples)):
         raise DataError(f"{len(pairs)} pairs do not name each of {num_samples} samples once")
-    ids, signs = [0] * num_samples, [1.0] * num_samples
+    ids = [0] * num_samples
+    signs = [1.0] * num_samples
     for number, (preferred, other) in enumerate(pairs):
         ids[preferred] = ids[other] = number
         signs[other] = -1.0

@@ -1,7 +1,9 @@
-"""Objectives that see whole samples, and those of value heads. `loss` has the per-token ones.
+"""Objectives of whole samples and of value heads; `loss.token` has the per-token objectives.
 
-A loss of a whole sample stands at each of its response tokens. Under the weighting
-`seq-mean-token-mean` these add up to the mean over samples, which is how the papers write them.
+The loss of a sample is repeated at each of its response tokens. With the weighting
+`seq-mean-token-mean` the step's loss is then the mean over samples, as in the papers.
+
+Shape suffixes: R response positions, n samples of the row.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from megapack.rows.segments import Segments, no_segments
 
 
 class SequenceObjective(Protocol):
-    """An `Objective` that also sees the samples that its positions belong to."""
+    """An `Objective` that also gets the samples of its positions."""
 
     @property
     def required_fields(self) -> tuple[str, ...]:
@@ -34,7 +36,7 @@ class SequenceObjective(Protocol):
 
     @property
     def needs_segments(self) -> Literal[True]:
-        """What tells it from an `Objective`."""
+        """Marks an objective that is called with segments."""
         ...
 
     def __call__(
@@ -63,15 +65,15 @@ class GSPO(GRPO):
     needs_segments: ClassVar[Literal[True]] = True
 
     clip_low: float = 3e-4
-    """As in PPO; a mean over tokens moves far less than a token's ratio."""
+    """As in PPO, but smaller: a mean over tokens varies far less than one token's ratio."""
     clip_high: float = 4e-4
     """As in PPO."""
     token_level: bool = False
-    """GSPO-token: each token has its own gradient and advantage, and its sample's ratio. Where a
-    sample has one advantage this is the same."""
+    """GSPO-token: each token has its own gradient and advantage, with the ratio of its sample. The
+    gradient is that of GSPO if all tokens of a sample have the same advantage."""
     kl_level: KlLevel = "token"
-    """The KL penalty's estimator is taken of each token's log-ratio to the reference, or of their
-    mean over the sample."""
+    """"token": the KL estimate of each token's log-ratio to the reference; "sequence": that of the
+    mean log-ratio over the sample."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +87,7 @@ class GSPO(GRPO):
         fields: Mapping[str, Tensor],
         segments: Segments,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`; metrics of GRPO, ratio and kl_old being those of samples."""
+        """See `Objective`; metrics as GRPO, with ratio and kl_old per sample."""
         log_ratio_n = segments.mean(logprobs_R - fields["old_logprobs"])
         log_ratio_R = segments.spread(log_ratio_n)
         if self.token_level:
@@ -108,15 +110,15 @@ class GSPO(GRPO):
 class ValueLoss:
     """The clipped value loss of a PPO critic: half the squared error to the return.
 
-    Reads `returns` and, where it clips, `old_values`: the values that `ScheduleAdapter.forward`
-    gave before the update.
+    Reads `returns` and, if `clip` is set, `old_values`: the values that `ScheduleAdapter.forward`
+    returned before the update.
     """
 
     reads = "values"
     needs_entropy = False
 
     clip: float | None = None
-    """Values are clipped to old_values -+ clip and the larger loss counts; None: no clipping."""
+    """Values are clipped to old_values -+ clip and the larger loss is used; None: no clipping."""
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
@@ -130,14 +132,15 @@ class ValueLoss:
     def __call__(
         self, values_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`; metrics: value, value_clip_fraction where it clips."""
-        returns_R, metrics = fields["returns"], {"value": values_R}
+        """See `Objective`; metrics: value, and value_clip_fraction if `clip` is set."""
+        returns_R = fields["returns"]
+        metrics = {"value": values_R}
         error_R = (values_R - returns_R).square()
         if self.clip is not None:
             old_R = fields["old_values"]
             clipped_R = old_R + (values_R - old_R).clamp(-self.clip, self.clip)
             clipped_error_R = (clipped_R - returns_R).square()
-            # Not where rounding alone makes the clipped value another one.
+            # Rounding in old + (new - old) also changes values; that is not clipping.
             outside_R = (values_R - old_R).abs() > self.clip
             metrics["value_clip_fraction"] = (outside_R & (clipped_error_R > error_R)).float()
             error_R = torch.maximum(error_R, clipped_error_R)
@@ -151,15 +154,16 @@ def call_objective(
     fields: Mapping[str, Tensor],
     segments: Segments,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """An objective's losses and metrics, with the segments where it asks for them."""
+    """Call an objective, with the segments if it needs them; its losses and metrics."""
     more: tuple[Any, ...] = (segments,) if getattr(objective, "needs_segments", False) else ()
     return objective(values_R, entropy_R, fields, *more)
 
 
 def metric_names(objective: AnyObjective, with_entropy: bool) -> list[str]:
-    """Names of an objective's sums, from a call with no tokens; the same on every rank."""
+    """Names of an objective's sums, the same on every rank, from a call without tokens."""
     empty = torch.zeros(0)
     fields = dict.fromkeys(objective.required_fields, empty)
     entropy_R = empty if with_entropy else None
-    _, metrics = call_objective(objective, empty, entropy_R, fields, no_segments())
+    segments = no_segments(objective.required_fields)
+    _, metrics = call_objective(objective, empty, entropy_R, fields, segments)
     return ["loss", *sorted({*metrics, *(["entropy"] if with_entropy else [])})]

@@ -1,8 +1,10 @@
 """Per-token weights and objectives: the loss of a step is the sum of weight * loss over its tokens.
 
-A weight is fixed by the plan and the response masks before anything runs, and an objective returns
-one loss per token and never a mean; so packing, padding, dropping and the layout cannot change the
-gradient.
+The plan and the response masks fix the weights before the step runs, and an objective returns one
+loss per token, never a mean. So the same kept samples give the same gradient with any packing,
+padding and layout, and whatever else was dropped.
+
+Shape suffix: R response positions.
 """
 
 from __future__ import annotations
@@ -33,23 +35,25 @@ def sample_weights(
 ) -> npt.NDArray[np.float64]:
     """Weight of one response token, per sample of the batch; 0 for samples not in the step.
 
-    With n_i response tokens in sample i, and S samples and R rollouts of the step that have any:
+    With n_i response tokens in sample i, and S samples and R rollouts with response tokens in the
+    step:
 
     - `token-mean`: 1 / sum(n), every token counts the same
     - `seq-mean-token-mean`: 1 / (S * n_i), every sample counts the same
     - `seq-mean-token-sum`: 1 / S
-    - `seq-mean-token-sum-norm`: 1 / (S * norm_constant), as Dr. GRPO (arXiv 2503.20783)
+    - `seq-mean-token-sum-norm`: 1 / (S * norm_constant), as in Dr. GRPO (arXiv 2503.20783)
     - `rollout-mean`: 1 / (R * tokens of the sample's rollout), every rollout counts the same
 
-    Denominators count the step's kept samples only. A sample whose mask is empty counts nowhere:
-    masks of sums [0, 4] have the denominator 4.
+    Only the step's kept samples with response tokens are in the denominators: with [0, 4] response
+    tokens, the weight under `token-mean` is 1 / 4.
 
     Args:
         num_loss_tokens: per sample of the whole batch, the same on every rank.
 
     Raises:
-        ConfigError: unknown weighting, or a norm constant that is missing or not positive.
-        DataError: as many counts as samples are needed; the step has no response token at all.
+        ConfigError: the weighting is unknown, or the norm constant is missing or not positive.
+        DataError: the number of counts is not the number of samples, or the step has no response
+            token.
     """
     if weighting not in get_args(LossWeighting):
         raise ConfigError(
@@ -67,7 +71,7 @@ def sample_weights(
     counted = kept & (counts > 0)
     if not counted.any():
         raise DataError(
-            f"step {step} has no response token among {int(kept.sum())} samples; give one of them "
+            f"step {step} has no response token among {int(kept.sum())} samples; give at least one "
             "a response"
         )
     weights = np.zeros(plan.num_samples, dtype=np.float64)
@@ -93,7 +97,7 @@ def _denominators(
         if norm_constant is None or not 0 < norm_constant < math.inf:
             raise ConfigError(
                 f"seq-mean-token-sum-norm needs norm_constant > 0, not {norm_constant}; "
-                "set it to the longest response in tokens, say"
+                "set it to the longest response in tokens, for example"
             )
         return num_samples * norm_constant
     ids = plan.rollout_ids or tuple(range(plan.num_samples))
@@ -104,14 +108,15 @@ def _denominators(
 
 
 class Objective(Protocol):
-    """Per-token losses from log-probs; what a user's own objective implements.
+    """Per-token losses from log-probs; the interface of custom objectives.
 
     An objective may also have:
 
-    - `needs_segments = True`: it is called with a fourth argument, the row's `segments.Segments`.
-    - `reads = "values"`: it is called with a value head's fp32 values in place of log-probs.
-    - `check(batch, plan, step)`: raises DataError for samples that it cannot take; it is called on
-      every rank before anything runs.
+    - `needs_segments = True`: it is called with a fourth argument, the row's
+      `rows.segments.Segments`.
+    - `reads = "values"`: it is called with a value head's fp32 values instead of log-probs.
+    - `check(batch, plan, step)`: raises DataError for samples that the objective does not accept;
+      called on every rank before the step runs.
     """
 
     @property
@@ -121,13 +126,14 @@ class Objective(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the entropy of the next-token distribution is to be computed."""
+        """Whether the objective needs the entropy of the next-token distribution."""
         ...
 
     def __call__(
         self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses [R] and metrics (name -> [R], weighted like the loss) at response positions."""
+        """Losses [R] and metrics (name -> [R], with the weights of the loss) at response
+        positions."""
         ...
 
 
@@ -155,12 +161,12 @@ class PPO:
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
-    """The ratio is clipped above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
+    """The ratio is clipped above at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
     dual_clip: float | None = None
-    """Bound on the loss at negative advantages, in multiples of |advantage| (arXiv 1912.09729);
-    above 1. None: no bound."""
+    """Upper bound of the loss at negative advantages, in multiples of |advantage|
+    (arXiv 1912.09729); above 1. None: no bound."""
     entropy_coef: float = 0.0
-    """Times the entropy, subtracted from the loss."""
+    """Factor of the entropy, which is subtracted from the loss."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low <= 1 or not 0 <= self.clip_high < math.inf:
@@ -212,11 +218,11 @@ class PPO:
 class GRPO(PPO):
     """PPO's clipped loss with a KL penalty to a reference policy in the loss (arXiv 2402.03300).
 
-    Reads `advantages` and `old_logprobs`, and `ref_logprobs` where `kl_coef` is not 0.
+    Reads `advantages` and `old_logprobs`, and `ref_logprobs` if `kl_coef` is not 0.
     """
 
     kl_coef: float = 0.0
-    """Times the KL estimate, added to the loss."""
+    """Factor of the KL estimate, which is added to the loss."""
     kl_kind: KlKind = "k3"
     """Estimator: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, with x = log-prob - reference
     (joschu.net/blog/kl-approx.html)."""
@@ -250,7 +256,7 @@ def _check_finite(name: str, value: float) -> None:
 
 
 def kl_estimate(logprobs_R: Tensor, reference_R: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from log-probs of sampled tokens, nats."""
+    """Per-token estimate of KL(policy || reference) in nats, from log-probs of sampled tokens."""
     diff_R = logprobs_R - reference_R
     if kind == "k1":
         return diff_R

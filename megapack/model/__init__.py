@@ -1,9 +1,9 @@
-"""The GPT that the main job trains, from Megatron-Core's parts.
+"""A Megatron-Core GPT for packed rows, as the main job trains it.
 
-build, specs, init   TransformerConfig, layers, weights
-head, logprobs, mtp  the vocabulary head or a value head, log-probs in chunks, extra depths
+build, specs, init   config and model chunks, layer specs, weights and frozen parameters
+head, logprobs, mtp  vocabulary or value head, log-probs in chunks, multi-token prediction
 attention, experts   packed attention; mixtures of experts
-optimizer            Megatron's optimizer and its schedule
+optimizer            Megatron's Adam and learning-rate schedule
 """
 
 from megapack.model.build import build_model, initialize_parallel, transformer_config

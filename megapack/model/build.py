@@ -1,4 +1,4 @@
-"""A Megatron-Core GPT for packed rows: config, chunks, data parallelism."""
+"""A Megatron-Core GPT for packed rows: its config, model chunks and data parallelism."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from megapack.ranks import cpu
 
 
 def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
-    """Megatron's config of a model on a layout, with the settings that packed rows need.
+    """Megatron's config for a model and a layout, with the settings that packed rows need.
 
     Raises:
-        ConfigError: the model's attention, or FP8, cannot run here.
+        ConfigError: the model's attention or FP8 recipe cannot run on this machine.
     """
     kernel = choose_attention(model.attention, model.dtype)
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
@@ -74,7 +74,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         sequence_parallel=layout.sequence_parallel,
-        # Interleaving is right with overlap alone; see settings.check_config.
+        # The interleaved schedule is correct only with overlap; see schedule.checks.check_config.
         overlap_p2p_comm=pipelined and layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         calculate_per_token_loss=True,
@@ -96,7 +96,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.moe_top_k,
-        # Softmax over a single choice would be 1 whatever the logits.
+        # A softmax over the single chosen expert would always be 1.
         "moe_router_pre_softmax": model.moe_top_k == 1 and model.moe_score_function == "softmax",
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size
         or model.ffn_hidden_size
@@ -108,7 +108,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_z_loss_coeff": model.moe_z_loss_coef or None,
         "moe_router_enable_expert_bias": model.moe_bias_update_rate > 0,
         "moe_router_bias_update_rate": model.moe_bias_update_rate,
-        # The default, allgather, needs rows of one length on all ranks.
+        # The default, allgather, needs rows of equal length on all ranks.
         "moe_token_dispatcher_type": "alltoall",
     }
 
@@ -118,16 +118,17 @@ def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
         return {}
     if kernel != "te":
         raise ConfigError(
-            f"model.fp8={model.fp8} needs Transformer Engine's layers, and attention is {kernel}; "
+            f"model.fp8={model.fp8} needs Transformer Engine's layers, but attention is {kernel}; "
             "set model.attention=te to see what is missing, or model.fp8=null"
         )
-    # Gradients have a wider range, which E5M2 holds; scaling by block makes that needless.
+    # Gradients have a wider range than E4M3 covers: E5M2 is used for them, except with scales per
+    # block, which make E4M3 sufficient.
     by_block = model.fp8 in ("blockwise", "mxfp8")
     return {"fp8": "e4m3" if by_block else "hybrid", "fp8_recipe": model.fp8}
 
 
 def _without_cuda_graphs() -> dict[str, Any]:
-    """0.16.1's own default for the scope is one that it warns about; 0.19 has another name."""
+    """An empty scope: Megatron-Core 0.16.1 warns about its own default; 0.19 renamed the field."""
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name in ("cuda_graph_modules", "cuda_graph_scope"):
         if name in names:
@@ -146,7 +147,7 @@ def _recompute(mode: Recompute) -> dict[str, Any]:
 
 
 def initialize_parallel(layout: Layout, seed: int) -> None:
-    """Make Megatron's process groups and random states for a layout."""
+    """Create Megatron's process groups and random states for a layout."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -167,15 +168,15 @@ def build_model(
     value_head: bool = False,
     model_class: type[GPTModel] = GPTModel,
 ) -> list[DistributedDataParallel]:
-    """This rank's chunks, wrapped in Megatron's DDP; weights depend on the seed alone.
+    """This rank's chunks, wrapped in Megatron's DDP; initial weights depend only on the seed.
 
     Args:
-        vocab_size: ids that the tokenizer makes; padded to a multiple of 128.
-        value_head: one fp32 value per token in place of logits; needs untied embeddings.
-        model_class: a subclass of GPTModel, one whose forward takes more inputs for one.
+        vocab_size: number of the tokenizer's ids; padded to a multiple of 128.
+        value_head: one fp32 value per token instead of logits; needs untied embeddings.
+        model_class: GPTModel or a subclass, for example one whose forward has more inputs.
 
     Raises:
-        ConfigError: the sizes do not divide by the layout, or a value head on tied embeddings.
+        ConfigError: the layout does not divide the sizes, or a value head has tied embeddings.
     """
     check_sizes(model, layout)
     config = transformer_config(model, layout)
@@ -248,8 +249,11 @@ def _chunk(
 
 
 def _drop_unused_weight(chunk: GPTModel) -> None:
-    """A last stage with MTP layers has the embedding, and uses it where weights are tied; Megatron
-    makes an output weight there all the same, which nobody trains and checkpoints trip over."""
+    """Remove the unused output weight of a last stage with MTP layers and tied weights.
+
+    That stage projects with its own embedding, but Megatron still allocates an output weight. It is
+    never trained and breaks checkpoints.
+    """
     tied_to_own = chunk.share_embeddings_and_output_weights and hasattr(chunk, "embedding")
     if tied_to_own and chunk.post_process and chunk.output_layer.weight is not None:
         chunk.output_layer.register_parameter("weight", None)

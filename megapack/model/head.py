@@ -1,9 +1,9 @@
-"""The head of a GPT model: its vocabulary projection, taken out so that log-probs can be computed
-in chunks, or a linear value head in its place.
+"""The head of a GPT model: a vocabulary projection that is deferred, or a linear value head.
 
-A value head gives one number per token. The position that predicts token t + 1 has seen the tokens
-up to t: its value is that of the state in which token t + 1 is chosen, so values stand where
-log-probs stand. A sample's score is the value at its last token.
+Deferring the projection lets log-probs be computed in chunks. A value head gives one number per
+token. The position that predicts token t + 1 has seen the tokens up to t, so its value is that of
+the state in which token t + 1 is chosen: values are at the same positions as log-probs. A sample's
+score is the value at its last token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megapack.rows.segments import sum_by_sample
 
 
 class DeferredHead:
-    """Keeps the weight that the model would have projected its hidden states with."""
+    """The projection that was skipped: its layer, and the weight that the model passed to it."""
 
     def __init__(self, output_layer: Any) -> None:
         self.output_layer = output_layer
@@ -30,23 +30,24 @@ class DeferredHead:
 
     @property
     def weight_VH(self) -> Tensor:
-        """This rank's slice of the vocabulary projection (of the tied embedding if it is tied)."""
+        """This rank's slice of the vocabulary projection, or of the embedding if both are tied."""
         weight = self.output_layer.weight if self._weight is None else self._weight
         if weight is None:
             raise ScheduleError("the model's output layer was not reached, or has no weight")
         return weight  # type: ignore[no-any-return]
 
     def capture(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Any, None]:
-        """The output layer's forward within `deferred_head`: returns hidden states as they are."""
+        """The output layer's forward within `deferred_head`: return the hidden states unchanged."""
         self._weight = weight
         return hidden, None
 
 
 @contextlib.contextmanager
 def deferred_head(model: Any) -> Iterator[DeferredHead]:
-    """Within the block the model's last stage returns hidden states in place of logits.
+    """Within the block the model's last stage returns hidden states instead of logits.
 
-    With n layers of multi-token prediction they are [(1 + n) * tokens, ...], depth after depth.
+    With n layers of multi-token prediction their shape is [(1 + n) * tokens, ...]: those of the
+    model, then those of each depth.
 
     Args:
         model: a pipeline's last chunk, wrapped (DDP, Float16Module) or not.
@@ -70,9 +71,9 @@ def deferred_head(model: Any) -> Iterator[DeferredHead]:
 
 @contextlib.contextmanager
 def _without_mtp_losses(gpt: Any) -> Iterator[None]:
-    """Within the block the model's config has no MTP layers, so that it needs no labels.
+    """Hide the MTP layers from the model's config within the block, so that it needs no labels.
 
-    Its MTP block still runs; its hidden states follow the model's own.
+    The MTP block still runs; its hidden states follow those of the model.
     """
     config = getattr(gpt, "config", None)
     if not getattr(config, "mtp_num_layers", None):
@@ -87,7 +88,7 @@ def _without_mtp_losses(gpt: Any) -> Iterator[None]:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside DDP, Float16Module and the like."""
+    """The model inside wrappers such as DDP and Float16Module."""
     while hasattr(model, "module"):
         model = model.module
     return model
@@ -107,9 +108,9 @@ def find_output_layer(model: Any) -> Any:
 
 
 class ValueHead(torch.nn.Module):
-    """hidden -> 1 in fp32, without a bias; every tensor-parallel rank holds all of it.
+    """Linear layer from hidden size to 1, fp32, no bias; replicated on tensor-parallel ranks.
 
-    It stands at the model's `output_layer`, so that DDP, optimizer and checkpoints see it.
+    It replaces the model's `output_layer`, so that DDP, optimizer and checkpoints include it.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -119,22 +120,23 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """Values [..., 1], fp32; with the signature of Megatron's output layer."""
+        """Values [..., 1], fp32; the signature is that of Megatron's output layer."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()), None
 
 
 def replace_output_layer(model: Any) -> None:
-    """Give a GPT model a value head; chunks before the last one stay as they are.
+    """Replace the output layer of a GPT model's last chunk by a value head.
 
-    Before DDP wraps the model. All chunks of all ranks are to be built with untied embeddings.
+    Call this for each chunk before DDP wraps it; other chunks do not change. All chunks of all
+    ranks must be built with untied embeddings.
 
     Raises:
-        ConfigError: the embedding is tied to the output layer, which goes.
+        ConfigError: the embedding is tied to the output layer.
     """
     gpt = unwrapped(model)
     if gpt.share_embeddings_and_output_weights:
         raise ConfigError(
-            "a value head takes the output layer's place, and the embedding is tied to that; set "
+            "a value head replaces the output layer, but the embedding is tied to it; set "
             "share_embeddings_and_output_weights=False (model.untie_embeddings=true)"
         )
     if gpt.post_process:
@@ -142,13 +144,13 @@ def replace_output_layer(model: Any) -> None:
 
 
 def keep_fp32(model: Any) -> None:
-    """Undo what Float16Module does to a value head's weight; before DDP."""
+    """Set a value head back to fp32 after Float16Module; call it before DDP."""
     head = getattr(unwrapped(model), "output_layer", None)
     if isinstance(head, ValueHead):
         head.float()
 
 
 def row_scores(row: PackedRow, values_T: Tensor, cp_group: Any = None) -> Tensor:
-    """Each sample's value at its last token, [n]; a collective of the CP group."""
+    """Each sample's value at its last token, [n]; collective in the CP group."""
     at_end = row.ends_T
     return sum_by_sample(values_T[at_end], row.sample_of_T[at_end], len(row.samples), cp_group)

@@ -1,8 +1,8 @@
-"""Weights that do not depend on the layout, and parameters that are not trained.
+"""Initial weights that do not depend on the layout, and frozen parameters.
 
-Megatron draws each stage's weights from that rank's random state, so another pp, tp or vpp starts
-from another model. Here a parameter's values follow from its name in the whole model and the seed
-alone, and each rank keeps its slice.
+Megatron draws each stage's weights from the rank's random state, so the initial model changes with
+pp, tp and vpp. Here a parameter's values depend only on the seed and its name in the whole model,
+and each rank keeps its slice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megapack.errors import ConfigError
 from megapack.model.head import unwrapped
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-# SequentialMLP's `local_experts.3.` and the grouped experts' `linear_fc1.weight3`.
+# Expert 3 is `local_experts.3.` in SequentialMLP and `linear_fc1.weight3` in grouped experts.
 _EXPERT = re.compile(r"^(.*)\.experts\.(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 
@@ -32,14 +32,14 @@ def initialize_by_name(
 ) -> None:
     """Fill every parameter of the chunks in place.
 
-    Matrices are normal with `std`, the projections back into the residual stream with
-    std / sqrt(2 * num_layers) as in GPT-2; norm weights are 1 and biases 0.
+    Matrices are normal with standard deviation `std`; projections into the residual stream have
+    std / sqrt(2 * num_layers), as in GPT-2. Norm weights are 1 and biases 0.
 
     Args:
         chunks: this rank's GPT models, not yet wrapped in DDP.
         seed: the same on all ranks.
-        num_layers: of the whole model.
-        tp_group: gives this rank's slice of tensor-parallel parameters.
+        num_layers: layers of the whole model.
+        tp_group: the tensor-parallel group, which decides this rank's slices.
     """
     for chunk in chunks:
         for name, param in global_parameters(chunk):
@@ -53,10 +53,10 @@ def initialize_by_name(
 
 
 def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of a GPT chunk by their names in the whole model.
+    """Parameters of a GPT chunk with their names in the whole model.
 
-    Layers count from 0 over all stages, experts over all expert-parallel ranks, and a tied output
-    layer is the embedding.
+    Layers are numbered from 0 over all stages, experts over all expert-parallel ranks, and a tied
+    output layer has the name of the embedding.
     """
     chunk = unwrapped(chunk)
     tied = chunk.share_embeddings_and_output_weights
@@ -67,7 +67,7 @@ def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
             layer = chunk.decoder.layers[int(match[1])].layer_number - 1
             yield f"decoder.layers.{layer}.{local_name[match.end() :]}", param
         elif tied and local_name == "output_layer.weight":
-            # A last stage with MTP has the embedding as well, and projects with that.
+            # A last stage with MTP also has the embedding, and projects with that.
             if not getattr(chunk, "mtp_process", False):
                 yield "embedding.word_embeddings.weight", param
         else:
@@ -83,7 +83,7 @@ def _with_global_expert(chunk: Any, name: str) -> str:
 
 
 def full_shape(param: Tensor, tp: int) -> tuple[int, ...]:
-    """The parameter's shape on one rank without tensor parallelism."""
+    """The parameter's shape without tensor parallelism."""
     shape = list(param.shape)
     if getattr(param, "tensor_model_parallel", False):
         shape[param.partition_dim] *= tp  # type: ignore[attr-defined]
@@ -93,7 +93,8 @@ def full_shape(param: Tensor, tp: int) -> tuple[int, ...]:
 def local_slice(whole: Tensor, param: Tensor, tp_rank: int, tp: int) -> Tensor:
     """This rank's part of a whole parameter (or gradient).
 
-    With a stride (gate and up projection in one matrix) a rank holds a piece of each.
+    A stride above 1 means that several matrices are stored as one (gate and up projection: 2). A
+    rank then holds a piece of each.
     """
     if not getattr(param, "tensor_model_parallel", False) or tp == 1:
         return whole
@@ -111,16 +112,16 @@ def _generator(name: str, seed: int) -> torch.Generator:
 def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
     """Freeze the parameters whose name in the whole model matches a glob.
 
-    A collective over all ranks: a pattern may match nothing on one stage, but not in the whole
-    model.
+    Collective over all ranks, because a pattern may match nothing on one stage but must match
+    something in the whole model.
 
     Args:
         chunks: this rank's GPT models, not yet wrapped in DDP.
-        patterns: `decoder.layers.0.*` is the first layer, `embedding.*` the embedding, and with
-            tied embeddings the output projection too.
+        patterns: globs, such as `decoder.layers.0.*` for the first layer and `embedding.*` for the
+            embedding, which includes a tied output projection.
 
     Raises:
-        ConfigError: on every rank, naming a pattern that matches nothing.
+        ConfigError: on every rank, if a pattern matches nothing.
     """
     num_matches = torch.zeros(len(patterns), device=torch.cuda.current_device())
     for chunk in chunks:
@@ -130,8 +131,8 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
             if any(matches):
                 param.requires_grad_(False)
     dist.all_reduce(num_matches)
-    for pattern, found in zip(patterns, num_matches.tolist(), strict=True):
-        if not found:
+    for pattern, count in zip(patterns, num_matches.tolist(), strict=True):
+        if not count:
             raise ConfigError(
                 f"model.freeze: no parameter matches {pattern!r}; names are like "
                 "embedding.word_embeddings.weight or decoder.layers.0.mlp.linear_fc1.weight"
@@ -139,19 +140,20 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
 
 
 def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None:
-    """Let recomputed modules behind a frozen embedding get their gradients.
+    """Make sure that recomputed modules after a frozen embedding get their gradients.
 
-    A recomputed layer, MLP or mixture of experts gets gradients only if its input requires one. The
-    output of a frozen embedding does not, and the layers behind it would silently not be trained.
+    A recomputed layer, MLP or mixture of experts gets gradients only if its input requires a
+    gradient. The output of a frozen embedding does not, so the next layers would silently not be
+    trained.
     """
     for chunk in chunks:
         embedding = getattr(unwrapped(chunk), "embedding", None)
         if embedding is None or config.recompute_granularity is None:
             continue
-        asks = _ask_for_gradient in embedding._forward_hooks.values()
-        if not asks and not any(param.requires_grad for param in embedding.parameters()):
-            embedding.register_forward_hook(_ask_for_gradient)
+        has_hook = _require_gradient in embedding._forward_hooks.values()
+        if not has_hook and not any(param.requires_grad for param in embedding.parameters()):
+            embedding.register_forward_hook(_require_gradient)
 
 
-def _ask_for_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
+def _require_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output

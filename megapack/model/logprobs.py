@@ -1,10 +1,11 @@
 """Log-probs of labels from hidden states, in fp32, a chunk of tokens at a time.
 
-The logits of a chunk exist only while it is worked on, in the forward and again in the backward
-pass, so the full-vocabulary fp32 logits of a row never do. With tensor parallelism each rank holds
-a slice of the vocabulary and the ranks exchange three numbers per token.
+The logits of a chunk exist only while the chunk is computed, in the forward and again in the
+backward pass, so the full fp32 logits of a row never exist. With tensor parallelism each rank holds
+a slice of the vocabulary and the ranks exchange three numbers per token: the largest logit, the sum
+of exponentials and the label's logit. The entropy needs a fourth.
 
-Shape suffixes: R response positions, H hidden, V vocabulary on this rank.
+Shape suffixes: R response positions, C positions of a chunk, H hidden, V vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class VocabHead:
-    """The vocabulary projection of one rank and how to run it."""
+    """The vocabulary projection of one rank and its settings."""
 
     weight_VH: Tensor
     tp_group: Any = None
-    """Ranks that hold the other slices of the vocabulary; None for one rank."""
+    """Ranks that share the vocabulary; None for one rank."""
     chunk_tokens: int = 1024
     """Positions whose logits exist at one time."""
     temperature: float = 1.0
-    """Logits are divided by it."""
+    """Divisor of the logits."""
     with_entropy: bool = False
-    """Compute the entropy of the next-token distribution too."""
+    """Also compute the entropy of the next-token distribution."""
 
     @property
     def first_token(self) -> int:
-        """The vocabulary's first id on this rank."""
+        """First token id of this rank's slice of the vocabulary."""
         rank = 0 if self.tp_group is None else self.tp_group.rank()
         return int(rank * self.weight_VH.shape[0])
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce over the ranks of the vocabulary, in place."""
+        """Reduce over the ranks that share the vocabulary, in place."""
         if self.tp_group is not None and self.tp_group.size() > 1:
             dist.all_reduce(x, op=op, group=self.tp_group)
         return x
@@ -48,16 +49,16 @@ class VocabHead:
 def vocab_parallel_logprobs(
     hidden_RH: Tensor, labels_R: Tensor, head: VocabHead
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (nats, fp32) of labels, and the entropy (nats) where the head asks for it.
+    """Log-probs (nats, fp32) of labels, and the entropy (nats) if `head.with_entropy`.
 
     Args:
-        hidden_RH: final hidden states at response positions, the same on every rank of the
-            vocabulary; R may be 0. Its gradient comes back whole on every rank.
-        labels_R: ids in the whole vocabulary.
+        hidden_RH: final hidden states at response positions, the same on every rank that shares the
+            vocabulary; R may be 0. Each of these ranks gets the full gradient.
+        labels_R: ids in the whole vocabulary; the log-prob of an id outside it is NaN.
 
     Returns:
         logprobs_R, differentiable in the hidden states and the weight.
-        entropy_R, likewise; None without `with_entropy`.
+        entropy_R, differentiable too; None without `with_entropy`.
     """
     logprobs_R, entropy_R = _Logprobs.apply(hidden_RH, head.weight_VH, labels_R, head)
     return logprobs_R, entropy_R if head.with_entropy else None
@@ -69,7 +70,7 @@ def _logits(hidden_CH: Tensor, head: VocabHead) -> Tensor:
 
 
 def _local_labels(labels_C: Tensor, head: VocabHead) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank (0 where it is elsewhere), and whether it is here."""
+    """Column of each label on this rank (0 if on another rank), and whether it is on this rank."""
     local_C = labels_C - head.first_token
     here_C = (local_C >= 0) & (local_C < head.weight_VH.shape[0])
     return torch.where(here_C, local_C, 0), here_C
@@ -81,7 +82,7 @@ def _in_vocabulary(labels_C: Tensor, head: VocabHead) -> Tensor:
 
 
 class _Logprobs(torch.autograd.Function):
-    """Saves two numbers per token instead of logits; the backward pass makes each chunk again."""
+    """Saves two numbers per token instead of logits; the backward pass recomputes each chunk."""
 
     @staticmethod
     def forward(
@@ -96,7 +97,7 @@ class _Logprobs(torch.autograd.Function):
             logits_CV = _logits(hidden_RH[chunk], head)
             max_C = head.all_reduce(logits_CV.amax(1), dist.ReduceOp.MAX)
             local_C, here_C = _local_labels(labels_R[chunk], head)
-            # In place from here on: a second and third [C, V] would double and treble the peak.
+            # In place from here on: a second and a third [C, V] would double and triple the peak.
             logits_CV.sub_(max_C[:, None])
             label_logit_C = logits_CV.gather(1, local_C[:, None])[:, 0]
             exp_CV = logits_CV.exp() if head.with_entropy else logits_CV.exp_()
@@ -105,9 +106,10 @@ class _Logprobs(torch.autograd.Function):
                 sums = torch.cat([sums, logits_CV.mul_(exp_CV).sum(1)[None]])
             del logits_CV, exp_CV
             head.all_reduce(sums)
-            # A label that is no token must not look like a sound log-prob; NaN needs no sync.
-            foreign_C = ~_in_vocabulary(labels_R[chunk], head)
-            logprobs_R[chunk] = (sums[1] - sums[0].log()).masked_fill(foreign_C, math.nan)
+            # A label outside the vocabulary must not give a plausible log-prob. Raising would need
+            # a device sync; NaN does not.
+            invalid_C = ~_in_vocabulary(labels_R[chunk], head)
+            logprobs_R[chunk] = (sums[1] - sums[0].log()).masked_fill(invalid_C, math.nan)
             log_z_R[chunk] = max_C + sums[0].log()
             if head.with_entropy:
                 entropy_R[chunk] = sums[0].log() - sums[2] / sums[0]
@@ -142,7 +144,7 @@ class _Logprobs(torch.autograd.Function):
             grad_hidden_RH[chunk] = grad_logits_CV @ weight_VH
             if grad_weight_VH is not None:
                 grad_weight_VH += (grad_logits_CV.t() @ hidden_RH[chunk]).float()
-            # Before the next chunk's logits are made.
+            # Freed before the next chunk's logits are allocated.
             del grad_logits_CV
         head.all_reduce(grad_hidden_RH)
         if grad_weight_VH is not None:
@@ -158,7 +160,7 @@ def _grad_logits(
     entropy_and_grad_C1: tuple[Tensor, Tensor] | None,
     head: VocabHead,
 ) -> Tensor:
-    """The gradient with respect to the logits, in their memory.
+    """The gradient with respect to the logits, computed in their memory.
 
     d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
     """

@@ -1,11 +1,10 @@
-"""Multi-token prediction on packed rows: what the tokens further ahead are, inside each sample.
+"""Multi-token prediction (MTP) on packed rows: labels further ahead in the same sample.
 
-Megatron's MTP block already rolls its inputs inside samples and hands its hidden states on behind
-those of the model. What they predict at depth k (1, 2, ...) is the token k places after the label,
-and that is again a packed row: the same positions with other labels. So the head, the weights and
-the layout are those of the main loss; a depth's loss is the negative log-likelihood of the response
-with the main loss's weights, times mtp_loss_scaling_factor / mtp_num_layers (arXiv 2412.19437,
-eq. 24 and 25).
+Megatron's MTP block already shifts its inputs inside samples and appends its hidden states to those
+of the model. At depth k (1, 2, ...) they predict the token k positions after the label. Its labels
+make another packed row with the same positions, so head, weights and layout are those of the main
+loss. The loss of a depth is the negative log-likelihood of the response with the main loss's
+weights, times mtp_loss_scaling_factor / mtp_num_layers (arXiv 2412.19437, eq. 24 and 25).
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from megapack.rows.packed import PackedRow
 
 
 def with_rows_ahead(row: PackedRow, num_depths: int) -> PackedRow:
-    """The row, carrying the rows of the first depths."""
+    """The row with `ahead` set to its rows of depths 1 to `num_depths`."""
     ahead = tuple(row_ahead(row, depth) for depth in range(1, num_depths + 1))
     return replace(row, ahead=ahead)
 
 
 def row_ahead(row: PackedRow, depth: int) -> PackedRow:
-    """The row whose labels stand `depth` tokens further ahead; a sample's end has none.
+    """The row with labels `depth` tokens further ahead; the last tokens of a sample have none.
 
     With samples [5, 6, 7] and [8, 9]:
 
@@ -35,10 +34,10 @@ def row_ahead(row: PackedRow, depth: int) -> PackedRow:
         labels_T           6 7 0 9 0
         at depth 1         7 0 0 0 0
     """
-    labels_T, weights_T = _ahead(row, row.labels_T, depth), _ahead(row, row.weights_T, depth)
+    weights_T = _ahead(row, row.weights_T, depth)
     return replace(
         row,
-        labels_T=labels_T,
+        labels_T=_ahead(row, row.labels_T, depth),
         weights_T=weights_T,
         loss_positions_R=weights_T.nonzero().squeeze(1),
         fields={},
@@ -48,6 +47,7 @@ def row_ahead(row: PackedRow, depth: int) -> PackedRow:
 
 
 def _ahead(row: PackedRow, values_T: Tensor, depth: int) -> Tensor:
+    """Move values `depth` positions to the front inside each sample, filling up with 0."""
     out_T = torch.zeros_like(values_T)
     for start, length in zip(row.starts, row.lengths, strict=True):
         end = start + length
@@ -56,28 +56,28 @@ def _ahead(row: PackedRow, values_T: Tensor, depth: int) -> Tensor:
 
 
 def num_depths(config: Any) -> int:
-    """MTP layers of a model, 0 for none."""
+    """Number of MTP layers of a model; 0 without MTP."""
     return getattr(config, "mtp_num_layers", None) or 0
 
 
 def loss_name(depth: int) -> str:
-    """What a step calls the loss of a depth in its metrics."""
+    """Name of a depth's loss in the metrics of a step."""
     return f"mtp_{depth}_loss"
 
 
 def loss_names(config: Any) -> list[str]:
-    """The names of all depths' losses."""
+    """Names of the losses of all depths."""
     return [loss_name(depth) for depth in range(1, num_depths(config) + 1)]
 
 
 def loss_coefs(config: Any) -> list[float]:
-    """What the loss of each depth counts beside the main loss."""
+    """Factor of each depth's loss beside the main loss."""
     depths = num_depths(config)
     return [config.mtp_loss_scaling_factor / depths for _ in range(depths)]
 
 
 def check_mtp(config: Any) -> None:
-    """Raise ConfigError if multi-token prediction would fail or be wrong."""
+    """Raise ConfigError if multi-token prediction would fail with this config."""
     if not num_depths(config):
         return
     if config.recompute_granularity == "full":

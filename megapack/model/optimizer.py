@@ -1,4 +1,4 @@
-"""Megatron-Core's Adam and its learning-rate schedule, from the config of the main job."""
+"""Megatron-Core's Adam and learning-rate schedule from the config of the main job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapack.errors import ScheduleError, of_all_ranks
 
 
 def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], bf16: bool) -> Any:
-    """Megatron's Adam for the chunks, with gradient clipping; distributed if asked for."""
+    """Megatron's Adam with gradient clipping; sharded if `optim.distributed_optimizer`."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -35,7 +35,7 @@ def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], b
 def build_lr_schedule(
     optim: OptimConfig, optimizer: Any, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Megatron's learning-rate schedule over a run of this many optimizer steps."""
+    """Megatron's learning-rate schedule for a run of `total_steps` optimizer steps."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -52,7 +52,11 @@ def build_lr_schedule(
 
 
 def check_norm(grad_norm: float) -> None:
-    """Raise ScheduleError where the norm of finite gradients is no number; all ranks have it."""
+    """Raise ScheduleError if the gradient norm is not finite.
+
+    The norm is equal on all ranks, so all of them raise. Each rank's own gradients were checked
+    before.
+    """
     if not math.isfinite(grad_norm):
         raise of_all_ranks(
             ScheduleError(

@@ -1,4 +1,4 @@
-"""Megatron-Core's layer specs, with attention that keeps packed samples apart."""
+"""Megatron-Core's layer specs with attention for packed rows."""
 
 from __future__ import annotations
 
@@ -22,28 +22,44 @@ from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.experts.router import use_packed_router
 
 
-class PackedNorm(torch.nn.Module):
-    """LayerNorm or RMSNorm for the local spec, marked for sequence parallelism.
+class PackedLayerNorm(torch.nn.LayerNorm):
+    """torch's LayerNorm for the local spec, with support for sequence parallelism.
 
-    Megatron's own fallback norm refuses sequence parallelism; marking the parameters makes it sum
-    their gradients over the tensor-parallel ranks that see different tokens.
+    Megatron's own torch norm refuses sequence parallelism. With marked parameters Megatron sums
+    their gradients over the tensor-parallel ranks, which see different tokens.
     """
 
-    def __new__(
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> Any:
-        """A torch norm of `hidden_size`."""
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
-        for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        _mark_sequence_parallel(self, config)
+
+
+class PackedRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm for the local spec; see `PackedLayerNorm`."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        _mark_sequence_parallel(self, config)
+
+
+def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:
+    for param in norm.parameters():
+        param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def packed_norm(config: TransformerConfig) -> type[PackedLayerNorm] | type[PackedRMSNorm]:
+    """The norm class of a config, for layer specs."""
+    return PackedRMSNorm if config.normalization == "RMSNorm" else PackedLayerNorm
 
 
 def local_layer_spec(
     config: TransformerConfig, attention: Literal["varlen", "sdpa"] = "sdpa"
 ) -> ModuleSpec:
-    """Megatron's local layer spec with attention that keeps packed samples apart."""
+    """Megatron's local layer spec, with attention in which packed samples do not see each other."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -54,15 +70,17 @@ def local_layer_spec(
     parts.core_attention = PackedVarlen if attention == "varlen" else PackedSDPA
     if config.num_moe_experts:
         use_packed_router(spec.submodules.mlp)
-    spec.submodules.input_layernorm = PackedNorm
-    spec.submodules.pre_mlp_layernorm = PackedNorm
+    norm = packed_norm(config)
+    spec.submodules.input_layernorm = norm
+    spec.submodules.pre_mlp_layernorm = norm
     if config.qk_layernorm:
-        parts.q_layernorm = parts.k_layernorm = PackedNorm
+        parts.q_layernorm = norm
+        parts.k_layernorm = norm
     return spec
 
 
 def block_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) -> Any:
-    """The layers of a chunk, with attention by `kernel`, in the form that GPTModel takes."""
+    """The layers of a chunk with this attention kernel, as GPTModel expects them."""
     if kernel == "te":
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_layer_with_transformer_engine_spec,
@@ -78,17 +96,21 @@ def block_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) 
         return spec
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(
-        layer_specs=[local_layer_spec(config, kernel)] * layers, layer_norm=PackedNorm
+        layer_specs=[local_layer_spec(config, kernel)] * layers, layer_norm=packed_norm(config)
     )
 
 
 def mtp_spec(kernel: Kernel, config: TransformerConfig, spec: Any, vp_stage: Any) -> Any:
-    """The layers of multi-token prediction; None where the model or the chunk has none."""
+    """The layers of multi-token prediction; None if the model or the chunk has none."""
     if not config.mtp_num_layers:
         return None
-    te = kernel == "te"
-    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=te, vp_stage=vp_stage)
-    for layer in block.layer_specs if block is not None and not te else ():
-        layer.submodules.enorm = layer.submodules.hnorm = PackedNorm
-        layer.submodules.layer_norm = PackedNorm
+    uses_te = kernel == "te"
+    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=uses_te, vp_stage=vp_stage)
+    if block is None or uses_te:
+        return block
+    norm = packed_norm(config)
+    for layer in block.layer_specs:
+        layer.submodules.enorm = norm
+        layer.submodules.hnorm = norm
+        layer.submodules.layer_norm = norm
     return block

@@ -1,11 +1,11 @@
-"""Replacing names of another training framework by megapack's, politely.
+"""Replace names of another training framework by megapack's.
 
-applied  apply, revert, status, check
-files    the patch files in patches/
-target   one name: verified, replaced, put back
+registry  apply, revert, status, check: the patches of this process
+files     the patch files in patches/
+target    one name of a host: verify, replace, restore
 """
 
-from megapack.patching.applied import Finding, apply, check, revert, status
+from megapack.patching.registry import Finding, apply, check, revert, status
 from megapack.patching.target import Status
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""The patch files: which names of a framework are replaced, by what, and what they must look like.
+"""Patch files: which names of a framework are replaced, by what, and which signatures they have.
 
 One file per host, or per host and range of versions: `patches/<host>.yaml`,
-`patches/<host>-<anything>.yaml`. A file names code and holds none: replacements stand below
-`megapack.hosts`, and nothing else is ever imported for it.
+`patches/<host>-<anything>.yaml`. A file names code and contains none: replacements are names below
+`megapack.hosts`, and nothing else is imported because of it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _HOST = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """One name of the host and what takes its place."""
+    """One name of the host and its replacement."""
 
     target: str
     """`module:name` or `module:Class.name` of the host."""
     signatures: tuple[str, ...]
-    """What the target may look like: `(lengths, *, budget=None)`. Names, kinds and defaults count,
-    annotations do not; the default `...` stands for any."""
+    """Accepted signatures of the target: `(lengths, *, budget=None)`. Names, kinds and defaults are
+    compared, annotations are not; the default `...` matches any default."""
     replacement: str
     """`module:name` below megapack.hosts."""
     why: str
-    """What the user gets from it, one line."""
+    """What the user gains, one line."""
 
     def __post_init__(self) -> None:
         if not _TARGET.fullmatch(self.target):
@@ -67,18 +67,18 @@ class PatchFile:
     """The patches of one host in a range of versions."""
 
     host: str
-    """The name by which it is asked for."""
+    """The name that users apply it by."""
     seen: str
     """Versions or commits that it was written for."""
     patches: tuple[Replacement, ...]
     distribution: str | None = None
-    """The installed package whose version counts; None: any version."""
+    """The installed package that `since` and `before` are versions of; None: any version."""
     since: str | None = None
     """First version that the file is for."""
     before: str | None = None
     """First version that it is no longer for."""
     diff: str = ""
-    """Lines for a script of the user's, as a unified diff, where replacing names is not enough."""
+    """Lines to add to the user's script, as a unified diff, if replacing names is not enough."""
 
     def __post_init__(self) -> None:
         if not _HOST.fullmatch(self.host):
@@ -86,11 +86,11 @@ class PatchFile:
         if not self.patches:
             raise ConfigError(f"{self.host} has no patches; write at least one")
         if self.distribution is None and (self.since or self.before):
-            raise ConfigError("since and before need the distribution whose version they count")
+            raise ConfigError("since and before are versions of a distribution; set distribution")
 
     @property
     def version(self) -> str | None:
-        """The host's installed version; None where it is not installed or has no package."""
+        """The host's installed version; None if it is not installed or has no package."""
         if self.distribution is None:
             return None
         try:
@@ -100,12 +100,13 @@ class PatchFile:
 
     @property
     def fits(self) -> bool:
-        """Whether the installed version is in range. Without one the signatures are the judges."""
+        """Whether the installed version is in range. An unknown version is in every range without
+        an upper end; then the signatures alone decide."""
         if self.version is None:
             return self.before is None
-        found = _release(self.version)
-        return (self.since is None or found >= _release(self.since)) and (
-            self.before is None or found < _release(self.before)
+        installed = _release(self.version)
+        return (self.since is None or installed >= _release(self.since)) and (
+            self.before is None or installed < _release(self.before)
         )
 
 
@@ -113,7 +114,7 @@ def load_patches(host: str) -> PatchFile:
     """The patch file of a host, or of a path that ends in `.yaml`.
 
     Raises:
-        ConfigError: no such host, no file for the installed version, or a file that is not right.
+        ConfigError: no such host, no file for the installed version, or an invalid file.
     """
     if host.endswith(".yaml"):
         return _load(Path(host))
@@ -124,10 +125,10 @@ def load_patches(host: str) -> PatchFile:
         if file.fits:
             return file
     ranges = ", ".join(f"{file.since or 'any'} to {file.before or 'any'}" for file in files)
-    found = files[0].version or "(no version)"
+    installed = files[0].version or "(no version)"
     raise ConfigError(
-        f"{host} {found} is installed and the patches are for {ranges} "
-        "(the latter left out); install a version of these, or another megapack"
+        f"{host} {installed} is installed and the patches are for {ranges} "
+        "(upper ends excluded); install a version in these ranges, or another megapack"
     )
 
 
@@ -138,7 +139,7 @@ def shipped_hosts() -> tuple[str, ...]:
 
 def _shipped() -> list[Path]:
     package = Path(__file__).resolve().parents[1]
-    # In a wheel patches/ stands inside the package, in a checkout beside it.
+    # patches/ is inside the package in a wheel, and beside it in a checkout.
     inside = package / "patches"
     return sorted((inside if inside.is_dir() else package.parent / "patches").glob("*.yaml"))
 

@@ -1,4 +1,4 @@
-"""One name of a host: its signature is verified against text, and it is replaced and put back."""
+"""One name of a host: verify its signature against text, replace it, restore it."""
 
 from __future__ import annotations
 
@@ -10,97 +10,98 @@ import itertools
 import logging
 import sys
 from dataclasses import dataclass
+from inspect import Parameter
 from types import ModuleType
 from typing import Any, Literal
 
 from megapack.errors import ConfigError, PatchError
 from megapack.patching.files import PatchFile, Replacement
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 State = Literal["applied", "waiting", "lost"]
-
-_KINDS = inspect.Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """One replaced name."""
+    """The state of one patched name."""
 
     host: str
     target: str
     """Dotted path of the name."""
     replacement: str
     state: State
-    """"waiting" for its module's import; "lost": something else was put in its place since."""
+    """"waiting" for its module's import; "lost": other code has replaced the name since."""
     stale: tuple[str, ...]
-    """Names outside the host that still hold the original: imported before the patch."""
+    """Names outside the host that still hold the original, imported before the patch."""
 
 
 class Patch:
     """One replacement of a patch file in this process."""
 
     def __init__(self, file: PatchFile, entry: Replacement) -> None:
-        self.file, self.entry = file, entry
+        self.file = file
+        self.entry = entry
         self._original: Any = None
         self._replacement: Any = None
         parts = entry.module.split(".")
-        self.way = [".".join(parts[: end + 1]) for end in range(len(parts))]
-        """The packages on the way to the target's module, and it: a, a.b, a.b.c."""
+        self.module_chain = [".".join(parts[: end + 1]) for end in range(len(parts))]
+        """The target's module after the packages that contain it: a, a.b, a.b.c."""
 
     @property
-    def done(self) -> bool:
+    def is_replaced(self) -> bool:
         """Whether the name was replaced."""
         return self._replacement is not None
 
     @property
     def is_imported(self) -> bool:
-        """Whether the target's module is there."""
+        """Whether the target's module is imported."""
         return self.entry.module in sys.modules
 
     def verify(self) -> None:
-        """Refuse a module that is gone, and a name that is, or that has another signature.
+        """Refuse a missing module, a missing name, or a name with an unexpected signature.
 
-        As far as can be seen by what is imported; imports nothing of the host.
+        Checks what the imported modules show; imports nothing of the host.
         """
-        if self.done:
+        if self.is_replaced:
             return
         if self.is_imported:
             self._verify_name()
-            self.resolve()
+            self._import_replacement()
             return
-        # Its import would never come, and the patch wait for ever, in silence.
-        for package, below in itertools.pairwise(self.way):
+        # Without this check the patch would silently wait for an import that never comes.
+        for package, below in itertools.pairwise(self.module_chain):
             path = getattr(sys.modules.get(package), "__path__", None)
             if path is None or below in sys.modules:
                 continue
             if importlib.machinery.PathFinder.find_spec(below, path) is None:
-                raise self._moved(f"expected a module {below}, found none")
+                raise self._mismatch(f"expected a module {below}, found none")
 
     def _verify_name(self) -> None:
         expected = " or ".join(self.entry.signatures)
         try:
-            owner, attribute = self._place()
+            owner, attribute = self._owner_and_attribute()
             target = vars(owner)[attribute]
         except KeyError:
-            raise self._moved(f"expected {expected}, found no such name") from None
+            raise self._mismatch(f"expected {expected}, found no such name") from None
         if not callable(target):
-            raise self._moved(
+            raise self._mismatch(
                 f"expected {expected}, found an object of type {type(target).__name__}"
             )
         found = signature_of(target)
         if not any(is_like(found, parse_signature(text)) for text in self.entry.signatures):
-            raise self._moved(f"expected {expected}, found {found}")
+            raise self._mismatch(f"expected {expected}, found {found}")
 
-    def _moved(self, what: str) -> PatchError:
-        host, here = self.file.host, self.file.version or "unknown"
+    def _mismatch(self, what: str) -> PatchError:
+        host = self.file.host
+        installed = self.file.version or "unknown"
         return PatchError(
-            f"{self.entry.dotted}: {what}; the patches for {host} are for {self.file.seen} and "
-            f"the version here is {here}: install such a {host}, or run without the patch"
+            f"{self.entry.dotted}: {what}; the patches for {host} are for {self.file.seen} and the "
+            f"installed version is {installed}: install a version that it is for, or run without "
+            "the patch"
         )
 
-    def resolve(self) -> Any:
-        """Import what takes the name's place."""
+    def _import_replacement(self) -> Any:
         module, _, name = self.entry.replacement.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
@@ -112,15 +113,17 @@ class Patch:
             )
         return found
 
-    def put(self) -> None:
-        """Replace the name, and its copies in the host's own modules. Once; then nothing."""
-        if self.done:
+    def replace(self) -> None:
+        """Replace the name, and its copies in the host's own modules; does nothing when called
+        again."""
+        if self.is_replaced:
             return
-        owner, attribute = self._place()
-        self._original, replacement = vars(owner)[attribute], self.resolve()
+        owner, attribute = self._owner_and_attribute()
+        self._original = vars(owner)[attribute]
+        replacement = self._import_replacement()
         setattr(owner, attribute, replacement)
         self._replacement = replacement
-        _LOG.info(
+        logger.info(
             "%s: %s is now %s (%s)",
             self.file.host,
             self.entry.dotted,
@@ -129,27 +132,27 @@ class Patch:
         )
         self._rebind(self._original, replacement)
         for name in self._stale():
-            _LOG.warning(
-                "%s holds the %s of before the patch; apply the patch before that import",
+            logger.warning(
+                "%s still holds the original %s; apply the patch before that import",
                 name,
                 self.entry.dotted,
             )
 
-    def take_back(self) -> None:
-        """Put the original back, also in the host's modules that imported the replacement."""
-        owner, attribute = self._place()
+    def restore(self) -> None:
+        """Restore the original, also in the host's modules that imported the replacement."""
+        owner, attribute = self._owner_and_attribute()
         if vars(owner).get(attribute) is self._replacement:
             setattr(owner, attribute, self._original)
-            _LOG.info("%s: %s is the host's own again", self.file.host, self.entry.dotted)
+            logger.info("%s: %s is the host's own again", self.file.host, self.entry.dotted)
         else:
-            _LOG.warning("%s was replaced since and is left alone", self.entry.dotted)
+            logger.warning("%s: other code replaced it since; left as it is", self.entry.dotted)
         self._rebind(self._replacement, self._original)
 
     def status(self) -> Status:
-        """What became of it."""
+        """Whether the name is replaced now, and which modules hold the original."""
         state: State = "waiting"
-        if self.done:
-            owner, attribute = self._place()
+        if self.is_replaced:
+            owner, attribute = self._owner_and_attribute()
             state = "applied" if vars(owner).get(attribute) is self._replacement else "lost"
         return Status(
             host=self.file.host,
@@ -159,8 +162,8 @@ class Patch:
             stale=self._stale(),
         )
 
-    def _place(self) -> tuple[Any, str]:
-        """The loaded module or class that holds the name, and the name there."""
+    def _owner_and_attribute(self) -> tuple[Any, str]:
+        """The loaded module or class that holds the name, and the attribute's name there."""
         owner: Any = sys.modules[self.entry.module]
         *classes, attribute = self.entry.name.split(".")
         for name in classes:
@@ -169,19 +172,19 @@ class Patch:
 
     def _rebind(self, old: Any, new: Any) -> None:
         for module, name in self._bindings(old):
-            if self._is_hosts(module):
+            if self._belongs_to_host(module):
                 setattr(module, name, new)
 
     def _stale(self) -> tuple[str, ...]:
-        found = self._bindings(self._original) if self.done else []
-        names = (f"{m.__name__}.{name}" for m, name in found if not self._is_hosts(m))
+        bindings = self._bindings(self._original) if self.is_replaced else []
+        names = (f"{m.__name__}.{name}" for m, name in bindings if not self._belongs_to_host(m))
         return tuple(sorted(names))
 
     def _bindings(self, value: Any) -> list[tuple[ModuleType, str]]:
-        """Every global of a loaded module that is this object, which was imported from here.
+        """Every global of a loaded module that is this object, imported from the target's module.
 
-        None for methods, and for names that the target's module itself imported: what others hold
-        they have from elsewhere.
+        Empty for methods, and for names that the target's module itself imported: other modules
+        imported those from elsewhere.
         """
         made_here = getattr(self._original, "__module__", None) == self.entry.module
         if "." in self.entry.name or not made_here:
@@ -190,72 +193,75 @@ class Patch:
             (module, name)
             for module in list(sys.modules.values())
             if isinstance(module, ModuleType)
-            # Not vars(): it would load modules that load lazily.
+            # vars() would load lazy modules.
             for name, held in list(object.__getattribute__(module, "__dict__").items())
             if held is value
         ]
 
-    def _is_hosts(self, module: ModuleType) -> bool:
-        return module.__name__.partition(".")[0] == self.way[0]
+    def _belongs_to_host(self, module: ModuleType) -> bool:
+        return module.__name__.partition(".")[0] == self.module_chain[0]
 
 
 def parse_signature(text: str) -> inspect.Signature:
     """`(a, b=None, *, c)` as a signature; defaults are literals, nothing is evaluated.
 
     Raises:
-        ConfigError: it is no such text.
+        ConfigError: the text is not a signature.
     """
     try:
         (function,) = ast.parse(f"def f{text}: pass").body
         assert isinstance(function, ast.FunctionDef)
         return inspect.Signature(_parameters(function.args))
     except (SyntaxError, ValueError, AssertionError):
-        raise ConfigError(f"{text!r:.80} is no signature; write (a, b=None, *, c)") from None
+        raise ConfigError(f"{text!r:.80} is not a signature; write (a, b=None, *, c)") from None
 
 
 def signature_of(target: Any) -> inspect.Signature:
     """The signature of a function, or of a class's constructor, without annotations.
 
     Raises:
-        ValueError, TypeError: it has none.
+        ValueError, TypeError: it has no signature, as some built-in functions.
     """
     found = inspect.signature(target)
-    parameters = [p.replace(annotation=_KINDS.empty) for p in found.parameters.values()]
+    parameters = [p.replace(annotation=Parameter.empty) for p in found.parameters.values()]
     return found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
 
 
 def is_like(found: inspect.Signature, expected: inspect.Signature) -> bool:
-    """Whether names, kinds and defaults are the same; an expected default `...` is any default."""
-    pairs = list(found.parameters.values()), list(expected.parameters.values())
-    return len(pairs[0]) == len(pairs[1]) and all(map(_same, *pairs))
+    """Whether names, kinds and defaults are equal; the expected default `...` matches any."""
+    parameters = list(found.parameters.values())
+    wanted = list(expected.parameters.values())
+    return len(parameters) == len(wanted) and all(map(_same, parameters, wanted))
 
 
-def _same(found: inspect.Parameter, expected: inspect.Parameter) -> bool:
+def _same(found: Parameter, expected: Parameter) -> bool:
     if (found.name, found.kind) != (expected.name, expected.kind):
         return False
     if expected.default is ...:
-        return found.default is not _KINDS.empty
-    # 1 == True == 1.0: their texts differ.
+        return found.default is not Parameter.empty
+    # 1 == True == 1.0, but their texts differ.
     return repr(found.default) == repr(expected.default)
 
 
-def _parameters(args: ast.arguments) -> list[inspect.Parameter]:
-    plain: list[tuple[ast.arg, Any]] = [(arg, _KINDS.POSITIONAL_ONLY) for arg in args.posonlyargs]
-    plain += [(arg, _KINDS.POSITIONAL_OR_KEYWORD) for arg in args.args]
-    first_default = len(plain) - len(args.defaults)
+def _parameters(args: ast.arguments) -> list[Parameter]:
+    positional: list[tuple[ast.arg, Any]] = [
+        (arg, Parameter.POSITIONAL_ONLY) for arg in args.posonlyargs
+    ]
+    positional += [(arg, Parameter.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    first_default = len(positional) - len(args.defaults)
     parameters = [
         _parameter(arg, kind, args.defaults[i - first_default] if i >= first_default else None)
-        for i, (arg, kind) in enumerate(plain)
+        for i, (arg, kind) in enumerate(positional)
     ]
     if args.vararg:
-        parameters.append(_parameter(args.vararg, _KINDS.VAR_POSITIONAL, None))
+        parameters.append(_parameter(args.vararg, Parameter.VAR_POSITIONAL, None))
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        parameters.append(_parameter(arg, _KINDS.KEYWORD_ONLY, default))
+        parameters.append(_parameter(arg, Parameter.KEYWORD_ONLY, default))
     if args.kwarg:
-        parameters.append(_parameter(args.kwarg, _KINDS.VAR_KEYWORD, None))
+        parameters.append(_parameter(args.kwarg, Parameter.VAR_KEYWORD, None))
     return parameters
 
 
-def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
-    value = _KINDS.empty if default is None else ast.literal_eval(default)
-    return inspect.Parameter(arg.arg, kind, default=value)
+def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> Parameter:
+    value = Parameter.empty if default is None else ast.literal_eval(default)
+    return Parameter(arg.arg, kind, default=value)

@@ -1,8 +1,8 @@
-"""Samples into bins: first-fit-decreasing with one capacity, and packing to a target size per bin.
+"""Items into bins: first-fit with one capacity, and packing to a target amount of work per bin.
 
-Sizes are padded tokens. A size above the capacity is alone in its bin. Packing to targets takes the
-longest processing time first (Graham 1969), with the token budget as a hard cap beside it: the
-costliest sample goes where most of the target is still missing, among the rows with room for it.
+Sizes are padded tokens. An item larger than the capacity is alone in its bin. Packing to targets is
+the longest-processing-time rule (Graham 1969) with the token budget as a hard cap: the item of most
+work goes into the bin whose target lacks most, among the bins with room for it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,33 @@ import numpy as np
 from megapack.base.arrays import Bools, Floats, Ints
 from megapack.base.jit import kernel
 
+# Heap nodes that `_near_top` checks before all rows are scanned: the top 4 levels, 1 + 2 + 4 + 8.
+# Chosen by hand.
+_TOP_NODES = 15
+# Rows that the scans of one packing may visit before it gives up, within a second: in 32,768 rows
+# these are 15,258 scans. Chosen by hand.
+_MAX_VISITS = 500_000_000
+
 
 def first_fit(sizes: Ints, capacity: int) -> tuple[Ints, int]:
-    """Each item, in input order, into the first bin that has room: O(n log n).
+    """Put each item, in input order, into the first bin that has room, in O(n log n).
+
+    Sizes 6, 6, 4, 4 with capacity 10 go into bins 0, 1, 0, 1.
 
     Args:
         sizes: int64 [n], tokens per item.
         capacity: tokens per bin.
 
     Returns:
-        bin_of: int64 [n], numbered in order of opening.
-        num_bins: how many were opened.
+        bin_of: int64 [n], bins numbered in order of opening.
+        num_bins: number of bins opened.
     """
     bin_of, num_bins = _first_fit(sizes, np.arange(sizes.size), capacity)
     return bin_of, int(num_bins)
 
 
 def first_fit_decreasing(sizes: Ints, capacity: int) -> tuple[Ints, int]:
-    """First-fit, largest first (Johnson 1973): at most 11/9 of the fewest bins and one more.
+    """First-fit, largest item first (Johnson 1973): at most 11/9 of the fewest bins, and one more.
 
     Arguments and results as in `first_fit`.
     """
@@ -38,11 +47,13 @@ def first_fit_decreasing(sizes: Ints, capacity: int) -> tuple[Ints, int]:
 
 
 def fewest_bins_bound(sizes: Ints, capacity: int) -> int:
-    """Bins that no packing can do without: L2 of Martello and Toth (1990).
+    """Lower bound of the number of bins: L2 of Martello and Toth (1990).
 
-    For a threshold k, items over capacity - k need a bin each and share it with nothing of size k
-    or more; so do items over half the capacity; what the latter leave free must hold the items of
-    size k up to half. The bound is the most over all k.
+    For a threshold k, items larger than capacity - k need a bin each and share it with no item of
+    size k or more. Items larger than half the capacity also need a bin each. The space that these
+    leave free must hold the items of size k up to half the capacity, or they need more bins. The
+    bound is the largest over all k: sizes 7, 7, 4, 4 with capacity 10 need 3 bins, as no 4 fits
+    beside a 7.
     """
     over = int((sizes > capacity).sum())
     rising = np.sort(sizes[sizes <= capacity])
@@ -55,15 +66,37 @@ def fewest_bins_bound(sizes: Ints, capacity: int) -> int:
     large = np.searchsorted(rising, capacity - k, side="right")
     large = np.maximum(large, half)
     num_over_half = rising.size - half
-    # Free in bins of items over half the capacity that are not over capacity - k.
+    # Space left beside items larger than half the capacity but not than capacity - k.
     free = (large - half) * capacity - (ends[large] - ends[half])
     middle = np.maximum(ends[half] - ends[np.minimum(first, half)] - free, 0)
     return over + num_over_half + int((-(-middle // capacity)).max())
 
 
+def pack_to_targets(sizes: Ints, work: Floats, targets: Floats, capacity: int) -> Ints | None:
+    """Fill rows towards their targets.
+
+    With n >= R no row stays empty.
+
+    Args:
+        sizes: int64 [n], padded tokens.
+        work: float64 [n], the work that the targets count.
+        targets: float64 [R], work that each row should get.
+        capacity: tokens per row. A larger item is alone in its row.
+
+    Returns:
+        row_of: int64 [n]; None if this rule finds no row for an item.
+    """
+    order = np.lexsort((-sizes, -work))
+    row_of = np.empty(sizes.size, dtype=np.int64)
+    # A max-heap of rows by missing work: a list in falling order is one.
+    heap = np.argsort(-targets, kind="stable")
+    fits = _pack(sizes, work, order, targets.copy(), heap, capacity, row_of)
+    return row_of if fits else None
+
+
 @kernel
 def _first_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
-    """Each item into the lowest-numbered bin that has room; `free` is a max-tree over bins."""
+    """Put each item into the lowest-numbered bin with room; `free` is a max-tree over the bins."""
     n = sizes.size
     leaves = 1
     while leaves < n:
@@ -74,7 +107,7 @@ def _first_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
     for item in order:
         size = sizes[item]
         if size > capacity:
-            # A bin of its own, closed at once.
+            # The item gets a new bin, which is then full.
             chosen = num_bins
             left = 0
         else:
@@ -95,32 +128,6 @@ def _first_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
     return bin_of, num_bins
 
 
-# Heap nodes that are looked at for a row with room before the emptiest row is taken: 4 levels.
-_LOOK = 15
-# Rows that a packing may look at beyond those before it is given up: a second at most.
-_MAX_LOOKS = 500_000_000
-
-
-def pack_to_targets(sizes: Ints, work: Floats, targets: Floats, capacity: int) -> Ints | None:
-    """Fill rows towards their targets.
-
-    Args:
-        sizes: int64 [n], padded tokens.
-        work: float64 [n], what is balanced.
-        targets: float64 [R], work that each row should get; none of them ends empty if n >= R.
-        capacity: tokens per row. A size above it is alone in its row.
-
-    Returns:
-        row_of: int64 [n]; None where the samples did not fit in this way.
-    """
-    order = np.lexsort((-sizes, -work))
-    row_of = np.empty(sizes.size, dtype=np.int64)
-    # A max-heap of rows by what is missing: a falling list is one.
-    heap = np.argsort(-targets, kind="stable")
-    fits = _pack(sizes, work, order, targets.copy(), heap, capacity, row_of)
-    return row_of if fits else None
-
-
 @kernel
 def _pack(
     sizes: Ints,
@@ -131,33 +138,41 @@ def _pack(
     capacity: int,
     row_of: Ints,
 ) -> bool:
+    """Write each item's row to `row_of`; returns whether all items found one.
+
+    Args:
+        order: items, most work first.
+        missing: float64 [R], work that each row's target still lacks; changed in place.
+        heap: a max-heap of rows by `missing`; changed in place.
+    """
     num_rows = missing.size
     free = np.full(num_rows, capacity, dtype=np.int64)
-    empty = num_rows
+    num_empty = num_rows
     used = np.zeros(num_rows, dtype=np.bool_)
-    # Where each row stands in the heap.
-    where = np.empty(num_rows, dtype=np.int64)
-    for place in range(num_rows):
-        where[heap[place]] = place
-    looks = 0
+    # The heap node of each row.
+    node_of = np.empty(num_rows, dtype=np.int64)
+    for node in range(num_rows):
+        node_of[heap[node]] = node
+    visits = 0
     for done in range(order.size):
         item = order[done]
-        must_open = order.size - done <= empty
+        # As many items left as empty rows: each must go into an empty one.
+        must_open = order.size - done <= num_empty
         row = -1
         if not must_open:
             row = _near_top(sizes[item], heap, missing, free, used, capacity)
         if row < 0:
             row = _emptiest(sizes[item], free, used, capacity, must_open)
-            looks += num_rows
-        if row < 0 or looks > _MAX_LOOKS:
+            visits += num_rows
+        if row < 0 or visits > _MAX_VISITS:
             return False
         row_of[item] = row
         if not used[row]:
             used[row] = True
-            empty -= 1
+            num_empty -= 1
         free[row] = free[row] - sizes[item] if sizes[item] <= capacity else 0
         missing[row] -= work[item]
-        _sift_down(heap, where, missing, where[row])
+        _sift_down(heap, node_of, missing, node_of[row])
     return True
 
 
@@ -165,10 +180,10 @@ def _pack(
 def _near_top(
     size: int, heap: Ints, missing: Floats, free: Ints, used: Bools, capacity: int
 ) -> int:
-    """The row with most missing among the heap's top that has room; -1 for none."""
+    """The row near the top of the heap with room and most missing work; -1 if none has room."""
     best = -1
-    for place in range(min(_LOOK, heap.size)):
-        row = heap[place]
+    for node in range(min(_TOP_NODES, heap.size)):
+        row = heap[node]
         fits = free[row] >= size if size <= capacity else not used[row]
         if fits and (best < 0 or missing[row] > missing[best]):
             best = row
@@ -177,7 +192,7 @@ def _near_top(
 
 @kernel
 def _emptiest(size: int, free: Ints, used: Bools, capacity: int, must_open: bool) -> int:
-    """The row with most room, a new one where that is asked for; -1 for none."""
+    """The row with most room, among the unused rows if `must_open`; -1 if no row has room."""
     best = -1
     for row in range(free.size):
         fits = not used[row] if must_open or size > capacity else free[row] >= size
@@ -187,18 +202,19 @@ def _emptiest(size: int, free: Ints, used: Bools, capacity: int, must_open: bool
 
 
 @kernel
-def _sift_down(heap: Ints, where: Ints, key: Floats, place: int) -> None:
-    row = heap[place]
+def _sift_down(heap: Ints, node_of: Ints, key: Floats, node: int) -> None:
+    """Move the row at a heap node down to its level after its key fell."""
+    row = heap[node]
     while True:
-        child = 2 * place + 1
+        child = 2 * node + 1
         if child >= heap.size:
             break
         if child + 1 < heap.size and key[heap[child + 1]] > key[heap[child]]:
             child += 1
         if key[heap[child]] <= key[row]:
             break
-        heap[place] = heap[child]
-        where[heap[place]] = place
-        place = child
-    heap[place] = row
-    where[row] = place
+        heap[node] = heap[child]
+        node_of[heap[node]] = node
+        node = child
+    heap[node] = row
+    node_of[row] = node

@@ -1,8 +1,8 @@
 """Which rollouts train in which step, and how many rows a step gets.
 
-Steps first: rollouts are split over the optimizer steps. Then rows: their number must be one that
-Megatron's schedule accepts. Splitting a row beats padding (a padding micro-batch computes nothing
-of use), and padding beats dropping.
+Rollouts are first split over the optimizer steps. Then each step needs a number of rows that
+Megatron's schedule accepts. Splitting a row is better than adding a padding micro-batch, which
+computes nothing useful, and padding is better than dropping rollouts.
 """
 
 from __future__ import annotations
@@ -16,174 +16,10 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints, check_count
 from megapack.base.jit import kernel
 from megapack.errors import ConfigError, PlanError
-from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.planner.problem import StepProblem
 from megapack.policy import StepSplit
 
-_LOG = logging.getLogger(__name__)
-
-
-def fewest_rows(problem: StepProblem) -> tuple[Ints, int]:
-    """Rows that respect the budget, as few as first-fit-decreasing finds.
-
-    Count-based problems fill rows of `max_samples` in input order.
-    """
-    if problem.max_samples is not None:
-        return first_fit(problem.num, problem.max_samples)
-    return first_fit_decreasing(problem.aligned, problem.capacity)
-
-
-def least_count(problem: StepProblem, num_rows: int, group: int) -> int:
-    """The smallest M with room for `num_rows` over the ranks that the count rule allows."""
-    layout = problem.layout
-    wanted = -(-num_rows // layout.dp)
-    return layout.next_legal_count(wanted, problem.policy.count_rule, group)
-
-
-def rank_counts(problem: StepProblem, num_rows: int, group: int) -> Ints:
-    """Micro-batches of each rank with room for `num_rows`: int64 [dp].
-
-    One M for all; under "per_rank" as many ranks as can do with the legal count below it. With
-    dp=4 and 14 rows of 1F1B: 4, 4, 3, 3.
-    """
-    layout = problem.layout
-    most = least_count(problem, num_rows, group)
-    counts = np.full(layout.dp, most, dtype=np.int64)
-    if problem.policy.count_rule != "per_rank":
-        return counts
-    below = most - 1
-    while below > 0 and not layout.is_legal_count(below, group):
-        below -= 1
-    if below > 0:
-        spare = min(layout.dp, (layout.dp * most - num_rows) // (most - below))
-        counts[layout.dp - spare :] = below
-    return counts
-
-
-def reach_group(problem: StepProblem) -> int:
-    """G of the finest legal counts that the policy allows."""
-    layout = problem.layout
-    return layout.pp if problem.policy.group_size == "search" else layout.group_size
-
-
-def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> int:
-    """How many of the step's rollouts can be planned under `unreachable`.
-
-    Args:
-        problem: its items stand rollout after rollout.
-        rollout_ends: int64 [R], items of the first rollout, the first two, and so on.
-
-    Returns:
-        R, unless "drop" leaves trailing rollouts out.
-
-    Raises:
-        PlanError: "error", or "drop" where no prefix reaches a legal count.
-    """
-    policy = problem.policy
-    if policy.unreachable == "pad":
-        return int(rollout_ends.size)
-    wanted = _slots(problem)
-    if problem.num_items >= wanted:
-        return int(rollout_ends.size)
-    if policy.unreachable == "error":
-        raise PlanError(
-            f"{_reach(problem, wanted)}; set unreachable='pad' or 'drop', another budget, dp or G"
-        )
-    least_rows = _least_rows(problem)
-    for kept in range(rollout_ends.size - 1, 0, -1):
-        size = int(rollout_ends[kept - 1])
-        if size < int(rank_counts(problem, least_rows[size - 1], reach_group(problem)).sum()):
-            continue  # without packing it
-        prefix = problem.take(size)
-        if prefix.num_items >= _slots(prefix):
-            _LOG.warning(
-                "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)",
-                problem.number,
-                rollout_ends.size - kept,
-                kept,
-                prefix.samples.size,
-            )
-            return kept
-    raise PlanError(
-        f"{_reach(problem, wanted)}, and no prefix of its rollouts reaches one "
-        f"(align count {_align_count(problem)}); set unreachable='pad' or give more samples"
-    )
-
-
-def _least_rows(problem: StepProblem) -> list[int]:
-    """Rows that the first item, the first two, and so on cannot do without."""
-    if problem.max_samples is not None:
-        return [int(n) for n in -(-np.cumsum(problem.num) // problem.max_samples)]
-    capacity = max(problem.capacity, 1)  # 0 where the budget is below the alignment
-    by_tokens = -(-np.cumsum(np.minimum(problem.aligned, capacity)) // capacity)
-    # No two items over half a row share one.
-    by_halves = np.cumsum(2 * problem.aligned > problem.capacity)
-    return [int(n) for n in np.maximum(by_tokens, by_halves)]
-
-
-def _slots(problem: StepProblem) -> int:
-    _, num_rows = fewest_rows(problem)
-    return int(rank_counts(problem, num_rows, reach_group(problem)).sum())
-
-
-def _align_count(problem: StepProblem) -> int:
-    return problem.layout.dp * least_count(problem, 1, reach_group(problem))
-
-
-def _reach(problem: StepProblem, wanted: int) -> str:
-    layout = problem.layout
-    group = f", G={layout.group_size}" if layout.vpp > 1 else ""
-    what = f"{problem.num_items} samples"
-    if problem.samples.size > problem.num_items:
-        what = f"{problem.samples.size} samples, {problem.num_items} sets of them by colocate_ids,"
-    return (
-        f"step {problem.number}: {what} cannot fill {wanted} micro-batches "
-        f"on dp={layout.dp} ranks{group}"
-    )
-
-
-def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tuple[Ints, int]:
-    """Split the row of most work in two until there are `wanted` rows or only single samples.
-
-    Args:
-        work: float64 [n], per sample.
-
-    Returns:
-        row_of and the number of rows reached.
-    """
-    if num_rows >= wanted:
-        return row_of, num_rows
-    row_of = row_of.copy()
-    order = np.argsort(row_of, kind="stable")
-    members = np.split(order, np.cumsum(np.bincount(row_of, minlength=num_rows))[:-1])
-    weigh = work.tolist()
-
-    def weight(row: int) -> float:
-        return -math.fsum(weigh[i] for i in members[row].tolist())
-
-    heap = [(weight(row), row) for row in range(num_rows) if members[row].size > 1]
-    heapq.heapify(heap)
-    while num_rows < wanted and heap:
-        _, row = heapq.heappop(heap)
-        members[row], leaving = halves(members[row], weigh)
-        members.append(leaving)
-        row_of[leaving] = num_rows
-        for part in (row, num_rows):
-            if members[part].size > 1:
-                heapq.heappush(heap, (weight(part), part))
-        num_rows += 1
-    return row_of, num_rows
-
-
-def halves(samples: Ints, work: list[float]) -> tuple[Ints, Ints]:
-    """Two parts of two or more samples: heaviest first into the lighter one; none is empty."""
-    halves: tuple[list[int], list[int]] = ([], [])
-    load = [0.0, 0.0]
-    for i in sorted(samples.tolist(), key=lambda i: (-work[i], i)):
-        side = 0 if not halves[0] or (halves[1] and load[0] <= load[1]) else 1
-        halves[side].append(i)
-        load[side] += work[i]
-    return np.array(halves[0]), np.array(halves[1])
+logger = logging.getLogger(__name__)
 
 
 def split_rollouts(
@@ -195,12 +31,12 @@ def split_rollouts(
 ) -> list[Ints]:
     """Rollout numbers of each step, ascending within a step.
 
-    `global_batch_size` rollouts per step, the last step taking what is left; or `num_steps` steps
-    of about equal tokens; or all in one step. "contiguous" keeps the input order over steps,
-    "balanced" fills the lightest step first.
-
     Args:
         tokens: int64 [R], padded tokens of each rollout.
+        global_batch_size: rollouts per step; the last step gets the rest.
+        num_steps: number of steps, of about equal tokens. Without either number there is one step.
+        step_split: "contiguous" keeps the input order over steps; "balanced" gives the longest
+            rollouts out first, each to the step with the fewest tokens.
 
     Raises:
         ConfigError: both numbers given, or one not positive.
@@ -215,7 +51,7 @@ def split_rollouts(
         )
     if num_steps is not None and num_steps > num_rollouts:
         raise PlanError(
-            f"num_steps={num_steps} for {num_rollouts} rollouts, and a step needs one at least; "
+            f"num_steps={num_steps} for {num_rollouts} rollouts, and a step needs at least one; "
             f"set num_steps to at most {num_rollouts}"
         )
     limit = num_rollouts
@@ -232,10 +68,183 @@ def split_rollouts(
     return [np.flatnonzero(step_of == step) for step in range(num_steps)]
 
 
+def least_count(problem: StepProblem, num_rows: int, group: int) -> int:
+    """The smallest M that the count rule allows and that has room for `num_rows` on all ranks.
+
+    With pp=4, vpp=2, G=4 and dp=2, 9 rows need 5 per rank, and the next legal M is 8.
+    """
+    layout = problem.layout
+    wanted = -(-num_rows // layout.dp)
+    return layout.next_legal_count(wanted, problem.policy.count_rule, group)
+
+
+def rank_counts(problem: StepProblem, num_rows: int, group: int) -> Ints:
+    """Number of micro-batches of each rank, with room for `num_rows` on all: int64 [dp].
+
+    All ranks get one M. Under "per_rank" as many ranks as possible get the next smaller legal
+    count. With dp=4, 1F1B and 14 rows: 4, 4, 3, 3.
+    """
+    layout = problem.layout
+    most = least_count(problem, num_rows, group)
+    counts = np.full(layout.dp, most, dtype=np.int64)
+    if problem.policy.count_rule != "per_rank":
+        return counts
+    below = most - 1
+    while below > 0 and not layout.is_legal_count(below, group):
+        below -= 1
+    if below > 0:
+        spare = min(layout.dp, (layout.dp * most - num_rows) // (most - below))
+        counts[layout.dp - spare :] = below
+    return counts
+
+
+def reach_group(problem: StepProblem) -> int:
+    """The G whose legal counts are the closest together among those that the policy allows."""
+    layout = problem.layout
+    return layout.pp if problem.policy.group_size == "search" else layout.group_size
+
+
+def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> tuple[StepProblem, int]:
+    """Leave trailing rollouts out if `unreachable` asks for it.
+
+    Args:
+        problem: its items are sorted by rollout.
+        rollout_ends: int64 [R], number of items of the first rollout, of the first two, and so on.
+
+    Returns:
+        problem: the problem of the kept rollouts.
+        num_kept: number of rollouts kept: R, unless "drop" leaves some out.
+
+    Raises:
+        PlanError: a legal count cannot be reached under "error", or by any prefix under "drop".
+    """
+    num_rollouts = int(rollout_ends.size)
+    policy = problem.policy
+    if policy.unreachable == "pad":
+        return problem, num_rollouts
+    wanted = _num_microbatches(problem)
+    if problem.num_items >= wanted:
+        return problem, num_rollouts
+    if policy.unreachable == "error":
+        raise PlanError(
+            f"{_unreachable(problem, wanted)}; set unreachable='pad' or 'drop', another budget, "
+            "dp or G"
+        )
+    least_rows = _least_rows(problem)
+    for kept in range(num_rollouts - 1, 0, -1):
+        size = int(rollout_ends[kept - 1])
+        if size < int(rank_counts(problem, least_rows[size - 1], reach_group(problem)).sum()):
+            continue  # Too few items even for a lower bound of the rows: packing is not needed.
+        prefix = problem.take(size)
+        if prefix.num_items >= _num_microbatches(prefix):
+            logger.warning(
+                "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)",
+                problem.number,
+                num_rollouts - kept,
+                kept,
+                prefix.samples.size,
+            )
+            return prefix, kept
+    raise PlanError(
+        f"{_unreachable(problem, wanted)}, and no prefix of its rollouts reaches one "
+        f"(align count {_align_count(problem)}); set unreachable='pad' or give more samples"
+    )
+
+
+def _least_rows(problem: StepProblem) -> list[int]:
+    """Lower bounds of the rows of the first item, of the first two, and so on."""
+    if problem.max_samples is not None:
+        return [int(n) for n in -(-np.cumsum(problem.item_samples) // problem.max_samples)]
+    capacity = problem.capacity
+    by_tokens = -(-np.cumsum(np.minimum(problem.aligned, capacity)) // capacity)
+    # Two items of more than half a row never share one.
+    by_halves = np.cumsum(2 * problem.aligned > capacity)
+    return [int(n) for n in np.maximum(by_tokens, by_halves)]
+
+
+def _num_microbatches(problem: StepProblem) -> int:
+    """Micro-batches of all ranks at the smallest legal counts with room for the fewest rows."""
+    _, num_rows = problem.fewest_rows
+    return int(rank_counts(problem, num_rows, reach_group(problem)).sum())
+
+
+def _align_count(problem: StepProblem) -> int:
+    """Micro-batches of all ranks at the smallest legal count."""
+    return problem.layout.dp * least_count(problem, 1, reach_group(problem))
+
+
+def _unreachable(problem: StepProblem, wanted: int) -> str:
+    """The first part of a message: which step has too few items for its micro-batches."""
+    layout = problem.layout
+    group = f", G={layout.group_size}" if layout.vpp > 1 else ""
+    what = f"{problem.num_items} samples"
+    if problem.samples.size > problem.num_items:
+        what = f"{problem.samples.size} samples in {problem.num_items} colocated set(s)"
+    return (
+        f"step {problem.number}: {what} cannot fill {wanted} micro-batches "
+        f"on dp={layout.dp} ranks{group}"
+    )
+
+
+def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tuple[Ints, int]:
+    """Split the row of most work in two until there are `wanted` rows or only rows of one item.
+
+    Args:
+        row_of: int64 [I], the row of each item.
+        work: float64 [I], per item.
+
+    Returns:
+        row_of: int64 [I], after the splits.
+        num_rows: number of rows reached.
+    """
+    if num_rows >= wanted:
+        return row_of, num_rows
+    row_of = row_of.copy()
+    order = np.argsort(row_of, kind="stable")
+    members = np.split(order, np.cumsum(np.bincount(row_of, minlength=num_rows))[:-1])
+    item_work = work.tolist()
+
+    def key(row: int) -> float:
+        """heapq pops the smallest, so the row of most work has the smallest key."""
+        return -math.fsum(item_work[i] for i in members[row].tolist())
+
+    heap = [(key(row), row) for row in range(num_rows) if members[row].size > 1]
+    heapq.heapify(heap)
+    while num_rows < wanted and heap:
+        _, row = heapq.heappop(heap)
+        members[row], leaving = halves(members[row], item_work)
+        members.append(leaving)
+        row_of[leaving] = num_rows
+        for part in (row, num_rows):
+            if members[part].size > 1:
+                heapq.heappush(heap, (key(part), part))
+        num_rows += 1
+    return row_of, num_rows
+
+
+def halves(items: Ints, work: list[float]) -> tuple[Ints, Ints]:
+    """Two non-empty parts of two or more items: heaviest first, each into the lighter part.
+
+    Items of work 5, 4, 3, 2 become 5, 2 and 4, 3.
+    """
+    parts: tuple[list[int], list[int]] = ([], [])
+    load = [0.0, 0.0]
+    for i in sorted(items.tolist(), key=lambda i: (-work[i], i)):
+        side = 0 if not parts[0] or (parts[1] and load[0] <= load[1]) else 1
+        parts[side].append(i)
+        load[side] += work[i]
+    return np.array(parts[0]), np.array(parts[1])
+
+
 def _contiguous(tokens: Ints, num_steps: int) -> list[Ints]:
-    """Cut where the running sum is nearest to each step's end, a rollout at least per step."""
+    """Cut where the running sum is nearest to each step's goal; each step keeps a rollout.
+
+    Rollouts of 100, 1, 1, 1, 1, 96, 50, 50 tokens in 3 steps have goals of 100 and 200, so the cuts
+    are after the first and the sixth.
+    """
     ends = np.cumsum(tokens)
-    num_rollouts, total = tokens.size, int(ends[-1])
+    num_rollouts = tokens.size
+    total = int(ends[-1])
     cuts: list[int] = []
     for step in range(1, num_steps):
         goal = total * step // num_steps
@@ -250,24 +259,30 @@ def _contiguous(tokens: Ints, num_steps: int) -> list[Ints]:
 
 @kernel
 def _lightest_first(tokens: Ints, order: Ints, num_steps: int, limit: int) -> Ints:
-    """Longest first into the step with the fewest tokens that has room for a rollout."""
+    """Step of each rollout: longest first, into the step of fewest tokens that has room.
+
+    Args:
+        order: rollouts, longest first.
+        limit: rollouts that a step has room for.
+    """
     step_of = np.empty(tokens.size, dtype=np.int64)
     load = np.zeros(num_steps, dtype=np.int64)
     count = np.zeros(num_steps, dtype=np.int64)
-    for place in range(order.size):
-        left = order.size - place
+    for position in range(order.size):
+        rollout = order[position]
+        left = order.size - position
         empty = 0
         for step in range(num_steps):
             if count[step] == 0:
                 empty += 1
         best = -1
         for step in range(num_steps):
-            # The last rollouts go to steps that have none yet.
+            # The last rollouts go to steps that are still empty.
             if count[step] >= limit or (left <= empty and count[step] > 0):
                 continue
             if best < 0 or load[step] < load[best]:
                 best = step
-        step_of[order[place]] = best
-        load[best] += tokens[order[place]]
+        step_of[rollout] = best
+        load[best] += tokens[rollout]
         count[best] += 1
     return step_of

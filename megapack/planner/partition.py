@@ -1,9 +1,12 @@
-"""Sums as equal as possible (Karmarkar-Karp), and with them rows to ranks and the order of a rank.
+"""Parts of equal sums (Karmarkar-Karp), the rows of each rank, and their order.
 
-Karmarkar and Karp 1982, multi-way as in Korf 2009: every item begins as a tuple of k sets, one of
-them filled; the two tuples of largest spread are merged, the largest set of one with the smallest
-of the other, until one is left. Ties are broken as other frameworks' packers break them: by sum,
-then number of items, then the items themselves. So this can replace theirs.
+Karmarkar and Karp 1982, multi-way as in Korf 2009. Every item starts as a tuple of k sets, one of
+which holds it. The two tuples of largest spread (largest sum minus smallest) are merged, the
+largest set of one with the smallest set of the other, until one tuple is left. With k=2, the items
+8, 7, 6 become (8 | 7), with spread 1, and then (6, 7 | 8).
+
+Ties are broken by sum, then by number of items, then by the items themselves. Other frameworks'
+packers break them the same way, so this can replace theirs.
 """
 
 from __future__ import annotations
@@ -18,17 +21,12 @@ from megapack.errors import PlanError
 from megapack.planner.bins import pack_to_targets
 from megapack.planner.problem import PADDING
 
-
-class _Tuples(NamedTuple):
-    """Tuples of k sets, [tuples, k], a tuple's sets in falling order; items are linked lists."""
-
-    sums: Ints
-    nums: Ints
-    head: Ints
-    tail: Ints
-    next: Ints
-    """Per item the next of its set, in the order in which they joined; -1 at the end."""
-    sizes: Ints
+# Most rows or items for Karmarkar-Karp: a tuple of sets per item takes memory. 4,096 items on 64
+# ranks are 4,096 tuples of 64 sets, and their four int64 arrays take 8 MiB. Chosen by hand.
+_MAX_DIFFERENCED = 4096
+# Karmarkar-Karp gets work as integers. The largest becomes 2**40: rounding changes work by less
+# than 1e-12 of the largest, and the sum of 2**22 items still fits into int64.
+_LARGEST_UNITS = 2**40
 
 
 def karmarkar_karp(sizes: Ints, num_parts: int, *, equal_size: bool = False) -> list[list[int]]:
@@ -39,10 +37,10 @@ def karmarkar_karp(sizes: Ints, num_parts: int, *, equal_size: bool = False) -> 
         equal_size: every part gets n / num_parts items.
 
     Returns:
-        Per part its items in the order in which they joined; the part of largest sum first.
+        The items of each part, in the order in which they joined; the part of largest sum first.
 
     Raises:
-        PlanError: fewer items than parts, or equal parts that do not divide.
+        PlanError: fewer items than parts, or n is no multiple of `num_parts` under `equal_size`.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     if sizes.size < num_parts or num_parts < 1:
@@ -52,21 +50,185 @@ def karmarkar_karp(sizes: Ints, num_parts: int, *, equal_size: bool = False) -> 
             f"{sizes.size} items do not divide into {num_parts} equal parts; set equal_size=False"
         )
     order = np.lexsort((np.arange(sizes.size), sizes))
-    head, following = _largest_differencing(sizes, order, num_parts, equal_size)
+    heads, following = _largest_differencing(sizes, order, num_parts, equal_size)
+    next_of = following.tolist()
     parts: list[list[int]] = []
-    after = following.tolist()
-    for item in head.tolist():
+    for head in heads.tolist():
         part = []
-        at = item
-        while at >= 0:
-            part.append(at)
-            at = after[at]
+        item = head
+        while item >= 0:
+            part.append(item)
+            item = next_of[item]
         parts.append(part)
     return parts
 
 
+def rows_to_ranks(row_work: Floats, counts: Ints, *, in_rounds: bool = False) -> list[Ints]:
+    """Distribute rows over ranks of about equal work.
+
+    Karmarkar-Karp if all ranks get equally many rows; otherwise heaviest row first, to the rank of
+    least work that has room. If there are fewer rows than micro-batches, the ranks' numbers of rows
+    differ by at most one, so that no rank has only padding while another has two rows.
+
+    Args:
+        row_work: float64 [R].
+        counts: int64 [dp], micro-batches of each rank; at least R in all.
+        in_rounds: sort rows by work and give each rank one of every dp rows, so that the k-th rows
+            of all ranks have similar work. For ranks that synchronize in every micro-batch.
+
+    Returns:
+        The rows of each rank, heaviest first.
+    """
+    order = np.argsort(-row_work, kind="stable")
+    quota = _quotas(counts, row_work.size)
+    if not in_rounds and row_work.size <= _MAX_DIFFERENCED and np.all(quota == quota[0]):
+        return _differenced(row_work, order, counts.size)
+    rank_of = _to_lightest_rank(row_work, order, quota, counts.size if in_rounds else 0)
+    by_rank = order[np.argsort(rank_of[order], kind="stable")]
+    return np.split(by_rank, np.cumsum(quota)[:-1])
+
+
+def rows_by_rank(
+    sizes: Ints, work: Floats, num_ranks: int, count: int, capacity: int
+) -> Ints | None:
+    """Distribute items over ranks of about equal work, then pack each rank's items into rows.
+
+    Args:
+        sizes: int64 [n], padded tokens.
+        work: float64 [n].
+        count: rows of each rank.
+        capacity: tokens per row.
+
+    Returns:
+        row_of: int64 [n], the rows of rank r numbered from r * count. None if the items do not fit,
+        or are too few for the rows or too many for Karmarkar-Karp.
+    """
+    if not num_ranks <= sizes.size <= _MAX_DIFFERENCED:
+        return None
+    row_of = np.empty(sizes.size, dtype=np.int64)
+    for rank, part in enumerate(karmarkar_karp(_units(work), num_ranks, equal_size=False)):
+        items = np.array(part, dtype=np.int64)
+        targets = np.full(count, float(np.cumsum(work[items])[-1]) / count)
+        rows = pack_to_targets(sizes[items], work[items], targets, capacity)
+        if rows is None or items.size < count:
+            return None
+        row_of[items] = rank * count + rows
+    return row_of
+
+
+def order_by_target(rows: Ints, targets: Floats) -> Ints:
+    """A rank's rows in pipeline order: the heaviest row where the target is largest.
+
+    Equal targets are filled from the middle outwards, so that the lightest rows are first and last.
+    Rows 10, 11, 12 with targets 1, 3, 2, 0.5 give 12, 10, 11, PADDING.
+
+    Args:
+        rows: at most M rows, heaviest first. The smallest targets get PADDING if there are fewer.
+        targets: float64 [M].
+
+    Returns:
+        int64 [M].
+    """
+    count = targets.size
+    position = np.arange(count)
+    from_end = np.minimum(position, count - 1 - position)
+    order = np.lexsort((position, -from_end, -targets))
+    out = np.full(count, PADDING, dtype=np.int64)
+    out[order[: rows.size]] = rows
+    return out
+
+
+def _differenced(row_work: Floats, order: Ints, num_ranks: int) -> list[Ints]:
+    """Rows of each rank by Karmarkar-Karp, equally many: sums are nearer than heaviest-first."""
+    rank_of = np.empty(row_work.size, dtype=np.int64)
+    for rank, rows in enumerate(karmarkar_karp(_units(row_work), num_ranks, equal_size=True)):
+        rank_of[rows] = rank
+    return [order[rank_of[order] == rank] for rank in range(num_ranks)]
+
+
+def _units(work: Floats) -> Ints:
+    """Integers in proportion to work: sums of floats would depend on their order."""
+    largest = float(work.max())
+    # All work is 0 under a cost model of zeros.
+    scaled = work / largest if largest > 0 else np.zeros(work.size)
+    return np.round(scaled * _LARGEST_UNITS).astype(np.int64)
+
+
+def _quotas(counts: Ints, num_rows: int) -> Ints:
+    """Rows with samples per rank: `counts`, less what is missing, from the ranks with most.
+
+    Counts 4, 4, 4 with 8 rows become 3, 3, 2.
+    """
+    quota = counts.copy()
+    missing = int(counts.sum()) - num_rows
+    while missing > 0:
+        # Lower the ranks with most rows to the next level, or only the last of them by one.
+        most = int(quota.max())
+        top = np.flatnonzero(quota == most)
+        below = quota[quota < most]
+        step = most - int(below.max()) if below.size else most
+        whole = min(step, missing // top.size)
+        if whole == 0:
+            quota[top[top.size - missing :]] -= 1
+            break
+        quota[top] -= whole
+        missing -= whole * top.size
+    return quota
+
+
+@kernel
+def _to_lightest_rank(row_work: Floats, order: Ints, quota: Ints, round_size: int) -> Ints:
+    """Rank of each row: rows in `order`, each to the rank of least work with room in its quota.
+
+    Args:
+        round_size: rows of a round, in which a rank gets at most one row; 0 without rounds.
+    """
+    num_ranks = quota.size
+    rank_of = np.empty(order.size, dtype=np.int64)
+    load = np.zeros(num_ranks)
+    taken = np.zeros(num_ranks, dtype=np.int64)
+    for position in range(order.size):
+        row = order[position]
+        best = -1
+        for rank in range(num_ranks):
+            if taken[rank] >= quota[rank]:
+                continue
+            if round_size > 0 and taken[rank] > position // round_size:
+                continue
+            if best < 0 or (load[rank], taken[rank]) < (load[best], taken[best]):
+                best = rank
+        rank_of[row] = best
+        load[best] += row_work[row]
+        taken[best] += 1
+    return rank_of
+
+
+class _Tuples(NamedTuple):
+    """T tuples of k sets each, in falling order. The items of a set are a linked list."""
+
+    sums: Ints
+    """[T, k]: sum of each set."""
+    nums: Ints
+    """[T, k]: number of items of each set."""
+    head: Ints
+    """[T, k]: first item of each set."""
+    tail: Ints
+    """[T, k]: last item of each set."""
+    next: Ints
+    """[n]: the next item of the same set, in the order in which they joined; -1 at the end."""
+
+
 @kernel
 def _largest_differencing(sizes: Ints, order: Ints, k: int, equal_size: bool) -> tuple[Ints, Ints]:
+    """Merge tuples until one is left.
+
+    Args:
+        order: items by rising size. Under `equal_size` each k of them start as one tuple.
+
+    Returns:
+        heads: int64 [k], the first item of each part.
+        next: int64 [n], the item after each item in its part.
+    """
     step = k if equal_size else 1
     count = sizes.size // step
     sets = _Tuples(
@@ -75,7 +237,6 @@ def _largest_differencing(sizes: Ints, order: Ints, k: int, equal_size: bool) ->
         np.full((count, k), -1, dtype=np.int64),
         np.full((count, k), -1, dtype=np.int64),
         np.full(sizes.size, -1, dtype=np.int64),
-        sizes,
     )
     heap = np.empty(count, dtype=np.int64)
     for t in range(count):
@@ -100,7 +261,7 @@ def _largest_differencing(sizes: Ints, order: Ints, k: int, equal_size: bool) ->
 
 @kernel
 def _merge(sets: _Tuples, into: int, other: int) -> None:
-    """The largest sets of one with the smallest of the other; items keep their order."""
+    """Merge the largest sets of a tuple with the smallest of another; items keep their order."""
     k = sets.sums.shape[1]
     for i in range(k):
         j = k - 1 - i
@@ -117,7 +278,10 @@ def _merge(sets: _Tuples, into: int, other: int) -> None:
 
 @kernel
 def _compare(sets: _Tuples, a: int, i: int, b: int, j: int) -> int:
-    """Set i of tuple a against set j of tuple b: by sum, number, then (item, size) pairs."""
+    """Whether set i of tuple a is larger (1), equal (0) or smaller (-1) than set j of tuple b.
+
+    The first difference decides, in the sums, the numbers of items, or the items.
+    """
     if sets.sums[a, i] != sets.sums[b, j]:
         return 1 if sets.sums[a, i] > sets.sums[b, j] else -1
     if sets.nums[a, i] != sets.nums[b, j]:
@@ -134,7 +298,7 @@ def _compare(sets: _Tuples, a: int, i: int, b: int, j: int) -> int:
 
 @kernel
 def _sort_sets(sets: _Tuples, t: int) -> None:
-    """Falling order, by insertion: merged tuples are nearly sorted."""
+    """Sort a tuple's sets in falling order, by insertion, as merged tuples are nearly sorted."""
     for i in range(1, sets.sums.shape[1]):
         j = i
         while j > 0 and _compare(sets, t, j, t, j - 1) > 0:
@@ -147,6 +311,7 @@ def _sort_sets(sets: _Tuples, t: int) -> None:
 
 @kernel
 def _swap(values: Ints, t: int, j: int) -> None:
+    """Exchange the values of sets j and j - 1 of a tuple."""
     kept = values[t, j]
     values[t, j] = values[t, j - 1]
     values[t, j - 1] = kept
@@ -154,7 +319,7 @@ def _swap(values: Ints, t: int, j: int) -> None:
 
 @kernel
 def _before(sets: _Tuples, a: int, b: int) -> bool:
-    """Whether tuple a leaves the heap before b: larger spread, then larger first set."""
+    """Whether tuple a leaves the heap before b: by larger spread, then by larger first set."""
     last = sets.sums.shape[1] - 1
     spread_a = sets.sums[a, 0] - sets.sums[a, last]
     spread_b = sets.sums[b, 0] - sets.sums[b, last]
@@ -165,6 +330,7 @@ def _before(sets: _Tuples, a: int, b: int) -> bool:
 
 @kernel
 def _pop(sets: _Tuples, heap: Ints, size: int) -> int:
+    """Take the tuple of largest spread off a heap of `size` tuples."""
     top = heap[0]
     heap[0] = heap[size - 1]
     _sift_down(sets, heap, 0, size - 1)
@@ -172,159 +338,25 @@ def _pop(sets: _Tuples, heap: Ints, size: int) -> int:
 
 
 @kernel
-def _sift_up(sets: _Tuples, heap: Ints, place: int) -> None:
-    t = heap[place]
-    while place > 0 and _before(sets, t, heap[(place - 1) // 2]):
-        heap[place] = heap[(place - 1) // 2]
-        place = (place - 1) // 2
-    heap[place] = t
+def _sift_up(sets: _Tuples, heap: Ints, node: int) -> None:
+    """Move the tuple at a heap node up to its level."""
+    t = heap[node]
+    while node > 0 and _before(sets, t, heap[(node - 1) // 2]):
+        heap[node] = heap[(node - 1) // 2]
+        node = (node - 1) // 2
+    heap[node] = t
 
 
 @kernel
-def _sift_down(sets: _Tuples, heap: Ints, place: int, size: int) -> None:
-    t = heap[place]
-    while 2 * place + 1 < size:
-        child = 2 * place + 1
+def _sift_down(sets: _Tuples, heap: Ints, node: int, size: int) -> None:
+    """Move the tuple at a heap node down to its level in a heap of `size` tuples."""
+    t = heap[node]
+    while 2 * node + 1 < size:
+        child = 2 * node + 1
         if child + 1 < size and _before(sets, heap[child + 1], heap[child]):
             child += 1
         if not _before(sets, heap[child], t):
             break
-        heap[place] = heap[child]
-        place = child
-    heap[place] = t
-
-
-# More rows or samples are dealt: differencing keeps a tuple of all ranks per rows / ranks.
-_MAX_DIFFERENCED = 4096
-
-
-def deal(row_work: Floats, counts: Ints, *, in_rounds: bool = False) -> list[Ints]:
-    """Rows to ranks of about equal work.
-
-    Karmarkar-Karp where ranks get equally many, else the heaviest row first to the rank of least
-    work that has room.
-
-    With fewer rows than places, ranks get shares of real rows that differ by one at most, so that
-    no rank has only padding while another has two rows.
-
-    Args:
-        row_work: float64 [R].
-        counts: int64 [dp], places of each rank; at least R in all.
-        in_rounds: every rank takes one row of each dp that follow each other by weight, so that
-            the k-th rows of all ranks are alike: for ranks that meet at every micro-batch.
-
-    Returns:
-        Per rank its rows, heaviest first.
-    """
-    order = np.argsort(-row_work, kind="stable")
-    quota = _quotas(counts, row_work.size)
-    if not in_rounds and row_work.size <= _MAX_DIFFERENCED and np.all(quota == quota[0]):
-        return _differenced(row_work, order, counts.size)
-    rank_of = _deal(row_work, order, quota, counts.size if in_rounds else 0)
-    by_rank = order[np.argsort(rank_of[order], kind="stable")]
-    return np.split(by_rank, np.cumsum(quota)[:-1])
-
-
-def _differenced(row_work: Floats, order: Ints, num_ranks: int) -> list[Ints]:
-    """Karmarkar-Karp with equally many rows for each rank: sums are nearer than by dealing."""
-    rank_of = np.empty(row_work.size, dtype=np.int64)
-    for rank, rows in enumerate(karmarkar_karp(_units(row_work), num_ranks, equal_size=True)):
-        rank_of[rows] = rank
-    return [order[rank_of[order] == rank] for rank in range(num_ranks)]
-
-
-def deal_samples(
-    sizes: Ints, work: Floats, num_ranks: int, count: int, capacity: int
-) -> Ints | None:
-    """Samples to ranks of about equal work by Karmarkar-Karp, then each rank's into rows.
-
-    Args:
-        sizes: int64 [n], padded tokens.
-        work: float64 [n].
-        count: rows of each rank.
-        capacity: tokens per row.
-
-    Returns:
-        row_of: int64 [n], rank r has the rows from r * count on; None where they do not fit or are
-        too few or too many to be differenced.
-    """
-    if not num_ranks <= sizes.size <= _MAX_DIFFERENCED:
-        return None
-    row_of = np.empty(sizes.size, dtype=np.int64)
-    for rank, part in enumerate(karmarkar_karp(_units(work), num_ranks, equal_size=False)):
-        samples = np.array(part, dtype=np.int64)
-        targets = np.full(count, float(np.cumsum(work[samples])[-1]) / count)
-        rows = pack_to_targets(sizes[samples], work[samples], targets, capacity)
-        if rows is None or samples.size < count:
-            return None
-        row_of[samples] = rank * count + rows
-    return row_of
-
-
-def _units(work: Floats) -> Ints:
-    """Whole numbers in proportion to work: sums of floats would depend on their order."""
-    largest = float(work.max())
-    # A cost model of zeros weighs nothing.
-    scaled = work / largest if largest > 0 else np.zeros(work.size)
-    return np.round(scaled * 2**40).astype(np.int64)
-
-
-def _quotas(counts: Ints, num_rows: int) -> Ints:
-    """Real rows per rank: its places, or where rows run out an equal share of them."""
-    quota = counts.copy()
-    missing = int(counts.sum()) - num_rows
-    while missing > 0:
-        # Take from the ranks that have most, the last ones first.
-        most = int(quota.max())
-        top = np.flatnonzero(quota == most)
-        below = quota[quota < most]
-        step = most - int(below.max()) if below.size else most
-        whole = min(step, missing // top.size)
-        if whole == 0:
-            quota[top[top.size - missing :]] -= 1
-            break
-        quota[top] -= whole
-        missing -= whole * top.size
-    return quota
-
-
-@kernel
-def _deal(row_work: Floats, order: Ints, quota: Ints, round_size: int) -> Ints:
-    num_ranks = quota.size
-    rank_of = np.empty(order.size, dtype=np.int64)
-    load = np.zeros(num_ranks)
-    taken = np.zeros(num_ranks, dtype=np.int64)
-    for place in range(order.size):
-        best = -1
-        for rank in range(num_ranks):
-            if taken[rank] >= quota[rank]:
-                continue
-            if round_size > 0 and taken[rank] > place // round_size:
-                continue
-            if best < 0 or (load[rank], taken[rank]) < (load[best], taken[best]):
-                best = rank
-        rank_of[order[place]] = best
-        load[best] += row_work[order[place]]
-        taken[best] += 1
-    return rank_of
-
-
-def place_by_target(rows: Ints, targets: Floats) -> Ints:
-    """A rank's rows in pipeline order: the heaviest where the target is largest.
-
-    Places of equal target fill from the middle, so that what is small stands first and last.
-
-    Args:
-        rows: heaviest first; fewer than places leave PADDING at the smallest targets.
-        targets: float64 [M].
-
-    Returns:
-        int64 [M].
-    """
-    count = targets.size
-    place = np.arange(count)
-    from_end = np.minimum(place, count - 1 - place)
-    order = np.lexsort((place, -from_end, -targets))
-    out = np.full(count, PADDING, dtype=np.int64)
-    out[order[: rows.size]] = rows
-    return out
+        heap[node] = heap[child]
+        node = child
+    heap[node] = t

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -10,33 +11,36 @@ from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import TOKENS, CostModel
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch, RolloutId, StepPlan
+from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.policy import Policy
 
 PADDING = -1
-"""The row number of a padding micro-batch."""
+"""The row number of a padding micro-batch, which has no row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProblem:
-    """Samples of one step that are to be packed."""
+    """The samples of one step, n of them in I items, and what the plan must respect.
+
+    An item is packed whole: a sample, or all samples with the same colocate id.
+    """
 
     number: int
-    """Which step, for messages."""
+    """The step's number, for messages."""
     samples: Ints
-    """int64 [n]: indices into the input, rollout after rollout, item after item."""
-    num: Ints
-    """int64 [I]: samples of each item. An item is packed whole: a sample, or the samples that share
-    a colocate id."""
+    """int64 [n]: indices into the input, sorted by rollout, then by item."""
+    item_samples: Ints
+    """int64 [I]: number of samples of each item."""
     lengths: Ints
-    """int64 [I]: real tokens."""
+    """int64 [I]: real tokens of each item."""
     aligned: Ints
-    """int64 [I]: the same, sample alignment counted."""
+    """int64 [I]: padded tokens of each item, with the sample alignment."""
     aligned_sq: Ints
-    """int64 [I]: sum of the samples' squared aligned lengths."""
+    """int64 [I]: sum of the squared aligned lengths of the item's samples."""
     capacity: int
     """Padded tokens that a row may hold, a multiple of the row alignment; -1 without a budget."""
     max_samples: int | None
-    """Samples that a row may hold, for count-based plans."""
+    """Samples that a row of a count-based plan may hold; None for a plan with a budget."""
     layout: Layout
     policy: Policy
     cost: CostModel | None
@@ -44,23 +48,40 @@ class StepProblem:
 
     @property
     def num_items(self) -> int:
-        """What can be packed: rows that the step can fill at most."""
-        return self.num.size
+        """I, which is also the most rows that the step can fill."""
+        return self.item_samples.size
 
     @property
     def work(self) -> Floats:
-        """Per item what it adds to a row's forward, in seconds or tokens: what is balanced."""
+        """float64 [I]: what each item adds to a row's forward, in seconds or tokens.
+
+        Rows and ranks are balanced by it.
+        """
         cost = TOKENS if self.policy.balance == "tokens" or self.cost is None else self.cost
         work = cost.per_token * self.aligned.astype(np.float64)
         work += cost.per_token_sq * self.aligned_sq.astype(np.float64)
-        return work + cost.per_sample * self.num
+        return work + cost.per_sample * self.item_samples
+
+    @cached_property
+    def fewest_rows(self) -> tuple[Ints, int]:
+        """Rows that respect the budget, as few as first-fit-decreasing finds.
+
+        Count-based problems fill rows of `max_samples` in input order.
+
+        Returns:
+            row_of: int64 [I], the row of each item.
+            num_rows: number of rows.
+        """
+        if self.max_samples is not None:
+            return first_fit(self.item_samples, self.max_samples)
+        return first_fit_decreasing(self.aligned, self.capacity)
 
     def take(self, count: int) -> StepProblem:
         """The problem of the first `count` items."""
         return replace(
             self,
-            samples=self.samples[: int(self.num[:count].sum())],
-            num=self.num[:count],
+            samples=self.samples[: int(self.item_samples[:count].sum())],
+            item_samples=self.item_samples[:count],
             lengths=self.lengths[:count],
             aligned=self.aligned[:count],
             aligned_sq=self.aligned_sq[:count],
@@ -69,14 +90,14 @@ class StepProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDraft:
-    """Rows, and which rank takes which row when."""
+    """Rows, and the order in which each rank runs its rows."""
 
     row_of: Ints
-    """Per item of the problem its row; rows are numbered from 0 without a gap."""
+    """int64 [I]: the row of each item; rows are numbered from 0 without a gap."""
     rank_rows: tuple[Ints, ...]
-    """Per rank its rows in order; PADDING stands for a padding micro-batch."""
+    """Per rank int64 [M]: its rows in order; PADDING stands for a padding micro-batch."""
     group_size: int | None
-    """G, None with vpp = 1."""
+    """G; None with vpp=1."""
 
 
 def build_step(
@@ -85,20 +106,24 @@ def build_step(
     kept: tuple[RolloutId, ...],
     dropped: tuple[RolloutId, ...],
 ) -> StepPlan:
-    """The frozen form of a draft."""
-    policy = problem.policy
-    by_row = _micro_batches(problem, draft.row_of)
-    unit = problem.layout.row_alignment
-    by_row.append(MicroBatch((), unit, 0, 0, 0))  # found under PADDING = -1
-    if policy.row_shape == "uniform":
-        length = max(mb.row_tokens for mb in by_row)
-        by_row = [
-            MicroBatch(mb.samples, length, mb.tokens, mb.tokens_sq, mb.padded_tokens)
-            for mb in by_row
-        ]
-    per_rank = policy.count_rule == "per_rank"
+    """Turn a draft into the plan of its step.
+
+    Args:
+        kept: ids of the rollouts that the step trains on.
+        dropped: ids of the rollouts that it leaves out.
+    """
+    rows = _micro_batches(problem, draft.row_of)
+    padding = MicroBatch((), problem.layout.row_alignment, 0, 0, 0)
+    if problem.policy.row_shape == "uniform":
+        longest = max(row.row_tokens for row in rows)
+        rows = [replace(row, row_tokens=longest) for row in rows]
+        padding = replace(padding, row_tokens=longest)
+    per_rank = problem.policy.count_rule == "per_rank"
     return StepPlan(
-        ranks=tuple(tuple(by_row[row] for row in rows.tolist()) for rows in draft.rank_rows),
+        ranks=tuple(
+            tuple(padding if row == PADDING else rows[row] for row in rank_rows.tolist())
+            for rank_rows in draft.rank_rows
+        ),
         num_microbatches=None if per_rank else draft.rank_rows[0].size,
         group_size=draft.group_size,
         kept_rollouts=kept,
@@ -107,11 +132,11 @@ def build_step(
 
 
 def _micro_batches(problem: StepProblem, row_of: Ints) -> list[MicroBatch]:
-    """One planned-shape micro-batch per row; samples ascend within a row."""
-    sample_row = np.repeat(row_of, problem.num)
+    """One micro-batch per row, as long as its samples; samples ascend within a row."""
+    sample_row = np.repeat(row_of, problem.item_samples)
     order = np.lexsort((problem.samples, sample_row))
     num_rows = int(row_of.max()) + 1
-    tokens, padded, tokens_sq = row_sums(problem, row_of, num_rows)
+    tokens, padded, tokens_sq = _row_sums(problem, row_of, num_rows)
     samples = problem.samples[order].tolist()
     ends = np.cumsum(np.bincount(sample_row, minlength=num_rows)).tolist()
     starts = [0, *ends[:-1]]
@@ -123,8 +148,11 @@ def _micro_batches(problem: StepProblem, row_of: Ints) -> list[MicroBatch]:
     ]
 
 
-def row_sums(problem: StepProblem, row_of: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
-    """Per row: real tokens, padded tokens, sum of squared aligned lengths; int64 [num_rows]."""
+def _row_sums(problem: StepProblem, row_of: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
+    """Real tokens, padded tokens and sum of squared aligned lengths of each row.
+
+    Each is int64 [num_rows].
+    """
     tokens = np.zeros(num_rows, dtype=np.int64)
     padded = np.zeros(num_rows, dtype=np.int64)
     tokens_sq = np.zeros(num_rows, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Drafts as the arrays that the compiled search works on, and back."""
+"""From a draft to the arrays of the compiled search, and back."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ from megapack.planner.problem import PADDING, StepDraft, StepProblem
 from megapack.planner.refine import refine
 from megapack.planner.state import RowCost, State, score_all
 
-_UNCAPPED = 2**62
+# Capacity of a row without a budget: no int64 sum of a step's tokens reaches it.
+_UNLIMITED = 2**62
 
 
 @dataclass
 class Scored:
-    """A draft that was simulated."""
+    """A simulated draft."""
 
     draft: StepDraft
     state: State
+    """The draft in arrays."""
     cost: RowCost
     ops: RankOps
+    """Operations of all ranks."""
     bounds: Ints
+    """int64 [dp, 2]: rank r's operations are those from bounds[r, 0] to bounds[r, 1]."""
     seconds: float
-    """Simulated seconds of the step; inf where a cap is broken."""
+    """Simulated seconds of the step; inf if a rank breaks the cap on live tokens."""
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of all ranks, padding counted."""
+        """Micro-batches of all ranks, with padding ones."""
         return int(self.state.counts.sum())
 
     def refine(self, runner: Runner, budget: int, lockstep: bool) -> int:
-        """Improve it in place by `budget` simulations; returns those spent."""
+        """Improve the draft in place by up to `budget` simulations; returns those spent."""
         passes = runner.busiest_stage_seconds(np.ones(1))
         used = refine(self.cost, self.state, self.ops, self.bounds, lockstep, budget, passes)
         self.seconds = float(self.state.seconds.max())
         rows = zip(self.state.rows, self.state.counts.tolist(), strict=True)
         self.draft = StepDraft(
             row_of=self.state.row_of,
-            rank_rows=tuple(places[:count].copy() for places, count in rows),
+            rank_rows=tuple(rank_rows[:count].copy() for rank_rows, count in rows),
             group_size=self.draft.group_size,
         )
         return int(used)
@@ -60,40 +64,52 @@ def score_draft(
 
 
 def _state(problem: StepProblem, draft: StepDraft) -> State:
+    """The arrays of a draft, with seconds that are not simulated yet."""
     row_of = draft.row_of.copy()
-    num = np.bincount(row_of)
-    items = (problem.aligned, problem.aligned_sq, problem.num)
-    tokens, tokens_sq, samples = (_row_sums(part, row_of, num.size) for part in items)
-    # Items of a row follow each other in `order`; each points to the one after it.
+    num_items = np.bincount(row_of)
+    # Items of a row follow each other in `order`, and each points to the next one.
     order = np.argsort(row_of, kind="stable")
     after = np.full(row_of.size, -1, dtype=np.int64)
     same_row = row_of[order[:-1]] == row_of[order[1:]]
     after[order[:-1][same_row]] = order[1:][same_row]
-    head = order[np.cumsum(num) - num]
+    head = order[np.cumsum(num_items) - num_items]
     counts = np.array([rows.size for rows in draft.rank_rows])
     rows = np.full((counts.size, int(counts.max())), PADDING, dtype=np.int64)
-    for rank, places in enumerate(draft.rank_rows):
-        rows[rank, : places.size] = places
-    seconds = np.zeros(counts.size)
-    in_rows = (tokens, tokens_sq, samples, num)
-    return State(*items, row_of, after, head, *in_rows, rows, counts, seconds)
+    for rank, rank_rows in enumerate(draft.rank_rows):
+        rows[rank, : rank_rows.size] = rank_rows
+    return State(
+        item_tokens=problem.aligned,
+        item_tokens_sq=problem.aligned_sq,
+        item_samples=problem.item_samples,
+        row_of=row_of,
+        next=after,
+        head=head,
+        tokens=_row_sums(problem.aligned, row_of, num_items.size),
+        tokens_sq=_row_sums(problem.aligned_sq, row_of, num_items.size),
+        num_samples=_row_sums(problem.item_samples, row_of, num_items.size),
+        num_items=num_items,
+        rows=rows,
+        counts=counts,
+        seconds=np.zeros(counts.size),
+    )
 
 
-def _row_sums(part: Ints, row_of: Ints, num_rows: int) -> Ints:
+def _row_sums(values: Ints, row_of: Ints, num_rows: int) -> Ints:
+    """int64 [R]: sum of the items' values in each row."""
     total = np.zeros(num_rows, dtype=np.int64)
-    np.add.at(total, row_of, part)
+    np.add.at(total, row_of, values)
     return total
 
 
 def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:
-    """The operations of each count that occurs, one after the other, and each rank's bounds."""
+    """The operations of each M that occurs, one after the other, and each rank's bounds in them."""
     counts = [rows.size for rows in draft.rank_rows]
     distinct = sorted(set(counts))
     each = [runner.ops(count, draft.group_size) for count in distinct]
     if len(each) == 1:
         return each[0], np.array([[0, each[0].stage.size]] * len(counts))
     ends = np.cumsum([ops.stage.size for ops in each]).tolist()
-    span = {
+    bounds_of = {
         count: (end - ops.stage.size, end)
         for count, ops, end in zip(distinct, each, ends, strict=True)
     }
@@ -106,11 +122,13 @@ def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:
         each[0].pp,
         each[0].p2p,
     )
-    return all_ops, np.array([span[count] for count in counts])
+    return all_ops, np.array([bounds_of[count] for count in counts])
 
 
 def _row_cost(problem: StepProblem, cost: CostModel, state: State) -> RowCost:
-    layout, policy = problem.layout, problem.policy
+    """The cost model per chunk and CP rank, and the limits of a row."""
+    layout = problem.layout
+    policy = problem.policy
     share = 1.0 / (layout.num_chunks * layout.cp)
     uniform = 0
     if policy.row_shape == "uniform":
@@ -125,7 +143,7 @@ def _row_cost(problem: StepProblem, cost: CostModel, state: State) -> RowCost:
         per_sample=float(cost.per_sample * share),
         unit=layout.row_alignment,
         uniform_tokens=uniform,
-        capacity=problem.capacity if problem.capacity >= 0 else _UNCAPPED,
+        capacity=problem.capacity if problem.capacity >= 0 else _UNLIMITED,
         max_live=live,
         fixed_rows=problem.max_samples is not None,
     )

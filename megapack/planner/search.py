@@ -1,13 +1,13 @@
 """The search for a step's fastest legal draft.
 
-    counts (M) and groups (G) worth a look  -> profile of each, for divisible work
-    the best few                            -> samples packed to the profile, dealt, ordered, scored
-    the best one                            -> refined by moves until the evaluations are spent
+    candidates for M and G  -> profile of each, for divisible work
+    the best few profiles   -> samples packed to them, rows given to ranks, ordered, simulated
+    the best draft          -> refined by moves until the evaluations are spent
 
-An evaluation is one simulated rank. `Policy.search` is their number per step; with 0 the profile
-is a canned one, at a count from the closed form of equal micro-batches. Ranks of a dense model meet
-only in the gradient reduction, so under count_rule="per_rank" each rank may then get a number of
-micro-batches of its own.
+An evaluation is one simulated rank, and `Policy.search` is their number per step. With 0 nothing is
+simulated: M comes from the closed form for equal micro-batches, and the profile is the one that the
+search would start with. Ranks of a dense model synchronize only in the gradient reduction, so
+under count_rule="per_rank" each rank may then get its own number of micro-batches.
 """
 
 from __future__ import annotations
@@ -26,105 +26,128 @@ from megapack.errors import PlanError
 from megapack.pipeline.kernels import rank_seconds
 from megapack.pipeline.simulator import Runner
 from megapack.planner.bins import first_fit, pack_to_targets
-from megapack.planner.counts import fewest_rows, halves, least_count, rank_counts, split_heaviest
-from megapack.planner.partition import deal, deal_samples, place_by_target
+from megapack.planner.counts import halves, least_count, rank_counts, split_heaviest
+from megapack.planner.partition import order_by_target, rows_by_rank, rows_to_ranks
 from megapack.planner.problem import StepDraft, StepProblem
 from megapack.planner.profile import Profile, canned_profile, find_profile
 from megapack.planner.scored import Scored, score_draft
 from megapack.planner.state import row_seconds
 
-_MAX_COUNTS = 8
-_MAX_PACKED = 4
-_MAX_ROUNDS = 8
-_LEAST_GAIN = 0.002
-# Packing again for even ranks: so often at most, and not where the slowest is this near the mean.
-_MAX_EVENED, _EVEN = 6, 1.002
-# Above this multiple of the fewest rows, more micro-batches are not looked at.
+# All constants of this module were chosen by hand. docs/planner.md measures the whole search, with
+# 2,048 evaluations and with none.
+
+# M is tried up to this multiple of the smallest one.
 _MAX_GROWTH = 6
+# Values of M that are tried: from 8 to 6 * 8 they are 8, 11, 15, 21, 28, 37, 48.
+_MAX_COUNTS = 8
+# Most rounds of the profile search, and the part of the evaluations that it may spend: a quarter. A
+# round costs up to 2 evaluations for each of about 2 * pp levels, so that 2,048 evaluations for 8
+# values of M on pp=4 allow 2048 / (4 * 8 * 2 * 8) = 4 rounds.
+_MAX_ROUNDS = 8
+_PROFILE_PART = 4
+# Profiles that samples are packed to, best first. Simulating such a draft costs dp evaluations.
+_MAX_PACKED = 4
+# Without a bubble a draft with more micro-batches than the fewest must be this much faster: M=11
+# must take less than 0.998 s if M=10 takes 1 s.
+_LEAST_GAIN = 0.002
+# A draft is packed again with less work for slow ranks, at most so often, until the slowest rank is
+# within 0.2 % of the mean. A rank keeps at least 1 % of a mean rank's work.
+_MAX_EVENED = 6
+_EVEN = 1.002
+_LEAST_SHARE = 0.01
+# Each of the two best drafts is refined with a quarter of the evaluations left before the better
+# one gets the rest, and ranks' own counts are changed with a quarter: 1,600 left give 400.
+_CONTENDER_PART = 4
+_OWN_COUNTS_PART = 4
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """Counts, a group size, and the sizes that rows should have."""
+class _Target:
+    """A profile of M micro-batches, and what it was made for."""
 
-    counts: Ints
-    """int64 [dp], micro-batches of each rank."""
     group: int
+    """G."""
     huge: list[Floats]
-    """Per rank the work of samples that take a place of their own, falling."""
+    """Per rank the work of the samples that get a micro-batch each, in falling order."""
     profile: Profile
 
 
 def plan_rows(problem: StepProblem) -> StepDraft:
-    """The best draft that the policy's evaluations find.
+    """The best draft that the search finds within the policy's evaluations.
 
     Raises:
-        PlanError: no draft keeps the cap on live tokens.
+        PlanError: no draft respects the cap on live tokens.
     """
     return _Search(problem).run()
 
 
 class _Search:
     def __init__(self, problem: StepProblem) -> None:
-        self.problem, self.layout, self.policy = problem, problem.layout, problem.policy
+        self.problem = problem
+        self.layout = problem.layout
+        self.policy = problem.policy
         self.by_tokens = problem.cost is None or self.policy.balance == "tokens"
         self.cost = TOKENS if problem.cost is None or self.by_tokens else problem.cost
         self.uniform = self.policy.row_shape == "uniform"
         self.lockstep = self.layout.ep_spans_dp
         self.work = problem.work
         if self.uniform:
-            # Every row is as long as the longest: what is to be even is tokens.
+            # Every row is as long as the longest one, so that tokens must be balanced.
             self.work = problem.aligned.astype(np.float64)
-        # Ranks that meet, or rows of one length: targets are the same on all of them.
-        self.alike = self.lockstep or self.uniform
+        # Ranks in lockstep, or rows of one length: all ranks have the same targets.
+        self.same_targets = self.lockstep or self.uniform
         self.falling = np.sort(self.work)[::-1]
         self.total = float(np.cumsum(self.work)[-1])
-        # What a full row works, if its samples are like the others.
+        # Work of a full row with average samples.
         self.cap = self.total * problem.capacity / int(problem.aligned.sum())
         self.runner = Runner(self.layout, self.cost, problem.forward_only)
         self.left = self.policy.search
-        self.fewest, self.num_fewest = fewest_rows(problem)
+        self.num_fewest = problem.fewest_rows[1]
 
     def run(self) -> StepDraft:
         capped = self.policy.max_live_tokens_per_gpu is not None
         if self.left < 2 * self.layout.dp and not capped:
-            # Not enough to score two drafts.
+            # Too few evaluations to compare two drafts.
             return next(self._drafts())[1]
-        found = self._scored_drafts()
-        best = self._best(found)
+        scored = self._scored_drafts()
+        best = self._best(scored)
         if best.seconds == math.inf:
             raise self._over_live_cap()
         if self.policy.count_rule == "per_rank" and not self.uniform and self.left > 0:
             best = self._with_own_counts(best)
-            found.append(best)
-        return self._refined(best, found).draft
+            scored.append(best)
+        return self._refined(best, scored).draft
 
     def _scored_drafts(self) -> list[Scored]:
-        found: list[Scored] = []
-        for shape, draft in self._drafts():
-            scored = self._score(draft)
-            if shape is not None and not self.alike:
-                scored = self._evened(shape, scored)
-            found.append(scored)
-            if self.left < 2 * self.layout.dp and self._best(found).seconds < math.inf:
+        """Simulate drafts until the evaluations are spent and one respects the cap."""
+        scored: list[Scored] = []
+        for target, draft in self._drafts():
+            one = self._score(draft)
+            if target is not None and not self.same_targets:
+                one = self._evened(target, one)
+            scored.append(one)
+            if self.left < 2 * self.layout.dp and self._best(scored).seconds < math.inf:
                 break
-        return found
+        return scored
 
-    def _best(self, found: list[Scored]) -> Scored:
-        """Least seconds; more micro-batches must gain something where no bubble is counted."""
+    def _best(self, scored: list[Scored]) -> Scored:
+        """The fastest draft; without a bubble, more micro-batches must gain _LEAST_GAIN."""
         if self.layout.pp > 1 and not self.by_tokens:
-            return min(found, key=lambda s: s.seconds)
-        fewest = min(s.num_microbatches for s in found)
-        extra = {False: 1.0, True: 1 + _LEAST_GAIN}
-        return min(found, key=lambda s: s.seconds * extra[s.num_microbatches > fewest])
+            return min(scored, key=lambda s: s.seconds)
+        fewest = min(s.num_microbatches for s in scored)
 
-    def _refined(self, best: Scored, found: list[Scored]) -> Scored:
-        """Moves on the best draft and on the best of those with the fewest micro-batches."""
-        fewest = min(s.num_microbatches for s in found)
-        other = min((s for s in found if s.num_microbatches == fewest), key=lambda s: s.seconds)
+        def seconds(one: Scored) -> float:
+            return one.seconds * (1 + _LEAST_GAIN) if one.num_microbatches > fewest else one.seconds
+
+        return min(scored, key=seconds)
+
+    def _refined(self, best: Scored, scored: list[Scored]) -> Scored:
+        """Refine the best draft and the fastest with fewest micro-batches, then the better one."""
+        fewest = min(s.num_microbatches for s in scored)
+        other = min((s for s in scored if s.num_microbatches == fewest), key=lambda s: s.seconds)
         if other is not best and other.seconds < math.inf:
             for contender in (best, other):
-                self._refine(contender, self.left // 4)
+                self._refine(contender, self.left // _CONTENDER_PART)
             best = self._best([best, other])
         self._refine(best, self.left)
         return best
@@ -137,9 +160,15 @@ class _Search:
         self.left -= self.layout.dp
         return score_draft(self.problem, self.cost, self.runner, draft, self.lockstep)
 
-    def _evened(self, shape: _Shape, best: Scored) -> Scored:
-        """Pack again with less work for slow ranks while that helps."""
-        shares, scored, misses = np.ones(self.layout.dp), best, 0
+    def _evened(self, target: _Target, best: Scored) -> Scored:
+        """Pack again with less work for slow ranks as long as that helps.
+
+        Two ranks of 1.2 s and 1.0 s have a mean of 1.1 s; their shares of the work become
+        1 - 0.1 / 1.2 = 0.917 and 1.083.
+        """
+        shares = np.ones(self.layout.dp)
+        scored = best
+        misses = 0
         for _ in range(_MAX_EVENED):
             seconds = scored.state.seconds
             if not np.isfinite(seconds).all() or not seconds.max() > 0:
@@ -148,8 +177,8 @@ class _Search:
             even = float(seconds.max()) < mean * _EVEN
             if even or misses > 1 or self.left < 2 * self.layout.dp:
                 break
-            shares = np.maximum(shares * (1 - (seconds - mean) / seconds.max()), 0.01)
-            draft = self._pack(shape, shares * (shares.size / float(np.cumsum(shares)[-1])))
+            shares = np.maximum(shares * (1 - (seconds - mean) / seconds.max()), _LEAST_SHARE)
+            draft = self._pack(target, shares * (shares.size / float(np.cumsum(shares)[-1])))
             if draft is None:
                 break
             scored = self._score(draft)
@@ -158,49 +187,60 @@ class _Search:
         return best
 
     def _with_own_counts(self, best: Scored) -> Scored:
-        budget = self.left // 4
+        """The draft after each rank's M was changed, if that is faster."""
+        budget = self.left // _OWN_COUNTS_PART
         self.left -= budget
-        other = self._score(adjust_counts(self.problem, best, self.runner, budget))
+        other = self._score(_Adjuster(self.problem, best, self.runner, budget).run())
         return other if other.seconds < best.seconds else best
 
-    def _drafts(self) -> Iterator[tuple[_Shape | None, StepDraft]]:
-        """Drafts worth scoring; the last one always exists."""
+    def _drafts(self) -> Iterator[tuple[_Target | None, StepDraft]]:
+        """Drafts to simulate, each with its target if it has one; the last one always exists."""
         even = np.ones(self.layout.dp)
-        pairs = ((shape, self._pack(shape, even)) for shape in self._shapes())
-        packed = ((shape, draft) for shape, draft in pairs if draft is not None)
+        pairs = ((target, self._pack(target, even)) for target in self._targets())
+        packed = ((target, draft) for target, draft in pairs if draft is not None)
         yield from islice(packed, _MAX_PACKED)
-        yield from self._dealt_by_sample()
-        rows = [(self.fewest, self.num_fewest)]
+        by_rank = self._packed_by_rank()
+        if by_rank is not None:
+            yield None, by_rank
         if self.layout.pp == 1 and self.problem.max_samples is None:
-            # In input order rows are mixtures, and so more alike than sorted ones.
-            mixed = first_fit(self.problem.aligned, self.problem.capacity)
-            if mixed[1] <= int(rank_counts(self.problem, self.num_fewest, 1).sum()):
-                rows.insert(0, mixed)
-        yield from ((None, self._split(*row, group)) for row in rows for group in self._groups())
+            # Rows in input order mix long and short samples, so they differ less than sorted ones.
+            row_of, num_rows = first_fit(self.problem.aligned, self.problem.capacity)
+            if num_rows <= int(rank_counts(self.problem, self.num_fewest, 1).sum()):
+                yield from self._split_drafts(row_of, num_rows)
+        yield from self._split_drafts(*self.problem.fewest_rows)
 
-    def _dealt_by_sample(self) -> Iterator[tuple[None, StepDraft]]:
-        """Without a pipeline ranks' sums are all that counts."""
-        problem, dp = self.problem, self.layout.dp
-        if self.layout.pp > 1 or self.alike or problem.max_samples is not None:
-            return
+    def _split_drafts(self, row_of: Ints, num_rows: int) -> Iterator[tuple[None, StepDraft]]:
+        """For each G a draft of rows that are split until they reach a legal count."""
+        for group in self._groups():
+            yield None, self._split(row_of, num_rows, group)
+
+    def _packed_by_rank(self) -> StepDraft | None:
+        """A draft of items given to ranks first: without a pipeline only ranks' sums count."""
+        problem = self.problem
+        dp = self.layout.dp
+        if self.layout.pp > 1 or self.same_targets or problem.max_samples is not None:
+            return None
         count = least_count(problem, self.num_fewest, self.layout.group_size)
-        row_of = deal_samples(problem.aligned, self.work, dp, count, problem.capacity)
-        if row_of is not None:
-            ranks = np.arange(dp * count).reshape(dp, count)
-            yield None, self._draft(row_of, ranks, self.layout.group_size)
+        row_of = rows_by_rank(problem.aligned, self.work, dp, count, problem.capacity)
+        if row_of is None:
+            return None
+        ranks = np.arange(dp * count).reshape(dp, count)
+        return self._draft(row_of, ranks, self.layout.group_size)
 
-    def _shapes(self) -> list[_Shape]:
-        """Shapes by the seconds that their profile would take."""
+    def _targets(self) -> list[_Target]:
+        """A target for each M and G to try, by the simulated seconds of its profile."""
         if self.problem.max_samples is not None:
             return []
         pairs = [(group, count) for group in self._groups() for count in self._counts(group)]
         if self.left == 0 or self.layout.pp == 1:
-            return [self._shape(count, group, None) for group, count in pairs]
-        rounds = min(_MAX_ROUNDS, self.left // (8 * max(1, len(pairs)) * 2 * self.layout.pp))
-        shapes = [self._shape(count, group, max(1, rounds)) for group, count in pairs]
-        return sorted(shapes, key=lambda s: s.profile.seconds)
+            return [self._target(count, group, None) for group, count in pairs]
+        per_round = 2 * max(1, len(pairs)) * 2 * self.layout.pp
+        rounds = min(_MAX_ROUNDS, self.left // (_PROFILE_PART * per_round))
+        targets = [self._target(count, group, max(1, rounds)) for group, count in pairs]
+        return sorted(targets, key=lambda t: t.profile.seconds)
 
     def _groups(self) -> list[int]:
+        """Values of G to try: the layout's, or also pp, 1.5 pp and 2 pp."""
         layout = self.layout
         if self.policy.group_size == "fixed" or layout.vpp == 1:
             return [layout.group_size]
@@ -208,8 +248,9 @@ class _Search:
         return sorted({layout.group_size, pp, pp + pp // 2, 2 * pp})
 
     def _counts(self, group: int) -> list[int]:
-        """Legal counts from the fewest up to where more cannot pay, at most _MAX_COUNTS."""
-        layout, rule = self.layout, self.policy.count_rule
+        """Legal values of M to try: from the smallest to where more cannot be faster."""
+        layout = self.layout
+        rule = self.policy.count_rule
         least = least_count(self.problem, self.num_fewest, group)
         most = self.problem.num_items // layout.dp
         if least > most:
@@ -219,7 +260,7 @@ class _Search:
             wanted = [max(least, min(best, most, 2 * least)), least]
         else:
             top = max(least, min(most, 2 * best, _MAX_GROWTH * least))
-            # Closer where they are small; in integers, as a power may differ between machines.
+            # Smaller values are closer together. Integers only: powers may differ between machines.
             last = _MAX_COUNTS - 1
             wanted = [least + (top - least) * k * k // (last * last) for k in range(last + 1)]
         if layout.pp == 1 or self.by_tokens:
@@ -228,37 +269,45 @@ class _Search:
         return [count for count in dict.fromkeys(legal) if count <= most]
 
     def _closed_form(self) -> int:
-        """M of least seconds for equal micro-batches: sqrt(work * (pp - 1) / (vpp * fixed))."""
+        """The fastest M for equal micro-batches: sqrt(work * (pp - 1) / (vpp * fixed)).
+
+        `work` is one chunk's forward of all of a rank's work. On pp=4 and vpp=1, 0.3 s of it with
+        1 ms of fixed cost give sqrt(0.3 * 3 / 0.001) = 30.
+        """
         layout = self.layout
         overhead = self.cost.fixed * layout.vpp
         if overhead <= 0:
             return self.problem.num_items
         work = self.total / (layout.num_chunks * layout.cp * layout.dp)
         best = math.sqrt(work * (layout.pp - 1) / overhead)
-        # More than a row for each item is never asked for; an overhead next to none gives infinity.
+        # At most one row per item: a tiny overhead gives infinity.
         return max(1, round(min(best, float(self.problem.num_items))))
 
     def _huge(self, count: int) -> list[Floats]:
-        """Per rank the work of samples above a mean row, falling: heaviest first to the rank with
-        least of them. None where ranks are to be alike."""
+        """Assign items of more work than a mean row to ranks, heaviest first, to the least loaded.
+
+        Returns:
+            The work of each rank's items, in falling order; empty if all ranks have the same
+            targets.
+        """
         ranks: list[list[float]] = [[] for _ in range(self.layout.dp)]
         loads = [(0.0, rank) for rank in range(self.layout.dp)]
         mean = self.total / (self.layout.dp * count)
-        huge = self.falling[self.falling > mean].tolist() if not self.alike else []
+        huge = self.falling[self.falling > mean].tolist() if not self.same_targets else []
         for work in huge:
             load, rank = loads[0]
-            # Two places are left for the others.
+            # Two micro-batches are left for the other items.
             if len(ranks[rank]) < count - 2:
                 ranks[rank].append(work)
             heapq.heapreplace(loads, (load + work, rank))
         return [np.array(rank) for rank in ranks]
 
-    def _shape(self, count: int, group: int, rounds: int | None) -> _Shape:
-        layout, huge = self.layout, self._huge(count)
-        counts = np.full(layout.dp, count, dtype=np.int64)
+    def _target(self, count: int, group: int, rounds: int | None) -> _Target:
+        """The target of one M and G; its profile is searched in `rounds`, or not if None."""
+        layout = self.layout
+        huge = self._huge(count)
         if rounds is None or self.uniform or layout.pp == 1:
-            profile = canned_profile(layout, count, group, huge[0].size)
-            return _Shape(counts, group, huge, profile)
+            return _Target(group, huge, canned_profile(layout, count, group, huge[0].size))
         share = 1.0 / (layout.num_chunks * layout.cp)
         profile = find_profile(
             self.runner,
@@ -271,15 +320,20 @@ class _Search:
             rounds=rounds,
         )
         self.left -= profile.evaluations
-        return _Shape(counts, group, huge, profile)
+        return _Target(group, huge, profile)
 
-    def _pack(self, shape: _Shape, shares: Floats) -> StepDraft | None:
-        """Samples packed to a shape; `shares` of work per rank have mean 1."""
-        dp, count = self.layout.dp, int(shape.counts[0])
+    def _pack(self, target: _Target, shares: Floats) -> StepDraft | None:
+        """A draft of rows packed to a target; None if the items do not fit.
+
+        Args:
+            shares: float64 [dp], each rank's share of the work; their mean is 1.
+        """
+        dp = self.layout.dp
+        count = target.profile.num_microbatches
         targets = np.array(
             [
-                shape.profile.targets(share * self.total / dp, huge, self.cap)
-                for share, huge in zip(shares.tolist(), shape.huge, strict=True)
+                target.profile.targets(share * self.total / dp, huge, self.cap)
+                for share, huge in zip(shares.tolist(), target.huge, strict=True)
             ]
         )
         if self.uniform:
@@ -289,31 +343,39 @@ class _Search:
         )
         if row_of is None:
             return None
-        if self.alike:
-            return self._dealt(row_of, dp * count, shape.counts, shape.group, targets[0])
+        if self.same_targets:
+            counts = np.full(dp, count, dtype=np.int64)
+            return self._distributed(row_of, dp * count, counts, target.group, targets[0])
         row_work = self._row_work(row_of, dp * count).reshape(dp, count)
         heaviest_first = np.argsort(-row_work, axis=1, kind="stable")
         ranks = heaviest_first + np.arange(dp)[:, None] * count
-        rows = (place_by_target(*pair) for pair in zip(ranks, targets, strict=True))
-        return self._draft(row_of, rows, shape.group)
+        rows = (order_by_target(*pair) for pair in zip(ranks, targets, strict=True))
+        return self._draft(row_of, rows, target.group)
 
     def _split(self, row_of: Ints, num_rows: int, group: int) -> StepDraft:
-        """Rows split up to the counts of the fewest rows."""
+        """A draft of rows that are split until they fill the counts of the fewest rows."""
         counts = rank_counts(self.problem, self.num_fewest, group)
         row_of, num_rows = split_heaviest(row_of, num_rows, int(counts.sum()), self.work)
-        return self._dealt(row_of, num_rows, counts, group, None)
+        return self._distributed(row_of, num_rows, counts, group, np.ones(int(counts.max())))
 
-    def _dealt(
-        self, row_of: Ints, num_rows: int, counts: Ints, group: int, levels: Floats | None
+    def _distributed(
+        self, row_of: Ints, num_rows: int, counts: Ints, group: int, targets: Floats
     ) -> StepDraft:
-        ranks = deal(self._row_work(row_of, num_rows), counts, in_rounds=self.lockstep)
+        """A draft of rows that are given to ranks of about equal work.
+
+        Args:
+            counts: int64 [dp], micro-batches of each rank.
+            targets: float64 [largest M], the order of each rank's rows follows them.
+        """
+        ranks = rows_to_ranks(self._row_work(row_of, num_rows), counts, in_rounds=self.lockstep)
         rank_rows = [
-            place_by_target(rows, np.ones(count) if levels is None else levels)
+            order_by_target(rows, targets[:count])
             for rows, count in zip(ranks, counts.tolist(), strict=True)
         ]
         return self._draft(row_of, rank_rows, group)
 
     def _row_work(self, row_of: Ints, num_rows: int) -> Floats:
+        """float64 [R]: work of each row."""
         row_work = np.zeros(num_rows)
         np.add.at(row_work, row_of, self.problem.work)
         return row_work
@@ -323,7 +385,8 @@ class _Search:
         return StepDraft(row_of=row_of, rank_rows=tuple(rank_rows), group_size=group_size)
 
     def _over_live_cap(self) -> PlanError:
-        cap, layout = self.policy.max_live_tokens_per_gpu, self.layout
+        cap = self.policy.max_live_tokens_per_gpu
+        layout = self.layout
         return PlanError(
             f"step {self.problem.number}: no plan found keeps max_live_tokens_per_gpu={cap} with "
             f"samples of up to {int(self.problem.aligned.max())} padded tokens on pp={layout.pp}, "
@@ -331,18 +394,18 @@ class _Search:
         )
 
 
-def adjust_counts(problem: StepProblem, scored: Scored, runner: Runner, budget: int) -> StepDraft:
-    """Change ranks' counts while it pays and evaluations are left.
+class _Adjuster:
+    """Changes each rank's M by merging and splitting rows, as long as the rank gets faster.
 
     Args:
         budget: simulations that may be spent.
     """
-    return _Adjuster(problem, scored, runner, budget).run()
 
-
-class _Adjuster:
     def __init__(self, problem: StepProblem, scored: Scored, runner: Runner, budget: int) -> None:
-        self.problem, self.runner, self.left, self.scored = problem, runner, budget, scored
+        self.problem = problem
+        self.scored = scored
+        self.runner = runner
+        self.left = budget
         self.group = scored.draft.group_size
         row_of = scored.draft.row_of
         order = np.argsort(row_of, kind="stable")
@@ -353,7 +416,7 @@ class _Adjuster:
         for rank in range(len(self.ranks)):
             while self.left > 0 and self._improve(rank):
                 pass
-        # Rows that were merged away leave gaps; number the others again.
+        # Merged rows leave gaps in the numbers, so that the others are numbered again.
         used = [row for rows in self.ranks for row in rows if row >= 0]
         number = {row: k for k, row in enumerate(used)}
         row_of = np.empty(self.problem.num_items, dtype=np.int64)
@@ -363,22 +426,25 @@ class _Adjuster:
         return StepDraft(row_of=row_of, rank_rows=ranks, group_size=self.group)
 
     def _improve(self, rank: int) -> bool:
+        """Change the rank's M by one; returns whether it is then faster."""
         before = self._seconds(self.ranks[rank])
         return self._merge(rank, before) or self._split(rank, before)
 
     def _merge(self, rank: int, before: float) -> bool:
-        """Put the two shortest neighbours into one row."""
+        """Merge the two neighbours of fewest tokens into one row; undone if not faster."""
         rows = self.ranks[rank]
         if not self._legal(len(rows) - 1):
             return False
         tokens = [self._tokens(row) for row in rows]
         at = min(range(len(rows) - 1), key=lambda k: (tokens[k] + tokens[k + 1], k))
-        a, b = rows[at], rows[at + 1]
+        a = rows[at]
+        b = rows[at + 1]
         capacity = self.problem.capacity
         if min(a, b) < 0 or capacity < 0 or tokens[at] + tokens[at + 1] > capacity:
             return False
         both = np.sort(np.concatenate([self.members[a], self.members[b]]))
-        old, self.members[a] = self.members[a], both
+        old = self.members[a]
+        self.members[a] = both
         shorter = [*rows[: at + 1], *rows[at + 2 :]]
         if self._seconds(shorter) < before:
             self.ranks[rank] = shorter
@@ -387,7 +453,7 @@ class _Adjuster:
         return False
 
     def _split(self, rank: int, before: float) -> bool:
-        """Cut the row of most seconds in two, the halves beside each other."""
+        """Split the row of most seconds into two neighbours; undone if not faster."""
         rows = self.ranks[rank]
         seconds = [self._row_seconds(row) for row in rows]
         at = max(range(len(rows)), key=lambda k: (seconds[k], -k))
@@ -406,18 +472,22 @@ class _Adjuster:
         return False
 
     def _legal(self, count: int) -> bool:
+        """Whether a rank may have this M."""
         return count >= 1 and self.problem.layout.is_legal_count(count, self.group)
 
     def _tokens(self, row: int) -> int:
+        """Aligned tokens of a row; 0 for padding."""
         return int(self.problem.aligned[self.members[row]].sum()) if row >= 0 else 0
 
     def _row_seconds(self, row: int) -> float:
+        """Seconds of one chunk's forward of a row."""
         items: Ints = self.members[row] if row >= 0 else np.zeros(0, dtype=np.int64)
         problem = self.problem
-        parts = (problem.aligned, problem.aligned_sq, problem.num)
+        parts = (problem.aligned, problem.aligned_sq, problem.item_samples)
         return float(row_seconds(self.scored.cost, *(int(part[items].sum()) for part in parts)))
 
     def _seconds(self, rows: list[int]) -> float:
+        """Simulated seconds of a rank with these rows."""
         self.left -= 1
         ops = self.runner.ops(len(rows), self.group)
         forward = np.array([self._row_seconds(row) for row in rows])

@@ -1,6 +1,6 @@
-"""A draft of a step in arrays, its simulated seconds, and the moves of samples between its rows.
+"""A draft of a step in arrays, its simulated seconds, and exchanges of items between its rows.
 
-The compiled local search (`refine`) works on this state in place.
+The compiled local search (`refine`) changes this state in place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from megapack.pipeline.kernels import RankOps, peak_live, rank_seconds
 
 
 class RowCost(NamedTuple):
-    """Seconds of one chunk's forward of a row, and what a row may hold."""
+    """The seconds of one chunk's forward of a row, and limits of a row.
+
+    seconds = fixed + per_token * row tokens + per_token_sq * tokens_sq + per_sample * samples
+    """
 
     fixed: float
     per_token: float
@@ -24,76 +27,85 @@ class RowCost(NamedTuple):
     unit: int
     """Row alignment in tokens."""
     uniform_tokens: int
-    """Length of every row; 0 for planned rows."""
+    """Length of all rows under row_shape="uniform"; 0 under "planned"."""
     capacity: int
-    """Padded tokens per row."""
+    """Padded tokens that a row may hold."""
     max_live: float
-    """Row tokens that a stage may hold, chunks counting whole; 0 for no cap."""
+    """Row tokens whose activations a stage may hold, each chunk counted whole; 0 without a cap."""
     fixed_rows: bool
-    """Samples stay in their rows: only ranks' orders are searched."""
+    """Items stay in their rows, and only the order of each rank is searched."""
 
 
 class State(NamedTuple):
-    """A draft in arrays that the search changes in place. I items, R rows, dp ranks, M places."""
+    """A draft in arrays that the search changes in place: I items, R rows, dp ranks, at most M
+    micro-batches per rank."""
 
     item_tokens: Ints
-    """Per item: aligned tokens."""
+    """[I]: aligned tokens."""
     item_tokens_sq: Ints
+    """[I]: sum of squared aligned lengths."""
     item_samples: Ints
+    """[I]: number of samples."""
     row_of: Ints
+    """[I]: the item's row."""
     next: Ints
-    """Per item the next one of its row, -1 at the end."""
+    """[I]: the next item of the same row; -1 at the end. The items of a row are a linked list."""
     head: Ints
-    """Per row its first item."""
+    """[R]: the row's first item."""
     tokens: Ints
-    """Per row: aligned tokens."""
+    """[R]: aligned tokens."""
     tokens_sq: Ints
-    samples: Ints
-    num: Ints
-    """Per row: items."""
+    """[R]: sum of squared aligned lengths."""
+    num_samples: Ints
+    """[R]: number of samples."""
+    num_items: Ints
+    """[R]: number of items."""
     rows: Ints
-    """[dp, M]: the row at each place, -1 for padding."""
+    """[dp, M]: each micro-batch's row; -1 for padding."""
     counts: Ints
-    """[dp]: places of each rank."""
+    """[dp]: micro-batches of each rank."""
     seconds: Floats
-    """[dp]: simulated seconds; all alike in lockstep."""
+    """[dp]: simulated seconds; the same for all ranks in lockstep."""
 
 
 @kernel
 def row_tokens(cost: RowCost, tokens: int) -> int:
-    """A row's length, as `Layout.aligned_row_tokens` has it; a row without samples is one unit."""
+    """Length of a row, as in `Layout.aligned_row_tokens`; a padding micro-batch has one unit."""
     if cost.uniform_tokens > 0:
         return cost.uniform_tokens
     return max(-(-tokens // cost.unit) * cost.unit, cost.unit)
 
 
 @kernel
-def row_seconds(cost: RowCost, tokens: int, tokens_sq: int, samples: int) -> float:
-    """One chunk's forward of a row; `samples` = 0 is a padding micro-batch."""
+def row_seconds(cost: RowCost, tokens: int, tokens_sq: int, num_samples: int) -> float:
+    """Seconds of one chunk's forward of a row; a padding micro-batch has 0, 0, 0."""
     work = cost.per_token * row_tokens(cost, tokens) + cost.per_token_sq * tokens_sq
-    return cost.fixed + work + cost.per_sample * samples
+    return cost.fixed + work + cost.per_sample * num_samples
 
 
 @kernel
-def place_seconds(cost: RowCost, state: State, rank: int, place: int) -> float:
-    """The same for the row at a place."""
-    row = state.rows[rank, place]
+def microbatch_seconds(cost: RowCost, state: State, rank: int, position: int) -> float:
+    """Seconds of one chunk's forward of a rank's micro-batch."""
+    row = state.rows[rank, position]
     if row < 0:
         return row_seconds(cost, 0, 0, 0)
-    return row_seconds(cost, state.tokens[row], state.tokens_sq[row], state.samples[row])
+    return row_seconds(cost, state.tokens[row], state.tokens_sq[row], state.num_samples[row])
 
 
 @kernel
 def score_rank(cost: RowCost, state: State, ops: RankOps, rank: int, lockstep: bool) -> float:
-    """Simulated seconds of a rank, or in lockstep of the step; inf where the cap is broken."""
+    """Simulated seconds of a rank, or of the step in lockstep; inf above the cap on live tokens.
+
+    In lockstep each micro-batch takes as long as on the slowest rank.
+    """
     count = state.counts[rank]
     forward = np.empty(count)
-    for place in range(count):
-        forward[place] = place_seconds(cost, state, rank, place)
+    for position in range(count):
+        forward[position] = microbatch_seconds(cost, state, rank, position)
         if lockstep:
             for other in range(state.counts.size):
-                seconds = place_seconds(cost, state, other, place)
-                forward[place] = max(forward[place], seconds)
+                seconds = microbatch_seconds(cost, state, other, position)
+                forward[position] = max(forward[position], seconds)
     if cost.max_live > 0 and _live(cost, state, ops, rank) > cost.max_live:
         return np.inf
     return rank_seconds(ops, forward, np.empty(ops.stage.size))
@@ -101,7 +113,7 @@ def score_rank(cost: RowCost, state: State, ops: RankOps, rank: int, lockstep: b
 
 @kernel
 def ops_of(all_ops: RankOps, bounds: Ints, rank: int) -> RankOps:
-    """A rank's operations among those of all ranks."""
+    """The operations of one rank: those from bounds[rank, 0] to bounds[rank, 1]."""
     first = bounds[rank, 0]
     last = bounds[rank, 1]
     return RankOps(
@@ -117,16 +129,18 @@ def ops_of(all_ops: RankOps, bounds: Ints, rank: int) -> RankOps:
 
 @kernel
 def _live(cost: RowCost, state: State, ops: RankOps, rank: int) -> float:
+    """Most row tokens whose activations a stage of the rank holds, each chunk counted whole."""
     amounts = np.empty(state.counts[rank])
-    for place in range(amounts.size):
-        row = state.rows[rank, place]
+    for position in range(amounts.size):
+        row = state.rows[rank, position]
         tokens = state.tokens[row] if row >= 0 else 0
-        amounts[place] = row_tokens(cost, tokens)
+        amounts[position] = row_tokens(cost, tokens)
     return peak_live(ops, amounts)
 
 
 @kernel
 def slowest(state: State) -> int:
+    """The rank of most simulated seconds; of equal ones, the first."""
     worst = 0
     for rank in range(state.seconds.size):
         if state.seconds[rank] > state.seconds[worst]:
@@ -136,7 +150,7 @@ def slowest(state: State) -> int:
 
 @kernel
 def score_all(cost: RowCost, state: State, all_ops: RankOps, bounds: Ints, lockstep: bool) -> float:
-    """Simulate every rank, write `state.seconds`, return the step's seconds."""
+    """Simulate every rank and write `state.seconds`; returns the step's seconds."""
     for rank in range(state.counts.size):
         if lockstep and rank > 0:
             state.seconds[rank] = state.seconds[0]
@@ -148,6 +162,7 @@ def score_all(cost: RowCost, state: State, all_ops: RankOps, bounds: Ints, locks
 
 @kernel
 def _unlink(state: State, item: int) -> None:
+    """Take an item out of its row's linked list."""
     row = state.row_of[item]
     at = state.head[row]
     if at == item:
@@ -160,42 +175,46 @@ def _unlink(state: State, item: int) -> None:
 
 @kernel
 def _move(state: State, item: int, row: int) -> None:
-    """Take an item from its row to another one."""
+    """Move an item from its row to another one."""
     old = state.row_of[item]
     _unlink(state, item)
     state.tokens[old] -= state.item_tokens[item]
     state.tokens_sq[old] -= state.item_tokens_sq[item]
-    state.samples[old] -= state.item_samples[item]
-    state.num[old] -= 1
+    state.num_samples[old] -= state.item_samples[item]
+    state.num_items[old] -= 1
     state.next[item] = state.head[row]
     state.head[row] = item
     state.row_of[item] = row
     state.tokens[row] += state.item_tokens[item]
     state.tokens_sq[row] += state.item_tokens_sq[item]
-    state.samples[row] += state.item_samples[item]
-    state.num[row] += 1
+    state.num_samples[row] += state.item_samples[item]
+    state.num_items[row] += 1
 
 
 @kernel
 def fits(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> bool:
-    """Whether a row may change one item for another; -1 stands for none."""
+    """Whether a row stays legal after one item leaves and another one comes; -1 means no item.
+
+    A row keeps at least one item, and respects the capacity unless its only item is larger.
+    """
     tokens = state.tokens[row]
-    num = state.num[row]
+    num_items = state.num_items[row]
     if leaving >= 0:
         tokens -= state.item_tokens[leaving]
-        num -= 1
+        num_items -= 1
     if coming >= 0:
         tokens += state.item_tokens[coming]
-        num += 1
+        num_items += 1
     limit = cost.capacity
     if cost.uniform_tokens > 0:
         limit = min(limit, cost.uniform_tokens)
-    return num >= 1 and (tokens <= limit or (num == 1 and cost.uniform_tokens == 0))
+    oversize = num_items == 1 and cost.uniform_tokens == 0
+    return num_items >= 1 and (tokens <= limit or oversize)
 
 
 @kernel
 def exchange(state: State, a: int, b: int, row_a: int, row_b: int) -> None:
-    """Item a goes to row_b and b, where there is one, to row_a."""
+    """Move item a to row_b, and item b to row_a; b = -1 means that no item comes back."""
     _move(state, a, row_b)
     if b >= 0:
         _move(state, b, row_a)

@@ -1,7 +1,7 @@
-"""Packed rows: a micro-batch's samples as one sequence of tensors (TE's "THD" layout), and back.
+"""Packed rows: the samples of a micro-batch as one token sequence (TE's "THD" layout), and back.
 
-packed     Plan + samples -> PackedRow
-slices     context-parallel parts of a row
-segments   where each sample lies in a row
-outputs    per-token values back to sample order; sums of metrics
+packed     micro-batch + samples -> PackedRow
+slices     context-parallel slices of a row
+segments   sums over the samples of a row
+outputs    per-token values back in sample order; sums of metrics
 """

@@ -1,8 +1,8 @@
-"""Per-token results of the last pipeline stage, back to sample order on the ranks that ask.
+"""Per-token results of the last pipeline stage, in sample order on the ranks of a scope.
 
-Every rank holds the plan and all lengths, so every rank knows which rank holds which sample and how
-long it is: only the values are sent. Context-parallel ranks hold parts of one sample, with zeros at
-the positions of the others: their sum is the whole sample, exactly.
+Every rank knows the plan and all lengths, and so which rank holds which sample: only values are
+sent. Each context-parallel rank holds some tokens of a sample and zeros for the rest, so the sum
+over these ranks is exactly the whole sample.
 """
 
 from __future__ import annotations
@@ -31,37 +31,30 @@ def scatter_to_samples(
     scope: Scope,
     device: torch.device,
 ) -> list[Tensor | None]:
-    """Collect one quantity in sample order. A collective: every rank calls it with one scope.
+    """Collect one quantity in sample order. Collective: all ranks call it with the same scope.
+
+    With lengths [3, 1, 2], samples 2 and 0 on this data-parallel rank, cp=2 and scope "dp_rank":
+
+        local of CP rank 0   {2: [5, 0], 0: [1, 0, 0]}
+        local of CP rank 1   {2: [0, 6], 0: [0, 2, 3]}
+        returned on both     [[1, 2, 3], None, [5, 6]]
 
     Args:
-        local: sample index -> one fp32 value per token; the samples of this data-parallel rank,
-            on the last pipeline stage; anything (an empty mapping) on other stages. Of each token
-            one context-parallel rank has the value, the others 0.
+        local: sample index -> one fp32 value per token, for the samples of this data-parallel rank.
+            Each token has its value on one context-parallel rank and 0 on the others. Read on the
+            last pipeline stage only.
         lengths: tokens per sample of the whole batch.
         scope: "dp_rank": the samples of this data-parallel rank, on each of its pipeline stages;
             "all": every sample of the step on every rank.
 
     Returns:
-        Per sample of the batch a CPU tensor of its length; None where the step does not hold the
-        sample (dropped, or in another step) or the scope leaves it out.
+        Per sample of the batch a CPU tensor of its length; None for samples that are not in the
+        step (dropped, or in another step) or not in the scope.
     """
     samples = samples_in_scope(step, dp_rank, scope)
-    flat = torch.zeros(sum(lengths[i] for i in samples), dtype=torch.float32, device=device)
-    start = 0
-    for i in samples:
-        if i in local:
-            flat[start : start + lengths[i]] = local[i]
-        start += lengths[i]
-    last = pp_group.size() - 1
-    if pp_group.rank() == last:
-        dist.all_reduce(flat, group=dp_cp_group if scope == "all" else cp_group)
-    if last > 0:
-        dist.broadcast(flat, src=dist.get_global_rank(pp_group, last), group=pp_group)
-    out: list[Tensor | None] = [None] * len(lengths)
-    pieces = flat.cpu().split([lengths[i] for i in samples]) if samples else ()
-    for i, piece in zip(samples, pieces, strict=True):
-        out[i] = piece
-    return out
+    flat = _concatenated(local, samples, lengths, device)
+    _sum_on_all_stages(flat, dp_cp_group if scope == "all" else cp_group, pp_group)
+    return _by_sample(flat.cpu(), samples, lengths)
 
 
 def sum_metrics(
@@ -72,24 +65,73 @@ def sum_metrics(
     pp_group: Any,
     device: torch.device,
 ) -> dict[str, float]:
-    """Weighted sums of the last stages, added over data and context-parallel ranks, on every rank.
+    """Weighted sums of the last stages, added over data- and context-parallel ranks, on every rank.
 
     Args:
         local: name -> scalar sum over this rank's micro-batches; read on the last stage only.
-        names: what to collect, in one order on every rank.
+        names: the metrics to collect, in the same order on every rank.
     """
     zero = torch.zeros((), dtype=torch.float64, device=device)
     values = torch.stack([local.get(name, zero).to(torch.float64) for name in names])
-    last = pp_group.size() - 1
-    if pp_group.rank() == last:
-        dist.all_reduce(values, group=dp_cp_group)
-    if last > 0:
-        dist.broadcast(values, src=dist.get_global_rank(pp_group, last), group=pp_group)
+    _sum_on_all_stages(values, dp_cp_group, pp_group)
     return dict(zip(names, values.tolist(), strict=True))
 
 
 def samples_in_scope(step: StepPlan, dp_rank: int, scope: Scope) -> tuple[int, ...]:
-    """Sample indices that a scope asks for, ascending."""
+    """Sample indices in a scope, ascending.
+
+    >>> from megapack import Layout, build_dp_schedule
+    >>> plan = build_dp_schedule([4, 1, 2, 3], layout=Layout(dp=2), max_tokens_per_gpu=5)
+    >>> [[mb.samples for mb in rank] for rank in plan.steps[0].ranks]
+    [[(0, 1)], [(2, 3)]]
+    >>> samples_in_scope(plan.steps[0], 0, "dp_rank")
+    (0, 1)
+    >>> samples_in_scope(plan.steps[0], 0, "all")
+    (0, 1, 2, 3)
+    """
     if scope == "all":
         return step.kept_samples
-    return tuple(sorted(i for mb in step.ranks[dp_rank] for i in mb.samples))
+    return tuple(sorted(i for micro_batch in step.ranks[dp_rank] for i in micro_batch.samples))
+
+
+def _concatenated(
+    local: Mapping[int, Tensor],
+    samples: Sequence[int],
+    lengths: Sequence[int],
+    device: torch.device,
+) -> Tensor:
+    """The values of `samples` one after the other, 0 for samples that are not in `local`.
+
+    >>> local = {2: torch.tensor([5.0, 6.0])}
+    >>> _concatenated(local, [0, 2], [3, 1, 2], torch.device("cpu"))
+    tensor([0., 0., 0., 5., 6.])
+    """
+    flat = torch.zeros(sum(lengths[i] for i in samples), dtype=torch.float32, device=device)
+    start = 0
+    for i in samples:
+        if i in local:
+            flat[start : start + lengths[i]] = local[i]
+        start += lengths[i]
+    return flat
+
+
+def _by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor | None]:
+    """The inverse of `_concatenated`: one tensor per sample of the batch, None if not in `samples`.
+
+    >>> _by_sample(torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0]), [0, 2], [3, 1, 2])
+    [tensor([1., 2., 3.]), None, tensor([5., 6.])]
+    """
+    out: list[Tensor | None] = [None] * len(lengths)
+    pieces = flat.split([lengths[i] for i in samples]) if samples else ()
+    for i, piece in zip(samples, pieces, strict=True):
+        out[i] = piece
+    return out
+
+
+def _sum_on_all_stages(values: Tensor, group: Any, pp_group: Any) -> None:
+    """Replace the values by their sum over `group` on the last stage, on every pipeline stage."""
+    last = pp_group.size() - 1
+    if pp_group.rank() == last:
+        dist.all_reduce(values, group=group)
+    if last > 0:
+        dist.broadcast(values, src=dist.get_global_rank(pp_group, last), group=pp_group)

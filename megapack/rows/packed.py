@@ -2,11 +2,13 @@
 
     SampleBatch + Plan -> PackedRow (one per micro-batch) -> values at its positions -> per sample
 
-A row lays the samples of a micro-batch one behind the other; `cu_seqlens` says where each begins.
-Everything about loss stands where its prediction is made: the position of token t carries the
-label, weight and fields of token t + 1 of the same sample. Shape suffixes: T row tokens, t those
-that this rank's routers see, S1 samples (dummies included) plus one, n and S real samples, L MoE
-layers of the whole model, K experts per token.
+A row holds the samples of a micro-batch one after the other; `cu_seqlens` says where each begins.
+Labels, loss weights and fields are stored at the position that predicts their token: the position
+of token t holds those of token t + 1 of the same sample.
+
+Shape suffixes: T row tokens, t tokens of the row that this rank's routers see, S1 samples (dummies
+included) plus one, n and S real samples, R response positions, L MoE layers of the whole model, K
+experts per token.
 """
 
 from __future__ import annotations
@@ -24,26 +26,28 @@ from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
 from megapack.samples import RowTensor, SampleBatch
 
-# A uniform row's tail is cut into dummies this long, so that its attention stays linear.
+# Length of the dummy samples in a row's tail, before alignment. Attention costs length^2 per
+# sample: a tail of 6400 tokens costs 100 * 64^2 = 0.4 M as 100 dummies, 6400^2 = 41 M as one.
+# Chosen by hand.
 DUMMY_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingRow:
-    """A packed row as the routers of one rank see it; `routing.routing_row` makes it."""
+    """A packed row as the routers of one rank see it; made by `model.experts.rows.routing_row`."""
 
     samples: tuple[int, ...]
     """Sample indices of the plan."""
     samples_t: Tensor
-    """int64: the index in `samples` of each token's sample; len(samples) for padding."""
+    """int64: index in `samples` of each token's sample; len(samples) for padding."""
     offsets_t: Tensor
-    """int64: the position of each real token in its sample."""
+    """int64: position of each real token in its sample."""
     lengths_S: Tensor
     """float32: real tokens of each sample."""
     choices_tLK: Tensor | None = None
-    """Experts to take in place of the router's own; None leaves the choice to the router."""
+    """Experts that replace the router's own choice; None: the router chooses."""
     recorded: dict[int, Tensor] = field(default_factory=dict)
-    """MoE layer -> [t, K] experts taken, in a pass that records them."""
+    """MoE layer -> [t, K] chosen experts, filled in a pass that records routing."""
 
     @property
     def real_t(self) -> Tensor:
@@ -51,7 +55,7 @@ class RoutingRow:
         return self.samples_t < len(self.samples)
 
     def to(self, device: torch.device | str) -> RoutingRow:
-        """The same row with its tensors on `device`; `recorded` is shared with it."""
+        """The same row with its tensors on `device`; both rows share `recorded`."""
         return replace(self, **_moved_tensors(self, device))
 
 
@@ -59,7 +63,8 @@ class RoutingRow:
 class PackedRow:
     """One micro-batch as a packed row: whole, or one context-parallel rank's slice of it.
 
-    `cp_slices.slice_row` cuts the tensors named `*_T` and the fields; the rest is of the whole row.
+    `slices.slice_row` slices the tensors named `*_T` and the fields; the other attributes describe
+    the whole row.
 
     With samples [5, 6, 7] and [8, 9], cp=1 and a row of 6 tokens:
 
@@ -82,35 +87,37 @@ class PackedRow:
     position_ids_T: Tensor
     labels_T: Tensor
     weights_T: Tensor
-    """float32: what the loss of the label counts in the step; 0 at prompts, ends and padding."""
+    """float32: weight of the label's loss in the step; 0 at prompts, sample ends and padding."""
     sample_of_T: Tensor
     """int64: index of each real token's sample among `samples`; -1 at padding."""
     ends_T: Tensor
     """bool: the last real token of each sample."""
     set_of_n: Tensor
-    """int64 [n]: which of the row's colocated sets a sample is in."""
+    """int64 [n]: index of each sample's colocated set among the row's sets."""
     cu_seqlens_S1: Tensor
     cu_seqlens_padded_S1: Tensor
     max_seqlen: int
-    """Tokens of the longest sample, alignment counted."""
+    """Tokens of the longest sample, with its alignment padding."""
     row_tokens: int
     """The whole row's length."""
     row_positions_T: Tensor
-    """Where each position stands in the whole row."""
+    """int64: index of each position in the whole row."""
     loss_positions_R: Tensor
     """Indices of the positions whose label counts in the loss."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """Per-token fields [T], standing where their token is predicted; per-sample ones repeated."""
+    """Per-token fields [T], at the position that predicts the token; per-sample fields are
+    repeated."""
     sample_fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """Those of one number per sample again, [n]."""
+    """The fields with one number per sample, once more as [n]."""
     tensors: Mapping[str, RowTensor] = field(default_factory=dict)
-    """The samples' tensors of other shapes; whole on every context-parallel rank."""
+    """The samples' `TensorField`s; whole on every context-parallel rank."""
     ahead: tuple[PackedRow, ...] = ()
-    """The same row with labels further ahead, one for each depth of multi-token prediction."""
+    """The same row with labels further ahead, one row per depth of multi-token prediction."""
     routing: RoutingRow | None = None
     """The row as this rank's routers see it; None for a model without experts."""
     params: Any = None
-    """Megatron's PackedSeqParams, once the row is on its device (`attention.with_params`)."""
+    """Megatron's PackedSeqParams, set once the row is on its device (`with_params` in
+    `model.attention.packed`)."""
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`."""
@@ -136,21 +143,21 @@ def pack_row(
     colocate_ids: Sequence[int | str] | None = None,
     vocab_size: int | None = None,
 ) -> PackedRow:
-    """Lay the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
+    """Pack the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
 
     Args:
-        batch: the samples that the plan counts; those of this micro-batch must be present.
-        micro_batch: of a plan's step; () makes a row of dummies.
-        layout: gives the alignment of samples.
-        sample_weights: weight of one response token, per sample of the batch (`loss.
-            sample_weights`); None gives every response token the weight 1.
-        field_names: fields to carry; None for all.
-        colocate_ids: the plan's; None where each sample is its own set.
-        vocab_size: token ids must be below it; None = not known.
+        batch: the samples that were planned; those of this micro-batch must have their tokens.
+        micro_batch: one of the plan's step; without samples it becomes a row of dummies.
+        layout: sets the alignment of samples.
+        sample_weights: weight of one response token, per sample of the batch (see
+            `loss.sample_weights`); None: every response token has weight 1.
+        field_names: fields to put into the row; None for all.
+        colocate_ids: those of the plan; None: each sample is a set by itself.
+        vocab_size: token ids must be smaller; None: not checked.
 
     Raises:
-        DataError: the samples are not as long as the plan counts them, or have an id that the
-            model's embedding lacks (on a GPU that would end the process).
+        DataError: the samples differ in length from the plan, or have a token id outside the
+            model's vocabulary (on a GPU the embedding lookup would end the process).
     """
     lengths = tuple(batch.length(i) for i in micro_batch.samples)
     aligned = [layout.aligned_sample_tokens(n) for n in lengths]
@@ -162,14 +169,14 @@ def pack_row(
     tail = micro_batch.row_tokens - sum(aligned)
     if tail < 0:
         raise DataError(
-            f"samples {micro_batch.samples} take {sum(aligned)} padded tokens, the plan's row "
+            f"samples {micro_batch.samples} need {sum(aligned)} padded tokens, the plan's row "
             f"holds {micro_batch.row_tokens}; pack with the layout of the plan"
         )
     spans = aligned + _dummy_spans(tail, layout.sample_alignment)
     starts = tuple(itertools.accumulate(aligned, initial=0))[: len(lengths)]
-    rows = _Rows(batch, micro_batch.samples, starts, micro_batch.row_tokens)
+    writer = _RowWriter(batch, micro_batch.samples, starts, micro_batch.row_tokens)
     names = batch.field_names if field_names is None else field_names
-    weights_T = rows.weights(sample_weights)
+    weights_T = writer.weights(sample_weights)
     if vocab_size is not None:
         _check_ids(batch, micro_batch.samples, vocab_size)
     real = [*lengths, *[0] * (len(spans) - len(lengths))]
@@ -177,34 +184,36 @@ def pack_row(
         samples=micro_batch.samples,
         lengths=lengths,
         starts=starts,
-        tokens_T=rows.tokens(),
+        tokens_T=writer.tokens(),
         position_ids_T=torch.cat([torch.arange(n) for n in spans]),
-        labels_T=rows.labels(),
+        labels_T=writer.labels(),
         weights_T=weights_T,
-        sample_of_T=rows.sample_of(),
-        ends_T=rows.ends(),
+        sample_of_T=writer.sample_of(),
+        ends_T=writer.ends(),
         set_of_n=_sets(micro_batch.samples, colocate_ids),
         cu_seqlens_S1=_cumulative(real),
         cu_seqlens_padded_S1=_cumulative(spans),
         max_seqlen=max(spans),
         row_tokens=micro_batch.row_tokens,
         row_positions_T=torch.arange(micro_batch.row_tokens),
-        # Found on the host: on the device the pipeline would wait for the count.
+        # Computed on the host: on the device `nonzero` would block until the count is known.
         loss_positions_R=weights_T.nonzero().squeeze(1),
-        fields={name: rows.shifted(name) for name in names},
-        sample_fields={name: rows.per_sample(name) for name in names if rows.is_per_sample(name)},
+        fields={name: writer.shifted(name) for name in names},
+        sample_fields={
+            name: writer.per_sample(name) for name in names if writer.is_per_sample(name)
+        },
         tensors=batch.row_tensors(micro_batch.samples),
     )
 
 
 def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[Tensor]:
-    """Values at a row's positions, back to the tokens that they are about; undoes the shift.
+    """Per-token values of each sample from values at a row's positions; undoes the shift.
 
     Args:
         row: the packed row, whole or a slice of it.
-        values_T: one value per position of the whole row, about the token predicted there (a
-            log-prob, say).
-        fill: for a sample's first token, which nothing predicts.
+        values_T: one value per position of the whole row, about the token that it predicts (such as
+            a log-prob).
+        fill: value of a sample's first token, which no position predicts.
 
     Returns:
         For each sample of `row.samples` a tensor of its real length.
@@ -223,8 +232,8 @@ def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[T
     return out
 
 
-class _Rows:
-    """Writes one quantity of a micro-batch's samples into rows of a fixed length."""
+class _RowWriter:
+    """Writes one quantity after the other of a micro-batch's samples into row tensors."""
 
     def __init__(
         self,
@@ -235,44 +244,45 @@ class _Rows:
     ) -> None:
         self.batch = batch
         self.row_tokens = row_tokens
-        self.placed = list(zip(samples, starts, strict=True))
+        self.starts = list(zip(samples, starts, strict=True))
 
     def tokens(self) -> Tensor:
         out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
-        for i, start in self.placed:
+        for i, start in self.starts:
             tokens = self.batch.tokens(i)
             out_T[start : start + tokens.numel()] = tokens
         return out_T
 
     def labels(self) -> Tensor:
         out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
-        for i, start in self.placed:
+        for i, start in self.starts:
             tokens = self.batch.tokens(i)
             out_T[start : start + tokens.numel() - 1] = tokens[1:]
         return out_T
 
     def sample_of(self) -> Tensor:
         out_T = torch.full((self.row_tokens,), -1, dtype=torch.int64)
-        for place, (i, start) in enumerate(self.placed):
-            out_T[start : start + self.batch.length(i)] = place
+        for index, (i, start) in enumerate(self.starts):
+            out_T[start : start + self.batch.length(i)] = index
         return out_T
 
     def ends(self) -> Tensor:
         out_T = torch.zeros(self.row_tokens, dtype=torch.bool)
-        for i, start in self.placed:
+        for i, start in self.starts:
             out_T[start + self.batch.length(i) - 1] = True
         return out_T
 
     def is_per_sample(self, name: str) -> bool:
-        return all(self.batch.field(name, i).dim() == 0 for i, _ in self.placed)
+        return all(self.batch.field(name, i).dim() == 0 for i, _ in self.starts)
 
     def per_sample(self, name: str) -> Tensor:
-        values = [self.batch.field(name, i) for i, _ in self.placed]
+        values = [self.batch.field(name, i) for i, _ in self.starts]
+        # The leading zero, cut off again, gives a row without samples its shape (0,) and dtype.
         return torch.stack([torch.zeros((), dtype=self.batch.field_dtype(name)), *values])[1:]
 
     def weights(self, sample_weights: Sequence[float] | None) -> Tensor:
         out_T = torch.zeros(self.row_tokens, dtype=torch.float32)
-        for i, start in self.placed:
+        for i, start in self.starts:
             mask = self.batch.response_mask(i)[1:]
             weight = 1.0 if sample_weights is None else float(sample_weights[i])
             out_T[start : start + mask.numel()] = mask * weight
@@ -280,7 +290,7 @@ class _Rows:
 
     def shifted(self, name: str) -> Tensor:
         out_T = torch.zeros(self.row_tokens, dtype=self.batch.field_dtype(name))
-        for i, start in self.placed:
+        for i, start in self.starts:
             value = self.batch.field(name, i)
             span = slice(start, start + self.batch.length(i) - 1)
             out_T[span] = value if value.dim() == 0 else value[1:]
@@ -312,13 +322,14 @@ def _moved(value: RowTensor, device: torch.device | str) -> RowTensor:
 
 
 def _sets(samples: tuple[int, ...], colocate_ids: Sequence[int | str] | None) -> Tensor:
+    """Number the colocated sets in the order of their first sample."""
     number: dict[int | str, int] = {}
     ids = samples if colocate_ids is None else [colocate_ids[i] for i in samples]
     return torch.tensor([number.setdefault(name, len(number)) for name in ids], dtype=torch.int64)
 
 
 def _dummy_spans(tail: int, alignment: int) -> list[int]:
-    """Cut a row's tail into short dummy samples that keep the alignment.
+    """Divide a row's tail into short dummy samples of aligned length.
 
     >>> _dummy_spans(150, 1)
     [64, 64, 22]

@@ -1,12 +1,14 @@
-"""Sums over samples at the response positions of a row, for losses that see whole samples.
+"""Sums over samples at the response positions of a row, for losses of whole samples.
 
-A row's positions lie over context-parallel ranks, so a sum over a sample is a sum over them too.
+With context parallelism the ranks share a sample's positions, so its sum is an all-reduce over
+them.
+
 Shape suffixes: R response positions on this rank, n samples of the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,7 +22,7 @@ from megapack.rows.packed import PackedRow
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The samples of a row, as an objective with `needs_segments` sees them.
+    """The samples of a row, passed to objectives with `needs_segments`.
 
     With two samples of two and three response tokens:
 
@@ -36,11 +38,11 @@ class Segments:
     sample_of_R: Tensor
     """int64: index of each position's sample among the row's samples."""
     set_of_n: Tensor
-    """int64 [n]: which of the row's colocated sets a sample is in, 0 to n - 1."""
+    """int64 [n]: index of each sample's colocated set, 0 to n - 1."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """Fields of one number per sample, [n]; there for samples without response tokens too."""
+    """Fields with one number per sample, [n]; samples without response tokens are included."""
     scores_n: Tensor | None = None
-    """fp32: what a value head gives for each sample's last token; None without one."""
+    """fp32 [n]: value of each sample's last token; None without a value head."""
     cp_group: Any = None
     """Ranks that hold the row's other positions; None for one rank."""
 
@@ -55,7 +57,7 @@ class Segments:
         return self.sum(torch.ones_like(self.sample_of_R, dtype=torch.float32))
 
     def sum(self, values_R: Tensor) -> Tensor:
-        """Sum over each sample's response tokens, [n]; a collective of the CP group."""
+        """Sum over each sample's response tokens, [n]; collective in the CP group."""
         return sum_by_sample(values_R, self.sample_of_R, self.num_samples, self.cp_group)
 
     def mean(self, values_R: Tensor) -> Tensor:
@@ -67,23 +69,25 @@ class Segments:
         return values_n[self.sample_of_R]
 
     def sum_sets(self, values_n: Tensor) -> Tensor:
-        """For each sample the sum over the samples of its colocated set, [n]."""
+        """Sum over the samples of each sample's colocated set, [n]."""
         return torch.zeros_like(values_n).index_add(0, self.set_of_n, values_n)[self.set_of_n]
 
 
 def sum_by_sample(
     values_R: Tensor, sample_of_R: Tensor, num_samples: int, cp_group: Any = None
 ) -> Tensor:
-    """Sums of the values of each sample, over all context-parallel ranks, differentiable.
+    """Sum of each sample's values over all context-parallel ranks; differentiable.
 
-    The loss of a step is the sum of what every rank computes from these sums, so the gradient of a
-    sum is the sum of what every rank finds for it: all-reduce forward, all-reduce backward.
+    Every rank computes a part of the step's loss from these sums, and the loss is the total of the
+    parts. So the gradient of a sum is the total of the ranks' gradients: all-reduce forward,
+    all-reduce backward.
 
     Returns:
         [num_samples], the same on every rank of the group.
     """
     sums = values_R.new_zeros(num_samples).index_add(0, sample_of_R, values_R)
-    # A padding micro-batch is one on every rank of the group.
+    # A padding micro-batch has no samples on any rank of the group, so all ranks skip the
+    # collective.
     if cp_group is None or cp_group.size() == 1 or num_samples == 0:
         return sums
     return _AllReduce.apply(sums, cp_group)  # type: ignore[no-any-return, no-untyped-call]
@@ -93,7 +97,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        # Without a copy autograd would take the input as changed in place.
+        # A copy, because autograd would treat the input as changed in place.
         out = sums.clone()
         dist.all_reduce(out, group=group)
         return out
@@ -108,7 +112,7 @@ class _AllReduce(torch.autograd.Function):
 def row_segments(
     row: PackedRow, positions_R: Tensor, *, scores_n: Tensor | None = None, cp_group: Any = None
 ) -> Segments:
-    """The segments of a row at some of its positions."""
+    """The segments of a row, restricted to these positions."""
     return Segments(
         sample_of_R=row.sample_of_T[positions_R],
         set_of_n=row.set_of_n,
@@ -118,13 +122,17 @@ def row_segments(
     )
 
 
-def no_segments() -> Segments:
-    """Of a row without samples: to ask an objective for the names of its metrics."""
-    none = torch.zeros(0, dtype=torch.int64)
-    # Any per-sample field may be asked for.
-    return Segments(sample_of_R=none, set_of_n=none, fields=_EmptyFields(), scores_n=torch.zeros(0))
+def no_segments(field_names: Sequence[str]) -> Segments:
+    """The segments of a row without samples, to find the names of an objective's metrics.
 
-
-class _EmptyFields(dict[str, Tensor]):
-    def __missing__(self, name: str) -> Tensor:
-        return torch.zeros(0)
+    Args:
+        field_names: per-sample fields, each of shape [0].
+    """
+    indices = torch.zeros(0, dtype=torch.int64)
+    values = torch.zeros(0)
+    return Segments(
+        sample_of_R=indices,
+        set_of_n=indices,
+        fields=dict.fromkeys(field_names, values),
+        scores_n=values,
+    )

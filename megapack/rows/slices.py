@@ -1,11 +1,11 @@
-"""Context-parallel slices of packed rows, and back to the order of the whole row.
+"""Context-parallel slices of packed rows, and the way back to the whole row.
 
     PackedRow -> slice_row (one per rank) -> values at its positions -> assembly_order -> whole row
 
-Late tokens attend to more than early ones. So each sample is cut into 2 * cp equal chunks and rank
-r holds chunks r and 2 * cp - 1 - r, an early and a late one: the zigzag order in which Transformer
-Engine reads packed rows (its `thd_get_partitioned_indices`). Samples are padded to whole chunks
-(`Layout.sample_alignment`), so every rank holds T / cp positions of a row of T.
+Late tokens attend to more tokens than early ones. To balance the ranks, each sample is cut into
+2 * cp equal parts and rank r holds parts r and 2 * cp - 1 - r, an early and a late one. This is the
+zigzag order of Transformer Engine (`thd_get_partitioned_indices`). Samples are padded to whole
+parts (`Layout.sample_alignment`), so every rank holds T / cp positions of a row of T.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from megapack.rows.packed import PackedRow
 
 
 def slice_positions(spans: Sequence[int], cp: int, rank: int) -> Tensor:
-    """Positions of a whole row that one rank holds, in the order in which it holds them.
+    """Positions of the whole row that one rank holds.
 
     Args:
         spans: padded tokens of each sample of the row, dummies included.
-        cp, rank: context-parallel ranks, and which of them.
+        cp: number of context-parallel ranks.
+        rank: the rank among them.
 
     Returns:
         int64 [sum(spans) / cp], ascending.
 
     Raises:
-        DataError: a sample is not a multiple of 2 * cp tokens.
+        DataError: a sample's padded tokens are not a multiple of 2 * cp.
 
     >>> slice_positions([8, 4], cp=2, rank=0)
     tensor([ 0,  1,  6,  7,  8, 11])
@@ -40,20 +41,20 @@ def slice_positions(spans: Sequence[int], cp: int, rank: int) -> Tensor:
     """
     if cp == 1:
         return torch.arange(sum(spans))
-    chunks = 2 * cp
-    odd = [span for span in spans if span % chunks]
-    if odd:
+    num_parts = 2 * cp
+    indivisible = [span for span in spans if span % num_parts]
+    if indivisible:
         raise DataError(
-            f"a sample of {odd[0]} padded tokens does not cut into {chunks} chunks; pack with "
-            f"Layout(cp={cp})"
+            f"a sample of {indivisible[0]} padded tokens does not divide into {num_parts} parts; "
+            f"pack with Layout(cp={cp})"
         )
-    tokens_per_chunk = torch.tensor(spans).repeat_interleave(chunks) // chunks
-    chunk_T = torch.arange(chunks).repeat(len(spans)).repeat_interleave(tokens_per_chunk)
-    return ((chunk_T == rank) | (chunk_T == chunks - 1 - rank)).nonzero().squeeze(1)
+    tokens_per_part = torch.tensor(spans).repeat_interleave(num_parts) // num_parts
+    part_T = torch.arange(num_parts).repeat(len(spans)).repeat_interleave(tokens_per_part)
+    return ((part_T == rank) | (part_T == num_parts - 1 - rank)).nonzero().squeeze(1)
 
 
 def assembly_order(spans: Sequence[int], cp: int) -> Tensor:
-    """Where each position of the whole row stands in all ranks' slices, laid one behind the other.
+    """Index of each position of the whole row in the concatenated slices of all ranks.
 
     The inverse of slicing: `torch.cat(slices)[assembly_order(spans, cp)]` is the whole row.
 
@@ -68,11 +69,11 @@ def assembly_order(spans: Sequence[int], cp: int) -> Tensor:
 
 
 def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
-    """What one context-parallel rank holds of a row.
+    """One context-parallel rank's slice of a row.
 
-    Every per-token tensor (named `*_T`, and the fields) is sliced alike; `loss_positions_R` index
-    the slice. What describes the whole row stays as it is: samples, starts, `cu_seqlens` (which
-    Megatron-Core and Transformer Engine divide by cp themselves) and `row_tokens`.
+    All per-token tensors (named `*_T`, and the fields) are sliced; `loss_positions_R` index the
+    slice. Attributes of the whole row stay: samples, starts, `cu_seqlens` (Megatron-Core and
+    Transformer Engine divide them by cp) and `row_tokens`.
 
     Raises:
         DataError: the row was packed for another number of context-parallel ranks.
@@ -91,14 +92,17 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     if cp == 1:
         return row
     positions_T = slice_positions(row.cu_seqlens_padded_S1.diff().tolist(), cp, rank)
-    per_token = {n: v[positions_T] for n, v in vars(row).items() if n.endswith("_T")}
-    place_T = torch.full((row.row_tokens,), -1)
-    place_T[positions_T] = torch.arange(positions_T.numel())
-    places_R = place_T[row.loss_positions_R]
+    per_token = {
+        name: value[positions_T] for name, value in vars(row).items() if name.endswith("_T")
+    }
+    # Index in the slice of each position of the row, -1 for positions of other ranks.
+    index_T = torch.full((row.row_tokens,), -1)
+    index_T[positions_T] = torch.arange(positions_T.numel())
+    loss_R = index_T[row.loss_positions_R]
     return dataclasses.replace(
         row,
         **per_token,
-        loss_positions_R=places_R[places_R >= 0],
+        loss_positions_R=loss_R[loss_R >= 0],
         fields={name: values_T[positions_T] for name, values_T in row.fields.items()},
         ahead=tuple(slice_row(other, cp, rank) for other in row.ahead),
     )

@@ -85,7 +85,7 @@ class ScheduleRunner:
         memory = OutOfMemoryGuard(self.device) if self._retries_oom else None
         self.run_schedule(call, rows, found, flags, memory)
         if memory is not None and memory.agree():
-            self.routing.forget_choices()
+            self.routing.reset_expert_counts()
             memory.raise_on_all()
         if call.is_training and not settings.reduces(self.chunks):
             params = [list(chunk.parameters()) for chunk in self.chunks]

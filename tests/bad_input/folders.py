@@ -134,7 +134,7 @@ CHECKPOINT_ROWS = [
     _checkpoint("without manifest", manifest_text(None), "checkpoint.json", "is missing; set"),
     _checkpoint("cut off", manifest_text('{"format": 1,'), "not a checkpoint's manifest", "char"),
     _checkpoint("no object", manifest_text("[1]"), "not a checkpoint's manifest"),
-    _checkpoint("doubled key", manifest_text('{"format": 1, "format": 1}'), "stands twice"),
+    _checkpoint("doubled key", manifest_text('{"format": 1, "format": 1}'), "appears twice"),
     _checkpoint("deep", manifest_text("[" * 10**5), "too deep"),
     _checkpoint("newer", lambda path, values: values.update(format=99), "format 99", "reads 1"),
     _checkpoint("key missing", lambda path, values: values.pop("plan_digest"), "plan_digest"),
@@ -212,7 +212,7 @@ LENGTH_FILE_ROWS = [
     _lengths("a.csv a dangling link", lambda p: p.symlink_to("none"), "No such file", "give"),
     _lengths("a.csv a circle", lambda p: p.symlink_to(p), "symbolic links", "give a file"),
     _lengths("a.jsonl cut off", '{"length": 5}\n{"leng', "line 2", "cut off", "write it again"),
-    _lengths("a.jsonl doubled key", '{"length": 5, "length": 6}', "'length' stands twice"),
+    _lengths("a.jsonl doubled key", '{"length": 5, "length": 6}', "'length' appears twice"),
     _lengths("a.jsonl deep", '{"length": ' + "[" * 10**5, "line 1", "too deep"),
     _lengths(
         "a.jsonl of long ids",

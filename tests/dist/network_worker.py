@@ -63,8 +63,8 @@ def leave_network() -> bool:
 def main(folder: str) -> None:
     """Note exit codes, what was reached, and who may read the files that were written."""
     from megapack import cli
-    from megapack.doctor import diagnosis as doctor
-    from megapack.doctor import probes as doctor_probes
+    from megapack.doctor.probes import run_probe
+    from megapack.doctor.runner import HERE, IN_CHILD
 
     os.chdir(folder)
     os.umask(0o077)
@@ -84,8 +84,8 @@ def main(folder: str) -> None:
         for name, line in COMMANDS.items():
             codes[name] = cli.main(line.split())
     # `doctor` runs most of them in a child, which has no hook.
-    for probe in (*doctor.HERE, *doctor.IN_CHILD):
-        doctor_probes.run_probe(probe)
+    for probe in (*HERE, *IN_CHILD):
+        run_probe(probe)
     found = {
         "codes": codes,
         "said": said.getvalue(),

@@ -1,4 +1,4 @@
-"""The six inputs whose plans are pinned."""
+"""The inputs of the golden plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COST = CostModel(fixed=64.0, per_token=1.0, per_token_sq=1 / 12288)
 
 
 def spread(count: int, longest: int) -> list[int]:
-    """Lengths without a pattern: many short, few long."""
+    """Irregular lengths from 1 to at most `longest`: many short, few long."""
     return [1 + (i * i * 7919 + 31 * i) % longest * ((i * 17) % 11 + 1) // 11 for i in range(count)]
 
 

@@ -1,4 +1,8 @@
-"""Today's decisions, pinned. Write them anew with MEGAPACK_WRITE_GOLDEN=1 and read the change."""
+"""Plans of fixed inputs stay as in the golden files.
+
+If a change is meant to alter plans, rewrite the files with MEGAPACK_WRITE_GOLDEN=1 and read the
+difference.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +35,24 @@ def _cases() -> dict[str, tuple[list[int], dict[str, Any]]]:
 CASES = _cases()
 
 
-def _pinned(name: str) -> Plan:
+def _golden_plan(name: str) -> Plan:
     return Plan.from_text((FOLDER / f"{name}.plan").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plan_is_the_pinned_one(name: str) -> None:
+def test_plan_equals_the_golden_plan(name: str) -> None:
     lengths, arguments = CASES[name]
     plan = build_dp_schedule(lengths, **arguments)
     check_plan(plan, lengths)
     if os.environ.get("MEGAPACK_WRITE_GOLDEN"):
         (FOLDER / f"{name}.plan").write_text(str(plan), encoding="utf-8")
-    pinned = _pinned(name)
-    assert str(plan) == str(pinned)
-    assert plan.digest() == pinned.digest()
+    golden = _golden_plan(name)
+    assert str(plan) == str(golden)
+    assert plan.digest() == golden.digest()
 
 
 def _vector_units() -> str:
-    """What numpy has found on this CPU and can do without."""
+    """CPU features that numpy uses on this machine beyond its baseline; it can disable these."""
     return " ".join(np.show_config(mode="dicts")["SIMD Extensions"]["found"])
 
 
@@ -57,7 +61,7 @@ def _vector_units() -> str:
     [
         {"PYTHONHASHSEED": "0"},
         {"PYTHONHASHSEED": "777", "OMP_NUM_THREADS": "4", "NUMBA_NUM_THREADS": "1", "LC_ALL": "C"},
-        # Neither this machine's vector units nor any compiled kernel: plain IEEE arithmetic.
+        # Plain IEEE arithmetic, without vector units and compiled kernels.
         {"NUMBA_DISABLE_JIT": "1", "NPY_DISABLE_CPU_FEATURES": _vector_units()},
     ],
     ids=["hash_seed", "threads", "no_machine_code"],
@@ -70,7 +74,7 @@ def test_plans_do_not_depend_on_the_process(environment: dict[str, str], repo_ro
         "    print(name, build_dp_schedule(lengths, **arguments).digest())\n"
     )
     path = f"{repo_root}{os.pathsep}{FOLDER}"
-    done = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
@@ -78,9 +82,9 @@ def test_plans_do_not_depend_on_the_process(environment: dict[str, str], repo_ro
         timeout=120,
         check=True,
     )
-    found = dict(line.split() for line in done.stdout.splitlines())
-    assert found == {name: _pinned(name).digest() for name in CASES}
+    digests = dict(line.split() for line in run.stdout.splitlines())
+    assert digests == {name: _golden_plan(name).digest() for name in CASES}
 
 
-def test_there_are_no_other_golden_plans() -> None:
+def test_every_golden_plan_has_a_case() -> None:
     assert {file.stem for file in FOLDER.glob("*.plan")} == set(CASES)

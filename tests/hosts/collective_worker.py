@@ -1,4 +1,4 @@
-"""Two ranks that plan their own samples; each writes what came of every case.
+"""Two ranks that plan their own samples; each writes the outcome of every case.
 
 torchrun --nproc-per-node 2 -m tests.hosts.collective_worker OUT_DIR
 """
@@ -22,7 +22,7 @@ WIDTH = 64
 
 
 class Batch(dict[str, Any]):
-    """A dict of fields, as verl's and SkyRL's batches are."""
+    """A dict of fields, like the batches of verl and SkyRL."""
 
     metadata: dict[str, Any] | None = None
 
@@ -47,7 +47,7 @@ def skyrl_rows(lengths: list[int], budget: int = 64) -> dict[str, Any]:
 
 
 class Cases:
-    """One case per method; rank 0 is heavy, rank 1 the odd one."""
+    """One case per method. In most, rank 0 has the long samples, and rank 1 the bad input."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -110,12 +110,12 @@ def outcome(case: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
-    # A rank that waits alone is told so in seconds.
+    # A rank that waits alone fails after a minute.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     cases = Cases()
-    found = {name: outcome(getattr(cases, name)) for name in CASES}
+    outcomes = {name: outcome(getattr(cases, name)) for name in CASES}
     out = Path(sys.argv[1]) / f"rank{dist.get_rank()}.json"
-    out.write_text(json.dumps(found))
+    out.write_text(json.dumps(outcomes))
     dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ from tests.hosts.stub import Host
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """The package `stubhost`; all that is left of it is taken away afterwards."""
+    """The package `stubhost`; its patches and modules are removed afterwards."""
     stub = Host(tmp_path, monkeypatch)
     yield stub
-    stub.forget()
+    stub.remove()

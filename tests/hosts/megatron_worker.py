@@ -17,19 +17,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megapack import Layout, build_dp_schedule, launch
+from megapack import Layout, build_dp_schedule, launch, patching
 from megapack.errors import MegapackError, RankError
 from megapack.hosts import megatron_lm
 from megapack.hosts.shared import megatron_lm_data
 from megapack.loss import GRPO, SFT
-from megapack.patching import applied as patching
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.setup import build_chunks
 
 STUBS = Path(__file__).parent / "stubs"
-BUDGET, ITEM_ROWS, SEQ_LENGTH, NUM_ITEMS = 70, 2, 64, 4
+BUDGET = 70
+ITEM_ROWS = 2
+SEQ_LENGTH = 64
+NUM_ITEMS = 4
 LAYOUTS = {
     "dp2": Layout(dp=2),
     "pp2_vpp2": Layout(pp=2, vpp=2),
@@ -40,18 +42,19 @@ FIELDS = ("advantages", "old_logprobs")
 
 
 def draw_samples(dp_rank: int) -> list[dict[str, Tensor]]:
-    """Ragged samples of one data-parallel rank: tokens, which count, and fields per token."""
+    """Ragged samples of one data-parallel rank: tokens, their loss mask, and fields per token."""
     generator = torch.Generator().manual_seed(100 + dp_rank)
     samples = []
     for i in range(NUM_ITEMS * ITEM_ROWS):
         length = int(torch.randint(2, SEQ_LENGTH, (), generator=generator))
-        counted = torch.rand(length, generator=generator) < 0.6
-        # A sample ends with a token that counts, and the first of all has nothing that does.
-        counted[0], counted[-1] = False, i > 0
+        has_loss = torch.rand(length, generator=generator) < 0.6
+        # The last token of a sample has a loss; sample 0 has no token with a loss.
+        has_loss[0] = False
+        has_loss[-1] = i > 0
         samples.append(
             {
                 "tokens": torch.randint(0, problem.VOCAB_SIZE, (length,), generator=generator),
-                "response_mask": counted if i else torch.zeros(length, dtype=torch.bool),
+                "response_mask": has_loss if i else torch.zeros(length, dtype=torch.bool),
                 "advantages": torch.randn(length, generator=generator),
                 "old_logprobs": torch.randn(length, generator=generator) - 4.6,
             }
@@ -60,7 +63,7 @@ def draw_samples(dp_rank: int) -> list[dict[str, Tensor]]:
 
 
 def items(samples: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The same as Megatron-LM's data sets give them: padded, shifted, two samples an item."""
+    """The samples as items of Megatron-LM's data sets: padded, shifted, two samples per item."""
     for start in range(0, len(samples), ITEM_ROWS):
         rows = samples[start : start + ITEM_ROWS]
         named = {name: torch.stack([_padded(row[name]) for row in rows]) for name in rows[0]}
@@ -81,7 +84,7 @@ def gradients(chunks: list[Any]) -> list[Tensor]:
 
 
 def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
-    """Facts about planned steps on one layout."""
+    """Compare planned steps with the adapter's on one layout; returns what the test checks."""
     chunks = build_chunks(layout)
     adapter = ScheduleAdapter(chunks, layout=layout)
     every = [sample for rank in range(layout.dp) for sample in draw_samples(rank)]
@@ -91,7 +94,7 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
     )
     plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=BUDGET)
     found: dict[str, Any] = {"num_microbatches": plan.steps[0].num_microbatches}
-    # Fields of the items cross between data-parallel ranks.
+    # GRPO's fields are sent between data-parallel ranks.
     for objective in (SFT(), GRPO()) if layout.dp > 1 else (SFT(),):
         step = megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET, objective=objective)
         data = _iterators(layout, adapter.dp_rank)
@@ -111,20 +114,20 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
         }
         data = _iterators(layout, adapter.dp_rank)
         found[name]["evaluated"] = training.evaluate(step, data, chunks, NUM_ITEMS)["lm loss"]
-    found["refused"] = _told(training, chunks, layout, adapter.dp_rank)
+    found["refused"] = _run_out_of_data(training, chunks, layout, adapter.dp_rank)
     return found
 
 
 def _iterators(layout: Layout, dp_rank: int, num_items: int = NUM_ITEMS) -> Any:
-    """Data where they are read: on the first stage's first tensor-parallel rank."""
+    """The data, on the first stage's first tensor-parallel rank; None on other ranks."""
     if parallel_state.get_model_parallel_group().rank() > 0:
         return [None] * layout.vpp if layout.vpp > 1 else None
     samples = draw_samples(dp_rank)[: num_items * ITEM_ROWS]
     return [items(samples) for _ in range(layout.vpp)] if layout.vpp > 1 else items(samples)
 
 
-def _told(training: Any, chunks: list[Any], layout: Layout, dp_rank: int) -> str:
-    """The last data-parallel rank runs out of data."""
+def _run_out_of_data(training: Any, chunks: list[Any], layout: Layout, dp_rank: int) -> str:
+    """The error of a step in which the last data-parallel rank runs out of data."""
     step = megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET)
     data = _iterators(layout, dp_rank, NUM_ITEMS - (dp_rank == layout.dp - 1))
     try:
@@ -135,7 +138,7 @@ def _told(training: Any, chunks: list[Any], layout: Layout, dp_rank: int) -> str
 
 
 def _fails_alone(training: Any) -> str:
-    """The second rank fails before it could plan, while the first waits for its samples."""
+    """The error of a step whose second rank fails while the first waits for its samples."""
     layout = LAYOUTS["dp2"]
     chunks = build_chunks(layout)
     data = _iterators(layout, parallel_state.get_data_parallel_rank())
@@ -159,7 +162,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def main(out: str) -> None:
-    """Run every layout; each rank writes what it found."""
+    """Run every layout; each rank writes its results."""
     launch.start("cpu")
     sys.path.insert(0, str(STUBS))
     patching.apply("megatron_lm")

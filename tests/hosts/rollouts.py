@@ -1,4 +1,4 @@
-"""Arguments of slime and miles, and what any of their schedules must keep."""
+"""Arguments of slime and miles, and the checks that any of their schedules must pass."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def make_config(
 
 
 def rollouts_of(sizes: Sequence[int]) -> list[int]:
-    """Per sample its rollout, for rollouts of so many samples."""
+    """The rollout of each sample, for rollouts with these numbers of samples."""
     return [rollout for rollout, size in enumerate(sizes) for _ in range(size)]
 
 
 def rows_of(schedule: Schedule) -> list[list[list[int]]]:
-    """Per rank its micro-batches, as indices into all samples."""
+    """The micro-batches of each rank, as indices into all samples."""
     partitions, micro_batch_indices, _, _ = schedule
     return [
         [[partition[i] for i in mb] for mb in rank]
@@ -63,9 +63,10 @@ def check_schedule(
     global_batch_size: int,
     max_tokens_per_gpu: int | None = None,
 ) -> None:
-    """The host's contract, and ours on top: alignment counts, and no micro-batch is empty."""
+    """Check the host's contract, and two more: alignment counts, and no micro-batch is empty."""
     partitions, micro_batch_indices, num_microbatches, kept = schedule
-    dp, cp = config["dp_size"], config["cp_size"]
+    dp = config["dp_size"]
+    cp = config["cp_size"]
     multiple = config["microbatch_group_size_per_vp_stage"] if (config["vpp_size"] or 1) > 1 else 1
     assert len(partitions) == len(micro_batch_indices) == dp
     assert len(num_microbatches) == len(kept)
@@ -93,17 +94,17 @@ def check_schedule(
 def first_fit_count(lengths: Sequence[int], capacity: int) -> int:
     bins: list[int] = []
     for length in lengths:
-        place = next((k for k, used in enumerate(bins) if used + length <= capacity), None)
-        if place is None:
+        number = next((k for k, used in enumerate(bins) if used + length <= capacity), None)
+        if number is None:
             bins.append(length)
         else:
-            bins[place] += length
+            bins[number] += length
     return len(bins)
 
 
 def first_fit_kept(lengths: Sequence[int], sizes: Sequence[int], capacity: int, align: int) -> int:
-    """Trailing rollouts dropped until first-fit's bins, rounded up to a multiple of `align`, are
-    no more than the samples; 0 where that never happens."""
+    """Rollouts that are kept when trailing ones are dropped until the samples can fill first-fit's
+    number of bins, rounded up to a multiple of `align`; 0 if they never can."""
     for kept in range(len(sizes), 0, -1):
         num_samples = sum(sizes[:kept])
         bins = first_fit_count(lengths[:num_samples], capacity)

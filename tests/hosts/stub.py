@@ -1,4 +1,4 @@
-"""A framework of a few lines, with patches, for tests that run in this process."""
+"""A small framework with patches, for tests that run in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megapack.patching import applied as patching
+from megapack import patching
 
 PACK = "def pack(lengths, *, budget=None): return 'host'\n"
 ENTRY = """\
@@ -21,17 +21,17 @@ ENTRY = """\
 
 
 def pack(lengths: object, *, budget: object = None) -> str:
-    """What takes the place of the host's function."""
+    """The replacement of the host's function."""
     return "megapack"
 
 
 def pack_method(self: object, lengths: object) -> str:
-    """What takes the place of a method."""
+    """The replacement of a method."""
     return "megapack"
 
 
-for own in (pack, pack_method):
-    own.__module__ = "megapack.hosts.stub"
+for replacement in (pack, pack_method):
+    replacement.__module__ = "megapack.hosts.stub"
 
 
 class Host:
@@ -42,7 +42,8 @@ class Host:
         self.patches = str(folder / "stubhost.yaml")
         monkeypatch.syspath_prepend(str(folder))
         ours = types.ModuleType("megapack.hosts.stub")
-        ours.pack, ours.pack_method = pack, pack_method  # type: ignore[attr-defined]
+        ours.pack = pack  # type: ignore[attr-defined]
+        ours.pack_method = pack_method  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "megapack.hosts.stub", ours)
         self.write("stubhost/__init__.py", "")
         self.write("stubhost/utils/__init__.py", "")
@@ -76,7 +77,8 @@ class Host:
     def load(self, module: str) -> types.ModuleType:
         return importlib.import_module(module)
 
-    def forget(self) -> None:
+    def remove(self) -> None:
+        """Revert all patches and forget the stub modules."""
         for status in patching.status():
             path = self.folder / f"{status.host}.yaml"
             patching.revert(str(path) if path.exists() else status.host)

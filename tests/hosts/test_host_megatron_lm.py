@@ -24,7 +24,7 @@ LAYOUTS = ("dp2", "pp2_vpp2", "cp2", "tp2")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Per rank what the worker found."""
+    """The worker's results, for each rank."""
     folder: Path = tmp_path_factory.mktemp("megatron_lm")
     checked_job(2, "tests.hosts.megatron_worker", [str(folder)], timeout_s=600)
     return rank_reports(folder, 2)
@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("layout", "objective"), [*((layout, "SFT") for layout in LAYOUTS), ("dp2", "GRPO")]
 )
-def test_a_planned_step_is_the_adapters(
+def test_a_planned_step_equals_the_adapters(
     found: list[dict[str, Any]], layout: str, objective: str
 ) -> None:
     for rank in found:
@@ -43,12 +43,12 @@ def test_a_planned_step_is_the_adapters(
         assert got["gradient_norm"] > 1e-3
         assert got["loss"] == pytest.approx(got["expected_loss"], rel=1e-5, abs=1e-6)
         assert got["metrics"]
-        # Evaluation has the log-likelihood, whatever the objective.
+        # Evaluation reports the log-likelihood for every objective.
         assert got["evaluated"] == pytest.approx(rank[layout]["SFT"]["loss"], rel=1e-5)
 
 
 @pytest.mark.dist
-def test_the_plan_and_not_the_arguments_count_the_micro_batches(
+def test_m_comes_from_the_plan_and_not_the_arguments(
     found: list[dict[str, Any]],
 ) -> None:
     counts = {layout: found[0][layout]["num_microbatches"] for layout in LAYOUTS}
@@ -57,24 +57,24 @@ def test_the_plan_and_not_the_arguments_count_the_micro_batches(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_data_that_end_raise_on_every_rank(found: list[dict[str, Any]], layout: str) -> None:
-    (told,) = {rank[layout]["refused"] for rank in found}
-    assert "the data ended within a step of 4 items" in told
+def test_exhausted_data_raises_on_every_rank(found: list[dict[str, Any]], layout: str) -> None:
+    (error,) = {rank[layout]["refused"] for rank in found}
+    assert "the data ended within a step of 4 items" in error
 
 
 @pytest.mark.dist
-def test_a_rank_that_fails_before_it_plans_is_told_by_all(found: list[dict[str, Any]]) -> None:
+def test_a_rank_that_fails_before_planning_fails_all_ranks(found: list[dict[str, Any]]) -> None:
     says = "rank 1 failed in planned step 1, plan: ValueError: no sample fits"
     assert [rank["fails_alone"] for rank in found] == [says] * 2
 
 
-def test_a_planned_step_without_the_patch_says_so() -> None:
+def test_a_planned_step_without_the_patch_is_refused() -> None:
     step = megatron_lm.PlannedStep(max_tokens_per_gpu=64)
     with pytest.raises(ScheduleError, match=r"patching.apply"):
         step(iter(()), None, return_schedule_plan=True)
 
 
-def test_other_forward_steps_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_forward_steps_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     def schedule(**step: Any) -> str:
@@ -93,7 +93,7 @@ def test_other_forward_steps_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def item(**changes: Any) -> dict[str, Any]:
-    """Tokens 1 2 3 4 5 6 and the label 7; 3, 4 and 6 count."""
+    """Tokens 1 2 3 4 5 6 and the last label 7; the labels 3, 4 and 6 have a loss."""
     base = {
         "tokens": torch.tensor([[1, 2, 3, 4, 5, 6]]),
         "labels": torch.tensor([[2, 3, 4, 5, 6, 7]]),
@@ -109,7 +109,7 @@ def test_an_item_becomes_a_sample_without_its_tail() -> None:
     assert sample["value"].tolist() == [0, 0, 1, 2, 3, 4]
 
 
-def test_packed_items_are_cut() -> None:
+def test_packed_items_are_cut_into_samples() -> None:
     packed = item(
         tokens=torch.tensor([1, 2, 3, 11, 12, 0]),
         labels=torch.tensor([2, 3, -100, 12, 13, 0]),
@@ -132,7 +132,7 @@ def test_packed_items_are_cut() -> None:
         ({"cu_seqlens": torch.tensor([0, 2, 4])}, "leaves loss tokens out"),
     ],
 )
-def test_items_that_are_refused(changes: dict[str, Any], says: str) -> None:
+def test_bad_items_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(DataError, match=says):
         read_item(item(**changes))
 
@@ -144,7 +144,7 @@ def test_items_that_are_refused(changes: dict[str, Any], says: str) -> None:
     cp=st.sampled_from([1, 2]),
     group=st.sampled_from([None, 2, 3]),
 )
-def test_packs_hold_every_sample_and_the_budget(
+def test_packs_have_every_sample_within_the_budget(
     lengths: list[int], dp: int, cp: int, group: int | None
 ) -> None:
     scheduler = megatron_lm.DpBalancedScheduler(64, cp, dp, group)
@@ -160,12 +160,12 @@ def test_packs_hold_every_sample_and_the_budget(
         assert all(ranks[j] == ranks[j // cp * cp] for j in range(dp * cp))
     packs = [ranks[r * cp] for ranks in groups for r in range(dp)]
     assert sorted(i for pack in packs for i in pack) == [i for i, _ in ids]
-    of = dict(ids)
-    assert all(0 < sum(of[i] for i in pack) <= 64 * cp for pack in packs)
+    length_of = dict(ids)
+    assert all(0 < sum(length_of[i] for i in pack) <= 64 * cp for pack in packs)
 
 
 def num_packs_first_fit(lengths: list[int], capacity: int) -> int:
-    """Packs that first-fit-decreasing needs: with as many or more a plan must be found."""
+    """Packs that first-fit-decreasing needs; with this many or more, a plan must be found."""
     packs: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [k for k, tokens in enumerate(packs) if tokens + length <= capacity]
@@ -176,7 +176,7 @@ def num_packs_first_fit(lengths: list[int], capacity: int) -> int:
     return len(packs)
 
 
-def test_too_few_samples_are_told() -> None:
+def test_too_few_samples_are_refused() -> None:
     scheduler = megatron_lm.DpBalancedScheduler(64, 1, 4, 2)
     with pytest.raises(PlanError, match="7"):
         scheduler.get_groups_and_subsamples([(i, 4) for i in range(7)])
@@ -188,6 +188,6 @@ def test_an_oversized_first_sample_makes_no_empty_pack() -> None:
     assert all(pack for ranks in groups for pack in ranks)
 
 
-def test_options_have_names() -> None:
+def test_megatron_lm_options_are_set_and_reset() -> None:
     assert megatron_lm.configure(search=0).search == 0
     assert megatron_lm.configure().search == 2048

@@ -19,8 +19,8 @@ def _defaults() -> Iterator[None]:
     miles.configure()
 
 
-def test_a_partial_step_on_request() -> None:
-    """5 rollouts in steps of 2; no VPP is told as None."""
+def test_a_partial_step_is_optional() -> None:
+    """5 rollouts in steps of 2; None stands for no VPP."""
     ids = [0, 0, 1, 2, 2, 3, 4, 4]
     config = make_config(vpp=None, group=None)
     args = make_args(max_tokens_per_gpu=12)
@@ -39,7 +39,7 @@ def test_a_partial_step_on_request() -> None:
     [([2, 2, 1], make_config(dp=2)), ([2, 2, 2], make_config(dp=1, vpp=2, group=4))],
     ids=["fewer samples than ranks", "fewer than the group"],
 )
-def test_a_partial_step_that_fills_no_ranks_is_left_out(
+def test_a_partial_step_with_too_few_samples_is_left_out(
     sizes: list[int], config: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "megapack.hosts")
@@ -51,7 +51,7 @@ def test_a_partial_step_that_fills_no_ranks_is_left_out(
     assert f"partial step skipped: its {sizes[2]} samples" in caplog.text
 
 
-def test_a_step_that_cannot_be_aligned_raises_with_a_partial_one_too() -> None:
+def test_a_whole_step_that_cannot_be_aligned_is_refused() -> None:
     args = make_args(max_tokens_per_gpu=10, allow_partial_train_step=True)
     with pytest.raises(AssertionError, match="step 0: 2 samples"):
         miles.build_dp_schedule(
@@ -59,7 +59,7 @@ def test_a_step_that_cannot_be_aligned_raises_with_a_partial_one_too() -> None:
         )
 
 
-def test_fewer_rollouts_than_a_step() -> None:
+def test_fewer_rollouts_than_a_step_are_refused() -> None:
     with pytest.raises(AssertionError, match="global_batch_size"):
         miles.build_dp_schedule(
             make_args(max_tokens_per_gpu=12),
@@ -70,8 +70,8 @@ def test_fewer_rollouts_than_a_step() -> None:
         )
 
 
-def test_first_fit_decreasing() -> None:
-    """In input order 4 4 6 6 need three bins of 10, from long to short two."""
+def test_rows_are_packed_as_by_first_fit_decreasing() -> None:
+    """4 4 6 6 need three bins of 10 in input order, and two from long to short."""
     assert miles.first_fit_pack([4, 4, 6, 6], 10) == [[0, 1], [2], [3]]
     assert miles.first_fit_decreasing_pack([4, 4, 6, 6], 10) == [[2, 0], [3, 1]]
     schedule = miles.build_dp_schedule(
@@ -84,8 +84,8 @@ def test_first_fit_decreasing() -> None:
     assert schedule[2] == [2]
 
 
-def test_static_chunks_are_balanced_by_tokens_or_flops() -> None:
-    """In turn: 9 + 5 against 8 + 1. By tokens: 9 + 1 against 8 + 5, and by FLOPs the same."""
+def test_static_micro_batches_are_balanced_by_flags() -> None:
+    """In turn, ranks get 9 + 5 and 8 + 1 tokens; by tokens or FLOPs, 9 + 1 and 8 + 5."""
     lengths = [9, 8, 5, 1]
     for flags, loads in (
         ({}, [9, 14]),
@@ -109,7 +109,7 @@ def test_static_chunks_are_balanced_by_tokens_or_flops() -> None:
     dp=st.sampled_from([1, 2]),
     by_flops=st.booleans(),
 )
-def test_any_rollouts_with_a_partial_step(
+def test_schedules_with_a_partial_step(
     sizes: list[int], data: st.DataObject, dp: int, by_flops: bool
 ) -> None:
     lengths = data.draw(st.lists(st.integers(1, 30), min_size=sum(sizes), max_size=sum(sizes)))

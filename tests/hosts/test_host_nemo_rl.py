@@ -27,7 +27,7 @@ LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=40)
 
 
 class BatchedDataDict(UserDict[str, Any]):
-    """As much of NeMo-RL's as is asked for."""
+    """The parts of NeMo-RL's class that the replacement uses."""
 
     def select_indices(self, indices: list[int]) -> BatchedDataDict:
         return BatchedDataDict(
@@ -42,11 +42,11 @@ class BatchedDataDict(UserDict[str, Any]):
 
 
 class SlicedDataDict(BatchedDataDict):
-    """Rows of a batch."""
+    """A slice of a batch."""
 
 
 class Images:
-    """Packed media as NeMo-RL has it: rows that cannot be sliced to none."""
+    """Packed media like NeMo-RL's: a slice of it cannot be empty."""
 
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
@@ -55,9 +55,9 @@ class Images:
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        found = self.rows[index]
-        assert found != [], "no rows"
-        return Images(found) if isinstance(found, list) else found
+        rows = self.rows[index]
+        assert rows != [], "no rows"
+        return Images(rows) if isinstance(rows, list) else rows
 
     @classmethod
     def empty_rows_like(cls, other: Images, num_rows: int) -> Images:
@@ -93,7 +93,7 @@ def packing_args(**changes: Any) -> dict[str, Any]:
 
 
 def microbatches(shard: Any) -> list[list[list[int]]]:
-    """Per step the rows of each micro-batch, by the boundaries and counts that NeMo-RL reads."""
+    """The rows of each micro-batch of each step, from the boundaries and counts in a shard."""
     steps, first = [], 0
     for boundaries, count in zip(shard.micro_batch_indices, shard.elem_counts_per_gb, strict=True):
         rows = shard["row"][first : first + count]
@@ -108,7 +108,7 @@ def microbatches(shard: Any) -> list[list[list[int]]]:
     [
         ("concatenative", [40, 10, 30, 20, 10, 30, 40, 50], [[0, 1, 2, 3], [4, 5, 6], [7]]),
         ("first_fit_decreasing", [30, 70, 50, 50, 20, 80], [[5, 4], [1, 0], [3, 2]]),
-        # 88 takes 11, 73 takes 14, 55 takes two small ones, 46 is left.
+        # 88 gets 11, 73 gets 14, 55 gets two small ones and a tiny one, 46 is left.
         (
             "modified_first_fit_decreasing",
             [46, 24, 55, 88, 11, 14, 73, 17],
@@ -116,7 +116,7 @@ def microbatches(shard: Any) -> list[list[list[int]]]:
         ),
     ],
 )
-def test_rules(name: str, lengths: list[int], bins: list[list[int]]) -> None:
+def test_packers_keep_their_rules(name: str, lengths: list[int], bins: list[list[int]]) -> None:
     assert nemo_rl.get_packer(name, 100).pack(lengths) == bins
 
 
@@ -140,7 +140,7 @@ def test_every_sequence_once_within_the_capacity(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_refused(name: str) -> None:
+def test_bad_sequences_and_counts_are_refused(name: str) -> None:
     assert nemo_rl.get_packer(name, 100).pack([]) == []
     with pytest.raises(ValueError, match="Sequence length 150 exceeds bin capacity 100"):
         nemo_rl.get_packer(name, 100).pack([50, 150, 70])
@@ -150,7 +150,7 @@ def test_what_is_refused(name: str) -> None:
         nemo_rl.get_packer(name, 100, bin_count_multiple=0)
 
 
-def test_algorithms_by_enum() -> None:
+def test_packers_are_found_by_enum() -> None:
     host = enum.Enum("PackingAlgorithm", {"CONCATENATIVE": "concatenative", "OTHER": "other"})
     assert nemo_rl.get_packer(host.CONCATENATIVE, 10).pack([5, 6]) == [[0], [1]]
     for unknown in (host.OTHER, object(), "best_fit"):
@@ -171,7 +171,7 @@ def test_metrics() -> None:
     assert found["bin_efficiency"] == 1.0
     one = packer.compute_metrics([6, 4, 5], [[0, 1], [2]])
     assert (one["num_bins"], one["total_waste"], one["theoretical_min_bins"]) == (2, 5, 2)
-    # Utilizations 1 and 0.5: a standard deviation of 0.3536 over a mean of 0.75.
+    # Bins of 10 and 5 tokens: utilizations 1 and 0.5, standard deviation 0.3536, mean 0.75.
     assert one["bin_balance"] == pytest.approx(1 - 0.35355 / 0.75, abs=1e-4)
     assert packer.compute_metrics([], [])["waste_ratio"] == 0.0
     packer.reset_metrics()
@@ -211,7 +211,7 @@ def test_an_empty_shard_has_every_field() -> None:
         ),
     ],
 )
-def test_arguments_that_do_not_divide(arguments: dict[str, Any], says: str) -> None:
+def test_bad_shard_arguments_are_refused(arguments: dict[str, Any], says: str) -> None:
     for error in (AssertionError, ValueError):
         with pytest.raises(error, match=says):
             nemo_rl.shard_by_batch_size(batch_of([1] * 8), **arguments)
@@ -223,7 +223,7 @@ def test_fields_of_unequal_sizes_are_refused() -> None:
         nemo_rl.shard_by_batch_size(data, 1)
 
 
-def test_bins_are_dealt_in_turn_and_ordered_when_asked() -> None:
+def test_shards_get_bins_in_turn_largest_first_on_request() -> None:
     data = batch_of([46, 24, 55, 88, 11, 14, 73, 17])
     args = packing_args(microbatch_order="largest_first")
     shards, indices = nemo_rl.shard_by_batch_size(data, 2, sequence_packing_args=args)
@@ -254,7 +254,7 @@ def test_packed_shards(lengths: list[int], shards: int, unit: int, planned: bool
     assert indices == [i for shard in steps for step in shard for row in step for i in row]
     assert sorted(indices) == list(range(len(lengths)))
     for number in range(len(lengths) // step_rows):
-        # The same count everywhere, and no row of another optimizer step.
+        # Every shard has the same count, and no row is in another optimizer step.
         assert len({len(shard[number]) for shard in steps}) == 1
         rows = [i for shard in steps for row in shard[number] for i in row]
         assert {i // step_rows for i in rows} == {number}
@@ -267,11 +267,11 @@ def test_packed_shards(lengths: list[int], shards: int, unit: int, planned: bool
 LAYOUT = Layout(dp=2, pp=2, vpp=2, microbatch_group_size=4)
 
 
-def test_a_layout_makes_counts_that_megatron_runs() -> None:
+def test_a_layout_makes_legal_counts() -> None:
     lengths = [90] * 10 + [40] * 4
     data = batch_of(lengths)
     own, _ = nemo_rl.shard_by_batch_size(data, 2, sequence_packing_args=packing_args())
-    # Twelve bins, of which each shard gets 6: fine with G=4, as 6 % 4 >= pp. With 10 bins it is 5.
+    # Of twelve bins each shard gets 6, legal with G=4, as 6 % 4 >= pp. Of ten bins it gets 5.
     assert [len(microbatches(shard)[0]) for shard in own] == [6, 6]
     few = batch_of([90] * 10)
     own, _ = nemo_rl.shard_by_batch_size(few, 2, sequence_packing_args=packing_args())
@@ -285,7 +285,7 @@ def test_a_layout_makes_counts_that_megatron_runs() -> None:
         nemo_rl.shard_by_batch_size(few, 2, sequence_packing_args=packing_args())
 
 
-def test_a_layout_of_another_number_of_ranks_is_refused() -> None:
+def test_a_layout_with_another_dp_is_refused() -> None:
     nemo_rl.configure(layout=LAYOUT)
     with pytest.raises(ConfigError, match="dp=2, the batch 4 shards"):
         nemo_rl.shard_by_batch_size(batch_of([9] * 8), 4, sequence_packing_args=packing_args())
@@ -308,7 +308,7 @@ def test_dynamic_rectangles_are_the_same_on_every_shard() -> None:
         "max_tokens_per_microbatch": 32,
     }
     shards, indices = nemo_rl.shard_by_batch_size(data, 2, dynamic_batching_args=args)
-    # By length: rows 0 6 | 2 1 | 3 4 | 5 7, one of each pair to each shard.
+    # By length, rows 0 6 | 2 1 | 3 4 | 5 7: each shard gets one of each pair.
     assert [shard["row"] for shard in shards] == [[0, 2, 3, 5], [6, 1, 4, 7]]
     assert indices == [0, 2, 3, 5, 6, 1, 4, 7]
     for shard in shards:

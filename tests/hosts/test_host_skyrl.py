@@ -17,11 +17,12 @@ from megapack.hosts import skyrl
 pytestmark = pytest.mark.hosts
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=30)
-WIDTH, NUM_ACTIONS = 32, 4
+WIDTH = 32
+NUM_ACTIONS = 4
 
 
 class TensorList:
-    """Per-sample tensors of unequal shapes; integers and slices alone index it."""
+    """One tensor per sample, of unequal shapes; indexed by integers and slices only."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -37,7 +38,7 @@ class TensorList:
 
 
 class Batch(dict[str, Any]):
-    """A dict of fields with metadata; integers and slices index its samples."""
+    """A dict of fields with metadata."""
 
     metadata: dict[str, Any] | None = None
 
@@ -54,7 +55,7 @@ def default_options() -> Iterator[None]:
 
 
 def batch_of(lengths: list[int], **more: Any) -> Batch:
-    """Left-padded sequences that tell their sample and place."""
+    """Left-padded sequences; token j of sample i is 1000 i + j."""
     num = len(lengths)
     mask = (torch.arange(WIDTH) >= WIDTH - torch.tensor(lengths)[:, None]).long()
     fields: dict[str, Any] = {
@@ -71,7 +72,7 @@ def batch_of(lengths: list[int], **more: Any) -> Batch:
 
 
 def samples_of(batch: Batch) -> list[int]:
-    """Which samples stand in a micro-batch, those without a loss left out."""
+    """The samples of a micro-batch that have a loss."""
     real = batch["loss_mask"].sum(dim=1) > 0
     return (batch["sequences"][real][:, 0] // 1000).tolist()
 
@@ -101,7 +102,9 @@ def test_every_sample_once_within_the_budget(lengths: list[int], budget: int) ->
     ("lengths", "budget", "num"),
     [([10, 10, 5, 5], 15, 2), ([10, 1, 1, 1, 1, 1], 10, 2), ([5, 5, 5, 5], 10, 2), ([10], 15, 1)],
 )
-def test_fewest_microbatches(lengths: list[int], budget: int, num: int) -> None:
+def test_token_based_micro_batches_are_the_fewest(
+    lengths: list[int], budget: int, num: int
+) -> None:
     assert len(skyrl.TokenBasedBatchIterator(batch_of(lengths), budget)) == num
     assert len(skyrl.make_seq_packer("balanced", budget).pack(lengths)) == num
 
@@ -111,7 +114,7 @@ def test_a_sample_over_the_budget_is_alone() -> None:
     assert sorted(map(samples_of, iterator)) == [[0], [1, 2]]
 
 
-def test_factory() -> None:
+def test_the_factory_chooses_the_iterator() -> None:
     data = batch_of([3, 4, 5])
     by_tokens = skyrl.get_microbatch_iterator(data, 2, 8)
     assert isinstance(by_tokens, skyrl.TokenBasedBatchIterator)
@@ -122,7 +125,7 @@ def test_factory() -> None:
     assert torch.equal(restored["sequences"], data["sequences"])
 
 
-def test_a_padding_microbatch_is_as_wide_as_the_others_and_counts_for_nothing() -> None:
+def test_padding_micro_batches_have_full_width_and_no_loss() -> None:
     routes = torch.full((3, WIDTH, 2, 3), 7, dtype=torch.int16)
     unrouted = torch.zeros(3, WIDTH, dtype=torch.bool)
     pixels = TensorList([torch.randn(2 + i, 8) for i in range(3)])
@@ -151,20 +154,20 @@ def test_a_padding_microbatch_is_as_wide_as_the_others_and_counts_for_nothing() 
     assert torch.equal(restored["sequences"], data["sequences"])
 
 
-def test_tensors_of_unequal_shapes_go_with_their_samples() -> None:
+def test_tensors_of_unequal_shapes_follow_their_samples() -> None:
     pixels = TensorList([torch.full((2 + i, 8), float(i)) for i in range(5)])
     data = batch_of([10, 10, 5, 5, 3], pixel_values=pixels)
     skyrl.configure(uniform_micro_batch_size=True)
     iterator = skyrl.TokenBasedBatchIterator(data, 15)
     batches = list(iterator)
     for mb in batches:
-        for place, i in enumerate(samples_of(mb)):
-            assert torch.equal(mb["pixel_values"][place], pixels[i])
+        for position, i in enumerate(samples_of(mb)):
+            assert torch.equal(mb["pixel_values"][position], pixels[i])
     restored = iterator.reorder_and_combine_batches(batches)["pixel_values"]
     assert [len(t) for t in restored.tensors] == [2, 3, 4, 5, 6]
 
 
-def test_microbatches_of_one_size() -> None:
+def test_micro_batches_can_have_a_uniform_size() -> None:
     lengths = [20, 6, 5, 4, 3, 2]
     data = batch_of(lengths)
     skyrl.configure(uniform_micro_batch_size=True)
@@ -174,7 +177,7 @@ def test_microbatches_of_one_size() -> None:
     assert sorted(map(len, map(samples_of, batches))) == [1, 5]
     short = next(mb for mb in batches if len(samples_of(mb)) == 1)
     assert short["attention_mask"].sum(dim=1).tolist() == [20, 1, 1, 1, 1]
-    # Means over responses leave the rows that were added out.
+    # Means over responses leave out the padding samples.
     assert short["response_mask"].sum().item() == NUM_ACTIONS
     restored = iterator.reorder_and_combine_batches(batches)
     assert torch.equal(restored["sequences"], data["sequences"])
@@ -182,7 +185,7 @@ def test_microbatches_of_one_size() -> None:
 
 @settings(max_examples=30)
 @given(lengths=LENGTHS, group=st.integers(2, 5))
-def test_a_layout_makes_counts_that_megatron_runs(lengths: list[int], group: int) -> None:
+def test_a_layout_makes_legal_counts(lengths: list[int], group: int) -> None:
     layout = Layout(pp=2, vpp=2, microbatch_group_size=group)
     skyrl.configure(layout=layout)
     for iterator in (
@@ -195,11 +198,11 @@ def test_a_layout_makes_counts_that_megatron_runs(lengths: list[int], group: int
         padding = [mb for mb in batches if (mb.metadata or {}).get("is_padding_batch")]
         assert len(padding) == iterator.num_padding_microbatches
         if isinstance(iterator, skyrl.TokenBasedBatchIterator):
-            # Splitting beats padding.
+            # Rows are split before padding is added.
             assert not padding or len(batches) - len(padding) == len(lengths)
 
 
-def test_what_would_lose_samples_is_refused() -> None:
+def test_lost_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="drop_last=True would lose samples"):
         skyrl.SampleBasedBatchIterator(batch_of([1, 2, 3]), 2, drop_last=True)
     iterator = skyrl.TokenBasedBatchIterator(batch_of([9, 9, 9]), 10)
@@ -215,7 +218,7 @@ class PackingStrategy(enum.Enum):
     BALANCED = "balanced"
 
 
-def test_packers_by_name() -> None:
+def test_packers_are_found_by_name() -> None:
     lengths = [30, 70, 50, 50, 20, 80]
     for name in (
         "first_fit_decreasing",
@@ -238,7 +241,7 @@ def test_packers_by_name() -> None:
         ([10, 0], {}, "must be positive"),
     ],
 )
-def test_what_cannot_be_packed(lengths: list[int], settings: dict[str, int], says: str) -> None:
+def test_bad_samples_are_refused(lengths: list[int], settings: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         skyrl.make_seq_packer("first_fit_decreasing", 100, **settings).pack(lengths)
 
@@ -249,7 +252,7 @@ def test_what_cannot_be_packed(lengths: list[int], settings: dict[str, int], say
     multiple=st.none() | st.integers(1, 6),
     name=st.sampled_from(["balanced", "first_fit_decreasing"]),
 )
-def test_counts_of_bins(
+def test_bin_counts_follow_the_limits(
     lengths: list[int], least: int | None, multiple: int | None, name: str
 ) -> None:
     natural = len(skyrl.make_seq_packer(name, 40).pack(lengths))
@@ -266,6 +269,6 @@ def test_counts_of_bins(
     assert max(sum(lengths[i] for i in row) for row in bins) <= 40
 
 
-def test_eight_samples_of_one_bin_on_four_ranks() -> None:
+def test_one_bin_is_split_evenly_over_four_ranks() -> None:
     packer = skyrl.make_seq_packer("balanced", 100, bin_count_multiple=4)
     assert sorted(map(len, packer.pack([10] * 8))) == [2, 2, 2, 2]

@@ -59,7 +59,7 @@ def planned(
     [([2, 2] + [1] * 510, 510, 512), ([3, 2, 3, 1, 2], 3, 8)],
     ids=["514 singletons", "ragged rollouts"],
 )
-def test_trailing_rollouts_are_dropped(
+def test_whole_trailing_rollouts_are_dropped(
     sizes: list[int], kept: int, samples: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     schedule = planned(sizes, [LONG] * sum(sizes), make_config(dp=4), max_tokens_per_gpu=BUDGET)
@@ -80,15 +80,17 @@ def test_trailing_rollouts_are_dropped(
     ],
     ids=["no prefix divides", "fewer samples than align_to", "fewer samples than ranks"],
 )
-def test_what_cannot_be_aligned(sizes: list[int], config: dict[str, Any], says: list[str]) -> None:
+def test_a_step_that_cannot_be_aligned_is_refused(
+    sizes: list[int], config: dict[str, Any], says: list[str]
+) -> None:
     for kind in (ValueError, AssertionError):
         with pytest.raises(kind, match="cannot align micro-batches") as caught:
             planned(sizes, [LONG] * sum(sizes), config, max_tokens_per_gpu=BUDGET)
         assert all(part in str(caught.value) for part in says)
 
 
-def test_only_the_step_that_needs_it_drops() -> None:
-    """5 samples in step 1 at dp=2; without its last rollout, of two, 3 are left, then 2."""
+def test_only_one_step_drops_rollouts() -> None:
+    """Step 1 has 5 samples at dp=2. Without its last rollout, of two samples, it has 3; then 2."""
     schedule = slime.build_dp_schedule(
         make_args(max_tokens_per_gpu=BUDGET),
         make_config(dp=2),
@@ -99,14 +101,14 @@ def test_only_the_step_that_needs_it_drops() -> None:
     assert schedule[2:] == ([2, 1], [4, 2])
 
 
-def test_alignment_of_context_parallel_slices_counts() -> None:
-    """17 tokens are 32 at cp=8: four samples in 136, not eight."""
+def test_context_parallel_alignment_counts_in_the_budget() -> None:
+    """At cp=8, 17 tokens are padded to 32: a row of 136 holds four samples, not eight."""
     schedule = planned([1] * 8, [17] * 8, make_config(cp=8), max_tokens_per_gpu=17)
     assert schedule[2] == [2]
     assert sorted(map(len, rows_of(schedule)[0])) == [4, 4]
 
 
-def test_rows_hold_the_budget() -> None:
+def test_rows_are_within_the_budget() -> None:
     assert planned([1] * 8, [7] * 8, make_config(), max_tokens_per_gpu=8)[2] == [8]
 
 
@@ -115,7 +117,7 @@ def test_an_oversized_sample_is_alone() -> None:
     assert [0] in rows[0] + rows[1]
 
 
-def test_balance_by_flops_holds_the_budget() -> None:
+def test_balance_by_flops_stays_within_the_budget() -> None:
     """Even FLOPs would put the 20 short samples, 200 tokens, into one row."""
     planned(
         [1] * 21, [100] + [10] * 20, make_config(), max_tokens_per_gpu=100, balance_by_flops=True
@@ -125,7 +127,7 @@ def test_balance_by_flops_holds_the_budget() -> None:
 @pytest.mark.parametrize("flags", [{}, {"balance_data": True}, {"balance_by_flops": True}])
 def test_ranks_are_balanced_by_flops(flags: dict[str, bool]) -> None:
     """A squared token costs 1/19 of a token: 96 tokens cost 11040, six samples of 32 cost 9792.
-    By tokens 96 and 32 would go together."""
+    By FLOPs the long sample is alone on its rank; by tokens it would share it."""
     small = {"hidden_size": 4, "num_attention_heads": 1, "num_query_groups": 1, "kv_channels": 4}
     small |= {"ffn_hidden_size": 1, "vocab_size": 1, "num_layers": 1000}
     for sizes, alone in ((small, True), ({"vocab_size": None}, False)):
@@ -140,8 +142,8 @@ def test_ranks_are_balanced_by_flops(flags: dict[str, bool]) -> None:
         assert ([0] in schedule[0]) == alone
 
 
-def test_steps_are_whole() -> None:
-    """Rollouts 4 and 5 fill no step; samples of a rollout need not be neighbours."""
+def test_steps_have_whole_rollouts() -> None:
+    """Rollouts 4 and 5 do not fill a step; samples of a rollout need not be consecutive."""
     ids = [0, 1, 0, 2, 3, 2, 4, 5]
     schedule = slime.build_dp_schedule(
         make_args(max_tokens_per_gpu=12),
@@ -164,7 +166,7 @@ def test_steps_are_whole() -> None:
         )
 
 
-def test_static_chunks_are_dealt_in_turn() -> None:
+def test_static_micro_batches_go_to_ranks_in_turn() -> None:
     schedule = planned(
         [1] * 16, [10] * 16, make_config(dp=4), use_dynamic_batch_size=False, micro_batch_size=2
     )
@@ -172,8 +174,8 @@ def test_static_chunks_are_dealt_in_turn() -> None:
     assert schedule[1:] == ([[[0, 1], [2, 3]]] * 4, [2], [16])
 
 
-def test_static_chunks_balanced_by_flops() -> None:
-    """What slime's own test pins."""
+def test_static_micro_batches_are_balanced_by_flops() -> None:
+    """The expected lists are from slime's own test."""
     schedule = planned(
         [1] * 8,
         [1, 2, 3, 4, 5, 7, 9, 10],
@@ -184,7 +186,7 @@ def test_static_chunks_balanced_by_flops() -> None:
     assert schedule[0] == [[1, 2, 5, 6], [0, 3, 4, 7]]
 
 
-def test_static_chunks_are_not_dropped() -> None:
+def test_static_micro_batches_are_not_dropped() -> None:
     with pytest.raises(AssertionError, match=r"static path: step 0 .*dp_size \* mb_group=4"):
         planned(
             [1] * 10,
@@ -195,7 +197,7 @@ def test_static_chunks_are_not_dropped() -> None:
         )
 
 
-def test_every_legal_count_on_request() -> None:
+def test_every_legal_count_is_optional() -> None:
     """pp=4, G=8: Megatron runs 12 micro-batches; a multiple of 8 drops four rollouts."""
     config = make_config(vpp=2, group=8)
     fields = {"max_tokens_per_gpu": BUDGET, "pipeline_model_parallel_size": 4}
@@ -208,13 +210,13 @@ def test_every_legal_count_on_request() -> None:
     assert schedule[2:] == ([12], [12])
 
 
-def test_refusing_to_drop_on_request() -> None:
+def test_dropping_can_be_refused() -> None:
     slime.configure(unreachable="error")
     with pytest.raises(ValueError, match=r"cannot align .*5 samples"):
         planned([1] * 5, [LONG] * 5, make_config(dp=4), max_tokens_per_gpu=BUDGET)
 
 
-def test_the_padding_of_rows_on_request() -> None:
+def test_row_padding_can_count_in_the_budget() -> None:
     """Rows padded to 128 on each GPU: 1000 tokens would become 1024."""
     lengths = [500] * 4
     assert planned([1] * 4, lengths, make_config(), max_tokens_per_gpu=1000)[2] == [2]
@@ -243,7 +245,7 @@ def test_the_budget_is_logged_once_in_both_units(caplog: pytest.LogCaptureFixtur
 
 
 def test_flops_of_experts_and_latent_attention() -> None:
-    """By hand, for hidden 16, 2 heads of 8: attention 2*16*64, a gated matrix triple 2*16*3*ffn."""
+    """By hand, for hidden 16 and 2 heads of 8: attention 2*16*64, gated MLP 2*16*3*ffn."""
     dense = flops.model_flops(make_args())
     assert dense == (2 * (2048 + 96 * 64) + 2 * 16 * 32, 2 * 2.0 * 16)
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_router_topk": 2}
@@ -271,7 +273,7 @@ ROLLOUTS = st.lists(st.integers(1, 3), min_size=1, max_size=14)
     budget=st.integers(20, 80),
     flags=st.sampled_from([{}, {"balance_data": True}, {"balance_by_flops": True}]),
 )
-def test_any_rollouts(
+def test_schedules_of_any_rollouts(
     sizes: list[int],
     data: st.DataObject,
     dp: int,
@@ -299,10 +301,8 @@ def test_any_rollouts(
 
 @settings(max_examples=30)
 @given(sizes=ROLLOUTS, dp=st.sampled_from([1, 2, 4]), group=st.sampled_from([1, 2, 3]))
-def test_single_samples_are_kept_up_to_the_last_multiple(
-    sizes: list[int], dp: int, group: int
-) -> None:
-    """Samples of over half a row: as many rows as samples, so a prefix must divide."""
+def test_the_longest_prefix_that_divides_is_kept(sizes: list[int], dp: int, group: int) -> None:
+    """Each sample fills over half a row and needs its own, so the samples kept must divide."""
     config = make_config(dp=dp, vpp=2, group=group)
     ends = [sum(sizes[:k]) for k in range(1, len(sizes) + 1)]
     kept = max((k for k, end in enumerate(ends, 1) if end % (dp * group) == 0), default=0)
@@ -320,7 +320,7 @@ def test_single_samples_are_kept_up_to_the_last_multiple(
     k=st.integers(1, 6),
     equal=st.booleans(),
 )
-def test_partitions(weights: list[int], k: int, equal: bool) -> None:
+def test_partitions_have_every_item_once(weights: list[int], k: int, equal: bool) -> None:
     if len(weights) < k or (equal and len(weights) % k):
         with pytest.raises(AssertionError):
             slime.get_seqlen_balanced_partitions(weights, k, equal)
@@ -337,7 +337,7 @@ def test_partitions(weights: list[int], k: int, equal: bool) -> None:
 
 @settings(max_examples=40)
 @given(weights=st.lists(st.integers(1, 50), min_size=2, max_size=7))
-def test_two_partitions_near_the_best(weights: list[int]) -> None:
+def test_two_partitions_are_near_the_optimum(weights: list[int]) -> None:
     """Differencing into two is within 7/6 of the best (Fischetti and Martello 1987)."""
     parts = slime.get_seqlen_balanced_partitions(weights, 2, equal_size=False)
     found = max(sum(weights[i] for i in part) for part in parts)

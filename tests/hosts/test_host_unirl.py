@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack import ConfigError, PlanError
-from megapack.hosts.shared.unirl_bins import exactly, pack, read_sizes
+from megapack.hosts.shared.unirl_bins import change_count, pack_bins, read_sizes
 from megapack.hosts.unirl import CountPlanner, MicroPlan, TokenBudgetPlanner, plan_micro_batches
 from tests.dist.spawn import checked_job
 
@@ -25,11 +25,11 @@ def planned(response: list[int], **fields: Any) -> MicroPlan:
 
 
 def micros(plan: MicroPlan) -> list[list[list[int]]]:
-    """Per update its micro-batches, as track indices."""
+    """The micro-batches of each update, as track indices."""
     return [[plan.order[start:end] for start, end in update] for update in plan.updates]
 
 
-def test_no_budget_counts_samples() -> None:
+def test_plans_without_a_budget_count_samples() -> None:
     plan = planned([5, 6, 7, 8, 9, 10], num_updates=2, micro_batch_size=2)
     assert plan.order == [0, 1, 2, 3, 4, 5]
     assert plan.updates == [[(0, 2), (2, 3)], [(3, 5), (5, 6)]]
@@ -37,8 +37,8 @@ def test_no_budget_counts_samples() -> None:
     assert plan.efficiency == 1
 
 
-def test_sums_and_rectangles() -> None:
-    """Four samples of 50 or 10 tokens: 120 in sums hold all, rectangles waste 40 in a mixture."""
+def test_budgets_of_sums_and_of_rectangles() -> None:
+    """Samples of 50 and 10 tokens: a sum of 120 has all four, a mixed rectangle wastes 40."""
     lengths = [50, 10, 50, 10]
     assert micros(planned(lengths, micro_token_budget=120, micro_cost_model="sum")) == [
         [[0, 2, 1, 3]]
@@ -49,8 +49,8 @@ def test_sums_and_rectangles() -> None:
     assert plan.efficiency == 1
 
 
-def test_prompts_and_responses_are_padded_apart() -> None:
-    """90 + 10 and 10 + 90 tokens: one rectangle of both is 2 * (90 + 90)."""
+def test_prompts_and_responses_are_padded_separately() -> None:
+    """Prompts 90 and 10, responses 10 and 90: both together compute 2 * (90 + 90) tokens."""
     fields = {"num_samples": 2, "prompt_lengths": [90, 10], "micro_token_budget": 200}
     assert len(plan_micro_batches([10, 90], **fields).updates[0]) == 2
     assert len(plan_micro_batches([10, 90], **fields, micro_cost_model="sum").updates[0]) == 1
@@ -62,7 +62,7 @@ def test_an_oversized_sample_is_alone() -> None:
         assert [1] in micros(plan)[0]
 
 
-def test_replays_go_back_to_track_order() -> None:
+def test_results_return_to_track_order() -> None:
     lengths = [3, 9, 1, 7]
     plan = planned(lengths, micro_token_budget=10)
     assert plan.order != [0, 1, 2, 3]
@@ -79,7 +79,7 @@ def test_replays_go_back_to_track_order() -> None:
     model=st.sampled_from(["sum", "dense"]),
     data=st.data(),
 )
-def test_any_track(
+def test_micro_batches_of_any_track(
     response: list[int], copies: int, budget: int, model: Any, data: st.DataObject
 ) -> None:
     response = response * copies
@@ -108,13 +108,15 @@ def test_any_track(
     model=st.sampled_from(["sum", "dense"]),
     data=st.data(),
 )
-def test_exactly_k_bins(response: list[int], budget: int, model: Any, data: st.DataObject) -> None:
+def test_bins_are_changed_to_a_given_count(
+    response: list[int], budget: int, model: Any, data: st.DataObject
+) -> None:
     sizes = read_sizes(response, None, len(response), model)
     assert sizes is not None
     update = range(len(response))
-    fewest = pack(sizes, update, budget)
+    fewest = pack_bins(sizes, update, budget)
     count = data.draw(st.integers(len(fewest), len(response)))
-    bins = exactly(sizes, update, fewest, count, budget)
+    bins = change_count(sizes, update, fewest, count, budget)
     assert len(bins) == count
     assert sorted(i for members in bins for i in members) == list(update)
     assert all(members for members in bins)
@@ -122,7 +124,7 @@ def test_exactly_k_bins(response: list[int], budget: int, model: Any, data: st.D
 
 
 def test_ranks_agree_or_raise_together() -> None:
-    """Two gloo processes; a rank that waited for the other would run into the timeout."""
+    """Two gloo processes; a rank that waited for the other would time out."""
     output = checked_job(2, "tests.hosts.unirl_worker", [], timeout_s=120)
     line = next(line for line in output.splitlines() if line.startswith("RESULT"))
     ranks = json.loads(line.removeprefix("RESULT "))
@@ -141,7 +143,7 @@ def test_ranks_agree_or_raise_together() -> None:
 
 @dataclass
 class Part:
-    """What UniRL's planners read of a track."""
+    """The parts of a track that UniRL's planners read."""
 
     rows: list[int]
     segment: Any
@@ -155,7 +157,7 @@ class Part:
         return Part([self.rows[i] for i in order], None)
 
 
-def test_planners_of_the_host() -> None:
+def test_planners_have_the_hosts_interface() -> None:
     part = Part([0, 1, 2, 3], SimpleNamespace(lengths=np.array([5, 60, 5, 60])))
     same, plan = CountPlanner().arrange(part, num_updates=1, micro_batch_size=3)
     assert same is part
@@ -164,7 +166,7 @@ def test_planners_of_the_host() -> None:
     arranged, plan = planner.arrange(part, num_updates=1, micro_batch_size=1)
     assert arranged.rows == [1, 3, 0, 2]
     assert plan == [[(0, 2), (2, 4)]]
-    # With prompts of 60 tokens a rectangle of two long responses is 240.
+    # With prompts of 60 tokens, two long responses compute 2 * (60 + 60) = 240 tokens.
     part.conditions = {"prompt": SimpleNamespace(attention_mask=np.ones((4, 60), dtype=int))}
     _, plan = planner.arrange(part, num_updates=1, micro_batch_size=1)
     assert [len(update) for update in plan] == [4]
@@ -189,7 +191,7 @@ def test_a_track_without_lengths_is_planned_by_count(caplog: pytest.LogCaptureFi
         (SimpleNamespace(), False),
     ],
 )
-def test_losses_that_grouping_changes_are_refused(algorithm: Any, good: bool) -> None:
+def test_losses_that_depend_on_the_split_are_refused(algorithm: Any, good: bool) -> None:
     CountPlanner().validate(algorithm)
     planner = TokenBudgetPlanner(token_budget=9)
     if good:

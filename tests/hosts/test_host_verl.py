@@ -22,7 +22,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
 
 class Batch(dict[str, Any]):
-    """As much of a TensorDict as is asked for."""
+    """The parts of a TensorDict that the replacements use."""
 
     def __init__(self, fields: dict[str, Any], batch_size: list[int]) -> None:
         super().__init__(fields)
@@ -57,20 +57,20 @@ def tokens(lengths: list[int], rows: list[list[int]]) -> list[int]:
     return [sum(lengths[i] for i in row) for row in rows]
 
 
-def test_importing_it_loads_neither_torch_nor_verl() -> None:
+def test_the_import_loads_neither_torch_nor_verl() -> None:
     code = "import sys, megapack.hosts.verl; print({'torch', 'verl'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_arithmetic() -> None:
+def test_verl_helper_functions() -> None:
     assert (verl.ceildiv(7, 3), verl.ceildiv(6, 3)) == (3, 2)
     assert (verl.roundup_divisible(7, 4), verl.roundup_divisible(8, 4)) == (8, 8)
     assert verl.calculate_workload(10) == 245860
     assert verl.calculate_workload(torch.tensor([1, 2])).tolist() == [24577, 49156]
 
 
-# The parts that the textbook method makes of these by hand.
+# Parts by the largest differencing method, worked out by hand.
 PARTITIONS = [
     ([8, 7, 6, 5, 4], 2, False, [[1, 3, 4], [0, 2]]),
     ([1, 2, 3, 4], 2, True, [[0, 3], [1, 2]]),
@@ -88,7 +88,7 @@ def test_balanced_partitions(
 
 
 @given(values=LENGTHS, parts=st.integers(1, 8))
-def test_partitions_hold_every_item_once(values: list[int], parts: int) -> None:
+def test_karmarkar_karp_has_every_item_once(values: list[int], parts: int) -> None:
     found = verl.karmarkar_karp(values, parts, equal_size=False)
     assert len(found) == parts
     assert sorted(i for part in found for i in part) == list(range(len(values)))
@@ -100,7 +100,7 @@ def test_partitions_hold_every_item_once(values: list[int], parts: int) -> None:
 
 
 @given(values=LENGTHS, parts=st.integers(1, 8))
-def test_greedy_takes_the_part_of_smallest_sum(values: list[int], parts: int) -> None:
+def test_greedy_fills_the_part_with_the_smallest_sum(values: list[int], parts: int) -> None:
     sums = [0] * parts
     expected: list[list[int]] = [[] for _ in range(parts)]
     for i, value in enumerate(values):
@@ -111,7 +111,7 @@ def test_greedy_takes_the_part_of_smallest_sum(values: list[int], parts: int) ->
 
 
 @pytest.mark.parametrize("function", [verl.greedy_partition, verl.get_seqlen_balanced_partitions])
-def test_equal_parts(function: Any) -> None:
+def test_equal_sizes_are_kept_or_refused(function: Any) -> None:
     assert [len(part) for part in function([9, 1, 1, 1, 1, 1], 3, True)] == [2, 2, 2]
     for error in (AssertionError, ValueError, PlanError):
         with pytest.raises(error, match="5 items"):
@@ -125,7 +125,7 @@ def test_more_parts_than_items_are_refused() -> None:
         verl.karmarkar_karp([0.5, 1.5], 1, equal_size=False)
 
 
-def test_samples_of_a_uid_stay_together_wherever_they_stand() -> None:
+def test_samples_of_a_uid_stay_together() -> None:
     parts = verl.get_group_balanced_partitions([10, 40, 10, 40], ["a", "b", "a", "b"], 2)
     assert sorted(parts) == [[0, 2], [1, 3]]
     with pytest.raises(AssertionError, match="3 uids for 4 samples"):
@@ -134,7 +134,7 @@ def test_samples_of_a_uid_stay_together_wherever_they_stand() -> None:
 
 @settings(max_examples=60)
 @given(lengths=LENGTHS, budget=st.integers(60, 200), divisor=st.sampled_from([None, 1, 2]))
-def test_rows_hold_the_budget_and_every_sample_once(
+def test_rows_have_every_sample_once_within_the_budget(
     lengths: list[int], budget: int, divisor: int | None
 ) -> None:
     batch = padded(lengths)
@@ -143,7 +143,7 @@ def test_rows_hold_the_budget_and_every_sample_once(
             batch, budget, num_batches_divided_by=divisor
         )
     except AssertionError:
-        # Fewer samples than a multiple of G that is needed: one of 3 rows, or 4 of 3 samples.
+        # An odd number of samples can be too few for an even number of rows, as 3 for 4 rows.
         assert divisor == 2
         assert len(lengths) % 2 == 1
         return
@@ -181,21 +181,21 @@ def test_the_heaviest_micro_batch_is_in_the_middle() -> None:
     assert tokens(lengths, rows) == lengths
 
 
-def test_a_budget_that_karmarkar_karp_breaks_is_held() -> None:
-    # Two samples of 30 and three of 20 fit into two rows of 60; by differencing one gets 70.
+def test_a_budget_that_karmarkar_karp_exceeds_is_kept() -> None:
+    # Two samples of 30 and three of 20 fit into two rows of 60; differencing makes one of 70.
     lengths = [30, 30, 20, 20, 20]
-    unheld = verl.get_seqlen_balanced_partitions(lengths, 2, equal_size=False)
-    assert max(tokens(lengths, unheld)) == 70
+    parts = verl.get_seqlen_balanced_partitions(lengths, 2, equal_size=False)
+    assert max(tokens(lengths, parts)) == 70
     _, rows = verl.rearrange_micro_batches(padded(lengths), 60)
     assert max(tokens(lengths, rows)) <= 60
-    # In twos, a third row is not to be had; megapack's packer finds the two.
+    # With an even count, a third row is not allowed; megapack's packer finds two that fit.
     _, rows = verl.rearrange_micro_batches(padded(lengths), 60, num_batches_divided_by=2)
     assert max(tokens(lengths, rows)) <= 60
     assert len(rows) in (2, 4)
 
 
-def test_as_many_rows_as_no_two_samples_share() -> None:
-    # 56 tokens would fit into seven rows of 8, were samples divisible.
+def test_samples_over_half_a_row_get_their_own_rows() -> None:
+    # 56 tokens would fit into seven rows of 8 only if samples could be split.
     _, rows = verl.rearrange_micro_batches(padded([7] * 8), 8)
     assert sorted(rows) == [[i] for i in range(8)]
 
@@ -210,7 +210,7 @@ def test_as_many_rows_as_no_two_samples_share() -> None:
         ([5] * 12, 64, {"num_batches_divided_by": 16}, "a rank can fill 12"),
     ],
 )
-def test_what_cannot_be_split_is_refused(
+def test_unsplittable_batches_are_refused(
     lengths: list[int], budget: int, settings: dict[str, int], says: str
 ) -> None:
     for error in (AssertionError, ValueError):
@@ -222,11 +222,12 @@ def test_nested_fields_keep_their_ragged_dimension() -> None:
     lengths = [3, 9, 5, 7, 1, 8]
     batch = nested(lengths)
     micro_batches, rows = verl.rearrange_micro_batches(batch, 12)
-    ids, positions = batch["input_ids"].unbind(), batch["position_ids"].unbind()
+    ids = batch["input_ids"].unbind()
+    positions = batch["position_ids"].unbind()
     for mb, row in zip(micro_batches, rows, strict=True):
-        for place, i in enumerate(row):
-            assert torch.equal(mb["input_ids"].unbind()[place], ids[i])
-            assert torch.equal(mb["position_ids"].unbind()[place], positions[i])
+        for k, i in enumerate(row):
+            assert torch.equal(mb["input_ids"].unbind()[k], ids[i])
+            assert torch.equal(mb["position_ids"].unbind()[k], positions[i])
     outputs = [ids[i] for row in rows for i in row]
     restored = verl.restore_dynamic_batch(
         torch.nested.as_nested_tensor(outputs, layout=torch.jagged), rows
@@ -234,7 +235,7 @@ def test_nested_fields_keep_their_ragged_dimension() -> None:
     assert [row.tolist() for row in restored.unbind()] == [row.tolist() for row in ids]
 
 
-def test_a_real_tensordict() -> None:
+def test_a_real_tensordict_is_split() -> None:
     tensordict = pytest.importorskip("tensordict")
     lengths = [9, 4, 6]
     more = {
@@ -250,7 +251,7 @@ def test_a_real_tensordict() -> None:
     assert micro_batches[3]["loss_mask"].sum() == 0
 
 
-def test_a_light_rank_may_run_copies_without_a_loss() -> None:
+def test_a_light_rank_can_run_copies_without_a_loss() -> None:
     lengths = [9, 4, 6]
     verl.configure(light_rank="pad")
     micro_batches, rows = verl.rearrange_micro_batches(padded(lengths), 64, min_num_micro_batch=5)
@@ -263,7 +264,7 @@ def test_a_light_rank_may_run_copies_without_a_loss() -> None:
     assert torch.equal(restored, padded(lengths)["input_ids"])
 
 
-def test_rows_and_indices_that_do_not_match_are_refused() -> None:
+def test_mismatched_rows_and_indices_are_refused() -> None:
     with pytest.raises(AssertionError, match="2 indices for 3 rows"):
         verl.restore_dynamic_batch(torch.zeros(3, 1), [[0], [1]])
 
@@ -275,23 +276,23 @@ def test_a_layout_makes_legal_counts_and_counts_alignment() -> None:
     verl.configure(layout=LAYOUT)
     lengths = [17] * 40
     _, rows = verl.rearrange_micro_batches(padded(lengths), 80, num_batches_divided_by=8)
-    # Each sample is padded to 20 tokens: 4 of them to a row. Between G and 2 G, M may be 12 to 15.
+    # Samples are padded to 20 tokens, so a row holds 4. Between G=8 and 2 G, M can be 12 to 15.
     assert max(map(len, rows)) <= 4
     assert 12 <= len(rows) <= 15
     with pytest.raises(ConfigError, match="num_batches_divided_by=4"):
         verl.rearrange_micro_batches(padded(lengths), 80, num_batches_divided_by=4)
 
 
-def test_samples_count_as_long_as_context_parallelism_makes_them() -> None:
+def test_context_parallel_padding_counts_in_the_budget() -> None:
     verl.configure(layout=Layout(cp=8))
-    # With cp=8 a sample of 17 takes 32 tokens: four to a row of 136, not eight.
+    # At cp=8 a sample of 17 tokens is padded to 32: a row of 136 holds four, not eight.
     _, rows = verl.rearrange_micro_batches(padded([17] * 16), 17 * 8)
     assert [len(row) for row in rows] == [4] * 4
     with pytest.raises(PlanError, match="raise max_tokens_per_gpu"):
         verl.rearrange_micro_batches(padded([17]), 24)
 
 
-def test_a_cost_orders_the_rows_for_the_pipeline() -> None:
+def test_a_cost_model_plans_rows_for_the_pipeline() -> None:
     cost = CostModel(fixed=1.0, per_token=1.0)
     verl.configure(layout=Layout(pp=4, vpp=2), cost=cost)
     lengths = list(range(1, 41))
@@ -304,27 +305,29 @@ def test_a_cost_orders_the_rows_for_the_pipeline() -> None:
     ("options", "says"),
     [
         ({"light_rank": "drop"}, 'set "error" or "pad"'),
-        ({"cost": CostModel()}, "cost without layout"),
+        ({"cost": CostModel()}, "cost is used with a layout only"),
         ({"lihgt_rank": "pad"}, "did you mean light_rank"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], says: str) -> None:
+def test_bad_verl_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         verl.configure(**options)
 
 
 class Proto:
-    """As much of a DataProto as is asked for."""
+    """The parts of a DataProto that the replacement uses."""
 
     def __init__(self, batch: Any, non_tensor_batch: Any, meta_info: Any) -> None:
-        self.batch, self.non_tensor_batch, self.meta_info = batch, non_tensor_batch, meta_info
+        self.batch = batch
+        self.non_tensor_batch = non_tensor_batch
+        self.meta_info = meta_info
 
     @classmethod
     def from_dict(cls, tensors: Any, non_tensors: Any, meta_info: Any = None) -> Proto:
         return cls(tensors, non_tensors, meta_info)
 
 
-def test_a_data_proto_is_split_with_all_that_it_carries() -> None:
+def test_a_data_proto_is_split_with_its_metadata() -> None:
     names = np.array(["a", "b", "c", "d"], dtype=object)
     data = Proto(padded([30, 10, 20, 40]), {"name": names}, {"step": [1]})
     micro_batches, rows = verl.prepare_dynamic_batch(data, 64)

@@ -1,4 +1,4 @@
-"""Patches go in and out, once, in any order of imports; what moved upstream is refused."""
+"""Patches are applied and reverted in any order of imports; a mismatch is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megapack import patching
 from megapack.errors import ConfigError, PatchError
-from megapack.patching import applied as patching
 from megapack.patching.files import PatchFile, Replacement, load_patches, shipped_hosts
 from megapack.patching.target import is_like, parse_signature, signature_of
 from tests.hosts.stub import PACK, Host, pack
@@ -37,9 +37,7 @@ def test_the_host_gets_the_replacement_in_any_order(host: Host, imported_first: 
     assert (status.target, status.state, status.stale) == (TARGET, "applied", ())
 
 
-def test_one_line_is_logged_per_patch_and_twice_is_as_once(
-    host: Host, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_second_apply_logs_nothing(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     host.load("stubhost.trainer")
     assert states(host) == states(host) == ["applied"]
@@ -48,7 +46,7 @@ def test_one_line_is_logged_per_patch_and_twice_is_as_once(
     ]
 
 
-def test_names_imported_elsewhere_before_are_reported(
+def test_stale_copies_outside_the_host_are_reported(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = host.load("stubscript")
@@ -56,10 +54,10 @@ def test_names_imported_elsewhere_before_are_reported(
     assert status.stale == ("stubscript.pack",)
     assert script.pack([1]) == "host"
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert warning.startswith(f"stubscript.pack holds the {TARGET} of before the patch; apply")
+    assert warning.startswith(f"stubscript.pack still holds the original {TARGET}; apply")
 
 
-def test_revert_reaches_all_that_the_host_imported(host: Host) -> None:
+def test_revert_restores_copies_in_the_host(host: Host) -> None:
     early = host.load("stubhost.trainer")
     original = early.pack
     patching.apply(host.patches)
@@ -74,7 +72,7 @@ def test_revert_reaches_all_that_the_host_imported(host: Host) -> None:
     assert states(host) == ["applied"]
 
 
-def test_reverted_before_the_import_nothing_happens(host: Host) -> None:
+def test_revert_before_the_import_cancels_the_patch(host: Host) -> None:
     patching.apply(host.patches)
     patching.revert(host.patches)
     assert host.load("stubhost.utils.packing").pack([1]) == "host"
@@ -89,7 +87,7 @@ MOVED = {
 
 
 @pytest.mark.parametrize("source", MOVED)
-def test_what_moved_is_refused_before_anything_changes(host: Host, source: str) -> None:
+def test_a_mismatch_is_refused_before_any_name_changes(host: Host, source: str) -> None:
     text, found = MOVED[source]
     host.write("stubhost/utils/packing.py", text)
     host.write("stubhost/sound.py", PACK)
@@ -105,7 +103,7 @@ def test_what_moved_is_refused_before_anything_changes(host: Host, source: str) 
     assert patching.status() == ()
 
 
-def test_what_moved_fails_the_hosts_import_each_time(host: Host) -> None:
+def test_a_mismatch_fails_every_import_of_the_host(host: Host) -> None:
     host.write("stubhost/utils/packing.py", "def pack(lengths, budget): pass")
     patching.apply(host.patches)
     for _ in range(2):
@@ -115,7 +113,7 @@ def test_what_moved_fails_the_hosts_import_each_time(host: Host) -> None:
     assert host.load("stubhost.trainer")
 
 
-def test_a_module_that_is_gone_fails_the_import_of_its_package(host: Host) -> None:
+def test_a_missing_module_fails_the_import_of_its_package(host: Host) -> None:
     (host.folder / "stubhost/utils/packing.py").unlink()
     patching.apply(host.patches)
     with pytest.raises(PatchError, match=r"expected a module stubhost.utils.packing, found none"):
@@ -138,9 +136,10 @@ def test_methods_are_replaced(host: Host) -> None:
     assert packer.pack([1]) == "host"
 
 
-def test_a_name_that_the_module_itself_imported_is_replaced_there_alone(host: Host) -> None:
+def test_an_imported_name_is_replaced_in_its_module_only(host: Host) -> None:
     path = host.patch("stubhost.trainer:pack")
-    trainer, packing = host.load("stubhost.trainer"), host.load("stubhost.utils.packing")
+    trainer = host.load("stubhost.trainer")
+    packing = host.load("stubhost.utils.packing")
     (status,) = patching.apply(path)
     assert (trainer.pack([1]), packing.pack([1])) == ("megapack", "host")
     assert status.stale == ()
@@ -149,11 +148,11 @@ def test_a_name_that_the_module_itself_imported_is_replaced_there_alone(host: Ho
 def test_two_hosts_do_not_replace_the_same_name(host: Host) -> None:
     patching.apply(host.patches)
     other = host.patch("stubhost.utils.packing:pack", host="stubother")
-    with pytest.raises(PatchError, match="by the patches for stubhost already"):
+    with pytest.raises(PatchError, match="already replaced by the patches for stubhost;"):
         patching.apply(other)
 
 
-def test_a_name_that_others_replaced_since_is_lost_and_left_alone(host: Host) -> None:
+def test_a_name_replaced_by_others_is_lost_and_kept(host: Host) -> None:
     module = host.load("stubhost.utils.packing")
     patching.apply(host.patches)
     module.pack = theirs = lambda lengths: "theirs"
@@ -169,8 +168,8 @@ def test_a_missing_replacement_is_refused(host: Host) -> None:
         patching.apply(path)
 
 
-def test_a_replacement_is_code_of_the_module_that_it_names(host: Host) -> None:
-    """What a module of megapack.hosts imported from elsewhere would otherwise be nameable."""
+def test_a_replacement_must_be_defined_in_its_module(host: Host) -> None:
+    """Else a patch file could name anything that a module of megapack.hosts imports."""
     path = host.patch("stubhost.utils.packing:pack", replacement="imported")
     ours = sys.modules["megapack.hosts.stub"]
     ours.imported = os.remove  # type: ignore[attr-defined]
@@ -180,7 +179,7 @@ def test_a_replacement_is_code_of_the_module_that_it_names(host: Host) -> None:
     assert packing.pack([1]) == "host"
 
 
-def test_check_imports_and_compares_and_changes_nothing(host: Host) -> None:
+def test_check_replaces_nothing(host: Host) -> None:
     assert [finding.problem for finding in patching.check(host.patches)] == [""]
     assert "stubhost.utils.packing" in sys.modules
     assert patching.status() == ()
@@ -215,7 +214,7 @@ GOOD = {
         {"replacement": " megapack.hosts.slime:build_dp_schedule"},
     ],
 )
-def test_entries_that_are_refused(change: dict[str, object]) -> None:
+def test_bad_entries_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Replacement(**{**GOOD, **change})  # type: ignore[arg-type]
 
@@ -230,7 +229,7 @@ def test_entries_that_are_refused(change: dict[str, object]) -> None:
         ("host: A b\nseen: b\npatches: [{}]\n", "target has no default"),
     ],
 )
-def test_patch_files_that_are_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_bad_patch_files_are_refused(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "some.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
@@ -248,7 +247,7 @@ def test_patch_files_that_are_refused(tmp_path: Path, text: str, says: str) -> N
         (None, None, "0.9", False),
     ],
 )
-def test_files_are_for_ranges_of_versions(
+def test_a_patch_file_fits_a_range_of_versions(
     installed: str | None,
     since: str | None,
     before: str | None,
@@ -268,10 +267,10 @@ def test_files_are_for_ranges_of_versions(
     assert file.fits is fits
 
 
-def test_the_file_for_the_installed_version_is_taken(
+def test_the_file_for_the_installed_version_is_used(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two files of one host beside each other, as in patches/."""
+    """One host has two files, as in patches/."""
     paths = []
     for since, before in ((1, 2), (2, 3)):
         text = Path(host.patches).read_text()
@@ -287,13 +286,13 @@ def test_the_file_for_the_installed_version_is_taken(
         load_patches("stubhost")
 
 
-def test_an_unknown_host_is_told_the_known_ones() -> None:
+def test_an_unknown_host_error_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no patches for 'slim'; there are .*slime"):
         patching.apply("slim")
 
 
 @pytest.mark.parametrize("host_name", shipped_hosts())
-def test_shipped_files_are_sound(host_name: str) -> None:
+def test_shipped_patch_files_are_valid(host_name: str) -> None:
     file = load_patches(host_name)
     assert file.host == host_name
     for entry in file.patches:
@@ -302,7 +301,7 @@ def test_shipped_files_are_sound(host_name: str) -> None:
 
 
 def any_default(a: int, b: object = object()) -> None:
-    """Its second default has no text to compare."""
+    """The second default has no text that could be compared."""
 
 
 @pytest.mark.parametrize(
@@ -319,13 +318,13 @@ def any_default(a: int, b: object = object()) -> None:
         (Host, "(folder, monkeypatch)", True),
     ],
 )
-def test_signatures(function: Callable[..., object], text: str, same: bool) -> None:
+def test_signatures_are_compared(function: Callable[..., object], text: str, same: bool) -> None:
     assert is_like(signature_of(function), parse_signature(text)) is same
 
 
 @pytest.mark.parametrize("text", ["a, b", "(a, a)", "(a=print())", "(a): pass\nimport os\ndef g()"])
-def test_texts_that_are_no_signatures(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no signature"):
+def test_text_that_is_not_a_signature_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a signature"):
         parse_signature(text)
 
 
@@ -333,7 +332,7 @@ def test_texts_that_are_no_signatures(text: str) -> None:
     ("host_name", "index"),
     [(name, i) for name in shipped_hosts() for i in range(len(load_patches(name).patches))],
 )
-def test_a_replacement_takes_what_the_host_passes(host_name: str, index: int) -> None:
+def test_a_replacement_accepts_the_hosts_arguments(host_name: str, index: int) -> None:
     entry = load_patches(host_name).patches[index]
     module, _, name = entry.replacement.partition(":")
     ours = signature_of(getattr(importlib.import_module(module), name))
@@ -341,13 +340,14 @@ def test_a_replacement_takes_what_the_host_passes(host_name: str, index: int) ->
         passed = parse_signature(text).parameters.values()
         by_name = {p.name: None for p in passed if p.kind is p.KEYWORD_ONLY}
         ours.bind(*(None for p in passed if p.name not in by_name), **by_name)
-        # A method's first argument is never passed by name.
-        first = [None] * ("." in entry.name)
-        ours.bind(*first, **{p.name: None for p in list(passed)[len(first) :]})
+        # A method's self is never passed by name.
+        positional = [None] if "." in entry.name else []
+        named = {p.name: None for p in list(passed)[len(positional) :]}
+        ours.bind(*positional, **named)
 
 
 @pytest.mark.parametrize("host_name", ["miles", "nemo_rl", "skyrl", "slime", "verl"])
-def test_the_page_of_a_host_says_what_its_patches_replace(host_name: str) -> None:
+def test_the_page_of_a_host_lists_its_patches(host_name: str) -> None:
     pages = Path(__file__).resolve().parents[2] / "docs" / "hosts"
     lines = (pages / f"{host_name}.md").read_text().splitlines()
     (row,) = [line for line in lines if line.startswith("| Replaced |")]
@@ -358,8 +358,8 @@ def test_the_page_of_a_host_says_what_its_patches_replace(host_name: str) -> Non
     assert set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]*)`", row)))) <= known
 
 
-def test_verl_whose_ranks_agree_without_a_group_is_refused() -> None:
-    """0.7.0 all-reduces counts over all ranks where it gets no group; ours are a rank's own."""
+def test_verl_0_7_0_is_refused() -> None:
+    """Without a group, 0.7.0 all-reduces counts over all ranks; megapack counts per rank."""
     without_groups = parse_signature(
         "(batch, max_token_len, dp_group=None, num_batches_divided_by=None, "
         "same_micro_num_in_dp=True, min_num_micro_batch=None, use_dynamic_bsz_balance=True)"

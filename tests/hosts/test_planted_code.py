@@ -1,4 +1,4 @@
-"""Files and variables that someone else left behind name no code that a process then runs."""
+"""A process runs no code that files or variables planted by someone else name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megapack.doctor import diagnosis as doctor
+from megapack.doctor import runner
 from megapack.errors import ConfigError
 from megapack.patching.files import shipped_hosts
 from megapack.startup import VARIABLE, asked_hosts
@@ -44,7 +44,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives rights aw
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of an environment where megapack and Megatron-LM's training module are installed."""
+    """Python of an environment where megapack and Megatron-LM's training module are installed."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
     training = folder / "lm" / "megatron" / "training"
@@ -52,7 +52,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (training / "__init__.py").write_text("")
     (training / "training.py").write_text(TRAINING)
     (site,) = folder.glob("lib/python3*/site-packages")
-    # Read in the order of their names.
+    # .pth files are read in the order of their names: this one before megapack-startup.pth.
     paths = [str(folder / "lm"), str(ROOT), sysconfig.get_path("purelib")]
     (site / "a.pth").write_text("\n".join(paths))
     shutil.copy(ROOT / "megapack-startup.pth", site)
@@ -61,11 +61,18 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """A working directory full of traps; what is run of them leaves the file `mark`."""
+    """A working directory with planted files; running any of them writes the file `mark`."""
     mark = MARK.format(mark=str(tmp_path / "mark"))
-    for name in ("startup", "patching", "patch_files", "__init__", "__main__", "errors"):
+    for name in (
+        "__init__",
+        "__main__",
+        "startup",
+        "errors",
+        "patching/__init__",
+        "patching/files",
+    ):
         path = tmp_path / "megapack" / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(mark)
     (tmp_path / "evil.py").write_text(mark + "def main(): pass\n")
     for path in ("slime", "slime.yaml", "patches/slime.yaml", "megapack/patches/slime.yaml"):
@@ -85,18 +92,14 @@ def start(
     )
 
 
-def test_a_process_that_is_patched_at_its_start_runs_nothing_of_its_folder(
-    python: Path, planted: Path
-) -> None:
+def test_the_startup_file_runs_no_code_of_the_working_folder(python: Path, planted: Path) -> None:
     done = start(python, planted, "-c", LOOK, MEGAPACK_PATCH="megatron_lm,slime")
     assert (done.returncode, done.stdout) == (0, f"{OURS}\n"), done.stderr
     assert not (planted / "mark").exists()
 
 
 @pytest.mark.parametrize("flag", ["-I", "-E"])
-def test_an_isolated_process_runs_nothing_that_variables_name(
-    python: Path, planted: Path, flag: str
-) -> None:
+def test_an_isolated_process_ignores_the_variables(python: Path, planted: Path, flag: str) -> None:
     environment = {"MEGAPACK_PATCH": "megatron_lm", "PYTHONPATH": str(planted)}
     done = start(python, planted.parent, flag, "-c", LOOK, **environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "megatron.training.training\n", "")
@@ -108,9 +111,9 @@ def test_the_children_of_an_isolated_doctor_are_isolated(
 ) -> None:
     (planted / "sitecustomize.py").write_text(MARK.format(mark=str(tmp_path / "mark")))
     code = (
-        "from megapack import doctor\n"
-        "doctor.IN_CHILD = ('patches',)\n"
-        "print(*(one.found or one.faults for one in doctor.diagnose()))"
+        "from megapack.doctor import runner\n"
+        "runner.IN_CHILD = ('patches',)\n"
+        "print(*(one.found or one.faults for one in runner.diagnose()))"
     )
     environment = {"MEGAPACK_PATCH": "./slime.yaml", "PYTHONPATH": str(planted)}
     done = start(python, planted.parent, "-I", "-c", code, **environment)
@@ -121,7 +124,8 @@ def test_the_children_of_an_isolated_doctor_are_isolated(
 def test_a_name_means_the_installed_patches(python: Path, planted: Path) -> None:
     """-P keeps the folder off the path, as the `megapack` script does."""
     args = ("-P", "-m", "megapack", "patch", "show", "slime")
-    here, elsewhere = start(python, planted, *args), start(python, ROOT.parent, *args)
+    here = start(python, planted, *args)
+    elsewhere = start(python, ROOT.parent, *args)
     assert (here.returncode, here.stdout, here.stderr) == (0, elsewhere.stdout, "")
     assert "becomes megapack.hosts.slime.build_dp_schedule" in here.stdout
     assert "planted" not in here.stdout
@@ -137,24 +141,24 @@ def test_a_name_means_the_installed_patches(python: Path, planted: Path) -> None
         *("verl,slime.yaml", "patches/slime", "slime/../slime", "SLIME", "slime\0", "sl ime", "."),
     ],
 )
-def test_the_variable_names_no_files(planted: Path, value: str) -> None:
+def test_the_variable_cannot_name_files(planted: Path, value: str) -> None:
     with pytest.raises(ConfigError, match=r"no patches for '.*; there are .*slime"):
         asked_hosts(value.format(cwd=planted))
 
 
 @pytest.mark.parametrize("value", ["slime.yaml", "{cwd}/link.yaml"])
-def test_doctor_reads_no_file_that_the_variable_names(
+def test_doctor_reads_no_file_named_by_the_variable(
     planted: Path, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its probe imports what patches would replace, here `evil`."""
+    """The probe imports the modules that patches replace, here it would be `evil`."""
     asked = value.format(cwd=planted)
-    # Set once the child runs: with the start-up file it would end before.
-    late = f"import os; os.environ[{VARIABLE!r}] = {asked!r}; {doctor._CHILD}"
-    monkeypatch.setattr(doctor, "_CHILD", late)
-    monkeypatch.setattr(doctor, "IN_CHILD", ("patches",))
+    # Set after the child's start: the start-up file would end the child.
+    late = f"import os; os.environ[{VARIABLE!r}] = {asked!r}; {runner._CHILD}"
+    monkeypatch.setattr(runner, "_CHILD", late)
+    monkeypatch.setattr(runner, "IN_CHILD", ("patches",))
     monkeypatch.chdir(planted)
     monkeypatch.syspath_prepend(str(ROOT))
-    found = doctor.diagnose()[-1]
+    found = runner.diagnose()[-1]
     assert found.broken
     assert "no patches for" in found.faults[0]
     assert not (planted / "mark").exists()
@@ -179,7 +183,7 @@ for value in map(os.fsdecode, map(bytes.fromhex, json.load(sys.stdin))):
 
 
 def values(num_values: int) -> Iterator[bytes]:
-    """Of the variable: names, paths, and bytes that are no text."""
+    """Values of the variable: names, paths, and bytes that are not text."""
     rng = random.Random(0)
     pieces = [*shipped_hosts(), "", " ", ",", ", ,", "/", "..", ".yaml", "./slime.yaml", "%s{0}"]
     pieces += ["'", '"', "\\", "\n", "\r", "\t", "\x1b[2J", "é", "\u2028", "$(id)", "a" * 5000]
@@ -188,7 +192,7 @@ def values(num_values: int) -> Iterator[bytes]:
         yield text.encode() + rng.choice([b"", b"", b"", b"\xff", b"\xed\xa0\x80"])
 
 
-def test_a_start_goes_on_or_ends_with_one_line_whatever_the_variable_holds() -> None:
+def test_any_value_patches_or_ends_with_one_line() -> None:
     tried = list(values(200))
     done = subprocess.run(
         [sys.executable, "-c", FORK_EACH],
@@ -211,8 +215,8 @@ def test_a_start_goes_on_or_ends_with_one_line_whatever_the_variable_holds() -> 
 
 
 @pytest.mark.parametrize("where", [">/dev/full", ">&-"])
-def test_an_error_that_cannot_be_told_still_ends_the_process(python: Path, where: str) -> None:
-    """It would run unpatched."""
+def test_an_error_that_cannot_be_printed_ends_the_process(python: Path, where: str) -> None:
+    """Otherwise the process would run unpatched."""
     done = subprocess.run(
         ["sh", "-c", f'"$0" -c "print(1)" 2{where}', python],
         check=False,
@@ -225,7 +229,7 @@ def test_an_error_that_cannot_be_told_still_ends_the_process(python: Path, where
 
 
 def test_without_the_variable_a_start_imports_nothing() -> None:
-    """Beyond what every Python has imported by then."""
+    """Nothing beyond the modules that every Python imports at its start."""
     line = (ROOT / "megapack-startup.pth").read_text()
     code = (
         f"import sys; before = set(sys.modules); exec({line!r}); print(set(sys.modules) - before)"
@@ -238,7 +242,9 @@ def test_without_the_variable_a_start_imports_nothing() -> None:
 
 @as_root
 @pytest.mark.parametrize("kind", ["setresuid", "setresgid"])
-def test_raised_rights_of_a_process_are_seen(python: Path, tmp_path: Path, kind: str) -> None:
+def test_a_process_with_raised_rights_ignores_the_variable(
+    python: Path, tmp_path: Path, kind: str
+) -> None:
     code = (
         f"import os, sys; os.environ[{VARIABLE!r}] = 'megatron_lm'\n"
         f"os.{kind}({NOBODY}, 0, 0)\n"
@@ -251,8 +257,8 @@ def test_raised_rights_of_a_process_are_seen(python: Path, tmp_path: Path, kind:
 
 @as_root
 @pytest.mark.parametrize("setuid", [True, False])
-def test_a_python_that_has_more_rights_than_its_caller_says_so(setuid: bool) -> None:
-    """A copy of this Python that is root's in part, started by nobody; and one that is not."""
+def test_a_setuid_python_is_recognized(setuid: bool) -> None:
+    """A setuid copy of this Python, owned by root and started by nobody; and a plain copy."""
     code = (
         "import sys, types\n"
         "megapack = sys.modules['megapack'] = types.ModuleType('megapack')\n"
@@ -260,7 +266,7 @@ def test_a_python_that_has_more_rights_than_its_caller_says_so(setuid: bool) -> 
         "from megapack import startup\n"
         "print(startup._has_more_rights())"
     )
-    # Not below tmp_path, which nobody cannot enter.
+    # The user nobody cannot enter tmp_path.
     with tempfile.TemporaryDirectory() as name:
         folder, binary = Path(name), Path(name, "python")
         folder.chmod(0o755)

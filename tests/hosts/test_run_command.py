@@ -1,4 +1,4 @@
-"""`megapack run` is python with patches; MEGAPACK_PATCH reaches processes that others start."""
+"""`megapack run` runs as python with patches; MEGAPACK_PATCH patches new processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megapack import startup
+from megapack import patching, startup
 from megapack.cli import main
-from megapack.patching import applied as patching
 
 pytestmark = pytest.mark.hosts
 
@@ -115,7 +114,8 @@ def test_exit_codes_and_tracebacks_are_the_scripts(
 ) -> None:
     script = folder / "scripts" / "end.py"
     script.write_text(f"import sys\n{end}\n")
-    done, plain = python(folder, "-m", "megapack", "run", script), python(folder, script)
+    done = python(folder, "-m", "megapack", "run", script)
+    plain = python(folder, script)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr == plain.stderr
     assert says is None or done.stderr == says
@@ -129,7 +129,7 @@ def test_exit_codes_and_tracebacks_are_the_scripts(
         (["--patch", "slim", "setup.py"], "no patches for 'slim'"),
     ],
 )
-def test_what_cannot_run_is_one_line(
+def test_a_bad_command_prints_one_line(
     args: list[str], says: str, repo_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = [str(repo_root / arg) if arg == "setup.py" else arg for arg in args]
@@ -151,42 +151,42 @@ def test_torchrun_starts_patched_ranks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [("-m", "look"), ("path/look.py",)])
-def test_a_safe_path_stays_as_python_made_it(folder: Path, what: tuple[str, ...]) -> None:
+def test_a_safe_path_is_left_as_it_is(folder: Path, what: tuple[str, ...]) -> None:
     (folder / "path" / "look.py").write_text("import sys; print(sys.path)")
     plain, ours = (python(folder, "-P", *run, *what) for run in ((), ("-m", "megapack", "run")))
     assert ours.stdout == plain.stdout != "", ours.stderr
 
 
 def child(folder: Path, *flags: str, patch: str, code: str = LOOK) -> tuple[int, str, str]:
-    """A process that reads the start-up file as site-packages' are read."""
+    """A process that reads the start-up file as if it were in site-packages."""
     path = [str(folder / "path"), str(Path(__file__).resolve().parents[2])]
     start = f"import site, sys; sys.path[:0] = {path}; site.addsitedir({str(folder / 'site')!r})"
     done = python(folder, *flags, "-c", f"{start}\n{code}", patch=patch)
     return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 
-def test_the_variable_patches_a_process_that_others_start(folder: Path) -> None:
+def test_the_variable_patches_a_new_process(folder: Path) -> None:
     code, out, err = child(folder, patch="megatron_packing, megatron_lm,")
     assert (code, out) == (0, OURS)
     assert err.startswith("megapack: megatron_lm: ")
 
 
 @pytest.mark.parametrize("flag", ["-I", "-E"])
-def test_an_isolated_process_ignores_it(folder: Path, flag: str) -> None:
+def test_an_isolated_process_ignores_the_variable(folder: Path, flag: str) -> None:
     code = f"print('megapack' in sys.modules)\n{LOOK}"
     done = child(folder, flag, patch="megatron_lm", code=code)
     assert done == (0, "False\nmegatron.training.training", "")
 
 
 @pytest.mark.parametrize("patch", ["slim", "./stub.yaml"])
-def test_a_name_that_is_no_host_ends_the_process(folder: Path, patch: str) -> None:
+def test_an_unknown_host_ends_the_process(folder: Path, patch: str) -> None:
     (folder / "stub.yaml").write_text("")
     code, out, err = child(folder, patch=patch)
     assert (code, out) == (2, "")
     assert err.startswith(f"megapack: MEGAPACK_PATCH: no patches for {patch!r}; there are ")
 
 
-def test_what_moved_fails_the_import_in_that_process(folder: Path) -> None:
+def test_a_mismatch_fails_the_import_in_that_process(folder: Path) -> None:
     (folder / "path/megatron/training/training.py").write_text("def get_schedule(): pass\n")
     code, out, err = child(folder, patch="megatron_lm")
     assert (code, out) == (1, "")
@@ -201,7 +201,9 @@ def test_the_startup_file_imports_nothing_without_the_variable(folder: Path) -> 
 
 
 @pytest.mark.parametrize("other", ["geteuid", "getegid"])
-def test_a_process_of_another_user_ignores_it(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user_ignores_the_variable(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(startup.VARIABLE, "megatron_lm")
     monkeypatch.setattr(os, other, lambda: 12345)
     startup.start()

@@ -1,4 +1,4 @@
-"""Two ranks that plan micro-batches together; prints one JSON line per rank."""
+"""Two ranks that plan micro-batches together; rank 0 prints the outcomes of both as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megapack import MegapackError
 from megapack.hosts.unirl import MicroPlan, plan_micro_batches
 
-# Per case and rank: response lengths, samples of the track, micro_token_budget.
+# Name -> for each rank: response lengths, samples of the track, micro_token_budget.
 CASES: dict[str, list[tuple[list[int] | None, int, int]]] = {
     "unequal": [([30] * 8, 8, 100), ([90] * 4 + [10] * 4, 8, 100)],
     "no lengths on rank 1": [([30] * 8, 8, 100), (None, 8, 100)],
@@ -39,14 +39,14 @@ def outcome(lengths: list[int] | None, num_samples: int, budget: int) -> str | M
 def main() -> None:
     logging.basicConfig(level=logging.ERROR)
     dist.init_process_group("gloo")
-    found = {}
+    outcomes = {}
     for name, ranks in CASES.items():
         result = outcome(*ranks[dist.get_rank()])
-        found[name] = result if isinstance(result, str) else [result.order, result.updates]
-    lines: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, found)
+        outcomes[name] = result if isinstance(result, str) else [result.order, result.updates]
+    of_ranks: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, outcomes)
     if dist.get_rank() == 0:
-        print("RESULT", json.dumps(lines))
+        print("RESULT", json.dumps(of_ranks))
     dist.destroy_process_group()
 
 

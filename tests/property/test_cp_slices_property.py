@@ -1,4 +1,4 @@
-"""Slices of all context-parallel ranks are the row, cut as Transformer Engine cuts it."""
+"""Context-parallel slices together are the whole row, split as Transformer Engine does."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ RANKS = st.sampled_from([1, 2, 3, 4, 8])
 def te_positions(spans: list[int], cp: int, rank: int) -> list[int]:
     """Transformer Engine's index arithmetic for one rank, token by token.
 
-    From its kernel behind `thd_get_partitioned_indices`: `cu_seqlens` divided by cp find a local
-    token's sample; its first half is moved by `rank` half-samples, the second by 2 * (cp-1) - rank.
+    Follows the kernel of `thd_get_partitioned_indices`: `cu_seqlens` divided by cp give the sample
+    of a local token. The first half of a local sample is shifted by `rank` halves, the second half
+    by 2 * (cp - 1) - rank halves.
     """
     starts = [0, *itertools.accumulate(spans)]
     local_starts = [start // cp for start in starts]
@@ -41,7 +42,7 @@ def te_positions(spans: list[int], cp: int, rank: int) -> list[int]:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), RANKS)
-def test_positions_are_those_of_transformer_engine(units: list[int], cp: int) -> None:
+def test_slice_positions_equal_transformer_engines(units: list[int], cp: int) -> None:
     spans = [2 * cp * unit for unit in units]
     for rank in range(cp):
         assert slice_positions(spans, cp, rank).tolist() == te_positions(spans, cp, rank)
@@ -49,7 +50,7 @@ def test_positions_are_those_of_transformer_engine(units: list[int], cp: int) ->
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[PackedRow, int]:
-    """A whole row whose values no two tokens share, and the ranks to cut it for."""
+    """A whole row with a different value at each token, and the number of CP ranks."""
     cp = draw(RANKS)
     pair = st.tuples(st.integers(0, 30), st.integers(0, 30)).filter(lambda p: sum(p) > 0)
     pairs = draw(st.lists(pair, max_size=5))
@@ -57,7 +58,7 @@ def rows(draw: st.DrawFn) -> tuple[PackedRow, int]:
     lengths = [p + r for p, r in pairs]
     ids = (torch.arange(sum(lengths)) + 1).split(lengths)
     mask = [torch.arange(p + r) >= p for p, r in pairs]
-    # A batch is never empty; the last sample is in no row.
+    # A batch cannot be empty, so one more sample is added that no row holds.
     values = [x / 7 for x in [*ids, torch.ones(1)]]
     masks = [*mask, torch.ones(1, dtype=torch.bool)]
     batch = SampleBatch([*ids, torch.ones(1).long()], {"response_mask": masks, "old": values})
@@ -69,7 +70,7 @@ def rows(draw: st.DrawFn) -> tuple[PackedRow, int]:
 
 @settings(deadline=None)
 @given(rows())
-def test_the_slices_of_all_ranks_are_the_row(row_and_cp: tuple[PackedRow, int]) -> None:
+def test_the_slices_of_all_ranks_make_the_whole_row(row_and_cp: tuple[PackedRow, int]) -> None:
     row, cp = row_and_cp
     parts = [slice_row(row, cp, rank) for rank in range(cp)]
     order = assembly_order(row.cu_seqlens_padded_S1.diff().tolist(), cp)
@@ -85,7 +86,7 @@ def test_the_slices_of_all_ranks_are_the_row(row_and_cp: tuple[PackedRow, int]) 
 
 @settings(deadline=None)
 @given(rows())
-def test_each_loss_position_is_on_one_rank(row_and_cp: tuple[PackedRow, int]) -> None:
+def test_each_loss_position_is_on_exactly_one_rank(row_and_cp: tuple[PackedRow, int]) -> None:
     row, cp = row_and_cp
     parts = [slice_row(row, cp, rank) for rank in range(cp)]
     found = torch.cat([part.row_positions_T[part.loss_positions_R] for part in parts])
@@ -94,7 +95,7 @@ def test_each_loss_position_is_on_one_rank(row_and_cp: tuple[PackedRow, int]) ->
 
 @settings(deadline=None)
 @given(rows())
-def test_values_of_all_ranks_add_up_to_the_samples(row_and_cp: tuple[PackedRow, int]) -> None:
+def test_values_of_all_ranks_sum_to_the_samples(row_and_cp: tuple[PackedRow, int]) -> None:
     row, cp = row_and_cp
     values_T = torch.arange(row.row_tokens).float() + 1
     whole_T = torch.zeros(row.row_tokens)

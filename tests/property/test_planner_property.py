@@ -1,4 +1,4 @@
-"""Random inputs: a plan keeps its invariants, or the documented error comes."""
+"""Random inputs give a plan that keeps its invariants, or a documented error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
     vpp = draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1
     group = draw(st.none() | st.integers(pp, 2 * pp + 2)) if vpp > 1 else None
-    dp, cp = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 3, 8]))
+    dp = draw(st.integers(1, 6))
+    cp = draw(st.sampled_from([1, 1, 2, 3, 8]))
     return Layout(
         dp=dp,
         tp=draw(st.sampled_from([1, 2, 8])),
@@ -81,7 +82,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, object]]:
     if colocate_ids is not None:
         size = draw(st.integers(1, 4))
         sets = [draw(st.integers(0, len(lengths) // size)) for _ in lengths]
-        # Most sets lie in one rollout; torn ones are refused.
+        # "pairs" are within one rollout; "torn" sets may be in two, which is refused.
         keep = rollout_ids is not None and colocate_ids == "pairs"
         colocate_ids = (
             [f"{s} {r}" for s, r in zip(sets, rollout_ids, strict=True)] if keep else sets
@@ -102,9 +103,10 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, object]]:
     }
 
 
-def hold(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
-    """Plan, and hold the plan against everything that is promised; None where it is refused."""
-    layout, policy = arguments["layout"], arguments["policy"]
+def check(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
+    """Plan and check everything that is promised; None if the arguments are refused."""
+    layout = arguments["layout"]
+    policy = arguments["policy"]
     assert isinstance(layout, Layout)
     assert isinstance(policy, Policy)
     try:
@@ -117,7 +119,7 @@ def hold(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
     for step in plan.steps:
         real = [mb for rank in step.ranks for mb in rank if mb.samples]
         has_padding = len(real) < sum(map(len, step.ranks))
-        # Padding only where there is nothing to split.
+        # Padding is added only if no row can be split.
         sets = (
             [{plan.colocate_ids[i] for i in mb.samples} for mb in real]
             if plan.colocate_ids
@@ -137,7 +139,7 @@ def hold(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _quiet() -> Iterator[None]:
-    """Thousands of plans warn thousands of times."""
+    """Thousands of plans would log thousands of warnings."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -145,8 +147,10 @@ def _quiet() -> Iterator[None]:
 
 @given(inputs())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_plan_keeps_its_invariants_or_says_why(drawn: tuple[list[int], dict[str, object]]) -> None:
-    hold(*drawn)
+def test_random_inputs_keep_the_invariants_or_are_refused(
+    drawn: tuple[list[int], dict[str, object]],
+) -> None:
+    check(*drawn)
 
 
 @pytest.mark.slow
@@ -156,13 +160,13 @@ def test_plan_keeps_its_invariants_or_says_why(drawn: tuple[list[int], dict[str,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-def test_ten_thousand_plans(drawn: tuple[list[int], dict[str, object]]) -> None:
-    hold(*drawn)
+def test_ten_thousand_random_inputs(drawn: tuple[list[int], dict[str, object]]) -> None:
+    check(*drawn)
 
 
 @given(st.lists(st.one_of(st.integers(-3, 5), st.floats(), st.text(), st.none(), st.booleans())))
 @settings(max_examples=100, deadline=None)
-def test_lengths_that_are_none_are_refused(lengths: list[object]) -> None:
+def test_random_invalid_lengths_are_refused(lengths: list[object]) -> None:
     good = lengths and all(type(n) is int and n > 0 for n in lengths)
     if good:
         return
@@ -172,7 +176,7 @@ def test_lengths_that_are_none_are_refused(lengths: list[object]) -> None:
 
 @given(st.text(max_size=40), st.integers(0, 3000), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_damaged_forms_are_refused_with_the_place(noise: str, at: int, as_json: bool) -> None:
+def test_damaged_json_and_text_are_refused(noise: str, at: int, as_json: bool) -> None:
     plan = build_dp_schedule(
         list(range(1, 30)), layout=Layout(dp=2, pp=2), max_tokens_per_gpu=64, rollout_ids=None
     )

@@ -1,4 +1,4 @@
-"""Packing and unpacking are inverses, and loss stands nowhere but at response tokens."""
+"""Packing and unpacking are inverses, and only response tokens have loss weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Case:
-    """Samples of (prompt, response) tokens and where they stand."""
+    """Samples as (prompt, response) token counts, and the micro-batch that holds some of them."""
 
     pairs: list[tuple[int, int]]
     samples: tuple[int, ...]
@@ -46,7 +46,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def data(case: Case) -> SampleBatch:
-    """Ids, old log-probs and weights that no two tokens share."""
+    """Token ids, old log-probs and rewards that are all different."""
     total = sum(sum(pair) for pair in case.pairs)
     ids = (torch.arange(total) + 1000).split([sum(pair) for pair in case.pairs])
     old = [x.float() / 7 for x in ids]
@@ -70,7 +70,7 @@ def pack(case: Case, batch: SampleBatch) -> PackedRow:
     return pack_row(batch, micro_batch, case.layout, weights)
 
 
-@settings(deadline=None)  # a loaded machine is no failure
+@settings(deadline=None)  # a loaded machine must not fail a test
 @given(cases())
 def test_unpacking_undoes_packing(case: Case) -> None:
     batch = data(case)
@@ -78,20 +78,21 @@ def test_unpacking_undoes_packing(case: Case) -> None:
     assert row.samples == case.samples
     old = unpack_row(row, row.fields["old"], fill=-1.0)
     reward = unpack_row(row, row.fields["reward"], fill=-1.0)
-    for place, i in enumerate(case.samples):
-        tokens = row.tokens_T[row.starts[place] :][: row.lengths[place]]
+    for k, i in enumerate(case.samples):
+        tokens = row.tokens_T[row.starts[k] :][: row.lengths[k]]
         assert torch.equal(tokens, batch.tokens(i))
-        assert torch.equal(old[place][1:], batch.field("old", i)[1:])
-        assert torch.equal(reward[place][1:], batch.field("reward", i).expand(len(old[place]) - 1))
-        assert old[place][0] == reward[place][0] == -1.0
+        assert torch.equal(old[k][1:], batch.field("old", i)[1:])
+        assert torch.equal(reward[k][1:], batch.field("reward", i).expand(len(old[k]) - 1))
+        assert old[k][0] == reward[k][0] == -1.0
 
 
 @settings(deadline=None)
 @given(cases())
-def test_tensors_and_sample_numbers_follow_their_samples(case: Case) -> None:
+def test_tensors_and_per_sample_fields_follow_their_samples(case: Case) -> None:
     batch = data(case)
     row = pack(case, batch)
-    images, sizes = row.tensors["images"], row.tensors["sizes"]
+    images = row.tensors["images"]
+    sizes = row.tensors["sizes"]
     assert isinstance(images, torch.Tensor)
     assert (images.dtype, images.shape[1:]) == (torch.int16, (2,))
     assert images[:, 0].tolist() == [i for i in case.samples for _ in range(i % 3)]
@@ -134,13 +135,13 @@ def test_each_label_is_the_next_token_of_the_same_sample(case: Case) -> None:
 
 @settings(deadline=None)
 @given(cases())
-def test_weights_stand_at_response_tokens_alone(case: Case) -> None:
+def test_only_response_tokens_have_weights(case: Case) -> None:
     batch = data(case)
     row = pack(case, batch)
     expected = torch.zeros(row.row_tokens)
     for start, i in zip(row.starts, case.samples, strict=True):
         prompt, response = case.pairs[i]
-        # A response that opens its sample has one token that nothing predicts.
+        # Without a prompt the first response token is not predicted by any position.
         first = max(prompt, 1)
         expected[start + first - 1 : start + prompt + response - 1] = 1.0 / (i + 2)
     assert torch.equal(row.weights_T, expected)
@@ -151,7 +152,7 @@ def test_weights_stand_at_response_tokens_alone(case: Case) -> None:
 
 @settings(deadline=None)
 @given(cases())
-def test_a_tail_costs_attention_no_more_than_its_length(case: Case) -> None:
+def test_attention_cost_of_a_tail_is_bounded_by_its_length(case: Case) -> None:
     row = pack(case, data(case))
     tail = torch.diff(row.cu_seqlens_padded_S1)[len(case.samples) :]
     assert tail.square().sum() <= max(DUMMY_TOKENS, case.layout.sample_alignment) * tail.sum()
@@ -163,7 +164,7 @@ def test_a_tail_costs_attention_no_more_than_its_length(case: Case) -> None:
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=6),
     st.integers(0, 5),
 )
-def test_padded_tensors_and_back(spans: list[tuple[int, int]], right: int) -> None:
+def test_to_padded_undoes_from_padded(spans: list[tuple[int, int]], right: int) -> None:
     columns = max(start + length for start, length in spans) + right
     mask = torch.zeros(len(spans), columns, dtype=torch.int64)
     for b, (start, length) in enumerate(spans):
@@ -171,6 +172,6 @@ def test_padded_tensors_and_back(spans: list[tuple[int, int]], right: int) -> No
     ids = torch.arange(mask.numel()).view_as(mask) * mask
     batch = SampleBatch.from_padded(ids, mask, {"old": ids.float() / 3})
     assert batch.lengths == [length for _, length in spans]
-    everyone = range(len(batch))
-    assert torch.equal(to_padded([batch.tokens(i) for i in everyone], mask), ids)
-    assert torch.equal(to_padded([batch.field("old", i) for i in everyone], mask), ids.float() / 3)
+    samples = range(len(batch))
+    assert torch.equal(to_padded([batch.tokens(i) for i in samples], mask), ids)
+    assert torch.equal(to_padded([batch.field("old", i) for i in samples], mask), ids.float() / 3)

@@ -1,4 +1,4 @@
-"""Commands: exit codes, one line for what is wrong, and no heavy import before it is needed."""
+"""The command line: exit codes, one line per error, and no heavy import before it is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 
 
 def run(repo_root: Path, *args: str, rank: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m megapack` with these arguments, telling at its end whether torch was imported."""
+    """Run `python -m megapack`; its last line on stderr says whether torch was imported."""
     code = (
         "import atexit, runpy, sys\n"
         "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
@@ -46,14 +46,14 @@ def run(repo_root: Path, *args: str, rank: str | None = None) -> subprocess.Comp
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Lines on stderr, after checking that the last one says that torch was not imported."""
-    *said, imported = done.stderr.splitlines()
+    """The other lines on stderr, after a check that torch was not imported."""
+    *printed, imported = done.stderr.splitlines()
     assert imported == "False"
-    return said
+    return printed
 
 
 @pytest.mark.parametrize("args", [("--help",), ("train", "--help")])
-def test_help_is_there_without_torch(repo_root: Path, args: tuple[str, ...]) -> None:
+def test_help_imports_no_torch(repo_root: Path, args: tuple[str, ...]) -> None:
     done = run(repo_root, *args)
     assert done.returncode == 0
     assert lines(done) == []
@@ -61,7 +61,7 @@ def test_help_is_there_without_torch(repo_root: Path, args: tuple[str, ...]) -> 
     assert "train" in done.stdout
 
 
-def test_an_unknown_config_is_one_line_with_the_shipped_ones(repo_root: Path) -> None:
+def test_an_unknown_config_prints_the_shipped_ones(repo_root: Path) -> None:
     done = run(repo_root, "train", "no_such_config.yaml")
     assert done.returncode == 2
     (line,) = lines(done)
@@ -79,9 +79,7 @@ def test_an_unknown_config_is_one_line_with_the_shipped_ones(repo_root: Path) ->
         ("nothing", ["nothing"]),
     ],
 )
-def test_a_bad_override_is_one_line_that_names_it(
-    repo_root: Path, override: str, words: list[str]
-) -> None:
+def test_a_bad_override_prints_one_line(repo_root: Path, override: str, words: list[str]) -> None:
     done = run(repo_root, "train", CONFIG, override)
     assert done.returncode == 2
     (line,) = lines(done)
@@ -89,14 +87,14 @@ def test_a_bad_override_is_one_line_that_names_it(
     assert all(word in line for word in words)
 
 
-def test_other_ranks_leave_the_line_to_the_first(repo_root: Path) -> None:
+def test_only_the_first_rank_prints_the_error(repo_root: Path) -> None:
     done = run(repo_root, "train", "no_such_config.yaml", rank="3")
     assert done.returncode == 2
     assert lines(done) == []
 
 
 @pytest.mark.parametrize(("args", "known"), [((), 0), (("fly",), 0), (("train",), 1)])
-def test_a_command_line_that_says_nothing_is_one_line(
+def test_an_incomplete_command_prints_one_line(
     args: tuple[str, ...], known: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -107,7 +105,7 @@ def test_a_command_line_that_says_nothing_is_one_line(
     assert line.endswith(f"see {' '.join(['megapack', *args[:known]])} --help")
 
 
-def test_an_error_of_a_command_is_one_line_and_exit_2(
+def test_a_commands_error_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(args: object) -> int:
@@ -119,12 +117,12 @@ def test_an_error_of_a_command_is_one_line_and_exit_2(
 
 
 @pytest.mark.parametrize(
-    ("rank", "gone", "speaks"), [(0, (), True), (1, (), False), (1, (0,), True)]
+    ("rank", "gone", "prints"), [(0, (), True), (1, (), False), (1, (0,), True)]
 )
-def test_the_first_rank_that_is_left_tells_a_rank_s_failure(
+def test_the_first_remaining_rank_prints_a_failure(
     rank: int,
     gone: tuple[int, ...],
-    speaks: bool,
+    prints: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -134,11 +132,11 @@ def test_the_first_rank_that_is_left_tells_a_rank_s_failure(
     monkeypatch.setattr(train, "run", fail)
     monkeypatch.setenv("RANK", str(rank))
     assert cli.main(["train", "config.yaml"]) == 1
-    told = "megapack: rank 2 failed in step 4\nits lines\n"
-    assert capsys.readouterr().err == (told if speaks else "")
+    lines = "megapack: rank 2 failed in step 4\nits lines\n"
+    assert capsys.readouterr().err == (lines if prints else "")
 
 
-def test_an_error_that_is_ours_to_fix_keeps_its_traceback(
+def test_an_unexpected_error_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(args: object) -> int:
@@ -149,7 +147,7 @@ def test_an_error_that_is_ours_to_fix_keeps_its_traceback(
         cli.main(["train", "config.yaml"])
 
 
-def test_a_run_that_a_signal_ended_has_a_code_of_its_own(
+def test_a_run_ended_by_a_signal_exits_with_75(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(args: object) -> int:
@@ -161,7 +159,7 @@ def test_a_run_that_a_signal_ended_has_a_code_of_its_own(
     assert capsys.readouterr().err == "megapack: a signal ended the run after step 3\n"
 
 
-def test_ctrl_c_is_one_line_but_in_programs_of_others(
+def test_ctrl_c_prints_one_line_except_in_user_programs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(args: object) -> int:
@@ -180,7 +178,7 @@ def shell(tmp_path: Path, command: str) -> tuple[int, str]:
     """Exit code and stderr of a command line with `megapack` in it, under pipefail."""
     command = command.replace("megapack", f"{sys.executable} -m megapack")
     environment = {**os.environ, "PYTHONPATH": str(Path(megapack.__file__).parents[1])}
-    # What is printed is written at the end then, all at once.
+    # Without it, output to a pipe is written at once, when the command ends.
     environment.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
@@ -194,7 +192,7 @@ def shell(tmp_path: Path, command: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_a_lost_standard_output_is_told_by_the_exit_code(tmp_path: Path) -> None:
+def test_an_unwritable_stdout_sets_the_exit_code(tmp_path: Path) -> None:
     plan = make_plan()
     (tmp_path / "a.json").write_text(plan.to_json())
     (tmp_path / "b.json").write_text(replace(plan, max_tokens_per_gpu=2048).to_json())
@@ -204,15 +202,15 @@ def test_a_lost_standard_output_is_told_by_the_exit_code(tmp_path: Path) -> None
         "megapack: standard output: No space left on device; make room, or send it elsewhere\n",
     )
     assert shell(tmp_path, "megapack show a.json >&-") == (0, "")
-    # What was found is told though nobody reads it.
+    # The exit code reports the difference though nobody reads the output.
     assert shell(tmp_path, "megapack diff a.json b.json | true") == (1, "")
     assert shell(tmp_path, "megapack diff a.json a.json | true") == (0, "")
 
 
-def test_a_command_that_is_cut_off_is_not_done(
+def test_a_closed_pipe_exits_with_141(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One that prints more than a pipe holds breaks before it knows its code."""
+    """A command that prints more than a pipe holds fails before it has its own exit code."""
 
     def fail(args: object) -> int:
         raise BrokenPipeError
@@ -220,13 +218,13 @@ def test_a_command_that_is_cut_off_is_not_done(
     monkeypatch.setattr(train, "run", fail)
     monkeypatch.setattr(cli, "_stdout_is_lost", lambda: True)
     assert cli.main(["train", "config.yaml"]) == 141
-    # Another pipe than standard output is a mistake of ours.
+    # A broken pipe other than standard output is a bug.
     monkeypatch.setattr(cli, "_stdout_is_lost", lambda: False)
     with pytest.raises(BrokenPipeError):
         cli.main(["train", "config.yaml"])
 
 
-def test_it_tells_its_version(repo_root: Path) -> None:
+def test_the_version_is_printed(repo_root: Path) -> None:
     done = run(repo_root, "--version")
     assert (done.returncode, done.stdout) == (0, f"megapack {megapack.__version__}\n")
     assert lines(done) == []

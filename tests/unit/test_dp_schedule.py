@@ -40,7 +40,7 @@ def num_padding(plan: Plan) -> int:
     return sum(not mb.samples for step in plan.steps for rank in step.ranks for mb in rank)
 
 
-# What others got wrong.
+# Inputs that other schedulers plan wrong.
 
 
 def test_514_singletons_at_dp4() -> None:
@@ -80,13 +80,13 @@ def test_ragged_rollouts_at_dp4(
     assert message + f"{sum(sizes[:kept])} samples)" in caplog.text
 
 
-def test_rollouts_of_which_no_prefix_fits_dp4() -> None:
+def test_no_prefix_of_the_rollouts_fits_dp4() -> None:
     sizes = [1, 1, 4, 1, 3, 1]
     arguments: dict[str, Any] = {"layout": Layout(dp=4), "rollout_ids": rollouts(sizes)}
     policy = Policy(unreachable="drop")
     with pytest.raises(PlanError, match=r"step 0: 11 samples .* no prefix .*align count 4"):
         planned([8] * 11, max_tokens_per_gpu=8, policy=policy, **arguments)
-    # With room for two in a row no sample needs to go.
+    # With room for two samples in a row none has to be dropped.
     plan = planned([8] * 11, max_tokens_per_gpu=16, policy=policy, **arguments)
     assert plan.steps[0].kept_samples == tuple(range(11))
 
@@ -105,18 +105,18 @@ def test_12_samples_at_dp2_and_groups_of_8() -> None:
         )
 
 
-def test_17_token_samples_at_cp8_are_counted_with_their_alignment() -> None:
+def test_17_token_samples_at_cp8_count_with_their_alignment() -> None:
     plan = planned([17] * 64, layout=Layout(cp=8), max_tokens_per_gpu=16)
     assert max(mb.row_tokens for mb in plan.steps[0].ranks[0]) == 128
     assert plan.steps[0].num_microbatches == 16
 
 
-def test_seven_sevens_with_a_budget_of_eight() -> None:
+def test_eight_samples_of_7_tokens_with_a_budget_of_8() -> None:
     plan = planned([7] * 8, layout=Layout(dp=2), max_tokens_per_gpu=8)
     assert {mb.row_tokens for rank in plan.steps[0].ranks for mb in rank} == {7}
 
 
-def test_interleaved_ids_stay_together() -> None:
+def test_samples_of_interleaved_rollout_ids_stay_together() -> None:
     ids = ["a", "b", "a", "b"]
     plan = planned(
         [4, 5, 6, 7],
@@ -138,7 +138,7 @@ def test_length_and_budget_of_1000_with_alignment_64() -> None:
         planned([1000, 3], layout=layout, max_tokens_per_gpu=500, policy=Policy(oversize="error"))
 
 
-def test_44_packs_in_16_steps_stay_16_steps() -> None:
+def test_44_rows_in_16_steps_stay_16_steps() -> None:
     for split in ("contiguous", "balanced"):
         plan = planned(
             [10] * 44,
@@ -151,13 +151,13 @@ def test_44_packs_in_16_steps_stay_16_steps() -> None:
         assert {step.num_microbatches for step in plan.steps} == {2, 3}
 
 
-def test_eight_samples_in_one_bin_at_dp4() -> None:
+def test_eight_samples_that_fit_one_row_at_dp4() -> None:
     plan = planned([5] * 8, layout=Layout(dp=4), max_tokens_per_gpu=100)
     assert [[len(mb.samples) for mb in rank] for rank in plan.steps[0].ranks] == [[2]] * 4
 
 
 @pytest.mark.parametrize("row_shape", ["planned", "uniform"])
-def test_an_oversized_first_sample_makes_no_empty_micro_batch(
+def test_an_oversize_first_sample_adds_no_padding(
     row_shape: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="megapack"):
@@ -205,14 +205,14 @@ def test_padding_is_one_aligned_unit_or_the_uniform_row() -> None:
     assert rows == {"planned": [4, 4, 4, 52], "uniform": [52] * 4}
 
 
-def test_no_rank_has_only_padding_while_another_has_two_samples() -> None:
+def test_no_rank_is_empty_while_another_has_two_samples() -> None:
     layout = Layout(dp=3, pp=2, vpp=2)
     plan = planned([9, 1, 1, 1], layout=layout, max_tokens_per_gpu=100)
     real = [sum(bool(mb.samples) for mb in rank) for rank in plan.steps[0].ranks]
     assert sorted(real) == [1, 1, 2]
 
 
-def test_multiple_and_legal() -> None:
+def test_count_rules_multiple_and_legal() -> None:
     counts = {
         rule: planned(
             [10] * 18,
@@ -227,7 +227,7 @@ def test_multiple_and_legal() -> None:
     assert counts == {"legal": 12, "multiple": 16}
 
 
-def test_count_based_plans_follow_the_input() -> None:
+def test_count_based_plans_keep_the_input_order() -> None:
     plan = planned([5, 6, 7, 8, 9], layout=Layout(), micro_batch_size=2)
     assert sorted(mb.samples for mb in plan.steps[0].ranks[0]) == [(0, 1), (2, 3), (4,)]
     plan = planned([5, 6, 7, 8, 9], layout=Layout(dp=4), micro_batch_size=2)
@@ -235,7 +235,7 @@ def test_count_based_plans_follow_the_input() -> None:
     assert plan.max_tokens_per_gpu is None
 
 
-def test_the_last_step_takes_what_is_left() -> None:
+def test_the_last_step_gets_the_rest() -> None:
     for split in ("contiguous", "balanced"):
         plan = planned(
             [5] * 10,
@@ -293,7 +293,7 @@ def test_steps_of_about_equal_tokens() -> None:
         ),
     ],
 )
-def test_arguments_that_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         build_dp_schedule([1, 2, 3], layout=Layout(), **arguments)
 
@@ -302,12 +302,12 @@ def test_arguments_that_are_refused(arguments: dict[str, Any], error: type[Excep
     "lengths",
     [[], [0], [-1], [1.0], ["3"], [None], [True], [2**40], [2**70], [[1]], 5, np.ones((2, 2))],
 )
-def test_lengths_that_are_refused(lengths: Any) -> None:
+def test_invalid_lengths_are_refused(lengths: Any) -> None:
     with pytest.raises(DataError):
         build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=8)
 
 
-def test_per_rank_is_for_layouts_without_experts() -> None:
+def test_per_rank_with_experts_is_refused() -> None:
     with pytest.raises(ConfigError, match="per_rank"):
         build_dp_schedule(
             [1] * 9,
@@ -321,7 +321,7 @@ def test_per_rank_is_for_layouts_without_experts() -> None:
     "choice",
     [{"search": -1}, {"search": 1.5}, {"balance": "flops"}, {"max_live_tokens_per_gpu": 0}],
 )
-def test_policies_that_are_refused(choice: dict[str, Any]) -> None:
+def test_invalid_policies_are_refused(choice: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Policy(**choice)
 
@@ -329,7 +329,7 @@ def test_policies_that_are_refused(choice: dict[str, Any]) -> None:
 # Determinism.
 
 
-def test_kinds_of_input_do_not_matter() -> None:
+def test_the_type_of_the_input_does_not_matter() -> None:
     lengths = np.random.default_rng(0).integers(1, 900, 200)
     plans = [
         build_dp_schedule(kind, layout=Layout(dp=2, pp=2), max_tokens_per_gpu=2000)

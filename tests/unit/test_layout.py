@@ -33,7 +33,7 @@ def test_alignment(sizes: dict[str, object], sample: int, row: int) -> None:
     assert local // shards % layout.fp8_unit_tokens == 0
 
 
-def test_padded_tokens_count_sample_and_row_alignment() -> None:
+def test_padded_tokens_have_both_alignments() -> None:
     layout = Layout(cp=8, fp8=True)
     assert layout.aligned_sample_tokens(17) == 32
     assert layout.aligned_sample_tokens(np.array([1, 16, 17])).tolist() == [16, 16, 32]
@@ -63,7 +63,7 @@ def test_legal_counts(pp: int, vpp: int, group: int | None, legal: list[int]) ->
         assert vpp == 1 or rounded % layout.group_size == 0
 
 
-def test_the_count_that_multiple_misses() -> None:
+def test_a_legal_count_that_is_no_multiple_of_g() -> None:
     layout = Layout(pp=4, vpp=2, microbatch_group_size=8)
     assert layout.next_legal_count(9) == 12
     assert layout.next_legal_count(9, "multiple") == 16
@@ -84,7 +84,7 @@ def test_the_count_that_multiple_misses() -> None:
         {"sequence_parallel": 1},
     ],
 )
-def test_sizes_that_do_not_go_together(sizes: dict[str, object]) -> None:
+def test_contradicting_sizes_are_refused(sizes: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Layout(**sizes)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Samples as ragged fields: every way in, the way back to [B, S], and every refusal."""
+"""Samples as ragged fields: all constructors, the way back to [B, S], and all refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASKS = pytest.mark.parametrize("mask", [LEFT_MASK, RIGHT_MASK, MIDDLE_MASK])
 
 
 def padded(mask: torch.Tensor, *rows: list[float]) -> torch.Tensor:
-    """The rows' values where the mask is set, and 99, which is nobody's value, elsewhere."""
+    """The rows' values where the mask is set; 99, which no row has, elsewhere."""
     out = torch.full(mask.shape, 99.0)
     for row, values, columns in zip(out, rows, mask, strict=True):
         row[columns.bool()] = torch.tensor(values, dtype=row.dtype)
@@ -42,7 +42,7 @@ def test_doctests_of_the_module() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_tokens_come_in_any_sequence_and_go_out_as_int64(kind: Callable[[Any], Any]) -> None:
+def test_tokens_of_any_sequence_type_become_int64(kind: Callable[[Any], Any]) -> None:
     batch = SampleBatch([kind([5, 6, 7]), kind([8])])
     assert batch.lengths == [3, 1]
     assert (len(batch), batch.length(0)) == (2, 3)
@@ -51,7 +51,7 @@ def test_tokens_come_in_any_sequence_and_go_out_as_int64(kind: Callable[[Any], A
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "uint32", "int64"])
-def test_every_integer_dtype_of_a_token_file_is_read(dtype: str) -> None:
+def test_integer_tokens_of_any_dtype_are_read(dtype: str) -> None:
     batch = SampleBatch([np.array([5, 200], dtype=dtype)])
     assert batch.tokens(0).tolist() == [5, 200]
 
@@ -67,13 +67,13 @@ def test_prompt_and_response_make_the_mask() -> None:
     batch = SampleBatch.from_prompt_response([[1, 2], [], [3]], [[4], [5, 6], []])
     assert [batch.tokens(i).tolist() for i in range(3)] == [[1, 2, 4], [5, 6], [3]]
     assert batch.response_mask(0).tolist() == [False, False, True]
-    # The first token of a sample without prompt counts by its mask, yet nothing predicts it.
+    # The mask includes the first token of a sample without a prompt, but nothing predicts it.
     assert batch.response_mask(1).tolist() == [True, True]
     assert batch.num_loss_tokens == [1, 1, 0]
     assert batch.field_names == ()
 
 
-def test_a_field_of_the_response_is_laid_over_the_last_tokens() -> None:
+def test_a_response_field_belongs_to_the_last_tokens() -> None:
     batch = batch_of(advantages=[[0.5, 2.0], [3.0]], old=[[1.0, 2.0, 3.0], []], reward=[1.5, 2.5])
     assert batch.field("advantages", 0).tolist() == [0.0, 0.5, 2.0]
     assert batch.field("advantages", 1).tolist() == [0.0, 3.0]
@@ -84,20 +84,20 @@ def test_a_field_of_the_response_is_laid_over_the_last_tokens() -> None:
     assert batch.field_names == ("advantages", "old", "reward")
 
 
-def test_a_mask_of_the_response_leaves_the_prompt_out() -> None:
+def test_a_response_mask_excludes_the_prompt() -> None:
     batch = batch_of(response_mask=[[1.0, 0.0], [1]])
     assert batch.response_mask(0).tolist() == [False, True, False]
     assert batch.num_loss_tokens == [1, 1]
     assert batch.field_names == ()
 
 
-def test_one_sample_with_fractions_keeps_them_for_the_whole_field() -> None:
+def test_one_sample_with_fractions_makes_the_field_float() -> None:
     batch = batch_of(advantages=[1, -0.5])
     assert [batch.field("advantages", i).item() for i in range(2)] == [1.0, -0.5]
     assert batch.field_dtype("advantages") == torch.float32
 
 
-def test_double_precision_becomes_single() -> None:
+def test_float64_fields_become_float32() -> None:
     batch = batch_of(old=[np.array([0.5, 1.0]), np.array([2.0])])
     assert batch.field_dtype("old") == torch.float32
 
@@ -108,12 +108,12 @@ def test_integer_fields_stay_integers() -> None:
     assert batch.field("kind", 0).tolist() == [0, 1, 2]
 
 
-def test_fields_carry_no_graph() -> None:
+def test_fields_are_detached() -> None:
     values = torch.ones(3, requires_grad=True) * 2
     assert not batch_of(old=[values, [1.0]]).field("old", 0).requires_grad
 
 
-def test_set_field_replaces() -> None:
+def test_set_field_replaces_a_field() -> None:
     batch = batch_of(old=[[1.0], [1.0]])
     batch.set_field("old", [[2.0], [3.0]])
     assert batch.field("old", 0).tolist() == [0.0, 0.0, 2.0]
@@ -146,7 +146,7 @@ def test_padded_and_back_is_the_identity(mask: torch.Tensor) -> None:
     assert torch.equal(to_padded([batch.field("old", i) for i in range(2)], mask, 99.0), values)
 
 
-def test_response_columns_alone_are_the_last_ones() -> None:
+def test_fields_of_fewer_columns_are_the_last_columns() -> None:
     # Two prompt columns padded on the left, three response columns padded on the right.
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
     old_BR = torch.tensor([[0.5, 99.0, 99.0], [1.0, 2.0, 3.0]])
@@ -155,13 +155,13 @@ def test_response_columns_alone_are_the_last_ones() -> None:
     assert batch.field("old", 1).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_more_samples_than_columns_still_take_one_number_each() -> None:
+def test_one_number_each_for_more_samples_than_columns() -> None:
     reward_B = torch.arange(6.0)
     batch = SampleBatch.from_padded(torch.ones(6, 2).long(), torch.ones(6, 2), {"r": reward_B})
     assert [batch.field("r", i).item() for i in range(6)] == reward_B.tolist()
 
 
-def test_spans_of_a_mask() -> None:
+def test_padded_spans_of_a_mask() -> None:
     assert padded_spans(LEFT_MASK) == [(2, 5), (3, 5)]
     assert padded_spans(RIGHT_MASK.bool()) == [(0, 3), (0, 2)]
 
@@ -179,7 +179,7 @@ FIELD_ERRORS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", FIELD_ERRORS)
-def test_a_field_that_does_not_fit_is_refused(name: str) -> None:
+def test_an_invalid_field_is_refused(name: str) -> None:
     values, message = FIELD_ERRORS[name]
     with pytest.raises(DataError, match=message):
         batch_of(x=values)
@@ -193,7 +193,7 @@ MASK_ERRORS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MASK_ERRORS)
-def test_a_response_mask_that_does_not_fit_is_refused(name: str) -> None:
+def test_an_invalid_response_mask_is_refused(name: str) -> None:
     values, message = MASK_ERRORS[name]
     with pytest.raises(DataError, match=message):
         batch_of(response_mask=values)
@@ -212,7 +212,7 @@ TOKEN_ERRORS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", TOKEN_ERRORS)
-def test_tokens_that_cannot_be_are_refused(name: str) -> None:
+def test_invalid_tokens_are_refused(name: str) -> None:
     tokens, message = TOKEN_ERRORS[name]
     with pytest.raises(DataError, match=message):
         SampleBatch(tokens)
@@ -227,7 +227,7 @@ def test_tokens_that_cannot_be_are_refused(name: str) -> None:
         ([[[1, 2], [3, 4]]], [[5]], r"sample 0.*\(2, 2\)"),
     ],
 )
-def test_prompts_and_responses_that_cannot_be_are_refused(
+def test_invalid_prompts_and_responses_are_refused(
     prompts: list[Any], responses: list[Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
@@ -264,14 +264,12 @@ def test_a_padded_field_of_another_shape_is_refused(shape: tuple[int, ...]) -> N
         ([torch.ones(3), torch.ones(2), torch.ones(2)], r"3 .*2"),
     ],
 )
-def test_values_that_do_not_fit_the_mask_are_refused(
-    values: list[torch.Tensor], message: str
-) -> None:
+def test_to_padded_refuses_values_that_do_not_fit(values: list[torch.Tensor], message: str) -> None:
     with pytest.raises(DataError, match=message):
         to_padded(values, LEFT_MASK)
 
 
-def test_a_batch_of_lengths_takes_tokens_later() -> None:
+def test_tokens_can_be_set_after_from_lengths() -> None:
     whole = SampleBatch.from_prompt_response([[1, 2], []], [[3], [4, 5]], {"advantages": [1, 2]})
     batch = SampleBatch.from_lengths([2, 0], [1, 2], {"advantages": [1, 2]})
     assert batch.lengths == whole.lengths == [3, 2]

@@ -1,4 +1,4 @@
-"""Which rows `calibrate.py` measures, and a cost model from their seconds."""
+"""The rows that `calibrate.py` measures, and the cost model that follows from their seconds."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from megapack.cost.fit import Measurement
 from megapack.errors import ConfigError, DataError
 from megapack.layout import Layout
 
-# Rows of a plan stand near the budget, so half of the grid does.
+# Row tokens over the budget, chosen by hand. Planned rows are near the budget, so half of these
+# shares are 1/2 or more. A budget of 16384 gives rows of 1024, 2048, 4096, 8192, 12288 and 16384.
 _SHARES_OF_BUDGET = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
-# Samples of about this many tokens are what a grid calls short.
+# The shortest samples of a row have about this many tokens: 256 samples in a row of 16384. Chosen
+# by hand.
 _SHORT_TOKENS = 64
+# Most rows of equal tokens, in numbers of samples that grow by equal ratios: 16384 tokens with
+# samples of up to 8192 become 2, 10, 51 and 256 samples. Chosen by hand.
 _MAX_COUNTS = 4
 
 
 def grid(budget: int, longest: int, unit: int = 1) -> list[list[int]]:
-    """Sample lengths of the rows to measure, by row tokens: few long samples to many short ones.
+    """Sample lengths of the rows to measure, by row tokens, from few long samples to many short.
 
-    Rows of equal tokens tell the cost of a squared token and of a sample apart.
+    Rows with equal tokens and different numbers of samples separate the cost of a squared token
+    from the cost of a sample.
 
     Args:
         budget: tokens of the longest row, per DP rank (before CP).
         longest: tokens that one sample may have.
-        unit: lengths are multiples of it, so that alignment adds nothing.
+        unit: lengths are multiples of this, so that alignment adds no padding.
 
     Raises:
-        ConfigError: not one unit in the budget or in a sample.
+        ConfigError: the budget or the longest sample is below one unit.
     """
     if min(budget, longest) < unit:
         raise ConfigError(
@@ -38,53 +43,57 @@ def grid(budget: int, longest: int, unit: int = 1) -> list[list[int]]:
     rows = []
     for share in _SHARES_OF_BUDGET:
         units = max(1, int(budget * share) // unit)
-        fewest, most = -(-units // (longest // unit)), -(-units * unit // _SHORT_TOKENS)
+        fewest = -(-units // (longest // unit))
+        most = -(-units * unit // _SHORT_TOKENS)
         counts = _spread(fewest, min(units, max(fewest, most)))
         rows += [[unit * part for part in _equal_parts(units, count)] for count in counts]
     return rows
 
 
 def fit_whole_model(measured: Sequence[Measurement], layout: Layout) -> CostModel:
-    """The cost model of a layout, from seconds of all layers on one pipeline stage.
+    """Fit the cost model of a layout to seconds of all layers on one pipeline stage.
 
-    A chunk is taken to need 1 / (pp*vpp) of them, its fixed seconds too: launches belong to layers.
-    What a pipeline adds to each chunk (its schedule, sending) is not in the measurement.
+    A chunk is assumed to need 1 / (pp*vpp) of these seconds. That includes the fixed seconds,
+    because launches belong to layers. The measurement does not include what a pipeline adds to each
+    chunk (its schedule, sending).
 
-    Forward and backward are fitted together, for a training step takes both, and `fit_error` is
-    that of their sum. One ratio of all rows then parts them, though short rows may have another.
+    The sum of forward and backward is fitted, because a training step runs both, and `fit_error` is
+    the error of the sum. One ratio for all rows then splits the sum, although short rows may have a
+    different ratio.
 
     Args:
-        measured: rows with both times, on tp and cp as the layout has them, with pp=vpp=1.
-        layout: the one to plan for.
+        measured: rows with both times, on the tp and cp of the layout, with pp=vpp=1.
+        layout: the layout to plan for.
 
     Raises:
         DataError: no rows, or seconds that are not positive.
     """
-    chunks, forward_s = layout.num_chunks, sum(row.forward_seconds for row in measured)
-    forward_share = forward_s / sum(map(_total_seconds, measured)) if measured else 1.0
+    forward_s = sum(row.forward_seconds for row in measured)
+    forward_share = forward_s / sum(map(total_seconds, measured)) if measured else 1.0
     rows = []
     for row in measured:
-        total = _total_seconds(row) / chunks
+        total = total_seconds(row) / layout.num_chunks
         forward = total * forward_share
         rows.append(row._replace(forward_seconds=forward, backward_seconds=total - forward))
     return CostModel.fit(rows, layout=layout)
 
 
 def on_one_stage(cost: CostModel, layout: Layout) -> CostModel:
-    """The same model for all layers on one stage: what `fit_whole_model` was given."""
+    """The same model for all layers on one stage, as `fit_whole_model` got them."""
     return dataclasses.replace(cost, fixed=cost.fixed * layout.num_chunks, stage_weights=None)
 
 
 def relative_errors(
     cost: CostModel, layout: Layout, measured: Sequence[Measurement]
 ) -> tuple[list[float], list[float]]:
-    """Per row predicted over measured seconds minus 1: forward, and forward with backward.
+    """Per row, predicted over measured seconds minus 1: for forward, and for forward + backward.
 
     Args:
         cost: a model of one chunk of the layout.
         measured: rows with both times.
     """
-    forward, both = [], []
+    forward = []
+    both = []
     for row in measured:
         seconds = cost.forward_seconds(
             layout,
@@ -93,31 +102,35 @@ def relative_errors(
             num_samples=row.num_samples,
         )
         forward.append(seconds / row.forward_seconds - 1)
-        both.append(seconds * (1 + cost.backward_ratio) / _total_seconds(row) - 1)
+        both.append(seconds * (1 + cost.backward_ratio) / total_seconds(row) - 1)
     return forward, both
 
 
 def stage_weights(
     whole_s: float, one_chunk_s: float, *, num_layers: int, num_chunks: int
 ) -> tuple[float, ...]:
-    """Cost of the chunks over their mean: equal layers, and what is no layer on the last chunk.
+    """Cost of each chunk divided by their mean: equal layers, and all the rest on the last chunk.
 
-    Two depths on one stage tell a layer's seconds from those of the embedding, the vocabulary head
-    and the loss. These are all laid on the last chunk, where nearly all of them belong.
+    Two depths on one stage separate the seconds of a layer from the rest: the embedding, the
+    vocabulary head and the loss. Nearly all of the rest belongs to the last chunk.
+
+    8 layers in 12 s and 2 layers in 6 s give 1 s per layer and 4 s for the rest. Four chunks of 2,
+    2, 2 and 6 s have weights of 2/3, 2/3, 2/3 and 2.
 
     Args:
         whole_s: seconds of rows with all layers.
         one_chunk_s: seconds of the same rows with the layers of one chunk.
-        num_layers: of the whole model.
+        num_layers: layers of the whole model.
+        num_chunks: pp*vpp.
 
     Raises:
-        DataError: more layers took no longer.
+        DataError: more layers did not take longer.
     """
     layers = num_layers // num_chunks
     if not 0 < one_chunk_s < whole_s:
         raise DataError(
             f"{num_layers} layers took {whole_s:.3g} s and {layers} took {one_chunk_s:.3g} s: "
-            "the machine is too busy to tell; measure more rounds"
+            "the machine is too busy to measure a difference; measure more rounds"
         )
     layer_s = (whole_s - one_chunk_s) / (num_layers - layers)
     chunk_s = layer_s * layers
@@ -127,18 +140,19 @@ def stage_weights(
     return tuple(s / mean for s in seconds)
 
 
-def _total_seconds(row: Measurement) -> float:
+def total_seconds(row: Measurement) -> float:
+    """Forward plus backward seconds."""
     return row.forward_seconds + (row.backward_seconds or 0.0)
 
 
 def _spread(fewest: int, most: int) -> list[int]:
-    """A few counts from `fewest` to `most`, in equal ratios."""
+    """At most `_MAX_COUNTS` counts from `fewest` to `most`, in equal ratios."""
     steps = _MAX_COUNTS - 1
     ratio = (most / fewest) ** (1 / steps)
     return sorted({round(fewest * ratio**k) for k in range(steps + 1)})
 
 
 def _equal_parts(units: int, count: int) -> list[int]:
-    """Sizes of sum `units` that differ by at most 1."""
-    least, longer = divmod(units, count)
-    return [least + 1] * longer + [least] * (count - longer)
+    """`count` sizes that add up to `units` and differ by at most 1."""
+    least, num_longer = divmod(units, count)
+    return [least + 1] * num_longer + [least] * (count - num_longer)

@@ -1,13 +1,13 @@
-"""Model FLOPs of samples, and a device's peak: what MFU is made of.
+"""Model FLOPs of samples and the peak FLOP/s of a device, for MFU.
 
-A sample of L tokens, R of them response, costs in the forward
+The forward of a sample of L tokens, R of them in the response, takes
 
     layers * (a * L + 2 * heads * width * L^2) + 2 * hidden * vocabulary * R
 
-where `a` counts a layer's matrices twice (multiply and add), causal attention has L^2 / 2 pairs of
-two products each, and the vocabulary is projected at response positions alone. A forward and
-backward is three forwards; recomputed layers do not count. Norms, rotary embeddings, softmax and
-the embedding's lookup are left out.
+operations. `a` is twice the number of weights of a layer's matrices (multiply and add). Causal
+attention has L^2 / 2 pairs of tokens with two dot products each. Only response positions are
+projected to the vocabulary. A forward and backward is three forwards; recomputed layers do not
+count. Norms, rotary embeddings, softmax and the embedding lookup are left out.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Iterable
 from megapack import ModelSizes
 from megapack.config.sections import ModelConfig
 
-# TFLOP/s in bf16 without sparsity, of the SXM boards. The PCIe and NVL boards have others.
+# Dense bf16 TFLOP/s of the SXM boards. PCIe and NVL boards have other peaks.
 PEAK_BF16_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
 
 
 def peak_flops(device_name: str) -> float | None:
-    """FLOP/s of the device in bf16; None where it is not known."""
+    """The device's peak FLOP/s in bf16; None for an unknown device."""
     tflops = PEAK_BF16_TFLOPS.get(device_name)
     return None if tflops is None else tflops * 1e12
 
 
 def model_sizes(model: ModelConfig) -> ModelSizes:
-    """The sizes that FLOPs follow from; `vocab_size` must be set."""
+    """The sizes of a dense model, for `forward_flops`; `vocab_size` must be set."""
     assert model.vocab_size is not None
     return ModelSizes(
         num_layers=model.num_layers,
@@ -43,7 +43,7 @@ def model_sizes(model: ModelConfig) -> ModelSizes:
 
 
 def forward_flops(sizes: ModelSizes, samples: Iterable[tuple[int, int]]) -> float:
-    """Of (prompt, response) token counts, each sample by itself."""
+    """Operations of the forward of samples, given their (prompt, response) token counts."""
     total = 0.0
     for prompt, response in samples:
         length = prompt + response

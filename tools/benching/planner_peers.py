@@ -1,7 +1,8 @@
-"""Packing strategies of other schedulers, written anew, for comparison.
+"""Packing strategies of other schedulers, reimplemented here for comparison.
 
-Each takes lengths, a layout and a budget per row, and returns per rank its micro-batches as lists
-of samples, in order. They count tokens as their originals do and round M up to a multiple of G.
+A strategy gets lengths, work, a layout and a budget per row. It returns the micro-batches of each
+rank in order, each as a list of samples. As the originals do, they count tokens and round M up to a
+multiple of G.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from megapack.planner.partition import karmarkar_karp
 
 
 def next_fit(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:
-    """Next-fit in input order, the last rows split to align, dealt in turn."""
+    """Next-fit in input order, the last rows split to a legal count, rows to ranks round-robin."""
     return baselines.next_fit(lengths, layout, budget)
 
 
 def first_fit(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:
-    """First-fit in input order, heaviest rows split to align, Karmarkar-Karp over ranks."""
+    """First-fit in input order, heaviest rows split to a legal count, Karmarkar-Karp over ranks."""
     return _first_fit_karmarkar(lengths, lengths, layout, budget)
 
 
 def first_fit_flops(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:
-    """The same, ranks balanced by work."""
+    """As `first_fit`, with ranks balanced by work instead of tokens."""
     return _first_fit_karmarkar(lengths, work, layout, budget)
 
 
@@ -49,17 +50,20 @@ def _first_fit_karmarkar(
             heaviest = max(
                 range(len(rows)), key=lambda r: (len(rows[r]) > 1, lengths[rows[r]].sum())
             )
-            a, b = karmarkar_karp(lengths[rows[heaviest]], 2)
+            half, other_half = karmarkar_karp(lengths[rows[heaviest]], 2)
             row = rows[heaviest]
-            rows[heaviest] = [row[i] for i in a]
-            rows.append([row[i] for i in b])
+            rows[heaviest] = [row[i] for i in half]
+            rows.append([row[i] for i in other_half])
     weights = np.array([round(float(weight[row].sum())) for row in rows], dtype=np.int64)
     parts = karmarkar_karp(weights, layout.dp, equal_size=True)
     return [[rows[r] for r in part] for part in parts]
 
 
 def karmarkar_per_rank(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:
-    """Karmarkar-Karp by work to ranks, then to micro-batches; small at both ends. Budget soft."""
+    """Karmarkar-Karp by work over ranks, then over micro-batches; the small ones at both ends.
+
+    The budget is soft: a row may exceed it.
+    """
     weight = np.round(work).astype(np.int64)
     even = lengths.size % layout.dp == 0
     ranks = karmarkar_karp(weight, layout.dp, equal_size=even)
@@ -74,7 +78,7 @@ def karmarkar_per_rank(lengths: np.ndarray, work: np.ndarray, layout: Layout, bu
 
 
 def modified_first_fit(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:
-    """Modified first-fit-decreasing (Johnson and Garey 1985), dealt in turn."""
+    """Modified first-fit-decreasing (Johnson and Garey 1985), rows to ranks round-robin."""
     order = sorted(range(lengths.size), key=lambda i: -lengths[i])
     large = [i for i in order if 2 * lengths[i] > budget]
     medium = [i for i in order if budget < 3 * lengths[i] and 2 * lengths[i] <= budget]
@@ -123,4 +127,4 @@ BASELINES: dict[str, Strategy] = {
     "kk_per_rank": karmarkar_per_rank,
     "mffd": modified_first_fit,
 }
-"""Name -> strategy; only kk_per_rank may break the budget."""
+"""Name -> strategy; only kk_per_rank may exceed the budget."""

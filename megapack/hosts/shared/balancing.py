@@ -1,4 +1,4 @@
-"""`seqlen_balancing` as several hosts have it: partitions of even sums, bins under a budget."""
+"""`seqlen_balancing` functions of several hosts: partitions of even sums, bins under a budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.planner.counts import halves
 from megapack.planner.partition import karmarkar_karp
 
-# Sums of weights stay exact in int64.
+# Sums of weights stay exact in int64, which holds 63 bits and a sign.
 _MAX_TOTAL_BITS = 62
 
 
@@ -24,11 +24,12 @@ def get_seqlen_balanced_partitions(
 
     Args:
         seqlen_list: tokens or FLOPs per item, not negative.
-        k_partitions: how many partitions, at most one per item.
-        equal_size: every partition gets as many items.
+        k_partitions: number of partitions, at most one per item.
+        equal_size: every partition gets the same number of items.
 
     Returns:
-        Per partition its items, ascending; none is empty, the one of largest sum comes first.
+        The items of each partition, ascending. No partition is empty; the one with the largest sum
+        comes first.
 
     Raises:
         HostAssertionError: fewer items than partitions, or equal sizes that do not divide.
@@ -55,13 +56,13 @@ def exact_weights(values: Sequence[float]) -> Ints:
     total = sum(values)
     if total < 2**_MAX_TOTAL_BITS and all(value == int(value) for value in values):
         return np.array([int(value) for value in values], dtype=np.int64)
-    # A power of two, so that equal values stay equal and order is kept.
+    # A power of two keeps equal values equal and keeps their order.
     scale = 2.0 ** (_MAX_TOTAL_BITS - 1 - int(total).bit_length())
     return np.array([int(value * scale) for value in values], dtype=np.int64)
 
 
 def first_fit_pack(total_lengths: Sequence[int], max_tokens_per_bin: int) -> list[list[int]]:
-    """Samples in input order, each into the first bin with room.
+    """Put samples, in input order, each into the first bin with room.
 
     Returns:
         Bins of indices, in order of opening; a sample over the budget is alone in its bin.
@@ -89,20 +90,21 @@ def _bins(bin_of: Ints, num_bins: int, order: Ints) -> list[list[int]]:
 def expand_bins_by_splitting(
     bins: list[list[int]], target_count: int, lengths: Sequence[int]
 ) -> None:
-    """Split the bin of most tokens in two, in place, until there are `target_count` of them.
+    """Split the bin with most tokens in two, in place, until there are `target_count` bins.
 
-    One half stays where the bin was, the other goes to the end. Stops early where every bin holds
-    one sample. No half has more tokens than its bin had, so budgets hold.
+    One half keeps the bin's position, the other is appended. Stops early if every bin holds one
+    sample. No half has more tokens than its bin had, so budgets hold.
     """
     work = [float(length) for length in lengths]
-    heap = [(-sum(work[i] for i in members), -place) for place, members in enumerate(bins)]
+    # Most tokens first; of equal bins the last.
+    heap = [(-sum(work[i] for i in members), -number) for number, members in enumerate(bins)]
     heapq.heapify(heap)
     while len(bins) < target_count and heap:
-        place = -heapq.heappop(heap)[1]
-        if len(bins[place]) < 2:
+        number = -heapq.heappop(heap)[1]
+        if len(bins[number]) < 2:
             continue
-        stays, leaves = halves(np.array(bins[place]), work)
-        bins[place] = stays.tolist()
-        bins.append(leaves.tolist())
-        for part in (place, len(bins) - 1):
+        kept, moved = halves(np.array(bins[number]), work)
+        bins[number] = kept.tolist()
+        bins.append(moved.tolist())
+        for part in (number, len(bins) - 1):
             heapq.heappush(heap, (-sum(work[i] for i in bins[part]), -part))

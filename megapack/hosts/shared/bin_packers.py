@@ -1,7 +1,7 @@
-"""Packers that NeMo-RL and SkyRL know by name: lengths -> bins of indices, none of them empty.
+"""Packers that NeMo-RL and SkyRL select by name: lengths -> bins of indices, no bin empty.
 
-A packer's rule decides the bins, ties included; where more bins are asked for than it made, the
-heaviest are split. All are deterministic.
+A packer's rule decides the bins, ties included. If more bins are required than the rule made, the
+heaviest bins are split. All packers are deterministic.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rule = Callable[[Ints, int], Rows]
 
 
 class SequencePacker:
-    """Packs sequences into bins of a capacity, as many of them as the counts ask for."""
+    """Packs sequences into bins of a capacity, in a number of bins that the counts allow."""
 
     def __init__(
         self,
@@ -37,10 +37,11 @@ class SequencePacker:
     ) -> None:
         """
         Args:
+            rule: how sequences are packed.
             bin_capacity: tokens of a bin.
-            min_bin_count: at least so many bins.
-            bin_count_multiple: a multiple of it.
-            oversize_alone: a sequence over the capacity has a bin of its own; else it is refused.
+            min_bin_count: least number of bins.
+            bin_count_multiple: the number of bins is a multiple of it.
+            oversize_alone: put a sequence over the capacity alone into a bin, instead of refusing.
 
         Raises:
             ConfigError: a capacity or counts out of range.
@@ -61,7 +62,7 @@ class SequencePacker:
         """Bins of indices into `sequence_lengths`.
 
         Raises:
-            PlanError: a sequence over the capacity, or more bins asked for than sequences.
+            PlanError: a sequence over the capacity, or fewer sequences than required bins.
         """
         lengths = np.array([int(length) for length in sequence_lengths], dtype=np.int64)
         if lengths.size and lengths.min() < 1:
@@ -72,34 +73,30 @@ class SequencePacker:
                 "it or leave the sequence out"
             )
         bins = self._rule(lengths, self.bin_capacity) if lengths.size else []
-        wanted = self._wanted(len(bins))
-        if wanted > lengths.size:
+        count = round_up(max(len(bins), self.min_bin_count or 0), self.bin_count_multiple or 1)
+        if count > lengths.size:
             raise PlanError(
-                f"Cannot create {wanted} bins with only {lengths.size} sequences; set a smaller "
+                f"Cannot create {count} bins with only {lengths.size} sequences; set a smaller "
                 "min_bin_count or bin_count_multiple, or give more sequences"
             )
-        return split_rows(bins, wanted, lengths)
-
-    def _wanted(self, count: int) -> int:
-        multiple = self.bin_count_multiple or 1
-        return round_up(max(count, self.min_bin_count or 0), multiple)
+        return split_rows(bins, count, lengths)
 
 
-def choose(name: enum.Enum | str, rules: dict[str, Rule]) -> tuple[str, Rule]:
-    """A rule by name in any case, or by the host's enum member of that name.
+def find_rule(name: enum.Enum | str, rules: dict[str, Rule]) -> tuple[str, Rule]:
+    """Find a rule by its name, in upper or lower case, or by the host's enum member.
 
     Raises:
         ConfigError: no such rule.
     """
     key = name.name if isinstance(name, enum.Enum) else name
-    found = rules.get(key.upper()) if isinstance(key, str) else None
-    if found is None:
+    rule = rules.get(key.upper()) if isinstance(key, str) else None
+    if rule is None:
         raise ConfigError(f"Unknown packing algorithm: {name}; set one of {', '.join(rules)}")
-    return key.upper(), found
+    return key.upper(), rule
 
 
 def next_fit(lengths: Ints, capacity: int) -> Rows:
-    """In input order, a new bin where the last one has no room."""
+    """Fill the last bin in input order; open a new one when the next sequence does not fit."""
     bins: Rows = []
     free = 0
     for i, size in enumerate(lengths.tolist()):
@@ -112,19 +109,19 @@ def next_fit(lengths: Ints, capacity: int) -> Rows:
 
 
 def first_fit_decreasing(lengths: Ints, capacity: int) -> Rows:
-    """Longest first into the first bin with room; of equal ones the later first."""
+    """Put the longest first, each into the first bin with room; of equal ones the later first."""
     return first_fit_in_order(lengths, capacity, np.argsort(lengths, kind="stable")[::-1])
 
 
 def first_fit_shuffle(lengths: Ints, capacity: int) -> Rows:
-    """In an order that looks random and is the same for the same number of sequences."""
-    # Raw bits of a bit generator: NumPy keeps these streams, not those of `permutation`.
+    """First-fit in a shuffled order, which depends on the number of sequences only."""
+    # NumPy keeps a bit generator's raw stream stable over versions, but not `permutation`.
     keys = np.random.PCG64(lengths.size).random_raw(lengths.size)
     return first_fit_in_order(lengths, capacity, np.argsort(keys, kind="stable"))
 
 
 def first_fit_in_order(lengths: Ints, capacity: int, order: Ints) -> Rows:
-    """Each sequence of `order` into the first bin with room; bins keep that order."""
+    """Put each sequence of `order` into the first bin with room; bins keep that order."""
     bin_of, num_bins = first_fit(lengths[order], capacity)
     bins: Rows = [[] for _ in range(num_bins)]
     for i, number in zip(order.tolist(), bin_of.tolist(), strict=True):
@@ -133,7 +130,7 @@ def first_fit_in_order(lengths: Ints, capacity: int, order: Ints) -> Rows:
 
 
 def least_loaded(lengths: Ints, capacity: int) -> Rows:
-    """Longest first into the emptiest bin, a new one where it has no room."""
+    """Put the longest first into the emptiest bin, or into a new one if it does not fit there."""
     bins: Rows = []
     heap: list[tuple[int, int]] = []
     for i in np.argsort(-lengths, kind="stable").tolist():
@@ -149,39 +146,42 @@ def least_loaded(lengths: Ints, capacity: int) -> Rows:
 
 
 def modified_first_fit_decreasing(lengths: Ints, capacity: int) -> Rows:
-    """Johnson and Garey 1985: at most 71/60 of the fewest bins and one more.
+    """Johnson and Garey 1985: at most 71/60 of the fewest bins, plus one.
 
-    Lengths over half the capacity open a bin each. From the first, each takes the longest medium
-    one (over a third) that fits; from the last, those without one take the shortest small one (over
-    a sixth) and the longest that fits beside it; from the first, each takes what fits of the rest,
-    longest first. What is left goes into as few bins as first-fit-decreasing needs, or the emptiest
-    bin first where these are fewer.
+    Classes of lengths: large (over 1/2 of the capacity), medium (over 1/3), small (over 1/6), tiny.
+
+    1. Each large sequence opens a bin.
+    2. From the first bin to the last: add the longest medium sequence that fits.
+    3. From the last bin to the first, those without a medium sequence: add the shortest small one
+       and the longest small one that fits beside it, if two fit.
+    4. From the first bin to the last: add what fits of all sequences left, longest first.
+    5. Pack the rest by first-fit-decreasing, or emptiest bin first if that gives fewer bins.
     """
     size = lengths.tolist()
-    falling = np.argsort(-lengths, kind="stable").tolist()
-    bins = [[i] for i in falling if 2 * size[i] > capacity]
+    longest_first = np.argsort(-lengths, kind="stable").tolist()
+    bins = [[i] for i in longest_first if 2 * size[i] > capacity]
     free = [capacity - size[row[0]] for row in bins]
-    medium = [i for i in falling if capacity < 3 * size[i] and 2 * size[i] <= capacity]
-    small = [i for i in falling if capacity < 6 * size[i] and 3 * size[i] <= capacity]
-    tiny = [i for i in falling if 6 * size[i] <= capacity]
+    medium = [i for i in longest_first if capacity < 3 * size[i] and 2 * size[i] <= capacity]
+    small = [i for i in longest_first if capacity < 6 * size[i] and 3 * size[i] <= capacity]
+    tiny = [i for i in longest_first if 6 * size[i] <= capacity]
 
-    def take_longest(number: int, items: list[int]) -> bool:
-        """Move the longest of falling items that fits into a bin."""
-        at = bisect.bisect_left(items, -free[number], key=lambda i: -size[i])
-        if at == len(items):
+    def move_longest(items: list[int], number: int) -> bool:
+        """Move the longest item that fits into a bin; `items` are sorted, longest first."""
+        position = bisect.bisect_left(items, -free[number], key=lambda i: -size[i])
+        if position == len(items):
             return False
-        bins[number].append(items.pop(at))
+        bins[number].append(items.pop(position))
         free[number] -= size[bins[number][-1]]
         return True
 
-    without = [number for number in range(len(bins)) if not take_longest(number, medium)]
-    for number in reversed(without):
+    without_medium = [number for number in range(len(bins)) if not move_longest(medium, number)]
+    for number in reversed(without_medium):
         if len(small) > 1 and size[small[-1]] + size[small[-2]] <= free[number]:
-            take_longest(number, [small.pop()])
-            take_longest(number, small)
+            move_longest([small.pop()], number)
+            move_longest(small, number)
     rest = sorted([*medium, *small, *tiny], key=lambda i: -size[i])
     for number in range(len(bins)):
-        while take_longest(number, rest):
+        while move_longest(rest, number):
             pass
     if not rest:
         return bins

@@ -1,4 +1,4 @@
-"""What a sample costs, from the model sizes in a host's Megatron arguments."""
+"""Cost of a sample in FLOPs, from the model sizes in a host's Megatron arguments."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"
 
 
 def knows_sizes(args: Any) -> bool:
-    """Whether the arguments name the sizes that FLOPs need."""
+    """Whether the arguments have the sizes that the FLOPs follow from."""
     return all(getattr(args, name, None) is not None for name in _NEEDED)
 
 
 def sample_flops(args: Any, lengths: Sequence[int]) -> list[float]:
-    """Forward operations of each sample, attention within the sample alone.
+    """Forward FLOPs of each sample, with attention inside the sample only.
 
     Args:
         args: Megatron's argument namespace; the fields are those of `model_flops`.
@@ -30,11 +30,11 @@ def sample_flops(args: Any, lengths: Sequence[int]) -> list[float]:
 
 
 def cost_in_tokens(args: Any, layout: Layout, fixed_tokens: int) -> CostModel:
-    """A cost model whose unit is the forward of one token, so that no speed has to be known.
+    """A cost model in units of one token's forward, which needs no GPU speed.
 
     Args:
-        fixed_tokens: a micro-batch costs this many tokens whatever it holds. Without such a cost
-            ever more micro-batches would always pay in a pipeline.
+        fixed_tokens: cost of a micro-batch besides its tokens, in tokens. Without it, more
+            micro-batches would always be cheaper in a pipeline.
     """
     per_token, per_token_sq = model_flops(args)
     return CostModel(
@@ -45,11 +45,11 @@ def cost_in_tokens(args: Any, layout: Layout, fixed_tokens: int) -> CostModel:
 
 
 def model_flops(args: Any) -> tuple[float, float]:
-    """Forward operations per token, and per squared token of a sample.
+    """Forward FLOPs per token, and per squared token of a sample.
 
-    Reads `num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`, `vocab_size`, and
-    where they are there `num_query_groups`, `kv_channels`, `swiglu`, `num_experts` with `moe_*`,
-    and the head widths of multi-latent attention.
+    Reads `num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads` and `vocab_size`;
+    if present, also `num_query_groups`, `kv_channels`, `swiglu`, `num_experts` with `moe_*`, and
+    the head widths of multi-latent attention.
     """
     dense = ModelSizes(
         num_layers=args.num_layers,
@@ -79,7 +79,7 @@ def model_flops(args: Any) -> tuple[float, float]:
 
 def _head_width(args: Any) -> int | None:
     if getattr(args, "multi_latent_attention", False):
-        # Scores and values have widths of their own; what counts here is their mean.
+        # Scores and values have different widths; `kv_channels` is one width, their mean.
         keys = int(args.qk_head_dim + args.qk_pos_emb_head_dim)
         return (keys + int(args.v_head_dim)) // 2
     return getattr(args, "kv_channels", None)

@@ -1,4 +1,4 @@
-"""Items of Megatron-LM's data sets -> the step's `SampleBatch`, the same on every rank."""
+"""Read items of Megatron-LM's data sets into a step's `SampleBatch`, the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Sample = dict[str, np.ndarray[Any, Any]]
 
 
 def draw_batch(data_iterator: Any, num_items: int, field_names: Sequence[str]) -> SampleBatch:
-    """Draw a step's samples on the ranks that have data, and give them to all.
+    """Draw a step's samples on the ranks that have data, and send them to all ranks.
 
-    A collective of all ranks. Samples stand in the order of data-parallel ranks. Each rank gets all
-    of them, 5 bytes a token.
+    A collective of all ranks. Samples are in the order of data-parallel ranks. Each rank gets all
+    of them, 5 bytes per token.
 
     Args:
         data_iterator: Megatron-LM's, or a list of them, one per model chunk; read on the first
             pipeline stage's first tensor-parallel rank.
-        num_items: how many items each data-parallel rank draws.
-        field_names: keys of per-token values beside the loss mask.
+        num_items: number of items that each data-parallel rank draws.
+        field_names: keys of per-token values besides the loss mask.
 
     Raises:
-        DataError: on every rank, where one of them could not draw.
+        DataError: on every rank, if one of them could not draw.
     """
     model_group = parallel_state.get_model_parallel_group()
     source = dist.get_global_rank(model_group, 0)
@@ -42,9 +42,13 @@ def draw_batch(data_iterator: Any, num_items: int, field_names: Sequence[str]) -
             parts[0], _draw(data_iterator, num_items, field_names), group=data_group
         )
     dist.broadcast_object_list(parts, src=source, group=model_group)
-    failed = [f"data-parallel rank {r}: {part}" for r, part in enumerate(parts[0]) if _bad(part)]
-    if failed:
-        raise of_all_ranks(DataError("; ".join(failed)))
+    errors = [
+        f"data-parallel rank {rank}: {part}"
+        for rank, part in enumerate(parts[0])
+        if isinstance(part, str)
+    ]
+    if errors:
+        raise of_all_ranks(DataError("; ".join(errors)))
     samples = [sample for part in parts[0] for sample in part]
     return SampleBatch(
         [sample["tokens"] for sample in samples],
@@ -52,12 +56,8 @@ def draw_batch(data_iterator: Any, num_items: int, field_names: Sequence[str]) -
     )
 
 
-def _bad(part: Any) -> bool:
-    return isinstance(part, str)
-
-
 def _draw(data_iterator: Any, num_items: int, field_names: Sequence[str]) -> list[Sample] | str:
-    """This rank's samples, or what went wrong: every rank must hear of it."""
+    """This rank's samples, or an error message: the error must reach every rank."""
     if isinstance(data_iterator, list):
         data_iterator = data_iterator[0]
     samples: list[Sample] = []
@@ -72,15 +72,17 @@ def _draw(data_iterator: Any, num_items: int, field_names: Sequence[str]) -> lis
 
 
 def read_item(item: Mapping[str, Any], field_names: Sequence[str] = ()) -> list[Sample]:
-    """The samples of one item: rows, cut where it is packed, without what trains nothing.
+    """The samples of one item: each row is a sample, packed rows are cut into their samples.
+
+    A sample ends behind its last token with a loss.
 
     Args:
         item: `tokens`, `labels` (the next token of each), `loss_mask` and fields, [B, S] or [S];
-            `cu_seqlens` (or `cu_seqlens_padded`) where rows are packed.
+            `cu_seqlens` (or `cu_seqlens_padded`) if rows are packed.
 
     Raises:
-        DataError: a key is missing, or the item asks for something else than causal attention over
-            whole samples and next-token losses that count or do not.
+        DataError: a key is missing, or the item needs other training than causal attention over
+            whole samples and next-token losses with weights 0 and 1.
     """
     names = ("tokens", "labels", "loss_mask", *field_names)
     missing = [name for name in names if item.get(name) is None]
@@ -102,7 +104,7 @@ def _bounds(item: Mapping[str, Any], loss_mask: np.ndarray[Any, Any]) -> list[in
     for name in ("cu_seqlens_padded", "cu_seqlens"):
         if item.get(name) is None:
             continue
-        # Filled up to a fixed size by its last value.
+        # Megatron-LM fills it up to a fixed size with its last value.
         bounds = sorted({int(bound) for bound in torch.as_tensor(item[name]).flatten().tolist()})
         if len(loss_mask) > 1 or bounds[0] != 0 or loss_mask[:, bounds[-1] :].any():
             raise DataError(
@@ -114,22 +116,24 @@ def _bounds(item: Mapping[str, Any], loss_mask: np.ndarray[Any, Any]) -> list[in
 
 
 def _sample(row: Sample, field_names: Sequence[str]) -> Sample:
-    counted = row["loss_mask"] != 0
     if not np.isin(row["loss_mask"], (0, 1)).all():
         raise DataError("loss_mask holds other values than 0 and 1; use an objective's field")
-    # Attention is causal: what stands behind the last loss reaches nothing that counts.
-    n = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 1
-    tokens, labels, counted = row["tokens"][:n], row["labels"][:n], counted[:n]
-    if (labels[:-1] != tokens[1:])[counted[:-1]].any():
+    has_loss = row["loss_mask"] != 0
+    # Attention is causal: tokens behind the last loss change no loss.
+    n = int(np.flatnonzero(has_loss)[-1]) + 1 if has_loss.any() else 1
+    tokens = row["tokens"][:n]
+    labels = row["labels"][:n]
+    has_loss = has_loss[:n]
+    if (labels[:-1] != tokens[1:])[has_loss[:-1]].any():
         raise DataError("labels are not the next tokens; megapack predicts a row's own next token")
     positions = row.get("position_ids")
     if positions is not None and (positions[:n] != np.arange(n)).any():
-        raise DataError("position_ids start anew inside a sample; turn off --reset-position-ids")
-    first = np.zeros(1)
-    # A label that does not count may be anything, -100 for one.
-    whole = np.append(tokens, labels[-1] if counted[-1] else tokens[-1])
+        raise DataError("position_ids restart inside a sample; turn off --reset-position-ids")
+    # A label without a loss may be any number, such as -100.
+    last = labels[-1] if has_loss[-1] else tokens[-1]
+    # Values of a label stand at the label's own position, one further than in the item.
     return {
-        "tokens": whole.astype(np.int32),
-        RESPONSE_MASK: np.append(False, counted),
-        **{name: np.append(first, row[name][:n]).astype(np.float32) for name in field_names},
+        "tokens": np.append(tokens, last).astype(np.int32),
+        RESPONSE_MASK: np.append(False, has_loss),
+        **{name: np.append(0.0, row[name][:n]).astype(np.float32) for name in field_names},
     }

@@ -1,7 +1,7 @@
-"""Which rows of a BatchedDataDict each shard gets, and its micro-batches.
+"""Distribute the rows of a BatchedDataDict over shards, and cut each shard into micro-batches.
 
-A step's rows share one optimizer step. Of a batch with 8 rows, 2 steps and 2 shards, the first
-shard has rows 0, 1, 4, 5 where nothing is packed.
+A "row" in this module is one sequence of the batch, as NeMo-RL calls it. Without packing, a batch
+of 8 rows, 2 steps and 2 shards gives the first shard rows 0, 1 (step 0) and 4, 5 (step 1).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megapack.layout import Layout, round_up
 from megapack.policy import Policy
 
 Step = list[Rows]
-"""Per shard its micro-batches, of rows of the whole batch."""
+"""The micro-batches of each shard; their numbers are rows of the whole batch."""
 
 
 @dataclass(frozen=True)
 class PackingArgs:
-    """NeMo-RL's sequence_packing_args, read for a batch."""
+    """NeMo-RL's sequence_packing_args, applied to a batch."""
 
     max_tokens: int
     """Padded tokens of a micro-batch, before CP."""
@@ -68,8 +68,8 @@ def step_rows(
     return [range(first, first + size) for first in range(0, num_rows, size)]
 
 
-def plain(data: Any, steps: list[range], shards: int) -> list[Any]:
-    """Consecutive rows of each step to each shard; the last get fewer where they do not divide."""
+def plain_shards(data: Any, steps: list[range], shards: int) -> list[Any]:
+    """Give each shard consecutive rows of each step; the last shards may get fewer."""
     size = -(-len(steps[0]) // shards)
     return [
         _shard(data, [i for rows in steps for i in rows[s * size : (s + 1) * size]])
@@ -77,20 +77,20 @@ def plain(data: Any, steps: list[range], shards: int) -> list[Any]:
     ]
 
 
-def dealt(packer: SequencePacker, packing: PackingArgs, rows: range, shards: int) -> Step:
-    """The packer's bins of one step, dealt to the shards in turn."""
+def pack_step(packer: SequencePacker, packing: PackingArgs, rows: range, shards: int) -> Step:
+    """Pack the rows of one step into bins, and give the bins to the shards in turn."""
     bins = packer.pack(packing.padded[rows].tolist())
     bins = [[rows[i] for i in row] for row in bins]
     return [bins[s::shards] for s in range(shards)]
 
 
-def planned(
+def plan_steps(
     packing: PackingArgs, steps: list[range], shards: int, layout: Layout, cost: CostModel | None
 ) -> list[Step]:
-    """Every step planned for the layout.
+    """Plan every step for the layout.
 
     Raises:
-        PlanError: a row over the budget, or too few rows for a count that the pipeline runs.
+        PlanError: a row over the budget, or too few rows for any M that the pipeline runs.
     """
     if layout.dp != shards:
         raise ConfigError(f"the configured layout has dp={layout.dp}, the batch {shards} shards")
@@ -100,18 +100,19 @@ def planned(
         max_tokens_per_gpu=packing.max_tokens // layout.cp,
         global_batch_size=len(steps[0]),
         cost=cost,
-        # A shard has no place for a micro-batch without rows.
+        # A shard cannot express a micro-batch without rows.
         policy=Policy(oversize="error", unreachable="error"),
     )
     return [[[list(mb.samples) for mb in rank] for rank in step.ranks] for step in plan.steps]
 
 
-def packed(
-    data: Any, packing: PackingArgs, plan: list[Step], shards: int
+def packed_shards(
+    data: Any, packing: PackingArgs, plan: list[Step], num_shards: int
 ) -> tuple[list[Any], list[int]]:
-    """Shards that know their micro-batches, and where their rows came from."""
-    made, indices = [], []
-    for s in range(shards):
+    """Shards with the boundaries of their micro-batches, and the batch's row for each shard row."""
+    shards: list[Any] = []
+    indices: list[int] = []
+    for s in range(num_shards):
         steps = [_ordered(step[s], packing) for step in plan]
         rows = [i for step in steps for row in step for i in row]
         shard = _shard(data, rows)
@@ -120,51 +121,55 @@ def packed(
             [int(packing.padded[row].sum()) for row in step] for step in steps
         ]
         shard.elem_counts_per_gb = [sum(map(len, step)) for step in steps]
-        made.append(shard)
+        shards.append(shard)
         indices += rows
-    return made, indices
+    return shards, indices
 
 
-def dynamic(
-    data: Any, steps: list[range], shards: int, args: dict[str, Any]
+def dynamic_shards(
+    data: Any, steps: list[range], num_shards: int, args: dict[str, Any]
 ) -> tuple[list[Any], list[int]]:
-    """Rows of similar length together; a micro-batch is a rectangle, the same on every shard."""
+    """Shards whose micro-batches are rectangles of rows of similar length, equal on every shard."""
     lengths = _lengths(data, args)
-    rows_of: list[list[int]] = [[] for _ in range(shards)]
-    boundaries, widths, indices = [], [], []
+    rows_of: list[list[int]] = [[] for _ in range(num_shards)]
+    boundaries: list[list[list[int]]] = []
+    widths: list[list[int]] = []
+    indices: list[int] = []
     for rows in steps:
-        rising = sorted(rows, key=lambda i: lengths[i])
-        for s in range(shards):
-            rows_of[s] += rising[s::shards]
-            indices += rising[s::shards]
-        # Rows that stand at the same place of their shards, the longest of each place.
-        longest = lengths[rising].reshape(-1, shards).max(axis=1)
-        unit, width = int(args["sequence_length_round"]), data.data[args["input_key"]].shape[1]
-        row_tokens = np.minimum(round_up(longest, unit), width)
-        found = _rectangles(row_tokens.tolist(), int(args["max_tokens_per_microbatch"]))
-        boundaries.append([[start, end] for start, end, _ in found])
-        widths.append([tokens for _, _, tokens in found])
-    made = [_shard(data, rows) for rows in rows_of]
-    for shard in made:
-        shard.micro_batch_indices, shard.micro_batch_lengths = boundaries, widths
-    return made, indices
+        shortest_first = sorted(rows, key=lambda i: lengths[i])
+        for s in range(num_shards):
+            rows_of[s] += shortest_first[s::num_shards]
+            indices += shortest_first[s::num_shards]
+        # The k-th rows of all shards are in the same micro-batch: their longest decides its width.
+        longest = lengths[shortest_first].reshape(-1, num_shards).max(axis=1)
+        unit = int(args["sequence_length_round"])
+        max_width = data.data[args["input_key"]].shape[1]
+        row_tokens = np.minimum(round_up(longest, unit), max_width)
+        rectangles = _rectangles(row_tokens.tolist(), int(args["max_tokens_per_microbatch"]))
+        boundaries.append([[start, end] for start, end, _ in rectangles])
+        widths.append([width for _, _, width in rectangles])
+    shards = [_shard(data, rows) for rows in rows_of]
+    for shard in shards:
+        shard.micro_batch_indices = boundaries
+        shard.micro_batch_lengths = widths
+    return shards, indices
 
 
 def _rectangles(row_tokens: list[int], max_tokens: int) -> list[tuple[int, int, int]]:
-    """(start, end, width) of consecutive rows whose number times width holds the budget."""
+    """(start, end, width) of consecutive rows whose number times width is within the budget."""
     if max(row_tokens) > max_tokens:
         raise HostAssertionError(
             f"a row of {max(row_tokens)} padded tokens is over max_tokens_per_microbatch="
             f"{max_tokens}; raise it"
         )
-    found = [(0, 0, 0)]
+    rectangles = [(0, 0, 0)]
     for i, tokens in enumerate(row_tokens):
-        start, _, width = found[-1]
+        start, _, width = rectangles[-1]
         if (i + 1 - start) * max(width, tokens) <= max_tokens:
-            found[-1] = (start, i + 1, max(width, tokens))
+            rectangles[-1] = (start, i + 1, max(width, tokens))
         else:
-            found.append((i, i + 1, tokens))
-    return found
+            rectangles.append((i, i + 1, tokens))
+    return rectangles
 
 
 def _ordered(rows: Rows, packing: PackingArgs) -> Rows:
@@ -180,14 +185,14 @@ def _boundaries(rows: Rows) -> list[list[int]]:
 
 
 def _shard(data: Any, rows: list[int]) -> Any:
-    """Rows of the batch, as the type that the host makes of a slice."""
+    """Rows of the batch, in the type that the host's own slice returns."""
     if rows:
         return data.select_indices(rows).slice(0, len(rows))
     empty = type(data.slice(0, 1))()
     for name, value in data.data.items():
-        # Images of unequal sizes have no empty slice.
-        has_own = hasattr(value, "empty_rows_like")
-        empty[name] = value.empty_rows_like(value, 0) if has_own else value[:0]
+        # Images of unequal sizes cannot be sliced to nothing; they have a method for it.
+        has_method = hasattr(value, "empty_rows_like")
+        empty[name] = value.empty_rows_like(value, 0) if has_method else value[:0]
     return empty
 
 

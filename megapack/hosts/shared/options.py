@@ -1,4 +1,4 @@
-"""Options of a host's module: by default it behaves as the host's own tests pin it."""
+"""Options of a host's module; with the defaults it passes the host's own tests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ class HostOptions(Generic[T]):
     """
 
     def __init__(self, defaults: T) -> None:
-        self._defaults = self.current = defaults
+        self._defaults = defaults
+        self.current = defaults
 
     def configure(self, **changes: Any) -> T:
-        """Change options for the rest of the process, on every rank alike; none resets them all.
+        """Change options for the rest of the process; without arguments reset them all.
+
+        Every rank must set the same options.
 
         Returns:
             The options now in force.
@@ -38,6 +41,6 @@ class HostOptions(Generic[T]):
         for name in changes:
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1) or [", ".join(names)]
-                raise ConfigError(f"{name!r} is no option of this host; did you mean {near[0]}?")
+                raise ConfigError(f"this host has no option {name!r}; did you mean {near[0]}?")
         self.current = dataclasses.replace(self.current, **changes)  # type: ignore[type-var]
         return self.current

@@ -1,7 +1,7 @@
-"""What hosts whose ranks plan their own samples share: rows of one rank, and a count for all.
+"""Rows of one rank and an M for all ranks, for hosts whose ranks plan their own samples.
 
-Such a host has dealt its samples to DP ranks already. Each rank finds rows for its own, the ranks
-agree on M, and each splits rows until it has M of them.
+Such a host has already distributed its samples over DP ranks. Each rank packs its samples into
+rows, the ranks agree on M, and each rank splits rows until it has M of them.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Rows = list[list[int]]
-"""Per micro-batch the indices of its samples, ascending."""
+"""The sample indices of each micro-batch, ascending."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What one rank brings to the choice of M."""
+    """What one rank's samples demand of M."""
 
     count: int
-    """Micro-batches that it needs at least."""
+    """The least number of micro-batches that the rank needs."""
     room: int
-    """Micro-batches that its samples can fill."""
+    """The largest number of micro-batches that its samples can fill."""
     longest: int
     """Tokens of its longest item, which no split makes shorter."""
 
 
-class Needy(Protocol):
+class HasNeed(Protocol):
     """One rank's samples, read and packed."""
 
     @property
     def need(self) -> Need: ...
 
 
-R = TypeVar("R", bound=Needy)
+R = TypeVar("R", bound=HasNeed)
 
 
 def agree_on_need(
     read: Callable[[], R], settings: str, group: dist.ProcessGroup | None
 ) -> tuple[R, Need]:
-    """What `read` makes of this rank's samples, and the need of all ranks of the group.
+    """Read this rank's samples, and combine the needs of all ranks of the group.
 
-    Collective where torch.distributed is initialized: every rank of the group calls it.
+    Collective if torch.distributed is initialized: every rank of the group calls it.
 
     Args:
-        read: local work; a rank's need is known when it returns.
+        read: reads and packs this rank's samples, without collectives.
         settings: equal on all ranks.
         group: None for all ranks.
 
@@ -70,8 +70,8 @@ def agree_on_need(
         need: the largest count, the least room and the longest item of any rank.
 
     Raises:
-        ScheduleError: on every rank, where `read` failed on some or settings differ; see
-            `consensus.agree`.
+        ScheduleError: on every rank, if `read` failed on one or settings differ; see
+            `ranks.agree.agree`.
     """
     import torch
     import torch.distributed as dist
@@ -83,15 +83,16 @@ def agree_on_need(
         return rank, rank.need
     device = _device_of(group)
     rank = agree(read, device=device, same={"batching options": settings}, group=group)
-    mine = [rank.need.count, -rank.need.room, rank.need.longest]
-    found = torch.tensor(mine, dtype=torch.int64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    count, minus_room, longest = found.tolist()
+    # The largest -room is the least room, so that one MAX does for all three.
+    numbers = [rank.need.count, -rank.need.room, rank.need.longest]
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    count, minus_room, longest = tensor.tolist()
     return rank, Need(count, -minus_room, longest)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend takes its tensors."""
+    """The device that the group's backend needs its tensors on."""
     import torch
     import torch.distributed as dist
 
@@ -110,20 +111,20 @@ def plan_rank(
     colocate_ids: Sequence[int] | None = None,
     oversize: Oversize = "alone",
 ) -> tuple[Rows, int]:
-    """One rank's micro-batches by megapack's planner, in the order of the pipeline.
+    """Plan one rank's micro-batches, in the order in which the pipeline runs them.
 
     Args:
-        lengths: int64 [n]; a sample without tokens counts as one.
+        lengths: int64 [n]; a sample without tokens counts as one token.
         max_tokens: budget of a micro-batch before CP.
-        layout: the job's; None: rows are filled to `max_tokens` without alignment.
+        layout: the job's; None fills rows to `max_tokens` without alignment.
         cost: None balances tokens.
         colocate_ids, oversize: as in `build_dp_schedule` and `Policy`.
 
     Returns:
-        rows: without padding micro-batches, so there may be fewer than
+        rows: without padding micro-batches, so there may be fewer than `count`.
         count: the M that the planner chose.
     """
-    # The other ranks are not this one's to plan, and experts do not change what it packs.
+    # This plans one rank (dp=1), and expert parallelism does not change what is packed.
     layout = dataclasses.replace(layout, dp=1, ep=1) if layout is not None else Layout()
     plan = build_dp_schedule(
         np.maximum(lengths, 1),
@@ -138,10 +139,10 @@ def plan_rank(
 
 
 def split_rows(rows: Rows, count: int, work: Ints | Floats) -> Rows:
-    """Rows split, heaviest first, until there are `count` or only single items are left.
+    """Split rows, heaviest first, until there are `count` of them or each has one item.
 
     Args:
-        rows: every item in one of them.
+        rows: every item is in one row.
         work: [items].
     """
     if len(rows) >= count:
@@ -154,16 +155,17 @@ def split_rows(rows: Rows, count: int, work: Ints | Floats) -> Rows:
 
 
 def small_at_ends(rows: Rows, work: Ints | Floats) -> Rows:
-    """Heaviest in the middle, lighter ones before and after it in turn.
+    """Order rows with the heaviest in the middle and lighter ones on both sides in turn.
 
-    A pipeline waits for its first micro-batch while it fills and for its last while it drains.
+    Work 5, 4, 3, 2, 1 becomes 1, 3, 5, 4, 2. A pipeline waits for its first micro-batch while it
+    fills and for its last while it drains.
     """
-    falling = sorted(rows, key=lambda row: (-work[row].sum(), -row[0]))
-    return falling[::2][::-1] + falling[1::2]
+    heaviest_first = sorted(rows, key=lambda row: (-work[row].sum(), -row[0]))
+    return heaviest_first[::2][::-1] + heaviest_first[1::2]
 
 
 @cache
 def log_budget(host: str, max_tokens: int, cp: int | None) -> None:
-    """Say once how a budget was read; cp=None where the host does not tell it."""
+    """Log once how a budget is read; cp is None if the host does not give it."""
     per_gpu = f"{max_tokens // cp} per GPU with cp={cp}" if cp else "before CP"
-    _LOG.info("%s: budget of %d tokens per micro-batch, %s", host, max_tokens, per_gpu)
+    logger.info("%s: budget of %d tokens per micro-batch, %s", host, max_tokens, per_gpu)

@@ -1,9 +1,9 @@
-"""Schedules of whole rollouts, as slime and its kin take them.
+"""Schedules of whole rollouts, in the format of slime and miles.
 
     samples of R rollouts -> steps of `global_batch_size` rollouts -> Plan -> lists of the host
 
-The host's arguments name the budget per GPU and the model's sizes. Rollouts that fill no step are
-left out, as the host does.
+The host's arguments give the budget per GPU and the model's sizes. Rollouts that do not fill a step
+are left out, as in the host.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from megapack.layout import Layout
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import Policy
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CountRule = Literal["multiple", "legal"]
 Unreachable = Literal["drop", "error"]
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
-"""partitions[dp][sample], micro_batch_indices[dp][mb][index into partitions[dp]],
+"""partitions[dp][sample], micro_batch_indices[dp][micro-batch][index into partitions[dp]],
 num_microbatches[step], rollouts kept[step]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
-    """What `configure` of slime and miles changes.
+    """Options that `configure` of slime and miles sets.
 
     Raises:
-        ConfigError: a value that is none of those named.
+        ConfigError: a value that is not allowed.
     """
 
     count_rule: CountRule = "multiple"
-    """"multiple": M a multiple of the VPP group, as the host's tests ask. "legal": every M that
+    """"multiple": M is a multiple of G, as the host's tests require. "legal": every M that
     Megatron runs; needs `args.pipeline_model_parallel_size`."""
     unreachable: Unreachable = "drop"
-    """When a step's samples fill no allowed number of micro-batches: drop whole trailing rollouts,
-    or raise. Padding is no choice: the host's batches cannot be empty."""
+    """If a step's samples fill no allowed number of micro-batches: drop whole trailing rollouts, or
+    raise. Padding micro-batches are not an option: the host's batches cannot be empty."""
     count_row_padding: bool = False
-    """Rows also hold the budget after the host padded them to `data_pad_size_multiplier * tp`."""
+    """Rows are within the budget also after the host pads them to `data_pad_size_multiplier * tp`.
+    """
     fixed_tokens: int = 256
-    """What a micro-batch costs whatever it holds, in tokens; beside FLOPs."""
+    """Cost of a micro-batch besides its FLOPs, in tokens."""
     search: int | None = None
-    """Evaluations of the planner's search per step. None: the planner's own number where the host
-    is told to balance; else 8 per rank, which takes about as long as the host's first-fit."""
+    """Evaluations of the planner's search per step. None: the planner's default if the host's flags
+    ask for balance; otherwise 8 per rank, which takes about as long as the host's first-fit."""
 
     def __post_init__(self) -> None:
         for name, choices in (("count_rule", CountRule), ("unreachable", Unreachable)):
@@ -74,41 +75,42 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The samples that are planned, and how many rollouts each step has."""
+    """The samples that are planned, and the number of rollouts of each step."""
 
     samples: list[int]
     """Indices into the host's samples."""
     rollout_of: list[int]
-    """Per planned sample its rollout, numbered in order of first appearance."""
+    """The rollout of each planned sample, numbered in order of first appearance."""
     per_step: list[int]
-    """Rollouts of each step."""
+    """Number of rollouts of each step."""
 
     @classmethod
     def read(
         cls, rollout_indices: Sequence[Any], global_batch_size: int, *, partial: bool = False
     ) -> Rollouts:
-        """Whole steps of `global_batch_size` rollouts; with `partial` one more of what is left.
+        """Make steps of `global_batch_size` rollouts; with `partial`, a last step of what is left.
 
         Raises:
             HostAssertionError: fewer rollouts than a step needs.
         """
-        number = {name: k for k, name in enumerate(dict.fromkeys(rollout_indices))}
-        whole = len(number) // global_batch_size if global_batch_size > 0 else 0
-        if whole < 1:
+        number_of = {index: k for k, index in enumerate(dict.fromkeys(rollout_indices))}
+        num_rollouts = len(number_of)
+        num_whole_steps = num_rollouts // global_batch_size if global_batch_size > 0 else 0
+        if num_whole_steps < 1:
             raise HostAssertionError(
-                f"num_rollouts ({len(number)}) < global_batch_size ({global_batch_size}); give at "
+                f"num_rollouts ({num_rollouts}) < global_batch_size ({global_batch_size}); give at "
                 "least one step's rollouts"
             )
-        per_step = [global_batch_size] * whole
-        if partial and len(number) > sum(per_step):
-            per_step.append(len(number) - sum(per_step))
-        rollout_of = [number[name] for name in rollout_indices]
+        per_step = [global_batch_size] * num_whole_steps
+        if partial and num_rollouts > sum(per_step):
+            per_step.append(num_rollouts - sum(per_step))
+        rollout_of = [number_of[index] for index in rollout_indices]
         samples = [i for i, rollout in enumerate(rollout_of) if rollout < sum(per_step)]
         return cls(samples, [rollout_of[i] for i in samples], per_step)
 
     @property
     def ids(self) -> list[int] | None:
-        """`rollout_of`; None, which is faster, where every sample is its own rollout."""
+        """`rollout_of`; None, which is faster, if every sample is its own rollout."""
         return None if sum(self.per_step) == len(self.samples) else self.rollout_of
 
     def whole_steps(self) -> Rollouts:
@@ -120,7 +122,7 @@ class Rollouts:
         )
 
     def step_samples(self) -> list[list[int]]:
-        """Per step the host's sample indices, rollout after rollout."""
+        """The host's sample indices of each step, rollout after rollout."""
         steps: list[list[int]] = [[] for _ in self.per_step]
         order = sorted(range(len(self.samples)), key=self.rollout_of.__getitem__)
         for k in order:
@@ -129,11 +131,11 @@ class Rollouts:
 
 
 def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:
-    """The layout that the host's parallel config and Megatron's arguments tell.
+    """The layout in the host's parallel config and Megatron's arguments.
 
     Args:
         args: `pipeline_model_parallel_size`, `tensor_model_parallel_size` and
-            `expert_model_parallel_size` are read where they are there.
+            `expert_model_parallel_size` are read if they are present.
         config: `dp_size`, `cp_size`, `vpp_size` (None is 1) and
             `microbatch_group_size_per_vp_stage`.
     """
@@ -141,7 +143,7 @@ def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:
     vpp = config["vpp_size"] or 1
     pp = getattr(args, "pipeline_model_parallel_size", None) or 1
     if vpp > 1 and pp == 1:
-        # Not told; Megatron's groups are of pp micro-batches unless somebody asked for more.
+        # The arguments do not give pp; Megatron's G is pp unless a larger one was set.
         pp = group
     vpp = vpp if pp > 1 else 1
     return Layout(
@@ -156,7 +158,7 @@ def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:
 
 
 def align_to(layout: Layout) -> int:
-    """Micro-batches of a step over all ranks are a multiple of this."""
+    """The number of a step's micro-batches over all ranks is a multiple of this."""
     return layout.dp * (layout.group_size if layout.vpp > 1 else 1)
 
 
@@ -170,14 +172,15 @@ def plan_dynamic(
     options: RolloutOptions,
     host: str,
 ) -> Schedule:
-    """Rows under `args.max_tokens_per_gpu`; ranks are balanced by FLOPs where the arguments name
-    the model's sizes, else by tokens.
+    """Plan rows of at most `args.max_tokens_per_gpu`.
+
+    Ranks are balanced by FLOPs if the arguments have the model's sizes, otherwise by tokens.
 
     Args:
-        balanced: the host is told to balance, so the search may take its time.
+        balanced: the host's flags ask for balance, so the search may take longer.
 
     Raises:
-        HostAssertionError: no budget, or a step that no allowed count fits; it is a ValueError too.
+        HostAssertionError: no budget, or a step that no allowed M fits; it is a ValueError too.
     """
     if args.max_tokens_per_gpu is None:
         raise HostAssertionError("use_dynamic_batch_size without max_tokens_per_gpu; set it")
@@ -193,9 +196,9 @@ def plan_dynamic(
             policy=options.policy(layout.dp, balanced=balanced),
         )
     except PlanError as error:
-        what = str(error).partition(";")[0]
+        problem = str(error).partition(";")[0]
         raise HostAssertionError(
-            f"cannot align micro-batches to align_to={align_to(layout)}: {what}; set another "
+            f"cannot align micro-batches to align_to={align_to(layout)}: {problem}; set another "
             "global_batch_size, n_samples_per_prompt or max_tokens_per_gpu"
         ) from error
     return _lists_of(plan, rollouts.samples)
@@ -207,13 +210,14 @@ def plan_static(
     rollouts: Rollouts,
     weights: Sequence[float] | None,
 ) -> Schedule:
-    """Chunks of `args.micro_batch_size` samples in the host's order; nothing is dropped.
+    """Cut micro-batches of `args.micro_batch_size` samples in the host's order; drop nothing.
 
     Args:
-        weights: per sample of the host what ranks are balanced by; None deals chunks in turn.
+        weights: weight of each of the host's samples, to balance ranks by; None gives micro-batches
+            to ranks in turn.
 
     Raises:
-        HostAssertionError: chunks that do not divide over the ranks and groups.
+        HostAssertionError: the number of micro-batches is not a multiple of DP ranks times G.
     """
     size = args.micro_batch_size
     if size is None or size < 1:
@@ -246,7 +250,8 @@ def _row_budget(args: Any, options: RolloutOptions) -> int:
     budget = int(args.max_tokens_per_gpu)
     if not options.count_row_padding:
         return budget
-    # What is padded to a multiple of `unit` stays within the largest multiple in the budget.
+    # A row padded to a multiple of `unit` stays within the largest multiple below the budget:
+    # budget 1000 and unit 128 give 896.
     unit = getattr(args, "data_pad_size_multiplier", 128)
     unit *= getattr(args, "tensor_model_parallel_size", None) or 1
     if budget < unit:
@@ -259,8 +264,8 @@ def _row_budget(args: Any, options: RolloutOptions) -> int:
 
 @cache
 def _log_budget(host: str, max_tokens_per_gpu: int, layout: Layout) -> None:
-    """Once per budget and layout."""
-    _LOG.info(
+    """Log once per budget and layout."""
+    logger.info(
         "%s counts tokens per GPU: max_tokens_per_gpu=%d is %d padded tokens per micro-batch with "
         "cp=%d, samples padded to multiples of %d",
         host,
@@ -284,7 +289,7 @@ def _host_rows(step: StepPlan, samples: list[int]) -> list[list[list[int]]]:
 
 
 def _append(schedule: Schedule, ranks: list[list[list[int]]], num_rollouts: int) -> None:
-    """One more step at the end of a schedule."""
+    """Append one step to a schedule."""
     partitions, micro_batch_indices, num_microbatches, kept = schedule
     for rank, rows in enumerate(ranks):
         for row in rows:

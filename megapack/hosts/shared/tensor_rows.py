@@ -1,4 +1,4 @@
-"""Samples of a host's batch: fields that are tensors, ragged tensors or lists of tensors."""
+"""Select samples of a host's batch, in fields of tensors, ragged tensors or lists of tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def take(value: Any, indices: Sequence[int]) -> Any:
-    """The samples of one field, in the order of `indices`.
+    """Select samples of one field, in the order of `indices`.
 
-    A field without a batch dimension (None, a number, a text) is returned as it is. What is no
-    tensor keeps its type: a list of tensors that takes integers and slices alone is enough.
+    A field without a batch dimension (None, a number, a string) is returned as it is. Fields of
+    other types than tensors keep their type; they only need int indexing.
     """
     import torch
 
@@ -23,7 +23,7 @@ def take(value: Any, indices: Sequence[int]) -> Any:
         return value[torch.tensor(indices, dtype=torch.int64, device=value.device)]
     if getattr(value, "shape", ()):
         return value[list(indices)]
-    # One value for the whole batch.
+    # A 0-d array or an object that cannot be indexed is one value for the whole batch.
     if hasattr(value, "shape") or not hasattr(value, "__getitem__"):
         return value
     if isinstance(value, str | bytes | Mapping):
@@ -32,12 +32,12 @@ def take(value: Any, indices: Sequence[int]) -> Any:
 
 
 def take_ragged(value: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """The samples of a nested tensor in the jagged layout, its ragged dimension kept."""
+    """Select samples of a nested tensor in the jagged layout, and keep its ragged dimension."""
     import torch
 
     samples = value.unbind()
     ragged = getattr(value, "_ragged_idx", 1)
-    # Made with the ragged dimension first, then put back in its place.
+    # The nested tensor is built with the ragged dimension first, then transposed back.
     rows = [samples[i].transpose(0, ragged - 1) for i in indices]
     taken = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     return taken.transpose(1, ragged) if ragged > 1 else taken

@@ -1,4 +1,4 @@
-"""Bins of samples under a budget of computed tokens: real tokens, or padded rectangles."""
+"""Bins of samples under a budget of computed tokens: real tokens or padded rectangles."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ class SampleSizes:
         return self.prompt[sample] + self.response[sample]
 
     def cost(self, samples: Sequence[int]) -> int:
-        """Tokens that a micro-batch computes; under "dense" prompts and responses are padded
-        apart, each to its longest."""
+        """Tokens that a micro-batch computes.
+
+        "sum" counts real tokens. Under "dense", prompts are padded to the longest prompt and
+        responses to the longest response: (2, 5) and (3, 1) compute 2 * (3 + 5) = 16 tokens.
+        """
         if self.cost_model == "sum":
             return sum(self.total(i) for i in samples)
         longest = max(self.prompt[i] for i in samples) + max(self.response[i] for i in samples)
@@ -47,12 +50,12 @@ def read_sizes(
     """Sizes of a rank's samples; None without response lengths.
 
     Raises:
-        PlanError: another number of lengths than samples.
+        PlanError: the number of lengths is not the number of samples.
     """
     if response is None:
         return None
     prompts = [0] * num_samples if prompt is None else [max(0, int(n)) for n in prompt]
-    # A sample takes a place even where its response is empty.
+    # An empty response counts as one token, so that every sample has a size.
     responses = [max(1, int(n)) for n in response]
     for name, values in (("response", responses), ("prompt", prompts)):
         if len(values) != num_samples:
@@ -60,15 +63,15 @@ def read_sizes(
     return SampleSizes(prompts, responses, cost_model)
 
 
-def pack(sizes: SampleSizes, update: range, budget: int) -> Bins:
-    """As few bins as first-fit-decreasing finds."""
+def pack_bins(sizes: SampleSizes, update: range, budget: int) -> Bins:
+    """Pack by first-fit-decreasing; a sample over the budget is alone."""
     if sizes.cost_model == "sum":
         bins = first_fit_decreasing_pack([sizes.total(i) for i in update], budget)
         return [[update.start + k for k in members] for members in bins]
     bins = []
     for i in sorted(update, key=lambda i: (-sizes.total(i), i)):
-        room = (members for members in bins if sizes.cost([*members, i]) <= budget)
-        members = next(room, None)
+        with_room = (members for members in bins if sizes.cost([*members, i]) <= budget)
+        members = next(with_room, None)
         if members is None:
             bins.append([i])
         else:
@@ -76,8 +79,12 @@ def pack(sizes: SampleSizes, update: range, budget: int) -> Bins:
     return bins
 
 
-def exactly(sizes: SampleSizes, update: range, bins: Bins, count: int, budget: int) -> Bins:
-    """`count` bins, none empty, at most one bin per sample; what held the budget still does."""
+def change_count(sizes: SampleSizes, update: range, bins: Bins, count: int, budget: int) -> Bins:
+    """Turn bins into exactly `count` bins, none of them empty.
+
+    Bins within the budget stay within it. `count` is at least the number of bins, and at most the
+    number of samples.
+    """
     if sizes.cost_model == "dense":
         return _split_to(sizes, bins, count)
     tokens = np.array([sizes.total(i) for i in update], dtype=np.int64)
@@ -95,17 +102,19 @@ def exactly(sizes: SampleSizes, update: range, bins: Bins, count: int, budget: i
 
 
 def _split_to(sizes: SampleSizes, bins: Bins, count: int) -> Bins:
-    """Cut the bin of most computed tokens between its longer and shorter samples, again and
-    again: neither part's rectangle is larger than the whole's."""
+    """Split the bin with most computed tokens into its longer and its shorter samples, repeatedly.
+
+    Neither part's rectangle is larger than the whole's.
+    """
     heap = [(-sizes.cost(members), members) for members in bins if len(members) > 1]
     heapq.heapify(heap)
-    done = [members for members in bins if len(members) == 1]
-    while len(heap) + len(done) < count:
+    single = [members for members in bins if len(members) == 1]
+    while len(heap) + len(single) < count:
         _, members = heapq.heappop(heap)
         middle = (len(members) + 1) // 2
         for part in (members[:middle], members[middle:]):
             if len(part) > 1:
                 heapq.heappush(heap, (-sizes.cost(part), part))
             else:
-                done.append(part)
-    return [members for _, members in heap] + done
+                single.append(part)
+    return [members for _, members in heap] + single

@@ -1,4 +1,4 @@
-"""One verl rank's samples as rows: verl's own where they hold the budget, megapack's elsewhere."""
+"""Rows of one verl rank: verl's own if they are within the budget, otherwise megapack's."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from megapack.planner.partition import karmarkar_karp
 
 N = TypeVar("N")
 
-# Work of L tokens is 24576 * L + L^2: 6 times a hidden size of 4096, which verl takes for 7B.
-_TOKENS_PER_TOKEN_SQ = 24576
-_COST = CostModel(per_token=float(_TOKENS_PER_TOKEN_SQ), per_token_sq=1.0)
+# Work of L tokens is 24576 * L + L^2. 24576 is 6 * 4096, the hidden size of 7B that verl assumes.
+_WORK_PER_TOKEN = 24576
+_COST = CostModel(per_token=float(_WORK_PER_TOKEN), per_token_sq=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerlOptions:
-    """What may differ from verl's own behaviour."""
+    """Where the replacements may differ from verl's own behaviour."""
 
     light_rank: Literal["error", "pad"] = "error"
-    """A rank with fewer samples than M: all ranks raise, as verl's do, or this rank runs copies of
-    its shortest sample (of its smallest group) with zero loss masks. A copy's index list names the
-    sample again."""
+    """If a rank has fewer samples than M: "error" raises on all ranks, as verl does; "pad" runs
+    copies of the rank's shortest sample (or smallest item) with zero loss masks. The index list of
+    a copy names the sample again."""
     layout: Layout | None = None
-    """The job's layout: rows are planned and ordered for its pipeline, alignment counts, and M is
-    any count that Megatron runs. None: verl's own rows, order and counts."""
+    """The job's layout: rows are planned and ordered for its pipeline, alignment counts against the
+    budget, and M is any count that Megatron runs. None: verl's own rows, order and counts."""
     cost: CostModel | None = None
     """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
 
@@ -41,12 +41,12 @@ class VerlOptions:
         if self.light_rank not in ("error", "pad"):
             raise ConfigError(f'light_rank={self.light_rank!r}; set "error" or "pad"')
         if self.cost is not None and self.layout is None:
-            raise ConfigError("cost without layout is not looked at; set both")
+            raise ConfigError("cost is used with a layout only; set both")
 
 
 def calculate_workload(seqlen_list: N) -> N:
     """Relative work of sequences: 24576 * L + L^2, for a tensor, an array or a number."""
-    return _TOKENS_PER_TOKEN_SQ * seqlen_list + seqlen_list**2  # type: ignore[operator, no-any-return]
+    return _WORK_PER_TOKEN * seqlen_list + seqlen_list**2  # type: ignore[operator, no-any-return]
 
 
 def ceildiv(a: int, b: int) -> int:
@@ -55,55 +55,58 @@ def ceildiv(a: int, b: int) -> int:
 
 
 def roundup_divisible(a: int, b: int) -> int:
-    """The smallest multiple of b that is not below a: 7 and 4 give 8."""
+    """The smallest multiple of b that is at least a: 7 and 4 give 8."""
     return ceildiv(a, b) * b
 
 
 @dataclass
 class RankItems:
-    """One rank's samples in groups of `group_size` that stay together: its items."""
+    """One rank's samples as items: `group_size` consecutive samples that stay together."""
 
     lengths: Ints
     """int64 [samples]: real tokens."""
     max_tokens: int
+    """Budget of a row, in real tokens."""
     group_size: int
+    """Samples of an item; verl's force_group_size, not the G of the pipeline."""
     step: int
-    """The count is a multiple of it."""
+    """M is a multiple of it."""
     options: VerlOptions
     least: int = 1
-    """Micro-batches that are asked for at least."""
+    """The caller's lower bound of M."""
     need: Need = field(init=False)
     own: Rows = field(init=False, default_factory=list)
-    """Rows of items that hold the budget; none where an item is over it."""
+    """Rows of items within the budget; no rows if an item is over it."""
 
     def __post_init__(self) -> None:
         self._check()
-        longest, count = int(self.tokens.max()), 1
+        longest = int(self.tokens.max())
+        count = 1
         if longest <= self.max_tokens:
             self.own, count = self._pack()
         self.need = Need(max(count, self.least), self.tokens.size, longest)
 
     @cached_property
     def tokens(self) -> Ints:
-        """int64 [items]."""
+        """int64 [items]: real tokens of each item."""
         return _sums(self.lengths, self.group_size)
 
     @cached_property
     def work(self) -> Ints:
-        """int64 [items]."""
+        """int64 [items]: work of each item, see `calculate_workload`."""
         return _sums(calculate_workload(self.lengths), self.group_size)
 
     @property
     def shortest(self) -> int:
-        """The item of fewest tokens."""
+        """The item with the fewest tokens."""
         return int(self.tokens.argmin())
 
     def shared_count(self, need: Need) -> int:
-        """M of all ranks, from what they agreed on."""
+        """M of all ranks, from their combined need."""
         if need.longest > self.max_tokens:
-            what = "group of samples" if self.group_size > 1 else "sample"
+            kind = "group of samples" if self.group_size > 1 else "sample"
             raise HostAssertionError(
-                f"a {what} of {need.longest} tokens is over max_token_len={self.max_tokens}; "
+                f"a {kind} of {need.longest} tokens is over max_token_len={self.max_tokens}; "
                 f"set it to {need.longest} or more"
             )
         layout = self.options.layout
@@ -120,25 +123,27 @@ class RankItems:
         return count
 
     def rows(self, count: int) -> Rows:
-        """`count` rows of items, fewer where there are fewer items."""
+        """`count` rows of items, or one row per item if there are fewer items."""
         if count != len(self.own) and self.options.layout is None and count <= self.tokens.size:
             rows = self._balanced(count)
-            if self._holds(rows):
+            if self._fits(rows):
                 return rows
         return split_rows(self.own, count, self.work)
 
     def samples(self, rows: Rows) -> Rows:
-        """Rows of items as rows of samples."""
+        """Turn rows of items into rows of samples."""
         size = self.group_size
         return [[i for item in row for i in range(item * size, (item + 1) * size)] for row in rows]
 
     def _check(self) -> None:
-        num, layout = self.lengths.size, self.options.layout
-        if num == 0:
+        num_samples = self.lengths.size
+        layout = self.options.layout
+        if num_samples == 0:
             raise DataError("a rank has no samples; give every rank of dp_group one or more")
-        if self.group_size < 1 or num % self.group_size:
+        if self.group_size < 1 or num_samples % self.group_size:
             raise HostAssertionError(
-                f"{num} samples in groups of force_group_size={self.group_size}; give a multiple"
+                f"{num_samples} samples in groups of force_group_size={self.group_size}; give a "
+                "multiple"
             )
         if layout is not None and self.step not in (1, layout.group_size):
             raise ConfigError(
@@ -147,28 +152,28 @@ class RankItems:
             )
 
     def _pack(self) -> tuple[Rows, int]:
-        """Rows, and the count that they ask for.
+        """Rows, and the M that they need.
 
-        verl's way: Karmarkar-Karp by work, one step more until the budget holds. Where that finds
-        none, and for a layout, megapack's planner.
+        As in verl: Karmarkar-Karp by work, with `step` more rows until all are within the budget.
+        If no number of rows is, or if a layout is set: megapack's planner.
         """
         if self.options.layout is None:
             fewest = max(self.least, fewest_bins_bound(self.tokens, self.max_tokens))
             first = roundup_divisible(fewest, self.step)
             for count in range(first, self.tokens.size + 1, self.step):
                 rows = self._balanced(count)
-                if self._holds(rows):
+                if self._fits(rows):
                     return rows, count
-        return self._planned()
+        return self._plan()
 
     def _balanced(self, count: int) -> Rows:
         return [sorted(row) for row in karmarkar_karp(self.work, count)]
 
-    def _holds(self, rows: Rows) -> bool:
+    def _fits(self, rows: Rows) -> bool:
         return all(int(self.tokens[row].sum()) <= self.max_tokens for row in rows)
 
-    def _planned(self) -> tuple[Rows, int]:
-        """megapack's rows of items, and its M."""
+    def _plan(self) -> tuple[Rows, int]:
+        """Rows of items by megapack's planner, and its M."""
         groups = (np.arange(self.lengths.size) // self.group_size).tolist()
         layout = self.options.layout
         rows, count = plan_rank(
@@ -183,6 +188,6 @@ class RankItems:
 
 
 def _sums(values: Ints, size: int) -> Ints:
-    """Sums of so many consecutive values."""
+    """Sums of each `size` consecutive values."""
     sums: Ints = values.reshape(-1, size).sum(axis=1)
     return sums

@@ -1,6 +1,6 @@
-"""Attention over packed rows: samples never see each other.
+"""Attention over packed rows, in which samples never see each other.
 
-packed        what Megatron's layers are given and call
-sdpa, varlen  torch's kernels, on a machine without Transformer Engine
-choice        which kernel runs on this machine
+packed        Megatron's description of a row; the base class of the kernels below
+sdpa, varlen  torch's kernels, for machines without Transformer Engine
+choice        the kernel that runs on this machine
 """

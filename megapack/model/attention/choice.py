@@ -1,7 +1,7 @@
-"""Which attention runs packed rows on this machine, and which optional kernels Megatron-Core takes.
+"""The attention kernel for packed rows on this machine, and the other kernels of Megatron-Core.
 
-Attention: Transformer Engine's, torch's varlen, or SDPA. Other kernels: Transformer Engine, apex or
-torch.
+Attention is Transformer Engine's, torch's varlen attention or torch's SDPA. Norms, Adam and
+gradient norms are Transformer Engine's, apex's or torch's.
 """
 
 from __future__ import annotations
@@ -19,52 +19,54 @@ from megapack.ranks import cpu
 
 Library = Literal["te", "apex", "torch"]
 
+# Compute capability of Ampere (A100: 8.0), the first with flash attention kernels in torch.
+_MIN_CAPABILITY = (8, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What a model of a given attention and dtype runs with."""
+    """The kernels that run a model."""
 
     attention: Kernel
     passed_over: dict[str, str]
-    """Kernels that come before it, and what keeps each from running."""
+    """Preferred attention kernels -> why each cannot run here."""
     norm: Library
-    """The layers' norms."""
+    """Library of the layers' norms."""
     optimizer: Library
-    """Adam."""
+    """Library of Adam."""
     grad_norm: Library
-    """Gradient norms and their clipping."""
+    """Library of gradient norms and clipping."""
     rope_fusion: bool
-    """Rotary embeddings in one kernel."""
+    """Whether rotary embeddings run in one kernel."""
     gradient_accumulation_fusion: bool
-    """Weight gradients are added to the main gradients inside the matrix product."""
+    """Whether the matrix product adds weight gradients to the main gradients."""
     apex: Apex
-    """Whether NVIDIA's apex is installed, or a package that only has its name."""
+    """Whether NVIDIA's apex is installed, or another package of that name."""
 
     def __str__(self) -> str:
-        """One line, for the start of a run."""
-        fused = [name for name in ("rope", "gradient_accumulation") if self._fused(name)]
+        """One line for the log at the start of a run."""
+        flags = {
+            "rope": self.rope_fusion,
+            "gradient_accumulation": self.gradient_accumulation_fusion,
+        }
+        fused = [name for name, is_fused in flags.items() if is_fused]
         reasons = "".join(f"; not {name}: {why}" for name, why in self.passed_over.items())
         return (
             f"attention {self.attention}, norms {self.norm}, Adam {self.optimizer}, gradient norm "
             f"{self.grad_norm}, fused: {', '.join(fused) or 'nothing'}{reasons}"
         )
 
-    def _fused(self, name: str) -> bool:
-        return bool(getattr(self, f"{name}_fusion"))
-
 
 def find_kernels(
     attention: Attention = "auto",
     dtype: Dtype = "bf16",
 ) -> Kernels:
-    """What Megatron-Core takes for a model of this `ModelConfig.attention` and `dtype`.
+    """The kernels of a model with this `ModelConfig.attention` and `dtype` on this machine.
 
     Raises:
-        ConfigError: an attention is asked for that cannot run here.
+        ConfigError: the requested attention cannot run here.
     """
     from megatron.core.optimizer import Adam, clip_grads
-
-    from megapack.model.attention.choice import choose_attention, passed_over
 
     kernel = choose_attention(attention, dtype)
     return Kernels(
@@ -80,48 +82,36 @@ def find_kernels(
 
 
 def has_rope_fusion(kernel: str) -> bool:
-    """Whether rotary embeddings of packed rows run in one kernel: Transformer Engine has it, and it
-    reads `cu_seqlens` on the device, where the plain way reads them on the host in every layer."""
+    """Whether rotary embeddings of packed rows run in one kernel.
+
+    Only Transformer Engine has that kernel. It reads `cu_seqlens` on the device; without it they
+    are copied to the host in every layer.
+    """
     return kernel == "te"
 
 
 def has_gradient_accumulation_fusion() -> bool:
-    """Whether Megatron's linear layers can add weight gradients to the main ones in the product.
+    """Whether Megatron's linear layers can add weight gradients to the main ones in their kernel.
 
-    apex's extension has the kernel. Transformer Engine's layers have their own, but under one
-    setting with the output layer, which is Megatron's and refuses it without the extension.
+    The kernel is an extension of apex. Transformer Engine's layers have their own, but the same
+    setting also applies to the output layer, which is Megatron's and refuses it without the
+    extension.
     """
-    from megapack.ranks import cpu
-
     return (
         cpu.uses_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
 
 
-def _library(function: object) -> Library:
-    root = str(getattr(function, "__module__", "")).partition(".")[0]
-    libraries: dict[str, Library] = {
-        "transformer_engine": "te",
-        "transformer_engine_torch": "te",
-        "apex": "apex",
-        "amp_C": "apex",
-    }
-    return libraries.get(root, "torch")
-
-
-# Flash attention's kernels in torch begin with Ampere.
-_LEAST_CAPABILITY = (8, 0)
-
-
 def choose_attention(attention: Attention, dtype: Dtype = "bf16") -> Kernel:
-    """The first of Transformer Engine, torch's varlen attention and per-sample SDPA that can run.
+    """The attention kernel of a model on this machine.
 
     Args:
-        attention: one of them to have that or an error; "auto" for the first that can run.
-        dtype: of activations. Fused kernels take bf16; in fp32 "auto" is SDPA.
+        attention: a kernel, or "auto" for the first of Transformer Engine, torch's varlen attention
+            and per-sample SDPA that can run.
+        dtype: dtype of activations. Fused kernels need bf16; with fp32 "auto" is SDPA.
 
     Raises:
-        ConfigError: the kernel that is asked for cannot run here, and why.
+        ConfigError: the requested kernel cannot run here; the message says why.
     """
     if attention == "auto":
         return next(kernel for kernel in get_args(Kernel) if obstacle(kernel, dtype) is None)
@@ -135,18 +125,18 @@ def choose_attention(attention: Attention, dtype: Dtype = "bf16") -> Kernel:
 
 
 def passed_over(kernel: Kernel, dtype: Dtype = "bf16") -> dict[str, str]:
-    """Why "auto" passes over each kernel that it prefers to this one."""
+    """Kernels that "auto" prefers to this one -> why each cannot run."""
     kernels = get_args(Kernel)
-    found = {name: obstacle(name, dtype) for name in kernels[: kernels.index(kernel)]}
-    return {name: reason for name, reason in found.items() if reason is not None}
+    reasons = {name: obstacle(name, dtype) for name in kernels[: kernels.index(kernel)]}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def obstacle(kernel: Kernel, dtype: Dtype = "bf16", *, forced: bool = False) -> str | None:
     """Why a kernel cannot run here; None if it can.
 
     Args:
-        forced: it was asked for by name. Transformer Engine then runs in fp32 too, where it pads
-            every sample to the longest.
+        forced: the user chose the kernel by name. Transformer Engine then also runs in fp32, where
+            it pads every sample to the longest.
     """
     if kernel == "sdpa":
         return None
@@ -155,6 +145,17 @@ def obstacle(kernel: Kernel, dtype: Dtype = "bf16", *, forced: bool = False) -> 
     if dtype == "fp32" and not (kernel == "te" and forced):
         return "its fused kernels take bf16, model.dtype is fp32"
     return _te_obstacle() if kernel == "te" else _varlen_obstacle()
+
+
+def _library(function: object) -> Library:
+    root = str(getattr(function, "__module__", "")).partition(".")[0]
+    libraries: dict[str, Library] = {
+        "transformer_engine": "te",
+        "transformer_engine_torch": "te",
+        "apex": "apex",
+        "amp_C": "apex",
+    }
+    return libraries.get(root, "torch")
 
 
 def _te_obstacle() -> str | None:
@@ -176,6 +177,6 @@ def _varlen_obstacle() -> str | None:
     if not torch.backends.cuda.is_flash_attention_available():
         return "torch was built without flash attention"
     capability = torch.cuda.get_device_capability()
-    if capability < _LEAST_CAPABILITY:
+    if capability < _MIN_CAPABILITY:
         return "the GPU has compute capability {}.{}, it needs 8.0".format(*capability)
     return None

@@ -1,11 +1,13 @@
-"""Attention over packed rows: Megatron's description of a row, and what all kernels share.
+"""Attention over packed rows: Megatron's description of a row, and the base class of our kernels.
 
 A packed row holds many samples one after the other. `cu_seqlens` says where each begins; a token
 attends to its own sample only. Transformer Engine's spec supports that. Megatron's local spec
-refuses packed rows, so a `PackedAttention` takes the place of its core attention there:
-`attention_varlen` with torch's varlen kernel, `attention_sdpa` with one call per sample. With
-context parallelism each rank holds two chunks of every sample (see `cp_slices`): its queries stay,
-keys and values of the whole row are gathered.
+refuses packed rows, so a `PackedAttention` replaces its core attention: `varlen.PackedVarlen` with
+torch's varlen kernel or `sdpa.PackedSDPA` with one call per run of samples of equal length. With
+context parallelism each rank holds two parts of every sample (see `rows.slices`): it keeps its
+queries and gathers the keys and values of the whole row.
+
+Shape suffixes: S1 samples plus one, K keys.
 """
 
 from __future__ import annotations
@@ -28,22 +30,23 @@ from megapack.rows.packed import PackedRow
 
 T = TypeVar("T")
 
-# Rotary tables are cached by length, 32 entries at most: few distinct lengths keep them alive.
+# Smallest length of a rotary table. Megatron caches tables by length, at most 32, so lengths are
+# rounded up to few sizes: 64, 96, 128, 192, ... are 23 sizes up to 131072. Chosen by hand.
 _MIN_SEQLEN_BUCKET = 64
-# Megatron's mixers that are not attention.
+# Megatron's mixers other than attention.
 _RECURRENT = ("MambaMixer", "GatedDeltaNet")
 
 
 def seqlen_bucket(max_seqlen: int, row_tokens: int) -> int:
-    """Round a row's longest sample up to one of few sizes, never exactly the row's length.
+    """Round a row's longest sample up to one of few sizes, but never to the row's length.
 
-    Megatron-Core reads a rotary table that is as long as the row as one table for the whole
-    row and shifts every sample's positions by its offset, hence a bucket that equals the row's
-    length is stepped over.
+    If the rotary table is as long as the row, Megatron-Core uses it as one table for the whole row
+    and shifts every sample's positions by its offset. So a size that equals the row's length is
+    skipped.
     """
     bucket = _MIN_SEQLEN_BUCKET
     while bucket < max_seqlen or bucket == row_tokens:
-        # Steps of 1.5 and 1.33: at most a third of a table is unused.
+        # Steps of 1.5 and 1.33 (64, 96, 128, 192): at most a third of a table is unused.
         bucket = bucket * 3 // 2 if bucket & (bucket - 1) == 0 else bucket * 4 // 3
     return bucket
 
@@ -51,16 +54,16 @@ def seqlen_bucket(max_seqlen: int, row_tokens: int) -> int:
 def packed_seq_params(
     cu_seqlens_S1: Tensor, max_seqlen: int, row_tokens: int, *, cp: int = 1
 ) -> PackedSeqParams:
-    """Megatron's description of a packed row, with the fields that the installed version has.
+    """Megatron's description of a packed row, with the fields of the installed version.
 
-    Real and padded `cu_seqlens` are the same array: alignment padding attends inside its own
-    sample and carries no weight, which avoids Transformer Engine's padding between samples.
+    Real and padded `cu_seqlens` are the same array: alignment padding attends inside its own sample
+    and has no loss weight, so Transformer Engine need not handle padding between samples.
 
     Args:
-        cu_seqlens_S1: int32, begins with 0 and ends with `row_tokens`; padding counts.
-        max_seqlen: tokens of the longest sample, padding counts.
-        row_tokens: the row's length before context parallel slicing.
-        cp: ranks that share the row.
+        cu_seqlens_S1: int32, from 0 to `row_tokens`, with padding.
+        max_seqlen: tokens of the longest sample, with padding.
+        row_tokens: the row's length before it is sliced for context parallelism.
+        cp: number of ranks that share the row.
     """
     bucket = seqlen_bucket(max_seqlen, row_tokens)
     values = {
@@ -75,14 +78,14 @@ def packed_seq_params(
     }
     names = {field.name for field in dataclasses.fields(PackedSeqParams)}
     if cp == 1 and "pad_between_seqs" not in names:
-        # Transformer Engine would compare real with padded arrays and wait for the device, twice
-        # in every layer. Without padded ones it takes the real ones; its slices need them.
+        # Given both arrays, Transformer Engine compares them and waits for the device, twice per
+        # layer. Without padded arrays it uses the real ones. With cp > 1 it needs the padded ones.
         names -= {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
     return PackedSeqParams(**{k: v for k, v in values.items() if k in names})
 
 
 def with_params(row: PackedRow) -> PackedRow:
-    """The row with Megatron's description of it, which every model chunk takes."""
+    """The row with `params` set to Megatron's description, which all model chunks get."""
     params = packed_seq_params(
         row.cu_seqlens_padded_S1,
         row.max_seqlen,
@@ -93,28 +96,28 @@ def with_params(row: PackedRow) -> PackedRow:
 
 
 def once_per_row(params: PackedSeqParams, name: str, make: Callable[[], T]) -> T:
-    """What `make` returns for a row; only the first layer that asks calls it.
+    """The result of `make` for a row, computed by the first layer that needs it.
 
-    Megatron's signatures pass nothing but these params to all layers, so it is kept there.
+    It is cached on the params because Megatron passes nothing else about a row to all layers.
     """
-    kept = vars(params).setdefault("_megapack", {})
-    if name not in kept:
-        kept[name] = make()
-    return kept[name]  # type: ignore[no-any-return]
+    cache = vars(params).setdefault("_megapack", {})
+    if name not in cache:
+        cache[name] = make()
+    return cache[name]  # type: ignore[no-any-return]
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Core attention for Megatron's local spec: causal within each sample of a packed row.
 
-    Takes the place of `DotProductAttention` in `SelfAttentionSubmodules.core_attention`. Refuses
-    rows that are not packed: samples never attend to each other silently. A kernel is a
-    subclass with its own `attend`.
+    Replaces `DotProductAttention` in `SelfAttentionSubmodules.core_attention`. Rows that are not
+    packed are refused, because their samples would attend to each other. A kernel is a subclass
+    that implements `attend`.
 
     Context parallelism is Megatron's `cp_comm_type="all_gather"`: the forward gathers keys and
     values over the context-parallel ranks, the backward sums and scatters their gradients.
 
     Raises:
-        ConfigError: a setting that the packed kernels here do not support.
+        ConfigError: the config has a setting that packed kernels do not support.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """query [T, heads, d]; key and value [T, groups, d] -> [T, heads * d].
 
-        T counts this rank's tokens; the row is T * cp tokens long.
+        T is the number of this rank's tokens; the row has T * cp tokens.
         """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ScheduleError(
@@ -163,12 +166,12 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return self.attend(query, key, value, packed_seq_params).flatten(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """As `forward`, but [T, heads, d]."""
+        """As `forward`, but the result is [T, heads, d]."""
         raise NotImplementedError
 
     @property
     def cp(self) -> tuple[int, int]:
-        """Context-parallel ranks, and which of them this is."""
+        """Number of context-parallel ranks, and this rank among them."""
         return (1, 0) if self.cp_group is None else (self.cp_group.size(), self.cp_group.rank())
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
@@ -177,7 +180,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             raise ConfigError(f"{name} does self attention only, not {attention_type!r}")
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ConfigError(f"{name} is causal; the spec asks for attn_mask_type={mask}")
-        # The config's and not this layer's, so that all pipeline stages refuse it.
+        # The config's setting, not this layer's, so that all pipeline stages refuse it.
         comm = getattr(config, "cp_comm_type", None)
         if config.context_parallel_size > 1 and set(_as_list(comm)) - {None, "all_gather"}:
             raise ConfigError(
@@ -195,7 +198,11 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def gather_rows(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values from every rank's slice, in an order of places in all slices together."""
+    """Gather keys and values of all ranks and reorder them.
+
+    Args:
+        order_K: for each key its index in the concatenated slices of all ranks.
+    """
     both = torch.cat([key, value], dim=-1)
     # Megatron's gather for sequence parallelism: its backward reduces and scatters over the group.
     gathered = gather_from_sequence_parallel_region(both, group=group)
@@ -204,7 +211,7 @@ def gather_rows(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tupl
 
 
 def chunk_ends(length: int, cp: int, cp_rank: int) -> list[int]:
-    """Where in a sample each chunk of a rank's queries ends, and with it the keys that it sees.
+    """Where each part of a rank's queries ends in a sample, which is also the number of its keys.
 
     >>> chunk_ends(16, cp=2, cp_rank=0)
     [4, 16]
@@ -216,15 +223,15 @@ def chunk_ends(length: int, cp: int, cp_rank: int) -> list[int]:
 
 
 def sample_lengths(params: PackedSeqParams) -> list[int]:
-    """Padded tokens of each sample: one device read per row, not one per layer."""
+    """Padded tokens of each sample, read from the device once per row."""
     return once_per_row(params, "lengths", lambda: torch.diff(params.cu_seqlens_q).tolist())
 
 
 def refuse_unpacked_attention(model: Any) -> None:
-    """Raise unless every core attention of a model chunk keeps packed samples apart.
+    """Check that no layer of a model chunk mixes packed samples.
 
     Raises:
-        ConfigError: naming the module that would let samples attend to each other.
+        ConfigError: a module would let samples attend to each other; the message names it.
     """
     for name, module in model.named_modules():
         if type(module).__name__.startswith(_RECURRENT):

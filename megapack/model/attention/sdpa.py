@@ -1,4 +1,4 @@
-"""Per-sample SDPA over packed rows: runs on every device and in every precision."""
+"""Per-sample SDPA over packed rows; runs on every device and in every precision."""
 
 from __future__ import annotations
 
@@ -52,13 +52,15 @@ def packed_causal_attention(
     """Causal attention inside each sample of a packed row.
 
     Args:
-        query_QHD: the row, samples one after the other; with cp > 1 the rank's slice of it
-            (`cp_slices.slice_positions`), Q = T / cp.
-        key_TGD, value_TGD: the whole row.
-        lengths: tokens of each sample; they sum to T. Neighbours of equal length (the short dummy
-            samples of a uniform row's tail) run as one batch.
+        query_QHD: queries of the row, samples one after the other; with cp > 1 those of the rank's
+            slice (`rows.slices.slice_positions`), Q = T / cp.
+        key_TGD: keys of the whole row.
+        value_TGD: values of the whole row.
+        lengths: tokens of each sample; they sum to T. Neighbours of equal length (such as the dummy
+            samples of a row's tail) run as one batch.
         scale: softmax scale.
-        cp, cp_rank: context-parallel ranks, and which of them.
+        cp: number of context-parallel ranks.
+        cp_rank: this rank among them.
 
     Returns:
         [Q, H, D].
@@ -84,13 +86,13 @@ def packed_causal_attention(
 
 
 def _causal_to_the_end(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
-    """Causal attention of queries that are a sample's last ones; [count, heads, tokens, d]."""
+    """Causal attention of the last queries of samples; all are [count, heads, tokens, d]."""
     num_queries = q.shape[2]
     num_keys = k.shape[2]
     mask = None
     if num_queries < num_keys:
-        # `is_causal` would let the first query see the first key alone. A mask is L^2 / (2 * cp)
-        # bytes at most for a sample of L tokens: 256 MiB for 32768 at cp=2.
+        # `is_causal` aligns the first query with the first key; here the last ones are aligned. The
+        # mask has at most L^2 / (2 * cp) bytes for a sample of L tokens: 256 MiB for 32768 at cp=2.
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
         mask = mask.tril(num_keys - num_queries)
     return F.scaled_dot_product_attention(
@@ -106,6 +108,7 @@ def _causal_to_the_end(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: f
 
 
 def _runs(lengths: list[int]) -> list[tuple[int, int]]:
+    """Runs of equal lengths as (length, count): [5, 3, 3] -> [(5, 1), (3, 2)]."""
     runs: list[tuple[int, int]] = []
     for length in lengths:
         if runs and runs[-1][0] == length:

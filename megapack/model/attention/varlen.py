@@ -1,7 +1,10 @@
 """torch's varlen attention over packed rows: one flash kernel for all samples of a row.
 
-`torch.nn.attention.varlen` is there from torch 2.10 on; it wants CUDA, bf16 or fp16, and heads of
-at most 256 channels. Its arguments differ between versions, see `varlen_options`.
+`torch.nn.attention.varlen` exists since torch 2.10. It needs CUDA, bf16 or fp16, and heads of at
+most 256 channels. Its arguments differ between versions, see `varlen_options`.
+
+Shape suffixes: Q queries, K keys, H heads, G groups of key and value heads, D channels, S1
+sequences plus one.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from megapack.model.attention.packed import (
 )
 from megapack.rows.slices import assembly_order
 
-# What flash attention's kernels are compiled for.
+# Flash attention's kernels are compiled for head widths that are multiples of 8, up to 256.
 MAX_HEAD_WIDTH = 256
 HEAD_WIDTH_UNIT = 8
 
@@ -37,11 +40,12 @@ HEAD_WIDTH_UNIT = 8
 class PackedVarlen(PackedAttention):
     """`PackedAttention` with torch's varlen kernel.
 
-    A causal query that stands at the end of its keys sees all of them, so with context parallelism
-    each chunk of a rank's queries is a sequence of its own, with the keys up to the chunk's end.
+    The kernel aligns the last query of a sequence with its last key. So with context parallelism
+    each part of a rank's queries is passed as a separate sequence, with the keys up to the part's
+    end.
 
     Raises:
-        ConfigError: dropout, or heads that the kernel has no code for.
+        ConfigError: the config has dropout, or a head width that the kernel does not support.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
@@ -77,29 +81,30 @@ class PackedVarlen(PackedAttention):
 
 @dataclass(frozen=True, kw_only=True)
 class VarlenSpans:
-    """The sequences that the kernel sees: a row's samples, or the chunks of a rank's slice."""
+    """The sequences passed to the kernel: a row's samples, or the parts in a rank's slice."""
 
     cu_seqlens_q_S1: Tensor
     cu_seqlens_k_S1: Tensor
     max_q: int
     max_k: int
     order_K: Tensor | None = None
-    """Where each key stands in the slices of all context-parallel ranks, one after the other;
-    None: keys are the row's own."""
+    """For each key its index in the concatenated slices of all context-parallel ranks; None without
+    context parallelism."""
 
 
 def varlen_spans(lengths: list[int], cp: int, cp_rank: int, device: torch.device) -> VarlenSpans:
-    """The chunks that a context-parallel rank holds of each sample, and the keys of each.
+    """The parts of each sample that a context-parallel rank holds, and the keys of each part.
 
     Args:
         lengths: padded tokens of each sample.
-        cp, cp_rank: ranks, at least 2, and which of them.
+        cp: number of context-parallel ranks, at least 2.
+        cp_rank: this rank among them.
 
-    With samples of 8 and 4 tokens, cp=2 and rank 0, queries are the positions 0 1, 6 7, 8, 11:
+    With samples of 8 and 4 tokens, cp=2 and rank 0, the queries are positions 0 1, 6 7, 8 and 11:
     sequences of 2, 2, 1 and 1 queries with 2, 8, 1 and 4 keys.
     """
     starts = itertools.accumulate(lengths[:-1], initial=0)
-    chunks = [n // (2 * cp) for n in lengths for _ in range(2)]
+    queries = [n // (2 * cp) for n in lengths for _ in range(2)]
     ends = [end for n in lengths for end in chunk_ends(n, cp, cp_rank)]
     keys = [
         torch.arange(start, start + end)
@@ -107,20 +112,20 @@ def varlen_spans(lengths: list[int], cp: int, cp_rank: int, device: torch.device
         for end in chunk_ends(n, cp, cp_rank)
     ]
     return VarlenSpans(
-        cu_seqlens_q_S1=_cumulated(chunks, device),
-        cu_seqlens_k_S1=_cumulated(ends, device),
-        max_q=max(chunks),
+        cu_seqlens_q_S1=_cumulative(queries, device),
+        cu_seqlens_k_S1=_cumulative(ends, device),
+        max_q=max(queries),
         max_k=max(ends),
         order_K=assembly_order(lengths, cp)[torch.cat(keys)].to(device),
     )
 
 
-def _cumulated(counts: list[int], device: torch.device) -> Tensor:
+def _cumulative(counts: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
 
 
 def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.device) -> VarlenSpans:
-    """Made once per row, for all layers; without context parallelism nothing is read from it."""
+    """The spans of a row, computed once for all layers; with cp=1 the params already have them."""
     if cp == 1:
         return VarlenSpans(
             cu_seqlens_q_S1=params.cu_seqlens_q,
@@ -138,11 +143,12 @@ def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.devi
 def varlen_causal_attention(
     query_QHD: Tensor, key_KGD: Tensor, value_KGD: Tensor, spans: VarlenSpans, scale: float
 ) -> Tensor:
-    """Causal attention of each sequence of `spans`, whose queries are the last of its keys.
+    """Causal attention in each sequence of `spans`; its queries are at its last keys.
 
     Args:
         query_QHD: queries of all sequences, one after the other.
-        key_KGD, value_KGD: their keys; heads are a multiple of groups.
+        key_KGD: keys of all sequences; H is a multiple of G.
+        value_KGD: values of all sequences.
         scale: softmax scale.
 
     Returns:
@@ -171,10 +177,13 @@ def varlen_causal_attention(
 
 
 def varlen_options(known: Mapping[str, Any], *, scale: float, gqa: bool) -> dict[str, Any]:
-    """What makes the kernel causal and scaled, in the arguments that this version has.
+    """Arguments that make the kernel causal and scaled, for the installed version of torch.
 
-    torch 2.10 has `is_causal` and no scale; 2.11 a window in its place, and `scale`; 2.12 also
-    `enable_gqa`.
+    torch 2.10 has `is_causal` and no scale, 2.11 has `window_size` and `scale` instead, 2.12 also
+    has `enable_gqa`.
+
+    Args:
+        known: names of the kernel's parameters.
     """
     options = {"window_size": (-1, 0), "scale": scale, "enable_gqa": gqa}
     if "window_size" not in known:
@@ -184,7 +193,7 @@ def varlen_options(known: Mapping[str, Any], *, scale: float, gqa: bool) -> dict
 
 @functools.cache
 def _parameters(kernel: Callable[..., Any]) -> Mapping[str, Any]:
-    """Each layer of each row asks."""
+    """Cached, because each layer needs it for each row."""
     return inspect.signature(kernel).parameters
 
 

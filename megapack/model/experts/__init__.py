@@ -1,6 +1,6 @@
-"""Mixtures of experts in packed rows.
+"""Mixtures of experts on packed rows.
 
-model    checks, auxiliary losses and metrics of the whole model
-router   the router that knows padding and replays routes
-rows     routes of a packed row
+model    all routers of a rank: checks, rows and metrics
+router   PackedRouter: losses per sample without padding, and routing replay
+rows     a packed row as routers see it; auxiliary losses; recorded choices
 """

@@ -1,4 +1,4 @@
-"""All routers of a rank's chunks: their settings, their rows and their losses."""
+"""All routers of a rank's chunks: their checks, rows and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelRouting:
     """All routers of this rank's chunks.
 
     Args:
-        tp_rank: the sequence-parallel slice that this rank's routers see.
+        tp_rank: index of the sequence-parallel slice that this rank's routers see.
     """
 
     def __init__(self, chunks: Sequence[Any], config: Any, layout: Layout, tp_rank: int) -> None:
@@ -45,8 +45,8 @@ class ModelRouting:
 
     def _check_routers(self) -> None:
         config = self._config
-        asks = has_balance_loss(config) or config.moe_z_loss_coeff
-        if self._stock and (asks or config.moe_router_enable_expert_bias):
+        has_losses = has_balance_loss(config) or config.moe_z_loss_coeff
+        if self._stock and (has_losses or config.moe_router_enable_expert_bias):
             raise ConfigError(
                 "with Megatron's TopKRouter auxiliary losses and the expert bias count padding "
                 "and depend on the packing; set "
@@ -61,12 +61,12 @@ class ModelRouting:
 
         Args:
             rows: this context-parallel rank's slices.
-            choices: see `routing.routing_row`.
-            record: the pass records choices.
+            choices: see `routing_row`.
+            record: whether the pass records choices.
 
         Raises:
-            DataError: choices for a model without experts, or that do not fit it.
-            ConfigError: routers that cannot record or replay.
+            DataError: the model has no experts, or the choices do not fit it.
+            ConfigError: the routers cannot record or replay.
         """
         if choices is not None or record:
             self._check_replay()
@@ -96,52 +96,53 @@ class ModelRouting:
         return positions_T.chunk(self._layout.tp)[self._tp_rank]
 
     @contextlib.contextmanager
-    def following(self, found: SchedulePass) -> Iterator[None]:
-        """Within the block the routers take their rows from this pass."""
+    def following(self, schedule_pass: SchedulePass) -> Iterator[None]:
+        """Within the block all routers read their rows from this pass."""
         for router in self._routers:
-            router.follow(found)
+            router.follow(schedule_pass)
         try:
             yield
         finally:
             for router in self._routers:
                 router.follow(None)
 
-    def forget_choices(self) -> None:
-        """Set the counts that move the expert bias to 0, for a pass that is thrown away.
+    def reset_expert_counts(self) -> None:
+        """Set the token counts that update the expert bias to 0, after a discarded pass.
 
-        Megatron does that when it reduces gradients.
+        Megatron resets them when it reduces gradients, which a discarded pass never reaches.
         """
         for router in self._routers:
             if router.enable_expert_bias:
                 router.local_tokens_per_expert.zero_()
 
-    def metrics(self, found: SchedulePass, device: torch.device) -> dict[str, float]:
-        """The pass's auxiliary losses without coefficients, mean over layers. A collective.
+    def metrics(self, schedule_pass: SchedulePass, device: torch.device) -> dict[str, float]:
+        """The pass's auxiliary losses without coefficients, mean over layers. Collective.
 
-        Each rank holds other tokens or other layers. That includes tensor-parallel ranks, because
-        experts under tensor parallelism need sequence parallelism.
+        The sum goes over all ranks, since each has different tokens or layers. This includes
+        tensor-parallel ranks, because experts under tensor parallelism need sequence parallelism.
         """
         names = ["moe_balance_loss"] if has_balance_loss(self._config) else []
         names += ["moe_z_loss"] if self._config.moe_z_loss_coeff else []
         if not names or not self.shape.num_layers:
             return {}
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        sums = torch.stack([found.router_sums.get(name, zero) for name in names])
+        sums = torch.stack([schedule_pass.router_sums.get(name, zero) for name in names])
         dist.all_reduce(sums)
-        # Layers of multi-token prediction are built like the last one.
-        ahead = num_depths(self._config) if self._config.num_layers - 1 in self._layers else 0
-        means = sums / (self.shape.num_layers + ahead)
+        # Layers of multi-token prediction are built like the last layer.
+        last_has_experts = self._config.num_layers - 1 in self._layers
+        num_mtp_layers = num_depths(self._config) if last_has_experts else 0
+        means = sums / (self.shape.num_layers + num_mtp_layers)
         return dict(zip(names, means.tolist(), strict=True))
 
 
 def has_balance_loss(config: Any) -> bool:
-    """Whether some load-balancing loss has a weight."""
+    """Whether a load-balancing loss has a nonzero coefficient."""
     coefficients = config.moe_aux_loss_coeff
     return any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
 
 
 def check_experts(config: Any, layout: Layout) -> None:
-    """Raise ConfigError naming the first MoE setting that makes the gradient depend on packing.
+    """Raise ConfigError for the first MoE setting that makes the gradient depend on packing.
 
     Called for models with experts, before any collective.
     """
@@ -154,7 +155,7 @@ def check_experts(config: Any, layout: Layout) -> None:
         if coefficient and kind != "seq_aux_loss":
             raise ConfigError(
                 f"moe_router_load_balancing_type={kind!r} with moe_aux_loss_coeff={coefficient} "
-                "balances what happens to be packed together, so the gradient would depend on the "
+                "balances all tokens that are packed together, so the gradient would depend on the "
                 "packing; set 'seq_aux_loss' (each sample by itself), or the coefficient to 0"
             )
     unsupported = {

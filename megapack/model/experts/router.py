@@ -1,8 +1,8 @@
 """The router of a mixture of experts on packed rows.
 
-Megatron's router takes a micro-batch for one sequence: its statistics and auxiliary losses would
-depend on what is packed together. `PackedRouter` reads the samples from the row that is being run,
-and takes the place of `TopKRouter` in `MoESubmodules.router`.
+Megatron's router treats a micro-batch as one sequence, so its statistics and auxiliary losses would
+depend on the packing. `PackedRouter` knows the samples of the current row. It replaces `TopKRouter`
+in `MoESubmodules.router`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class PackedRouter(TopKRouter):  # type: ignore[misc]
     """Megatron's top-k router for packed rows, with per-sample losses and routing replay.
 
-    Outside of the adapter's runs it is `TopKRouter`.
+    Outside of the adapter's passes it behaves as `TopKRouter`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,12 +39,12 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         self._replay: Any = self.router_replay
         self._moe_layers = moe_layers(self.config)
 
-    def follow(self, routing: SchedulePass | None) -> None:
-        """Take rows from this pass; None ends it."""
-        self._pass = routing
+    def follow(self, schedule_pass: SchedulePass | None) -> None:
+        """Read rows from this pass from now on; None: behave as `TopKRouter` again."""
+        self._pass = schedule_pass
         self._row = None
         self._checkpointed.clear()
-        self.router_replay = self._replay if routing is None else _Choice(self)
+        self.router_replay = self._replay if schedule_pass is None else _ReplayAdapter(self)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities and map [tokens, experts] of hidden states; see `TopKRouter`."""
@@ -54,10 +54,11 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         return super().forward(input)  # type: ignore[no-any-return]
 
     def _next_row(self) -> RoutingRow | None:
-        """The row of this call, which under recomputation comes a second time, in the backward.
+        """The row of this call.
 
-        A checkpointed forward runs without gradients, its recomputation with them; micro-batches
-        go backward through a chunk in the order in which they went forward.
+        With recomputation the same row comes again in the backward pass. A checkpointed forward
+        runs without gradients and its recomputation with them. The backward passes of a chunk run
+        in the order of its forward passes, so the rows are kept in a queue.
         """
         assert self._pass is not None
         if self._pass.token_weight is not None and not torch.is_grad_enabled():
@@ -67,7 +68,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         return self._pass.routing
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach both auxiliary losses to the logits, before experts are chosen from them."""
+        """Attach both auxiliary losses to the logits, before the experts are chosen."""
         if self._row is None:
             return super().apply_z_loss(logits, padding_mask)  # type: ignore[no-any-return]
         assert self._pass is not None
@@ -92,7 +93,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             yield "moe_z_loss", self.config.moe_z_loss_coeff, z_loss(logits_tE, row)
 
     def is_aux_loss_enabled(self) -> bool:
-        """Whether Megatron adds its own losses: not in a run, which has losses of its own."""
+        """Whether Megatron adds its own losses; never within a pass, see `apply_z_loss`."""
         return self._row is None and super().is_aux_loss_enabled()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -103,7 +104,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             self.local_tokens_per_expert += routing_map[self._row.real_t].sum(0).detach()
 
     def choose(self, scores: Tensor, own_choice: Callable[[], tuple[Tensor, Tensor]]) -> Any:
-        """The row's choices where it has some, else the router's own; (scores, experts) [t, K]."""
+        """Scores and experts [t, K]: the row's choices if it has some, else the router's own."""
         row = self._row
         layer = self.layer_number - 1
         if row is None or self._pass is None or layer not in self._moe_layers:
@@ -119,8 +120,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         return chosen_tK, experts_tK
 
 
-class _Choice:
-    """Stands in for Megatron's RouterReplay, which holds one micro-batch at a time."""
+class _ReplayAdapter:
+    """Replaces Megatron's RouterReplay, which holds one micro-batch at a time."""
 
     def __init__(self, router: PackedRouter) -> None:
         self._router = router
@@ -141,21 +142,21 @@ class _Choice:
 
 
 def use_packed_router(mlp: Any) -> None:
-    """Give an MoE layer's spec the router for packed rows.
+    """Put `PackedRouter` into the spec of an MoE layer.
 
     Args:
-        mlp: `submodules.mlp` of a layer spec with experts: a ModuleSpec, or from Megatron-Core 0.19
-            on a partial of MoELayer.
+        mlp: `submodules.mlp` of a layer spec with experts: a ModuleSpec, or a partial of MoELayer
+            since Megatron-Core 0.19.
     """
     submodules = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
     submodules.router = PackedRouter
 
 
 def moe_layers(config: Any) -> list[int]:
-    """Which layers of the whole model, counted from 0, have experts."""
+    """Layers of the whole model that have experts, numbered from 0."""
     if not config.num_moe_experts:
         return []
-    every = config.moe_layer_freq
-    if isinstance(every, int):
-        return list(range(0, config.num_layers, every))
-    return [layer for layer, has_experts in enumerate(every) if has_experts]
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return list(range(0, config.num_layers, frequency))
+    return [layer for layer, has_experts in enumerate(frequency) if has_experts]

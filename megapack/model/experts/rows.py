@@ -1,25 +1,26 @@
-"""How the routers of a mixture of experts see packed rows, and what a pass finds.
+"""Packed rows as the routers of a mixture of experts see them, and the results of a pass.
 
     samples' choices -> RoutingRow (one per micro-batch) -> routers -> recorded choices -> samples
 
 A router gets the hidden states of a whole row and does not know its samples. A `RoutingRow` says
-which token belongs to which sample, so that padding counts nowhere and each sample has losses of
-its own. It may carry choices of an earlier pass, and keeps those of this one.
+which token belongs to which sample, so that padding is ignored and each sample has its own losses.
+It may hold the choices of an earlier pass, and it records those of this pass.
 
 Auxiliary losses are sums over the step's N real tokens, so that packing cannot change them:
 
 - z-loss (arXiv 2202.08906): sum of logsumexp(logits)^2 / N.
 - load balance: the product of an expert's share of the choices and its mean score is not linear in
-  tokens, so it has a meaning only for a stated set of tokens. Here that set is one sample, as in
-  DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, eq. 17 to 20), and a sample of n tokens counts
-  n / N: sum over samples of n / N * E / (K * n^2) * sum over experts of (choices * scores).
+  tokens, so it must be defined for a set of tokens. Here that set is one sample, as in
+  DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, eq. 17 to 20), and a sample of n tokens has
+  weight n / N: sum over samples of n / N * E / (K * n^2) * sum over experts of (choices * scores).
 
-Shape suffixes: T row tokens, t those of this rank, S samples of the row, E experts, L MoE layers of
-the whole model, K experts per token.
+Shape suffixes: T row tokens, t tokens of the row on this rank, r real tokens among these, S samples
+of the row, E experts, L MoE layers of the whole model, K experts per token.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class RoutingShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest type of an expert's number that every backend adds up."""
+        """The smallest dtype for expert indices that all backends can sum."""
         return torch.uint8 if self.num_experts <= 256 else torch.int32
 
 
@@ -56,21 +57,37 @@ def routing_row(
     choices: Sequence[Tensor | None] | None,
     shape: RoutingShape,
 ) -> RoutingRow:
-    """Lay per-sample choices out like a packed row, and take the tokens of this rank's routers.
+    """The row as this rank's routers see it, with the choices of its samples.
 
     Args:
         row: this context-parallel rank's slice of the row.
         part: int64, the positions of the slice that this rank's routers see.
-        choices: per sample of the batch, see `check_choices`; those of this row must be there.
-            Padding goes round robin over the experts.
+        choices: per sample of the batch, see `check_choices`; required for the samples of this row.
+            Padding tokens are spread round robin over the experts.
 
     Raises:
-        DataError: choices that the model cannot take.
+        DataError: the choices do not fit the model.
+
+    >>> from megapack import Layout, MicroBatch
+    >>> from megapack.rows.packed import pack_row
+    >>> from megapack.samples import SampleBatch
+    >>> batch = SampleBatch([[5, 6, 7], [8]])
+    >>> micro_batch = MicroBatch((1, 0), row_tokens=6, tokens=4, tokens_sq=10, padded_tokens=4)
+    >>> row = pack_row(batch, micro_batch, Layout())
+    >>> choices = [torch.tensor([[[2]], [[0]], [[1]]]), torch.tensor([[[1]]])]
+    >>> shape = RoutingShape(num_layers=1, num_experts=3, top_k=1)
+    >>> routed = routing_row(row, torch.arange(6), choices, shape)
+    >>> routed.samples_t
+    tensor([0, 1, 1, 1, 2, 2])
+    >>> routed.offsets_t
+    tensor([0, 0, 1, 2, 0, 1])
+    >>> routed.choices_tLK.flatten()
+    tensor([1, 2, 0, 1, 1, 2], dtype=torch.uint8)
     """
     samples_t = row.sample_of_T[part]
     choices_tLK = None
     if choices is not None:
-        choices_tLK = _lay(row, choices, shape)[row.row_positions_T[part]]
+        choices_tLK = _whole_row_choices(row, choices, shape)[row.row_positions_T[part]]
     return RoutingRow(
         samples=row.samples,
         samples_t=torch.where(samples_t < 0, len(row.samples), samples_t),
@@ -80,10 +97,13 @@ def routing_row(
     )
 
 
-def _lay(row: PackedRow, choices: Sequence[Tensor | None], shape: RoutingShape) -> Tensor:
+def _whole_row_choices(
+    row: PackedRow, choices: Sequence[Tensor | None], shape: RoutingShape
+) -> Tensor:
+    """Choices [T, L, K] at all positions of the whole row."""
     first_T1 = torch.arange(row.row_tokens)[:, None] * shape.top_k
-    robin_TK = (first_T1 + torch.arange(shape.top_k)) % shape.num_experts
-    out_TLK = robin_TK.to(shape.dtype)[:, None].repeat(1, shape.num_layers, 1)
+    round_robin_TK = (first_T1 + torch.arange(shape.top_k)) % shape.num_experts
+    out_TLK = round_robin_TK.to(shape.dtype)[:, None].repeat(1, shape.num_layers, 1)
     for sample, start, length in zip(row.samples, row.starts, row.lengths, strict=True):
         value = choices[sample]
         check_choices(value, sample, length, shape)
@@ -95,43 +115,46 @@ def _lay(row: PackedRow, choices: Sequence[Tensor | None], shape: RoutingShape) 
 def check_choices(value: Tensor | None, sample: int, length: int, shape: RoutingShape) -> None:
     """Raise DataError unless a sample's choices are distinct experts, [tokens, L, K].
 
-    A sample may lack its last token, which an inference engine never runs.
+    The last token may be missing, because an inference engine never runs it.
     """
     sizes = (shape.num_layers, shape.top_k)
     if value is None or tuple(value.shape) not in ((length, *sizes), (length - 1, *sizes)):
-        found = None if value is None else tuple(value.shape)
+        given = None if value is None else tuple(value.shape)
         raise DataError(
-            f"sample {sample} has routing {found}, not {(length, *sizes)} (its tokens, MoE layers, "
+            f"sample {sample} has routing {given}, not {(length, *sizes)} (its tokens, MoE layers, "
             "experts per token); record it with forward(record_routing=True) on the same model"
         )
     if value.is_floating_point() or (value < 0).any() or (value >= shape.num_experts).any():
         raise DataError(
-            f"sample {sample}'s routing is not of integers in [0, {shape.num_experts}); it was "
-            "recorded on another model"
+            f"sample {sample}'s routing is not of integers in [0, {shape.num_experts}); record it "
+            "on the same model"
         )
     ordered = value.sort(-1).values
     if (ordered[..., 1:] == ordered[..., :-1]).any():
-        raise DataError(f"sample {sample}'s routing names an expert twice for one token")
+        raise DataError(
+            f"sample {sample}'s routing names an expert twice for one token; give "
+            f"{shape.top_k} different experts per token"
+        )
 
 
 def token_weight(step: StepPlan) -> float:
-    """What one real token counts in a step's auxiliary losses."""
+    """Weight of one real token in a step's auxiliary losses, 1 / N."""
     return 1 / step.counts.tokens
 
 
 class SchedulePass:
-    """One run of the schedule: the row that runs now, and what routers and last stage found.
+    """One run of the schedule: its current row, and the results of routers and last stage.
 
     Args:
-        token_weight: 1 / N, what a real token counts in the auxiliary losses of a training pass;
+        token_weight: 1 / N, the weight of a real token in the auxiliary losses of a training pass;
             None for a pass without a backward.
-        record: keep the choices of the routers in the rows.
+        record: whether routers store their choices in the rows.
 
     Attributes:
-        routing: the row that is being run forward, as routers see it.
+        routing: the row of the current forward, as routers see it.
         sums: the last stage's weighted sums of losses and metrics over the rows so far.
-        outputs: the last stage's values: name -> sample -> values.
-        router_sums: auxiliary losses without their coefficients, over rows and layers so far.
+        outputs: the last stage's values, name -> sample -> values.
+        router_sums: sums of auxiliary losses, without their coefficients, over rows and layers.
     """
 
     def __init__(self, *, token_weight: float | None = None, record: bool = False) -> None:
@@ -143,11 +166,11 @@ class SchedulePass:
         self.router_sums: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a row's weighted sum of a loss or metric."""
+        """Add the weighted sum of a loss or metric over a row."""
         self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
 
     def add_router_loss(self, name: str, loss: Tensor) -> None:
-        """Add an auxiliary loss, without its coefficient, of one row and layer."""
+        """Add the auxiliary loss of one row and layer, without its coefficient."""
         self.router_sums[name] = self.router_sums.get(name, 0.0) + loss.detach().double()
 
 
@@ -157,9 +180,22 @@ def balance_loss(
     """This rank's part of the sum over the row's samples of n * load balance.
 
     Args:
-        scores_tE: a token's score of each expert, summing to 1.
-        chosen_tE: bool, the top K of them.
-        group: ranks that hold the row's other tokens; only counts travel.
+        scores_tE: scores of the experts for each token; they sum to 1.
+        chosen_tE: bool, the top K experts of each token.
+        group: ranks that hold the row's other tokens; they exchange only counts.
+
+    With E = 2, K = 1 and one sample of n = 2 tokens that both choose expert 0, with scores 0.5 and
+    0.75, load balance is 2 / (1 * 2^2) * 2 * (0.5 + 0.75) = 1.25:
+
+    >>> row = RoutingRow(
+    ...     samples=(0,),
+    ...     samples_t=torch.tensor([0, 0]),
+    ...     offsets_t=torch.tensor([0, 1]),
+    ...     lengths_S=torch.tensor([2.0]),
+    ... )
+    >>> scores = torch.tensor([[0.5, 0.5], [0.75, 0.25]])
+    >>> balance_loss(scores, torch.tensor([[True, False], [True, False]]), row, top_k=1)
+    tensor(2.5000)
     """
     num_experts = scores_tE.shape[1]
     num_samples = len(row.samples)
@@ -168,13 +204,25 @@ def balance_loss(
     if group is not None and group.size() > 1:
         dist.all_reduce(counts_SE, group=group)
     share_SE = counts_SE[:-1] * (num_experts / top_k) / row.lengths_S[:, None]
-    # The last row belongs to padding, which counts in no expert's share.
+    # The last row is that of padding, whose share is 0 for all experts.
     share_SE = torch.cat([share_SE, share_SE.new_zeros(1, num_experts)])
     return (scores_tE * share_SE[row.samples_t]).sum()
 
 
 def z_loss(logits_tE: Tensor, row: RoutingRow) -> Tensor:
-    """Sum over this rank's real tokens of logsumexp(logits)^2."""
+    """Sum over this rank's real tokens of logsumexp(logits)^2.
+
+    With logits 0 for two experts it is log(2)^2 = 0.48 per token; the second token is padding:
+
+    >>> row = RoutingRow(
+    ...     samples=(0,),
+    ...     samples_t=torch.tensor([0, 1]),
+    ...     offsets_t=torch.tensor([0, 0]),
+    ...     lengths_S=torch.tensor([1.0]),
+    ... )
+    >>> z_loss(torch.zeros(2, 2), row)
+    tensor(0.4805)
+    """
     squared_t = torch.logsumexp(logits_tE.float(), dim=-1).square()
     return torch.where(row.real_t, squared_t, 0.0).sum()
 
@@ -190,23 +238,23 @@ def collect_routing(
     groups: Sequence[Any],
     device: torch.device,
 ) -> list[Tensor | None]:
-    """Recorded choices in sample order. A collective of the groups.
+    """Recorded choices in sample order. Collective in each of the groups.
 
     Args:
-        rows: this rank's, with what its layers recorded of its tokens.
-        groups: the ranks that hold other layers, tokens or samples of the scope.
+        rows: this rank's rows, with the choices recorded for its layers and tokens.
+        groups: groups of ranks with other layers, tokens or samples of the scope.
 
     Returns:
         Per sample of the batch [tokens, L, K] on the CPU, uint8 up to 256 experts and int32 beyond;
-        None for samples that the step or the scope leaves out.
+        None for samples that are not in the step or not in the scope.
     """
     samples = samples_in_scope(step, dp_rank, scope)
-    starts = dict(zip(samples, _starts([lengths[i] for i in samples]), strict=True))
-    num_tokens = sum(lengths[i] for i in samples)
+    *firsts, num_tokens = itertools.accumulate((lengths[i] for i in samples), initial=0)
+    starts = dict(zip(samples, firsts, strict=True))
     sizes = (num_tokens, shape.num_layers, shape.top_k)
     flat = torch.zeros(sizes, dtype=shape.dtype, device=device)
     for row in rows:
-        _place(row, starts, flat)
+        _write_recorded(row, starts, flat)
     for group in groups:
         if group.size() > 1:
             dist.all_reduce(flat, group=group)
@@ -216,19 +264,11 @@ def collect_routing(
     return out
 
 
-def _place(row: RoutingRow, starts: Mapping[int, int], flat: Tensor) -> None:
+def _write_recorded(row: RoutingRow, starts: Mapping[int, int], flat: Tensor) -> None:
+    """Write a row's recorded choices into `flat`, where sample i begins at `starts[i]`."""
     row = row.to(flat.device)
     real_t = row.real_t
     firsts_S = torch.tensor([starts[i] for i in row.samples], dtype=torch.int64).to(flat.device)
-    into_r = firsts_S[row.samples_t[real_t]] + row.offsets_t[real_t]
+    indices_r = firsts_S[row.samples_t[real_t]] + row.offsets_t[real_t]
     for layer, chosen_tK in row.recorded.items():
-        flat[into_r, layer] = chosen_tK[real_t].to(flat.dtype)
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    total = 0
-    out = []
-    for length in lengths:
-        out.append(total)
-        total += length
-    return out
+        flat[indices_r, layer] = chosen_tK[real_t].to(flat.dtype)

@@ -1,4 +1,4 @@
-"""Whether the installed apex is NVIDIA's, without running any of it."""
+"""NVIDIA's apex is recognised without running any of the package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.unit
         (["amp_C.py"], "nvidia"),
     ],
 )
-def test_apex_is_found_by_what_nvidias_alone_has_and_not_run(
+def test_nvidias_apex_is_recognised_without_importing_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

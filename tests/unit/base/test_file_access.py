@@ -1,4 +1,4 @@
-"""How the package reads and writes files, read from its sources: no pickles, no half files."""
+"""How the package's sources read and write files: no pickles, no partial files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unit
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megapack"
 
-# What reads pickles, or YAML that names Python objects.
+# Modules and functions that read pickles, or YAML that names Python objects.
 UNSAFE_MODULES = {"pickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
 SAFE_WITH = {
@@ -20,28 +20,25 @@ SAFE_WITH = {
     "np.load": ("allow_pickle", False),
     "numpy.load": ("allow_pickle", False),
 }
-UNPICKLES = {"checkpoint.state": "looks through torch's pickled index with a list of names"}
+UNPICKLES = {"checkpoint.state": "reads torch's pickled index; allows only names of a list"}
 
-# Files are written by `files.write_whole`. All others, and why.
+# Files are written by `files.write_whole`. The exceptions, each with its reason.
 WRITERS = {
     ("base.files", "open"): "write_whole itself",
     ("base.files", "os.open"): "write_whole itself, into a device or a pipe",
     ("base.files", "os.replace"): "write_whole itself",
-    ("cli", "os.open"): "/dev/null in place of a standard output that is lost",
-    ("train.folder", "open"): "appends lines (readers skip half a line at the end), and a lock",
+    ("cli", "os.open"): "/dev/null in place of a closed standard output",
+    ("train.folder", "open"): "appends lines (readers skip a partial last line), and a lock",
     ("train.folder", "self.write_text"): "write_whole in the run's folder",
     ("train.job", "folder.write_text"): "write_whole in the run's folder",
-    ("data.index", "open"): "written in pieces; synced and renamed when whole",
+    ("data.index", "open"): "written in pieces; synced and renamed when complete",
     ("data.index", "os.replace"): "the same",
-    ("data.index", "tempfile.TemporaryFile"): "tries whether a folder can be written; no name",
-    (
-        "checkpoint.checkpoints",
-        "torch.save",
-    ): "in a folder that gets its name when all in it is on the disk",
+    ("data.index", "tempfile.TemporaryFile"): "checks that a folder is writable; has no name",
+    ("checkpoint.checkpoints", "torch.save"): "in a folder that is renamed when all is on the disk",
     ("checkpoint.folders", "write_text"): "the same",
-    ("checkpoint.folders", "os.rename"): "gives it the name, or takes it before it is removed",
-    ("checkpoint.state", "torch.save"): "as checkpoint",
-    ("checkpoint.state", "torch_checkpoint.save"): "as checkpoint",
+    ("checkpoint.folders", "os.rename"): "renames a complete folder, or one to be removed",
+    ("checkpoint.state", "torch.save"): "the same as checkpoint.checkpoints",
+    ("checkpoint.state", "torch_checkpoint.save"): "the same as checkpoint.checkpoints",
     ("view.plot", "figure.savefig"): "into memory",
     ("doctor.probes", "os.fdopen"): "a pipe to the parent",
 }
@@ -64,7 +61,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
-    """Every call and the dotted name of what is called; "" where that has none."""
+    """Every call with the dotted name of its function; "" for other expressions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             dotted = isinstance(node.func, ast.Attribute | ast.Name)
@@ -95,7 +92,7 @@ def writes(name: str, node: ast.Call) -> bool:
     if name == "os.open":
         return ast.unparse(node.args[1]) != "os.O_RDONLY"
     if attribute == "open":
-        # `open(path)` reads; a mode that is no constant may be any.
+        # `open(path)` reads; a mode that is not a constant counts as writing.
         at = 1 if receiver in ("", "io") else 0
         given = [k.value for k in node.keywords if k.arg == "mode"] + node.args[at : at + 1]
         mode = getattr(given[0], "value", "w") if given else "r"
@@ -104,7 +101,7 @@ def writes(name: str, node: ast.Call) -> bool:
 
 
 def short(name: str) -> str:
-    """`write_text` of whatever `(part / NAME)` is."""
+    """The method's name if the receiver is an expression: `write_text` of `(part / NAME)`."""
     return name.rpartition(".")[2] if name.startswith("(") else name
 
 
@@ -113,7 +110,7 @@ def test_nothing_is_unpickled() -> None:
     assert {name: found for name, tree in modules() if (found := unsafe(tree))} == {}
 
 
-def test_files_are_written_whole_but_for_those_of_the_list() -> None:
+def test_files_are_written_atomically_except_listed_ones() -> None:
     found = {
         (module, short(name))
         for module, tree in modules()
@@ -130,7 +127,7 @@ def test_files_are_written_whole_but_for_those_of_the_list() -> None:
         "np.load(p, allow_pickle=flag)",
     ],
 )
-def test_the_reader_sees_what_is_unsafe(code: str) -> None:
+def test_unsafe_reads_are_recognised(code: str) -> None:
     assert unsafe(ast.parse(code))
 
 
@@ -153,6 +150,6 @@ def test_the_reader_sees_what_is_unsafe(code: str) -> None:
         ("self.save(a)", False),
     ],
 )
-def test_the_reader_sees_what_is_written(code: str, is_write: bool) -> None:
+def test_writes_are_recognised(code: str, is_write: bool) -> None:
     ((name, node),) = calls(ast.parse(code))
     assert writes(name, node) is is_write

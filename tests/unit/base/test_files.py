@@ -1,4 +1,4 @@
-"""Files are written whole, through links and into devices, and read without waiting for ever."""
+"""Files are written atomically, through links and into devices; reads do not block on a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_bytes_are_read_back(tmp_path: Path) -> None:
     write_whole(tmp_path / "a", "é\n")
     write_whole(tmp_path / "a", "ab")
     assert read_whole(tmp_path / "a") == b"ab"
@@ -28,7 +28,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_write_that_fails_leaves_the_old_content_alone(
+def test_a_failed_write_keeps_the_old_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     write_whole(tmp_path / "a", "old")
@@ -42,20 +42,20 @@ def test_a_write_that_fails_leaves_the_old_content_alone(
     assert (names(tmp_path), read_whole(tmp_path / "a")) == (["a"], b"old")
 
 
-def test_a_new_name_is_on_the_disk_before_the_call_returns(
+def test_a_new_file_is_synced_before_the_call_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = []
 
-    def note(handle: int) -> None:
+    def record(handle: int) -> None:
         synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, names(tmp_path)))
 
-    monkeypatch.setattr(files.os, "fsync", note)
+    monkeypatch.setattr(files.os, "fsync", record)
     write_whole(tmp_path / "a", "text")
     assert synced == [("a.part", ["a.part"]), (tmp_path.name, ["a"])]
 
 
-def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+def test_a_link_is_kept_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to("there/a")
     write_whole(tmp_path / "link", "text")
@@ -64,19 +64,19 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     assert read_whole(tmp_path / "link") == b"text"
 
 
-def test_a_device_is_written_into_and_stays_one() -> None:
+def test_a_device_is_written_in_place() -> None:
     write_whole(Path("/dev/null"), "text")
     assert Path("/dev/null").is_char_device()
     assert not Path("/dev/null.part").exists()
 
 
-def test_a_pipe_is_read_to_its_end_and_is_empty_where_nobody_writes(tmp_path: Path) -> None:
+def test_a_pipe_is_read_to_its_end_or_empty_without_a_writer(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert read_whole(pipe) == b""
     with pytest.raises(OSError, match="No such device"):
         write_whole(pipe, "text")
-    # More than a pipe holds: both ends wait for each other, as they should.
+    # 1 MiB is more than a pipe buffers, so the writer has to wait for the reader.
     text = "x" * (1 << 20)
     read_end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(read_end, True)

@@ -1,4 +1,4 @@
-"""What writes a file on a disk that is full says so in one line, and leaves what was there."""
+"""On a full disk, commands and runs fail with one line and keep the existing files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_command_whose_output_does_not_fit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither where nothing fits nor where half of it does."""
+    """With no free page, the write fails at once; with one, after half of the output."""
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
     Path("plan.json").write_text(make_plan().to_json())
@@ -59,7 +59,7 @@ def test_a_command_whose_output_does_not_fit(
     assert output.read_text() == "what was there"
 
 
-def test_a_run_goes_on_where_its_disk_was_full(disk: Path) -> None:
+def test_a_run_resumes_after_its_disk_was_full(disk: Path) -> None:
     run = RunFolder(str(disk / "runs"), "run")
     for step in (1, 2):
         run.append_metrics({"step": step, "loss": 0.5})

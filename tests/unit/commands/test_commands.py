@@ -1,4 +1,4 @@
-"""Commands on files: what they print, their exit codes, and every kind of bad input in one line."""
+"""Commands on files: their output, their exit codes, and one line for every kind of bad input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TUNE = ("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with lengths in it."""
+    """The working directory, with a file of lengths."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").write_text("length,id\n" + "".join(f"{n},{n % 3}\n" for n in LENGTHS))
     return tmp_path
@@ -44,7 +44,7 @@ def edit(path: str, change: Callable[[dict[str, Any]], object]) -> None:
     Path(path).write_text(json.dumps(payload))
 
 
-def test_plan_writes_a_sound_plan_and_compares(call: Call) -> None:
+def test_plan_writes_a_valid_plan_and_compares(call: Call) -> None:
     code, out, err = call("plan", "a.csv", *LAYOUT, *BUDGET, "--rollout-column", "id")
     assert (code, err) == (0, "")
     plan = Plan.from_json(Path("plan.json").read_text())
@@ -62,15 +62,15 @@ def test_plan_writes_a_sound_plan_and_compares(call: Call) -> None:
     assert list(Path().glob("*.part")) == []
 
 
-def test_plan_for_programs(call: Call) -> None:
+def test_plan_prints_json(call: Call) -> None:
     args = ("plan", "a.csv", *BUDGET, *MODEL, *SPEED, "-o", "b.json", "--json")
     code, out, _ = call(*args)
-    told = json.loads(out)
-    assert (code, told["plan"], told["time_unit"]) == (0, "b.json", "seconds")
-    ours = told["strategies"]["megapack"]
+    printed = json.loads(out)
+    assert (code, printed["plan"], printed["time_unit"]) == (0, "b.json", "seconds")
+    ours = printed["strategies"]["megapack"]
     assert ours["tokens"] == sum(LENGTHS)
     assert ours["seconds"] >= ours["equal_work_seconds"] > 0
-    assert told["digest"] == Plan.from_json(Path("b.json").read_text()).digest()
+    assert printed["digest"] == Plan.from_json(Path("b.json").read_text()).digest()
 
 
 def test_every_argument_of_the_planner_is_an_option(call: Call) -> None:
@@ -82,7 +82,7 @@ def test_every_argument_of_the_planner_is_an_option(call: Call) -> None:
     assert missing == []
 
 
-def test_a_sound_plan_passes_and_an_edited_one_does_not(call: Call) -> None:
+def test_check_refuses_an_edited_plan(call: Call) -> None:
     call("plan", "a.csv", *LAYOUT, *BUDGET)
     assert call("check", "plan.json", "a.csv")[0] == 0
     edit("plan.json", lambda plan: plan["steps"][0]["ranks"][0].pop())
@@ -93,7 +93,7 @@ def test_a_sound_plan_passes_and_an_edited_one_does_not(call: Call) -> None:
     assert (code, json.loads(out)["sound"]) == (1, False)
 
 
-def test_check_finds_other_lengths(call: Call) -> None:
+def test_check_refuses_other_lengths(call: Call) -> None:
     call("plan", "a.csv", *BUDGET)
     Path("b.csv").write_text("length\n5\n")
     assert call("check", "plan.json", "b.csv")[:2] == (
@@ -114,24 +114,24 @@ def test_show_prints_a_grid_that_marks_rows_over_the_budget(call: Call) -> None:
     assert "samples " in rank
 
 
-def test_show_tells_many_steps_in_a_line_each(call: Call) -> None:
+def test_show_prints_a_line_per_step(call: Call) -> None:
     call("plan", "a.csv", *BUDGET, "--global-batch-size", "1")
     lines = call("show", "plan.json")[1].splitlines()
     assert len(lines) == 1 + len(LENGTHS)
     assert "step 3: M=1" in call("show", "plan.json", "--step", "3")[1]
 
 
-def test_simulate_tells_what_plan_told(call: Call) -> None:
-    told = json.loads(call("plan", "a.csv", *LAYOUT, *BUDGET, *MODEL, *SPEED, "--json")[1])
-    found = json.loads(call("simulate", "plan.json", *MODEL, *SPEED, "--json")[1])
-    assert found["steps"]["0"]["makespan"] == pytest.approx(
-        told["strategies"]["megapack"]["seconds"], rel=1e-6
+def test_simulate_predicts_the_seconds_of_plan(call: Call) -> None:
+    planned = json.loads(call("plan", "a.csv", *LAYOUT, *BUDGET, *MODEL, *SPEED, "--json")[1])
+    simulated = json.loads(call("simulate", "plan.json", *MODEL, *SPEED, "--json")[1])
+    assert simulated["steps"]["0"]["makespan"] == pytest.approx(
+        planned["strategies"]["megapack"]["seconds"], rel=1e-6
     )
     code, out, _ = call("simulate", "plan.json")
     assert (code, "token times" in out) == (0, True)
 
 
-def test_diff_tells_settings_steps_and_moved_samples(call: Call) -> None:
+def test_diff_shows_settings_steps_and_moved_samples(call: Call) -> None:
     call("plan", "a.csv", *BUDGET)
     call("plan", "a.csv", *BUDGET, "--dp", "2", "-o", "b.json")
     assert call("diff", "plan.json", "plan.json")[0] == 0
@@ -154,11 +154,11 @@ def test_tune_ranks_what_fits(call: Call) -> None:
     assert {c["layout"]["dp"] * c["layout"]["pp"] for c in ranked} == {4}
     code, out, _ = call(*args[:-1], "--gpu-memory-gib", "0.0001")
     assert code == 1
-    assert "nothing fits: least is " in out
+    assert "nothing fits: the least is " in out
     assert re.search(r"longest samples \(up to \d+ tokens\)", out)
 
 
-def test_full_recomputation_takes_a_forward_more(call: Call) -> None:
+def test_full_recomputation_adds_a_forward(call: Call) -> None:
     text = "name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {vocab_size: 512, recompute: %s}\n"
     seconds = {}
     for mode in ("none", "full"):
@@ -175,7 +175,7 @@ def test_a_measured_cost_model_gives_seconds(call: Call) -> None:
 
 
 @pytest.mark.parametrize("text", ["cost: {}\n", "cost:\n  p2p: 1.0\n"])
-def test_a_cost_model_of_nothing_is_refused(call: Call, text: str) -> None:
+def test_a_cost_model_of_zero_seconds_is_refused(call: Call, text: str) -> None:
     Path("cost.yaml").write_text(text)
     code, _, err = call("plan", "a.csv", *BUDGET, "--cost", "cost.yaml")
     assert (code, "cost.yaml: a micro-batch takes 0 seconds" in err) == (2, True)
@@ -257,7 +257,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("args", "words"), BAD, ids=[" ".join(args) for args, _ in BAD])
-def test_bad_input_is_exit_2_one_line_and_no_file(
+def test_bad_input_prints_one_line_and_writes_no_file(
     args: tuple[str, ...], words: list[str], call: Call, folder: Path
 ) -> None:
     if args[0] not in ("plan", "tune"):

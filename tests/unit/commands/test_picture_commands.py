@@ -1,4 +1,4 @@
-"""The commands trace, plot and report: files they write, and bad input."""
+"""The commands trace, plot and report: the files that they write, and bad input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a plan and a run in it."""
+    """The working directory, with a plan and two runs."""
     monkeypatch.chdir(tmp_path)
     Path("plan.json").write_text(make_plan().to_json())
     Path("lengths.txt").write_text("".join(f"{length}\n" for length in LENGTHS))
@@ -41,7 +41,7 @@ def test_trace_of_a_plan_and_of_a_run(call: Call) -> None:
     )
 
 
-def test_plot_names_its_step(call: Call) -> None:
+def test_plot_draws_the_given_step(call: Call) -> None:
     code, out, err = call("plot", "plan.json", "--step", "1", "-o", "a.svg")
     assert (code, out.splitlines()[0], err) == (0, "a.svg: step 1 of 2", "")
     assert "step 1 of plan" in Path("a.svg").read_text()
@@ -84,7 +84,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("args", "words"), BAD, ids=[" ".join(args) for args, _ in BAD])
-def test_bad_input_is_exit_2_one_line_and_no_file(
+def test_bad_input_prints_one_line_and_writes_no_file(
     args: tuple[str, ...], words: list[str], call: Call, folder: Path
 ) -> None:
     before = sorted(path for path in folder.rglob("*"))
@@ -118,7 +118,7 @@ def without_micro_batches(plan: dict[str, Any]) -> None:
         (without_micro_batches, "M=0 with pp=2"),
     ],
 )
-def test_an_edited_plan_is_one_line(
+def test_an_edited_plan_prints_one_line(
     command: str, edit: Callable[[dict[str, Any]], None], says: str, call: Call
 ) -> None:
     plan = json.loads(Path("plan.json").read_text())
@@ -129,7 +129,7 @@ def test_an_edited_plan_is_one_line(
     assert says in err
 
 
-def test_lengths_of_another_plan(call: Call) -> None:
+def test_report_refuses_lengths_of_another_plan(call: Call) -> None:
     Path("short.txt").write_text("5\n6\n")
     code, _, err = call("report", "plan.json", "short.txt")
     assert (code, "2 lengths for a plan of 16 samples" in err) == (2, True)

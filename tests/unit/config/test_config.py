@@ -1,4 +1,4 @@
-"""YAML into dataclasses and back, and the schema of the main job."""
+"""YAML becomes dataclasses and back, and the main job's config is checked."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def parse(text: str, *overrides: str) -> Outer:
     return parse_config(text, overrides, Outer, source="c.yaml")
 
 
-def test_doctest_of_the_module() -> None:
+def test_doctests_of_load() -> None:
     result = doctest.testmod(megapack.config.load)
     assert result.attempted > 0
     assert result.failed == 0
 
 
-def test_values_of_every_type() -> None:
+def test_every_type_of_value_is_read() -> None:
     config = parse(
         "name: run\non: true\ninner:\n  rate: 1\n  kind: slow\n  limit: 3\n"
         "  betas: [0, 1e-5]\n  sizes: [1_000, 0x10]\n"
@@ -66,16 +66,16 @@ def test_values_of_every_type() -> None:
     ("scalar", "value"),
     [("1e-5", 1e-5), ("1.", 1.0), (".5", 0.5), ("-2E+3", -2000.0), ("7", 7.0), ("1.5e3", 1500.0)],
 )
-def test_numbers(scalar: str, value: float) -> None:
+def test_numbers_follow_yaml_1_2(scalar: str, value: float) -> None:
     assert parse(f"name: x\ninner: {{rate: {scalar}}}").inner.rate == value
 
 
 @pytest.mark.parametrize("scalar", ["yes", "on", "2024-01-01", "010", "1:30", "<<", "1e", "=", "-"])
-def test_words_that_yaml_1_1_would_change_stay_strings(scalar: str) -> None:
+def test_words_that_yaml_1_1_converts_stay_strings(scalar: str) -> None:
     assert parse(f"name: {scalar}" if scalar != "-" else 'name: "-"').name == scalar
 
 
-def test_overrides_come_last_and_are_typed() -> None:
+def test_overrides_replace_values_and_are_typed() -> None:
     config = parse("name: x\ninner: {count: 1}", "inner.count=2", "inner.count=3", "inner.limit=~")
     assert config.inner == Inner(count=3, limit=None)
     assert parse("name: x", "inner={rate: 2}", "name=a=b").inner.rate == 2.0
@@ -87,7 +87,7 @@ BAD: list[Any] = [
     ("name: x\ninner:\n  rat: 1", [], "c.yaml:3: unknown key inner.rat; did you mean inner.rate?"),
     ("name: x\ncount: 1", [], "c.yaml:2: unknown key count; did you mean inner.count?"),
     ("name: x\nzzz: 1", [], "c.yaml:2: unknown key zzz; valid keys are name, on, inner"),
-    ("name: x\nname: y", [], "c.yaml:2: key name stands twice; keep one of them"),
+    ("name: x\nname: y", [], "c.yaml:2: key name appears twice; keep one of them"),
     ("name: x\ninner: {count: 1.0}", [], "c.yaml:2: inner.count is 1.0, expected an integer"),
     ("name: x\ninner: {count: true}", [], "inner.count is true, expected an integer"),
     ("name: x\ninner: {rate: '1'}", [], "inner.rate is '1', expected a number"),
@@ -135,7 +135,7 @@ BAD: list[Any] = [
 
 
 @pytest.mark.parametrize(("text", "overrides", "message"), BAD, ids=range(len(BAD)))
-def test_bad_input_is_one_line_that_says_where(
+def test_errors_are_one_line_with_the_position(
     text: str, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -154,8 +154,9 @@ def test_alias_bomb_is_refused_at_its_first_alias() -> None:
         parse(bomb)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    latin, long = tmp_path / "latin.yaml", tmp_path / "long.yaml"
+def test_unreadable_files_are_config_errors(tmp_path: Path) -> None:
+    latin = tmp_path / "latin.yaml"
+    long = tmp_path / "long.yaml"
     latin.write_bytes("name: é".encode("latin-1"))
     long.write_bytes(b"#" * (1 << 21))
     for path, message in [
@@ -201,7 +202,7 @@ def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
     assert "\n" not in outcome(text)
 
 
-def test_to_dict_is_plain() -> None:
+def test_to_dict_gives_plain_values() -> None:
     plain = to_dict(Outer(name="x"))
     assert plain["inner"]["betas"] == [0.9, 0.95]
     assert type(plain["inner"]) is dict
@@ -217,9 +218,6 @@ def test_find_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root:
         find_config("absent.yaml")
     with pytest.raises(ConfigError):
         find_config(f"elsewhere/{shipped[0].name}")
-
-
-# --- the main job's schema ---
 
 
 def job(*overrides: str) -> TrainConfig:
@@ -238,7 +236,7 @@ def test_every_shipped_config_loads(repo_root: Path) -> None:
         load_config(path, [], TrainConfig)
 
 
-def test_every_field_of_the_policy_is_a_key_that_reaches_it() -> None:
+def test_every_policy_field_is_a_key_of_the_plan_section() -> None:
     policy = Policy(
         count_rule="multiple",
         unreachable="drop",
@@ -257,7 +255,7 @@ def test_every_field_of_the_policy_is_a_key_that_reaches_it() -> None:
     assert dataclasses.replace(plan, search=8).to_policy() == dataclasses.replace(policy, search=8)
 
 
-def test_to_layout_fills_dp() -> None:
+def test_to_layout_computes_dp() -> None:
     config = job("layout.tp=2", "layout.pp=2", "layout.vpp=2", "layout.sequence_parallel=true")
     layout = config.layout.to_layout(8)
     assert (layout.dp, layout.tp, layout.pp, layout.vpp) == (2, 2, 2, 2)
@@ -277,13 +275,13 @@ def test_to_layout_fills_dp() -> None:
         ("mxfp8", "mxfp8"),
     ],
 )
-def test_rows_are_aligned_for_the_models_recipe(recipe: str, rows: object) -> None:
+def test_rows_are_aligned_for_the_fp8_recipe(recipe: str, rows: object) -> None:
     config = job(f"model.fp8={recipe}", "model.dtype=bf16")
     assert config.layout.to_layout(1, config.model.fp8_rows) == Layout(fp8=rows)  # type: ignore[arg-type]
 
 
-def test_a_head_may_be_wider_than_its_share_of_the_model() -> None:
-    """Qwen3 of 4B parameters: 32 heads of 128 channels on a width of 2560."""
+def test_kv_channels_sets_the_width_of_a_head() -> None:
+    """Qwen3-4B has 32 heads of 128 channels, 4096 in all, and a hidden size of 2560."""
     model = job("model.hidden_size=2560", "model.num_attention_heads=32", "model.kv_channels=128")
     assert model.model.head_width == 128
     assert job("model.hidden_size=2560", "model.num_attention_heads=32").model.head_width == 80
@@ -301,7 +299,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["model.moe_bias_update_rate=0.1"], "needs model.moe_score_function=sigmoid"),
     (["model.num_experts=3", "layout.ep=2"], "num_experts=3 does not divide over layout.ep=2"),
     (["layout.ep=2"], "num_experts=None does not divide over layout.ep=2"),
-    (["train.on_oom=replan", "layout.tp=2"], "replan with layout.tp=2, cp=1, ep=1: ranks"),
+    (["train.on_oom=replan", "layout.tp=2"], "cannot run with this layout (tp=2, cp=1, ep=1: "),
     (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),
     (["layout.sequence_paralel=true"], "did you mean layout.sequence_parallel?"),
@@ -320,7 +318,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["model.fp8=delayed", "model.attention=sdpa", "model.dtype=bf16"], "set model.attention=te"),
     (["model.dtype=fp16"], "expected fp32 or bf16"),
     (["data.path=''"], "data.path is empty"),
-    (["data.num_generated=5"], "no multiple of data.generated_group_size=4"),
+    (["data.num_generated=5"], "not a multiple of data.generated_group_size=4"),
     (["data.max_length=5000"], "above model.max_position_embeddings=4096"),
     (["objective.loss_weighting=token_mean"], "did you mean token-mean?"),
     (["objective.loss_weighting=seq-mean-token-sum-norm"], "set objective.norm_constant"),
@@ -335,7 +333,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("overrides", "message"), BAD_JOBS, ids=lambda value: str(value)[:40])
-def test_bad_jobs(overrides: list[str], message: str) -> None:
+def test_invalid_jobs_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         job(*overrides)
     assert message in str(caught.value)

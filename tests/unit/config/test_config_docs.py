@@ -1,4 +1,4 @@
-"""docs/configuration.md is what its tool writes, and every key has a text."""
+"""docs/configuration.md is the tool's current output, and every key has a docstring."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_page_is_up_to_date(tool: ModuleType, tmp_path: Path) -> None:
     assert written == tool.PAGE.read_text(encoding="utf-8"), "run tools/make_config_docs.py"
 
 
-def test_every_key_is_explained_where_it_is_defined() -> None:
+def test_every_key_has_a_docstring() -> None:
     sections = [TrainConfig, *filter(dataclasses.is_dataclass, _types())]
     missing = [
         f"{cls.__name__}.{field.name}"

@@ -1,4 +1,4 @@
-"""Measured seconds into a cost model, and the file that the planner reads it from."""
+"""Measured seconds become a cost model, and the planner reads the model's file."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ COST = CostModel(
 
 
 def seconds_of_grid(cost: CostModel, backward_ratio: float) -> list[Measurement]:
-    """What rows would take if the model on one stage were right."""
+    """Measurements of the grid's rows, as `cost` predicts them on one stage."""
     rows = []
     for lengths in grid(16384, 8192, 2):
-        sums = sum(lengths), sum(n**2 for n in lengths), len(lengths)
+        row_tokens = sum(lengths)
+        tokens_sq = sum(n**2 for n in lengths)
+        num_samples = len(lengths)
         forward = cost.forward_seconds(
-            ONE_STAGE, row_tokens=sums[0], tokens_sq=sums[1], num_samples=sums[2]
+            ONE_STAGE, row_tokens=row_tokens, tokens_sq=tokens_sq, num_samples=num_samples
         )
-        rows.append(Measurement(*sums, forward, backward_ratio * forward))
+        backward = backward_ratio * forward
+        rows.append(Measurement(row_tokens, tokens_sq, num_samples, forward, backward))
     return rows
 
 
@@ -62,13 +65,13 @@ def test_a_written_cost_model_is_read_back_exactly(tmp_path: Path) -> None:
     assert config.read_cost(Layout(pp=2)) == cost
 
 
-def test_a_file_may_hold_the_cost_alone(tmp_path: Path) -> None:
+def test_a_file_without_an_origin_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cost.yaml"
     path.write_text("cost: {per_token: 2}", encoding="utf-8")
     assert read_cost(path, Layout()) == CostModel(per_token=2.0)
 
 
-def test_without_a_file_tokens_count() -> None:
+def test_there_is_no_cost_model_without_a_file() -> None:
     assert PlanConfig(max_tokens_per_gpu=8).read_cost(Layout()) is None
 
 
@@ -85,7 +88,7 @@ def test_without_a_file_tokens_count() -> None:
         ("cost: {stage_weights: [1, 2, 3, 4]}", "must have mean 1"),
     ],
 )
-def test_bad_files_are_refused_with_their_name(text: str, says: str, tmp_path: Path) -> None:
+def test_errors_of_invalid_files_name_the_file(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "cost.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -94,13 +97,13 @@ def test_bad_files_are_refused_with_their_name(text: str, says: str, tmp_path: P
     assert str(path) in str(caught.value)
 
 
-def test_an_absent_file_is_named() -> None:
+def test_the_error_of_a_missing_file_names_it() -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
         read_cost("absent.yaml", LAYOUT)
 
 
 @given(st.integers(1, 20000), st.integers(1, 20000), st.sampled_from([1, 2, 16, 96]))
-def test_rows_of_the_grid_fit(budget: int, longest: int, unit: int) -> None:
+def test_rows_of_the_grid_fit_into_the_budget(budget: int, longest: int, unit: int) -> None:
     if min(budget, longest) < unit:
         with pytest.raises(ConfigError, match=f"alignment {unit}"):
             grid(budget, longest, unit)
@@ -112,14 +115,14 @@ def test_rows_of_the_grid_fit(budget: int, longest: int, unit: int) -> None:
         assert all(0 < n <= longest and n % unit == 0 for n in row)
 
 
-def test_the_grid_has_few_long_and_many_short_samples() -> None:
+def test_the_grid_goes_from_few_long_to_many_short_samples() -> None:
     rows = grid(16384, 8192)
     at_budget = [row for row in rows if sum(row) == 16384]
     assert [len(row) for row in at_budget] == [2, 10, 51, 256]
     assert {sum(row) for row in rows} == {1024, 2048, 4096, 8192, 12288, 16384}
 
 
-def test_a_whole_model_is_shared_among_the_chunks() -> None:
+def test_the_whole_models_seconds_are_split_over_chunks() -> None:
     found = fit_whole_model(seconds_of_grid(COST, 2.2), LAYOUT)
     assert found.fixed == pytest.approx(COST.fixed / 4)
     for name in ("per_token", "per_token_sq", "per_sample", "backward_ratio"):
@@ -132,7 +135,7 @@ def test_a_whole_model_is_shared_among_the_chunks() -> None:
 
 
 def test_forward_and_backward_are_fitted_together() -> None:
-    """Backwards that do not follow the forwards leave the sum of both right."""
+    """If backwards are not proportional to forwards, the sum of both is still fitted exactly."""
     rows = seconds_of_grid(COST, 2.0)
     other = [
         row._replace(
@@ -150,16 +153,16 @@ def test_forward_and_backward_are_fitted_together() -> None:
         fit_whole_model([], ONE_STAGE)
 
 
-def test_the_last_chunk_carries_what_is_no_layer() -> None:
+def test_the_last_chunk_gets_the_seconds_outside_layers() -> None:
     # A layer takes 1 s, the head 4 s: chunks of 2, 2, 2 and 6 s.
     weights = stage_weights(12.0, 6.0, num_layers=8, num_chunks=4)
     assert weights == pytest.approx((2 / 3, 2 / 3, 2 / 3, 2.0))
     assert stage_weights(8.0, 2.0, num_layers=8, num_chunks=4) == pytest.approx((1.0,) * 4)
-    with pytest.raises(DataError, match="too busy to tell"):
+    with pytest.raises(DataError, match="too busy to measure"):
         stage_weights(1.0, 1.1, num_layers=8, num_chunks=4)
 
 
-def test_the_tool_measures_rows_that_fp8_runs(
+def test_rows_to_measure_are_aligned_for_fp8(
     repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(repo_root / "tools"))

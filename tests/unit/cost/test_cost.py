@@ -1,3 +1,5 @@
+"""`CostModel`: its formula, its file, the model from sizes, and the fit."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -18,7 +20,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def test_seconds_of_a_chunk() -> None:
+def test_forward_seconds_of_a_chunk() -> None:
     cost = CostModel(fixed=1.0, per_token=2.0, per_token_sq=0.5, per_sample=4.0)
     layout = Layout(pp=2, vpp=2, cp=2)
     seconds = cost.forward_seconds(layout, row_tokens=8, tokens_sq=34, num_samples=2)
@@ -37,12 +39,12 @@ def test_seconds_of_a_chunk() -> None:
         {"stage_weights": ()},
     ],
 )
-def test_fields_that_are_refused(fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         CostModel(**fields)
 
 
-def test_json_is_an_exact_inverse() -> None:
+def test_from_json_is_the_inverse_of_to_json() -> None:
     cost = CostModel(fixed=0.1, per_token=1 / 3, stage_weights=(0.5, 1.5), p2p=1e-5)
     assert CostModel.from_json(cost.to_json()) == cost
     for text in ("", "[]", '{"per_tokens": 1}', '{"fixed": "x"}'):
@@ -50,7 +52,7 @@ def test_json_is_an_exact_inverse() -> None:
             CostModel.from_json(text)
 
 
-def test_a_7b_model_costs_what_its_parameters_say() -> None:
+def test_the_cost_of_a_7b_model_follows_its_parameters() -> None:
     sizes = ModelSizes(**SIZES)
     layout = Layout(tp=2, pp=4, vpp=2)
     cost = CostModel.from_model(sizes, layout=layout, flops_per_gpu=1e14)
@@ -64,7 +66,7 @@ def test_a_7b_model_costs_what_its_parameters_say() -> None:
     assert weights[0] > weights[1]
 
 
-def test_experts_count_where_a_token_goes() -> None:
+def test_only_the_chosen_experts_cost_operations() -> None:
     dense = ModelSizes(**SIZES)
     moe = ModelSizes(**{**SIZES, "ffn_hidden_size": 1376}, num_experts=64, experts_per_token=8)
     difference = moe.layer_flops_per_token() - dense.layer_flops_per_token()
@@ -77,7 +79,7 @@ def test_experts_count_where_a_token_goes() -> None:
         ModelSizes(**SIZES, num_experts=0)
 
 
-def test_fit_finds_the_model_that_was_measured() -> None:
+def test_fit_recovers_the_measured_model() -> None:
     layout = Layout(pp=2, vpp=2)
     true = CostModel(
         fixed=2e-3, per_token=1e-6, per_token_sq=3e-11, per_sample=1e-4, backward_ratio=2.2
@@ -86,11 +88,12 @@ def test_fit_finds_the_model_that_was_measured() -> None:
     rows = []
     for _ in range(40):
         lengths = rng.integers(10, 20000, rng.integers(1, 30))
-        sums = int(lengths.sum()), int((lengths**2).sum()), lengths.size
+        row_tokens = int(lengths.sum())
+        tokens_sq = int((lengths**2).sum())
         seconds = true.forward_seconds(
-            layout, row_tokens=sums[0], tokens_sq=sums[1], num_samples=sums[2]
+            layout, row_tokens=row_tokens, tokens_sq=tokens_sq, num_samples=lengths.size
         )
-        rows.append(Measurement(*sums, seconds, 2.2 * seconds))
+        rows.append(Measurement(row_tokens, tokens_sq, lengths.size, seconds, 2.2 * seconds))
     found = CostModel.fit(rows, layout=layout)
     assert found.fit_error == pytest.approx(0, abs=1e-6)
     for name in ("fixed", "per_token", "per_token_sq", "per_sample", "backward_ratio"):

@@ -1,4 +1,4 @@
-"""Bytes of a GPU, against published formulas and numbers done by hand."""
+"""Bytes on a GPU, compared with published formulas and numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bare(model: MemoryModel, layout: Layout) -> list[int]:
     return [sum(getattr(stage, kind) for stage in found) for kind in kinds]
 
 
-def test_bf16_takes_18_bytes_per_parameter_or_6_and_12_over_dp() -> None:
+def test_a_bf16_parameter_takes_18_bytes_or_6_plus_12_over_dp() -> None:
     model = MemoryModel(sizes=GPT, distributed_optimizer=False)
     assert bare(model, Layout(dp=4)) == [2 * DENSE, 4 * DENSE, 12 * DENSE]
     model = MemoryModel(sizes=GPT)
@@ -43,7 +43,7 @@ def test_bf16_takes_18_bytes_per_parameter_or_6_and_12_over_dp() -> None:
     assert sum(bare(replace(model, dtype="fp32"), Layout())) == 16 * DENSE
 
 
-def test_stages_share_layers_and_the_ends_have_the_vocabulary() -> None:
+def test_the_first_and_last_stage_also_have_the_vocabulary() -> None:
     model = MemoryModel(sizes=GPT, untied_embeddings=False, distributed_optimizer=False)
     layout = Layout(pp=4)
     found = [model.stage(layout, s, live_tokens=0, row_tokens=0).parameters for s in range(4)]
@@ -54,7 +54,7 @@ def test_stages_share_layers_and_the_ends_have_the_vocabulary() -> None:
     assert one == 2 * (DENSE - 32000 * H)
 
 
-def test_experts_are_split_over_ep_and_their_optimizer_over_the_rest() -> None:
+def test_experts_are_split_over_ep_their_optimizer_over_dp() -> None:
     model = MemoryModel(sizes=EXPERTS)
     layout = Layout(dp=8, ep=4)
     experts = 8 * 16 * 3 * H * 4 * H
@@ -69,25 +69,27 @@ def test_experts_are_split_over_ep_and_their_optimizer_over_the_rest() -> None:
 
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_activations_are_those_of_korthikanti(tp: int, sequence_parallel: bool) -> None:
-    """Without masks: 10h + 24h / t becomes 8h + 24h / t, 34h / t becomes 32h / t."""
+def test_activations_match_the_published_formula(tp: int, sequence_parallel: bool) -> None:
+    """Korthikanti et al. 2022 without masks: 10h + 24h / t becomes 8h + 24h / t, and with sequence
+    parallelism 34h / t becomes 32h / t."""
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
     found = MemoryModel(sizes=GPT).activation_bytes_per_token(layout)
     whole = 8 / tp if sequence_parallel else 8
     assert found == pytest.approx((whole + 24 / tp) * H)
 
 
-def test_grouped_queries_and_gates_count_as_wide_as_they_are() -> None:
+def test_grouped_queries_and_gates_count_with_their_widths() -> None:
     sizes = replace(GPT, num_query_groups=4, gated=True)
     found = MemoryModel(sizes=sizes).activation_bytes_per_token(Layout())
-    # Inputs 4h; queries and the output of attention 2h; keys and values h/2; MLP 3 * 4h; times 2.
+    # Inputs 4h; queries and attention's output 2h; keys and values h/2; MLP 3 * 4h; 2 bytes each.
     assert found == pytest.approx(2 * H * (4 + 2 + 0.5 + 12))
     routed = MemoryModel(sizes=EXPERTS).activation_bytes_per_token(Layout())
     assert routed == pytest.approx(2 * H * (4 + 4 + 2 * (2 + 12)))
 
 
-def test_activations_in_flight() -> None:
-    model, layout = MemoryModel(sizes=GPT), Layout(pp=4)
+def test_each_stage_holds_its_share_of_live_tokens() -> None:
+    model = MemoryModel(sizes=GPT)
+    layout = Layout(pp=4)
     per_token = model.activation_bytes_per_token(layout)
     first = model.stage(layout, 0, live_tokens=4000, row_tokens=1000)
     last = model.stage(layout, 3, live_tokens=4000, row_tokens=1000)
@@ -102,7 +104,7 @@ def test_activations_in_flight() -> None:
     assert full.activations == int(4000 * 2 * 2 * H + 1000 * per_token)
 
 
-def test_the_heads_chunk_bounds_its_logits() -> None:
+def test_the_head_needs_memory_for_one_chunk_of_logits() -> None:
     model = MemoryModel(sizes=GPT, logprob_chunk_tokens=8192)
     long = model.stage(Layout(), 0, live_tokens=0, row_tokens=65536).head
     assert long == 32000 * (4 * H + 10 * 8192)
@@ -110,7 +112,7 @@ def test_the_heads_chunk_bounds_its_logits() -> None:
     assert model.stage(Layout(), 0, live_tokens=0, row_tokens=16).head == 32000 * (10 * H + 32)
 
 
-def test_sizes_of_a_config() -> None:
+def test_sizes_follow_from_the_model_config() -> None:
     model = ModelConfig(hidden_size=64, num_experts=4, moe_ffn_hidden_size=32, moe_top_k=3)
     sizes = model.to_sizes()
     assert (sizes.ffn_hidden_size, sizes.num_experts, sizes.experts_per_token) == (32, 4, 3)
@@ -127,9 +129,7 @@ def test_sizes_of_a_config() -> None:
         ("llama3_70b_dp2_tp8_pp4_vpp5_gpu64", 70.55),
     ],
 )
-def test_shipped_models_have_the_published_numbers_of_parameters(
-    config: str, billions: float
-) -> None:
+def test_shipped_models_have_the_published_parameter_counts(config: str, billions: float) -> None:
     path = Path(__file__).parents[3] / "configs" / f"{config}.yaml"
     model = load_config(path, [], TrainConfig).model
     memory = MemoryModel(sizes=model.to_sizes(), untied_embeddings=model.untie_embeddings)

@@ -1,4 +1,4 @@
-"""`doctor` reports what is broken, whatever that does to the process that imports it."""
+"""`doctor` reports broken software, even if importing it crashes or hangs the process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from megapack import cli
-from megapack.doctor import Diagnosis, diagnose
-from megapack.doctor import diagnosis as doctor
-from megapack.doctor import probes as doctor_probes
+from megapack.doctor import Diagnosis, diagnose, probes, runner
 from megapack.doctor.probes import check_environment, run_probe
-from megapack.pipeline import kernels as pipeline_kernels
+from megapack.pipeline import kernels
 
 pytestmark = pytest.mark.unit
 
@@ -39,9 +37,9 @@ def stub(folder: Path, modules: dict[str, str]) -> Path:
 def in_child(
     monkeypatch: pytest.MonkeyPatch, *names: str, timeout_s: float = 60
 ) -> list[Diagnosis]:
-    """What these probes find in `doctor`'s child."""
-    monkeypatch.setattr(doctor, "HERE", ())
-    monkeypatch.setattr(doctor, "IN_CHILD", names)
+    """The diagnoses of these probes in `doctor`'s child."""
+    monkeypatch.setattr(runner, "HERE", ())
+    monkeypatch.setattr(runner, "IN_CHILD", names)
     return diagnose(timeout_s)
 
 
@@ -53,7 +51,7 @@ def in_child(
         ("raise ImportError('libcudart.so.13: no such file')", "ImportError: libcudart.so.13: no"),
     ],
 )
-def test_a_broken_torch_is_the_one_fault(
+def test_a_broken_torch_is_the_only_fault(
     source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(stub(tmp_path, {"torch": source})))
@@ -71,14 +69,14 @@ def test_a_later_crash_is_blamed_on_its_own_package(
     monkeypatch.syspath_prepend(str(stub(tmp_path, modules)))
     names = ("torch", "transformer_engine", "apex", "megatron")
     torch, engine, apex, megatron = in_child(monkeypatch, *names)
-    # What torch prints is not taken for an answer.
+    # Output of torch is not read as an answer.
     assert torch == Diagnosis(probe="torch", found="2.13.0+cu130")
     assert "ZeroDivisionError" in engine.faults[0]
     assert "SIGSEGV" in apex.faults[0]
     assert megatron.found == "not probed, apex is broken"
 
 
-def test_what_hangs_is_ended_with_all_that_it_started(
+def test_a_hanging_probe_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = tmp_path / "pid"
@@ -89,8 +87,9 @@ def test_what_hangs_is_ended_with_all_that_it_started(
     monkeypatch.syspath_prepend(str(stub(tmp_path, {"torch": source})))
     (torch,) = in_child(monkeypatch, "torch", timeout_s=5)
     assert torch.faults == ["its probe hangs: no answer within 5 s"]
-    state, deadline = Path(f"/proc/{pid.read_text()}/stat"), time.monotonic() + 20
-    # A killed process is gone when the system comes to it.
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    deadline = time.monotonic() + 20
+    # The system takes a moment to remove a killed process.
     while state.exists() and state.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -118,7 +117,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(
         ("apex", {"torch": "", "apex": "", "amp_C": "1 / 0"}, "NVIDIA's", "ZeroDivision"),
     ],
 )
-def test_wrong_versions_and_impostors(
+def test_wrong_versions_and_packages_are_faults(
     probe: str,
     modules: dict[str, str],
     found: str,
@@ -137,7 +136,7 @@ def test_versions_are_not_checked_without_metadata(monkeypatch: pytest.MonkeyPat
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(doctor_probes.metadata, "requires", missing)
+    monkeypatch.setattr(probes.metadata, "requires", missing)
     assert run_probe("torch").faults == []
 
 
@@ -150,7 +149,7 @@ def test_versions_are_not_checked_without_metadata(monkeypatch: pytest.MonkeyPat
         ("13.0", True, "the driver is too old", None),
     ],
 )
-def test_torch_and_the_driver(
+def test_cuda_builds_and_drivers(
     built: str | None,
     has_driver: bool,
     fault: str | None,
@@ -165,35 +164,35 @@ def test_torch_and_the_driver(
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(doctor_probes, "_has_driver", lambda: has_driver)
+    monkeypatch.setattr(probes, "_has_driver", lambda: has_driver)
     diagnosis = run_probe("cuda")
-    for said, words in ((diagnosis.faults, fault), (diagnosis.notes, note)):
-        assert len(said) == (words is not None)
-        assert words is None or words in said[0]
+    for texts, words in ((diagnosis.faults, fault), (diagnosis.notes, note)):
+        assert len(texts) == (words is not None)
+        assert words is None or words in texts[0]
 
 
-def test_a_cuda_build_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_build_without_nccl_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(doctor_probes, "_has_driver", lambda: False)
+    monkeypatch.setattr(probes, "_has_driver", lambda: False)
     assert run_probe("cuda").faults == ["torch was built without NCCL; install a build that has it"]
 
 
-def test_no_folder_for_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_folder_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compiled code in" in run_probe("numba").found
     kernel = SimpleNamespace(stats=SimpleNamespace(cache_path=None))
-    monkeypatch.setattr(pipeline_kernels, "rank_seconds", kernel)
+    monkeypatch.setattr(kernels, "rank_seconds", kernel)
     assert "NUMBA_CACHE_DIR" in run_probe("numba").faults[0]
 
 
-def test_a_patch_that_new_processes_do_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_missing_in_new_processes_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     (none,) = in_child(monkeypatch, "patches")
-    assert none.found == "none asked for (MEGAPACK_PATCH is not set)"
-    # A Python that ignores the variable at its start, as one without the start-up file does.
+    assert none.found == "no patches (MEGAPACK_PATCH is not set)"
+    # Set after the child's start, as if this Python had no start-up file.
     monkeypatch.setattr(
-        doctor, "_CHILD", f"import os; os.environ['MEGAPACK_PATCH'] = 'slime'; {doctor._CHILD}"
+        runner, "_CHILD", f"import os; os.environ['MEGAPACK_PATCH'] = 'slime'; {runner._CHILD}"
     )
     (slime,) = in_child(monkeypatch, "patches")
     assert "no megapack-startup.pth" in slime.faults[0]
@@ -212,15 +211,15 @@ def test_the_command_prints_json_and_ends_with_1(tmp_path: Path, repo_root: Path
     )
     report = json.loads(done.stdout)
     assert (done.returncode, done.stderr, report["num_faults"]) == (1, "", 1)
-    assert [one["probe"] for one in report["probes"]] == [*doctor.HERE, *doctor.IN_CHILD]
+    assert [one["probe"] for one in report["probes"]] == [*runner.HERE, *runner.IN_CHILD]
     assert {one["probe"] for one in report["probes"] if one["faults"]} == {"torch"}
 
 
 def test_without_a_fault_it_ends_with_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "HERE", ("python",))
-    monkeypatch.setattr(doctor, "IN_CHILD", ())
+    monkeypatch.setattr(runner, "HERE", ("python",))
+    monkeypatch.setattr(runner, "IN_CHILD", ())
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "0 fault(s)"
     assert cli.main(["doctor", "--timeout", "0"]) == 2
@@ -251,7 +250,7 @@ def test_settings_known_to_be_wrong(environment: dict[str, str], fault: str | No
     assert fault is None or fault in faults[0]
 
 
-def test_settings_that_some_runs_want() -> None:
+def test_settings_that_some_runs_need_are_notes() -> None:
     assert check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 16) == ([], [])
     (note,) = check_environment({}, 16)[1]
     assert note.startswith("CUDA_DEVICE_MAX_CONNECTIONS is not set: with tp > 1")

@@ -1,4 +1,4 @@
-"""Weightings against hand-computed numbers and naive definitions; objectives against formulas."""
+"""Weightings against hand-computed numbers and plain definitions; objectives against formulas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan_of(
     rollout_ids: Sequence[int | str] | None = None,
     padding: int = 0,
 ) -> Plan:
-    """A plan whose steps keep these samples, one per micro-batch, and some padding ones."""
+    """A plan with these samples per step, one per micro-batch, and `padding` padding ones."""
     rows = [
         tuple(MicroBatch((i,), 1, 1, 1, 1) for i in step) + (MicroBatch((), 1, 0, 0, 0),) * padding
         for step in steps
@@ -71,7 +71,7 @@ def test_the_five_weightings_on_four_samples(
     assert weights(weighting, [1, 2, 4, 3], plan) == pytest.approx(expected, rel=1e-15)
 
 
-def test_those_are_all_weightings() -> None:
+def test_there_are_five_weightings() -> None:
     assert len(WEIGHTINGS) == 5
 
 
@@ -86,12 +86,12 @@ def test_those_are_all_weightings() -> None:
     ],
 )
 def test_an_empty_mask_is_in_no_denominator(weighting: LossWeighting, expected: float) -> None:
-    # Mask sums [0, 4]: 4 tokens, 1 sample, 1 rollout; counting the empty one as a token makes 5.
+    # Mask sums [0, 4]: 4 tokens, 1 sample, 1 rollout. If the empty mask counted as a token: 5.
     assert weights(weighting, [0, 4]) == [0.0, expected]
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_a_hundred_and_ninety_nine_empty_samples_change_nothing(weighting: LossWeighting) -> None:
+def test_199_empty_samples_do_not_change_the_weights(weighting: LossWeighting) -> None:
     alone = weights(weighting, [6])
     many = weights(weighting, [0] * 120 + [6] + [0] * 79)
     assert many[120:121] == alone
@@ -99,7 +99,7 @@ def test_a_hundred_and_ninety_nine_empty_samples_change_nothing(weighting: LossW
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_padding_micro_batches_change_nothing(weighting: LossWeighting) -> None:
+def test_padding_micro_batches_do_not_change_the_weights(weighting: LossWeighting) -> None:
     counts = [3, 1, 2]
     padded = weights(weighting, counts, plan_of(range(3), padding=199))
     assert padded == weights(weighting, counts)
@@ -107,7 +107,8 @@ def test_padding_micro_batches_change_nothing(weighting: LossWeighting) -> None:
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_dropped_samples_are_in_no_denominator(weighting: LossWeighting) -> None:
-    counts, ids = [3, 1, 2, 50, 60], ["a", "a", "b", "c", "c"]
+    counts = [3, 1, 2, 50, 60]
+    ids = ["a", "a", "b", "c", "c"]
     dropped = weights(weighting, counts, plan_of([0, 1, 2], num_samples=5, rollout_ids=ids))
     without = weights(weighting, counts[:3], plan_of([0, 1, 2], rollout_ids=ids[:3]))
     assert dropped == [*without, 0.0, 0.0]
@@ -126,7 +127,7 @@ def test_each_step_has_its_own_denominator(weighting: LossWeighting) -> None:
 def naive(
     weighting: LossWeighting, losses: list[list[float]], rollouts: list[int], norm: float
 ) -> float:
-    """The definition in words: means of sums, empty samples left out."""
+    """The definitions written out: means of means or sums, without empty samples."""
     present = [(np.array(x), r) for x, r in zip(losses, rollouts, strict=True) if x]
     samples = [x for x, _ in present]
     if weighting == "token-mean":
@@ -148,7 +149,7 @@ def naive(
         lambda pairs: any(count for count, _ in pairs)
     ),
 )
-def test_the_weighted_sum_is_the_naive_definition(
+def test_weighted_sums_equal_the_plain_definitions(
     weighting: LossWeighting, pairs: list[tuple[int, int]]
 ) -> None:
     rng = np.random.default_rng(len(pairs))
@@ -164,23 +165,23 @@ def test_without_rollout_ids_each_sample_is_a_rollout() -> None:
     assert weights("rollout-mean", [1, 4]) == weights("seq-mean-token-mean", [1, 4])
 
 
-def test_a_rollout_of_empty_samples_alone_is_in_no_denominator() -> None:
+def test_a_rollout_of_empty_samples_is_in_no_denominator() -> None:
     plan = plan_of(range(3), rollout_ids=[0, 0, 1])
     assert weights("rollout-mean", [0, 0, 4], plan) == [0.0, 0.0, 1 / 4]
 
 
-def test_an_unknown_weighting_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_weighting_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'mean'; set one of token-mean, .*rollout-mean"):
         weights("mean", [1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("norm", [None, 0.0, -1.0, float("nan"), float("inf")])
-def test_a_norm_constant_that_cannot_be_is_refused(norm: float | None) -> None:
+def test_an_invalid_norm_constant_is_refused(norm: float | None) -> None:
     with pytest.raises(ConfigError, match=rf"norm_constant.*{norm}"):
         weights("seq-mean-token-sum-norm", [1], norm_constant=norm)
 
 
-def test_as_many_counts_as_samples_are_needed() -> None:
+def test_too_few_token_counts_are_refused() -> None:
     with pytest.raises(DataError, match="1 token counts for a plan of 2 samples"):
         weights("token-mean", [1], plan_of([0, 1]))
 
@@ -190,8 +191,8 @@ def test_a_step_without_response_tokens_is_refused() -> None:
         weights("token-mean", [4, 0, 0], plan_of([0], [1, 2]), step=1)
 
 
-# Log-prob, old, reference, advantage, entropy of six tokens: inside the clip range, above and below
-# it with an advantage of either sign, and far above with a negative one.
+# Six tokens: one inside the clip range, two above and two below it with advantages of both signs,
+# and one far above it with a negative advantage.
 LOGP = torch.tensor([-1.0, -1.0, -1.0, -3.0, -3.0, -0.5])
 OLD = torch.tensor([-1.1, -2.0, -2.0, -1.0, -1.0, -3.5])
 REF = torch.tensor([-1.3, -0.5, -1.0, -2.0, -3.5, -0.7])
@@ -234,12 +235,12 @@ def test_ppo_clips_low_and_high(low: float, high: float) -> None:
 
 def test_ppo_by_hand() -> None:
     e = np.exp
-    # Above the range with a gain: clipped at 1.2. Below it with a loss: clipped at 0.8.
+    # Above the range with a positive advantage: clipped at 1.2. Below with a negative one: at 0.8.
     expected = [-0.5 * e(0.1), -2.4, 2 * e(1.0), -e(-2.0), 0.8, e(3.0)]
     assert losses(PPO()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_clip_higher_lets_more_of_a_gain_through() -> None:
+def test_clip_higher_allows_a_larger_gain() -> None:
     assert losses(PPO(clip_high=0.28))[1] == pytest.approx(-2 * 1.28)
 
 
@@ -292,7 +293,7 @@ def test_grpo_adds_the_kl_to_the_loss(kind: Any) -> None:
     assert metrics["kl_ref"].tolist() == pytest.approx(kl, abs=1e-6)
 
 
-def test_estimators_are_means_of_one_divergence() -> None:
+def test_kl_estimators_have_the_mean_of_the_divergence() -> None:
     """k1 and k3 are unbiased for KL(policy || reference), k2 nearly so for close policies."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 50, generator=generator) * torch.tensor([[1.0], [0.05]])
@@ -304,7 +305,7 @@ def test_estimators_are_means_of_one_divergence() -> None:
         assert mean == pytest.approx(exact, rel=tolerance, abs=1e-7)
 
 
-def test_without_kl_there_is_no_reference_to_read() -> None:
+def test_without_kl_no_reference_is_read() -> None:
     fields = {name: FIELDS[name] for name in GRPO().required_fields}
     loss, metrics = GRPO()(LOGP, None, fields)
     assert loss.tolist() == losses(PPO())
@@ -320,7 +321,7 @@ def test_required_fields_are_what_is_read() -> None:
         objective(LOGP, ENTROPY, {name: FIELDS[name] for name in objective.required_fields})
 
 
-def test_the_entropy_is_needed_where_it_is_read() -> None:
+def test_needs_entropy_follows_entropy_coef() -> None:
     assert [o.needs_entropy for o in (SFT(), PPO(), GRPO())] == [False] * 3
     assert PPO(entropy_coef=0.1).needs_entropy
     assert GRPO(entropy_coef=-0.1).needs_entropy
@@ -334,7 +335,7 @@ def test_no_tokens_give_no_losses(objective: Any) -> None:
     assert all(value.shape == (0,) for value in metrics.values())
 
 
-def test_gradients_flow_through_the_policy_alone() -> None:
+def test_only_the_policy_has_gradients() -> None:
     inputs = [x.clone().requires_grad_() for x in (LOGP, OLD, REF, ENTROPY)]
     logp, old, ref, entropy = inputs
     fields = {"advantages": ADVANTAGES, "old_logprobs": old.detach(), "ref_logprobs": ref.detach()}
@@ -343,7 +344,7 @@ def test_gradients_flow_through_the_policy_alone() -> None:
     assert logp.grad is not None
     assert entropy.grad is not None
     assert entropy.grad.tolist() == pytest.approx([-0.1] * 6)
-    # A clipped token moves by its KL alone: d k3 / d logp = 1 - exp(ref - logp).
+    # A clipped token has the gradient of its KL only: d k3 / d logp = 1 - exp(ref - logp).
     clipped = 0.2 * (1 - (REF - LOGP).exp())
     assert logp.grad[1].item() == pytest.approx(clipped[1].item(), rel=1e-5)
     assert logp.grad[0].item() == pytest.approx(clipped[0].item() - 0.5 * ratios()[0], rel=1e-5)
@@ -359,9 +360,7 @@ def test_gradients_flow_through_the_policy_alone() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [PPO, GRPO])
-def test_a_clip_that_cannot_be_is_refused(
-    kind: Any, kwargs: dict[str, float], message: str
-) -> None:
+def test_an_invalid_clip_is_refused(kind: Any, kwargs: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         kind(**kwargs)
 
@@ -371,9 +370,9 @@ def test_an_unknown_kl_is_refused() -> None:
         GRPO(kl_kind="k4")  # type: ignore[arg-type]
 
 
-def test_objectives_are_frozen_and_tell_their_settings() -> None:
+def test_objectives_are_frozen_and_print_their_settings() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PPO().clip_low = 0.5  # type: ignore[misc]
-    # Ranks compare what they print.
+    # Ranks compare the printed settings.
     assert repr(PPO(clip_low=0.1)) == repr(PPO(clip_low=0.1)) != repr(PPO())
     assert repr(PPO()) != repr(GRPO())

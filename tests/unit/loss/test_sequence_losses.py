@@ -10,9 +10,8 @@ from torch import Tensor
 
 import megapack.loss.preference
 from megapack import ConfigError, DataError, Layout, build_dp_schedule
-from megapack.loss import GRPO, SFT
-from megapack.loss.preference import DPO, PairwiseReward, pair_signs
-from megapack.loss.sequence import GSPO, ValueLoss, call_objective, metric_names
+from megapack.loss import DPO, GRPO, GSPO, SFT, PairwiseReward, ValueLoss, pair_signs
+from megapack.loss.sequence import call_objective, metric_names
 from megapack.rows.segments import Segments
 from megapack.samples import SampleBatch
 from megapack.schedule.checks import check_entropy, check_objective
@@ -43,13 +42,13 @@ def gradient(objective: Any, weights_R: Tensor, **fields: Tensor) -> Tensor:
 
 
 WEIGHTS = torch.tensor([1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6])
-"""seq-mean-token-mean."""
+"""Those of seq-mean-token-mean."""
 
 
 def test_gspo_clips_one_ratio_per_sample() -> None:
     ratios = [math.exp((0.3 - 0.1) / 2), math.exp((0.2 + 0.25 - 0.7) / 3)]
     found = losses(GSPO(clip_low=0.01, clip_high=0.05), NEW)
-    # The first is above 1.05 with a positive advantage, the second below 0.99 with a negative one.
+    # Sample 0 is above 1.05 with a positive advantage, sample 1 below 0.99 with a negative one.
     assert ratios[0] > 1.05
     assert ratios[1] < 0.99
     assert found.tolist() == pytest.approx([-1.5 * 1.05] * 2 + [0.5 * 0.99] * 3)
@@ -58,9 +57,10 @@ def test_gspo_clips_one_ratio_per_sample() -> None:
     )
 
 
-def test_gspo_gradient_is_that_of_the_paper() -> None:
+def test_gspo_has_the_gradient_of_the_paper() -> None:
     """grad = -A * s / n for each token, mean over the samples."""
-    s0, s1 = math.exp(0.1), math.exp(-0.25 / 3)
+    s0 = math.exp(0.1)
+    s1 = math.exp(-0.25 / 3)
     wide = GSPO(clip_low=0.9, clip_high=9.0)
     expected = [-1.5 * s0 / 2 / 2] * 2 + [0.5 * s1 / 3 / 2] * 3
     assert gradient(wide, WEIGHTS).tolist() == pytest.approx(expected, rel=1e-5)
@@ -68,7 +68,7 @@ def test_gspo_gradient_is_that_of_the_paper() -> None:
     assert gradient(token, WEIGHTS).tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_gspo_token_weighs_each_token_by_its_own_advantage() -> None:
+def test_gspo_token_uses_the_advantage_of_each_token() -> None:
     advantages = torch.tensor([1.0, 3.0, 0.0, -1.0, 2.0])
     found = gradient(
         GSPO(clip_low=0.9, clip_high=9.0, token_level=True), WEIGHTS, advantages=advantages
@@ -77,8 +77,9 @@ def test_gspo_token_weighs_each_token_by_its_own_advantage() -> None:
     torch.testing.assert_close(found, -WEIGHTS * s * advantages)
 
 
-def test_kl_of_a_sample_is_that_of_its_mean_log_ratio() -> None:
-    plain, token = GSPO(), GSPO(kl_coef=0.5, kl_kind="k2")
+def test_sequence_kl_is_that_of_the_mean_log_ratio() -> None:
+    plain = GSPO()
+    token = GSPO(kl_coef=0.5, kl_kind="k2")
     sequence = GSPO(kl_coef=0.5, kl_kind="k2", kl_level="sequence")
     diff = NEW - REF
     means = torch.stack([diff[:2].mean(), diff[2:].mean()])[SAMPLE_OF]
@@ -98,14 +99,12 @@ def test_options_out_of_range_are_refused() -> None:
             make()
 
 
-def test_the_value_loss_takes_the_larger_of_both_errors() -> None:
-    values, fields = (
-        torch.tensor([1.0, 2.0, 3.0]),
-        {
-            "returns": torch.tensor([1.5, 1.5, 0.0]),
-            "old_values": torch.tensor([0.0, 2.1, 3.4]),
-        },
-    )
+def test_the_value_loss_is_the_larger_of_both_errors() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0])
+    fields = {
+        "returns": torch.tensor([1.5, 1.5, 0.0]),
+        "old_values": torch.tensor([0.0, 2.1, 3.4]),
+    }
     loss, metrics = ValueLoss(clip=0.5)(values, None, fields)
     assert loss.tolist() == pytest.approx([0.5 * 1.0**2, 0.5 * 0.5**2, 0.5 * 3.0**2])
     assert metrics["value_clip_fraction"].tolist() == [1, 0, 0]
@@ -114,7 +113,7 @@ def test_the_value_loss_takes_the_larger_of_both_errors() -> None:
     assert ValueLoss().required_fields == ("returns",)
 
 
-def test_dpo_pays_for_the_margin_over_the_reference() -> None:
+def test_dpo_is_the_formula_of_the_margin() -> None:
     signs = {"pair_sign": torch.tensor([-1.0, 1.0])}
     gains = [float((NEW - REF)[:2].sum()), float((NEW - REF)[2:].sum())]
     margin = gains[1] - gains[0]
@@ -127,7 +126,7 @@ def test_dpo_pays_for_the_margin_over_the_reference() -> None:
     assert metrics["preferred_fraction"].tolist() == [float(margin > 0)] * 5
 
 
-def test_dpo_takes_sums_of_the_reference_too() -> None:
+def test_dpo_accepts_reference_sums_per_sample() -> None:
     signs = {"pair_sign": torch.tensor([-1.0, 1.0])}
     sums = {"ref_logprobs": segments().sum(REF)}
     spread = {"ref_logprobs": segments().spread(sums["ref_logprobs"])}
@@ -156,7 +155,7 @@ def check(objective: Any, signs: list[Any], ids: Any, masks: Any = None, ref: An
     objective.check(batch, plan, 0)
 
 
-def test_sets_that_are_no_pairs_are_refused() -> None:
+def test_colocated_sets_that_are_not_pairs_are_refused() -> None:
     check(DPO(), [1, -1, -1, 1], ["a", "a", "b", "b"])
     with pytest.raises(DataError, match="plan with colocate_ids"):
         check(DPO(), [1, -1], None)
@@ -170,7 +169,7 @@ def test_sets_that_are_no_pairs_are_refused() -> None:
         check(DPO(), [1, -1], [5, 5], [[0, 1, 1], [1, 0, 0]])
 
 
-def test_pairs_become_ids_and_signs() -> None:
+def test_pair_signs_gives_ids_and_signs() -> None:
     result = doctest.testmod(megapack.loss.preference)
     assert result.attempted > 0
     assert result.failed == 0
@@ -178,14 +177,14 @@ def test_pairs_become_ids_and_signs() -> None:
         pair_signs([(0, 1), (2, 3)], 5)
 
 
-def test_names_of_metrics_need_no_samples() -> None:
+def test_metric_names_need_no_samples() -> None:
     assert metric_names(DPO(), True) == ["loss", "entropy", "margin", "preferred_fraction"]
     assert metric_names(PairwiseReward(), False) == ["loss", "margin", "preferred_fraction"]
     assert "kl_ref" in metric_names(GSPO(kl_coef=0.1), False)
     assert metric_names(SFT(), False) == ["loss"]
 
 
-def test_an_objective_and_a_head_that_do_not_fit_are_refused() -> None:
+def test_an_objective_for_another_head_is_refused() -> None:
     check_objective(GRPO(), "vocabulary")
     check_objective(ValueLoss(), "value")
     with pytest.raises(ConfigError, match="GRPO reads logprobs, a value head gives values"):
@@ -196,7 +195,7 @@ def test_an_objective_and_a_head_that_do_not_fit_are_refused() -> None:
         check_objective(ValueLoss(), "vocabulary")
 
 
-def test_rounding_is_no_clipping() -> None:
+def test_rounding_does_not_count_as_clipping() -> None:
     values, old = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
     assert (old + (values - old) != values).any()
     fields = {"returns": torch.zeros(1000), "old_values": old}

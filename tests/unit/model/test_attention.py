@@ -1,4 +1,4 @@
-"""Packed attention keeps samples apart, is causal, and equals one sample at a time."""
+"""Packed attention is causal, separates samples, and equals one sample at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
-from megapack.model.attention import packed as attention
-from megapack.model.attention import sdpa as attention_sdpa
+from megapack.model.attention import packed, sdpa
 from megapack.model.attention.packed import packed_seq_params, seqlen_bucket
 from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
 from megapack.rows.slices import slice_positions
@@ -43,7 +42,7 @@ def spans(lengths: list[int]) -> list[slice]:
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sample, written out; in double precision."""
+    """Causal attention of one sample, written out in double precision."""
     q, k, v = (x.double() for x in (q, k, v))
     out = torch.zeros_like(q)
     for head in range(q.shape[1]):
@@ -74,7 +73,7 @@ def test_no_sample_sees_another(changed: int, which: str) -> None:
     row[which][own] = torch.randn(row[which][own].shape, generator=torch.Generator().manual_seed(1))
     after = packed_causal_attention(*row.values(), LENGTHS, SCALE)
     for sample, rows in enumerate(spans(LENGTHS)):
-        # A token that attends to itself alone does not change with its query or key.
+        # A token that attends only to itself does not depend on its query and key.
         equal = sample != changed or (which != "v" and LENGTHS[sample] == 1)
         assert torch.equal(before[rows], after[rows]) == equal
 
@@ -127,23 +126,23 @@ def test_slices_attend_as_the_whole_row_does(cp: int, heads: int, groups: int) -
         out = packed_causal_attention(q[mine], k, v, lengths, SCALE, cp=cp, cp_rank=rank)
         torch.testing.assert_close(out, whole[mine])
         parts.append(torch.autograd.grad((out * weights[mine]).sum(), (q, k, v)))
-    # Keys and values get a part of their gradient from every rank's queries.
+    # The queries of each rank contribute to the gradients of keys and values.
     for of_ranks, want in zip(zip(*parts, strict=True), wanted, strict=True):
         torch.testing.assert_close(torch.stack(of_ranks).sum(0), want)
 
 
 def test_neighbours_of_equal_length_run_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
-    sdpa = attention_sdpa.F.scaled_dot_product_attention
+    torch_sdpa = sdpa.F.scaled_dot_product_attention
 
-    def note(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def record(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         shapes.append(tuple(q.shape[::2]))
-        return sdpa(q, *args, **kwargs)
+        return torch_sdpa(q, *args, **kwargs)
 
-    monkeypatch.setattr(attention_sdpa.F, "scaled_dot_product_attention", note)
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", record)
     lengths = [70, 64, 64, 64, 64, 22]
     packed_causal_attention(*qkv(lengths), lengths, SCALE)
-    # (samples, tokens) of each call: the tail of dummies is one of them.
+    # (samples, tokens) of each call; equal dummies of the tail are one call.
     assert shapes == [(1, 70), (4, 64), (1, 22)]
 
 
@@ -180,7 +179,7 @@ def test_the_module_flattens_heads_and_scales_by_the_head_size() -> None:
     )
 
 
-def test_dropout_is_for_training_alone() -> None:
+def test_dropout_only_in_training() -> None:
     q, k, v = qkv([64])
     module = core(attention_dropout=0.5)
     exact = packed_causal_attention(q, k, v, [64], SCALE).flatten(1)
@@ -214,14 +213,14 @@ def test_a_row_that_is_not_packed_is_refused(given_params: PackedSeqParams | Non
         ({"softmax_type": "learnable"}, "'learnable'; use 'vanilla'"),
     ],
 )
-def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         core(**kwargs)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 200_000), st.integers(0, 200_000))
-def test_a_bucket_holds_the_sample_and_is_not_the_row(max_seqlen: int, extra: int) -> None:
+def test_a_bucket_covers_the_sample_but_is_not_the_row(max_seqlen: int, extra: int) -> None:
     row_tokens = max_seqlen + extra
     bucket = seqlen_bucket(max_seqlen, row_tokens)
     assert bucket >= max_seqlen
@@ -229,13 +228,13 @@ def test_a_bucket_holds_the_sample_and_is_not_the_row(max_seqlen: int, extra: in
     assert bucket <= max(96, 3 * max_seqlen)
 
 
-def test_buckets_are_few_so_that_rotary_tables_stay_cached() -> None:
+def test_there_are_few_buckets() -> None:
     assert len({seqlen_bucket(n, 1_000_003) for n in range(1, 131_073)}) <= 24
     assert [seqlen_bucket(n, 1) for n in (1, 64, 65, 96, 97, 129)] == [64, 64, 96, 96, 128, 192]
 
 
 @pytest.mark.parametrize("row_tokens", [64, 96, 128, 192, 4096])
-def test_a_bucket_of_the_rows_length_is_stepped_over(row_tokens: int) -> None:
+def test_a_bucket_of_the_rows_length_is_skipped(row_tokens: int) -> None:
     bucket = seqlen_bucket(row_tokens, row_tokens)
     assert row_tokens < bucket <= row_tokens * 3 // 2
 
@@ -250,42 +249,42 @@ def test_params_have_the_fields_of_the_installed_version() -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_padded_arrays_equal_the_real_ones_where_they_are_needed(cp: int) -> None:
-    """Without `pad_between_seqs` Transformer Engine compares two arrays in every layer."""
+def test_padded_arrays_are_given_only_when_needed(cp: int) -> None:
+    """Without `pad_between_seqs` Transformer Engine compares both arrays in every layer."""
     cu_seqlens = torch.tensor([0, 72, 100], dtype=torch.int32)
     found = packed_seq_params(cu_seqlens, 72, 100, cp=cp)
-    told = hasattr(found, "pad_between_seqs")
+    has_flag = hasattr(found, "pad_between_seqs")
     for name in ("q", "kv"):
         padded = getattr(found, f"cu_seqlens_{name}_padded")
-        assert padded is (cu_seqlens if told or cp > 1 else None)
+        assert padded is (cu_seqlens if has_flag or cp > 1 else None)
 
 
-def test_a_field_of_a_later_version_is_filled_and_one_of_an_earlier_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_fields_of_the_version_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = [(name, Any, None) for name in ("qkv_format", "cu_seqlens_q", "pad_between_seqs")]
     later = dataclasses.make_dataclass("Later", fields)
-    monkeypatch.setattr(attention, "PackedSeqParams", later)
+    monkeypatch.setattr(packed, "PackedSeqParams", later)
     found = packed_seq_params(torch.tensor([0, 5], dtype=torch.int32), 5, 5)
     assert found.pad_between_seqs is False
 
 
 def test_lengths_are_read_from_the_device_once_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row, module, reads = params(LENGTHS), core(), []
+    row = params(LENGTHS)
+    module = core()
+    reads = []
     diff = torch.diff
 
-    def note(x: Tensor) -> Tensor:
+    def record(x: Tensor) -> Tensor:
         reads.append(x)
         return diff(x)
 
-    monkeypatch.setattr(attention.torch, "diff", note)
+    monkeypatch.setattr(packed.torch, "diff", record)
     for _ in range(3):
         module(*qkv(LENGTHS), packed_seq_params=row)
     assert len(reads) == 1
 
 
-# A whole Megatron GPT in a process of its own: switching Megatron to the CPU patches torch for the
-# rest of a process.
+# A whole Megatron GPT in a child process: switching Megatron to the CPU patches torch for the rest
+# of the process.
 CHILD = """
 import json, torch
 from megatron.core.models.gpt import GPTModel
@@ -296,7 +295,7 @@ from megapack.model.attention.packed import packed_seq_params, refuse_unpacked_a
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model.init import initialize_by_name
 from megapack.layout import Layout
-from megapack.model.specs import PackedNorm, local_layer_spec
+from megapack.model.specs import local_layer_spec, packed_norm
 from megapack.model import initialize_parallel, transformer_config
 from megapack.config.sections import ModelConfig
 
@@ -315,8 +314,9 @@ def gpt(spec):
         position_embedding_type="rope",
     )
 
-# Its own final norm would be Transformer Engine's where that is installed.
-model = gpt(TransformerBlockSubmodules([local_layer_spec(config)] * 2, layer_norm=PackedNorm))
+# Megatron's default final norm would be Transformer Engine's if that is installed.
+norm = packed_norm(config)
+model = gpt(TransformerBlockSubmodules([local_layer_spec(config)] * 2, layer_norm=norm))
 group = torch.distributed.group.WORLD
 initialize_by_name([model], seed=1, std=0.2, num_layers=2, tp_group=group)
 found = {}
@@ -364,25 +364,23 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def gpt() -> dict[str, Any]:
-    """What the child found with a two-layer GPT."""
+    """Results of the child with a two-layer GPT."""
     return child(CHILD)
 
 
 @pytest.mark.parametrize("row", ["mixed", "table", "alone"])
-def test_a_whole_gpt_gives_packed_samples_what_it_gives_them_alone(
-    gpt: dict[str, Any], row: str
-) -> None:
+def test_a_gpt_gives_the_same_packed_and_alone(gpt: dict[str, Any], row: str) -> None:
     assert gpt[row]["largest"] > 1
     assert gpt[row]["error"] < 1e-5 * gpt[row]["largest"]
 
 
 @pytest.mark.parametrize("row", ["mixed", "table"])
-def test_no_sample_sees_another_through_a_whole_gpt(gpt: dict[str, Any], row: str) -> None:
+def test_no_sample_sees_another_in_a_gpt(gpt: dict[str, Any], row: str) -> None:
     assert gpt[row]["others_equal"]
     assert gpt[row]["own_changed"]
 
 
-def test_a_stock_local_gpt_is_refused_by_the_name_of_its_attention(gpt: dict[str, Any]) -> None:
+def test_megatrons_local_attention_is_refused_by_name(gpt: dict[str, Any]) -> None:
     assert "self_attention.core_attention is DotProductAttention" in gpt["refused"]
     assert "local_layer_spec" in gpt["refused"]
 

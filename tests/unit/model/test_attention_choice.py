@@ -1,4 +1,4 @@
-"""Which kernels are chosen on a machine, and what is said of those that are not."""
+"""The kernels chosen on a machine, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ import pytest
 import torch
 
 from megapack.errors import ConfigError
-from megapack.model.attention import choice as attention_choice
-from megapack.model.attention import choice as kernels
+from megapack.model.attention import choice
 from megapack.model.attention.choice import choose_attention, find_kernels, passed_over
 
 pytestmark = pytest.mark.unit
 
 
 class Machine:
-    """What the choice looks at, to be set."""
+    """A machine whose properties a test can set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
         self.modules = {"torch.nn.attention.varlen"}
-        monkeypatch.setattr(attention_choice.cpu, "uses_cuda", lambda: True)
+        monkeypatch.setattr(choice.cpu, "uses_cuda", lambda: True)
         monkeypatch.setattr(
-            attention_choice.importlib.util, "find_spec", lambda name: name in self.modules or None
+            choice.importlib.util, "find_spec", lambda name: name in self.modules or None
         )
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         self.capability((9, 0))
 
-    def capability(self, found: tuple[int, int]) -> None:
-        self._patch.setattr(torch.cuda, "get_device_capability", lambda: found)
+    def capability(self, version: tuple[int, int]) -> None:
+        self._patch.setattr(torch.cuda, "get_device_capability", lambda: version)
 
     def transformer_engine(self, *, imports: bool) -> None:
         self.modules.add("transformer_engine")
@@ -53,14 +52,14 @@ def test_transformer_engine_comes_first(gpu: Machine) -> None:
     assert passed_over("te") == {}
 
 
-def test_then_varlen_and_why(gpu: Machine) -> None:
+def test_varlen_comes_second(gpu: Machine) -> None:
     assert choose_attention("auto") == "varlen"
     assert passed_over("varlen") == {
         "te": "the package transformer-engine is not installed (megapack[te])"
     }
 
 
-def test_a_transformer_engine_that_does_not_import_is_passed_over_and_said(gpu: Machine) -> None:
+def test_a_broken_transformer_engine_is_passed_over(gpu: Machine) -> None:
     gpu.transformer_engine(imports=False)
     assert choose_attention("auto") == "varlen"
     assert "installed and does not import" in passed_over("varlen")["te"]
@@ -73,7 +72,7 @@ def test_a_transformer_engine_that_does_not_import_is_passed_over_and_said(gpu: 
         (lambda gpu: gpu.capability((7, 5)), "compute capability 7.5, it needs 8.0"),
     ],
 )
-def test_then_sdpa(gpu: Machine, change: Any, reason: str) -> None:
+def test_sdpa_comes_last(gpu: Machine, change: Any, reason: str) -> None:
     change(gpu)
     assert choose_attention("auto") == "sdpa"
     assert reason in passed_over("sdpa")["varlen"]
@@ -81,7 +80,7 @@ def test_then_sdpa(gpu: Machine, change: Any, reason: str) -> None:
         choose_attention("varlen")
 
 
-def test_fp32_is_for_sdpa_unless_transformer_engine_is_asked_for(gpu: Machine) -> None:
+def test_fp32_is_sdpa_unless_te_is_forced(gpu: Machine) -> None:
     gpu.transformer_engine(imports=True)
     assert choose_attention("auto", "fp32") == "sdpa"
     assert set(passed_over("sdpa", "fp32")) == {"te", "varlen"}
@@ -92,14 +91,14 @@ def test_fp32_is_for_sdpa_unless_transformer_engine_is_asked_for(gpu: Machine) -
 
 @pytest.mark.parametrize("forced", ["te", "varlen"])
 def test_without_cuda_only_sdpa_runs(monkeypatch: pytest.MonkeyPatch, forced: Any) -> None:
-    monkeypatch.setattr(attention_choice.cpu, "uses_cuda", lambda: False)
+    monkeypatch.setattr(choice.cpu, "uses_cuda", lambda: False)
     assert choose_attention("auto") == choose_attention("sdpa") == "sdpa"
     with pytest.raises(ConfigError, match=f"{forced} cannot run here: the device is not CUDA"):
         choose_attention(forced)
 
 
-def test_the_report_is_one_line_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_choice.cpu, "uses_cuda", lambda: False)
+def test_kernels_print_as_one_line_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice.cpu, "uses_cuda", lambda: False)
     found = find_kernels("auto", "fp32")
     assert (found.attention, found.norm) == ("sdpa", "torch")
     assert not found.rope_fusion
@@ -111,7 +110,7 @@ def test_the_report_is_one_line_with_reasons(monkeypatch: pytest.MonkeyPatch) ->
     assert find_kernels("sdpa", "fp32").passed_over == {}
 
 
-def test_the_optimizer_is_the_one_that_megatron_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizer_is_the_one_megatron_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import optimizer
 
     fused = type("FusedAdam", (), {"__module__": "apex.optimizers.fused_adam"})
@@ -123,16 +122,16 @@ def test_the_optimizer_is_the_one_that_megatron_took(monkeypatch: pytest.MonkeyP
     assert find_kernels("sdpa").optimizer == "torch"
 
 
-def test_fusion_of_weight_gradients_needs_the_extension_and_cuda(
+def test_gradient_fusion_needs_the_extension_and_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     extension = ModuleType("fused_weight_gradient_mlp_cuda")
     extension.__spec__ = importlib.machinery.ModuleSpec(extension.__name__, None)
     monkeypatch.setitem(sys.modules, extension.__name__, extension)
     monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: True)
-    assert kernels.has_gradient_accumulation_fusion()
+    assert choice.has_gradient_accumulation_fusion()
     monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: False)
-    assert not kernels.has_gradient_accumulation_fusion()
+    assert not choice.has_gradient_accumulation_fusion()
     monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: True)
     monkeypatch.delitem(sys.modules, extension.__name__)
-    assert not kernels.has_gradient_accumulation_fusion()
+    assert not choice.has_gradient_accumulation_fusion()

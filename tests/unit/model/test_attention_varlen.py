@@ -1,4 +1,4 @@
-"""torch's varlen attention: its arguments, checked by a kernel that computes what they say."""
+"""torch's varlen attention: its arguments, checked with a kernel written out in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
-from megapack.model.attention import varlen as attention_varlen
+from megapack.model.attention import varlen
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.sdpa import packed_causal_attention
 from megapack.model.attention.varlen import PackedVarlen
@@ -36,7 +36,7 @@ def qkv(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Tensor:
-    """What flash attention's varlen kernel computes: the last query sees the last key."""
+    """The result of flash attention's varlen kernel: the last query sees the last key."""
     out = []
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     assert cu_q.dtype == cu_k.dtype == torch.int32
@@ -122,7 +122,7 @@ VERSIONS = [kernel_2_10, kernel_2_11, kernel_2_12]
 def kernel(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Tensor]:
-    monkeypatch.setattr(attention_varlen, "varlen_kernel", lambda: request.param)
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: request.param)
     chosen: Callable[..., Tensor] = request.param
     return chosen
 
@@ -142,7 +142,7 @@ def params(cp: int = 1) -> Any:
 
 
 def test_each_sample_gets_its_own_causal_attention(kernel: Callable[..., Tensor]) -> None:
-    # In float64, which the kernel itself refuses: what is held here is what it is given.
+    # In float64, which the real kernel refuses: this test checks only its arguments.
     q, k, v = (x.requires_grad_() for x in qkv())
     out = core().attend(q, k, v, params())
     wanted = packed_causal_attention(q, k, v, LENGTHS, SCALE)
@@ -153,7 +153,7 @@ def test_each_sample_gets_its_own_causal_attention(kernel: Callable[..., Tensor]
     torch.testing.assert_close(found, expected)
 
 
-def test_the_module_takes_bf16_and_flattens_heads(kernel: Callable[..., Tensor]) -> None:
+def test_the_module_accepts_bf16_and_flattens_heads(kernel: Callable[..., Tensor]) -> None:
     out = core()(*qkv(torch.bfloat16), packed_seq_params=params())
     assert out.shape == (sum(LENGTHS), HEADS * D)
     assert out.dtype == torch.bfloat16
@@ -172,10 +172,10 @@ def test_slices_attend_as_the_whole_row_does(
     slices = [slice_positions(LENGTHS, cp, rank) for rank in range(cp)]
 
     def gather(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-        """Slices of all ranks one behind the other, as the collective leaves them."""
+        """Concatenated slices of all ranks, as the collective returns them."""
         return k[torch.cat(slices)][order_K], v[torch.cat(slices)][order_K]
 
-    monkeypatch.setattr(attention_varlen, "gather_rows", gather)
+    monkeypatch.setattr(varlen, "gather_rows", gather)
     total = [torch.zeros_like(x) for x in (q, k, v)]
     for rank, mine in enumerate(slices):
         module = core()
@@ -184,22 +184,22 @@ def test_slices_attend_as_the_whole_row_does(
         torch.testing.assert_close(out, whole[mine])
         grads = torch.autograd.grad((out * weights[mine]).sum(), (q, k, v))
         total = [a + b for a, b in zip(total, grads, strict=True)]
-    # Keys and values get a part of their gradient from every rank's queries.
+    # The queries of each rank contribute to the gradients of keys and values.
     torch.testing.assert_close(total, list(wanted))
 
 
-def test_spans_of_a_slice_are_made_once_per_row() -> None:
+def test_spans_of_a_slice_are_computed_once_per_row() -> None:
     row = params(2)
-    of_layers = [attention_varlen._spans(row, 2, 1, device=torch.device("cpu")) for _ in range(3)]
+    of_layers = [varlen._spans(row, 2, 1, device=torch.device("cpu")) for _ in range(3)]
     assert of_layers[0] is of_layers[1] is of_layers[2]
     assert of_layers[0].cu_seqlens_q_S1.diff().tolist() == [2, 2, 1, 1, 3, 3, 1, 1]
     assert of_layers[0].cu_seqlens_k_S1.diff().tolist() == [4, 6, 2, 3, 6, 9, 2, 3]
 
 
-def test_without_context_parallelism_nothing_is_read_from_the_device(
+def test_with_cp_1_nothing_is_read_from_the_device(
     kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_varlen, "sample_lengths", None)
+    monkeypatch.setattr(varlen, "sample_lengths", None)
     core().attend(*qkv(), params())
 
 
@@ -223,7 +223,7 @@ def test_a_row_that_is_not_packed_is_refused() -> None:
         ({"context_parallel_size": 2, "cp_comm_type": "p2p"}, "PackedVarlen gathers keys"),
     ],
 )
-def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         core(**changes)
 
@@ -236,10 +236,10 @@ def test_a_model_with_varlen_attention_is_accepted() -> None:
 
 
 def test_the_installed_torch_has_the_arguments_that_are_used() -> None:
-    """The kernel itself needs CUDA; its signature does not."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10")
-    known = inspect.signature(varlen.varlen_attn).parameters
-    options = attention_varlen.varlen_options(known, scale=SCALE, gqa=True)
+    """Only the signature is tested, because the kernel needs CUDA."""
+    torch_varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10")
+    known = inspect.signature(torch_varlen.varlen_attn).parameters
+    options = varlen.varlen_options(known, scale=SCALE, gqa=True)
     assert set(options) <= set(known)
     assert options.get("is_causal") or options["window_size"] == (-1, 0)
     names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]

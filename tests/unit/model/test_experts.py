@@ -1,4 +1,4 @@
-"""What routers can do is asked before a run; Megatron's own router can do less."""
+"""Routers are checked before a pass; Megatron's own router supports less."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(**changes: Any) -> SimpleNamespace:
 
 
 def routing(kind: type[torch.nn.Module], **changes: Any) -> ModelRouting:
-    """Of a chunk with one router, which is looked at and not run."""
+    """Routing of a chunk with one router that is never run."""
     router = kind.__new__(kind)
     torch.nn.Module.__init__(router)
     return ModelRouting([torch.nn.Sequential(router)], config(**changes), Layout(), 0)
@@ -46,14 +46,14 @@ def routing(kind: type[torch.nn.Module], **changes: Any) -> ModelRouting:
         {"moe_router_enable_expert_bias": True},
     ],
 )
-def test_statistics_that_would_count_padding_need_our_router(changes: dict[str, Any]) -> None:
+def test_losses_and_bias_need_the_packed_router(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"set router=megapack\.model\.experts"):
         routing(TopKRouter, **changes)
     routing(TopKRouter)
     routing(PackedRouter, **changes)
 
 
-def test_replay_needs_our_router_without_fusion() -> None:
+def test_replay_needs_the_packed_router_without_fusion() -> None:
     for kind, fusion in (TopKRouter, False), (PackedRouter, True):
         found = routing(kind, moe_router_fusion=fusion)
         with pytest.raises(ConfigError, match=f"it is {fusion}"):
@@ -68,19 +68,20 @@ def test_a_dense_model_has_no_routing() -> None:
         found.with_routing([], [], record=False)
 
 
-def test_layers_with_experts_follow_megatrons_pattern() -> None:
+def test_moe_layers_follow_moe_layer_freq() -> None:
     assert moe_layers(config()) == [0, 1, 2, 3]
     assert moe_layers(config(moe_layer_freq=2)) == [0, 2]
     assert moe_layers(config(moe_layer_freq=[0, 1, 1, 0])) == [1, 2]
     assert moe_layers(config(num_moe_experts=None)) == []
 
 
-def test_choices_of_a_pass_that_is_thrown_away_do_not_move_the_bias() -> None:
+def test_a_discarded_pass_does_not_change_the_expert_bias() -> None:
     found = routing(PackedRouter, moe_router_enable_expert_bias=True)
     (router,) = found._routers
     router.enable_expert_bias = True
     router.local_tokens_per_expert = torch.tensor([3.0, 1.0])
-    found.forget_choices()
+    found.reset_expert_counts()
     assert router.local_tokens_per_expert.tolist() == [0.0, 0.0]
-    router.enable_expert_bias, router.local_tokens_per_expert = False, None
-    found.forget_choices()
+    router.enable_expert_bias = False
+    router.local_tokens_per_expert = None
+    found.reset_expert_counts()

@@ -1,4 +1,4 @@
-"""The vocabulary projection taken out of a model for one forward, and put back."""
+"""The vocabulary projection deferred for one forward, and restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 
 
 class Projection(torch.nn.Module):
-    """Called like Megatron's column-parallel output layer."""
+    """Has the call signature of Megatron's column-parallel output layer."""
 
     def __init__(self, *, bias: bool = False, own_weight: bool = True) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Projection(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Hidden states of ones, projected by `output_layer`."""
+    """Projects its input by `output_layer`."""
 
     def __init__(self, output_layer: Projection | None = None, tied: Tensor | None = None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_within_the_block_the_model_returns_hidden_states() -> None:
     assert torch.equal(model(HIDDEN), logits)
 
 
-def test_a_tied_model_hands_its_embedding_over() -> None:
+def test_the_head_of_a_tied_model_is_its_embedding() -> None:
     tied = torch.randn(7, 4)
     model = Model(Projection(own_weight=False), tied)
     with deferred_head(model) as head:
@@ -72,7 +72,7 @@ def test_a_tied_model_hands_its_embedding_over() -> None:
     assert head.weight_VH is tied
 
 
-def test_wrappers_are_looked_through() -> None:
+def test_the_head_is_found_inside_wrappers() -> None:
     model = Model(Projection())
     wrapped = Wrapper(Wrapper(model))
     assert find_output_layer(wrapped) is model.output_layer
@@ -80,14 +80,14 @@ def test_wrappers_are_looked_through() -> None:
         assert wrapped(HIDDEN) is HIDDEN
 
 
-def test_an_error_inside_the_block_puts_the_projection_back() -> None:
+def test_an_error_in_the_block_restores_the_projection() -> None:
     model = Model(Projection())
     with pytest.raises(ZeroDivisionError), deferred_head(model):
         raise ZeroDivisionError
     assert model(HIDDEN).shape == (5, 1, 7)
 
 
-def test_a_forward_that_someone_else_put_there_stays_there() -> None:
+def test_a_patched_forward_is_restored() -> None:
     model = Model(Projection())
     assert model.output_layer is not None
     patched = lambda hidden, **_: (hidden * 2, None)  # noqa: E731
@@ -110,7 +110,7 @@ def test_a_chunk_without_output_layer_is_refused() -> None:
         find_output_layer(torch.nn.Linear(2, 2))
 
 
-def test_a_bias_is_refused_as_log_probs_would_leave_it_out() -> None:
+def test_an_output_layer_with_a_bias_is_refused() -> None:
     with (
         pytest.raises(ConfigError, match="has a bias"),
         deferred_head(Model(Projection(bias=True))),

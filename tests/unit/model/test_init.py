@@ -1,4 +1,4 @@
-"""Weights by name: slices that reassemble, values that the layout does not change."""
+"""Weights by name: slices reassemble, and values do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ pytestmark = pytest.mark.unit
 
 
 def shard(*shape: int, dim: int | None = 0, stride: int = 1) -> torch.nn.Parameter:
-    """One rank's parameter, marked as Megatron marks it; None for one that every rank holds."""
+    """One rank's parameter, marked as Megatron does; dim=None: replicated on all ranks."""
     param = torch.nn.Parameter(torch.zeros(shape))
     if dim is not None:
         param.tensor_model_parallel = True  # type: ignore[attr-defined]
-        param.partition_dim, param.partition_stride = dim, stride  # type: ignore[attr-defined]
+        param.partition_dim = dim  # type: ignore[attr-defined]
+        param.partition_stride = stride  # type: ignore[attr-defined]
     return param
 
 
@@ -47,16 +48,17 @@ def test_slices_reassemble_the_whole(tp: int, dim: int) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_slices_of_gate_and_up_hold_a_piece_of_each(tp: int) -> None:
-    gate, up = torch.arange(8.0).view(8, 1), torch.arange(100.0, 108.0).view(8, 1)
+    gate = torch.arange(8.0).view(8, 1)
+    up = torch.arange(100.0, 108.0).view(8, 1)
     param = shard(16 // tp, 1, stride=2)
     slices = [local_slice(torch.cat([gate, up]), param, rank, tp) for rank in range(tp)]
-    # A rank's MLP cuts its slice in two: the first half must be gate, the second up.
+    # A rank's MLP splits its slice in two: the first half must be gate, the second up.
     halves = [piece.chunk(2) for piece in slices]
     assert torch.equal(torch.cat([half[0] for half in halves]), gate)
     assert torch.equal(torch.cat([half[1] for half in halves]), up)
 
 
-def test_a_parameter_that_every_rank_holds_is_not_sliced() -> None:
+def test_a_replicated_parameter_is_not_sliced() -> None:
     whole = torch.randn(6, 2)
     assert local_slice(whole, shard(6, 2, dim=None), 1, 2) is whole
     assert full_shape(shard(6, 2, dim=None), 2) == (6, 2)
@@ -77,7 +79,8 @@ class Chunk(torch.nn.Module):
     def _layer(number: int, tp: int) -> torch.nn.Module:
         layer = torch.nn.Module()
         layer.layer_number = number  # type: ignore[assignment]
-        layer.linear_qkv, layer.linear_proj = torch.nn.Module(), torch.nn.Module()
+        layer.linear_qkv = torch.nn.Module()
+        layer.linear_proj = torch.nn.Module()
         layer.linear_qkv.weight = shard(64 // tp, 16)
         layer.linear_qkv.bias = shard(64 // tp)
         layer.linear_proj.weight = shard(16, 64 // tp, dim=1)
@@ -93,7 +96,7 @@ def fill(*chunks: Chunk, seed: int = 1, rank: int = 0, tp: int = 1) -> dict[str,
     return {name: p.detach() for chunk in chunks for name, p in global_parameters(chunk)}
 
 
-def test_names_count_layers_over_all_stages() -> None:
+def test_names_number_layers_over_all_stages() -> None:
     names = [name for name, _ in global_parameters(Chunk([3, 4]))]
     assert "decoder.layers.2.linear_qkv.weight" in names
     assert "decoder.layers.3.linear_proj.weight" in names
@@ -107,8 +110,8 @@ def test_names_count_layers_over_all_stages() -> None:
         ("linear_fc1.weight1", "linear_fc1.weight5"),
     ],
 )
-def test_names_count_experts_over_all_expert_parallel_ranks(stored: str, whole: str) -> None:
-    """Expert 1 of the rank that holds experts 4 and 5, one by one or grouped."""
+def test_names_number_experts_over_all_ranks(stored: str, whole: str) -> None:
+    """Expert 1 of the rank that holds experts 4 and 5, as modules or grouped."""
     chunk = Chunk([3])
     mlp = chunk.decoder.layers[0].mlp = torch.nn.Module()
     mlp.local_expert_indices = [4, 5]  # type: ignore[assignment]
@@ -122,14 +125,14 @@ def test_names_count_experts_over_all_expert_parallel_ranks(stored: str, whole: 
     assert f"decoder.layers.2.mlp.experts.{whole}" in names
 
 
-def test_wrappers_are_looked_through() -> None:
+def test_parameters_are_found_inside_wrappers() -> None:
     chunk = Chunk([1])
     wrapped = SimpleNamespace(module=SimpleNamespace(module=chunk))
     names = [name for name, _ in global_parameters(wrapped)]
     assert names == [name for name, _ in global_parameters(chunk)]
 
 
-def test_a_tied_output_layer_is_the_embedding() -> None:
+def test_a_tied_output_layer_has_the_name_of_the_embedding() -> None:
     tied = fill(Chunk([1], tied=True))
     assert "output_layer.weight" not in tied
     untied = fill(Chunk([1]))
@@ -138,7 +141,7 @@ def test_a_tied_output_layer_is_the_embedding() -> None:
     assert not torch.equal(embedding, untied["output_layer.weight"])
 
 
-def test_values_do_not_depend_on_the_cut_into_stages() -> None:
+def test_values_do_not_depend_on_the_stages() -> None:
     whole = fill(Chunk([1, 2, 3, 4]))
     for cut in ([1, 2], [3, 4]), ([1], [2], [3], [4]), ([1, 3], [2, 4]):
         parts = fill(*[Chunk(layers) for layers in cut])
@@ -155,7 +158,7 @@ def test_values_do_not_depend_on_tensor_parallelism(tp: int) -> None:
         assert torch.equal(torch.cat(pieces, dim), whole[f"decoder.layers.0.{name}"])
 
 
-def test_the_seed_and_the_name_are_all_that_values_follow_from() -> None:
+def test_values_depend_only_on_seed_and_name() -> None:
     first, again, other = fill(Chunk([1, 2])), fill(Chunk([1, 2])), fill(Chunk([1, 2]), seed=2)
     weights = [name for name in first if first[name].dim() == 2]
     assert len(weights) == 5
@@ -166,13 +169,13 @@ def test_the_seed_and_the_name_are_all_that_values_follow_from() -> None:
     assert not torch.equal(*qkv)
 
 
-def test_drawing_leaves_the_process_random_state_alone() -> None:
+def test_the_global_random_state_does_not_change() -> None:
     before = torch.get_rng_state()
     fill(Chunk([1]))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_norms_are_one_biases_zero_and_residual_projections_smaller() -> None:
+def test_initial_scales_of_each_kind_of_parameter() -> None:
     found = fill(Chunk([1]))
     layer = "decoder.layers.0."
     assert torch.equal(found[layer + "norm.weight"], torch.ones(16))
@@ -184,7 +187,7 @@ def test_norms_are_one_biases_zero_and_residual_projections_smaller() -> None:
 
 
 class Embedding(torch.nn.Embedding):
-    """Stands for a language-model embedding."""
+    """A stand-in for Megatron's embedding."""
 
 
 class FrozenChunk(torch.nn.Module):
@@ -218,7 +221,7 @@ def trained(chunk: Any) -> list[str]:
         (("head.[bw]*", "embedding.weight"), []),
     ],
 )
-def test_globs_choose_by_name(patterns: tuple[str, ...], expected: list[str]) -> None:
+def test_freeze_selects_parameters_by_glob(patterns: tuple[str, ...], expected: list[str]) -> None:
     chunk = FrozenChunk()
     freeze([chunk], patterns)
     assert trained(chunk) == expected
@@ -232,15 +235,15 @@ def test_a_glob_that_matches_nothing_is_refused() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("granularity", "asks"), [("full", True), ("selective", True), (None, False)]
+    ("granularity", "expected"), [("full", True), ("selective", True), (None, False)]
 )
-def test_a_frozen_embedding_asks_for_gradients_under_recompute(
-    granularity: str | None, asks: bool
+def test_a_frozen_embedding_requires_grad_under_recompute(
+    granularity: str | None, expected: bool
 ) -> None:
     chunk = FrozenChunk()
     freeze([chunk], ("embedding.*",))
     config = type("Config", (), {"recompute_granularity": granularity})
     keep_gradients_through_recompute([chunk], config)
-    assert chunk.embedding(torch.tensor([1])).requires_grad is asks
+    assert chunk.embedding(torch.tensor([1])).requires_grad is expected
     with torch.no_grad():
         assert not chunk.embedding(torch.tensor([1])).requires_grad

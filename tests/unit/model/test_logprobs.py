@@ -1,4 +1,4 @@
-"""Chunked log-probs and entropies against torch's own, for values, gradients and memory."""
+"""Chunked log-probs and entropies against torch's: values, gradients and memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
+from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
@@ -29,7 +30,7 @@ def problem(num_tokens: int = R, dtype: torch.dtype = torch.float32) -> tuple[Te
 def whole(
     hidden_RH: Tensor, weight_VH: Tensor, labels_R: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies from the logits of all positions at one time."""
+    """Log-probs and entropies from the logits of all positions at once."""
     log_p_RV = F.log_softmax((hidden_RH @ weight_VH.t()).float() / temperature, dim=-1)
     return log_p_RV.gather(1, labels_R[:, None])[:, 0], -(log_p_RV.exp() * log_p_RV).sum(-1)
 
@@ -39,7 +40,7 @@ def gradients(scalar: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest result of any operation, the views of an input left out."""
+    """Records the size of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def test_values_and_gradients_equal_log_softmax(chunk_tokens: int, temperature: 
     torch.testing.assert_close(logprobs_R, expected_R, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(entropy_R, expected_entropy_R, atol=2e-6, rtol=1e-5)
 
-    # Another factor at each position: a chunk that took its neighbour's gradient would show.
+    # A different factor at each position detects a chunk that got its neighbour's gradient.
     factors_R = torch.linspace(-1.0, 2.0, R)
     got = gradients(
         (factors_R * logprobs_R + factors_R.flip(0) * entropy_R).sum(), hidden_RH, weight_VH
@@ -83,7 +84,7 @@ def test_values_and_gradients_equal_log_softmax(chunk_tokens: int, temperature: 
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
-def test_each_output_alone_has_its_gradient() -> None:
+def test_each_output_alone_has_the_right_gradient() -> None:
     hidden_RH, weight_VH, labels_R = problem()
     head = VocabHead(weight_VH=weight_VH, chunk_tokens=4, with_entropy=True)
     for which in (0, 1):
@@ -98,7 +99,7 @@ def test_each_output_alone_has_its_gradient() -> None:
         )
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_the_gradient_equals_finite_differences() -> None:
     hidden_RH, weight_VH, labels_R = problem(4)
     head = VocabHead(weight_VH=weight_VH, chunk_tokens=3, with_entropy=True)
 
@@ -116,7 +117,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     torch.testing.assert_close((grad_RH * direction_RH).sum(), slope, atol=2e-3, rtol=2e-3)
 
 
-def test_without_entropy_there_is_none() -> None:
+def test_entropy_is_none_unless_requested() -> None:
     hidden_RH, weight_VH, labels_R = problem()
     logprobs_R, entropy_R = vocab_parallel_logprobs(
         hidden_RH, labels_R, VocabHead(weight_VH=weight_VH, chunk_tokens=3)
@@ -133,7 +134,7 @@ def test_no_positions_give_no_values_and_zero_gradients() -> None:
     assert logprobs_R.shape == entropy_R.shape == (0,)
     grad_RH, grad_VH = gradients((logprobs_R + entropy_R).sum(), hidden_RH, weight_VH)
     assert grad_RH.shape == (0, H)
-    # A padding micro-batch must reach the weight with a zero and not with None: ranks reduce it.
+    # In a padding micro-batch the weight's gradient must be 0, not None, because ranks reduce it.
     assert torch.equal(grad_VH, torch.zeros(V, H))
 
 
@@ -143,7 +144,7 @@ def test_bf16_weights_give_fp32_logprobs_and_bf16_gradients() -> None:
     logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
     assert entropy_R is not None
     assert logprobs_R.dtype == entropy_R.dtype == torch.float32
-    # bf16 products, then fp32: sums over the vocabulary stay exact to fp32.
+    # bf16 products, then fp32: sums over the vocabulary have fp32 precision.
     torch.testing.assert_close(logprobs_R, whole(hidden_RH, weight_VH, labels_R)[0])
     grads = gradients(logprobs_R.sum(), hidden_RH, weight_VH)
     assert [g.dtype for g in grads] == [torch.bfloat16, torch.bfloat16]
@@ -164,7 +165,7 @@ def test_logits_of_a_thousand_do_not_overflow() -> None:
     assert logprobs_R[1].item() == pytest.approx(-2000.3133, rel=1e-6)
 
 
-def test_no_tensor_is_larger_than_one_chunk_of_logits() -> None:
+def test_the_largest_tensor_is_one_chunk_of_logits() -> None:
     num_tokens, vocabulary, hidden, chunk = 64, 512, 4, 8
     hidden_RH = torch.randn(num_tokens, hidden, requires_grad=True)
     weight_VH = torch.randn(vocabulary, hidden, requires_grad=True)
@@ -180,11 +181,11 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits() -> None:
 
     assert chunk * vocabulary > vocabulary * hidden, "a chunk is the largest tensor of this case"
     assert largest(chunk) == chunk * vocabulary
-    # The counter does see logits: with one chunk for all positions they are the largest.
+    # Proof that the counter includes logits: with a single chunk they are the largest tensor.
     assert largest(num_tokens) == num_tokens * vocabulary
 
 
-def test_what_is_kept_for_the_backward_pass_is_two_numbers_per_position() -> None:
+def test_two_numbers_per_position_are_saved_for_backward() -> None:
     kept: list[int] = []
     hidden_RH, weight_VH, labels_R = problem()
     given = {x.data_ptr() for x in (hidden_RH, weight_VH, labels_R)}
@@ -200,31 +201,18 @@ def test_what_is_kept_for_the_backward_pass_is_two_numbers_per_position() -> Non
     assert kept == [R, R]
 
 
-class OneOfTwo:
-    """A group of two ranks as one process sees it."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return 2
-
-
-def test_a_rank_holds_its_slice_of_the_ids() -> None:
+def test_first_token_of_a_rank() -> None:
     weight_VH = torch.zeros(V, H)
     assert VocabHead(weight_VH=weight_VH).first_token == 0
-    assert VocabHead(weight_VH=weight_VH, tp_group=OneOfTwo(0)).first_token == 0
-    assert VocabHead(weight_VH=weight_VH, tp_group=OneOfTwo(1)).first_token == V
+    assert VocabHead(weight_VH=weight_VH, tp_group=RankOf(0, 2)).first_token == 0
+    assert VocabHead(weight_VH=weight_VH, tp_group=RankOf(1, 2)).first_token == V
 
 
 @pytest.mark.parametrize("label", [-1, V, V + 1000])
-def test_a_label_outside_the_vocabulary_is_not_answered(label: int) -> None:
+def test_a_label_outside_the_vocabulary_has_no_logprob(label: int) -> None:
     hidden_RH, weight_VH, labels_R = problem(3)
     labels_R[1] = label
-    # An error, or a NaN that shows in the loss; -log Z would be a wrong number in silence.
+    # An error or a NaN, which shows in the loss; -log Z would be wrong without notice.
     try:
         logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, VocabHead(weight_VH=weight_VH))
     except (ValueError, IndexError):

@@ -26,10 +26,11 @@ def packed() -> PackedRow:
     return pack_row(batch, micro_batch, Layout(), [0.5, 0.25, 1.0])
 
 
-def test_labels_and_weights_move_together_inside_a_sample() -> None:
+def test_labels_and_weights_shift_inside_a_sample() -> None:
     row = packed()
     assert row.labels_T.tolist() == [2, 3, 4, 0, 6, 7, 0, 0, 0, 0]
-    one, two = row_ahead(row, 1), row_ahead(row, 2)
+    one = row_ahead(row, 1)
+    two = row_ahead(row, 2)
     assert one.labels_T.tolist() == [3, 4, 0, 0, 7, 0, 0, 0, 0, 0]
     assert one.weights_T.tolist() == [0.5, 0.5, 0, 0, 0.25, 0, 0, 0, 0, 0]
     assert one.loss_positions_R.tolist() == [0, 1, 4]
@@ -38,20 +39,20 @@ def test_labels_and_weights_move_together_inside_a_sample() -> None:
     assert torch.equal(one.tokens_T, row.tokens_T)
 
 
-def test_ahead_of_every_sample_there_is_nothing() -> None:
+def test_a_depth_beyond_all_samples_has_no_labels() -> None:
     far = row_ahead(packed(), 4)
     assert not far.labels_T.any()
     assert far.loss_positions_R.numel() == 0
 
 
-def test_depths_share_the_weight() -> None:
+def test_loss_coefs_divide_the_scaling_factor() -> None:
     config = SimpleNamespace(mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
     assert loss_coefs(config) == [0.15, 0.15]
     assert loss_names(config) == ["mtp_1_loss", "mtp_2_loss"]
     assert loss_coefs(SimpleNamespace(mtp_num_layers=None)) == []
 
 
-def test_what_megatron_cannot_run_is_refused() -> None:
+def test_full_recompute_is_refused() -> None:
     config = SimpleNamespace(mtp_num_layers=1, recompute_granularity="full")
     with pytest.raises(ConfigError, match="set recompute_granularity='selective' or None"):
         check_mtp(config)

@@ -1,7 +1,8 @@
-"""Rows as routers see them: auxiliary losses, choices laid out and collected."""
+"""Rows as routers see them: auxiliary losses, replayed and recorded choices."""
 
 from __future__ import annotations
 
+import doctest
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import megapack.model.experts.rows
 from megapack import Layout, MicroBatch, build_dp_schedule
 from megapack.errors import DataError
 from megapack.model.experts.rows import (
@@ -21,18 +23,12 @@ from megapack.model.experts.rows import (
 )
 from megapack.rows.packed import PackedRow, RoutingRow, pack_row
 from megapack.samples import SampleBatch
+from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
 SHAPE = RoutingShape(num_layers=2, num_experts=4, top_k=2)
 BATCH = SampleBatch([[5, 6, 7], [8], [1, 2, 3, 4]])
-
-
-class Alone:
-    """A process group of this process."""
-
-    def size(self) -> int:
-        return 1
 
 
 def packed(samples: tuple[int, ...], row_tokens: int) -> PackedRow:
@@ -59,6 +55,12 @@ def routed(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return logits, scores, chosen
 
 
+def test_doctests_of_the_module() -> None:
+    result = doctest.testmod(megapack.model.experts.rows)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
 def test_a_row_knows_samples_offsets_and_padding() -> None:
     row = whole(packed((2, 0), 10))
     assert row.samples_t.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -67,7 +69,7 @@ def test_a_row_knows_samples_offsets_and_padding() -> None:
     assert row.lengths_S.tolist() == [4.0, 3.0]
 
 
-def test_the_balance_loss_is_the_sum_of_each_sample_alone() -> None:
+def test_the_balance_loss_is_the_sum_over_samples() -> None:
     _, scores, chosen = routed(10)
     together = balance_loss(scores, chosen, whole(packed((2, 0, 1), 10)), 2)
     expected = torch.zeros(())
@@ -78,7 +80,7 @@ def test_the_balance_loss_is_the_sum_of_each_sample_alone() -> None:
     assert together.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_padding_has_no_gradient_and_changes_nothing() -> None:
+def test_padding_has_no_loss_and_no_gradient() -> None:
     logits, _, chosen = routed(12)
     logits.requires_grad_()
     row = whole(packed((2, 0), 12))
@@ -90,14 +92,14 @@ def test_padding_has_no_gradient_and_changes_nothing() -> None:
     assert z_loss(logits[:7], shorter).item() == pytest.approx(z_loss(logits, row).item())
 
 
-def test_a_row_of_padding_alone_has_no_loss() -> None:
+def test_a_row_of_only_padding_has_no_loss() -> None:
     logits, scores, chosen = routed(3)
     row = whole(packed((), 3))
     assert balance_loss(scores, chosen, row, 2).item() == 0
     assert z_loss(logits, row).item() == 0
 
 
-def test_choices_stand_at_their_tokens_and_padding_goes_round() -> None:
+def test_choices_are_at_their_tokens_padding_round_robin() -> None:
     choices = some_choices()
     row = whole(packed((2, 0), 9), choices)
     assert row.choices_tLK is not None
@@ -116,17 +118,18 @@ def test_the_last_token_may_be_missing() -> None:
     assert row.choices_tLK[3, 0].tolist() == [2, 3]
 
 
-def test_a_slice_takes_its_tokens() -> None:
-    row, positions = packed((2, 0), 8), torch.arange(4, 8)
-    part, all_of_it = routing_row(row, positions, some_choices(), SHAPE), whole(row, some_choices())
+def test_a_slice_has_the_choices_of_its_tokens() -> None:
+    row = packed((2, 0), 8)
+    part = routing_row(row, torch.arange(4, 8), some_choices(), SHAPE)
+    full = whole(row, some_choices())
     assert part.samples_t.tolist() == [1, 1, 1, 2]
     assert part.choices_tLK is not None
-    assert all_of_it.choices_tLK is not None
-    assert torch.equal(part.choices_tLK, all_of_it.choices_tLK[4:])
+    assert full.choices_tLK is not None
+    assert torch.equal(part.choices_tLK, full.choices_tLK[4:])
 
 
 @pytest.mark.parametrize(
-    ("broken", "says"),
+    ("broken", "message"),
     [
         (None, r"sample 0 has routing None, not \(3, 2, 2\)"),
         (torch.zeros(2, 1, 2, dtype=torch.int64), r"routing \(2, 1, 2\), not \(3, 2, 2\)"),
@@ -136,17 +139,18 @@ def test_a_slice_takes_its_tokens() -> None:
         (torch.tensor([[[3, 3]] * 2] * 3), "names an expert twice"),
     ],
 )
-def test_choices_that_do_not_fit_are_refused(broken: Any, says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_choices_that_do_not_fit_are_refused(broken: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         whole(packed((0,), 3), [broken, None, None])
 
 
 def test_recorded_choices_come_back_in_sample_order() -> None:
-    """What is laid out, recorded in slices and collected is what went in."""
+    """Choices that are packed, recorded in slices and collected are unchanged."""
     plan = build_dp_schedule(BATCH.lengths, layout=Layout(), max_tokens_per_gpu=5)
-    choices, rows = some_choices(), []
-    for mb in plan.steps[0].ranks[0]:
-        row = pack_row(BATCH, mb, Layout())
+    choices = some_choices()
+    rows = []
+    for micro_batch in plan.steps[0].ranks[0]:
+        row = pack_row(BATCH, micro_batch, Layout())
         for positions in torch.arange(row.row_tokens).tensor_split(2):
             seen = routing_row(row, positions, choices, SHAPE)
             assert seen.choices_tLK is not None
@@ -158,7 +162,7 @@ def test_recorded_choices_come_back_in_sample_order() -> None:
         SHAPE,
         dp_rank=0,
         scope="all",
-        groups=[Alone()],
+        groups=[RankOf(0, 1)],
         device=torch.device("cpu"),
     )
     for value, expected in zip(found, choices, strict=True):
@@ -167,6 +171,6 @@ def test_recorded_choices_come_back_in_sample_order() -> None:
         assert torch.equal(value.long(), expected)
 
 
-def test_a_token_counts_the_same_in_the_whole_step() -> None:
+def test_all_tokens_of_a_step_have_the_same_weight() -> None:
     plan = build_dp_schedule(BATCH.lengths, layout=Layout(dp=2), max_tokens_per_gpu=5)
     assert token_weight(plan.steps[0]) == 1 / 8

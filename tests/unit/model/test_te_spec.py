@@ -1,6 +1,6 @@
-"""The real Transformer Engine's constructors; its kernels need a GPU, these do not.
+"""The constructors of the real Transformer Engine, which need no GPU, unlike its kernels.
 
-In a process of its own, as building on the CPU patches torch for the rest of a process.
+They run in a child process, because building on the CPU patches torch for the rest of a process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megapack.config.sections import ModelConfig
 launch.start("cpu")
 layout = Layout(fp8="blockwise")
 build.initialize_parallel(layout, 1)
-# As on a Hopper GPU: constructors ask whether there is one, and put nothing on it.
+# Pretend to have a Hopper GPU: constructors check for one but allocate nothing on it.
 choice.cpu.uses_cuda = lambda: True
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *device: (9, 0)
@@ -47,7 +47,7 @@ sizes = ModelConfig(
     qk_layernorm=True, dtype="bf16",
 )
 config = build.transformer_config(sizes, layout)
-# transformer_config sees a GPU here, the constructors must not.
+# transformer_config must see a GPU, the constructors must not.
 config.use_cpu_initialization = True
 chunk = build._chunk(build.GPTModel, sizes, layout, config, 0, 384)
 refuse_unpacked_attention(chunk)
@@ -64,7 +64,8 @@ for fp8 in ("delayed", "tensorwise", "blockwise", "mxfp8"):
 
 from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 from megapack.rows.slices import slice_positions
-lengths, cp = [8, 4, 12, 16], 2
+lengths = [8, 4, 12, 16]
+cp = 2
 cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
 positions = torch.arange(sum(lengths))
 torch.distributed.get_world_size = lambda group=None: cp
@@ -94,7 +95,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What the child found with a two-layer GPT of Transformer Engine's layers."""
+    """Results of the child with a two-layer GPT of Transformer Engine's layers."""
     return child(CHILD)
 
 
@@ -112,13 +113,13 @@ def test_layers_are_transformer_engines(found: dict[str, Any]) -> None:
     assert found["eps"] == 1e-5
 
 
-def test_attention_gets_a_packed_row_and_nothing_to_compare(found: dict[str, Any]) -> None:
+def test_attention_gets_no_padded_arrays(found: dict[str, Any]) -> None:
     assert found["given"] == [
         *("cu_seqlens_kv", "cu_seqlens_q", "max_seqlen_kv", "max_seqlen_q", "qkv_format")
     ]
 
 
-def test_parameters_have_names_and_shapes_of_the_whole_model(found: dict[str, Any]) -> None:
+def test_parameters_have_the_names_of_the_whole_model(found: dict[str, Any]) -> None:
     shapes = found["parameters"]
     assert shapes["embedding.word_embeddings.weight"] == [384, 128]
     assert shapes["decoder.layers.1.self_attention.linear_qkv.weight"] == [(4 + 2 + 2) * 64, 128]
@@ -136,6 +137,6 @@ def test_recipes_are_transformer_engines(found: dict[str, Any]) -> None:
     }
 
 
-def test_slices_are_those_of_transformer_engine(found: dict[str, Any]) -> None:
+def test_slices_equal_transformer_engines(found: dict[str, Any]) -> None:
     theirs, ours = found["slices"]
     assert theirs == ours

@@ -102,7 +102,7 @@ def test_damaged_cell_says_where(plan: Plan) -> None:
         (lambda text: "[1]", "object"),
         (lambda text: "[" * 5000, "brackets too deep"),
         (lambda text: text.replace('"dp":2', '"dp":' + "[" * 400 + "]" * 400), "dp="),
-        (lambda text: text.replace('"dp":2', '"dp":2,"dp":4'), "'dp' stands twice"),
+        (lambda text: text.replace('"dp":2', '"dp":2,"dp":4'), "'dp' appears twice"),
         (lambda text: text.replace('"dp":2', '"a\\nb":2'), "layout must be an object of"),
         (lambda text: text.replace('"search":2048', '"a\\nb":2'), "policy must be an object of"),
         (lambda text: text.replace('"num_samples":12', f'"num_samples":{2**63}'), "num_samples"),

@@ -20,19 +20,19 @@ pytestmark = pytest.mark.unit
 
 def naive(sizes: list[int], capacity: int, order: list[int]) -> list[int]:
     loads: list[int] = []
-    where = [0] * len(sizes)
+    bin_of = [0] * len(sizes)
     for i in order:
         fitting = [b for b, load in enumerate(loads) if load + sizes[i] <= capacity]
         if not fitting:
             loads.append(0)
-        where[i] = fitting[0] if fitting else len(loads) - 1
-        loads[where[i]] += sizes[i]
-    return where
+        bin_of[i] = fitting[0] if fitting else len(loads) - 1
+        loads[bin_of[i]] += sizes[i]
+    return bin_of
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("pack", "falling"), [(first_fit, False), (first_fit_decreasing, True)])
-def test_packers_are_the_naive_ones(
+def test_first_fit_equals_the_naive_version(
     seed: int, pack: Callable[..., tuple[np.ndarray, int]], falling: bool
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -47,24 +47,24 @@ def test_packers_are_the_naive_ones(
 
 def fewest_bins(sizes: list[int], capacity: int) -> int:
     for count in range(1, len(sizes) + 1):
-        for places in itertools.product(range(count), repeat=len(sizes)):
+        for bin_of in itertools.product(range(count), repeat=len(sizes)):
             loads = [0] * count
-            for size, place in zip(sizes, places, strict=True):
-                loads[place] += size
+            for size, chosen in zip(sizes, bin_of, strict=True):
+                loads[chosen] += size
             if max(loads) <= capacity:
                 return count
     raise AssertionError
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_bound_is_below_the_optimum(seed: int) -> None:
+def test_the_lower_bound_is_at_most_the_optimum(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 11, 6)
     bound = fewest_bins_bound(sizes, 10)
     assert -(-int(sizes.sum()) // 10) <= bound <= fewest_bins(sizes.tolist(), 10)
 
 
-def test_the_bound_sees_what_the_sum_does_not() -> None:
+def test_the_lower_bound_can_exceed_that_of_the_sum() -> None:
     assert fewest_bins_bound(np.array([6, 6, 6, 6]), 10) == 4
     assert fewest_bins_bound(np.array([7, 7, 4, 4]), 10) == 3
     assert fewest_bins_bound(np.array([50, 3]), 10) == 2
@@ -83,35 +83,37 @@ class _Set:
 def naive_karmarkar_karp(sizes: list[int], k: int, equal_size: bool) -> list[list[int]]:
     """The textbook way: merge the two tuples of largest spread until one is left."""
     rising = sorted((size, i) for i, size in enumerate(sizes))
+    step = k if equal_size else 1
     tuples = []
-    for first in range(0, len(sizes), k if equal_size else 1):
+    for first in range(0, len(sizes), step):
         sets = [_Set() for _ in range(k)]
-        for place, (size, i) in enumerate(rising[first : first + (k if equal_size else 1)]):
-            sets[place].items.append((i, size))
-            sets[place].sum += size
+        for part, (size, i) in zip(sets, rising[first : first + step], strict=False):
+            part.items.append((i, size))
+            part.sum += size
         tuples.append(sorted(sets, key=_Set.key, reverse=True))
     while len(tuples) > 1:
         tuples.sort(key=lambda t: (t[0].sum - t[-1].sum, t[0].key()), reverse=True)
-        a, b = tuples.pop(0), tuples.pop(0)
-        for mine, theirs in zip(a, reversed(b), strict=True):
-            mine.items += theirs.items
-            mine.sum += theirs.sum
-        tuples.append(sorted(a, key=_Set.key, reverse=True))
+        first_tuple = tuples.pop(0)
+        second_tuple = tuples.pop(0)
+        for part, other in zip(first_tuple, reversed(second_tuple), strict=True):
+            part.items += other.items
+            part.sum += other.sum
+        tuples.append(sorted(first_tuple, key=_Set.key, reverse=True))
     return [[i for i, _ in part.items] for part in tuples[0]]
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("equal_size", [False, True])
-def test_karmarkar_karp_breaks_ties_as_the_textbook(seed: int, equal_size: bool) -> None:
+def test_karmarkar_karp_breaks_ties_as_the_naive_version(seed: int, equal_size: bool) -> None:
     rng = np.random.default_rng(seed)
     k = int(rng.integers(1, 8))
-    # Few distinct sizes: ties everywhere.
+    # Few distinct sizes make many ties.
     sizes = rng.integers(1, [3, 50, 5000][seed % 3], k * int(rng.integers(1, 10)))
     parts = karmarkar_karp(sizes, k, equal_size=equal_size)
     assert parts == naive_karmarkar_karp(sizes.tolist(), k, equal_size)
 
 
-def test_karmarkar_karp_refuses_what_does_not_divide() -> None:
+def test_karmarkar_karp_refuses_unequal_or_empty_parts() -> None:
     with pytest.raises(PlanError, match="7 items"):
         karmarkar_karp(np.arange(7), 2, equal_size=True)
     with pytest.raises(PlanError, match="2 items for 3"):
@@ -119,7 +121,7 @@ def test_karmarkar_karp_refuses_what_does_not_divide() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_packing_to_targets_holds_the_budget_and_leaves_no_row_empty(seed: int) -> None:
+def test_packing_to_targets_fills_all_rows_in_budget(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 120, 300)
     targets = rng.random(220) + 0.1
@@ -139,5 +141,5 @@ def test_packing_to_targets_follows_the_targets() -> None:
     assert np.bincount(row_of).tolist() == targets.tolist()
 
 
-def test_packing_to_targets_gives_up_where_rows_do_not_do() -> None:
+def test_packing_to_targets_gives_up_if_rows_are_too_few() -> None:
     assert pack_to_targets(np.full(10, 6), np.ones(10), np.ones(9), 10) is None

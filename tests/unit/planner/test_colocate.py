@@ -1,4 +1,4 @@
-"""Samples that share a colocate id stay in one micro-batch, wherever plans are made and checked."""
+"""Samples with the same colocate id stay in one micro-batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.unit
 COST = CostModel(fixed=64.0, per_token=1.0, per_token_sq=1e-3, per_sample=3.0)
 LENGTHS = [1 + (i * 31) % 43 for i in range(48)]
 PAIRS = [i // 2 for i in range(48)]
-# The members of a pair far from each other in the input.
+# The two samples of a pair are far apart in the input.
 SPREAD = [i % 24 for i in range(48)]
 
 
@@ -32,10 +32,10 @@ def together(plan: Plan) -> bool:
     assert plan.colocate_ids is not None
     rows = [mb.samples for step in plan.steps for rank in step.ranks for mb in rank]
     row_of = {i: row for row, samples in enumerate(rows) for i in samples}
-    found: dict[Any, set[int]] = {}
+    rows_of_id: dict[Any, set[int]] = {}
     for i, row in row_of.items():
-        found.setdefault(plan.colocate_ids[i], set()).add(row)
-    return all(len(rows) == 1 for rows in found.values())
+        rows_of_id.setdefault(plan.colocate_ids[i], set()).add(row)
+    return all(len(rows) == 1 for rows in rows_of_id.values())
 
 
 @pytest.mark.parametrize("ids", [PAIRS, SPREAD], ids=["neighbours", "spread"])
@@ -67,7 +67,7 @@ def test_pairs_stay_together(layout: Layout, policy: Policy, ids: list[int]) -> 
     assert any(len(mb.samples) > 2 for rank in plan.steps[0].ranks for mb in rank)
 
 
-def test_a_set_counts_its_samples_in_a_count_based_plan() -> None:
+def test_count_based_plans_count_the_samples_of_a_set() -> None:
     plan = build_dp_schedule(
         LENGTHS, layout=Layout(dp=2), micro_batch_size=5, colocate_ids=[i // 3 for i in range(48)]
     )
@@ -111,7 +111,7 @@ def test_a_set_in_two_rollouts_is_refused() -> None:
     ("ids", "match"),
     [([1], "1 colocate_ids for 3 samples"), ([1, None, 2], "sample 1 has colocate id None")],
 )
-def test_ids_that_are_none_are_refused(ids: list[Any], match: str) -> None:
+def test_invalid_colocate_ids_are_refused(ids: list[Any], match: str) -> None:
     with pytest.raises(DataError, match=match):
         build_dp_schedule([4] * 3, layout=Layout(), max_tokens_per_gpu=9, colocate_ids=ids)
 
@@ -130,7 +130,7 @@ def test_a_set_over_the_budget_is_alone_in_its_row() -> None:
         build_dp_schedule(lengths, **arguments, policy=Policy(oversize="error"))
 
 
-def test_a_torn_set_breaks_invariant_7() -> None:
+def test_a_set_in_two_rows_breaks_invariant_7() -> None:
     plan = build_dp_schedule([4] * 4, layout=Layout(dp=2), max_tokens_per_gpu=64)
     torn = [plan.steps[0].ranks[0][0].samples[0], plan.steps[0].ranks[1][0].samples[0]]
     ids = tuple("pair" if i in torn else f"{i}" for i in range(4))
@@ -141,7 +141,7 @@ def test_a_torn_set_breaks_invariant_7() -> None:
         check_plan(broken, [4] * 4)
 
 
-def test_forms_hold_the_ids_and_leave_them_out_where_there_are_none() -> None:
+def test_json_and_text_have_colocate_ids_only_if_given() -> None:
     plain = build_dp_schedule([4] * 4, layout=Layout(), max_tokens_per_gpu=64)
     assert "colocate" not in plain.to_json() + str(plain)
     plan = build_dp_schedule(
@@ -155,7 +155,7 @@ def test_forms_hold_the_ids_and_leave_them_out_where_there_are_none() -> None:
         Plan.from_json(plan.to_json().replace('"colocate_ids":["a"', '"colocate_ids":[null'))
 
 
-def test_sets_of_one_plan_as_without_ids() -> None:
+def test_sets_of_one_sample_plan_as_without_ids() -> None:
     arguments: dict[str, Any] = {"layout": Layout(dp=2, pp=4), "max_tokens_per_gpu": 200}
     plain = build_dp_schedule(LENGTHS, **arguments, cost=COST)
     alone = build_dp_schedule(LENGTHS, **arguments, cost=COST, colocate_ids=list(range(48)))

@@ -18,7 +18,7 @@ from megapack import (
     simulate,
 )
 from megapack.pipeline.simulator import Runner
-from megapack.planner.partition import deal, deal_samples, place_by_target
+from megapack.planner.partition import order_by_target, rows_by_rank, rows_to_ranks
 from megapack.planner.profile import canned_profile, find_profile
 
 pytestmark = pytest.mark.unit
@@ -63,8 +63,8 @@ def planned(layout: Layout, policy: Policy, **arguments: Any) -> Plan:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_more_search_is_better_and_little_is_good(layout: Layout) -> None:
-    """Over the work spread evenly: construction below 1.6, the default below that."""
+def test_more_search_is_faster_and_none_is_acceptable(layout: Layout) -> None:
+    """Without search a step takes less than 1.6 times equal work, and less with search."""
     built, default, long = (
         seconds(planned(layout, Policy(search=n))) for n in (0, Policy.search, 8192)
     )
@@ -75,14 +75,14 @@ def test_more_search_is_better_and_little_is_good(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:4])
-def test_counts_of_their_own_do_not_slow_ranks_down(layout: Layout) -> None:
+def test_per_rank_counts_do_not_slow_a_step_down(layout: Layout) -> None:
     shared = seconds(planned(layout, Policy()))
     own = planned(layout, Policy(count_rule="per_rank"))
     assert own.steps[0].num_microbatches is None
     assert seconds(own) <= shared * 1.02
 
 
-def test_per_rank_saves_the_rows_that_equal_counts_ask_for() -> None:
+def test_per_rank_counts_save_micro_batches() -> None:
     lengths = [100] * 9
     cost = CostModel(fixed=1000.0, per_token=1.0)
     plan = build_dp_schedule(
@@ -95,7 +95,7 @@ def test_per_rank_saves_the_rows_that_equal_counts_ask_for() -> None:
     assert sum(map(len, plan.steps[0].ranks)) == 10
 
 
-def test_a_free_group_size_is_not_worse_and_legal() -> None:
+def test_a_searched_group_size_is_legal_and_not_slower() -> None:
     layout = Layout(dp=2, pp=4, vpp=2, microbatch_group_size=7)
     fixed = planned(layout, Policy(search=4096))
     free = planned(layout, Policy(search=4096, group_size="search"))
@@ -104,14 +104,14 @@ def test_a_free_group_size_is_not_worse_and_legal() -> None:
     assert seconds(free) <= seconds(fixed) * 1.01
 
 
-def test_ranks_that_meet_get_rows_that_are_alike() -> None:
+def test_ranks_in_lockstep_get_similar_rows() -> None:
     layout = Layout(dp=4, pp=2, ep=4)
     step = planned(layout, Policy()).steps[0]
-    met = simulate(step, layout=layout, cost=COST, lockstep=True).makespan
+    lockstep = simulate(step, layout=layout, cost=COST, lockstep=True).makespan
     free = simulate(step, layout=layout, cost=COST).makespan
     dense = planned(dataclasses.replace(layout, ep=1), Policy()).steps[0]
-    assert free <= met < 1.25 * free
-    assert met <= simulate(dense, layout=layout, cost=COST, lockstep=True).makespan
+    assert free <= lockstep < 1.25 * free
+    assert lockstep <= simulate(dense, layout=layout, cost=COST, lockstep=True).makespan
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, pp=4), Layout(dp=2, pp=4, vpp=2), Layout(cp=2)])
@@ -124,16 +124,16 @@ def test_live_tokens_stay_below_the_cap(layout: Layout) -> None:
         planned(layout, Policy(max_live_tokens_per_gpu=500))
 
 
-def test_forward_only_has_an_order_of_its_own() -> None:
+def test_forward_only_plans_beat_training_plans() -> None:
     layout = Layout(dp=2, pp=4)
     plan = planned(layout, Policy(), forward_only=True)
     assert plan.forward_only
     training = planned(layout, Policy())
-    backward_less = dataclasses.replace(training, forward_only=True)
-    assert seconds(plan) <= seconds(backward_less)
+    without_backward = dataclasses.replace(training, forward_only=True)
+    assert seconds(plan) <= seconds(without_backward)
 
 
-def test_tokens_take_no_more_micro_batches_than_the_budget_asks_for() -> None:
+def test_without_a_cost_model_micro_batches_are_the_fewest() -> None:
     plan = build_dp_schedule([100] * 64, layout=Layout(dp=4), max_tokens_per_gpu=1600)
     assert plan.steps[0].num_microbatches == 1
 
@@ -154,7 +154,7 @@ def test_a_profile_beats_equal_micro_batches(pp: int, vpp: int, count: int) -> N
     assert seconds == pytest.approx(profile.seconds)
 
 
-def test_targets_leave_a_place_to_each_huge_sample() -> None:
+def test_each_huge_sample_has_a_target() -> None:
     profile = canned_profile(Layout(pp=4), 12, 4, 2)
     targets = profile.targets(100.0, np.array([40.0, 30.0]), 50.0)
     assert sorted(targets)[-2:] == [30, 40]
@@ -162,27 +162,27 @@ def test_targets_leave_a_place_to_each_huge_sample() -> None:
     assert abs(int(np.argmax(targets)) - 6) <= 1
 
 
-def test_deal_gives_every_rank_its_count() -> None:
+def test_rows_to_ranks_respects_the_counts() -> None:
     work = np.random.default_rng(0).random(23)
     for rounds in (False, True):
-        ranks = deal(work, np.array([6, 6, 6, 6]), in_rounds=rounds)
+        ranks = rows_to_ranks(work, np.array([6, 6, 6, 6]), in_rounds=rounds)
         assert sorted(np.concatenate(ranks).tolist()) == list(range(23))
         assert sorted(map(len, ranks)) == [5, 6, 6, 6]
-    ranks = deal(work, np.array([9, 9, 3, 2]))
+    ranks = rows_to_ranks(work, np.array([9, 9, 3, 2]))
     assert list(map(len, ranks)) == [9, 9, 3, 2]
-    assert list(map(len, deal(np.ones(3), np.array([4, 4, 4])))) == [1, 1, 1]
+    assert list(map(len, rows_to_ranks(np.ones(3), np.array([4, 4, 4])))) == [1, 1, 1]
 
 
-def test_places_by_target() -> None:
+def test_rows_are_ordered_by_target() -> None:
     rows = np.array([10, 11, 12])
-    assert place_by_target(rows, np.array([1.0, 3.0, 2.0, 0.5])).tolist() == [12, 10, 11, -1]
-    assert place_by_target(rows, np.ones(3)).tolist() == [11, 10, 12]
+    assert order_by_target(rows, np.array([1.0, 3.0, 2.0, 0.5])).tolist() == [12, 10, 11, -1]
+    assert order_by_target(rows, np.ones(3)).tolist() == [11, 10, 12]
 
 
-def test_traces_hold_their_budgets(shared_dir: Path) -> None:
+def test_plans_of_a_trace_respect_the_budget(shared_dir: Path) -> None:
     file = shared_dir / "traces" / "skythought_math500_g4.csv"
     if not file.is_file():
-        pytest.skip(f"no trace: {file} is absent")
+        pytest.skip(f"trace {file} is absent")
     lengths = np.loadtxt(file, delimiter=",", skiprows=1, dtype=np.int64)[:, :2].sum(axis=1)
     for layout in LAYOUTS:
         plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=36864, cost=COST)
@@ -190,18 +190,18 @@ def test_traces_hold_their_budgets(shared_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("dp", [2, 3, 8])
-def test_ranks_without_a_pipeline_end_even(dp: int) -> None:
-    """400 samples leave exchanges enough to bring every rank within a token or two of the mean."""
+def test_ranks_without_a_pipeline_end_together(dp: int) -> None:
+    """With 400 samples exchanges bring every rank within a token or two of the mean."""
     plan = build_dp_schedule(LONG_TAILED, layout=Layout(dp=dp), max_tokens_per_gpu=16384, cost=COST)
     check_plan(plan, LONG_TAILED)
     ranks = simulate(plan.steps[0], layout=Layout(dp=dp), cost=COST).rank_makespans
     assert max(ranks) / (sum(ranks) / dp) < 1 + 1e-4
 
 
-def test_dealing_by_sample_keeps_rows_within_the_budget() -> None:
+def test_packing_by_rank_respects_the_budget() -> None:
     sizes = np.array(LONG_TAILED)
     work = sizes + sizes**2 / 12288
-    row_of = deal_samples(sizes, work, num_ranks=4, count=12, capacity=16384)
+    row_of = rows_by_rank(sizes, work, num_ranks=4, count=12, capacity=16384)
     assert row_of is not None
     tokens = np.zeros(48, dtype=int)
     np.add.at(tokens, row_of, sizes)
@@ -217,8 +217,8 @@ def test_dealing_by_sample_keeps_rows_within_the_budget() -> None:
     [([5, 5, 5], 4, 1, 8), ([5, 5, 5, 5], 2, 1, 8), ([5, 5, 5], 2, 2, 8)],
     ids=["fewer samples than ranks", "rows too few", "fewer samples than rows"],
 )
-def test_dealing_by_sample_gives_up(
+def test_packing_by_rank_gives_up(
     sizes: list[int], num_ranks: int, count: int, capacity: int
 ) -> None:
     array = np.array(sizes)
-    assert deal_samples(array, array.astype(float), num_ranks, count, capacity) is None
+    assert rows_by_rank(array, array.astype(float), num_ranks, count, capacity) is None

@@ -36,7 +36,7 @@ ALLOWED_CALLS = {
     ("cli", "importlib.import_module"): "commands of this package, from a table",
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
-    ("doctor.diagnosis", "subprocess.Popen"): "this Python, with the probes of this package",
+    ("doctor.runner", "subprocess.Popen"): "this Python, with the probes of this package",
     (
         "doctor.probes",
         "importlib.import_module",
@@ -45,7 +45,7 @@ ALLOWED_CALLS = {
         "patching.target",
         "importlib.import_module",
     ): "modules of megapack.hosts only, which is checked",
-    ("patching.applied", "importlib.import_module"): "`check` of a host that the user named",
+    ("patching.registry", "importlib.import_module"): "`check` of a host that the user named",
 }
 # Calls that run code by name; a star matches any rest of a name.
 BY_NAME = (

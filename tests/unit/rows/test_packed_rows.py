@@ -1,4 +1,4 @@
-"""Packed rows on small numbers that can be read off the page."""
+"""Packed rows with small numbers that can be checked by eye."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def row_of(
     data: SampleBatch | None = None,
     **kwargs: Any,
 ) -> PackedRow:
-    layout, data = layout or Layout(), data or batch()
+    layout = layout or Layout()
+    data = data or batch()
     aligned = [layout.aligned_sample_tokens(data.length(i)) for i in samples]
     micro_batch = MicroBatch(
         samples,
@@ -52,7 +53,7 @@ def test_doctests_of_the_module() -> None:
     assert result.failed == 0
 
 
-def test_the_row_of_the_docstring_is_the_row_that_is_packed() -> None:
+def test_the_docstring_example_is_correct() -> None:
     example = inspect.getdoc(PackedRow)
     assert example is not None
     lines = re.findall(r"^\s+(\w+)\s+((?:-?\d+ )*-?\d+)\s*(?:\(.*\))?$", example, re.MULTILINE)
@@ -70,7 +71,7 @@ def test_the_row_of_the_docstring_is_the_row_that_is_packed() -> None:
         assert getattr(row, name).tolist() == [int(number) for number in numbers.split()], name
 
 
-def test_the_rest_of_that_row() -> None:
+def test_the_other_attributes_of_the_example() -> None:
     row = row_of((0, 1), 6)
     assert (row.samples, row.lengths, row.starts) == ((0, 1), (3, 2), (0, 3))
     assert row.weights_T.tolist() == [1, 1, 0, 1, 0, 0]
@@ -82,7 +83,7 @@ def test_the_rest_of_that_row() -> None:
     assert row.weights_T.dtype == torch.float32
 
 
-def test_the_unpacking_of_the_docstring() -> None:
+def test_unpacking_the_example() -> None:
     row = row_of((0, 1), 6)
     a, b, c, d, e, f = values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     found = unpack_row(row, torch.tensor(values), fill=-1.0)
@@ -90,7 +91,7 @@ def test_the_unpacking_of_the_docstring() -> None:
     assert not {c, e, f} & {x for sample in found for x in sample.tolist()}
 
 
-def test_samples_stand_in_the_order_of_the_micro_batch() -> None:
+def test_a_row_keeps_the_order_of_the_micro_batch() -> None:
     row = row_of((3, 0), 7)
     assert row.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert row.labels_T.tolist() == [2, 3, 4, 0, 6, 7, 0]
@@ -98,7 +99,7 @@ def test_samples_stand_in_the_order_of_the_micro_batch() -> None:
 
 
 def test_alignment_pads_inside_each_sample() -> None:
-    # cp=2: each sample takes a multiple of 4 tokens.
+    # cp=2: each sample is padded to a multiple of 4 tokens.
     row = row_of((0, 1, 2), 12, Layout(cp=2))
     assert row.tokens_T.tolist() == [5, 6, 7, 0, 8, 9, 0, 0, 4, 0, 0, 0]
     assert row.position_ids_T.tolist() == [0, 1, 2, 3] * 3
@@ -109,33 +110,33 @@ def test_alignment_pads_inside_each_sample() -> None:
     assert row.max_seqlen == 4
 
 
-def test_weights_are_those_of_the_samples_at_response_tokens() -> None:
+def test_response_tokens_have_the_weight_of_their_sample() -> None:
     data = batch(response_mask=[[0, 0, 1], [1, 1], [1], [0, 1, 0, 1]])
     row = row_of((0, 1, 2, 3), 10, data=data, sample_weights=[0.5, 0.25, 8.0, 2.0])
     #                             5 6    7  8     9  4  1    2  3    4
     assert row.weights_T.tolist() == [0, 0.5, 0, 0.25, 0, 0, 2.0, 0, 2.0, 0]
 
 
-def test_a_sample_of_weight_0_counts_nowhere() -> None:
+def test_a_sample_of_weight_0_has_no_loss_positions() -> None:
     row = row_of((0, 1), 5, sample_weights=[0.0, 1.0, 1.0, 1.0])
     assert row.loss_positions_R.tolist() == [3]
 
 
-def test_fields_stand_where_their_token_is_predicted() -> None:
+def test_fields_are_at_the_position_that_predicts_the_token() -> None:
     data = batch(old=[[9, 1.5, 2.5], [9, 3.5], [9], [9, 4, 5, 6]], advantage=[1, -2, 3, 0.5])
     row = row_of((0, 1, 2), 8, data=data)
     assert row.fields["old"].tolist() == [1.5, 2.5, 0, 3.5, 0, 0, 0, 0]
     assert row.fields["advantage"].tolist() == [1, 1, 0, -2, 0, 0, 0, 0]
 
 
-def test_a_shift_and_its_undoing_meet() -> None:
+def test_unpacking_undoes_the_shift() -> None:
     data = batch(old=[[0, 1.5, 2.5], [0, 3.5], [0], [0, 4, 5, 6]])
     row = row_of((3, 2, 0, 1), 16, Layout(cp=2), data)
     for sample, value in zip(row.samples, unpack_row(row, row.fields["old"]), strict=True):
         assert torch.equal(value, data.field("old", sample))
 
 
-def test_only_the_fields_that_are_asked_for_are_carried() -> None:
+def test_a_row_has_only_the_requested_fields() -> None:
     data = batch(old=[1, 2, 3, 4], ref=[1, 2, 3, 4])
     assert set(row_of((0,), 3, data=data).fields) == {"old", "ref"}
     assert set(row_of((0,), 3, data=data, field_names=["ref"]).fields) == {"ref"}
@@ -167,7 +168,7 @@ def test_a_padding_micro_batch_is_all_dummies() -> None:
         (Layout(cp=64), 128 * 3, [128] * 3),
     ],
 )
-def test_a_tail_is_cut_into_short_dummies(
+def test_a_tail_is_divided_into_short_dummies(
     layout: Layout, row_tokens: int, spans: list[int]
 ) -> None:
     row = row_of((0,), row_tokens, layout)
@@ -177,30 +178,30 @@ def test_a_tail_is_cut_into_short_dummies(
     assert not row.labels_T[3:].any()
 
 
-def test_attention_over_a_long_tail_stays_linear() -> None:
+def test_attention_cost_is_linear_in_the_tail() -> None:
     sizes = [1_000, 10_000, 100_000]
     sums = [torch.diff(row_of((2,), n).cu_seqlens_padded_S1).square().sum().item() for n in sizes]
     for size, total in zip(sizes, sums, strict=True):
         assert total <= DUMMY_TOKENS * size
-    # One dummy for the whole tail would be 100 times as much for 10 times the tokens.
+    # One dummy for the whole tail would cost 100 times as much for 10 times the tokens.
     assert sums[2] / sums[1] == pytest.approx(10, rel=0.01)
 
 
-def test_samples_of_other_lengths_than_planned_are_refused_with_the_numbers() -> None:
+def test_lengths_that_differ_from_the_plan_are_refused() -> None:
     micro_batch = MicroBatch((0, 1), 8, 6, 18, 6)
     with pytest.raises(DataError, match=r"samples \(0, 1\) hold 5 tokens.*6; plan with the length"):
         pack_row(batch(), micro_batch, Layout())
 
 
 @pytest.mark.parametrize(("layout", "padded"), [(Layout(), 5), (Layout(cp=2), 8)])
-def test_a_row_that_is_too_short_for_its_samples_is_refused(layout: Layout, padded: int) -> None:
-    # As from a plan for another layout: the tokens are right, the alignment takes more.
+def test_a_row_too_short_for_its_samples_is_refused(layout: Layout, padded: int) -> None:
+    # As with a plan for another layout: tokens are right, but this alignment needs more.
     with pytest.raises(DataError, match=rf"samples \(0, 1\).*{padded}.*{padded - 1}"):
         row_of((0, 1), padded - 1, layout)
     assert row_of((0, 1), padded, layout).row_tokens == padded
 
 
-def test_moving_a_row_keeps_everything() -> None:
+def test_a_moved_row_has_all_attributes() -> None:
     row = row_of((0, 1), 6, data=batch(old=[1.0, 2.0, 3.0, 4.0]))
     moved = row.to("meta")
     assert moved.samples == row.samples
@@ -211,7 +212,7 @@ def test_moving_a_row_keeps_everything() -> None:
     assert row.tokens_T.device.type == row.fields["old"].device.type == "cpu"
 
 
-def test_packing_copies() -> None:
+def test_packing_copies_the_tokens() -> None:
     data = batch()
     row_of((0,), 3, data=data).tokens_T.zero_()
     assert data.tokens(0).tolist() == TOKENS[0]
@@ -224,7 +225,7 @@ def test_colocated_samples_share_a_set_number() -> None:
     assert row_of((), 1, data=data, colocate_ids=["b", "a", "b", 7]).set_of_n.tolist() == []
 
 
-def test_fields_of_one_number_per_sample_stand_per_sample_too() -> None:
+def test_per_sample_fields_are_also_stored_per_sample() -> None:
     data = SampleBatch([[1, 2], [3], [4, 5, 6]], {"sign": [1, -1, 1], "token": [[1, 2], [3], [4]]})
     row = row_of((2, 1), 4, data=data)
     assert set(row.sample_fields) == {"sign"}

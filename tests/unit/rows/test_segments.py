@@ -17,7 +17,7 @@ from megapack.samples import SampleBatch
 pytestmark = pytest.mark.unit
 
 SAMPLE_OF = torch.tensor([0, 0, 2, 2, 2, 3])
-"""Sample 1 has no response."""
+"""Sample 1 has no response tokens."""
 VALUES = torch.tensor([1.0, 2.0, -0.5, 0.25, 3.0, 0.7])
 
 
@@ -46,7 +46,7 @@ def test_a_padding_row_has_empty_sums() -> None:
 
 
 def loss_of(segments: Segments, values_R: Tensor, weights_R: Tensor) -> Tensor:
-    """Not linear in the sums, so that a gradient of the wrong scale shows."""
+    """Nonlinear in the sums, so that a gradient of the wrong scale is detected."""
     mean_n = segments.mean(values_R)
     set_n = segments.sum_sets(segments.sum(values_R.sin()))
     return (weights_R * segments.spread(mean_n.exp() + set_n.square())).sum()
@@ -57,7 +57,7 @@ def _cp_rank(rank: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
     weights = torch.linspace(0.2, 1.0, 6)
-    # Uneven parts; rank 1 holds no token of sample 0.
+    # Parts of different samples; rank 1 holds no token of sample 0.
     mine = torch.tensor([0, 1, 3]) if rank == 0 else torch.tensor([2, 4, 5])
     whole_V = VALUES.clone().requires_grad_()
     whole = loss_of(segments(), whole_V, weights)
@@ -77,7 +77,7 @@ def _cp_rank(rank: int, folder: str) -> None:
     torch.testing.assert_close(total, whole.detach())
     torch.testing.assert_close(values_R.grad, whole_V.grad[mine])
     assert part.num_tokens_n.tolist() == [2, 0, 3, 1]
-    # A rank without any position of the row still takes part.
+    # A rank without positions of the row still joins the all-reduce.
     none = VALUES[:0].clone().requires_grad_() if rank == 0 else VALUES.clone().requires_grad_()
     of = SAMPLE_OF[:0] if rank == 0 else SAMPLE_OF
     sums = sum_by_sample(none, of, 4, torch.distributed.group.WORLD)
@@ -87,7 +87,5 @@ def _cp_rank(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_sums_and_gradients_over_context_parallel_ranks_are_those_of_the_whole_row(
-    tmp_path: Path,
-) -> None:
+def test_sums_and_gradients_of_cp_ranks_equal_the_whole_row(tmp_path: Path) -> None:
     spawn(_cp_rank, (str(tmp_path),), nprocs=2)

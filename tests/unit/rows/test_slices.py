@@ -1,4 +1,4 @@
-"""Context-parallel slices on small numbers that can be read off the page."""
+"""Context-parallel slices with small numbers that can be checked by eye."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 
 
 def row(layout: Layout) -> PackedRow:
-    """Samples of 5 and 3 tokens, the second one's first token a prompt."""
+    """Samples of 5 and 3 tokens; the first token of the second is its prompt."""
     batch = SampleBatch.from_prompt_response(
         [[], [20]],
         [[10, 11, 12, 13, 14], [21, 22]],
@@ -35,7 +35,7 @@ def test_doctests_of_the_module() -> None:
     assert result.failed == 0
 
 
-def test_a_rank_holds_an_early_and_a_late_chunk_of_each_sample() -> None:
+def test_a_rank_holds_an_early_and_a_late_part_of_each_sample() -> None:
     first, last = (slice_row(row(Layout(cp=2)), 2, rank) for rank in range(2))
     assert first.tokens_T.tolist() == [10, 11, 0, 0, 20, 0]
     assert last.tokens_T.tolist() == [12, 13, 14, 0, 21, 22]
@@ -54,7 +54,7 @@ def test_loss_positions_index_the_slice() -> None:
         assert part.weights_T.nonzero().squeeze(1).tolist() == expected
 
 
-def test_what_describes_the_row_stays_whole() -> None:
+def test_attributes_of_the_whole_row_are_not_sliced() -> None:
     whole = row(Layout(cp=2))
     part = slice_row(whole, 2, 1)
     assert (part.row_tokens, part.tokens_T.numel()) == (12, 6)
@@ -64,7 +64,7 @@ def test_what_describes_the_row_stays_whole() -> None:
     assert part.cu_seqlens_S1.tolist() == [0, 5, 8]
 
 
-def test_without_context_parallelism_a_slice_is_the_row() -> None:
+def test_with_cp_1_the_slice_is_the_row() -> None:
     whole = row(Layout())
     assert slice_row(whole, 1, 0) is whole
     assert whole.row_positions_T.tolist() == list(range(8))
@@ -72,13 +72,11 @@ def test_without_context_parallelism_a_slice_is_the_row() -> None:
 
 
 def test_a_row_packed_for_fewer_ranks_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"of 4 padded tokens .* 8 chunks; pack with Layout\(cp=4\)"
-    ):
+    with pytest.raises(DataError, match=r"of 4 padded tokens .* 8 parts; pack with Layout\(cp=4\)"):
         slice_row(row(Layout(cp=2)), 4, 0)
 
 
-def test_slices_of_a_short_sample_may_hold_padding_alone() -> None:
+def test_slices_of_a_short_sample_may_be_all_padding() -> None:
     batch = SampleBatch([[7]])
     whole = pack_row(batch, MicroBatch((0,), 8, 1, 0, 8), Layout(cp=4))
     for rank in range(4):

@@ -24,14 +24,17 @@ def batch(**tensors: Any) -> SampleBatch:
 
 def row_of(data: SampleBatch, samples: tuple[int, ...]) -> PackedRow:
     sizes = [data.length(i) for i in samples]
-    mb = MicroBatch(samples, sum(sizes) or 1, sum(sizes), sum(n * n for n in sizes), sum(sizes))
-    return pack_row(data, mb, Layout())
+    micro_batch = MicroBatch(
+        samples, sum(sizes) or 1, sum(sizes), sum(n * n for n in sizes), sum(sizes)
+    )
+    return pack_row(data, micro_batch, Layout())
 
 
 def test_tensors_follow_their_sample_in_row_order() -> None:
     data = batch(pixels=TensorField(PIXELS), grids=TensorField(GRIDS, combine="list"))
     row = row_of(data, (2, 1, 0))
-    pixels, grids = row.tensors["pixels"], row.tensors["grids"]
+    pixels = row.tensors["pixels"]
+    grids = row.tensors["grids"]
     assert isinstance(pixels, torch.Tensor)
     assert pixels.shape == (3, 2, 3)
     assert pixels.dtype == torch.float32
@@ -44,7 +47,7 @@ def test_tensors_follow_their_sample_in_row_order() -> None:
     assert {grid.device.type for grid in moved.tensors["grids"]} == {"meta"}
 
 
-def test_a_padding_micro_batch_carries_empty_ones() -> None:
+def test_a_padding_micro_batch_has_empty_tensors() -> None:
     pixels = TensorField([torch.zeros(1, 2, 3, dtype=torch.bfloat16), None, None])
     row = row_of(batch(pixels=pixels, grids=TensorField(GRIDS, combine="list")), ())
     assert row.tensors["pixels"].shape == (0, 2, 3)  # type: ignore[union-attr]
@@ -69,14 +72,14 @@ def test_tensors_that_do_not_combine_are_refused(field: TensorField, match: str)
         batch(pixels=field)
 
 
-def test_names_and_combinations_are_checked() -> None:
+def test_names_and_combine_are_checked() -> None:
     with pytest.raises(DataError, match="set another name"):
         batch(input_ids=TensorField(PIXELS))
     with pytest.raises(ConfigError, match="set one of"):
         TensorField(PIXELS, combine="stack")  # type: ignore[arg-type]
 
 
-def test_the_signature_tells_shapes_and_names_apart() -> None:
+def test_signatures_differ_by_name_shape_dtype_and_combine() -> None:
     one = torch.zeros(1, 2)
     fields = [
         {},
@@ -90,17 +93,17 @@ def test_the_signature_tells_shapes_and_names_apart() -> None:
     assert batch(**fields[1]).tensor_signature == batch(**fields[1]).tensor_signature
 
 
-def test_a_chunk_gets_what_its_forward_takes() -> None:
-    class Takes(torch.nn.Module):
+def test_a_chunk_gets_the_tensors_its_forward_accepts() -> None:
+    class ModelWithPixels(torch.nn.Module):
         def forward(self, input_ids: Any, pixels: Any = None, **more: Any) -> None: ...
 
     names = ("pixels", "grids")
-    assert taken_inputs(Takes(), names) == ("pixels",)
-    assert taken_inputs(torch.nn.Sequential(Takes()), names) == ()
+    assert taken_inputs(ModelWithPixels(), names) == ("pixels",)
+    assert taken_inputs(torch.nn.Sequential(ModelWithPixels()), names) == ()
     assert taken_inputs(torch.nn.Linear(1, 1), names) == ()
 
 
-def test_prompt_and_response_take_tensors_too() -> None:
+def test_from_prompt_response_accepts_tensors() -> None:
     data = SampleBatch.from_prompt_response(
         [[1], [2]], [[3], [4]], tensors={"pixels": TensorField(PIXELS[:2])}
     )

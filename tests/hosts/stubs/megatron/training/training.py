@@ -1,4 +1,4 @@
-"""How Megatron-LM's train_step and evaluate call the schedule: the names and keywords, no more."""
+"""How train_step and evaluate of Megatron-LM call the schedule: same names and keywords."""
 
 from __future__ import annotations
 

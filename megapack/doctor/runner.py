@@ -1,8 +1,9 @@
-"""Find out what of this machine's software and settings a run would trip over.
+"""Run the probes of `doctor`.
 
-Probes that import torch and what stands upon it run in one child process, because such an import
-can crash or hang. The first probe that the child did not answer is the fault, and those behind it
-are not probed. A package comes before those that import it, so that the right one is blamed.
+Probes that import torch, or packages built on it, run in one child process, because such an import
+can crash or hang. The first probe that the child does not answer gets the fault, and the probes
+after it are skipped. A package is probed before those that import it, so that the right one is
+blamed.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def _run_child(timeout_s: float) -> list[Diagnosis]:
         os.killpg(child.pid, signal.SIGKILL)
         answers, _ = child.communicate()
         ending = f"hangs: no answer within {timeout_s:g} s"
-    found = [Diagnosis(**json.loads(line)) for line in answers.splitlines()]
-    unanswered = IN_CHILD[len(found) :]
+    diagnoses = [Diagnosis(**json.loads(line)) for line in answers.splitlines()]
+    unanswered = IN_CHILD[len(diagnoses) :]
     if unanswered:
         faulty = unanswered[0]
-        found.append(Diagnosis(probe=faulty, broken=True, faults=[f"its probe {ending}"]))
-        found += [not_probed(name, faulty) for name in unanswered[1:]]
-    return found
+        diagnoses.append(Diagnosis(probe=faulty, broken=True, faults=[f"its probe {ending}"]))
+        diagnoses += [not_probed(name, faulty) for name in unanswered[1:]]
+    return diagnoses
 
 
 def _start_child() -> subprocess.Popen[str]:
@@ -66,13 +67,13 @@ def _start_child() -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        # Its own process group, so that whatever the child starts can be ended with it.
+        # Its own process group, so that processes which the child starts can be killed with it.
         start_new_session=True,
     )
 
 
 def _isolation() -> list[str]:
-    """The child ignores what this Python ignores: variables can name code to run."""
+    """Flags that make the child ignore what this Python ignores: variables can name code to run."""
     if sys.flags.isolated:
         return ["-I"]
     return ["-E"] if sys.flags.ignore_environment else []
@@ -80,8 +81,8 @@ def _isolation() -> list[str]:
 
 def _ending(code: int, log: str) -> str:
     """How the child ended, with the last line that it logged."""
-    how = f"ended with code {code} and no answer"
+    ending = f"ended with code {code} and no answer"
     if code < 0:
-        how = f"was ended by {signal.Signals(-code).name}"
-    said = [line.strip() for line in log.splitlines() if line.strip()]
-    return f"{how}: {said[-1][:_MAX_CHARS]}" if said else how
+        ending = f"was ended by {signal.Signals(-code).name}"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return f"{ending}: {lines[-1][:_MAX_CHARS]}" if lines else ending

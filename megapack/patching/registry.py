@@ -1,13 +1,13 @@
-"""Replacing names of another training framework by megapack's, politely.
+"""Apply and revert the patches of a host in this process, and report their state.
 
     patching.apply("slime")      # before or after slime is imported
-    patching.status()            # what is replaced, what waits for its import, who holds old names
+    patching.status()            # replaced names, names that wait for an import, stale copies
     patching.revert("slime")
 
-Opt-in, idempotent and reversible. A name is replaced only if its signature is an expected one;
-else `PatchError` says what was expected and what was found, and nothing is replaced. Where the
-host's module is not imported yet, this happens right behind its import (`wrapt`'s post-import
-hooks), and the error comes out of that import.
+Opt-in, idempotent and reversible. A name is replaced only if its signature is one of the expected
+ones; otherwise `PatchError` gives the expected and the actual signature, and nothing is replaced.
+If the host's module is not imported yet, its names are verified and replaced right after its import
+(`wrapt`'s post-import hooks), and that import raises the error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megapack.patching.target import Patch, Status
 
 __all__ = ["Finding", "Status", "apply", "check", "revert", "status"]
 
-# Reentrant: putting a replacement imports it, and imports call hooks.
+# Reentrant: replacing a name imports the replacement, and imports call hooks.
 _LOCK = threading.RLock()
 _ACTIVE: dict[str, list[Patch]] = {}
 
@@ -37,13 +37,14 @@ class Finding:
     target: str
     """Dotted path of the name."""
     problem: str
-    """What stands against it; empty if nothing does."""
+    """Why it cannot be replaced; empty if it can."""
 
 
 def apply(host: str) -> tuple[Status, ...]:
-    """Replace the names of a host: now where its modules are imported, else right behind that.
+    """Replace the names of a host: now if its modules are imported, otherwise after their import.
 
-    Call it in every process: children do not inherit it (see `startup`). Twice is as once.
+    Call it in every process: children do not inherit patches (see `startup`). A second call changes
+    nothing.
 
     Args:
         host: one that megapack ships patches for, or the path of a patch file, ending in `.yaml`.
@@ -56,35 +57,35 @@ def apply(host: str) -> tuple[Status, ...]:
     with _LOCK:
         if file.host not in _ACTIVE:
             patches = [Patch(file, entry) for entry in file.patches]
-            _refuse_doubles(patches)
+            _refuse_conflicts(patches)
             for patch in patches:
                 patch.verify()
             _ACTIVE[file.host] = patches
             for patch in patches:
                 if patch.is_imported:
-                    patch.put()
-            for name in sorted({name for patch in patches for name in patch.way}):
+                    patch.replace()
+            for name in sorted({name for patch in patches for name in patch.module_chain}):
                 if name not in sys.modules:
-                    _watch(name)
+                    _call_after_import(name)
         return tuple(patch.status() for patch in _ACTIVE[file.host])
 
 
 def revert(host: str) -> None:
-    """Put a host's own names back; without `apply` before, nothing happens."""
+    """Restore a host's own names; does nothing for a host that is not patched."""
     with _LOCK:
         for patch in reversed(_ACTIVE.pop(load_patches(host).host, [])):
-            if patch.done:
-                patch.take_back()
+            if patch.is_replaced:
+                patch.restore()
 
 
 def status() -> tuple[Status, ...]:
-    """All patches that were asked for in this process."""
+    """The state of all patches that were applied in this process."""
     with _LOCK:
         return tuple(patch.status() for patch in _all_patches())
 
 
 def check(host: str) -> tuple[Finding, ...]:
-    """Import the modules of a host and say which of its names can be replaced; replaces nothing.
+    """Import the modules of a host and report which names can be replaced; replaces nothing.
 
     Raises:
         ConfigError: no such host or file.
@@ -97,46 +98,46 @@ def _finding(patch: Patch) -> Finding:
     problem = ""
     try:
         importlib.import_module(patch.entry.module)
-        # A name that is replaced was right before it was.
-        if not any(other.done for other in _all_patches() if _same_target(patch, other)):
+        # A name that is already replaced was verified before.
+        if not any(other.is_replaced for other in _all_patches() if _same_target(patch, other)):
             patch.verify()
     except Exception as error:  # a host's import may raise anything
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return Finding(target=patch.entry.dotted, problem=problem)
 
 
-def _refuse_doubles(patches: list[Patch]) -> None:
+def _refuse_conflicts(patches: list[Patch]) -> None:
     for patch in patches:
         for other in _all_patches():
             if _same_target(patch, other):
                 raise PatchError(
-                    f"{patch.entry.dotted} is replaced by the patches for {other.file.host} "
-                    f"already; revert these before {patch.file.host}"
+                    f"{patch.entry.dotted} is already replaced by the patches for "
+                    f"{other.file.host}; revert them before you apply {patch.file.host}"
                 )
 
 
-def _watch(name: str) -> None:
+def _call_after_import(name: str) -> None:
     from wrapt import register_post_import_hook
 
-    register_post_import_hook(_imported, name)
+    register_post_import_hook(_after_import, name)
 
 
-def _imported(module: ModuleType) -> None:
-    """Behind the import of a module of a host, or of a package above one."""
+def _after_import(module: ModuleType) -> None:
+    """Verify and replace, after the import of a host's module or of a package that contains it."""
     with _LOCK:
-        patches = [patch for patch in _all_patches() if module.__name__ in patch.way]
+        patches = [patch for patch in _all_patches() if module.__name__ in patch.module_chain]
         try:
             for patch in patches:
                 patch.verify()
         except Exception:
-            # This import fails with the error, and so shall the next one. As long as the module
-            # is there, wrapt would take it for imported.
+            # The next import must fail with the error, too. While the module is in sys.modules,
+            # wrapt takes it for imported and calls no hook.
             sys.modules.pop(module.__name__, None)
-            _watch(module.__name__)
+            _call_after_import(module.__name__)
             raise
         for patch in patches:
             if patch.entry.module == module.__name__:
-                patch.put()
+                patch.replace()
 
 
 def _all_patches() -> Iterator[Patch]:
