@@ -1,4 +1,4 @@
-"""All tests share one run of the jobs, because importing the GPU packages takes longest."""
+"""All tests share one run of the jobs: importing the GPU packages takes longer than one part."""
 
 from __future__ import annotations
 

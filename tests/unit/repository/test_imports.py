@@ -21,8 +21,8 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megapack"
 
-# A room (a folder or a module of megapack/) imports only rooms on lower floors; the floors are listed
-# in docs/architecture.md.
+# A room (a folder or a module of megapack/) imports only rooms on lower floors. The floors are in
+# docs/architecture.md.
 FLOORS = import_order()
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
