@@ -19,8 +19,8 @@ from megapack.planner.problem import StepProblem, build_step
 from megapack.planner.search import plan_rows
 from megapack.policy import Policy
 
-# Most seconds of a whole batch in one row. Sums over many rows stay finite: 2**60 rows of 1e200 s
-# are 1.2e218 s, and fp64 ends at 1.8e308.
+# Limit on the seconds of a whole batch as one row. Sums over many rows then stay finite: 2**60 rows
+# of 1e200 s are 1.2e218 s, and fp64 ends at 1.8e308.
 _MAX_SECONDS = 1e200
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,10 @@ def build_dp_schedule(
             pairs of a preference loss must. They belong to one rollout. None: no sample has to
             share a micro-batch.
         global_batch_size: rollouts per step; the last step gets the rest.
-        num_steps: instead, exactly this many steps of about equal tokens. Without either number,
-            there is one step.
+        num_steps: number of steps, of about equal tokens, in place of global_batch_size. Without
+            either number, there is one step.
         cost: seconds of a micro-batch; None counts tokens.
-        policy: the planner's freedoms; None for the defaults.
+        policy: what the planner may choose; None for the defaults.
         forward_only: plan a pass without backwards.
 
     Raises:
@@ -215,7 +215,7 @@ def _check_combination(layout: Layout, policy: Policy, cost: CostModel | None) -
 
 
 def _check_cost(batch: _Batch, layout: Layout, cost: CostModel | None) -> None:
-    """Raise ConfigError unless sums of the batch's seconds are finite: the search compares them."""
+    """Raise ConfigError if sums of seconds could overflow; the search compares such sums."""
     if cost is None:
         return
     tokens = int(batch.aligned.sum())

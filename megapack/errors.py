@@ -59,7 +59,7 @@ class PlanError(MegapackError, ValueError):
 
 
 class HostAssertionError(PlanError, AssertionError):
-    """Refuses what the host itself refuses with a bare `assert`. Handlers of PlanError and of
+    """An input that the host itself refuses with a bare `assert`. Handlers of PlanError and of
     AssertionError both catch it."""
 
 

@@ -142,7 +142,7 @@ class Layout(ParallelSizes):
         return math.lcm(self.sample_alignment, self.cp * scatter * self.fp8_unit_tokens)
 
     def chunks_in_flight(self, stage: int = 0, group_size: int | None = None) -> int:
-        """Most forwards of a stage's chunks whose activations wait for their backward.
+        """Largest number of a stage's forwards whose activations wait for their backward.
 
         One chunk is 1/vpp of the stage. The number is that of the warm-up forwards and one more:
         pp - stage in 1F1B, and 2 * (pp - stage - 1) + (vpp - 1) * G + 1 interleaved. Stage 0 holds

@@ -1,9 +1,9 @@
 """A batch of samples as ragged fields: the input of packed rows.
 
 A field has one value per token of its sample (a mask, log-probs, advantages), or one per sample.
-Frameworks keep fields ragged or padded to [B, S]; both are read. Tensors of other shapes (images,
-grids, audio) are a `TensorField`: they follow their sample into its micro-batch, and the model's
-forward receives them as keyword arguments.
+Frameworks keep fields ragged or padded to [B, S]; both are accepted. Tensors of other shapes
+(images, grids, audio) are a `TensorField`: they follow their sample into its micro-batch, and the
+model's forward receives them as keyword arguments.
 
     batch = SampleBatch(tokens, fields, tensors={"pixels": TensorField(images)})
 """
@@ -123,8 +123,8 @@ class SampleBatch:
         tokens = _token_tensor(sample, torch.cat([_part(sample, prompt), _part(sample, response)]))
         if tokens.numel() != self.length(sample):
             raise DataError(
-                f"sample {sample} has {tokens.numel()} tokens, the batch counts "
-                f"{self.length(sample)}; give as many tokens as its length"
+                f"sample {sample} has {tokens.numel()} tokens, its length in the batch is "
+                f"{self.length(sample)}; give that many"
             )
         self._tokens[sample] = tokens
         self.revision += 1
@@ -440,7 +440,8 @@ def _check_counts(sample: int, prompt: int, response: int) -> None:
     for count in (prompt, response):
         if not isinstance(count, int | np.integer) or not 0 <= count <= MAX_LENGTH:
             raise DataError(
-                f"sample {sample} has {brief(count)} tokens in a part; give 0 to {MAX_LENGTH}"
+                f"sample {sample} has a prompt or response of {brief(count)} tokens; give 0 to "
+                f"{MAX_LENGTH}"
             )
     if prompt + response < 1:
         raise DataError(f"sample {sample} has no tokens; leave it out of the batch")

@@ -22,7 +22,7 @@ _MAX_GIB = 2**20
 
 
 def integer(text: str) -> int:
-    """Read an option's value."""
+    """Read an option's value as an integer."""
     try:
         return int(text)
     except ValueError:
@@ -30,7 +30,7 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """Read an option's value."""
+    """Read an option's value as a number."""
     try:
         return float(text)
     except ValueError:
@@ -45,12 +45,24 @@ def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> No
         metavar="LENGTHS",
         help="a row per sample: CSV, JSON Lines, Parquet, .npy, or - for text on standard input",
     )
-    group = parser.add_argument_group("columns (without these, known names are looked for)")
-    group.add_argument("--length-column", metavar="NAME", help="tokens of a sample")
-    group.add_argument("--prompt-column", metavar="NAME", help="tokens of its prompt, with")
-    group.add_argument("--response-column", metavar="NAME", help="tokens of its response")
-    group.add_argument("--rollout-column", metavar="NAME", help="equal: in one optimizer step")
-    group.add_argument("--colocate-column", metavar="NAME", help="equal: in one micro-batch")
+    group = parser.add_argument_group("columns (by default, found by known names)")
+    group.add_argument("--length-column", metavar="NAME", help="tokens of each sample")
+    group.add_argument(
+        "--prompt-column", metavar="NAME", help="tokens of each prompt; needs --response-column"
+    )
+    group.add_argument(
+        "--response-column", metavar="NAME", help="tokens of each response; needs --prompt-column"
+    )
+    group.add_argument(
+        "--rollout-column",
+        metavar="NAME",
+        help="samples with equal values stay in one optimizer step",
+    )
+    group.add_argument(
+        "--colocate-column",
+        metavar="NAME",
+        help="samples with equal values stay in one micro-batch",
+    )
 
 
 def read_table(args: argparse.Namespace) -> LengthTable:
@@ -138,7 +150,9 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--global-batch-size", type=integer, metavar="N", help="rollouts per optimizer step"
     )
-    group.add_argument("--num-steps", type=integer, metavar="N", help="this many, of equal tokens")
+    group.add_argument(
+        "--num-steps", type=integer, metavar="N", help="number of steps, of equal tokens"
+    )
 
 
 def add_policy(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
@@ -171,7 +185,7 @@ def read_memory_limit(args: argparse.Namespace) -> int:
     """
     if not 0 < args.gpu_memory_gib < _MAX_GIB:
         raise ConfigError(
-            f"--gpu-memory-gib={args.gpu_memory_gib:g}; set it above 0, and GiB of one GPU"
+            f"--gpu-memory-gib={args.gpu_memory_gib:g}; set the GiB of one GPU, above 0"
         )
     return int(args.gpu_memory_gib * GIB)
 
@@ -196,7 +210,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def is_run(target: str) -> bool:
-    """Whether PLAN|RUN is the folder of a run; otherwise it is a plan.
+    """Whether PLAN|RUN is the folder of a run, and not a plan.
 
     Raises:
         ConfigError: no such file or folder.
@@ -211,7 +225,7 @@ def selected_steps(plan: Plan, step: int | None) -> range:
 
     Raises:
         ConfigError: no such step.
-        PlanError: no steps, a number of ranks that is not the layout's, or a row without tokens.
+        PlanError: no steps, another number of ranks than the layout's, or a row without tokens.
     """
     if not plan.steps:
         raise PlanError("the plan has no steps; make the plan again")
@@ -239,6 +253,6 @@ def check_output(output: str, given: str) -> None:
         ConfigError: -o is the input, or standard output.
     """
     if output == "-":
-        raise ConfigError("-o - is where the summary goes; set a file's name")
+        raise ConfigError("-o - is standard output, where the summary goes; set a file name")
     if os.path.exists(given) and os.path.exists(output) and os.path.samefile(given, output):
         raise ConfigError(f"-o {output} is the input itself; set another -o")

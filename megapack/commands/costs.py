@@ -33,7 +33,7 @@ class GpuSpeed:
     utilisation: float = 0.4
     """Share of the peak that kernels reach."""
     layer_overhead_us: float = 100.0
-    """Microseconds of a layer's forward besides its FLOPs: kernel launches."""
+    """Microseconds of a layer's forward on top of its FLOPs: kernel launches."""
     tp_gbs: float = 300.0
     """GB/s of a GPU in tensor-parallel collectives."""
 

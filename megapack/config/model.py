@@ -74,7 +74,7 @@ class ModelConfig:
     torch 2.10 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
     Any other choice that cannot run is an error."""
     dtype: Dtype = "fp32"
-    """Of weights and activations; bf16 keeps main weights and gradients in fp32."""
+    """Type of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """Transformer Engine's FP8 recipe for the linear layers; rows are aligned for it. Needs
     attention=te and dtype=bf16. Weights stay bf16; attention and the vocabulary projection do not

@@ -56,7 +56,7 @@ class MemoryModel:
     """Whether the output matrix is separate from the embedding. If tied, the first and the last
     stage hold a copy each."""
     dtype: Dtype = "bf16"
-    """Of weights and activations. bf16 adds fp32 main weights; gradients are fp32 in both."""
+    """Type of weights and activations. bf16 adds fp32 main weights; gradients are fp32 in both."""
     distributed_optimizer: bool = True
     """Whether the optimizer state is split over the data-parallel ranks (with CP)."""
     recompute: Recompute = "none"

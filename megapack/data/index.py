@@ -1,4 +1,4 @@
-"""The index of a data set: place and lengths of each sample, computed once and stored in a file.
+"""The index of a data set: position and lengths of each sample, computed once and stored in a file.
 
     data.jsonl  ->  .data.jsonl.<key>.megapack-index.npy
 
@@ -73,7 +73,7 @@ class ReadSettings:
     vocab_size: int | None = None
     """Token ids must be below it; None = the tokenizer's."""
     max_length: int | None = None
-    """Most tokens of a sample; None = no limit."""
+    """Largest length of a sample in tokens; None = no limit."""
     overlong: Overlong = "error"
     """How a sample above `max_length` is treated: "error" refuses it, "truncate" keeps its first
     `max_length` tokens, "skip" leaves it out. A warning says how many were truncated or skipped."""

@@ -52,7 +52,7 @@ class PlannedStep:
         max_tokens_per_gpu: see `build_dp_schedule`.
         objective: per-token losses; None for `SFT()`. Its fields are keys of the items.
         weighting: weights of tokens, see `loss.sample_weights`.
-        norm_constant: for the weighting that has one, see `loss.sample_weights`.
+        norm_constant: see `loss.sample_weights`; only seq-mean-token-sum-norm uses it.
         cost: see `build_dp_schedule`.
         policy: see `build_dp_schedule`.
     """
@@ -76,7 +76,7 @@ class PlannedStep:
         self._num_steps = 0
 
     def __call__(self, data_iterator: Any, model: Any, *_: Any, **__: Any) -> Any:
-        """Only Megatron's own schedule calls this, if the patch is not applied: raise."""
+        """Raise: only Megatron's own schedule calls this, and only if the patch is not applied."""
         raise ScheduleError(
             "a PlannedStep runs under the patched get_forward_backward_func only; call "
             'megapack.patching.apply("megatron_lm") above the import of megatron.training'
@@ -214,7 +214,7 @@ def megatron_layout(chunk: Any) -> Layout:
 
 
 class DpBalancedScheduler:
-    """Planned packs with the interface of Megatron-LM's packing scheduler.
+    """Plans micro-batches with the interface of Megatron-LM's packing scheduler.
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens per GPU, after CP.
@@ -238,14 +238,14 @@ class DpBalancedScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]]
     ) -> list[list[list[int]]]:
-        """See the function of this name."""
+        """See the module's function of this name."""
         return get_groups_and_subsamples(self, sample_id_seqlens)
 
 
 def get_groups_and_subsamples(
     self: Any, sample_id_seqlens: Sequence[tuple[int, int]]
 ) -> list[list[list[int]]]:
-    """Pack samples: M is a multiple of G, and no pack is empty or over the budget.
+    """Pack samples: M is a multiple of G, and no micro-batch is empty or over the budget.
 
     Megatron's own function packs in input order, and fails at an assertion if it cannot fill the
     last G micro-batches.
@@ -259,7 +259,7 @@ def get_groups_and_subsamples(
         have the same ids.
 
     Raises:
-        PlanError: too few samples for one pack per rank and micro-batch.
+        PlanError: too few samples for one per rank and micro-batch.
     """
     options = _OPTIONS.current
     group = self.microbatch_group_size_per_vp_stage or 1

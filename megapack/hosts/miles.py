@@ -1,4 +1,4 @@
-"""miles: `miles.utils.dp_schedule`, and functions of `miles.utils.seqlen_balancing` it calls."""
+"""miles: `miles.utils.dp_schedule`, and functions of `miles.utils.seqlen_balancing`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""slime: `slime.utils.dp_schedule`, and functions of `slime.utils.seqlen_balancing` it calls."""
+"""slime: `slime.utils.dp_schedule`, and functions of `slime.utils.seqlen_balancing`."""
 
 from __future__ import annotations
 

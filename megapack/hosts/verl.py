@@ -1,4 +1,4 @@
-"""verl: `verl.utils.seqlen_balancing`, with a budget that holds and an M that all ranks share.
+"""verl: `verl.utils.seqlen_balancing`, with rows within the budget and one M on all ranks.
 
 Each DP rank plans its own samples, and all ranks of a step run the same number of micro-batches.
 If verl's own partition is within the budget, this module makes the same micro-batches. Checked
@@ -89,7 +89,7 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
 
 
 def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Rows:
-    """Put each item, in input order, into the part with the smallest sum, the first of equal ones.
+    """Put each item, in input order, into the part with the smallest sum; the first on a tie.
 
     Raises:
         HostAssertionError: `equal_size` and the items do not divide into k parts.
@@ -165,9 +165,9 @@ def rearrange_micro_batches(
     group calls this, and all get the same number of micro-batches or raise.
 
     Args:
-        batch: a TensorDict, or another type with `items()` that can be made of a dict. Real tokens
-            are those of `input_ids` if it is a nested tensor, else those of `attention_mask`
-            [B, S].
+        batch: a TensorDict, or another type that has `items()` and can be made from a dict. Real
+            tokens are those of `input_ids` if it is a nested tensor, else those of
+            `attention_mask` [B, S].
         max_token_len: tokens of a micro-batch on this rank, before CP.
         dp_group: ranks that run the same number of micro-batches; None: this rank alone.
         num_batches_divided_by: M is a multiple of it: the G of interleaved schedules.

@@ -71,7 +71,7 @@ def loss_names(config: Any) -> list[str]:
 
 
 def loss_coefs(config: Any) -> list[float]:
-    """Factor of each depth's loss beside the main loss."""
+    """Factor of each depth's loss relative to the main loss."""
     depths = num_depths(config)
     return [config.mtp_loss_scaling_factor / depths for _ in range(depths)]
 

@@ -76,7 +76,7 @@ class PatchFile:
     since: str | None = None
     """First version that the file is for."""
     before: str | None = None
-    """First version that it is no longer for."""
+    """First version that the file is no longer for."""
     diff: str = ""
     """Lines to add to the user's script, as a unified diff, if replacing names is not enough."""
 

@@ -220,7 +220,7 @@ def signature_of(target: Any) -> inspect.Signature:
     """The signature of a function, or of a class's constructor, without annotations.
 
     Raises:
-        ValueError, TypeError: it has no signature, as some built-in functions.
+        ValueError, TypeError: it has no signature, like some built-in functions.
     """
     found = inspect.signature(target)
     parameters = [p.replace(annotation=Parameter.empty) for p in found.parameters.values()]

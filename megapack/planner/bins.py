@@ -1,8 +1,8 @@
 """Items into bins: first-fit with one capacity, and packing to a target amount of work per bin.
 
 Sizes are padded tokens. An item larger than the capacity is alone in its bin. Packing to targets is
-the longest-processing-time rule (Graham 1969) with the token budget as a hard cap: the item of most
-work goes into the bin whose target lacks most, among the bins with room for it.
+the longest-processing-time rule (Graham 1969) with the token budget as a hard cap: the heaviest
+item goes into the bin that is furthest below its target, among the bins with room for it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def pack_to_targets(sizes: Ints, work: Floats, targets: Floats, capacity: int) -
     """
     order = np.lexsort((-sizes, -work))
     row_of = np.empty(sizes.size, dtype=np.int64)
-    # A max-heap of rows by missing work: a list in falling order is one.
+    # A max-heap of rows by missing work: a descending list is one.
     heap = np.argsort(-targets, kind="stable")
     fits = _pack(sizes, work, order, targets.copy(), heap, capacity, row_of)
     return row_of if fits else None
@@ -180,7 +180,7 @@ def _pack(
 def _near_top(
     size: int, heap: Ints, missing: Floats, free: Ints, used: Bools, capacity: int
 ) -> int:
-    """The row near the top of the heap with room and most missing work; -1 if none has room."""
+    """The row near the top of the heap with room and the most missing work; -1 if none has room."""
     best = -1
     for node in range(min(_TOP_NODES, heap.size)):
         row = heap[node]
@@ -192,7 +192,7 @@ def _near_top(
 
 @kernel
 def _emptiest(size: int, free: Ints, used: Bools, capacity: int, must_open: bool) -> int:
-    """The row with most room, among the unused rows if `must_open`; -1 if no row has room."""
+    """The row with the most room, among the unused rows if `must_open`; -1 if no row has room."""
     best = -1
     for row in range(free.size):
         fits = not used[row] if must_open or size > capacity else free[row] >= size

@@ -187,7 +187,7 @@ def _unreachable(problem: StepProblem, wanted: int) -> str:
 
 
 def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tuple[Ints, int]:
-    """Split the row of most work in two until there are `wanted` rows or only rows of one item.
+    """Split the heaviest row in two until there are `wanted` rows or only rows of one item.
 
     Args:
         row_of: int64 [I], the row of each item.
@@ -205,7 +205,7 @@ def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tu
     item_work = work.tolist()
 
     def key(row: int) -> float:
-        """heapq pops the smallest, so the row of most work has the smallest key."""
+        """heapq pops the smallest, so the heaviest row has the smallest key."""
         return -math.fsum(item_work[i] for i in members[row].tolist())
 
     heap = [(key(row), row) for row in range(num_rows) if members[row].size > 1]
@@ -259,7 +259,7 @@ def _contiguous(tokens: Ints, num_steps: int) -> list[Ints]:
 
 @kernel
 def _lightest_first(tokens: Ints, order: Ints, num_steps: int, limit: int) -> Ints:
-    """Step of each rollout: longest first, into the step of fewest tokens that has room.
+    """Step of each rollout: longest first, into the step with the fewest tokens that has room.
 
     Args:
         order: rollouts, longest first.

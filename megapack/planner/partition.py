@@ -21,8 +21,9 @@ from megapack.errors import PlanError
 from megapack.planner.bins import pack_to_targets
 from megapack.planner.problem import PADDING
 
-# Most rows or items for Karmarkar-Karp: a tuple of sets per item takes memory. 4,096 items on 64
-# ranks are 4,096 tuples of 64 sets, and their four int64 arrays take 8 MiB. Chosen by hand.
+# Limit on rows or items for Karmarkar-Karp, which keeps a tuple of sets per item in memory. 4,096
+# items on 64 ranks are 4,096 tuples of 64 sets, and their four int64 arrays take 8 MiB. Chosen by
+# hand.
 _MAX_DIFFERENCED = 4096
 # Karmarkar-Karp gets work as integers. The largest becomes 2**40: rounding changes work by less
 # than 1e-12 of the largest, and the sum of 2**22 items still fits into int64.
@@ -37,10 +38,11 @@ def karmarkar_karp(sizes: Ints, num_parts: int, *, equal_size: bool = False) -> 
         equal_size: every part gets n / num_parts items.
 
     Returns:
-        The items of each part, in the order in which they joined; the part of largest sum first.
+        The items of each part, in the order in which they joined; the part with the largest
+        sum first.
 
     Raises:
-        PlanError: fewer items than parts, or n is no multiple of `num_parts` under `equal_size`.
+        PlanError: fewer items than parts, or n is not a multiple of `num_parts` under `equal_size`.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     if sizes.size < num_parts or num_parts < 1:
@@ -155,14 +157,14 @@ def _units(work: Floats) -> Ints:
 
 
 def _quotas(counts: Ints, num_rows: int) -> Ints:
-    """Rows with samples per rank: `counts`, less what is missing, from the ranks with most.
+    """Rows with samples per rank: `counts`, with the largest reduced until the sum is `num_rows`.
 
     Counts 4, 4, 4 with 8 rows become 3, 3, 2.
     """
     quota = counts.copy()
     missing = int(counts.sum()) - num_rows
     while missing > 0:
-        # Lower the ranks with most rows to the next level, or only the last of them by one.
+        # Lower the ranks with the most rows to the next level, or only the last of them by one.
         most = int(quota.max())
         top = np.flatnonzero(quota == most)
         below = quota[quota < most]
@@ -178,7 +180,7 @@ def _quotas(counts: Ints, num_rows: int) -> Ints:
 
 @kernel
 def _to_lightest_rank(row_work: Floats, order: Ints, quota: Ints, round_size: int) -> Ints:
-    """Rank of each row: rows in `order`, each to the rank of least work with room in its quota.
+    """Rank of each row: rows in `order`, each to the least loaded rank below its quota.
 
     Args:
         round_size: rows of a round, in which a rank gets at most one row; 0 without rounds.
@@ -204,7 +206,7 @@ def _to_lightest_rank(row_work: Floats, order: Ints, quota: Ints, round_size: in
 
 
 class _Tuples(NamedTuple):
-    """T tuples of k sets each, in falling order. The items of a set are a linked list."""
+    """T tuples of k sets each, in descending order. The items of a set are a linked list."""
 
     sums: Ints
     """[T, k]: sum of each set."""
@@ -298,7 +300,7 @@ def _compare(sets: _Tuples, a: int, i: int, b: int, j: int) -> int:
 
 @kernel
 def _sort_sets(sets: _Tuples, t: int) -> None:
-    """Sort a tuple's sets in falling order, by insertion, as merged tuples are nearly sorted."""
+    """Sort a tuple's sets in descending order, by insertion, as merged tuples are nearly sorted."""
     for i in range(1, sets.sums.shape[1]):
         j = i
         while j > 0 and _compare(sets, t, j, t, j - 1) > 0:

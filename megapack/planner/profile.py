@@ -44,7 +44,7 @@ _MAX_GROUP_LEVELS = 8
 _FIRST_STEP = 0.25
 # Relative gain that a trial must reach: more than the rounding of fp64 (1e-16 per operation).
 _LEAST_GAIN = 1e-9
-# Most passes of `_fill`. Chosen by hand.
+# Limit on passes of `_fill`. Chosen by hand.
 _FILL_PASSES = 8
 
 
@@ -73,7 +73,7 @@ class Profile:
 
         Args:
             work: of all micro-batches together, in any unit.
-            huge: work of the samples that get a micro-batch each, in falling order.
+            huge: work of the samples that get a micro-batch each, in descending order.
             cap: most work of a micro-batch without a huge sample.
 
         Returns:
@@ -85,7 +85,7 @@ class Profile:
         return sizes
 
 
-def canned_profile(layout: Layout, count: int, group: int, num_huge: int) -> Profile:
+def default_profile(layout: Layout, count: int, group: int, num_huge: int) -> Profile:
     """The profile that the search starts with.
 
     Args:
@@ -107,15 +107,15 @@ def find_profile(
     huge: Floats,
     rounds: int,
 ) -> Profile:
-    """The profile of least simulated seconds found. All work but the huge samples is divisible.
+    """The fastest profile found in the simulator. All work but the huge samples is divisible.
 
     Args:
         count: M.
         group: G.
-        work: seconds of one chunk's forward of all of a rank's work, without `fixed`.
+        work: seconds of the forward of all of a rank's rows through one chunk, without `fixed`.
         fixed: seconds that each micro-batch adds.
-        cap: most work of one micro-batch: that of a full row.
-        huge: work of the samples that get a micro-batch each, in falling order.
+        cap: largest work of one micro-batch: that of a full row.
+        huge: work of the samples that get a micro-batch each, in descending order.
         rounds: rounds of the pattern search; each tries every level.
     """
     classes, levels, huge_order = _classes(runner.layout, count, group, huge.size)

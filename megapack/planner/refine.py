@@ -1,6 +1,6 @@
 """Local search on a draft, scored by the simulator.
 
-With a pipeline: the slowest rank sets the step's time. A move takes an item from one of its rows to
+With a pipeline: the slowest rank sets the step's time. A move puts an item of one of its rows into
 another row, exchanges two items, or exchanges two rows in its order. The move is kept if the ranks
 that it changes are then faster than the slowest rank was. Moves come from a fixed pseudo-random
 sequence and the budget counts simulations, so that equal inputs give equal plans.
@@ -111,7 +111,7 @@ def refine(
 
 @kernel
 def _fastest(state: State) -> int:
-    """The rank of fewest simulated seconds; of equal ones, the first."""
+    """The rank with the fewest simulated seconds; the first one if ranks are equal."""
     best = 0
     for rank in range(state.seconds.size):
         if state.seconds[rank] < state.seconds[best]:
@@ -167,7 +167,9 @@ def _try_exchange(
     other: int,
     passes: float,
 ) -> int:
-    """Exchange items between two ranks, or rows of one; kept if both get below the slow one.
+    """Exchange items between rows of two ranks, or of one.
+
+    The exchange is kept if both ranks are then faster than the slow one was.
 
     Returns:
         Simulations spent: 0, 1 or 2.
@@ -223,7 +225,7 @@ def _pick(state: State, random: Ints, row: int) -> int:
 
 @kernel
 def _relief(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> float:
-    """Forward seconds that a row saves if one item leaves and another one comes (-1: none)."""
+    """Forward seconds that a row saves if one item leaves and another one comes (-1: no item)."""
     tokens = state.tokens[row] - state.item_tokens[leaving]
     tokens_sq = state.tokens_sq[row] - state.item_tokens_sq[leaving]
     num_samples = state.num_samples[row] - state.item_samples[leaving]
@@ -323,7 +325,7 @@ def _best_exchange(
 ) -> tuple[int, int, int]:
     """The exchange that comes nearest to halving the gap between two ranks.
 
-    With a gap of 10 an item of 7 goes best against an item of 2, as this shifts 5.
+    With a gap of 10, the best partner of an item of 7 is an item of 2: the exchange shifts 5.
 
     Returns:
         Items a and b, and the row of the other rank. b is -1 if a moves and no item comes back; a
@@ -391,7 +393,7 @@ def _seconds(cost: RowCost, state: State, items: Ints) -> Floats:
 
 @kernel
 def _roomiest(state: State, rank: int) -> int:
-    """The rank's row of fewest tokens; -1 if it has only padding."""
+    """The rank's row with the fewest tokens; -1 if it has only padding."""
     best = -1
     for position in range(state.counts[rank]):
         row = state.rows[rank, position]

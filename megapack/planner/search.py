@@ -1,13 +1,14 @@
 """The search for a step's fastest legal draft.
 
     candidates for M and G  -> profile of each, for divisible work
-    the best few profiles   -> samples packed to them, rows given to ranks, ordered, simulated
+    the best few profiles   -> items packed to their targets, rows assigned to ranks and ordered,
+                               each rank simulated
     the best draft          -> refined by moves until the evaluations are spent
 
-An evaluation is one simulated rank, and `Policy.search` is their number per step. With 0 nothing is
+An evaluation simulates one rank; `Policy.search` limits their number per step. With 0 nothing is
 simulated: M comes from the closed form for equal micro-batches, and the profile is the one that the
 search would start with. Ranks of a dense model synchronize only in the gradient reduction, so
-under count_rule="per_rank" each rank may then get its own number of micro-batches.
+count_rule="per_rank" lets the search change each rank's M separately.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from megapack.planner.bins import first_fit, pack_to_targets
 from megapack.planner.counts import halves, least_count, rank_counts, split_heaviest
 from megapack.planner.partition import order_by_target, rows_by_rank, rows_to_ranks
 from megapack.planner.problem import StepDraft, StepProblem
-from megapack.planner.profile import Profile, canned_profile, find_profile
+from megapack.planner.profile import Profile, default_profile, find_profile
 from megapack.planner.scored import Scored, score_draft
 from megapack.planner.state import row_seconds
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search, with
 # 2,048 evaluations and with none.
 
-# M is tried up to this multiple of the smallest one.
+# Largest M that is tried, as a multiple of the smallest one.
 _MAX_GROWTH = 6
 # Values of M that are tried: from 8 to 6 * 8 they are 8, 11, 15, 21, 28, 37, 48.
 _MAX_COUNTS = 8
-# Most rounds of the profile search, and the part of the evaluations that it may spend: a quarter. A
+# Limit on rounds of the profile search, which may spend a quarter of the evaluations. A
 # round costs up to 2 evaluations for each of about 2 * pp levels, so that 2,048 evaluations for 8
 # values of M on pp=4 allow 2048 / (4 * 8 * 2 * 8) = 4 rounds.
 _MAX_ROUNDS = 8
@@ -50,13 +51,13 @@ _MAX_PACKED = 4
 # Without a bubble a draft with more micro-batches than the fewest must be this much faster: M=11
 # must take less than 0.998 s if M=10 takes 1 s.
 _LEAST_GAIN = 0.002
-# A draft is packed again with less work for slow ranks, at most so often, until the slowest rank is
+# A draft is packed again with less work for slow ranks, at most 6 times, until the slowest rank is
 # within 0.2 % of the mean. A rank keeps at least 1 % of a mean rank's work.
 _MAX_EVENED = 6
 _EVEN = 1.002
 _LEAST_SHARE = 0.01
-# Each of the two best drafts is refined with a quarter of the evaluations left before the better
-# one gets the rest, and ranks' own counts are changed with a quarter: 1,600 left give 400.
+# Each of the two best drafts is refined with a quarter of the remaining evaluations, and the better
+# one then gets the rest. Changing M per rank may spend a quarter, too: 400 of 1,600.
 _CONTENDER_PART = 4
 _OWN_COUNTS_PART = 4
 
@@ -68,7 +69,7 @@ class _Target:
     group: int
     """G."""
     huge: list[Floats]
-    """Per rank the work of the samples that get a micro-batch each, in falling order."""
+    """Per rank the work of the samples that get a micro-batch each, in descending order."""
     profile: Profile
 
 
@@ -92,28 +93,28 @@ class _Search:
         self.lockstep = self.layout.ep_spans_dp
         self.work = problem.work
         if self.uniform:
-            # Every row is as long as the longest one, so that tokens must be balanced.
+            # Every row is as long as the longest one, so tokens must be balanced.
             self.work = problem.aligned.astype(np.float64)
         # Ranks in lockstep, or rows of one length: all ranks have the same targets.
         self.same_targets = self.lockstep or self.uniform
-        self.falling = np.sort(self.work)[::-1]
+        self.work_descending = np.sort(self.work)[::-1]
         self.total = float(np.cumsum(self.work)[-1])
         # Work of a full row with average samples.
         self.cap = self.total * problem.capacity / int(problem.aligned.sum())
         self.runner = Runner(self.layout, self.cost, problem.forward_only)
-        self.left = self.policy.search
+        self.evaluations_left = self.policy.search
         self.num_fewest = problem.fewest_rows[1]
 
     def run(self) -> StepDraft:
         capped = self.policy.max_live_tokens_per_gpu is not None
-        if self.left < 2 * self.layout.dp and not capped:
+        if self.evaluations_left < 2 * self.layout.dp and not capped:
             # Too few evaluations to compare two drafts.
             return next(self._drafts())[1]
         scored = self._scored_drafts()
         best = self._best(scored)
         if best.seconds == math.inf:
             raise self._over_live_cap()
-        if self.policy.count_rule == "per_rank" and not self.uniform and self.left > 0:
+        if self.policy.count_rule == "per_rank" and not self.uniform and self.evaluations_left > 0:
             best = self._with_own_counts(best)
             scored.append(best)
         return self._refined(best, scored).draft
@@ -122,11 +123,11 @@ class _Search:
         """Simulate drafts until the evaluations are spent and one respects the cap."""
         scored: list[Scored] = []
         for target, draft in self._drafts():
-            one = self._score(draft)
+            candidate = self._score(draft)
             if target is not None and not self.same_targets:
-                one = self._evened(target, one)
-            scored.append(one)
-            if self.left < 2 * self.layout.dp and self._best(scored).seconds < math.inf:
+                candidate = self._evened(target, candidate)
+            scored.append(candidate)
+            if self.evaluations_left < 2 * self.layout.dp and self._best(scored).seconds < math.inf:
                 break
         return scored
 
@@ -136,28 +137,32 @@ class _Search:
             return min(scored, key=lambda s: s.seconds)
         fewest = min(s.num_microbatches for s in scored)
 
-        def seconds(one: Scored) -> float:
-            return one.seconds * (1 + _LEAST_GAIN) if one.num_microbatches > fewest else one.seconds
+        def seconds(draft: Scored) -> float:
+            penalty = 1 + _LEAST_GAIN if draft.num_microbatches > fewest else 1.0
+            return draft.seconds * penalty
 
         return min(scored, key=seconds)
 
     def _refined(self, best: Scored, scored: list[Scored]) -> Scored:
-        """Refine the best draft and the fastest with fewest micro-batches, then the better one."""
+        """Refine the best draft and the fastest of those with the fewest micro-batches.
+
+        The better of the two is then refined with the remaining evaluations.
+        """
         fewest = min(s.num_microbatches for s in scored)
         other = min((s for s in scored if s.num_microbatches == fewest), key=lambda s: s.seconds)
         if other is not best and other.seconds < math.inf:
             for contender in (best, other):
-                self._refine(contender, self.left // _CONTENDER_PART)
+                self._refine(contender, self.evaluations_left // _CONTENDER_PART)
             best = self._best([best, other])
-        self._refine(best, self.left)
+        self._refine(best, self.evaluations_left)
         return best
 
     def _refine(self, scored: Scored, budget: int) -> None:
         if budget > 0:
-            self.left -= scored.refine(self.runner, budget, self.lockstep)
+            self.evaluations_left -= scored.refine(self.runner, budget, self.lockstep)
 
     def _score(self, draft: StepDraft) -> Scored:
-        self.left -= self.layout.dp
+        self.evaluations_left -= self.layout.dp
         return score_draft(self.problem, self.cost, self.runner, draft, self.lockstep)
 
     def _evened(self, target: _Target, best: Scored) -> Scored:
@@ -175,7 +180,7 @@ class _Search:
                 break
             mean = float(np.cumsum(seconds)[-1]) / seconds.size
             even = float(seconds.max()) < mean * _EVEN
-            if even or misses > 1 or self.left < 2 * self.layout.dp:
+            if even or misses > 1 or self.evaluations_left < 2 * self.layout.dp:
                 break
             shares = np.maximum(shares * (1 - (seconds - mean) / seconds.max()), _LEAST_SHARE)
             draft = self._pack(target, shares * (shares.size / float(np.cumsum(shares)[-1])))
@@ -187,14 +192,14 @@ class _Search:
         return best
 
     def _with_own_counts(self, best: Scored) -> Scored:
-        """The draft after each rank's M was changed, if that is faster."""
-        budget = self.left // _OWN_COUNTS_PART
-        self.left -= budget
-        other = self._score(_Adjuster(self.problem, best, self.runner, budget).run())
+        """Change each rank's M separately; returns the new draft if it is faster, else `best`."""
+        budget = self.evaluations_left // _OWN_COUNTS_PART
+        self.evaluations_left -= budget
+        other = self._score(_CountAdjuster(self.problem, best, self.runner, budget).run())
         return other if other.seconds < best.seconds else best
 
     def _drafts(self) -> Iterator[tuple[_Target | None, StepDraft]]:
-        """Drafts to simulate, each with its target if it has one; the last one always exists."""
+        """Yield drafts to simulate, at least one, each with its target if it has one."""
         even = np.ones(self.layout.dp)
         pairs = ((target, self._pack(target, even)) for target in self._targets())
         packed = ((target, draft) for target, draft in pairs if draft is not None)
@@ -210,12 +215,15 @@ class _Search:
         yield from self._split_drafts(*self.problem.fewest_rows)
 
     def _split_drafts(self, row_of: Ints, num_rows: int) -> Iterator[tuple[None, StepDraft]]:
-        """For each G a draft of rows that are split until they reach a legal count."""
+        """Yield one draft per G: the rows, split until their number is legal."""
         for group in self._groups():
             yield None, self._split(row_of, num_rows, group)
 
     def _packed_by_rank(self) -> StepDraft | None:
-        """A draft of items given to ranks first: without a pipeline only ranks' sums count."""
+        """A draft that assigns items to ranks before it makes rows; None if that does not apply.
+
+        Without a pipeline only the sum of each rank's rows matters.
+        """
         problem = self.problem
         dp = self.layout.dp
         if self.layout.pp > 1 or self.same_targets or problem.max_samples is not None:
@@ -228,14 +236,14 @@ class _Search:
         return self._draft(row_of, ranks, self.layout.group_size)
 
     def _targets(self) -> list[_Target]:
-        """A target for each M and G to try, by the simulated seconds of its profile."""
+        """A target for each M and G to try, sorted by simulated seconds if profiles are searched."""
         if self.problem.max_samples is not None:
             return []
         pairs = [(group, count) for group in self._groups() for count in self._counts(group)]
-        if self.left == 0 or self.layout.pp == 1:
+        if self.evaluations_left == 0 or self.layout.pp == 1:
             return [self._target(count, group, None) for group, count in pairs]
         per_round = 2 * max(1, len(pairs)) * 2 * self.layout.pp
-        rounds = min(_MAX_ROUNDS, self.left // (_PROFILE_PART * per_round))
+        rounds = min(_MAX_ROUNDS, self.evaluations_left // (_PROFILE_PART * per_round))
         targets = [self._target(count, group, max(1, rounds)) for group, count in pairs]
         return sorted(targets, key=lambda t: t.profile.seconds)
 
@@ -271,8 +279,8 @@ class _Search:
     def _closed_form(self) -> int:
         """The fastest M for equal micro-batches: sqrt(work * (pp - 1) / (vpp * fixed)).
 
-        `work` is one chunk's forward of all of a rank's work. On pp=4 and vpp=1, 0.3 s of it with
-        1 ms of fixed cost give sqrt(0.3 * 3 / 0.001) = 30.
+        `work` is the forward of all of a rank's rows through one chunk. On pp=4 and vpp=1, 0.3 s of
+        work and 1 ms of fixed cost give sqrt(0.3 * 3 / 0.001) = 30.
         """
         layout = self.layout
         overhead = self.cost.fixed * layout.vpp
@@ -287,13 +295,14 @@ class _Search:
         """Assign items of more work than a mean row to ranks, heaviest first, to the least loaded.
 
         Returns:
-            The work of each rank's items, in falling order; empty if all ranks have the same
+            The work of each rank's items, in descending order; empty if all ranks have the same
             targets.
         """
         ranks: list[list[float]] = [[] for _ in range(self.layout.dp)]
         loads = [(0.0, rank) for rank in range(self.layout.dp)]
         mean = self.total / (self.layout.dp * count)
-        huge = self.falling[self.falling > mean].tolist() if not self.same_targets else []
+        heavy = self.work_descending[self.work_descending > mean].tolist()
+        huge = heavy if not self.same_targets else []
         for work in huge:
             load, rank = loads[0]
             # Two micro-batches are left for the other items.
@@ -303,11 +312,11 @@ class _Search:
         return [np.array(rank) for rank in ranks]
 
     def _target(self, count: int, group: int, rounds: int | None) -> _Target:
-        """The target of one M and G; its profile is searched in `rounds`, or not if None."""
+        """The target of one M and G; with `rounds=None` its profile is not searched."""
         layout = self.layout
         huge = self._huge(count)
         if rounds is None or self.uniform or layout.pp == 1:
-            return _Target(group, huge, canned_profile(layout, count, group, huge[0].size))
+            return _Target(group, huge, default_profile(layout, count, group, huge[0].size))
         share = 1.0 / (layout.num_chunks * layout.cp)
         profile = find_profile(
             self.runner,
@@ -319,7 +328,7 @@ class _Search:
             huge=share * huge[0],
             rounds=rounds,
         )
-        self.left -= profile.evaluations
+        self.evaluations_left -= profile.evaluations
         return _Target(group, huge, profile)
 
     def _pack(self, target: _Target, shares: Floats) -> StepDraft | None:
@@ -353,7 +362,7 @@ class _Search:
         return self._draft(row_of, rows, target.group)
 
     def _split(self, row_of: Ints, num_rows: int, group: int) -> StepDraft:
-        """A draft of rows that are split until they fill the counts of the fewest rows."""
+        """A draft of these rows, split until they fill the smallest legal counts."""
         counts = rank_counts(self.problem, self.num_fewest, group)
         row_of, num_rows = split_heaviest(row_of, num_rows, int(counts.sum()), self.work)
         return self._distributed(row_of, num_rows, counts, group, np.ones(int(counts.max())))
@@ -361,11 +370,11 @@ class _Search:
     def _distributed(
         self, row_of: Ints, num_rows: int, counts: Ints, group: int, targets: Floats
     ) -> StepDraft:
-        """A draft of rows that are given to ranks of about equal work.
+        """A draft that assigns rows to ranks so that these have about equal work.
 
         Args:
             counts: int64 [dp], micro-batches of each rank.
-            targets: float64 [largest M], the order of each rank's rows follows them.
+            targets: float64 [largest M], relative work by position; they order each rank's rows.
         """
         ranks = rows_to_ranks(self._row_work(row_of, num_rows), counts, in_rounds=self.lockstep)
         rank_rows = [
@@ -388,13 +397,13 @@ class _Search:
         cap = self.policy.max_live_tokens_per_gpu
         layout = self.layout
         return PlanError(
-            f"step {self.problem.number}: no plan found keeps max_live_tokens_per_gpu={cap} with "
-            f"samples of up to {int(self.problem.aligned.max())} padded tokens on pp={layout.pp}, "
-            f"vpp={layout.vpp}, cp={layout.cp}; raise it or set a larger cp"
+            f"step {self.problem.number}: no plan found stays within max_live_tokens_per_gpu={cap} "
+            f"with samples of up to {int(self.problem.aligned.max())} padded tokens on "
+            f"pp={layout.pp}, vpp={layout.vpp}, cp={layout.cp}; raise it or set a larger cp"
         )
 
 
-class _Adjuster:
+class _CountAdjuster:
     """Changes each rank's M by merging and splitting rows, as long as the rank gets faster.
 
     Args:
@@ -405,7 +414,7 @@ class _Adjuster:
         self.problem = problem
         self.scored = scored
         self.runner = runner
-        self.left = budget
+        self.evaluations_left = budget
         self.group = scored.draft.group_size
         row_of = scored.draft.row_of
         order = np.argsort(row_of, kind="stable")
@@ -414,9 +423,9 @@ class _Adjuster:
 
     def run(self) -> StepDraft:
         for rank in range(len(self.ranks)):
-            while self.left > 0 and self._improve(rank):
+            while self.evaluations_left > 0 and self._improve(rank):
                 pass
-        # Merged rows leave gaps in the numbers, so that the others are numbered again.
+        # Merging leaves gaps in the row numbers, so the rows are renumbered.
         used = [row for rows in self.ranks for row in rows if row >= 0]
         number = {row: k for k, row in enumerate(used)}
         row_of = np.empty(self.problem.num_items, dtype=np.int64)
@@ -426,12 +435,12 @@ class _Adjuster:
         return StepDraft(row_of=row_of, rank_rows=ranks, group_size=self.group)
 
     def _improve(self, rank: int) -> bool:
-        """Change the rank's M by one; returns whether it is then faster."""
+        """Change the rank's M by one; returns whether that made it faster."""
         before = self._seconds(self.ranks[rank])
         return self._merge(rank, before) or self._split(rank, before)
 
     def _merge(self, rank: int, before: float) -> bool:
-        """Merge the two neighbours of fewest tokens into one row; undone if not faster."""
+        """Merge the two neighbours with the fewest tokens into one row; undone if not faster."""
         rows = self.ranks[rank]
         if not self._legal(len(rows) - 1):
             return False
@@ -453,7 +462,7 @@ class _Adjuster:
         return False
 
     def _split(self, rank: int, before: float) -> bool:
-        """Split the row of most seconds into two neighbours; undone if not faster."""
+        """Split the row with the most seconds into two neighbours; undone if not faster."""
         rows = self.ranks[rank]
         seconds = [self._row_seconds(row) for row in rows]
         at = max(range(len(rows)), key=lambda k: (seconds[k], -k))
@@ -472,7 +481,7 @@ class _Adjuster:
         return False
 
     def _legal(self, count: int) -> bool:
-        """Whether a rank may have this M."""
+        """Whether a rank may have `count` micro-batches."""
         return count >= 1 and self.problem.layout.is_legal_count(count, self.group)
 
     def _tokens(self, row: int) -> int:
@@ -488,7 +497,7 @@ class _Adjuster:
 
     def _seconds(self, rows: list[int]) -> float:
         """Simulated seconds of a rank with these rows."""
-        self.left -= 1
+        self.evaluations_left -= 1
         ops = self.runner.ops(len(rows), self.group)
         forward = np.array([self._row_seconds(row) for row in rows])
         return float(rank_seconds(ops, forward, np.empty(ops.stage.size)))

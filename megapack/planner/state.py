@@ -129,7 +129,7 @@ def ops_of(all_ops: RankOps, bounds: Ints, rank: int) -> RankOps:
 
 @kernel
 def _live(cost: RowCost, state: State, ops: RankOps, rank: int) -> float:
-    """Most row tokens whose activations a stage of the rank holds, each chunk counted whole."""
+    """Peak of the row tokens whose activations a stage holds, each chunk counted whole."""
     amounts = np.empty(state.counts[rank])
     for position in range(amounts.size):
         row = state.rows[rank, position]
@@ -140,7 +140,7 @@ def _live(cost: RowCost, state: State, ops: RankOps, rank: int) -> float:
 
 @kernel
 def slowest(state: State) -> int:
-    """The rank of most simulated seconds; of equal ones, the first."""
+    """The rank with the most simulated seconds; the first one if ranks are equal."""
     worst = 0
     for rank in range(state.seconds.size):
         if state.seconds[rank] > state.seconds[worst]:

@@ -4,8 +4,8 @@ A rank that raises alone leaves the others waiting in a send or receive forever.
 can fail on one rank (its plan, its samples) runs first, and one small all-reduce shows all ranks
 whether it succeeded. The all-reduce takes the maximum of a digest of each value and of the digest's
 negative: the two maxima add up to 0 only if all ranks have the same value. With digests 5 and 7
-they are 7 and -5, which add up to 2. Only then the ranks gather their errors and values, and every
-rank raises the same error.
+they are 7 and -5, which add up to 2. Only in that case do the ranks gather their errors and values,
+and every rank raises the same error.
 
 `Agreements` does this for the next step while the current one runs.
 """
@@ -36,8 +36,8 @@ _CPU = torch.device("cpu")
 _MESSAGE_CHARS = 448
 # Longest value that an error shows; a longer one is replaced by its digest. Chosen by hand.
 _VALUE_CHARS = 80
-# The ranks of a node wait so long for their first rank: practically forever, since its work may be
-# the index of a large data set.
+# Limit on the wait of a node's ranks for their first one: practically none, since that rank may be
+# indexing a large data set.
 _NODE_TIMEOUT = datetime.timedelta(days=7)
 # A waiting rank asks its watchdog for a failure 5 times per second.
 _POLL_S = 0.2
@@ -89,7 +89,7 @@ def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
 def agree_with_flags(
     work: Callable[[], object], flags: Sequence[bool], *, device: torch.device
 ) -> list[bool]:
-    """`agree` and `on_any_rank` in one small all-reduce if nothing fails; cheap enough per step.
+    """`agree` and `on_any_rank` in one small all-reduce if nothing fails: cheap in every step.
 
     Args:
         work: local work without communication; some ranks may have nothing to do.
@@ -120,9 +120,9 @@ def agree_with_flags(
 def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> T:
     """`agree`, but the first rank of each node works before the others start.
 
-    This is for work that leaves a file which makes the other ranks fast, such as the index of a
-    data set. The first rank may take as long as it needs: the process group's timeout does not
-    apply to the others' wait.
+    This is for work that leaves a file which saves the other ranks time, such as the index of a
+    data set. The first rank may take as long as it needs: the others do not wait under the process
+    group's timeout.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return agree(work, device=device)
@@ -176,7 +176,7 @@ class Agreements:
     """Prepares the next step and agrees on it while the current one runs.
 
     A thread packs the rows and calls `agree` on a separate gloo group, which does not wait for the
-    device. Making it is a collective of all ranks, which then call `start` in the same order.
+    device. The constructor is a collective of all ranks, which then call `start` in the same order.
 
     Args:
         watchdog: ends the wait for a rank that failed. None: the wait lasts until the group's

@@ -15,8 +15,8 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-# Before a process without checkpoints ends, its watchdog has so many seconds to report ranks that
-# are gone. Chosen by hand.
+# Seconds that the watchdog has to report ranks that are gone before a process without checkpoints
+# ends. Chosen by hand.
 _LAST_REPORT_S = 1.0
 
 

@@ -28,8 +28,8 @@ from megapack.ranks.watchdog import Watchdog
 
 T = TypeVar("T")
 
-# When another rank breaks a collective, this rank waits so long for that rank's failure, or for its
-# process to be gone. Chosen by hand.
+# Seconds that this rank waits, after another rank broke a collective, for that rank's failure to be
+# reported or for its process to be gone. Chosen by hand.
 _CAUSE_S = 4.0
 # Parts of the messages of errors that a collective raises when another rank ends.
 _BROKEN = ("gloo/", "NCCL", "nccl", "Connection closed by peer", "Connection reset by peer")
@@ -149,7 +149,7 @@ _shared: list[tuple[dist.ProcessGroup, Ranks]] = []
 
 
 def shared_ranks() -> Ranks:
-    """The `Ranks` that all adapters of this process share, unless they are given another.
+    """The `Ranks` that adapters of this process share unless their caller passes another one.
 
     The first call starts it and is a collective of all ranks. In a job of one process it is
     `Ranks.alone()`.
@@ -188,9 +188,9 @@ def guarded(
 
     Raises:
         RankError: on every rank: which rank failed, where, and how. Process groups cannot be used
-            any more, and each later block raises it at once. Not changed are errors that every
-            rank raises by itself, errors in a job of one rank, and Ctrl-C on the rank where it was
-            pressed.
+            any more, and each later block raises it at once. Three kinds of errors stay unchanged:
+            those that every rank raises by itself, those in a job of one rank, and Ctrl-C on the
+            rank where it was pressed.
     """
     watchdog.raise_failure()
     place = watchdog.place
@@ -233,14 +233,14 @@ def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:
 
 
 def _is_broken_collective(error: BaseException) -> bool:
-    """Whether another rank's end broke a collective of this one."""
+    """Whether the error is that of a collective which broke because another rank ended."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN)
     )
 
 
 def _cause(watchdog: Watchdog) -> Failure | None:
-    """The failure of the rank that broke a collective; None if none is known in time."""
+    """The failure of the rank that broke a collective; None if it is not known in time."""
     end = time.monotonic() + _CAUSE_S
     while time.monotonic() < end:
         if watchdog.failure is not None:
@@ -257,8 +257,10 @@ def _world() -> int:
 
 
 def _close_at_exit() -> None:
-    """Close all, and report an error that ended the script outside a step: other ranks would wait
-    for this one."""
+    """Close every `Ranks`, and report an error that ended the script outside a step.
+
+    Without the report the other ranks would wait for this one.
+    """
     error = getattr(sys, "last_value", None)
     for ranks in list(_open):
         failure = None

@@ -34,13 +34,13 @@ _TICK_S = 0.5
 # In larger jobs rounds are rarer, since one store answers a few questions of each rank per round:
 # 1,024 ranks have a round every 1,024 / 512 = 2 s.
 _RANKS_PER_TICK_S = 512
-# Once a failure is known, the main thread has so many seconds to leave its collective by itself.
-# After it, NCCL's collectives are aborted.
+# Seconds that the main thread has, once a failure is known, to leave its collective by itself.
+# After that, NCCL's collectives are aborted.
 _GRACE_S = 2.0
-# A process that is still stuck so many seconds after a failure is ended (`ends_process`).
+# Seconds after a failure until a process that is still stuck is ended (`ends_process`).
 _END_S = 8.0
-# A rank of another host is silent after so many seconds without a beat. A rank that compiles, or
-# holds Python's lock in another way, sends none for seconds.
+# Seconds without a beat after which a rank of another host counts as silent. A rank that compiles,
+# or holds Python's lock in another way, sends no beat for seconds.
 _SILENT_S = 15.0
 # The list of this host's processes is read from the board every 20 checks: every 10 s.
 _CHECKS_PER_REFRESH = 20

@@ -39,7 +39,7 @@ from megapack.samples import SampleBatch
 from megapack.schedule import checks
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import check_retry
-from megapack.schedule.forward import HeadOptions, taken_inputs
+from megapack.schedule.forward import HeadOptions, accepted_inputs
 from megapack.schedule.runner import ScheduleRunner, evaluating, process_groups
 
 # Seconds to wait for the other ranks if a call is not the one that `next_step` announced. Ranks
@@ -59,9 +59,9 @@ class StepResult:
 
 
 class ScheduleAdapter:
-    """Runs planned steps of a Megatron-Core model. Making one is a collective of all ranks.
+    """Runs planned steps of a Megatron-Core model. The constructor is a collective of all ranks.
 
-    From `step` to Megatron's call and back:
+    The calls of a `step`, in order:
 
         step: makes a `StepCall`; `Ranks.prepare` packs its rows on a thread during the step before
         _check_and_pack: `StepCall.check`, then `pack_row`, `slice_row` and
@@ -76,7 +76,7 @@ class ScheduleAdapter:
     Args:
         model: the chunks of this rank, one per virtual stage, with or without DDP.
         layout: the layout of the plans; checked against Megatron's groups.
-        logprob_chunk_tokens: positions whose logits exist at the same time.
+        logprob_chunk_tokens: positions whose logits are in memory at the same time.
         temperature: logits are divided by it.
         head: "value" if the last chunk has a value head (`head.replace_output_layer`).
         retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
@@ -181,9 +181,9 @@ class ScheduleAdapter:
             entropy: report the entropy even if the objective does not read it.
             routing: the experts to use, as `forward(record_routing=True)` returns them: [tokens,
                 MoE layers, experts per token] for each sample of this data-parallel rank. None
-                lets the routers choose. Probabilities are those of the current logits.
-            next_step: the step of this plan that is called next, with equal other arguments. It is
-                packed and agreed on while this one runs, so do not change fields in place
+                lets the routers choose. Routing probabilities come from the current logits.
+            next_step: the step of this plan that is called next, with the same other arguments. It
+                is packed and agreed on while this one runs, so do not change fields in place
                 meanwhile; a change by `set_field` is noticed. None if it is not known.
 
         Raises:
@@ -374,10 +374,10 @@ class ScheduleAdapter:
         return slice_row(with_rows_ahead(row, depths), cp.size(), cp.rank())
 
     def _check_inputs(self, names: tuple[str, ...]) -> None:
-        """Refuse a tensor that no chunk of any rank uses: it would silently be left out."""
+        """Refuse a tensor that no chunk of any rank accepts: it would be ignored silently."""
         if names in self._checked_inputs:
             return
-        own = {name for chunk in self.chunks for name in taken_inputs(chunk, names)}
+        own = {name for chunk in self.chunks for name in accepted_inputs(chunk, names)}
         are_used = on_any_rank([name in own for name in names], device=self._device)
         for name, is_used in zip(names, are_used, strict=True):
             if not is_used:

@@ -31,7 +31,7 @@ from megapack.ranks.agree import agree, on_any_rank
 from megapack.schedule import checks
 from megapack.schedule.forward import Listener
 
-# An error names so many samples of a micro-batch.
+# Limit on the samples of a micro-batch that an error names.
 _MAX_SAMPLES = 8
 
 

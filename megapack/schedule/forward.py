@@ -254,7 +254,7 @@ class ForwardStep:
             "position_ids": row.position_ids_T[None],
             "attention_mask": None,
             "packed_seq_params": row.params,
-            **{name: row.tensors[name] for name in taken_inputs(model, tuple(row.tensors))},
+            **{name: row.tensors[name] for name in accepted_inputs(model, tuple(row.tensors))},
         }
         if not unwrapped(model).post_process:
             return model(**inputs), None
@@ -315,7 +315,7 @@ class ForwardStep:
             listener.on_end(kind, chunk, microbatch)
 
 
-def taken_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:
+def accepted_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:
     """The names that are arguments of a model chunk's forward.
 
     Only named arguments count: where a forward passes its `**kwargs` cannot be known.

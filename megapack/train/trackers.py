@@ -1,4 +1,4 @@
-"""Optional trackers of metrics, besides metrics.jsonl: TensorBoard and Weights & Biases.
+"""Optional trackers of metrics, in addition to metrics.jsonl: TensorBoard and Weights & Biases.
 
 The keys are those of metrics.jsonl. Text and null are left out, because they have no curve.
 """

@@ -1,4 +1,4 @@
-"""A process runs no code that files or variables planted by someone else name."""
+"""Planted files and environment variables cannot make a process run code of their choice."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_variable_cannot_name_files(planted: Path, value: str) -> None:
 def test_doctor_reads_no_file_named_by_the_variable(
     planted: Path, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The probe imports the modules that patches replace, here it would be `evil`."""
+    """The probe imports the modules that patches replace; here that would be `evil`."""
     asked = value.format(cwd=planted)
     # Set after the child's start: the start-up file would end the child.
     late = f"import os; os.environ[{VARIABLE!r}] = {asked!r}; {runner._CHILD}"

@@ -281,7 +281,7 @@ def test_tokens_can_be_set_after_from_lengths() -> None:
     assert batch.field("old_logprobs", 0).tolist() == [0, 0, 0.5]
     with pytest.raises(DataError, match="sample 0 has no tokens on this rank"):
         batch.tokens(0)
-    with pytest.raises(DataError, match="sample 0 has 2 tokens, the batch counts 3"):
+    with pytest.raises(DataError, match="sample 0 has 2 tokens, its length in the batch is 3"):
         batch.set_tokens(0, [1], [2])
     with pytest.raises(DataError, match="sample 1 has no tokens; leave it out"):
         SampleBatch.from_lengths([1, 0], [0, 0])

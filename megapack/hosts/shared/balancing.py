@@ -90,13 +90,13 @@ def _bins(bin_of: Ints, num_bins: int, order: Ints) -> list[list[int]]:
 def expand_bins_by_splitting(
     bins: list[list[int]], target_count: int, lengths: Sequence[int]
 ) -> None:
-    """Split the bin with most tokens in two, in place, until there are `target_count` bins.
+    """Split the bin with the most tokens in two, in place, until there are `target_count` bins.
 
     One half keeps the bin's position, the other is appended. Stops early if every bin holds one
     sample. No half has more tokens than its bin had, so budgets hold.
     """
     work = [float(length) for length in lengths]
-    # Most tokens first; of equal bins the last.
+    # The bin with the most tokens first; on a tie the last one.
     heap = [(-sum(work[i] for i in members), -number) for number, members in enumerate(bins)]
     heapq.heapify(heap)
     while len(bins) < target_count and heap:

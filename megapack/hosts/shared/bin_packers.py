@@ -109,7 +109,7 @@ def next_fit(lengths: Ints, capacity: int) -> Rows:
 
 
 def first_fit_decreasing(lengths: Ints, capacity: int) -> Rows:
-    """Put the longest first, each into the first bin with room; of equal ones the later first."""
+    """Put the longest first, each into the first bin with room; on a tie the later one first."""
     return first_fit_in_order(lengths, capacity, np.argsort(lengths, kind="stable")[::-1])
 
 

@@ -14,7 +14,7 @@ _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"
 
 
 def knows_sizes(args: Any) -> bool:
-    """Whether the arguments have the sizes that the FLOPs follow from."""
+    """Whether the arguments have the sizes that FLOPs are computed from."""
     return all(getattr(args, name, None) is not None for name in _NEEDED)
 
 
@@ -33,7 +33,7 @@ def cost_in_tokens(args: Any, layout: Layout, fixed_tokens: int) -> CostModel:
     """A cost model in units of one token's forward, which needs no GPU speed.
 
     Args:
-        fixed_tokens: cost of a micro-batch besides its tokens, in tokens. Without it, more
+        fixed_tokens: cost of a micro-batch on top of its tokens, in tokens. Without it, more
             micro-batches would always be cheaper in a pipeline.
     """
     per_token, per_token_sq = model_flops(args)

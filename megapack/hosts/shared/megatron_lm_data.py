@@ -27,7 +27,7 @@ def draw_batch(data_iterator: Any, num_items: int, field_names: Sequence[str]) -
         data_iterator: Megatron-LM's, or a list of them, one per model chunk; read on the first
             pipeline stage's first tensor-parallel rank.
         num_items: number of items that each data-parallel rank draws.
-        field_names: keys of per-token values besides the loss mask.
+        field_names: keys of per-token values other than the loss mask.
 
     Raises:
         DataError: on every rank, if one of them could not draw.

@@ -33,7 +33,7 @@ Rows = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What one rank's samples demand of M."""
+    """The bounds that one rank's samples set on M."""
 
     count: int
     """The least number of micro-batches that the rank needs."""

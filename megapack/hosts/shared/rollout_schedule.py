@@ -48,10 +48,10 @@ class RolloutOptions:
     """If a step's samples fill no allowed number of micro-batches: drop whole trailing rollouts, or
     raise. Padding micro-batches are not an option: the host's batches cannot be empty."""
     count_row_padding: bool = False
-    """Rows are within the budget also after the host pads them to `data_pad_size_multiplier * tp`.
+    """Rows stay within the budget even after the host pads them to `data_pad_size_multiplier * tp`.
     """
     fixed_tokens: int = 256
-    """Cost of a micro-batch besides its FLOPs, in tokens."""
+    """Cost of a micro-batch on top of its FLOPs, in tokens."""
     search: int | None = None
     """Evaluations of the planner's search per step. None: the planner's default if the host's flags
     ask for balance; otherwise 8 per rank, which takes about as long as the host's first-fit."""

@@ -102,7 +102,7 @@ def change_count(sizes: SampleSizes, update: range, bins: Bins, count: int, budg
 
 
 def _split_to(sizes: SampleSizes, bins: Bins, count: int) -> Bins:
-    """Split the bin with most computed tokens into its longer and its shorter samples, repeatedly.
+    """Repeatedly split the bin with the most computed tokens into longer and shorter samples.
 
     Neither part's rectangle is larger than the whole's.
     """

@@ -29,8 +29,8 @@ class VerlOptions:
 
     light_rank: Literal["error", "pad"] = "error"
     """If a rank has fewer samples than M: "error" raises on all ranks, as verl does; "pad" runs
-    copies of the rank's shortest sample (or smallest item) with zero loss masks. The index list of
-    a copy names the sample again."""
+    copies of the rank's shortest sample (or smallest item) with zero loss masks. A copy has the
+    indices of the samples that it copies."""
     layout: Layout | None = None
     """The job's layout: rows are planned and ordered for its pipeline, alignment counts against the
     budget, and M is any count that Megatron runs. None: verl's own rows, order and counts."""
@@ -155,7 +155,7 @@ class RankItems:
         """Rows, and the M that they need.
 
         As in verl: Karmarkar-Karp by work, with `step` more rows until all are within the budget.
-        If no number of rows is, or if a layout is set: megapack's planner.
+        megapack's planner packs if no number of rows is enough, or if a layout is set.
         """
         if self.options.layout is None:
             fewest = max(self.least, fewest_bins_bound(self.tokens, self.max_tokens))

@@ -34,7 +34,7 @@ class ModelRouting:
         self._tp_rank = tp_rank
         modules = [module for chunk in chunks for module in unwrapped(chunk).modules()]
         self._routers = [module for module in modules if isinstance(module, PackedRouter)]
-        self._stock = any(type(module) is TopKRouter for module in modules)
+        self._has_stock_router = any(type(module) is TopKRouter for module in modules)
         self._layers = moe_layers(config)
         self.shape = RoutingShape(
             num_layers=len(self._layers),
@@ -46,7 +46,7 @@ class ModelRouting:
     def _check_routers(self) -> None:
         config = self._config
         has_losses = has_balance_loss(config) or config.moe_z_loss_coeff
-        if self._stock and (has_losses or config.moe_router_enable_expert_bias):
+        if self._has_stock_router and (has_losses or config.moe_router_enable_expert_bias):
             raise ConfigError(
                 "with Megatron's TopKRouter auxiliary losses and the expert bias count padding "
                 "and depend on the packing; set "
@@ -80,7 +80,7 @@ class ModelRouting:
     def _check_replay(self) -> None:
         if not self.shape.num_layers:
             raise DataError("the model has no experts, so it has no routing to record or replay")
-        if self._stock or self._config.moe_router_fusion:
+        if self._has_stock_router or self._config.moe_router_fusion:
             raise ConfigError(
                 "routing is recorded and replayed by "
                 "megapack.model.experts.router.PackedRouter without "
@@ -97,7 +97,7 @@ class ModelRouting:
 
     @contextlib.contextmanager
     def following(self, schedule_pass: SchedulePass) -> Iterator[None]:
-        """Within the block all routers read their rows from this pass."""
+        """Within the block, all routers read their rows from this pass."""
         for router in self._routers:
             router.follow(schedule_pass)
         try:
@@ -169,11 +169,11 @@ def check_experts(config: Any, layout: Layout) -> None:
             raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
     if "sinkhorn" in kinds:
         raise ConfigError(
-            "moe_router_load_balancing_type='sinkhorn' routes a token by what is packed with it; "
+            "moe_router_load_balancing_type='sinkhorn' routes a token depending on its row; "
             "set 'seq_aux_loss' or 'none'"
         )
     if layout.tp > 1 and not layout.sequence_parallel:
         raise ConfigError(
-            f"experts with tp={layout.tp} train with sequence parallelism only; set "
+            f"experts with tp={layout.tp} need sequence parallelism; set "
             "Layout(sequence_parallel=True) and config.sequence_parallel=True"
         )

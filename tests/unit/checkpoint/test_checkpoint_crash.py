@@ -32,7 +32,7 @@ class Disk:
     """Counts system calls and raises Crash from one of them on.
 
     Args:
-        crash_at: number of the first call that is not made, from 1; None = all are made.
+        crash_at: number of the first call that is not made, from 1; None: no crash.
     """
 
     def __init__(self, crash_at: int | None) -> None:
@@ -146,7 +146,7 @@ def test_a_crash_at_any_call_loses_no_complete_checkpoint(
         seen.add(last)
         if len(disk.made) < crash_at:
             break
-        # The run that resumes from there removes all that the crash left.
+        # The run that resumes from there removes everything that the crash left.
         folders.drop_after(folder, last)
         save(folder, last + 1)
         assert max(complete(folder)) == last + 1
@@ -155,7 +155,7 @@ def test_a_crash_at_any_call_loses_no_complete_checkpoint(
     assert crash_at > 30
 
 
-def test_all_is_synced_before_the_folder_gets_its_name(
+def test_everything_is_synced_before_the_folder_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "runs" / "run" / "checkpoints"

@@ -19,7 +19,7 @@ from megapack import (
 )
 from megapack.pipeline.simulator import Runner
 from megapack.planner.partition import order_by_target, rows_by_rank, rows_to_ranks
-from megapack.planner.profile import canned_profile, find_profile
+from megapack.planner.profile import default_profile, find_profile
 
 pytestmark = pytest.mark.unit
 
@@ -155,7 +155,7 @@ def test_a_profile_beats_equal_micro_batches(pp: int, vpp: int, count: int) -> N
 
 
 def test_each_huge_sample_has_a_target() -> None:
-    profile = canned_profile(Layout(pp=4), 12, 4, 2)
+    profile = default_profile(Layout(pp=4), 12, 4, 2)
     targets = profile.targets(100.0, np.array([40.0, 30.0]), 50.0)
     assert sorted(targets)[-2:] == [30, 40]
     assert targets.sum() == pytest.approx(100)

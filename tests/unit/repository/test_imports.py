@@ -294,8 +294,8 @@ def bound_names(tree: ast.Module | None) -> set[str]:
     return defined | {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
-def test_the_ways_through_the_house_name_what_is_there() -> None:
-    """The numbered boxes of docs/architecture.md."""
+def test_every_name_in_the_architecture_tables_exists() -> None:
+    """The numbered steps of docs/architecture.md."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     boxes = re.findall(r"^\| \d+ \| ([^|]+) \|", page, re.MULTILINE)
     names = [name for box in boxes for name in re.findall(r"`([a-z_.]+\w+)`", box)]

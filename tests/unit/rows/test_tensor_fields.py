@@ -9,7 +9,7 @@ import torch
 from megapack import ConfigError, DataError, Layout, MicroBatch
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.samples import SampleBatch, TensorField
-from megapack.schedule.forward import taken_inputs
+from megapack.schedule.forward import accepted_inputs
 
 pytestmark = pytest.mark.unit
 
@@ -98,9 +98,9 @@ def test_a_chunk_gets_the_tensors_its_forward_accepts() -> None:
         def forward(self, input_ids: Any, pixels: Any = None, **more: Any) -> None: ...
 
     names = ("pixels", "grids")
-    assert taken_inputs(ModelWithPixels(), names) == ("pixels",)
-    assert taken_inputs(torch.nn.Sequential(ModelWithPixels()), names) == ()
-    assert taken_inputs(torch.nn.Linear(1, 1), names) == ()
+    assert accepted_inputs(ModelWithPixels(), names) == ("pixels",)
+    assert accepted_inputs(torch.nn.Sequential(ModelWithPixels()), names) == ()
+    assert accepted_inputs(torch.nn.Linear(1, 1), names) == ()
 
 
 def test_from_prompt_response_accepts_tensors() -> None:

@@ -308,7 +308,11 @@ REFUSED_EXPERTS: list[tuple[Layout, dict[str, Any], str]] = [
         },
         r"'global_aux_loss' with moe_aux_loss_coeff=0.2",
     ),
-    (INTERLEAVED, {"moe_router_load_balancing_type": "sinkhorn"}, "by what is packed with it"),
+    (
+        INTERLEAVED,
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        "routes a token depending on its row",
+    ),
     (INTERLEAVED, {"moe_expert_capacity_factor": 1.5}, "set it to None"),
     (INTERLEAVED, {"moe_enable_routing_replay": True}, "one micro-batch at a time"),
     (Layout(tp=2), {}, r"tp=2 train with sequence parallelism only"),
