@@ -12,7 +12,7 @@ from megapack.cost.model import CostModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """How a cost model's seconds were measured. For people; no code reads it."""
+    """How a cost model's seconds were measured: a record for people, which no code reads."""
 
     command: str
     """The command that measured them."""

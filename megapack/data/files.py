@@ -33,14 +33,14 @@ Row = bytes | dict[str, Any]
 
 
 class SampleFile(Protocol):
-    """A file that can be read in order, and again by a sample's place in it."""
+    """A file that can be read in order, and again at a sample's position."""
 
     def scan(self) -> Iterator[tuple[int, int, Row]]:
-        """Yield place, line or row number from 1, and content of each sample in order."""
+        """Yield position, line or row number from 1, and content of each sample in order."""
         ...
 
-    def read(self, place: int) -> Row:
-        """Read the sample at a place that `scan` returned."""
+    def read(self, position: int) -> Row:
+        """Read the sample at a position that `scan` returned."""
         ...
 
 
@@ -75,7 +75,7 @@ def open_file(path: Path) -> SampleFile:
 
 
 class JsonLinesFile:
-    """One JSON object per line, blank lines skipped; a place is a byte offset."""
+    """One JSON object per line, blank lines skipped; a position is a byte offset."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,18 +92,18 @@ class JsonLinesFile:
         except (OSError, ValueError) as error:
             raise unreadable(self._path, error) from None
 
-    def read(self, place: int) -> bytes:
+    def read(self, position: int) -> bytes:
         """See `SampleFile`."""
         try:
             with open(self._path, "rb") as file:
-                file.seek(place)
+                file.seek(position)
                 return file.readline()
         except (OSError, ValueError) as error:
             raise unreadable(self._path, error) from None
 
 
 class ParquetFile:
-    """One row per sample with the columns of `COLUMNS`; a place is a row number.
+    """One row per sample with the columns of `COLUMNS`; a position is a row number.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -121,7 +121,7 @@ class ParquetFile:
             self._file = parquet.ParquetFile(path)
         except self._errors as error:
             raise unreadable(path, error) from None
-        # One row group is kept, so reading in the order of places reads each row group once.
+        # One row group is kept, so reading in the order of positions reads each row group once.
         self._group = -1
         self._rows = None
         self._columns = [name for name in self._file.schema_arrow.names if name in COLUMNS]
@@ -131,19 +131,19 @@ class ParquetFile:
 
     def scan(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """See `SampleFile`."""
-        place = 0
+        position = 0
         try:
             for rows in self._file.iter_batches(_ROWS_AT_A_TIME, columns=self._columns):
                 for row in rows.to_pylist():
-                    yield place, place + 1, _without_nulls(row)
-                    place += 1
+                    yield position, position + 1, _without_nulls(row)
+                    position += 1
         except self._errors as error:
             raise unreadable(self._path, error) from None
 
-    def read(self, place: int) -> dict[str, Any]:
+    def read(self, position: int) -> dict[str, Any]:
         """See `SampleFile`."""
-        group = int(np.searchsorted(self._starts, place, side="right")) - 1
-        row = self._row_group(group).slice(place - int(self._starts[group]), 1)
+        group = int(np.searchsorted(self._starts, position, side="right")) - 1
+        row = self._row_group(group).slice(position - int(self._starts[group]), 1)
         return _without_nulls(row.to_pylist()[0])
 
     def _row_group(self, group: int) -> Any:

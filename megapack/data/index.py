@@ -196,7 +196,7 @@ class _Builder:
 
     def pieces(self, file: int, path: Path, reader: SampleFile) -> Iterator[Index]:
         """Add a file's samples and yield each full piece."""
-        for place, number, row in reader.scan():
+        for position, number, row in reader.scan():
             try:
                 whole = self._settings.parse(self._parser, row, f"{file} line-{number}")
                 record = self._settings.fit(whole)
@@ -206,7 +206,7 @@ class _Builder:
                 self.num_skipped += 1
                 continue
             self.num_truncated += record.num_tokens < whole.num_tokens
-            self._rows.append((file, place, number, *self._columns(record)))
+            self._rows.append((file, position, number, *self._columns(record)))
             if len(self._rows) == _ROWS_AT_A_TIME:
                 yield self.piece()
 

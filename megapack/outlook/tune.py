@@ -201,7 +201,7 @@ def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
 
 
 def _plan(work: Workload, layout: Layout, budget: int, policy: Policy) -> Plan | None:
-    """None if no plan is legal under the policy."""
+    """Plan under one policy; None if it allows no legal plan."""
     try:
         return build_dp_schedule(
             work.lengths,

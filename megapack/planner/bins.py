@@ -203,7 +203,7 @@ def _emptiest(size: int, free: Ints, used: Bools, capacity: int, must_open: bool
 
 @kernel
 def _sift_down(heap: Ints, node_of: Ints, key: Floats, node: int) -> None:
-    """Move the row at a heap node down to its level after its key fell."""
+    """Sift the row at a heap node down after its key has decreased."""
     row = heap[node]
     while True:
         child = 2 * node + 1

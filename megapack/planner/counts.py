@@ -152,12 +152,12 @@ def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> tuple[StepProble
 
 
 def _least_rows(problem: StepProblem) -> list[int]:
-    """Lower bounds of the rows of the first item, of the first two, and so on."""
+    """Lower bounds on the number of rows for the first item, the first two, and so on."""
     if problem.max_samples is not None:
         return [int(n) for n in -(-np.cumsum(problem.item_samples) // problem.max_samples)]
     capacity = problem.capacity
     by_tokens = -(-np.cumsum(np.minimum(problem.aligned, capacity)) // capacity)
-    # Two items of more than half a row never share one.
+    # Two items larger than half a row never share a row.
     by_halves = np.cumsum(2 * problem.aligned > capacity)
     return [int(n) for n in np.maximum(by_tokens, by_halves)]
 
@@ -174,7 +174,7 @@ def _align_count(problem: StepProblem) -> int:
 
 
 def _unreachable(problem: StepProblem, wanted: int) -> str:
-    """The first part of a message: which step has too few items for its micro-batches."""
+    """The first part of an error message: which step has too few items for its micro-batches."""
     layout = problem.layout
     group = f", G={layout.group_size}" if layout.vpp > 1 else ""
     what = f"{problem.num_items} samples"

@@ -141,7 +141,7 @@ def order_by_target(rows: Ints, targets: Floats) -> Ints:
 
 
 def _differenced(row_work: Floats, order: Ints, num_ranks: int) -> list[Ints]:
-    """Rows of each rank by Karmarkar-Karp, equally many: sums are nearer than heaviest-first."""
+    """Equally many rows per rank, by Karmarkar-Karp: sums are closer than with heaviest-first."""
     rank_of = np.empty(row_work.size, dtype=np.int64)
     for rank, rows in enumerate(karmarkar_karp(_units(row_work), num_ranks, equal_size=True)):
         rank_of[rows] = rank
@@ -149,9 +149,9 @@ def _differenced(row_work: Floats, order: Ints, num_ranks: int) -> list[Ints]:
 
 
 def _units(work: Floats) -> Ints:
-    """Integers in proportion to work: sums of floats would depend on their order."""
+    """Work scaled to integers: a sum of floats would depend on the order of its terms."""
     largest = float(work.max())
-    # All work is 0 under a cost model of zeros.
+    # With all coefficients 0, a cost model gives work of 0.
     scaled = work / largest if largest > 0 else np.zeros(work.size)
     return np.round(scaled * _LARGEST_UNITS).astype(np.int64)
 
@@ -332,7 +332,7 @@ def _before(sets: _Tuples, a: int, b: int) -> bool:
 
 @kernel
 def _pop(sets: _Tuples, heap: Ints, size: int) -> int:
-    """Take the tuple of largest spread off a heap of `size` tuples."""
+    """Pop the tuple with the largest spread from a heap of `size` tuples."""
     top = heap[0]
     heap[0] = heap[size - 1]
     _sift_down(sets, heap, 0, size - 1)
@@ -341,7 +341,7 @@ def _pop(sets: _Tuples, heap: Ints, size: int) -> int:
 
 @kernel
 def _sift_up(sets: _Tuples, heap: Ints, node: int) -> None:
-    """Move the tuple at a heap node up to its level."""
+    """Sift the tuple at a heap node up."""
     t = heap[node]
     while node > 0 and _before(sets, t, heap[(node - 1) // 2]):
         heap[node] = heap[(node - 1) // 2]
@@ -351,7 +351,7 @@ def _sift_up(sets: _Tuples, heap: Ints, node: int) -> None:
 
 @kernel
 def _sift_down(sets: _Tuples, heap: Ints, node: int, size: int) -> None:
-    """Move the tuple at a heap node down to its level in a heap of `size` tuples."""
+    """Sift the tuple at a heap node down, in a heap of `size` tuples."""
     t = heap[node]
     while 2 * node + 1 < size:
         child = 2 * node + 1

@@ -48,7 +48,7 @@ class StepProblem:
 
     @property
     def num_items(self) -> int:
-        """I, which is also the most rows that the step can fill."""
+        """I; the step can fill at most this many rows."""
         return self.item_samples.size
 
     @property
@@ -64,7 +64,7 @@ class StepProblem:
 
     @cached_property
     def fewest_rows(self) -> tuple[Ints, int]:
-        """Rows that respect the budget, as few as first-fit-decreasing finds.
+        """Rows within the budget, as few as first-fit-decreasing finds.
 
         Count-based problems fill rows of `max_samples` in input order.
 

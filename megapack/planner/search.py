@@ -236,7 +236,7 @@ class _Search:
         return self._draft(row_of, ranks, self.layout.group_size)
 
     def _targets(self) -> list[_Target]:
-        """A target for each M and G to try, sorted by simulated seconds if profiles are searched."""
+        """A target per M and G to try, sorted by simulated seconds if profiles are searched."""
         if self.problem.max_samples is not None:
             return []
         pairs = [(group, count) for group in self._groups() for count in self._counts(group)]

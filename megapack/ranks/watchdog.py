@@ -47,7 +47,7 @@ _CHECKS_PER_REFRESH = 20
 
 
 class Watchdog:
-    """Watches this process; each rank of a job makes one, all of them together.
+    """Watches this process. Every rank of a job makes one at the same time.
 
     Args:
         config: the limits above which a step is late.

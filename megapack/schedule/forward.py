@@ -174,7 +174,7 @@ class LastStage:
 
 
 class Listener:
-    """Is called at each forward and backward, on the thread that runs it; it may raise there.
+    """Called at each forward and backward, on the thread that runs it, where it may raise.
 
     Chunks and micro-batches are numbered on this rank.
     """

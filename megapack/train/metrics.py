@@ -100,7 +100,7 @@ class StepClock:
         return makespan * self._measured_s / self._simulated
 
     def record(self, makespan: float, measured_s: float) -> None:
-        """Learn from a step that ran."""
+        """Record a measured step, for later predictions."""
         self._measured_s += measured_s
         self._simulated += makespan
 

@@ -81,7 +81,7 @@ class _Set:
 
 
 def naive_karmarkar_karp(sizes: list[int], k: int, equal_size: bool) -> list[list[int]]:
-    """The textbook way: merge the two tuples of largest spread until one is left."""
+    """The textbook way: merge the two tuples with the largest spread until one is left."""
     rising = sorted((size, i) for i, size in enumerate(sizes))
     step = k if equal_size else 1
     tuples = []

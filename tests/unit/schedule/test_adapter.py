@@ -22,7 +22,7 @@ KNOWN = {
 
 def path_of_a_step() -> list[str]:
     text = inspect.getdoc(adapter.ScheduleAdapter) or ""
-    match = re.search(r"call and back:\n\n(.*?)\n\n", text, re.DOTALL)
+    match = re.search(r"calls of a `step`, in order:\n\n(.*?)\n\n", text, re.DOTALL)
     assert match is not None
     return match[1].splitlines()
 
