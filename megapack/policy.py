@@ -41,7 +41,7 @@ class Policy:
     count_rule: CountRule = "legal"
     """Numbers of micro-batches per rank (M) that are allowed. "legal": all that Megatron runs.
     "multiple": multiples of the group size G only. "per_rank": each DP rank its own legal M; dense
-    models only, as experts make ranks meet in every layer."""
+    models only, as experts synchronize ranks in every layer."""
     unreachable: Unreachable = "pad"
     """When splitting rows reaches no allowed M: add padding micro-batches, drop whole trailing
     rollouts of the step (recorded and logged), or raise an error."""

@@ -301,7 +301,7 @@ class ObjectiveConfig:
     advantage_norm: AdvantageNorm = "group"
     """How rewards become advantages, see `megapack.data.rollouts.group_advantages`."""
     logprob_chunk_tokens: int = 1024
-    """Tokens whose logits exist at the same time in the vocabulary head; fewer save memory."""
+    """Tokens whose logits are in memory at once in the vocabulary head; fewer save memory."""
 
     def __post_init__(self) -> None:
         at_least(self, "objective", 0, "clip_low", "clip_high", "kl_coef")

@@ -63,7 +63,7 @@ class MemoryModel:
     """Activations that the backward recomputes. Attention over packed rows keeps no score matrix,
     so "selective" (attention only) saves nothing over "none" here."""
     logprob_chunk_tokens: int = 1024
-    """Tokens whose logits exist at the same time."""
+    """Tokens whose logits are in memory at once."""
 
     def stage(
         self, layout: Layout, stage: int, *, live_tokens: float, row_tokens: float

@@ -165,7 +165,7 @@ def test_packs_have_every_sample_within_the_budget(
 
 
 def num_packs_first_fit(lengths: list[int], capacity: int) -> int:
-    """Packs that first-fit-decreasing needs; with this many or more, a plan must be found."""
+    """Rows that first-fit-decreasing needs; with this many or more, a plan must be found."""
     packs: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [k for k, tokens in enumerate(packs) if tokens + length <= capacity]

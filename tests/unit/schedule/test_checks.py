@@ -315,7 +315,7 @@ REFUSED_EXPERTS: list[tuple[Layout, dict[str, Any], str]] = [
     ),
     (INTERLEAVED, {"moe_expert_capacity_factor": 1.5}, "set it to None"),
     (INTERLEAVED, {"moe_enable_routing_replay": True}, "one micro-batch at a time"),
-    (Layout(tp=2), {}, r"tp=2 train with sequence parallelism only"),
+    (Layout(tp=2), {}, r"tp=2 need sequence parallelism"),
 ]
 
 
