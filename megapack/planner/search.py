@@ -50,7 +50,7 @@ _MAX_PACKED = 4
 # Without a bubble a draft with more micro-batches than the fewest must be this much faster: M=11
 # must take less than 0.998 s if M=10 takes 1 s.
 _LEAST_GAIN = 0.002
-# A draft is packed again with less work for slow ranks, at most so often, until the slowest rank is
+# A draft is packed again with less work for slow ranks, at most 6 times, until the slowest rank is
 # within 0.2 % of the mean. A rank keeps at least 1 % of a mean rank's work.
 _MAX_EVENED = 6
 _EVEN = 1.002
@@ -228,7 +228,7 @@ class _Search:
         return self._draft(row_of, ranks, self.layout.group_size)
 
     def _targets(self) -> list[_Target]:
-        """A target for each M and G to try, by the simulated seconds of its profile."""
+        """A target for each M and G to try, sorted by the simulated seconds of its profile."""
         if self.problem.max_samples is not None:
             return []
         pairs = [(group, count) for group in self._groups() for count in self._counts(group)]
@@ -240,7 +240,7 @@ class _Search:
         return sorted(targets, key=lambda t: t.profile.seconds)
 
     def _groups(self) -> list[int]:
-        """Values of G to try: the layout's, or also pp, 1.5 pp and 2 pp."""
+        """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
         layout = self.layout
         if self.policy.group_size == "fixed" or layout.vpp == 1:
             return [layout.group_size]
@@ -264,6 +264,7 @@ class _Search:
             last = _MAX_COUNTS - 1
             wanted = [least + (top - least) * k * k // (last * last) for k in range(last + 1)]
         if layout.pp == 1 or self.by_tokens:
+            # No bubble is counted, so more micro-batches gain little: from 16 on 16, 17 and 19.
             wanted = [least, least + 1, least + 2 + least // 16]
         legal = [layout.next_legal_count(count, rule, group) for count in wanted]
         return [count for count in dict.fromkeys(legal) if count <= most]
