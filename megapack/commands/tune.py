@@ -191,17 +191,18 @@ def _print(
 
 
 def _cells(candidate: Candidate) -> list[str]:
-    layout, result = candidate.layout, candidate.report
+    layout = candidate.layout
+    report = candidate.report
     sizes = (layout.dp, layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep)
     return [
         *map(str, sizes),
         str(candidate.max_tokens_per_gpu),
         candidate.policy.count_rule,
         "-" if candidate.group_size is None else str(candidate.group_size),
-        result.microbatch_span,
-        f"{result.fill:.1%}",
-        f"{result.bubble_fraction:.1%}",
-        f"{result.seconds:.4g}",
+        report.microbatch_span,
+        f"{report.fill:.1%}",
+        f"{report.bubble_fraction:.1%}",
+        f"{report.seconds:.4g}",
         f"{candidate.memory.total / GIB:.1f}",
         f"{candidate.tokens_per_gpu_second:.0f}",
     ]

@@ -248,7 +248,7 @@ class _Search:
         return sorted(targets, key=lambda t: t.profile.seconds)
 
     def _groups(self) -> list[int]:
-        """Values of G to try: the layout's, or also pp, 1.5 pp and 2 pp."""
+        """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
         layout = self.layout
         if self.policy.group_size == "fixed" or layout.vpp == 1:
             return [layout.group_size]
@@ -272,6 +272,7 @@ class _Search:
             last = _MAX_COUNTS - 1
             wanted = [least + (top - least) * k * k // (last * last) for k in range(last + 1)]
         if layout.pp == 1 or self.by_tokens:
+            # No bubble is counted, so more micro-batches gain little: from 16 on 16, 17 and 19.
             wanted = [least, least + 1, least + 2 + least // 16]
         legal = [layout.next_legal_count(count, rule, group) for count in wanted]
         return [count for count in dict.fromkeys(legal) if count <= most]
