@@ -97,7 +97,7 @@ class Patch:
         installed = self.file.version or "unknown"
         return PatchError(
             f"{self.entry.dotted}: {what}; the patches for {host} are for {self.file.seen} and the "
-            f"installed version is {installed}: install a version that it is for, or run without "
+            f"installed version is {installed}: install such a version, or run without "
             "the patch"
         )
 
