@@ -67,7 +67,7 @@ def parse_config(text: str, overrides: Sequence[str], cls: type[T], source: str 
         root = Node({}, root.where)
     if not isinstance(root.value, dict):
         raise ConfigError(
-            f"{root.where}: a config is `key: value` lines, got {shown(root.value)}; write such lines"
+            f"{root.where}: a config is `key: value` lines, got {shown(root.value)}; give those"
         )
     for override in overrides:
         _apply(root, override)
