@@ -1,8 +1,9 @@
 """Shared by all rooms: checked input arrays, files, compiled kernels.
 
-arrays               sample lengths, ids and budgets: checked and turned into arrays
-choices, field_docs  values that a setting may have; the docstrings of dataclass fields
-files                reads that do not block, atomic writes, strict JSON
-jit                  `kernel`: numba's njit, cached on disk by the sources of all kernels
-apex                 whether the installed package apex is NVIDIA's
+Modules:
+    arrays: sample lengths, ids and budgets: checked and turned into arrays
+    choices, field_docs: values that a setting may have; the docstrings of dataclass fields
+    files: reads that do not block, atomic writes, strict JSON
+    jit: `kernel`: numba's njit, cached on disk by the sources of all kernels
+    apex: whether the installed package apex is NVIDIA's
 """

@@ -1,8 +1,9 @@
 """Strict YAML configs as frozen dataclasses, and the sections of the main job's config.
 
-yaml, typed, load  text -> plain values -> typed dataclasses, and back
-model, sections    the dataclasses, from ModelConfig to TrainConfig
-cost_file          reads a cost model from its file
+Modules:
+    yaml, typed, load: text -> plain values -> typed dataclasses, and back
+    model, sections: the dataclasses, from ModelConfig to TrainConfig
+    cost_file: reads a cost model from its file
 """
 
 from megapack.config.load import dump_yaml, find_config, load_config, parse_config, to_dict

@@ -1,10 +1,11 @@
 """Seconds and bytes of a micro-batch: the cost model, its fit, and the memory model.
 
-model        CostModel: seconds of a micro-batch
-fit          measurements -> coefficients (non-negative least squares)
-sizes        ModelSizes: weights and floating-point operations of a transformer
-memory       bytes on one GPU, from a model's sizes and a layout
-calibration  the content of a cost model's file
+Modules:
+    model: CostModel: seconds of a micro-batch
+    fit: measurements -> coefficients (non-negative least squares)
+    sizes: ModelSizes: weights and floating-point operations of a transformer
+    memory: bytes on one GPU, from a model's sizes and a layout
+    calibration: the content of a cost model's file
 """
 
 from megapack.cost.fit import Measurement

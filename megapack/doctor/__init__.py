@@ -1,7 +1,8 @@
 """`megapack doctor`: which software and settings of this machine would break a run, and the fixes.
 
-runner  runs the probes, those that import torch in a child process
-probes  versions, libraries, environment variables
+Modules:
+    runner: runs the probes, those that import torch in a child process
+    probes: versions, libraries, environment variables
 """
 
 from megapack.doctor.runner import Diagnosis, diagnose

@@ -1,8 +1,9 @@
 """Objectives: one loss per token, never a mean, with weights that are fixed before a step runs.
 
-token        SFT, PPO, GRPO and the weights of response tokens
-sequence     GSPO, which needs whole samples, and the value loss
-preference   DPO and pairwise rewards, which need pairs of samples
+Modules:
+    token: SFT, PPO, GRPO and the weights of response tokens
+    sequence: GSPO, which needs whole samples, and the value loss
+    preference: DPO and pairwise rewards, which need pairs of samples
 """
 
 from megapack.loss.preference import DPO, PairwiseReward, pair_signs

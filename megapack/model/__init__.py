@@ -1,9 +1,10 @@
 """A Megatron-Core GPT for packed rows, as the main job trains it.
 
-build, specs, init   config and model chunks, layer specs, weights and frozen parameters
-head, logprobs, mtp  vocabulary or value head, log-probs in chunks, multi-token prediction
-attention, experts   packed attention; mixtures of experts
-optimizer            Megatron's Adam and learning-rate schedule
+Modules:
+    build, specs, init: config and model chunks, layer specs, weights and frozen parameters
+    head, logprobs, mtp: vocabulary or value head, log-probs in chunks, multi-token prediction
+    attention, experts: packed attention; mixtures of experts
+    optimizer: Megatron's Adam and learning-rate schedule
 """
 
 from megapack.model.build import build_model, initialize_parallel, transformer_config

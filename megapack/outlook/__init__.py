@@ -1,7 +1,8 @@
 """Predictions without a GPU: for a plan, a config, or a choice of layouts.
 
-stats      all numbers about planned steps: counts, simulated seconds, lower bounds
-dry_run    the main job without a GPU: plan, seconds and memory of its first batch
-tune       layouts, budgets and policies ranked by predicted speed
-baselines  simple packing strategies to compare a plan with
+Modules:
+    stats: all numbers about planned steps: counts, simulated seconds, lower bounds
+    dry_run: the main job without a GPU: plan, seconds and memory of its first batch
+    tune: layouts, budgets and policies ranked by predicted speed
+    baselines: simple packing strategies to compare a plan with
 """

@@ -1,8 +1,9 @@
 """Replace names of another training framework by megapack's.
 
-registry  apply, revert, status, check: the patches of this process
-files     the patch files in patches/
-target    one name of a host: verify, replace, restore
+Modules:
+    registry: apply, revert, status, check: the patches of this process
+    files: the patch files in patches/
+    target: one name of a host: verify, replace, restore
 """
 
 from megapack.patching.registry import Finding, apply, check, revert, status

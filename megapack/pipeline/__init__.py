@@ -1,8 +1,9 @@
 """The pipeline simulator: how long a step takes under Megatron's schedules.
 
-order      the operations of 1F1B and interleaving, in Megatron's order
-kernels    the compiled recurrence over them
-simulator  simulate(step) -> Simulation: makespan, bubble, activations, events
+Modules:
+    order: the operations of 1F1B and interleaving, in Megatron's order
+    kernels: the compiled recurrence over them
+    simulator: simulate(step) -> Simulation: makespan, bubble, activations, events
 """
 
 from megapack.pipeline.simulator import Event, Simulation, simulate, simulate_planned

@@ -1,10 +1,11 @@
 """The plan as data: steps, ranks, micro-batches; its invariants, forms and files.
 
-plan    Plan, StepPlan, MicroBatch and their Counts; digest
-check   check_plan: the invariants, numbered
-text    the text and JSON forms and their parsers
-show    grids and differences, for people
-file    plans read from and written to files
+Modules:
+    plan: Plan, StepPlan, MicroBatch and their Counts; digest
+    check: check_plan: the invariants, numbered
+    text: the text and JSON forms and their parsers
+    show: grids and differences, for people
+    file: plans read from and written to files
 """
 
 from megapack.plan.check import check_plan

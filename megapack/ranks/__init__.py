@@ -1,9 +1,10 @@
 """Links between the ranks of a job, in addition to Megatron's process groups.
 
-agree            ranks compare what they are about to do; the next step is prepared ahead
-board, watchdog  failures reach ranks that are stuck in a collective
-links            Ranks: starts and owns all of this; one rank's error becomes every rank's
-executor         runs calls on a daemon thread
-place            what a rank is doing, for messages
-interrupt, cpu   signals; Megatron on a machine without CUDA
+Modules:
+    agree: ranks compare what they are about to do; the next step is prepared ahead
+    board, watchdog: failures reach ranks that are stuck in a collective
+    links: Ranks: starts and owns all of this; one rank's error becomes every rank's
+    executor: runs calls on a daemon thread
+    place: what a rank is doing, for messages
+    interrupt, cpu: signals; Megatron on a machine without CUDA
 """

@@ -1,7 +1,8 @@
 """Packed rows: the samples of a micro-batch as one token sequence (TE's "THD" layout), and back.
 
-packed     micro-batch + samples -> PackedRow
-slices     context-parallel slices of a row
-segments   sums over the samples of a row
-outputs    per-token values back in sample order; sums of metrics
+Modules:
+    packed: micro-batch + samples -> PackedRow
+    slices: context-parallel slices of a row
+    segments: sums over the samples of a row
+    outputs: per-token values back in sample order; sums of metrics
 """

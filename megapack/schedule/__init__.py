@@ -1,12 +1,13 @@
 """From a plan to gradients: the adapter around Megatron's `forward_backward_func`.
 
-adapter   ScheduleAdapter.step and .forward
-call      StepCall: the arguments of one call, and what all ranks must agree on
-checks    refuses settings with which Megatron would hang or train wrongly
-runner    one run of Megatron's schedule over the packed rows
-forward   Megatron's forward step, and the loss on the last stage
-p2p       sends rows between stages with the lengths that the plan knows
-faults    a step that runs out of memory or has a NaN
+Modules:
+    adapter: ScheduleAdapter.step and .forward
+    call: StepCall: the arguments of one call, and what all ranks must agree on
+    checks: refuses settings with which Megatron would hang or train wrongly
+    runner: one run of Megatron's schedule over the packed rows
+    forward: Megatron's forward step, and the loss on the last stage
+    p2p: sends rows between stages with the lengths that the plan knows
+    faults: a step that runs out of memory or has a NaN
 """
 
 from megapack.schedule.adapter import ScheduleAdapter, StepResult

@@ -1,9 +1,10 @@
 """The main job: `python -m megapack train CONFIG`.
 
-job               Trainer: batches -> passes -> optimizer -> checkpoint
-passes            log-probs and gradients of a batch
-folder, metrics   what a run leaves behind
-trace, trackers   measured timelines; TensorBoard and W&B
+Modules:
+    job: Trainer: batches -> passes -> optimizer -> checkpoint
+    passes: log-probs and gradients of a batch
+    folder, metrics: what a run leaves behind
+    trace, trackers: measured timelines; TensorBoard and W&B
 """
 
 from megapack.train.job import Trainer, train

@@ -1,6 +1,7 @@
 """Mixtures of experts on packed rows.
 
-model    all routers of a rank: checks, rows and metrics
-router   PackedRouter: losses per sample without padding, and routing replay
-rows     a packed row as routers see it; auxiliary losses; recorded choices
+Modules:
+    model: all routers of a rank: checks, rows and metrics
+    router: PackedRouter: losses per sample without padding, and routing replay
+    rows: a packed row as routers see it; auxiliary losses; recorded choices
 """
