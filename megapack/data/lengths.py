@@ -41,7 +41,7 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 # `str.splitlines` also splits at characters that JSON allows inside a string, such as U+2028.
 _LINE_END = re.compile(r"\r\n?|\n")
 
-Rows = Iterator[tuple[int, dict[str, Any]]]
+Records = Iterator[tuple[int, dict[str, Any]]]
 """Line or row number from 1, and the row's cells by column."""
 
 
@@ -152,7 +152,7 @@ def _read_npy(path: Path, columns: Columns) -> LengthTable:
     return LengthTable(read_lengths(array), None, None, "array")
 
 
-def _read_rows(rows: Rows, columns: Columns) -> LengthTable:
+def _read_rows(rows: Records, columns: Columns) -> LengthTable:
     first = next(rows, None)
     if first is None:
         raise DataError("no samples; give one row per sample")
@@ -177,7 +177,7 @@ def _read_rows(rows: Rows, columns: Columns) -> LengthTable:
     )
 
 
-def _chain(first: tuple[int, dict[str, Any]], rows: Rows) -> Rows:
+def _chain(first: tuple[int, dict[str, Any]], rows: Records) -> Records:
     yield first
     yield from rows
 
@@ -249,7 +249,7 @@ def _listed(names: list[str]) -> str:
     return shown_names + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
-def _text_rows(path: str) -> Rows:
+def _text_rows(path: str) -> Records:
     data = sys.stdin.buffer.read() if path == STDIN else read_whole(path)
     try:
         lines = _LINE_END.split(data.decode("utf-8-sig"))
@@ -269,7 +269,7 @@ def _text_rows(path: str) -> Rows:
     return _csv_rows(lines)
 
 
-def _json_rows(numbered: list[tuple[int, str]]) -> Rows:
+def _json_rows(numbered: list[tuple[int, str]]) -> Records:
     for number, line in numbered:
         try:
             row = strict_json(line)
@@ -281,7 +281,7 @@ def _json_rows(numbered: list[tuple[int, str]]) -> Rows:
         yield number, row
 
 
-def _csv_rows(lines: list[str]) -> Rows:
+def _csv_rows(lines: list[str]) -> Records:
     reader = csv.reader(lines)
     names: list[str] = []
     try:
@@ -322,7 +322,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _parquet_rows(path: Path, columns: Columns) -> Rows:
+def _parquet_rows(path: Path, columns: Columns) -> Records:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:

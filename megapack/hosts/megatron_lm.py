@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import megapack
-from megapack.errors import ScheduleError
+from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts.shared.options import HostOptions
 from megapack.layout import Layout, fp8_rows
 from megapack.policy import Policy
@@ -186,7 +186,7 @@ def _refuse_unplanned(step: dict[str, Any]) -> None:
         "pg_collection",
     ):
         if step.get(name):
-            raise ScheduleError(
+            raise ConfigError(
                 f"Megatron-LM passes {name}, which planned steps do not support; turn off the "
                 "feature that needs it (distillation, saved gradients, multi-module models), or "
                 "the patch"

@@ -113,9 +113,9 @@ def plan_report(
         cost: seconds of micro-batches; None: time is in row tokens.
 
     Raises:
-        PlanError: the number of lengths is not the plan's number of samples.
+        PlanError: the number of lengths is not the plan's number of samples, or Megatron would not
+            run an M.
         ConfigError: stage weights that do not fit the layout.
-        ScheduleError: an M that Megatron would not run.
     """
     flat = None if lengths is None else read_lengths(lengths)
     if flat is not None and flat.size != plan.num_samples:

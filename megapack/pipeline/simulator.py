@@ -17,7 +17,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats
 from megapack.cost.model import TOKENS, CostModel
-from megapack.errors import ConfigError, ScheduleError
+from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
 from megapack.pipeline.kernels import RankOps, peak_live, rank_seconds
 from megapack.pipeline.order import StepOrder, step_order
@@ -121,10 +121,10 @@ def simulate(
     Raises:
         ConfigError: stage weights that do not fit the layout, lockstep with unequal M, or
             sizes far beyond any pipeline.
-        ScheduleError: an M that Megatron would not run, or a step without ranks.
+        PlanError: an M that Megatron would not run, or a step without ranks.
     """
     if not step.ranks:
-        raise ScheduleError(f"a step of 0 ranks for dp={layout.dp}; give one with micro-batches")
+        raise PlanError(f"a step of 0 ranks for dp={layout.dp}; give one with micro-batches")
     cost = cost or TOKENS
     work = [_forward_seconds(rank, layout, cost) for rank in step.ranks]
     forward = _slowest(work) if lockstep else work
@@ -166,14 +166,14 @@ class Runner:
         """The operations of a DP rank with this many micro-batches.
 
         Raises:
-            ScheduleError: an M that Megatron would not run.
+            PlanError: an M that Megatron would not run.
             ConfigError: an M too large to simulate.
         """
         layout = self.layout
         group = (group or layout.group_size) if layout.vpp > 1 else 1
         too_small = layout.vpp > 1 and group < layout.pp
         if too_small or not layout.is_legal_count(num_microbatches, group):
-            raise ScheduleError(
+            raise PlanError(
                 f"M={num_microbatches} with pp={layout.pp}, vpp={layout.vpp}, G={group}; set a "
                 "legal count: M >= 1, interleaved M >= G >= pp and M % G 0 or >= pp"
             )

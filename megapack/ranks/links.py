@@ -95,12 +95,20 @@ class Ranks:
         Raises:
             ConfigError: the job has more processes, which have to agree before each step.
         """
-        if _world() > 1:
+        ranks = cls(None, None)
+        ranks.check()
+        return ranks
+
+    def check(self) -> None:
+        """Raise ConfigError if these are `alone` in a job of several processes.
+
+        They may have been made before the job's process group.
+        """
+        if self._agreements is None and _world() > 1:
             raise ConfigError(
                 f"Ranks.alone() in a job of {_world()} processes; use Ranks.start(), or "
                 "Ranks.start(watchdog=False)"
             )
-        return cls(None, None)
 
     @property
     def has_failed(self) -> bool:

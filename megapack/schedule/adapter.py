@@ -67,8 +67,9 @@ class ScheduleAdapter:
         _check_and_pack: `StepCall.check`, then `pack_row`, `slice_row` and
             `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
         `agree`: all ranks have packed the same call, or all raise
-        `ScheduleRunner.run`: moves rows to the device, makes the `SchedulePass` that collects sums
-        `ScheduleRunner.run_schedule`: calls Megatron's schedule with a `ForwardStep`
+        `ScheduleRunner.run`: makes the `SchedulePass`, which collects sums and outputs
+        `ScheduleRunner.run_schedule`: moves rows to the device, runs Megatron's schedule with a
+            `ForwardStep`
         `ForwardStep.run_row`: runs a row through a chunk; `LastStage` computes the loss
         `FiniteFlags.refuse`: all ranks raise if one of them has a NaN
         `sum_metrics`: adds the pass's sums over ranks, for the `StepResult`
@@ -110,6 +111,7 @@ class ScheduleAdapter:
         self.head = head
         self.config = get_model_config(self.chunks[0])
         self.ranks = shared_ranks() if ranks is None else ranks
+        self.ranks.check()
         self._device = torch.device(torch.cuda.current_device())
         # Stages differ in their layers: if one refuses its own, all raise.
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
@@ -382,7 +384,7 @@ class ScheduleAdapter:
         for name, is_used in zip(names, are_used, strict=True):
             if not is_used:
                 raise of_all_ranks(
-                    ScheduleError(
+                    DataError(
                         f"no model chunk's forward takes {name!r}, which the batch has as a "
                         "tensor; add the argument to the model's forward, or leave the tensor out"
                     )

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from megapack.errors import ScheduleError
+from megapack.errors import ConfigError, ScheduleError
 from megapack.ranks.place import Place
 
 
@@ -122,5 +122,5 @@ def receive_order(num_microbatches: int, vpp: int, group_size: int | None) -> li
     if vpp == 1:
         return [(m, 0) for m in range(num_microbatches)]
     if group_size is None:
-        raise ScheduleError(f"vpp={vpp} needs a group size; set Layout.microbatch_group_size")
+        raise ConfigError(f"vpp={vpp} needs a group size; set Layout.microbatch_group_size")
     return list(get_schedule_table(num_microbatches, vpp, group_size))

@@ -53,8 +53,8 @@ def planned(plan: Plan, index: int, number: int, cost: CostModel | None) -> Time
         cost: seconds of micro-batches; None: time is in row tokens.
 
     Raises:
-        PlanError: the step does not have the layout's number of ranks.
-        ScheduleError: an M that Megatron would not run.
+        PlanError: the step does not have the layout's number of ranks, or an M that Megatron would
+            not run.
     """
     step = plan.steps[index]
     layout = plan.layout

@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 
-from megapack import Layout, ScheduleError, build_dp_schedule, launch
+from megapack import DataError, Layout, build_dp_schedule, launch
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel, transformer_config
 from megapack.model.init import global_parameters, initialize_by_name
@@ -149,7 +149,7 @@ def _error_of_unknown_tensor(adapter: ScheduleAdapter) -> str:
     plan = build_dp_schedule(batch.lengths, layout=adapter.layout, max_tokens_per_gpu=64)
     try:
         adapter.step(plan, batch, objective=SFT())
-    except ScheduleError as error:
+    except DataError as error:
         return str(error)
     return ""
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack.errors import DataError, PlanError, ScheduleError
+from megapack.errors import ConfigError, DataError, PlanError, ScheduleError
 from megapack.hosts import megatron_lm
 from megapack.hosts.shared.megatron_lm_data import read_item
 from tests.dist.spawn import checked_job, rank_reports
@@ -88,7 +88,7 @@ def test_other_forward_steps_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> N
     assert run(forward_step_func=print, num_microbatches=3, seq_length=8) == "theirs"
     assert calls == [{"forward_step_func": print, "num_microbatches": 3, "seq_length": 8}]
     planned = megatron_lm.PlannedStep(max_tokens_per_gpu=64)
-    with pytest.raises(ScheduleError, match="Megatron-LM passes force_all_reduce"):
+    with pytest.raises(ConfigError, match="Megatron-LM passes force_all_reduce"):
         run(forward_step_func=planned, num_microbatches=3, force_all_reduce=True)
 
 

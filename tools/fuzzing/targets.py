@@ -25,7 +25,6 @@ from megapack import (
     Plan,
     PlanError,
     Policy,
-    ScheduleError,
     build_dp_schedule,
     check_plan,
     simulate,
@@ -87,7 +86,7 @@ def _hold_plan(plan: Plan | None) -> bool:
     _hold_round_trips(plan)
     require(diff_plans(plan, plan).equal, "a plan differs from itself")
     for step in plan.steps:
-        refused(lambda: simulate(step, layout=plan.layout), ConfigError, ScheduleError)  # noqa: B023
+        refused(lambda: simulate(step, layout=plan.layout), ConfigError, PlanError)  # noqa: B023
     if plan.num_samples <= _MAX_CHECKED_SAMPLES:
         lengths = [seeds.seed_length(sample) for sample in range(plan.num_samples)]
         refused(lambda: check_plan(plan, lengths), PlanError, DataError)

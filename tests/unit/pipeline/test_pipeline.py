@@ -11,7 +11,7 @@ from megapack import (
     CostModel,
     Layout,
     MicroBatch,
-    ScheduleError,
+    PlanError,
     StepPlan,
     build_dp_schedule,
     simulate,
@@ -163,7 +163,7 @@ def test_warm_up_sets_the_peak_of_live_tokens() -> None:
 
 
 def test_counts_that_hang_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="legal count"):
+    with pytest.raises(PlanError, match="legal count"):
         simulate(step_of([[5] * 5], 4), layout=Layout(pp=4, vpp=2))
 
 
@@ -177,12 +177,12 @@ def test_sizes_beyond_any_pipeline_are_refused() -> None:
 
 
 def test_groups_smaller_than_the_pipeline_are_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"pp=4, vpp=2, G=2; .* G >= pp"):
+    with pytest.raises(PlanError, match=r"pp=4, vpp=2, G=2; .* G >= pp"):
         simulate(step_of([[10] * 4], group=2), layout=Layout(pp=4, vpp=2))
 
 
 def test_a_step_without_ranks_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="0 ranks for dp=2"):
+    with pytest.raises(PlanError, match="0 ranks for dp=2"):
         simulate(StepPlan((), None, None, (), ()), layout=Layout(dp=2))
 
 

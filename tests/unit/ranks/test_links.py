@@ -78,10 +78,12 @@ def test_the_watchdog_is_optional() -> None:
 
 
 def test_alone_is_refused_in_a_job_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_before_the_group = Ranks.alone()
     with job_of_one():
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-        with pytest.raises(ConfigError, match=r"job of 2 processes; use Ranks\.start\(\)"):
-            Ranks.alone()
+        for refused in (Ranks.alone, made_before_the_group.check):
+            with pytest.raises(ConfigError, match=r"job of 2 processes; use Ranks\.start\(\)"):
+                refused()
 
 
 class CountedStart:

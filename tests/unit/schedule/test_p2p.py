@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megapack.schedule.p2p
-from megapack.errors import ScheduleError
+from megapack.errors import ConfigError, ScheduleError
 from megapack.schedule.p2p import PlannedP2PCommunicator, receive_order
 from tests.groups import RankOf
 
@@ -100,7 +100,7 @@ def test_every_chunk_runs_every_micro_batch_once(vpp: int, group_size: int, extr
 
 
 def test_interleaving_without_a_group_size_is_an_error() -> None:
-    with pytest.raises(ScheduleError, match=r"vpp=2 .*set Layout.microbatch_group_size"):
+    with pytest.raises(ConfigError, match=r"vpp=2 .*set Layout.microbatch_group_size"):
         receive_order(4, 2, None)
 
 
