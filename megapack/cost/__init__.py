@@ -9,11 +9,12 @@ Modules:
 """
 
 from megapack.cost.fit import Measurement
-from megapack.cost.model import CostModel
+from megapack.cost.model import TOKENS, CostModel
 from megapack.cost.sizes import ModelSizes
 
 __all__ = [
     "CostModel",
     "Measurement",
     "ModelSizes",
+    "TOKENS",
 ]

@@ -6,11 +6,12 @@ Modules:
     simulator: simulate(step) -> Simulation: makespan, bubble, activations, events
 """
 
-from megapack.pipeline.simulator import Event, Simulation, simulate, simulate_planned
+from megapack.pipeline.simulator import Event, Runner, Simulation, simulate, simulate_planned
 
 __all__ = [
     "Event",
     "Simulation",
     "simulate",
     "simulate_planned",
+    "Runner",
 ]

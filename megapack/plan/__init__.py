@@ -9,7 +9,7 @@ Modules:
 """
 
 from megapack.plan.check import check_plan
-from megapack.plan.plan import Counts, MicroBatch, Plan, RolloutId, StepPlan
+from megapack.plan.plan import Counts, MicroBatch, Plan, RolloutId, StepPlan, own_samples
 
 __all__ = [
     "Counts",
@@ -18,4 +18,5 @@ __all__ = [
     "RolloutId",
     "StepPlan",
     "check_plan",
+    "own_samples",
 ]

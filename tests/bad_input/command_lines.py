@@ -114,7 +114,7 @@ def _plan(args: str, *words: str) -> Line:
 
 PLAN_LINES = [
     _plan("", "neither of max_tokens_per_gpu", "set exactly one"),
-    _plan("--max-tokens-per-gpu 8 -o -", "-o -", "set a file's name"),
+    _plan("--max-tokens-per-gpu 8 -o -", "-o -", "set a file name"),
     _plan("--max-tokens-per-gpu 8 -o a.csv", "a.csv is the input itself", "set another -o"),
     _plan("--max-tokens-per-gpu 8 -o no/p.json", "no/p.json", "set another -o"),
     _plan("--max-tokens-per-gpu 8 -o /dev/full", "/dev/full", "No space left", "set another -o"),
@@ -170,7 +170,7 @@ FILE_LINES = [
     ),
     line("trace none", "none: no such file", "give a plan.json, or the folder of a run"),
     line("report none", "none: no such file", "give a plan.json, or the folder of a run"),
-    line("report run -o -", "-o -", "set a file's name", run=run_with(lambda folder: None)),
+    line("report run -o -", "-o -", "set a file name", run=run_with(lambda folder: None)),
     line("report run -o no/r.html", "no/r.html", "set", run=run_with(lambda folder: None)),
     line(
         "report run",

@@ -110,7 +110,7 @@ def test_the_error_names_gradients_if_outputs_are_finite() -> None:
 
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}])
 def test_no_retry_if_ranks_communicate_inside_layers(ranks: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"meet inside layers.*set train\.on_oom=error"):
+    with pytest.raises(ConfigError, match=r"communicate inside layers.*set train\.on_oom=error"):
         check_retry(Layout(**ranks), [], SimpleNamespace())
 
 
