@@ -136,7 +136,9 @@ def _micro_batches(problem: StepProblem, row_of: Ints) -> list[MicroBatch]:
     sample_row = np.repeat(row_of, problem.item_samples)
     order = np.lexsort((problem.samples, sample_row))
     num_rows = int(row_of.max()) + 1
-    tokens, padded, tokens_sq = _row_sums(problem, row_of, num_rows)
+    tokens = row_sums(problem.lengths, row_of, num_rows)
+    padded = problem.layout.aligned_row_tokens(row_sums(problem.aligned, row_of, num_rows))
+    tokens_sq = row_sums(problem.aligned_sq, row_of, num_rows)
     samples = problem.samples[order].tolist()
     ends = np.cumsum(np.bincount(sample_row, minlength=num_rows)).tolist()
     starts = [0, *ends[:-1]]
@@ -148,15 +150,8 @@ def _micro_batches(problem: StepProblem, row_of: Ints) -> list[MicroBatch]:
     ]
 
 
-def _row_sums(problem: StepProblem, row_of: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
-    """Real tokens, padded tokens and sum of squared aligned lengths of each row.
-
-    Each is int64 [num_rows].
-    """
-    tokens = np.zeros(num_rows, dtype=np.int64)
-    padded = np.zeros(num_rows, dtype=np.int64)
-    tokens_sq = np.zeros(num_rows, dtype=np.int64)
-    np.add.at(tokens, row_of, problem.lengths)
-    np.add.at(padded, row_of, problem.aligned)
-    np.add.at(tokens_sq, row_of, problem.aligned_sq)
-    return tokens, problem.layout.aligned_row_tokens(padded), tokens_sq
+def row_sums(values: Ints, row_of: Ints, num_rows: int) -> Ints:
+    """int64 [num_rows]: sum of the items' values in each row."""
+    sums = np.zeros(num_rows, dtype=np.int64)
+    np.add.at(sums, row_of, values)
+    return sums

@@ -10,7 +10,7 @@ from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
-from megapack.planner.problem import PADDING, StepDraft, StepProblem
+from megapack.planner.problem import PADDING, StepDraft, StepProblem, row_sums
 from megapack.planner.refine import refine
 from megapack.planner.state import RowCost, State, score_all
 
@@ -84,21 +84,14 @@ def _state(problem: StepProblem, draft: StepDraft) -> State:
         row_of=row_of,
         next=after,
         head=head,
-        tokens=_row_sums(problem.aligned, row_of, num_items.size),
-        tokens_sq=_row_sums(problem.aligned_sq, row_of, num_items.size),
-        num_samples=_row_sums(problem.item_samples, row_of, num_items.size),
+        tokens=row_sums(problem.aligned, row_of, num_items.size),
+        tokens_sq=row_sums(problem.aligned_sq, row_of, num_items.size),
+        num_samples=row_sums(problem.item_samples, row_of, num_items.size),
         num_items=num_items,
         rows=rows,
         counts=counts,
         seconds=np.zeros(counts.size),
     )
-
-
-def _row_sums(values: Ints, row_of: Ints, num_rows: int) -> Ints:
-    """int64 [R]: sum of the items' values in each row."""
-    total = np.zeros(num_rows, dtype=np.int64)
-    np.add.at(total, row_of, values)
-    return total
 
 
 def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:
