@@ -6,10 +6,11 @@
 # its exact version becomes a constraint for pip. Else the tested versions are installed.
 #
 #   PYTHON    the interpreter to build on; unset: python3, if it is 3.11 or newer
+#   VENV      the folder of the environment; unset: .venv
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
+venv=$(realpath -ms "${VENV:-$root/.venv}")
 
 die() {
     printf 'tools/venv.sh: %s\n' "$*" >&2
@@ -100,7 +101,7 @@ main() {
     local python
     # Two scripts started together must not install into each other.
     if command -v flock >/dev/null; then
-        exec 9>"$root/.venv.lock"
+        exec 9>"$venv.lock"
         flock 9
     fi
     if ! "$venv/bin/python" -c '' 2>/dev/null; then

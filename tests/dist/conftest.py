@@ -19,7 +19,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def case_results(
-    reference: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """The workers' results, by case."""
-    return run_cases(CASES, reference, tmp_path_factory.mktemp("cases"))
+    """The workers' results, by case, for the cases of the selected tests."""
+    tests = [item for item in request.session.items if "case_results" in item.fixturenames]
+    if not all(hasattr(test, "callspec") for test in tests):
+        return run_cases(CASES, reference, tmp_path_factory.mktemp("cases"))
+    wanted = {test.callspec.params["name"] for test in tests}
+    names = [name for name in CASES if name in wanted]
+    return run_cases(names, reference, tmp_path_factory.mktemp("cases"))

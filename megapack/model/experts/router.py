@@ -106,10 +106,9 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
     def choose(self, scores: Tensor, own_choice: Callable[[], tuple[Tensor, Tensor]]) -> Any:
         """Scores and experts [t, K]: the row's choices if it has some, else the router's own."""
         row = self._row
-        layer = self.layer_number - 1
-        if row is None or self._pass is None or layer not in self._moe_layers:
+        layer = self._layer()
+        if row is None or self._pass is None or layer is None:
             return own_choice()
-        layer = self._moe_layers.index(layer)
         if row.choices_tLK is None:
             chosen_tK, experts_tK = own_choice()
         else:
@@ -118,6 +117,17 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         if self._pass.record:
             row.recorded[layer] = experts_tK.detach()
         return chosen_tK, experts_tK
+
+    def _layer(self) -> int | None:
+        """Index among the MoE layers of the model; None for multi-token prediction.
+
+        Megatron-Core 0.16 numbers the layers of multi-token prediction after the model's. Since
+        0.19 it numbers them from 1 again, and marks their routers.
+        """
+        layer = self.layer_number - 1
+        if getattr(self, "is_mtp_layer", False) or layer not in self._moe_layers:
+            return None
+        return self._moe_layers.index(layer)
 
 
 class _ReplayAdapter:

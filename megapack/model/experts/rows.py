@@ -126,8 +126,8 @@ def check_choices(value: Tensor | None, sample: int, length: int, shape: Routing
         )
     if value.is_floating_point() or (value < 0).any() or (value >= shape.num_experts).any():
         raise DataError(
-            f"sample {sample}'s routing is not of integers in [0, {shape.num_experts}); record it "
-            "on the same model"
+            f"sample {sample}'s routing has {value.dtype} from {value.min()} to {value.max()}, not "
+            f"integers in [0, {shape.num_experts}); record it on the same model"
         )
     ordered = value.sort(-1).values
     if (ordered[..., 1:] == ordered[..., :-1]).any():

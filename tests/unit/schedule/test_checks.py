@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,11 @@ from megapack.schedule.checks import (
 pytestmark = pytest.mark.unit
 
 INTERLEAVED = Layout(pp=2, vpp=2)
+CUDA_GRAPH_SCOPES = [
+    field.name
+    for field in fields(TransformerConfig)
+    if field.name in ("cuda_graph_scope", "cuda_graph_modules")
+]
 
 
 def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
@@ -47,7 +52,8 @@ def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         calculate_per_token_loss=True,
-        cuda_graph_scope=[],  # the default of 0.16.1 warns that it is deprecated
+        # The default of 0.16.1 warns that it is deprecated; 0.19 renamed the field.
+        **{name: [] for name in CUDA_GRAPH_SCOPES[:1]},
     )
     for name, value in changes.items():
         setattr(made, name, value)

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The tests on both supported pairs of Python and Megatron-Core: 3.11 with 0.16.1, 3.12 with 0.19.2.
+#
+#   tools/test_versions.sh [pytest arguments]    all of tools/test.sh on each pair
+#   tools/test_versions.sh --sample              on 3.12 alone: some of what Megatron-Core runs
+#
+#   PYTHON311, PYTHON312    the interpreters; unset: python3.11 and python3.12
+#
+# The environments are .venv-3.11 and .venv-3.12 in the repository, made by tools/venv.sh.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# Each kind of parallelism, and each feature of a model, in at least one of these 15 cases.
+SAMPLE='tp2_sp_pp2 or cp2_pp2 or dp2_pp2_vpp2_pad or moe_dp2_pp2 or moe_replay_cp2'
+readonly SAMPLE+=' or mtp_moe_dp2'
+
+on() {
+    local version=$1 python
+    shift
+    python=PYTHON${version/./}
+    python=${!python:-python$version}
+    if ! "$python" -c '' 2>/dev/null; then
+        printf 'tools/test_versions.sh: %s does not run; set PYTHON%s\n' \
+            "$python" "${version/./}" >&2
+        return 2
+    fi
+    printf '\n== Python %s\n' "$version"
+    PYTHON=$python VENV=$root/.venv-$version "$root/tools/test.sh" "$@"
+}
+
+if [[ ${1:-} == --sample ]]; then
+    shift
+    on 3.12 tests/unit/model tests/unit/ranks tests/unit/schedule "$@"
+    on 3.12 tests/dist/test_exactness.py -k "$SAMPLE" "$@"
+    exit
+fi
+status=0
+for version in 3.11 3.12; do
+    on "$version" "$@" || status=$?
+done
+exit "$status"
