@@ -7,7 +7,8 @@ micro-batch, and takes the count of the first step for that of all steps.
 
 With `overlap_param_gather` (distributed optimizer), an optimizer step updates each rank's part of
 the parameters only. The parts are gathered in the next forward, at the first module that needs
-them; until then `param.data` holds old values.
+them; until then `param.data` holds old values. DDP takes the first forward after a step to come
+after the optimizer step too: no forward may run in between.
 """
 
 from __future__ import annotations

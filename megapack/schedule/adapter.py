@@ -147,6 +147,7 @@ class ScheduleAdapter:
         checks.check_layout(self.layout, len(self.chunks))
         checks.check_config(self.config, self.layout)
         checks.check_chunks(self.chunks)
+        checks.check_cp_comm(self.chunks, self.config)
         if retries_oom:
             check_retry(self.layout, self.config)
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
