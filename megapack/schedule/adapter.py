@@ -374,8 +374,7 @@ class ScheduleAdapter:
             plan.colocate_ids,
             getattr(unwrapped(self.chunks[0]), "vocab_size", None),
         )
-        depths = num_depths(self.config) if call.is_training else 0
-        return slice_row(with_rows_ahead(row, depths), cp.size(), cp.rank())
+        return slice_row(with_rows_ahead(row, num_depths(self.config)), cp.size(), cp.rank())
 
     def _check_inputs(self, names: tuple[str, ...]) -> None:
         """Refuse a tensor that no chunk of any rank accepts: it would be ignored silently."""

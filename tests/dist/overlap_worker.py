@@ -23,6 +23,7 @@ from megapack.model.init import global_parameters
 from megapack.model.optimizer import build_optimizer
 from megapack.model.overlap import finish_param_gathers
 from megapack.schedule import ScheduleAdapter
+from megapack.train.passes import Reference
 from tests.dist import problem
 from tests.dist.cases import move_one
 from tests.dist.setup import build_chunks
@@ -87,14 +88,21 @@ def main(out_dir: str, name: str) -> None:
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         one.config.overlap_param_gather = case.ddp.get("overlap_param_gather", False)
     adapter = ScheduleAdapter(chunks, layout=case.layout, retries_oom=case.retries_oom)
-    steps = [_step(case, adapter, optimizer, num_samples) for num_samples in STEPS]
+    reference = Reference(chunks)
+    steps = [_step(case, adapter, optimizer, reference, n) for n in STEPS]
     finish_param_gathers(chunks)
     result = {"steps": steps, "weights": _parameters(chunks)}
     torch.save(result, Path(out_dir) / f"rank{dist.get_rank()}.pt")
     launch.stop()
 
 
-def _step(case: Case, adapter: ScheduleAdapter, optimizer: Any, num_samples: int) -> dict[str, Any]:
+def _step(
+    case: Case,
+    adapter: ScheduleAdapter,
+    optimizer: Any,
+    reference: Reference,
+    num_samples: int,
+) -> dict[str, Any]:
     batch = problem.make_batch(num_samples)
     is_alone = case.layout.world_size == 1
     plan = build_dp_schedule(
@@ -114,6 +122,9 @@ def _step(case: Case, adapter: ScheduleAdapter, optimizer: Any, num_samples: int
     before = _parameters(adapter.chunks)
     gradients = {n: p.main_grad.clone() for c in adapter.chunks for n, p in global_parameters(c)}
     optimizer.step()
+    # The weights that come back must be those of the optimizer, not those before the gather.
+    with reference.weights():
+        adapter.forward(plan, batch)
     counts = [len(rank) for rank in plan.steps[0].ranks]
     return {"loss": result.loss, "counts": counts, "weights": before, "gradients": gradients}
 
