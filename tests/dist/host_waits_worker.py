@@ -50,14 +50,20 @@ class CountWaits(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in WAITS or (name in ("__getitem__", "__setitem__") and _has_mask(args[1])):
+        is_index = name in ("__getitem__", "__setitem__")
+        if name in WAITS or (is_index and _is_read_by_host(args[1])):
             self.places[f"{_caller()}: {name}"] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _has_mask(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+def _is_read_by_host(index: Any) -> bool:
+    """Whether an index has a mask, or a slice that ends at a number on the device."""
+    for part in index if isinstance(index, tuple) else (index,):
+        bounds = (part.start, part.stop) if isinstance(part, slice) else ()
+        is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
+        if is_mask or any(isinstance(bound, Tensor) for bound in bounds):
+            return True
+    return False
 
 
 def _caller() -> str:

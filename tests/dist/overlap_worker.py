@@ -5,7 +5,6 @@ torchrun --nproc-per-node N -m tests.dist.overlap_worker OUT_DIR CASE
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,8 +73,8 @@ def main(out_dir: str, name: str) -> None:
     """Train and write `OUT_DIR/rank<r>.pt`."""
     launch.start("cpu")
     case = CASES[name]
-    build.DistributedDataParallelConfig = functools.partial(  # type: ignore[attr-defined]
-        DistributedDataParallelConfig, **case.ddp
+    build.DistributedDataParallelConfig = lambda **given: DistributedDataParallelConfig(  # type: ignore[attr-defined]
+        **{**given, **case.ddp}
     )
     chunks = build_chunks(
         case.layout,
