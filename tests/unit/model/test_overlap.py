@@ -79,8 +79,7 @@ def test_an_error_drops_the_reductions_that_run() -> None:
 def test_ddp_overlaps_again_after_the_block() -> None:
     one = chunk(overlap_grad_reduce=True)
     other = chunk(overlap_grad_reduce=False)
-    with pytest.raises(InterruptedError), without_overlap([one, other]):
+    with without_overlap([one, other]):
         assert not one.ddp_config.overlap_grad_reduce
-        raise InterruptedError
     assert one.ddp_config.overlap_grad_reduce
     assert not other.ddp_config.overlap_grad_reduce
