@@ -42,6 +42,7 @@ from megapack.base.files import read_whole
 from megapack.checkpoint.folders import writing
 from megapack.errors import CheckpointError
 from megapack.model.head import unwrapped
+from megapack.model.overlap import finish_param_gathers
 from megapack.ranks.agree import agree
 
 # Each layer is saved under its number in the whole model, and optimizer state by parameter, so the
@@ -104,6 +105,7 @@ class RunState:
         Raises:
             CheckpointError: on every rank, if one of them could not write (a full disk).
         """
+        finish_param_gathers(self._chunks)
         # This gathers within data-parallel groups; an error must reach the other groups too.
         sharded = agree(lambda: self._sharded(is_loading=False), device=device)
         # The steps of Megatron's own `save`, with agreement in between: there rank 0 writes two

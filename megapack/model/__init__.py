@@ -5,6 +5,7 @@ Modules:
     head, logprobs, mtp: vocabulary or value head, log-probs in chunks, multi-token prediction
     attention, experts: packed attention; mixtures of experts
     optimizer: Megatron's Adam and learning-rate schedule
+    overlap: DDP's communication inside forwards and backwards
 """
 
 from megapack.model.build import build_model, initialize_parallel, transformer_config

@@ -152,5 +152,5 @@ def keep_fp32(model: Any) -> None:
 
 def row_scores(row: PackedRow, values_T: Tensor, cp_group: Any = None) -> Tensor:
     """Each sample's value at its last token, [n]; collective in the CP group."""
-    at_end = row.ends_T
-    return sum_by_sample(values_T[at_end], row.sample_of_T[at_end], len(row.samples), cp_group)
+    ends_E = row.end_positions_E
+    return sum_by_sample(values_T[ends_E], row.sample_of_T[ends_E], len(row.samples), cp_group)

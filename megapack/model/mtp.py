@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP) on packed rows: labels further ahead in the same sample.
 
-Megatron's MTP block already shifts its inputs inside samples and appends its hidden states to those
-of the model. At depth k (1, 2, ...) they predict the token k positions after the label. Its labels
+Megatron's MTP block appends its hidden states to those of the model. At depth k (1, 2, ...) its
+input is the token k positions ahead, and it predicts the token k positions after the label. Both
 make another packed row with the same positions, so head, weights and layout are those of the main
 loss. The loss of a depth is the negative log-likelihood of the response with the main loss's
 weights, times mtp_loss_scaling_factor / mtp_num_layers (arXiv 2412.19437, eq. 24 and 25).
@@ -9,10 +9,14 @@ weights, times mtp_loss_scaling_factor / mtp_num_layers (arXiv 2412.19437, eq. 2
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from megapack.errors import ConfigError
@@ -26,17 +30,20 @@ def with_rows_ahead(row: PackedRow, num_depths: int) -> PackedRow:
 
 
 def row_ahead(row: PackedRow, depth: int) -> PackedRow:
-    """The row with labels `depth` tokens further ahead; the last tokens of a sample have none.
+    """The row with tokens and labels `depth` tokens further ahead, 0 after the end of a sample.
 
     With samples [5, 6, 7] and [8, 9]:
 
         tokens_T           5 6 7 8 9
+        at depth 1         6 7 0 9 0
         labels_T           6 7 0 9 0
         at depth 1         7 0 0 0 0
     """
     weights_T = _ahead(row, row.weights_T, depth)
     return replace(
         row,
+        tokens_T=_ahead(row, row.tokens_T, depth),
+        position_ids_T=_ahead(row, row.position_ids_T, depth),
         labels_T=_ahead(row, row.labels_T, depth),
         weights_T=weights_T,
         loss_positions_R=weights_T.nonzero().squeeze(1),
@@ -53,6 +60,35 @@ def _ahead(row: PackedRow, values_T: Tensor, depth: int) -> Tensor:
         end = start + length
         out_T[start : max(start, end - depth)] = values_T[start + depth : max(end, start + depth)]
     return out_T
+
+
+@contextlib.contextmanager
+def inputs_ahead(row: PackedRow, tokens_1T: Tensor, position_ids_1T: Tensor) -> Iterator[None]:
+    """Within the block, Megatron's MTP layers take their inputs from `row.ahead`.
+
+    Megatron shifts the inputs itself, sample by sample, and waits for the device twice per sample;
+    with context parallelism it also exchanges the ends of each sample's parts.
+
+    Args:
+        tokens_1T, position_ids_1T: the tensors that the model gets.
+    """
+    tokens = [tokens_1T, *(ahead.tokens_T[None] for ahead in row.ahead)]
+    positions = [position_ids_1T, *(ahead.position_ids_T[None] for ahead in row.ahead)]
+    pairs = itertools.chain(itertools.pairwise(tokens), itertools.pairwise(positions))
+    following = {id(now): ahead for now, ahead in pairs}
+    original = multi_token_prediction._roll_tensor_packed_seq
+
+    def roll(tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        ahead = following.get(id(tensor))
+        if ahead is None:
+            return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        return ahead, ahead.sum()
+
+    multi_token_prediction._roll_tensor_packed_seq = roll
+    try:
+        yield
+    finally:
+        multi_token_prediction._roll_tensor_packed_seq = original
 
 
 def num_depths(config: Any) -> int:

@@ -3,6 +3,7 @@
 Modules:
     packed: micro-batch + samples -> PackedRow
     slices: context-parallel slices of a row
+    transfer: rows to a device
     segments: sums over the samples of a row
     outputs: per-token values back in sample order; sums of metrics
 """

@@ -7,15 +7,15 @@ Labels, loss weights and fields are stored at the position that predicts their t
 of token t holds those of token t + 1 of the same sample.
 
 Shape suffixes: T row tokens, t tokens of the row that this rank's routers see, S1 samples (dummies
-included) plus one, n and S real samples, R response positions, L MoE layers of the whole model, K
-experts per token.
+included) plus one, n and S real samples, R response positions, E sample ends, L MoE layers of the
+whole model, K experts per token.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
+from megapack.rows.transfer import moved
 from megapack.samples import RowTensor, SampleBatch
 
 # Length of the dummy samples in a row's tail, before alignment. Attention costs length^2 per
@@ -46,17 +47,14 @@ class RoutingRow:
     """float32: real tokens of each sample."""
     choices_tLK: Tensor | None = None
     """Experts that replace the router's own choice; None: the router chooses."""
-    recorded: dict[int, Tensor] = field(default_factory=dict)
-    """MoE layer -> [t, K] chosen experts, filled in a pass that records routing."""
+    recorded: dict[int, Tensor] = field(default_factory=dict, metadata={"moves": False})
+    """MoE layer -> [t, K] chosen experts, filled in a pass that records routing; the row on the
+    device shares it."""
 
     @property
     def real_t(self) -> Tensor:
         """bool: False at padding."""
         return self.samples_t < len(self.samples)
-
-    def to(self, device: torch.device | str) -> RoutingRow:
-        """The same row with its tensors on `device`; both rows share `recorded`."""
-        return replace(self, **_moved_tensors(self, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ class PackedRow:
         position_ids_T       0 1 2 0 1 0
         labels_T             6 7 0 9 0 0
         sample_of_T          0 0 0 1 1 -1
-        ends_T               0 0 1 0 1 0
+        end_positions_E      2 4
         cu_seqlens_S1        0 3 5 5        (real tokens; a dummy has none)
         cu_seqlens_padded_S1 0 3 5 6        (what attention uses)
     """
@@ -90,12 +88,14 @@ class PackedRow:
     """float32: weight of the label's loss in the step; 0 at prompts, sample ends and padding."""
     sample_of_T: Tensor
     """int64: index of each real token's sample among `samples`; -1 at padding."""
-    ends_T: Tensor
-    """bool: the last real token of each sample."""
+    end_positions_E: Tensor
+    """Indices of the positions that hold a sample's last real token, in row order."""
     set_of_n: Tensor
     """int64 [n]: index of each sample's colocated set among the row's sets."""
     cu_seqlens_S1: Tensor
     cu_seqlens_padded_S1: Tensor
+    padded_lengths: tuple[int, ...]
+    """Tokens of each sample with its alignment padding, dummies included; they sum to the row."""
     max_seqlen: int
     """Tokens of the longest sample, with its alignment padding."""
     row_tokens: int
@@ -115,23 +115,13 @@ class PackedRow:
     """The same row with labels further ahead, one row per depth of multi-token prediction."""
     routing: RoutingRow | None = None
     """The row as this rank's routers see it; None for a model without experts."""
-    params: Any = None
+    params: Any = field(default=None, metadata={"moves": False})
     """Megatron's PackedSeqParams, set once the row is on its device (`with_params` in
     `model.attention.packed`)."""
 
     def to(self, device: torch.device | str) -> PackedRow:
-        """The same row with its tensors on `device`."""
-        moved = _moved_tensors(self, device)
-        for group in ("fields", "sample_fields"):
-            moved[group] = {
-                name: value.to(device, non_blocking=True)
-                for name, value in getattr(self, group).items()
-            }
-        moved["tensors"] = {name: _moved(value, device) for name, value in self.tensors.items()}
-        moved["ahead"] = tuple(row.to(device) for row in self.ahead)
-        if self.routing is not None:
-            moved["routing"] = self.routing.to(device)
-        return replace(self, **moved)
+        """The same row with its tensors on `device`; see `transfer`."""
+        return moved(self, device)
 
 
 def pack_row(
@@ -189,14 +179,15 @@ def pack_row(
         labels_T=writer.labels(),
         weights_T=weights_T,
         sample_of_T=writer.sample_of(),
-        ends_T=writer.ends(),
+        end_positions_E=writer.end_positions(),
         set_of_n=_sets(micro_batch.samples, colocate_ids),
         cu_seqlens_S1=_cumulative(real),
         cu_seqlens_padded_S1=_cumulative(spans),
+        padded_lengths=tuple(spans),
         max_seqlen=max(spans),
         row_tokens=micro_batch.row_tokens,
         row_positions_T=torch.arange(micro_batch.row_tokens),
-        # Computed on the host: on the device `nonzero` would block until the count is known.
+        # Computed on the host: on the device `nonzero` would wait until the count is known.
         loss_positions_R=weights_T.nonzero().squeeze(1),
         fields={name: writer.shifted(name) for name in names},
         sample_fields={
@@ -266,11 +257,9 @@ class _RowWriter:
             out_T[start : start + self.batch.length(i)] = index
         return out_T
 
-    def ends(self) -> Tensor:
-        out_T = torch.zeros(self.row_tokens, dtype=torch.bool)
-        for i, start in self.starts:
-            out_T[start + self.batch.length(i) - 1] = True
-        return out_T
+    def end_positions(self) -> Tensor:
+        ends = [start + self.batch.length(i) - 1 for i, start in self.starts]
+        return torch.tensor(ends, dtype=torch.int64)
 
     def is_per_sample(self, name: str) -> bool:
         return all(self.batch.field(name, i).dim() == 0 for i, _ in self.starts)
@@ -305,20 +294,6 @@ def _check_ids(batch: SampleBatch, samples: tuple[int, ...], vocab_size: int) ->
                 f"sample {i} has the token id {largest}, the model's vocabulary is {vocab_size}; "
                 "give ids of the model's tokenizer"
             )
-
-
-def _moved_tensors(row: PackedRow | RoutingRow, device: torch.device | str) -> dict[str, Any]:
-    return {
-        name: value.to(device, non_blocking=True)
-        for name, value in vars(row).items()
-        if isinstance(value, Tensor)
-    }
-
-
-def _moved(value: RowTensor, device: torch.device | str) -> RowTensor:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    return tuple(tensor.to(device, non_blocking=True) for tensor in value)
 
 
 def _sets(samples: tuple[int, ...], colocate_ids: Sequence[int | str] | None) -> Tensor:

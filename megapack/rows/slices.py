@@ -71,9 +71,9 @@ def assembly_order(spans: Sequence[int], cp: int) -> Tensor:
 def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     """One context-parallel rank's slice of a row.
 
-    All per-token tensors (named `*_T`, and the fields) are sliced; `loss_positions_R` index the
-    slice. Attributes of the whole row stay: samples, starts, `cu_seqlens` (Megatron-Core and
-    Transformer Engine divide them by cp) and `row_tokens`.
+    All per-token tensors (named `*_T`, and the fields) are sliced; `loss_positions_R` and
+    `end_positions_E` index the slice. Attributes of the whole row stay: samples, starts,
+    `cu_seqlens` (Megatron-Core and Transformer Engine divide them by cp) and `row_tokens`.
 
     Raises:
         DataError: the row was packed for another number of context-parallel ranks.
@@ -91,7 +91,7 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     """
     if cp == 1:
         return row
-    positions_T = slice_positions(row.cu_seqlens_padded_S1.diff().tolist(), cp, rank)
+    positions_T = slice_positions(row.padded_lengths, cp, rank)
     per_token = {
         name: value[positions_T] for name, value in vars(row).items() if name.endswith("_T")
     }
@@ -99,10 +99,12 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     index_T = torch.full((row.row_tokens,), -1)
     index_T[positions_T] = torch.arange(positions_T.numel())
     loss_R = index_T[row.loss_positions_R]
+    ends_E = index_T[row.end_positions_E]
     return dataclasses.replace(
         row,
         **per_token,
         loss_positions_R=loss_R[loss_R >= 0],
+        end_positions_E=ends_E[ends_E >= 0],
         fields={name: values_T[positions_T] for name, values_T in row.fields.items()},
         ahead=tuple(slice_row(other, cp, rank) for other in row.ahead),
     )

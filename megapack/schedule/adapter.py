@@ -81,7 +81,8 @@ class ScheduleAdapter:
         temperature: logits are divided by it.
         head: "value" if the last chunk has a value head (`head.replace_output_layer`).
         retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
-            StepOutOfMemory on every rank; the caller may try it again. See `faults`.
+            StepOutOfMemory on every rank; the caller may try it again. DDP's communication then
+            does not overlap with forwards and backwards. See `faults`.
         ranks: the threads and connections that carry an error of one rank to the others and pack
             the next step ahead. None: in a job of several processes, the first adapter of a
             process starts them for all its adapters (`Ranks.start()`); a job of one process has
@@ -146,8 +147,9 @@ class ScheduleAdapter:
         checks.check_layout(self.layout, len(self.chunks))
         checks.check_config(self.config, self.layout)
         checks.check_chunks(self.chunks)
+        checks.check_cp_comm(self.chunks, self.config)
         if retries_oom:
-            check_retry(self.layout, self.chunks, self.config)
+            check_retry(self.layout, self.config)
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         return ModelRouting(self.chunks, self.config, self.layout, tp_rank)
 
@@ -372,8 +374,7 @@ class ScheduleAdapter:
             plan.colocate_ids,
             getattr(unwrapped(self.chunks[0]), "vocab_size", None),
         )
-        depths = num_depths(self.config) if call.is_training else 0
-        return slice_row(with_rows_ahead(row, depths), cp.size(), cp.rank())
+        return slice_row(with_rows_ahead(row, num_depths(self.config)), cp.size(), cp.rank())
 
     def _check_inputs(self, names: tuple[str, ...]) -> None:
         """Refuse a tensor that no chunk of any rank accepts: it would be ignored silently."""

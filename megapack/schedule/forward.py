@@ -17,7 +17,7 @@ from megapack.loss.sequence import AnyObjective, call_objective
 from megapack.model.experts.rows import SchedulePass
 from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
-from megapack.model.mtp import loss_name
+from megapack.model.mtp import inputs_ahead, loss_name
 from megapack.rows.packed import PackedRow, unpack_row
 from megapack.rows.segments import row_segments
 
@@ -249,7 +249,7 @@ class ForwardStep:
             The output and None; on the last chunk the hidden states and the head, which is not run.
         """
         self._pass.routing = row.routing
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": row.tokens_T[None],
             "position_ids": row.position_ids_T[None],
             "attention_mask": None,
@@ -258,7 +258,8 @@ class ForwardStep:
         }
         if not unwrapped(model).post_process:
             return model(**inputs), None
-        with deferred_head(model) as head:
+        shifting = inputs_ahead(row, inputs["input_ids"], inputs["position_ids"])
+        with deferred_head(model) as head, shifting:
             return model(**inputs), head
 
     def _forward(

@@ -27,6 +27,7 @@ from megapack.errors import StepOutOfMemory
 from megapack.layout import Layout
 from megapack.loss.sequence import GSPO, AnyObjective
 from megapack.loss.token import GRPO, PPO, SFT
+from megapack.model.overlap import finish_param_gathers
 from megapack.outlook.stats import StepReport, step_report
 from megapack.plan.plan import Plan, StepPlan
 from megapack.ranks.agree import agree
@@ -38,27 +39,33 @@ _BIAS = "router.expert_bias"
 
 
 class Reference:
-    """A copy of the model's current weights on the CPU.
+    """A copy of the model's current weights on the CPU, in pinned memory if the model is on CUDA.
 
     Attributes:
         initial: the copied value of each parameter and expert bias.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._chunks = chunks
         params: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
         params += [b for chunk in chunks for n, b in chunk.named_buffers() if n.endswith(_BIAS)]
-        self.initial = {p: p.detach().to("cpu", copy=True) for p in params}
+        finish_param_gathers(chunks)
+        self.initial = {p: _on_host(p).copy_(p.detach()) for p in params}
         self._trained: dict[torch.Tensor, torch.Tensor] = {}
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Give the model its initial weights within the block.
+        """Give the model its initial weights within the block. A collective.
 
         The trained weights wait in CPU memory, which is allocated once. A second copy on the GPU
         would come on top of gradients and optimizer state.
         """
-        for param, initial in self.initial.items():
-            self._trained.setdefault(param, torch.empty_like(initial)).copy_(param.detach())
+        finish_param_gathers(self._chunks)
+        if not self._trained:
+            self._trained = {param: _on_host(param) for param in self.initial}
+        # The host waits for none of the copies: all of them run in the order of one stream.
+        for param, trained in self._trained.items():
+            trained.copy_(param.detach(), non_blocking=True)
         self._fill(self.initial)
         try:
             yield
@@ -67,7 +74,11 @@ class Reference:
 
     def _fill(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
         for param, value in values.items():
-            param.data.copy_(value)
+            param.data.copy_(value, non_blocking=True)
+
+
+def _on_host(param: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(param, device="cpu", requires_grad=False, pin_memory=param.is_cuda)
 
 
 @dataclass(frozen=True, kw_only=True)

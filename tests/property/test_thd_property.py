@@ -101,7 +101,8 @@ def test_tensors_and_per_sample_fields_follow_their_samples(case: Case) -> None:
         row.row_tokens - sum(row.lengths),
         *row.lengths,
     ]
-    assert row.tokens_T[row.ends_T].tolist() == [int(batch.tokens(i)[-1]) for i in case.samples]
+    lasts = [int(batch.tokens(i)[-1]) for i in case.samples]
+    assert row.tokens_T[row.end_positions_E].tolist() == lasts
     assert (row.sample_of_T[row.loss_positions_R] >= 0).all()
     assert row.sample_fields["reward"].tolist() == [i + 0.5 for i in case.samples]
 

@@ -101,7 +101,9 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         if self._row is None:
             super()._apply_expert_bias(routing_map, padding_mask)
         elif self.enable_expert_bias and torch.is_grad_enabled():
-            self.local_tokens_per_expert += routing_map[self._row.real_t].sum(0).detach()
+            # Not by a boolean index, whose size the host would wait for.
+            counted_tE = routing_map & self._row.real_t[:, None]
+            self.local_tokens_per_expert += counted_tE.sum(0).detach()
 
     def choose(self, scores: Tensor, own_choice: Callable[[], tuple[Tensor, Tensor]]) -> Any:
         """Scores and experts [t, K]: the row's choices if it has some, else the router's own."""

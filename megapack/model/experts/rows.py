@@ -265,10 +265,14 @@ def collect_routing(
 
 
 def _write_recorded(row: RoutingRow, starts: Mapping[int, int], flat: Tensor) -> None:
-    """Write a row's recorded choices into `flat`, where sample i begins at `starts[i]`."""
-    row = row.to(flat.device)
-    real_t = row.real_t
-    firsts_S = torch.tensor([starts[i] for i in row.samples], dtype=torch.int64).to(flat.device)
-    indices_r = firsts_S[row.samples_t[real_t]] + row.offsets_t[real_t]
+    """Write a row's recorded choices into `flat`, where sample i begins at `starts[i]`.
+
+    Args:
+        row: the row on the host.
+    """
+    real_r = row.real_t.nonzero().squeeze(1)
+    firsts_S = torch.tensor([starts[i] for i in row.samples], dtype=torch.int64)
+    indices_r = (firsts_S[row.samples_t[real_r]] + row.offsets_t[real_r]).to(flat.device)
+    real_r = real_r.to(flat.device)
     for layer, chosen_tK in row.recorded.items():
-        flat[indices_r, layer] = chosen_tK[real_t].to(flat.dtype)
+        flat[indices_r, layer] = chosen_tK[real_r].to(flat.dtype)

@@ -36,7 +36,10 @@ def test_labels_and_weights_shift_inside_a_sample() -> None:
     assert one.loss_positions_R.tolist() == [0, 1, 4]
     assert two.labels_T.tolist() == [4, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert two.loss_positions_R.tolist() == [0]
-    assert torch.equal(one.tokens_T, row.tokens_T)
+    assert row.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0, 0]
+    assert one.tokens_T.tolist() == [2, 3, 4, 0, 6, 7, 0, 0, 0, 0]
+    assert two.tokens_T.tolist() == [3, 4, 0, 0, 7, 0, 0, 0, 0, 0]
+    assert one.position_ids_T.tolist() == [1, 2, 3, 0, 1, 2, 0, 0, 0, 0]
 
 
 def test_a_depth_beyond_all_samples_has_no_labels() -> None:

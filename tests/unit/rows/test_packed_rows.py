@@ -63,7 +63,7 @@ def test_the_docstring_example_is_correct() -> None:
         "position_ids_T",
         "labels_T",
         "sample_of_T",
-        "ends_T",
+        "end_positions_E",
         "cu_seqlens_S1",
         "cu_seqlens_padded_S1",
     ]

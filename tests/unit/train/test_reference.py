@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from megapack.checkpoint.state import RunState
 from megapack.train.passes import Reference
 
 pytestmark = pytest.mark.unit
@@ -41,3 +46,53 @@ def test_trained_weights_are_restored_each_time() -> None:
         with reference.weights():
             assert torch.equal(layer.weight, reference.initial[layer.weight])
         assert torch.equal(layer.weight, before)
+
+
+class Group:
+    """A bucket of parameters of which another rank has updated its part."""
+
+    def __init__(self, param: torch.nn.Parameter) -> None:
+        self.param = param
+        self.param_gather_handle: Any = None
+        self.param_gather_dispatched = False
+        self.num_gathers = 0
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        assert force_sync
+        self.param.data.fill_(9.0)
+        self.param_gather_dispatched = True
+        self.num_gathers += 1
+
+
+def overlapping() -> tuple[Any, Group]:
+    """A chunk whose parameters are gathered in the next forward."""
+    layer: Any = torch.nn.Linear(2, 2)
+    group = Group(layer.weight)
+    layer.ddp_config = SimpleNamespace(overlap_param_gather=True)
+    layer.bucket_groups = [group]
+    layer.expert_parallel_bucket_groups = []
+    return layer, group
+
+
+def test_pending_parameters_are_gathered_before_they_are_copied() -> None:
+    layer, group = overlapping()
+    reference = Reference([layer])
+    assert (reference.initial[layer.weight] == 9.0).all()
+    layer.weight.data.fill_(1.0)
+    group.param_gather_dispatched = False
+    with reference.weights():
+        assert group.num_gathers == 2
+    assert (layer.weight == 9.0).all(), "the old values came back"
+    with reference.weights():
+        assert group.num_gathers == 2, "gathered once more"
+
+
+def test_pending_parameters_are_gathered_before_they_are_saved(tmp_path: Path) -> None:
+    layer, group = overlapping()
+
+    def stop(force_sync: bool) -> None:
+        raise InterruptedError
+
+    group.start_param_sync = stop  # type: ignore[method-assign]
+    with pytest.raises(InterruptedError):
+        RunState([layer], None).save(tmp_path, device=torch.device("cpu"))

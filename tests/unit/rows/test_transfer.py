@@ -1,0 +1,104 @@
+"""A row's tensors reach the device as views of one copy."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import megapack.rows.transfer
+from megapack import Layout, MicroBatch
+from megapack.model.experts.rows import RoutingShape, routing_row
+from megapack.model.mtp import with_rows_ahead
+from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.transfer import moved
+from megapack.samples import SampleBatch
+
+pytestmark = pytest.mark.unit
+
+CPU = torch.device("cpu")
+
+
+def packed() -> PackedRow:
+    """A row with fields of several dtypes, routing and two rows ahead."""
+    batch = SampleBatch([[5, 6, 7], [8, 9]], fields={"reward": [0.5, 1.5], "flag": [True, False]})
+    micro_batch = MicroBatch((1, 0), row_tokens=6, tokens=5, tokens_sq=13, padded_tokens=5)
+    row = with_rows_ahead(pack_row(batch, micro_batch, Layout()), 2)
+    choices = [torch.zeros(3, 1, 1), torch.zeros(2, 1, 1)]
+    shape = RoutingShape(num_layers=1, num_experts=4, top_k=1)
+    routing = routing_row(row, torch.arange(6), [c.long() for c in choices], shape)
+    return replace(row, routing=routing)
+
+
+def tensors(row: PackedRow) -> dict[str, Tensor]:
+    """All tensors of a row, by name."""
+    assert row.routing is not None
+    found = {f"row.{k}": v for k, v in vars(row).items() if isinstance(v, Tensor)}
+    found |= {f"fields.{k}": v for k, v in row.fields.items()}
+    found |= {f"sample_fields.{k}": v for k, v in row.sample_fields.items()}
+    found |= {f"routing.{k}": v for k, v in vars(row.routing).items() if isinstance(v, Tensor)}
+    for depth, ahead in enumerate(row.ahead):
+        found |= {f"{depth}.{k}": v for k, v in vars(ahead).items() if isinstance(v, Tensor)}
+    return found
+
+
+def test_doctests_of_the_module() -> None:
+    assert doctest.testmod(megapack.rows.transfer).failed == 0
+
+
+def test_all_tensors_of_a_row_are_in_one_buffer() -> None:
+    row = packed()
+    there = row.to(CPU)
+    before = tensors(row)
+    after = tensors(there)
+    assert before.keys() == after.keys()
+    assert len(after) > 30
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype, name
+        assert torch.equal(after[name], value), name
+    assert len({value.untyped_storage().data_ptr() for value in after.values()}) == 1
+    assert all(value.data_ptr() % 16 == 0 for value in after.values())
+    shared = {v.data_ptr() for v in after.values() if v.numel()}
+    assert len(shared) == len({id(v) for v in before.values() if v.numel()}), "a tensor moved twice"
+
+
+def test_what_is_not_a_tensor_stays() -> None:
+    row = packed()
+    there = row.to(CPU)
+    assert there.samples is row.samples
+    assert there.padded_lengths == row.padded_lengths == (2, 3, 1)
+    assert there.routing is not None
+    assert row.routing is not None
+    assert there.routing.recorded is row.routing.recorded
+
+
+def test_the_copy_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    original = Tensor.to
+
+    def to(self: Tensor, *args: object, **kwargs: object) -> Tensor:
+        calls.append((*args, kwargs))
+        return original(self, *args, **kwargs)  # type: ignore[call-overload, no-any-return]
+
+    row = packed()
+    monkeypatch.setattr(Tensor, "to", to)
+    row.to(CPU)
+    assert calls == [(CPU, {"non_blocking": True})]
+
+
+def test_tensors_of_any_layout_and_shape() -> None:
+    @dataclass(frozen=True)
+    class Value:
+        one: Tensor
+        kept: dict[str, Tensor] = field(metadata={"moves": False})
+
+    kept = {"x": torch.ones(1)}
+    transposed = torch.arange(6).reshape(2, 3).t()
+    found = moved((Value(transposed, kept), torch.tensor(7.0), torch.zeros(0, 3)), "cpu")
+    assert torch.equal(found[0].one, transposed)
+    assert found[0].kept is kept
+    assert found[1].item() == 7.0
+    assert found[2].shape == (0, 3)
