@@ -122,7 +122,7 @@ def test_names_number_experts_over_all_ranks(stored: str, whole: str) -> None:
 
 
 def experts_chunk(*, grouped: bool, tp: int = 1) -> Chunk:
-    """A layer with experts 2 and 3, one by one as in SequentialMLP or grouped as in TEGroupedMLP."""
+    """Experts 2 and 3 of a layer, one by one (SequentialMLP) or grouped (TEGroupedMLP)."""
     chunk = Chunk([3], tp=tp)
     mlp = chunk.decoder.layers[0].mlp = torch.nn.Module()
     mlp.local_expert_indices = [2, 3]  # type: ignore[assignment]
