@@ -50,8 +50,8 @@ _NOTES: _Rules = {
     "NCCL_IB_DISABLE": (_ON, "nodes communicate over TCP, not InfiniBand or RoCE"),
     "NCCL_SHM_DISABLE": (_ON, "GPUs of a node without peer access communicate over the network"),
 }
-# Registers the buffers of captured collectives with NCCL. Recipes of Megatron-Bridge turn it off with
-# segments that grow; Megatron-Core's DDP refuses its own user buffers (nccl_ub) with them.
+# Registers the buffers of captured collectives with NCCL. Recipes of Megatron-Bridge turn it off
+# with segments that grow; Megatron-Core's DDP refuses its own user buffers (nccl_ub) with them.
 _USER_BUFFERS = "NCCL_GRAPH_REGISTER"
 # torch renamed these from NCCL_* to TORCH_NCCL_*; it still reads the old names, with a warning.
 _RENAMED = [
@@ -148,8 +148,8 @@ def _check_allocator(environment: Mapping[str, str]) -> list[str]:
         return [f"{name}={text}: rows of changing lengths fragment memory; add {EXPANDABLE}"]
     if environment.get(_USER_BUFFERS, "").lower() in _ON:
         return [
-            f"{_USER_BUFFERS}=1: NCCL's user buffers do not work with {EXPANDABLE}; set 0, or unset "
-            f"{name}"
+            f"{_USER_BUFFERS}=1: NCCL's user buffers do not work with {EXPANDABLE}; set 0, or "
+            f"unset {name}"
         ]
     return []
 
