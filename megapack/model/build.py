@@ -75,6 +75,9 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         # The interleaved schedule is correct only with overlap; see schedule.checks.check_config.
         overlap_p2p_comm=pipelined and layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
+        # A stage's output is freed once it is sent: pp micro-batches of them would stay otherwise.
+        # Not under interleaving, see schedule.runner.
+        deallocate_pipeline_outputs=pipelined and layout.vpp == 1,
         calculate_per_token_loss=True,
         apply_rope_fusion=has_rope_fusion(kernel),
         mtp_num_layers=model.mtp_num_layers or None,
