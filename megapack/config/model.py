@@ -91,8 +91,9 @@ class ModelConfig:
     `recompute_modules`."""
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     """What recompute=selective recomputes: core_attn (attention without its projections), mlp
-    (dense layers), layernorm, moe_act (the activation inside experts, needs moe_grouped_gemm), moe
-    (whole layers of experts). Fused attention saves little: it keeps one tensor per layer."""
+    (dense layers), moe (whole layers of experts), and with Transformer Engine's layers also
+    layernorm and moe_act (the activation inside grouped experts). Recomputing fused attention saves
+    only one tensor per layer."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
     freeze: tuple[str, ...] = ()

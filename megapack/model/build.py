@@ -145,10 +145,16 @@ def _faster(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
         whole = {"recompute_method": "uniform", "recompute_num_layers": 1}
         return {**chosen, "recompute_granularity": "full", **whole}
     modules = list(model.recompute_modules)
+    needs_te = [name for name in modules if name in ("layernorm", "moe_act")]
+    if needs_te and kernel != "te":
+        raise ConfigError(
+            f"model.recompute_modules has {needs_te[0]}, which Megatron recomputes only with "
+            f"Transformer Engine's layers, but attention is {kernel}; leave it out"
+        )
     if "moe_act" in modules and not chosen["moe_grouped_gemm"]:
         raise ConfigError(
-            "model.recompute_modules has moe_act, which needs moe_grouped_gemm; set "
-            "model.attention=te, or leave moe_act out"
+            "model.recompute_modules has moe_act, which needs moe_grouped_gemm; set it to true, or "
+            "leave moe_act out"
         )
     return {**chosen, "recompute_granularity": "selective", "recompute_modules": modules}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,17 +31,6 @@ def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], b
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
     return get_megatron_optimizer(config, chunks)
-
-
-def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Make the weights whole on every rank; a collective.
-
-    With `overlap_param_gather` an optimizer step updates a rank's own part of the weights, and the
-    other parts arrive during the next forward. Whoever reads the weights before calls this first.
-    """
-    for chunk in chunks:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
 
 
 def build_lr_schedule(

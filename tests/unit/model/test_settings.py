@@ -200,6 +200,8 @@ def test_modules_to_recompute_reach_megatron() -> None:
     config = build.transformer_config(asked, Layout())
     assert config.recompute_granularity == "selective"
     assert config.recompute_modules == ["layernorm", "moe_act"]
+    with pytest.raises(ConfigError, match="has layernorm, which Megatron recomputes only with"):
+        build._faster(asked, "varlen")
     unfused = dataclasses.replace(asked, moe_grouped_gemm=False)
     with pytest.raises(ConfigError, match="moe_act, which needs moe_grouped_gemm"):
         build.transformer_config(unfused, Layout())
