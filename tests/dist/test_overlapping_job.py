@@ -47,6 +47,6 @@ def test_overlap_and_recomputed_modules_change_no_number(tmp_path: Path) -> None
     assert "settings on: overlap_grad_reduce, overlap_param_gather; not" in output
     check(lines, expected)
     # A checkpoint written while a gather was pending holds the weights after its step.
-    resume = f"train.resume={tmp_path}/runs/overlap/checkpoints/step_00000003"
+    resume = f"train.resume={tmp_path}/runs/overlap/checkpoints/step-00000003"
     _, resumed = train(tmp_path, "resumed", resume, *OVERLAP, *BUCKETS)
     check(resumed, expected[3:])
