@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
 from megapack import Layout, Policy, build_dp_schedule, launch
 from megapack.config.sections import OptimConfig
-from megapack.model import build
 from megapack.model.init import global_parameters
 from megapack.model.optimizer import build_optimizer
 from megapack.model.overlap import finish_param_gathers
+from megapack.model.settings import Setting
 from megapack.schedule import ScheduleAdapter
 from megapack.train.passes import Reference
 from tests.dist import problem
@@ -73,19 +72,15 @@ def main(out_dir: str, name: str) -> None:
     """Train and write `OUT_DIR/rank<r>.pt`."""
     launch.start("cpu")
     case = CASES[name]
-    build.DistributedDataParallelConfig = lambda **given: DistributedDataParallelConfig(  # type: ignore[attr-defined]
-        **{**given, **case.ddp}
-    )
     chunks = build_chunks(
         case.layout,
         model=problem.MODELS[case.variant][0],
         distributed_optimizer=case.distributed,
+        reduction={name: Setting(value) for name, value in case.ddp.items()},
     )
     # A large eps, as in optimizer_worker: Adam divides by the gradient's size.
     optim = OptimConfig(lr=1e-2, clip_grad=0, adam_eps=1e-2, distributed_optimizer=case.distributed)
     optimizer = build_optimizer(optim, chunks, bf16=False)
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        one.config.overlap_param_gather = case.ddp.get("overlap_param_gather", False)
     adapter = ScheduleAdapter(chunks, layout=case.layout, retries_oom=case.retries_oom)
     reference = Reference(chunks)
     steps = [_step(case, adapter, optimizer, reference, n) for n in STEPS]
