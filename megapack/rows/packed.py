@@ -96,6 +96,8 @@ class PackedRow:
     """int64 [n]: index of each sample's colocated set among the row's sets."""
     cu_seqlens_S1: Tensor
     cu_seqlens_padded_S1: Tensor
+    padded_lengths: tuple[int, ...]
+    """Tokens of each sample with its alignment padding, dummies included; they sum to the row."""
     max_seqlen: int
     """Tokens of the longest sample, with its alignment padding."""
     row_tokens: int
@@ -193,6 +195,7 @@ def pack_row(
         set_of_n=_sets(micro_batch.samples, colocate_ids),
         cu_seqlens_S1=_cumulative(real),
         cu_seqlens_padded_S1=_cumulative(spans),
+        padded_lengths=tuple(spans),
         max_seqlen=max(spans),
         row_tokens=micro_batch.row_tokens,
         row_positions_T=torch.arange(micro_batch.row_tokens),

@@ -91,7 +91,7 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     """
     if cp == 1:
         return row
-    positions_T = slice_positions(row.cu_seqlens_padded_S1.diff().tolist(), cp, rank)
+    positions_T = slice_positions(row.padded_lengths, cp, rank)
     per_token = {
         name: value[positions_T] for name, value in vars(row).items() if name.endswith("_T")
     }

@@ -29,7 +29,7 @@ from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.layout import Layout
 from megapack.model.attention.choice import find_kernels
-from megapack.model.build import build_model, initialize_parallel
+from megapack.model.build import attention_sizes, build_model, initialize_parallel
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.outlook.stats import step_report
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
@@ -151,7 +151,8 @@ class Trainer:
         )
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
         model = config.model
-        self.progress.line(str(find_kernels(model.attention, model.dtype)))
+        sizes = attention_sizes(model, self.layout)
+        self.progress.line(str(find_kernels(model.attention, model.dtype, sizes)))
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
