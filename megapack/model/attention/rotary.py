@@ -93,9 +93,11 @@ def gathers(chunk: Any) -> bool:
 def _gather(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
     table = kwargs.get("rotary_pos_emb")
     params = kwargs.get("packed_seq_params")
-    positions_T = None if params is None else row_positions(params)
+    if table is None or params is None:
+        return None
+    positions_T = row_positions(params)
     # A table of another length is one that a subclass of GPTModel has made for itself.
-    if positions_T is None or table is None or table.shape[0] != params.max_seqlen_q:
+    if positions_T is None or table.shape[0] != params.max_seqlen_q:
         return None
     row_table_Td = table.flatten(1).index_select(0, positions_T)
     return args, {**kwargs, "rotary_pos_emb": row_table_Td}

@@ -164,8 +164,8 @@ def varlen_causal_attention(
         value_KGD = value_KGD.repeat_interleave(heads // groups, dim=1)
     if "scale" not in known:
         query_QHD = query_QHD * (scale * math.sqrt(query_QHD.shape[-1]))
-    # torch 2.15 would take cuDNN for causal rows, which builds a graph for each shape of a row (42 ms
-    # in torch's pull request 191576) and never drops one. Earlier versions have flash only.
+    # torch 2.15 would take cuDNN for causal rows, which builds a graph for each shape of a row (in
+    # 42 ms, torch's pull request 191576) and never drops one. Earlier versions have flash only.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out: Tensor = kernel(
             query_QHD,
