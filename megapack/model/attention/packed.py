@@ -92,8 +92,10 @@ def packed_seq_params(
         # layer. Without padded arrays it uses the real ones. With cp > 1 it needs the padded ones.
         names -= {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
     params = PackedSeqParams(**{k: v for k, v in values.items() if k in names})
-    facts = {"lengths": None if lengths is None else list(lengths), "positions": position_ids_T}
-    _facts(params).update({name: fact for name, fact in facts.items() if fact is not None})
+    if lengths is not None:
+        _facts(params)["lengths"] = list(lengths)
+    if position_ids_T is not None:
+        _facts(params)["positions"] = position_ids_T
     return params
 
 

@@ -132,6 +132,17 @@ def test_wrong_versions_and_packages_are_faults(
     assert words is None or words in diagnosis.faults[0]
 
 
+def test_a_transformer_engine_without_cudnn_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "raise RuntimeError('cudnn shared object not found.')"
+    monkeypatch.syspath_prepend(str(stub(tmp_path, {"transformer_engine": source})))
+    (diagnosis,) = in_child(monkeypatch, "transformer_engine")
+    (fault,) = diagnosis.faults
+    assert "cudnn shared object not found" in fault
+    assert "nvidia-cudnn-cu13" in fault
+
+
 def test_versions_are_not_checked_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)

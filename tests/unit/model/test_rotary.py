@@ -61,7 +61,8 @@ def gpt(recompute="none", qk_layernorm=False, fields={}, **options):
     config = transformer_config(sizes, layout)
     for name, value in fields.items():
         setattr(config, name, value)
-    spec = TransformerBlockSubmodules([local_layer_spec(config)] * 2, layer_norm=packed_norm(config))
+    layers = [local_layer_spec(config)] * 2
+    spec = TransformerBlockSubmodules(layers, layer_norm=packed_norm(config))
     model = GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=128, max_sequence_length=512,
         **{"position_embedding_type": "rope", **options},
