@@ -55,13 +55,14 @@ def run(args: argparse.Namespace) -> int:
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
         from megapack.base.apex import warn_of_other_apex
         from megapack.base.gpu_environment import set_missing_variables
+        from megapack.base.te import refuse_broken_te
+        from megapack.launch import quiet_known_warnings
 
         if config.device == "cuda":
             set_missing_variables(tp=config.layout.tp, cp=config.layout.cp)
-        from megapack.launch import quiet_known_warnings
-
         quiet_known_warnings()
         warn_of_other_apex()
+        refuse_broken_te()
         from megapack.train.job import train  # torch and Megatron-Core take seconds to import
 
         train(config, interrupt)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 from megapack.base.apex import OTHER_APEX, find_apex
 from megapack.base.gpu_environment import ALLOCATOR, ALLOCATORS, CONNECTIONS, EXPANDABLE
+from megapack.base.te import refuse_broken_te
 from megapack.doctor.versions import check_version, engine_note
 
 _ON = ("1", "true", "yes", "y", "on")
@@ -44,7 +45,8 @@ _FAULTS: _Rules = {
 _NOTES: _Rules = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": (
         _OFF,
-        "attention uses its slower, deterministic backward",
+        "attention takes its slower, deterministic backward; on Hopper packed rows then need "
+        "flash-attn 2 or model.attention=varlen",
     ),
     "NCCL_P2P_DISABLE": (_ON, "GPUs of a node communicate through host memory"),
     "NCCL_IB_DISABLE": (_ON, "nodes communicate over TCP, not InfiniBand or RoCE"),
@@ -256,6 +258,7 @@ def _transformer_engine(diagnosis: Diagnosis) -> None:
             "packed rows use torch's varlen attention or SDPA; context parallelism and FP8 need it"
         )
         return
+    refuse_broken_te()
     importlib.import_module("transformer_engine.pytorch")
     diagnosis.found = str(sys.modules["transformer_engine"].__version__)
     diagnosis.faults, diagnosis.notes = check_version("transformer-engine", diagnosis.found)
@@ -280,6 +283,19 @@ def _megatron(diagnosis: Diagnosis) -> None:
     version = str(megatron.core.__version__)
     diagnosis.found = f"megatron-core {version}, {os.path.dirname(megatron.core.__file__)}"
     diagnosis.faults, diagnosis.notes = check_version("megatron-core", version)
+
+
+def _attention(diagnosis: Diagnosis) -> None:
+    """Report a GPU on which Transformer Engine would not run packed rows in a fused kernel."""
+    from megapack.model.attention.choice import choose_attention, obstacle
+    from megapack.model.attention.te_backend import AttentionSizes, te_obstacle
+
+    # Those of Qwen3-4B and Qwen3-8B; a run asks for its own.
+    sizes = AttentionSizes(heads=32, groups=8, head_width=128)
+    diagnosis.found = f"{choose_attention('auto', 'bf16', sizes)} in bf16 for {sizes}"
+    reason = te_obstacle(sizes) if obstacle("te") is None else None
+    if reason is not None:
+        diagnosis.faults.append(f"Transformer Engine is passed over: {reason}")
 
 
 def _patches(diagnosis: Diagnosis) -> None:
@@ -314,5 +330,6 @@ _PROBES: dict[str, Callable[[Diagnosis], None]] = {
     "transformer_engine": _transformer_engine,
     "apex": _apex,
     "megatron": _megatron,
+    "attention": _attention,
     "patches": _patches,
 }

@@ -19,7 +19,7 @@ from megapack.doctor.probes import Diagnosis, not_probed, run_probe
 __all__ = ["DEFAULT_TIMEOUT_S", "Diagnosis", "diagnose"]
 
 HERE = ("python", "numba", "environment")
-IN_CHILD = ("torch", "cuda", "transformer_engine", "apex", "megatron", "patches")
+IN_CHILD = ("torch", "cuda", "transformer_engine", "apex", "megatron", "attention", "patches")
 
 DEFAULT_TIMEOUT_S = 120.0
 

@@ -26,6 +26,7 @@ from megapack.config.sections import ModelConfig, OptimConfig
 from megapack.errors import ConfigError
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
+from megapack.model.attention.te_backend import AttentionSizes
 from megapack.model.head import keep_fp32, replace_output_layer
 from megapack.model.init import freeze, initialize_by_name, mark_grouped_experts
 from megapack.model.settings import FIXED, Settings, layer_settings, reduction_settings, values
@@ -39,7 +40,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
     Raises:
         ConfigError: the model's attention, FP8 recipe or a setting cannot run on this machine.
     """
-    kernel = choose_attention(model.attention, model.dtype)
+    kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     pipelined = layout.pp > 1
     return TransformerConfig(
@@ -79,7 +80,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         # Not under interleaving, see schedule.runner.
         deallocate_pipeline_outputs=pipelined and layout.vpp == 1,
         calculate_per_token_loss=True,
-        apply_rope_fusion=has_rope_fusion(kernel),
+        apply_rope_fusion=has_rope_fusion(),
         mtp_num_layers=model.mtp_num_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss_coef,
         **values(FIXED),
@@ -87,6 +88,17 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         **_fp8(model, kernel),
         **_faster(model, kernel),
         **_without_cuda_graphs(),
+    )
+
+
+def attention_sizes(model: ModelConfig, layout: Layout) -> AttentionSizes:
+    """The attention of one tensor-parallel rank."""
+    groups = model.num_query_groups or model.num_attention_heads
+    return AttentionSizes(
+        heads=model.num_attention_heads // layout.tp,
+        groups=max(1, groups // layout.tp),
+        head_width=model.head_width,
+        cp=layout.cp,
     )
 
 
@@ -249,7 +261,7 @@ def _chunk(
 ) -> GPTModel:
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
-    kernel = choose_attention(model.attention, model.dtype)
+    kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     spec = block_spec(kernel, config, vp_stage)
     with _plain_output_layer():
         chunk = model_class(

@@ -103,12 +103,7 @@ def _redirect_optimizer() -> None:
 
 
 def _redirect_experts() -> None:
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    # Without Transformer Engine, the routers of Megatron-Core 0.16.1 read a name that is not
-    # defined.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    from megatron.core.transformer.moe import token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """Split sizes as numpy; Megatron converts only CUDA tensors."""

@@ -28,9 +28,10 @@ from megapack.rows.transfer import moved
 from megapack.samples import RowTensor, SampleBatch
 
 # Length of the dummy samples in a row's tail, before alignment. Attention costs length^2 per
-# sample: a tail of 6400 tokens costs 100 * 64^2 = 0.4 M as 100 dummies, 6400^2 = 41 M as one.
-# Chosen by hand.
-DUMMY_TOKENS = 64
+# sample: a tail of 6144 tokens costs 12 * 512^2 = 3 M as 12 dummies, 6144^2 = 38 M as one. Kernels
+# start blocks for each sample up to the longest, so many short dummies (96 of 64 tokens) cost more
+# than a few longer ones. Chosen by hand.
+DUMMY_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,8 +307,8 @@ def _sets(samples: tuple[int, ...], colocate_ids: Sequence[int | str] | None) ->
 def _dummy_spans(tail: int, alignment: int) -> list[int]:
     """Divide a row's tail into short dummy samples of aligned length.
 
-    >>> _dummy_spans(150, 1)
-    [64, 64, 22]
+    >>> _dummy_spans(1100, 1)
+    [512, 512, 76]
     """
     unit = max(alignment, DUMMY_TOKENS // alignment * alignment)
     return [unit] * (tail // unit) + ([tail % unit] if tail % unit else [])

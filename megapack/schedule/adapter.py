@@ -23,6 +23,7 @@ from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
 from megapack.loss.token import LossWeighting
+from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, collect_routing
 from megapack.model.head import unwrapped
@@ -117,6 +118,7 @@ class ScheduleAdapter:
         # Stages differ in their layers: if one refuses its own, all raise.
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
+        gather_rotary_tables(self.chunks)
         self._groups = process_groups()
         self._dp_group = parallel_state.get_data_parallel_group()
         self.runner = self.runner_class(

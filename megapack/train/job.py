@@ -30,7 +30,7 @@ from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.layout import Layout
 from megapack.model.attention.choice import find_kernels
-from megapack.model.build import build_model, initialize_parallel
+from megapack.model.build import attention_sizes, build_model, initialize_parallel
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.model.overlap import finish_param_gathers
 from megapack.model.settings import describe, layer_settings, reduction_settings
@@ -161,7 +161,7 @@ class Trainer:
         )
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
         model = config.model
-        kernels = find_kernels(model.attention, model.dtype)
+        kernels = find_kernels(model.attention, model.dtype, attention_sizes(model, self.layout))
         self.progress.line(str(kernels))
         self.progress.line(describe(layer_settings(model, kernels.attention), self.reduction))
         if self.resumed is not None:

@@ -107,3 +107,21 @@ def test_slices_equal_transformer_engines_partition(cp: int) -> None:
     for rank in range(cp):
         theirs = tex.thd_get_partitioned_indices(cu_seqlens(), total, cp, rank)
         assert theirs.tolist() == slice_positions(LENGTHS, cp, rank).tolist()
+
+
+def test_te_rotates_a_row_by_its_gathered_table_without_synchronization() -> None:
+    skip_without("te")
+    from megatron.core.models.common.embeddings import rope_utils
+
+    positions_T = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
+    angles = torch.outer(torch.arange(max(LENGTHS)), 10000.0 ** -(torch.arange(0, D, 2) / D))
+    table = torch.cat([angles, angles], dim=-1).float().cuda()
+    query = qkv()[0][:, None]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        row_table = table.index_select(0, positions_T)[:, None, None]
+        found = rope_utils.fused_apply_rotary_pos_emb(query, row_table)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = rope_utils._apply_rotary_pos_emb_bshd(query.double(), row_table.double())
+    torch.testing.assert_close(found.double(), wanted, atol=0.02, rtol=0.02)

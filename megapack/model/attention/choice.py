@@ -15,6 +15,7 @@ import torch
 from megapack.base.apex import Apex, find_apex
 from megapack.base.choices import Attention, Dtype, Kernel
 from megapack.errors import ConfigError
+from megapack.model.attention.te_backend import AttentionSizes, te_obstacle
 from megapack.ranks import cpu
 
 Library = Literal["te", "apex", "torch"]
@@ -54,49 +55,58 @@ class Kernels:
 def find_kernels(
     attention: Attention = "auto",
     dtype: Dtype = "bf16",
+    sizes: AttentionSizes | None = None,
 ) -> Kernels:
     """The kernels of a model with this `ModelConfig.attention` and `dtype` on this machine.
+
+    Args:
+        attention, dtype, sizes: see `choose_attention`.
 
     Raises:
         ConfigError: the requested attention cannot run here.
     """
     from megatron.core.optimizer import Adam, clip_grads
 
-    kernel = choose_attention(attention, dtype)
+    kernel = choose_attention(attention, dtype, sizes)
     return Kernels(
         attention=kernel,
-        passed_over=passed_over(kernel, dtype) if attention == "auto" else {},
+        passed_over=passed_over(kernel, dtype, sizes) if attention == "auto" else {},
         norm="te" if kernel == "te" else "torch",
         optimizer=_library(Adam),
         grad_norm=_library(clip_grads.l2_norm_impl),
-        rope_fusion=has_rope_fusion(kernel),
+        rope_fusion=has_rope_fusion(),
         apex=find_apex(),
     )
 
 
-def has_rope_fusion(kernel: str) -> bool:
-    """Whether rotary embeddings of packed rows run in one kernel.
+def has_rope_fusion() -> bool:
+    """Whether rotary embeddings run in one kernel, with every attention kernel.
 
-    Only Transformer Engine has that kernel. It reads `cu_seqlens` on the device; without it they
-    are copied to the host in every layer.
+    The kernel is Transformer Engine's.
     """
-    return kernel == "te"
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return cpu.uses_cuda() and rope_utils.fused_apply_rotary_pos_emb is not None
 
 
-def choose_attention(attention: Attention, dtype: Dtype = "bf16") -> Kernel:
+def choose_attention(
+    attention: Attention, dtype: Dtype = "bf16", sizes: AttentionSizes | None = None
+) -> Kernel:
     """The attention kernel of a model on this machine.
 
     Args:
         attention: a kernel, or "auto" for the first of Transformer Engine, torch's varlen attention
             and per-sample SDPA that can run.
         dtype: dtype of activations. Fused kernels need bf16; with fp32 "auto" is SDPA.
+        sizes: of the model's attention; Transformer Engine is asked what it would run for them.
+            None: it is not asked.
 
     Raises:
         ConfigError: the requested kernel cannot run here; the message says why.
     """
     if attention == "auto":
-        return next(kernel for kernel in get_args(Kernel) if obstacle(kernel, dtype) is None)
-    reason = obstacle(attention, dtype, forced=True)
+        return next(kernel for kernel in get_args(Kernel) if obstacle(kernel, dtype, sizes) is None)
+    reason = obstacle(attention, dtype, sizes, forced=True)
     if reason is not None:
         raise ConfigError(
             f"model.attention={attention} cannot run here: {reason}; set model.attention=auto "
@@ -105,17 +115,26 @@ def choose_attention(attention: Attention, dtype: Dtype = "bf16") -> Kernel:
     return attention
 
 
-def passed_over(kernel: Kernel, dtype: Dtype = "bf16") -> dict[str, str]:
+def passed_over(
+    kernel: Kernel, dtype: Dtype = "bf16", sizes: AttentionSizes | None = None
+) -> dict[str, str]:
     """Kernels that "auto" prefers to this one -> why each cannot run."""
     kernels = get_args(Kernel)
-    reasons = {name: obstacle(name, dtype) for name in kernels[: kernels.index(kernel)]}
+    reasons = {name: obstacle(name, dtype, sizes) for name in kernels[: kernels.index(kernel)]}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def obstacle(kernel: Kernel, dtype: Dtype = "bf16", *, forced: bool = False) -> str | None:
+def obstacle(
+    kernel: Kernel,
+    dtype: Dtype = "bf16",
+    sizes: AttentionSizes | None = None,
+    *,
+    forced: bool = False,
+) -> str | None:
     """Why a kernel cannot run here; None if it can.
 
     Args:
+        sizes: see `choose_attention`.
         forced: the user chose the kernel by name. Transformer Engine then also runs in fp32, where
             it pads every sample to the longest.
     """
@@ -125,7 +144,12 @@ def obstacle(kernel: Kernel, dtype: Dtype = "bf16", *, forced: bool = False) -> 
         return "the device is not CUDA"
     if dtype == "fp32" and not (kernel == "te" and forced):
         return "its fused kernels take bf16, model.dtype is fp32"
-    return _te_obstacle() if kernel == "te" else _varlen_obstacle()
+    if kernel == "varlen":
+        return _varlen_obstacle()
+    reason = _te_missing()
+    if reason is None and sizes is not None and dtype == "bf16":
+        reason = te_obstacle(sizes)
+    return reason
 
 
 def _library(function: object) -> Library:
@@ -139,7 +163,7 @@ def _library(function: object) -> Library:
     return libraries.get(root, "torch")
 
 
-def _te_obstacle() -> str | None:
+def _te_missing() -> str | None:
     if importlib.util.find_spec("transformer_engine") is None:
         return "the package transformer-engine is not installed (megapack[te])"
     from megatron.core.extensions.transformer_engine import HAVE_TE

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -52,7 +52,13 @@ def seqlen_bucket(max_seqlen: int, row_tokens: int) -> int:
 
 
 def packed_seq_params(
-    cu_seqlens_S1: Tensor, max_seqlen: int, row_tokens: int, *, cp: int = 1
+    cu_seqlens_S1: Tensor,
+    max_seqlen: int,
+    row_tokens: int,
+    *,
+    cp: int = 1,
+    lengths: Sequence[int] | None = None,
+    position_ids_T: Tensor | None = None,
 ) -> PackedSeqParams:
     """Megatron's description of a packed row, with the fields of the installed version.
 
@@ -64,6 +70,10 @@ def packed_seq_params(
         max_seqlen: tokens of the longest sample, with padding.
         row_tokens: the row's length before it is sliced for context parallelism.
         cp: number of ranks that share the row.
+        lengths: tokens of each sample, with padding. None: they are read from the device if a
+            layer needs them.
+        position_ids_T: the position of this rank's tokens in their samples. None: rotary
+            embeddings take Megatron's path for packed rows (see `rotary`).
     """
     bucket = seqlen_bucket(max_seqlen, row_tokens)
     values = {
@@ -81,7 +91,12 @@ def packed_seq_params(
         # Given both arrays, Transformer Engine compares them and waits for the device, twice per
         # layer. Without padded arrays it uses the real ones. With cp > 1 it needs the padded ones.
         names -= {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
-    return PackedSeqParams(**{k: v for k, v in values.items() if k in names})
+    params = PackedSeqParams(**{k: v for k, v in values.items() if k in names})
+    if lengths is not None:
+        _facts(params)["lengths"] = list(lengths)
+    if position_ids_T is not None:
+        _facts(params)["positions"] = position_ids_T
+    return params
 
 
 def with_params(row: PackedRow) -> PackedRow:
@@ -91,19 +106,31 @@ def with_params(row: PackedRow) -> PackedRow:
         row.max_seqlen,
         row.row_tokens,
         cp=row.row_tokens // row.tokens_T.numel(),
+        lengths=row.padded_lengths,
+        position_ids_T=row.position_ids_T,
     )
     return dataclasses.replace(row, params=params)
 
 
 def once_per_row(params: PackedSeqParams, name: str, make: Callable[[], T]) -> T:
-    """The result of `make` for a row, computed by the first layer that needs it.
+    """The result of `make` for a row, computed by the first layer that needs it."""
+    facts = _facts(params)
+    if name not in facts:
+        facts[name] = make()
+    return facts[name]  # type: ignore[no-any-return]
 
-    It is cached on the params because Megatron passes nothing else about a row to all layers.
+
+def _facts(params: PackedSeqParams) -> dict[str, Any]:
+    """What we know of a row besides Megatron's fields.
+
+    It is an attribute of the params because Megatron passes nothing else about a row to all layers.
     """
-    cache = vars(params).setdefault("_megapack", {})
-    if name not in cache:
-        cache[name] = make()
-    return cache[name]  # type: ignore[no-any-return]
+    return vars(params).setdefault("_megapack", {})  # type: ignore[no-any-return]
+
+
+def row_positions(params: PackedSeqParams) -> Tensor | None:
+    """int64 [T]: the position of this rank's tokens in their samples; None if it is not known."""
+    return vars(params).get("_megapack", {}).get("positions")  # type: ignore[no-any-return]
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -223,7 +250,7 @@ def chunk_ends(length: int, cp: int, cp_rank: int) -> list[int]:
 
 
 def sample_lengths(params: PackedSeqParams) -> list[int]:
-    """Padded tokens of each sample, read from the device once per row."""
+    """Padded tokens of each sample; read from the device, once per row, if they were not given."""
     return once_per_row(params, "lengths", lambda: torch.diff(params.cu_seqlens_q).tolist())
 
 

@@ -21,6 +21,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapack.errors import ConfigError
 from megapack.model.attention.packed import (
@@ -163,16 +164,19 @@ def varlen_causal_attention(
         value_KGD = value_KGD.repeat_interleave(heads // groups, dim=1)
     if "scale" not in known:
         query_QHD = query_QHD * (scale * math.sqrt(query_QHD.shape[-1]))
-    out: Tensor = kernel(
-        query_QHD,
-        key_KGD,
-        value_KGD,
-        spans.cu_seqlens_q_S1,
-        spans.cu_seqlens_k_S1,
-        spans.max_q,
-        spans.max_k,
-        **varlen_options(known, scale=scale, gqa=heads != groups),
-    )
+    # torch 2.15 would take cuDNN for causal rows, which builds a graph for each shape of a row (in
+    # 42 ms, torch's pull request 191576) and never drops one. Earlier versions have flash only.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out: Tensor = kernel(
+            query_QHD,
+            key_KGD,
+            value_KGD,
+            spans.cu_seqlens_q_S1,
+            spans.cu_seqlens_k_S1,
+            spans.max_q,
+            spans.max_k,
+            **varlen_options(known, scale=scale, gqa=heads != groups),
+        )
     return out
 
 

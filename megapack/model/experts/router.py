@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     compute_routing_scores_for_aux_loss,
@@ -38,6 +39,9 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         self._checkpointed: deque[RoutingRow | None] = deque()
         self._replay: Any = self.router_replay
         self._moe_layers = moe_layers(self.config)
+        # Megatron-Core binds this name only if Transformer Engine imports, but its routers read it.
+        if not hasattr(moe_utils, "te_general_gemm"):
+            moe_utils.te_general_gemm = None
 
     def follow(self, schedule_pass: SchedulePass | None) -> None:
         """Read rows from this pass from now on; None: behave as `TopKRouter` again."""

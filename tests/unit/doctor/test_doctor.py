@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from packaging.version import Version
 
 from megapack import cli
 from megapack.doctor import Diagnosis, diagnose, probes, runner, versions
@@ -179,9 +178,21 @@ def test_the_range_of_megatron_core_is_a_note(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_tested_versions_include_those_of_the_constraints(repo_root: Path) -> None:
     text = (repo_root / "tools" / "constraints.txt").read_text(encoding="utf-8")
-    pinned = dict(line.split("==") for line in text.splitlines() if "==" in line)
+    # The last line of a package is that of the newest Python.
+    pinned = dict(line.partition(";")[0].split("==") for line in text.splitlines() if "==" in line)
     assert pinned["torch"] == versions.NEWEST_TESTED["torch"]
-    assert Version(pinned["megatron-core"]) <= Version(versions.NEWEST_TESTED["megatron-core"])
+    assert pinned["megatron-core"] == versions.NEWEST_TESTED["megatron-core"]
+
+
+def test_a_transformer_engine_without_cudnn_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "raise RuntimeError('cudnn shared object not found.')"
+    monkeypatch.syspath_prepend(str(stub(tmp_path, {"transformer_engine": source})))
+    (diagnosis,) = in_child(monkeypatch, "transformer_engine")
+    (fault,) = diagnosis.faults
+    assert "cudnn shared object not found" in fault
+    assert "nvidia-cudnn-cu13" in fault
 
 
 def test_versions_are_not_checked_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

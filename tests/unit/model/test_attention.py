@@ -16,10 +16,19 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
+from megapack.layout import Layout
 from megapack.model.attention import packed, sdpa
-from megapack.model.attention.packed import packed_seq_params, seqlen_bucket
+from megapack.model.attention.packed import (
+    packed_seq_params,
+    row_positions,
+    seqlen_bucket,
+    with_params,
+)
 from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
-from megapack.rows.slices import slice_positions
+from megapack.plan import MicroBatch
+from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.slices import slice_positions, slice_row
+from megapack.samples import SampleBatch
 from tests.child import child
 
 pytestmark = pytest.mark.unit
@@ -281,6 +290,23 @@ def test_lengths_are_read_from_the_device_once_per_row(monkeypatch: pytest.Monke
     for _ in range(3):
         module(*qkv(LENGTHS), packed_seq_params=row)
     assert len(reads) == 1
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_with_the_rows_lengths_nothing_is_read_from_the_device(
+    cp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = with_params(slice_row(packed_row(Layout(cp=cp)), cp, cp - 1))
+    monkeypatch.setattr(packed.torch, "diff", None)
+    assert packed.sample_lengths(row.params) == {1: [3, 2], 2: [4, 4]}[cp]
+    assert row_positions(row.params) is row.position_ids_T
+
+
+def packed_row(layout: Layout) -> PackedRow:
+    batch = SampleBatch([[5, 6, 7], [8, 9]])
+    padded = sum(map(layout.aligned_sample_tokens, batch.lengths))
+    micro_batch = MicroBatch((0, 1), padded, tokens=5, tokens_sq=13, padded_tokens=padded)
+    return pack_row(batch, micro_batch, layout)
 
 
 # A whole Megatron GPT in a child process: switching Megatron to the CPU patches torch for the rest

@@ -203,6 +203,22 @@ def test_with_cp_1_nothing_is_read_from_the_device(
     core().attend(*qkv(), params())
 
 
+def test_the_kernel_may_only_be_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 asks these flags; cuDNN would build a graph for each shape of a row."""
+    allowed = []
+
+    def kernel(query: Tensor, *args: Any, **options: Any) -> Tensor:
+        cuda = torch.backends.cuda
+        allowed.append((cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled()))
+        return query
+
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: kernel)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    core().attend(*qkv(), params())
+    assert allowed == [(True, False)]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
 def test_fp32_is_refused_before_the_kernel() -> None:
     with pytest.raises(ConfigError, match=r"not torch.float32; set model.attention=sdpa"):
         core()(*qkv(torch.float32), packed_seq_params=params())

@@ -13,6 +13,7 @@ from megapack import Layout
 from megapack.errors import ConfigError, DataError
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.router import PackedRouter, moe_layers
+from tests.child import child
 
 pytestmark = pytest.mark.unit
 
@@ -85,3 +86,41 @@ def test_a_discarded_pass_does_not_change_the_expert_bias() -> None:
     router.enable_expert_bias = False
     router.local_tokens_per_expert = None
     found.reset_expert_counts()
+
+
+# In a child process: switching Megatron to the CPU patches torch for the rest of a process.
+ROUTERS = """
+import json, warnings
+warnings.simplefilter("ignore")
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megapack import launch
+from megapack.config.sections import ModelConfig
+from megapack.layout import Layout
+from megapack.model import build_model, initialize_parallel
+from megapack.model.attention.packed import packed_seq_params
+from tests.child import child
+
+launch.start("cpu")
+layout = Layout()
+initialize_parallel(layout, 1)
+vars(moe_utils).pop("te_general_gemm", None)  # as without Transformer Engine
+model = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_experts=4)
+build = lambda: build_model(model, layout, vocab_size=100, seed=1, distributed_optimizer=False)
+(chunk,) = build()
+found = {"bound": "te_general_gemm" in vars(moe_utils)}
+row = packed_seq_params(torch.tensor([0, 5, 12], dtype=torch.int32), 7, 12)
+positions = torch.cat([torch.arange(5), torch.arange(7)])
+logits = chunk(torch.arange(12)[None], positions[None], None, packed_seq_params=row)
+logits.sum().backward()
+found["finite"] = bool(logits.isfinite().all())
+kernel = moe_utils.te_general_gemm = lambda *args, **kwargs: None
+build()
+found["kept"] = moe_utils.te_general_gemm is kernel
+launch.stop()
+print(json.dumps(found))
+"""
+
+
+def test_experts_run_without_transformer_engine() -> None:
+    assert child(ROUTERS) == {"bound": True, "finite": True, "kept": True}

@@ -163,16 +163,16 @@ def test_a_padding_micro_batch_is_all_dummies() -> None:
     [
         (Layout(), 3, [3]),
         (Layout(), 3 + 22, [3, 22]),
-        (Layout(), 3 + 150, [3, 64, 64, 22]),
-        (Layout(cp=3), 6 + 150, [6, *[60] * 2, 30]),
-        (Layout(cp=64), 128 * 3, [128] * 3),
+        (Layout(), 3 + 1100, [3, 512, 512, 76]),
+        (Layout(cp=3), 6 + 1050, [6, *[510] * 2, 30]),
+        (Layout(cp=512), 1024 * 3, [1024] * 3),
     ],
 )
 def test_a_tail_is_divided_into_short_dummies(
     layout: Layout, row_tokens: int, spans: list[int]
 ) -> None:
     row = row_of((0,), row_tokens, layout)
-    assert torch.diff(row.cu_seqlens_padded_S1).tolist() == spans
+    assert torch.diff(row.cu_seqlens_padded_S1).tolist() == spans == list(row.padded_lengths)
     assert torch.diff(row.cu_seqlens_S1).tolist() == [3, *[0] * (len(spans) - 1)]
     assert not row.weights_T[3:].any()
     assert not row.labels_T[3:].any()
@@ -184,7 +184,7 @@ def test_attention_cost_is_linear_in_the_tail() -> None:
     for size, total in zip(sizes, sums, strict=True):
         assert total <= DUMMY_TOKENS * size
     # One dummy for the whole tail would cost 100 times as much for 10 times the tokens.
-    assert sums[2] / sums[1] == pytest.approx(10, rel=0.01)
+    assert sums[2] / sums[1] == pytest.approx(10, rel=0.02)
 
 
 def test_lengths_that_differ_from_the_plan_are_refused() -> None:

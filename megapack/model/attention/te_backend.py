@@ -1,0 +1,118 @@
+"""The attention kernel that Transformer Engine would run for packed rows: it is asked once.
+
+Transformer Engine chooses among flash-attn, cuDNN's fused attention and its own unfused attention
+when a layer first runs. The last one pads every sample to the longest: 100 samples, the longest of
+16384 tokens, are scores of 100 x 16384 x 16384 per head. It is what remains on an A100 without
+flash-attn, or with an old cuDNN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Backend = Literal["flash", "fused", "unfused"]
+
+# Compute capability of Hopper (H100, H200).
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """What the choice of a kernel depends on."""
+
+    heads: int
+    """Query heads of one tensor-parallel rank."""
+    groups: int
+    """Heads of keys and values of one tensor-parallel rank."""
+    head_width: int
+    """Channels of a head."""
+    cp: int = 1
+    """Number of context-parallel ranks."""
+
+    def __str__(self) -> str:
+        """For messages, such as "32 heads (8 of keys) of 128 channels, cp=1"."""
+        return (
+            f"{self.heads} heads ({self.groups} of keys) of {self.head_width} channels, "
+            f"cp={self.cp}"
+        )
+
+
+def is_deterministic() -> bool:
+    """Whether Transformer Engine is asked for a backward whose bits do not change."""
+    allows = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") != "0"
+    return not allows or torch.are_deterministic_algorithms_enabled()
+
+
+@functools.cache
+def te_backend(sizes: AttentionSizes, deterministic: bool = False) -> Backend | None:
+    """The kernel for packed rows in bf16 that trains on this GPU.
+
+    Returns:
+        None if this version of Transformer Engine cannot be asked.
+    """
+    try:
+        from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+        answer = utils.get_attention_backend(_question(utils, sizes, deterministic))
+        flash, _, fused, _, _, _ = answer
+    except (ImportError, AttributeError, TypeError, ValueError):
+        # The functions are not part of its public interface; it then chooses by itself.
+        return None
+    return "flash" if flash else "fused" if fused else "unfused"
+
+
+def _question(utils: Any, sizes: AttentionSizes, deterministic: bool) -> Any:
+    """Transformer Engine's `AttentionParams`, with the fields of the installed version.
+
+    2.9 has 27 fields; later ones also `cp_size`, `bottom_right_diagonal` and others. The values are
+    those that its attention takes from a packed row: causal in each sample, no padding between.
+    """
+    tokens = 4096  # Rows differ in length; a kernel is chosen for all of them.
+    values = {
+        "qkv_dtype": torch.bfloat16,
+        "qkv_layout": "thd_thd_thd",
+        "batch_size": 8,
+        "num_heads": sizes.heads,
+        "num_gqa_groups": sizes.groups,
+        "max_seqlen_q": tokens,
+        "max_seqlen_kv": tokens,
+        "head_dim_qk": sizes.head_width,
+        "head_dim_v": sizes.head_width,
+        "attn_mask_type": "padding_causal",
+        "window_size": (-1, 0),
+        "bottom_right_diagonal": False,
+        "core_attention_bias_requires_grad": False,
+        "context_parallel": sizes.cp > 1,
+        "cp_comm_type": "p2p",
+        "cp_size": sizes.cp,
+        "deterministic": deterministic,
+        "is_training": True,
+    }
+    known = {field.name for field in dataclasses.fields(utils.AttentionParams)}
+    return utils.AttentionParams(**{k: v for k, v in values.items() if k in known})
+
+
+def te_obstacle(sizes: AttentionSizes) -> str | None:
+    """Why Transformer Engine's attention should not run packed rows here; None if it can."""
+    deterministic = is_deterministic()
+    backend = te_backend(sizes, deterministic)
+    if backend == "unfused":
+        return (
+            f"it has only unfused attention for {sizes}"
+            f"{' with a deterministic backward' if deterministic else ''} on this GPU, which pads "
+            "every sample to the longest; install flash-attn 2, or a newer cuDNN"
+        )
+    if backend == "fused" and deterministic and torch.cuda.get_device_capability() == _HOPPER:
+        # Transformer Engine 2.20 turns it off there: cuDNN asks for 128 bytes times batch, heads
+        # and the squared longest sample, which is 128 GiB at 2^30.
+        return (
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 asks for a deterministic backward, for which cuDNN "
+            "takes 128 GiB and more on Hopper; install flash-attn 2, or unset it"
+        )
+    return None

@@ -1,0 +1,215 @@
+"""Transformer Engine is asked which attention it would run, in the words of its version."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megapack.config.sections import ModelConfig
+from megapack.doctor.probes import run_probe
+from megapack.errors import ConfigError
+from megapack.layout import Layout
+from megapack.model.attention import te_backend
+from megapack.model.attention.choice import choose_attention, find_kernels, passed_over
+from megapack.model.attention.te_backend import AttentionSizes
+from megapack.model.build import attention_sizes
+from tests.unit.model.test_attention_choice import Machine
+
+pytestmark = pytest.mark.unit
+
+SIZES = AttentionSizes(heads=16, groups=4, head_width=128, cp=2)
+
+# Fields of AttentionParams in Transformer Engine 2.9; 2.20 has those below as well.
+FIELDS_2_9 = (
+    *("qkv_type", "qkv_dtype", "qkv_layout", "batch_size", "num_heads", "num_gqa_groups"),
+    *("max_seqlen_q", "max_seqlen_kv", "head_dim_qk", "head_dim_v", "attn_mask_type"),
+    *("window_size", "alibi_slopes_shape", "core_attention_bias_type"),
+    *("core_attention_bias_shape", "core_attention_bias_requires_grad", "pad_between_seqs"),
+    *("attention_dropout", "context_parallel", "cp_comm_type", "deterministic", "is_training"),
+    *("fp8", "fp8_meta", "inference_params", "softmax_type", "return_max_logit"),
+)
+FIELDS_2_20 = (
+    *FIELDS_2_9,
+    *("bottom_right_diagonal", "cp_size", "cuda_graph", "num_splits", "fp8_output"),
+    *("checkpoint_core_attention", "has_score_mod", "has_score_mod_bprop"),
+)
+FLASH = (True, "2.8.3", False, None, True, [True, True, True])
+FUSED = (False, None, True, 1, True, [False, True, True])
+UNFUSED = (False, None, False, None, True, [False, False, True])
+MODULE = "transformer_engine.pytorch.attention.dot_product_attention"
+
+
+class Engine:
+    """Stands in for Transformer Engine's `dot_product_attention.utils`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self.asked: list[Any] = []
+        parts = MODULE.split(".")
+        self.modules = {
+            ".".join(parts[: n + 1]): ModuleType(".".join(parts[: n + 1]))
+            for n in range(len(parts))
+        }
+        for name, module in self.modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+    def answers(self, answer: Any, fields: tuple[str, ...] = FIELDS_2_9) -> None:
+        te_backend.te_backend.cache_clear()
+        utils = ModuleType("utils")
+        params = dataclasses.make_dataclass("AttentionParams", [(n, Any, None) for n in fields])
+
+        def get_attention_backend(attention_params: Any = None) -> Any:
+            self.asked.append(attention_params)
+            return answer(attention_params) if callable(answer) else answer
+
+        utils.__dict__.update(AttentionParams=params, get_attention_backend=get_attention_backend)
+        self._patch.setattr(self.modules[MODULE], "utils", utils, raising=False)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An importable Transformer Engine on a Hopper GPU."""
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    Machine(monkeypatch).transformer_engine(imports=True)
+    yield Engine(monkeypatch)
+    te_backend.te_backend.cache_clear()
+
+
+@pytest.mark.parametrize("fields", [FIELDS_2_9, FIELDS_2_20], ids=["2.9", "2.20"])
+def test_it_is_asked_for_the_models_attention_on_packed_rows(
+    engine: Engine, fields: tuple[str, ...]
+) -> None:
+    engine.answers(FUSED, fields)
+    assert te_backend.te_backend(SIZES) == "fused"
+    (asked,) = engine.asked
+    wanted = {
+        "qkv_dtype": torch.bfloat16,
+        "qkv_layout": "thd_thd_thd",
+        "num_heads": 16,
+        "num_gqa_groups": 4,
+        "head_dim_qk": 128,
+        "attn_mask_type": "padding_causal",
+        "context_parallel": True,
+        "deterministic": False,
+        "is_training": True,
+    }
+    assert {name: getattr(asked, name) for name in wanted} == wanted
+    if "cp_size" in fields:
+        assert (asked.cp_size, asked.bottom_right_diagonal) == (2, False)
+
+
+@pytest.mark.parametrize("fields", [FIELDS_2_9, FIELDS_2_20], ids=["2.9", "2.20"])
+@pytest.mark.parametrize(("answer", "backend"), [(FLASH, "flash"), (FUSED, "fused")])
+def test_with_a_packed_kernel_it_is_chosen(
+    engine: Engine, fields: tuple[str, ...], answer: Any, backend: str
+) -> None:
+    engine.answers(answer, fields)
+    assert te_backend.te_backend(SIZES) == backend
+    assert choose_attention("auto", "bf16", SIZES) == "te"
+    assert find_kernels("auto", "bf16", SIZES).passed_over == {}
+
+
+def test_unfused_attention_is_passed_over_with_a_reason(engine: Engine) -> None:
+    engine.answers(UNFUSED)
+    assert choose_attention("auto", "bf16", SIZES) == "varlen"
+    reason = passed_over("varlen", "bf16", SIZES)["te"]
+    assert "unfused attention for 16 heads (4 of keys) of 128 channels, cp=2" in reason
+    assert "install flash-attn 2, or a newer cuDNN" in reason
+    assert f"not te: {reason}" in str(find_kernels("auto", "bf16", SIZES))
+    with pytest.raises(ConfigError, match=r"attention=te cannot run here: .*only unfused"):
+        choose_attention("te", "bf16", SIZES)
+    # fp32 has no fused kernel; chosen by name, unfused attention is what was asked for.
+    assert choose_attention("te", "fp32", SIZES) == "te"
+
+
+def test_a_deterministic_backward_of_packed_rows_is_not_cudnns_on_hopper(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    engine.answers(FUSED)
+    assert choose_attention("auto", "bf16", SIZES) == "varlen"
+    assert "128 GiB" in passed_over("varlen", "bf16", SIZES)["te"]
+    with pytest.raises(ConfigError, match=r"NVTE_ALLOW_NONDETERMINISTIC_ALGO=0.*flash-attn 2"):
+        choose_attention("te", "bf16", SIZES)
+    assert all(asked.deterministic for asked in engine.asked)
+    # flash-attn 2 has one, and so has cuDNN on Blackwell.
+    engine.answers(FLASH)
+    assert choose_attention("auto", "bf16", SIZES) == "te"
+    engine.answers(FUSED)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert choose_attention("auto", "bf16", SIZES) == "te"
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "words"),
+    [
+        (FUSED, "te in bf16 for 32 heads (8 of keys) of 128 channels, cp=1", None),
+        (UNFUSED, "varlen in bf16 for 32 heads", "passed over: it has only unfused attention"),
+    ],
+)
+def test_doctor_reports_a_gpu_without_a_packed_kernel(
+    engine: Engine, answer: Any, found: str, words: str | None
+) -> None:
+    engine.answers(answer)
+    diagnosis = run_probe("attention")
+    assert diagnosis.found.startswith(found)
+    assert len(diagnosis.faults) == (words is not None)
+    assert words is None or words in diagnosis.faults[0]
+
+
+def test_doctor_without_a_gpu_reports_no_attention_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: False)
+    diagnosis = run_probe("attention")
+    assert diagnosis.found.startswith("sdpa in bf16")
+    assert diagnosis.faults == []
+
+
+@pytest.mark.parametrize("answer", [FLASH[:5], lambda params: params.no_such_field])
+def test_a_version_that_cannot_be_asked_is_left_to_choose(engine: Engine, answer: Any) -> None:
+    engine.answers(answer)
+    assert te_backend.te_backend(SIZES) is None
+    assert choose_attention("auto", "bf16", SIZES) == "te"
+
+
+def test_it_is_asked_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.answers(FUSED)
+    for _ in range(3):
+        find_kernels("auto", "bf16", SIZES)
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "sizes"),
+    [
+        ({}, Layout(tp=2, cp=2), AttentionSizes(heads=4, groups=4, head_width=8, cp=2)),
+        (
+            {"num_query_groups": 2, "kv_channels": 64},
+            Layout(tp=2),
+            AttentionSizes(heads=4, groups=1, head_width=64),
+        ),
+    ],
+)
+def test_sizes_are_those_of_one_tensor_parallel_rank(
+    changes: dict[str, Any], layout: Layout, sizes: AttentionSizes
+) -> None:
+    model = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=8, **changes)
+    assert attention_sizes(model, layout) == sizes
+
+
+def test_the_fused_rotary_kernel_is_used_with_every_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    kernel: Callable[..., Any] = lambda *args: None  # noqa: E731
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel)
+    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: True)
+    assert find_kernels("sdpa", "fp32").rope_fusion
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
+    assert not find_kernels("sdpa", "fp32").rope_fusion
