@@ -77,7 +77,8 @@ class ScheduleAdapter:
     Args:
         model: the chunks of this rank, one per virtual stage, with or without DDP.
         layout: the layout of the plans; checked against Megatron's groups.
-        logprob_chunk_tokens: positions whose logits are in memory at the same time.
+        logprob_chunk_tokens: positions whose logits are in memory at the same time; None: as many
+            as `cost.head.default_chunk_tokens` gives for the vocabulary.
         temperature: logits are divided by it.
         head: "value" if the last chunk has a value head (`head.replace_output_layer`).
         retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
@@ -100,7 +101,7 @@ class ScheduleAdapter:
         model: Sequence[torch.nn.Module] | torch.nn.Module,
         *,
         layout: Layout,
-        logprob_chunk_tokens: int = 1024,
+        logprob_chunk_tokens: int | None = None,
         temperature: float = 1.0,
         head: checks.Head = "vocabulary",
         retries_oom: bool = False,

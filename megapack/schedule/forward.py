@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megapack.loss.sequence import AnyObjective, call_objective
@@ -44,7 +45,7 @@ class HeadOptions:
     """Ranks that share the row."""
     sequence_parallel: bool
     """Whether each tensor-parallel rank has only its slice of the hidden states."""
-    chunk_tokens: int = 1024
+    chunk_tokens: int | None = None
     """See `VocabHead`."""
     temperature: float = 1.0
     """See `VocabHead`."""
@@ -127,6 +128,7 @@ class LastStage:
         vocab = VocabHead(
             weight_VH=head.weight_VH,
             tp_group=self._options.tp_group,
+            tied=head.tied,
             with_entropy=with_entropy,
             chunk_tokens=self._options.chunk_tokens,
             temperature=self._options.temperature,
@@ -259,7 +261,7 @@ class ForwardStep:
         if not unwrapped(model).post_process:
             return model(**inputs), None
         with deferred_head(model) as head:
-            return model(**inputs), head
+            return model(**inputs, **_in_own_dtype(model)), head
 
     def _forward(
         self, row: PackedRow, model: Any, chunk: int, microbatch: int
@@ -324,6 +326,19 @@ def accepted_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:
         return ()
     known = inspect.signature(unwrapped(model).forward).parameters
     return tuple(name for name in names if name in known)
+
+
+def _in_own_dtype(model: Any) -> dict[str, bool]:
+    """Arguments that keep the last chunk's hidden states in the model's dtype.
+
+    Float16Module widens outputs to fp32 unless it is asked not to. The widened hidden states hold
+    the same numbers in twice the bytes, which the gather over tensor-parallel ranks would move.
+    """
+    while hasattr(model, "module"):
+        if isinstance(model, Float16Module):
+            return {"fp32_output": False}
+        model = model.module
+    return {}
 
 
 def _zero_output(row: PackedRow, model: Any) -> Tensor:
