@@ -55,6 +55,7 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        "liger": ["liger-kernel>=0.8.5", "liger-cute-kernels[cu13]>=0.8.5"],
         "parquet": ["pyarrow>=15"],
         "plot": ["matplotlib>=3.8"],
         "dev": [

@@ -9,6 +9,7 @@ from megapack.base.choices import (
     AdvantageNorm,
     Attention,
     Dtype,
+    HeadChoice,
     KlKind,
     KlLevel,
     LossWeighting,
@@ -73,6 +74,10 @@ class ModelConfig:
     """Attention over packed rows: te (Transformer Engine), varlen (torch's varlen attention; bf16,
     torch 2.10 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
     Any other choice that cannot run is an error."""
+    head_kernel: HeadChoice = "auto"
+    """Log-probs from hidden states: torch (chunks of fp32 logits), liger (Liger's fused kernel;
+    bf16, Hopper or Blackwell, megapack[liger]), or auto: liger if it can run and its log-probs,
+    compared at the start of a run, are those of fp32 logits to 1e-3 nats."""
     dtype: Dtype = "fp32"
     """Type of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None

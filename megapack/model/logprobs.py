@@ -31,6 +31,8 @@ from megapack.model.products import add_mm_fp32, mm_fp32
 # positions of 151,936 columns take 156 MB.
 _ENTROPY_TOKENS = 256
 
+_FP32 = torch.float32
+
 
 @dataclass(frozen=True, kw_only=True)
 class VocabHead:
@@ -110,7 +112,8 @@ def _local_labels(labels_C: Tensor, head: VocabHead) -> tuple[Tensor, Tensor]:
     return torch.where(here_C, local_C, 0), here_C
 
 
-def _in_vocabulary(labels_C: Tensor, head: VocabHead) -> Tensor:
+def in_vocabulary(labels_C: Tensor, head: VocabHead) -> Tensor:
+    """Whether each label is a row of the vocabulary on some rank."""
     return (labels_C >= 0) & (labels_C < head.vocab_size)
 
 
@@ -142,7 +145,7 @@ class _Logprobs(torch.autograd.Function):
             log_sum_C = summed[0].log()
             # A label outside the vocabulary must not give a plausible log-prob. Raising would need
             # a device sync; NaN does not.
-            invalid_C = ~_in_vocabulary(labels_R[chunk], head)
+            invalid_C = ~in_vocabulary(labels_R[chunk], head)
             logprobs_R[chunk] = (summed[1] - log_sum_C).masked_fill(invalid_C, math.nan)
             log_z_R[chunk] = max_C + log_sum_C
             if head.with_entropy:
@@ -160,7 +163,7 @@ class _Logprobs(torch.autograd.Function):
         head: VocabHead = ctx.head
         label_grad_R = torch.zeros_like(log_z_R) if grad_logprobs_R is None else grad_logprobs_R
         grad_hidden_RH = torch.zeros_like(hidden_RH)
-        weight_grad = _WeightGradient(head) if ctx.needs_input_grad[1] else None
+        grad_weight_VH = _gradient_sum(head.weight_VH) if ctx.needs_input_grad[1] else None
         for chunk in head.chunks(hidden_RH.shape[0]):
             grad_logits_CV = _grad_logits(
                 _logits(hidden_RH[chunk], head),
@@ -173,51 +176,48 @@ class _Logprobs(torch.autograd.Function):
                 head,
             )
             grad_hidden_RH[chunk] = grad_logits_CV @ weight_VH
-            if weight_grad is not None:
-                weight_grad.add(grad_logits_CV, hidden_RH[chunk])
+            if grad_weight_VH is not None:
+                add_mm_fp32(grad_weight_VH, grad_logits_CV.t(), hidden_RH[chunk])
             # Freed before the next chunk's logits are allocated.
             del grad_logits_CV
         head.all_reduce(grad_hidden_RH)
-        return grad_hidden_RH, None if weight_grad is None else weight_grad.for_autograd(), None, None
+        if grad_weight_VH is not None:
+            if main_gradient(head.weight_VH) is None:
+                grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+            else:
+                grad_weight_VH = rest_of_gradient(head.weight_VH, tied=head.tied)
+        return grad_hidden_RH, grad_weight_VH, None, None
 
 
-class _WeightGradient:
-    """The fp32 sum of a weight's gradient over chunks.
+def _gradient_sum(weight_VH: Tensor) -> Tensor:
+    main_grad = main_gradient(weight_VH)
+    return torch.zeros_like(weight_VH, dtype=_FP32) if main_grad is None else main_grad
 
-    Megatron's DDP gives a weight an fp32 `main_grad`, and its backward hook adds the gradient that
-    autograd computes to it. Like Megatron's fused layers, this class adds to `main_grad` itself:
-    without a second [V, H] in fp32, and without rounding the sum to bf16. Autograd still needs a
-    gradient, because with `overlap_grad_reduce` the hook refuses None:
 
-    - untied weight: `grad_added_to_main_grad` makes the hook ignore its values;
-    - tied weight: the hook must add what the embedding's backward gives, so these are zeros.
+def main_gradient(weight_VH: Tensor) -> Tensor | None:
+    """The fp32 matrix of Megatron's DDP to which a backward may add the weight's gradient itself.
+
+    Megatron's DDP gives a weight a `main_grad`, and its backward hook adds the gradient that
+    autograd computes to it. Like Megatron's fused layers, the head adds to it directly: without a
+    second [V, H] in fp32, and without rounding the sum over chunks to bf16.
     """
+    main_grad: Tensor | None = getattr(weight_VH, "main_grad", None)
+    is_ddp = hasattr(weight_VH, "grad_added_to_main_grad")
+    return main_grad if is_ddp and main_grad is not None and main_grad.dtype == _FP32 else None
 
-    def __init__(self, head: VocabHead) -> None:
-        self._weight_VH: Any = head.weight_VH
-        self._tied = head.tied
-        main_grad = getattr(head.weight_VH, "main_grad", None)
-        is_ddp = hasattr(head.weight_VH, "grad_added_to_main_grad")
-        if main_grad is None or main_grad.dtype != torch.float32 or not is_ddp:
-            main_grad = None
-        self._in_main = main_grad is not None
-        self._sum_VH: Tensor = (
-            torch.zeros_like(head.weight_VH, dtype=torch.float32)
-            if main_grad is None
-            else main_grad
-        )
 
-    def add(self, grad_logits_CV: Tensor, hidden_CH: Tensor) -> None:
-        add_mm_fp32(self._sum_VH, grad_logits_CV.t(), hidden_CH)
+def rest_of_gradient(weight: Any, *, tied: bool) -> Tensor:
+    """What autograd gets for a weight whose gradient is already in `main_gradient`.
 
-    def for_autograd(self) -> Tensor:
-        weight_VH = self._weight_VH
-        if not self._in_main:
-            return self._sum_VH.to(weight_VH.dtype)
-        if self._tied:
-            return torch.zeros_like(weight_VH)
-        weight_VH.grad_added_to_main_grad = True
-        return torch.empty_like(weight_VH)
+    Not None, which DDP's hook refuses with `overlap_grad_reduce`:
+
+    - untied weight: any values; `grad_added_to_main_grad` makes the hook ignore them;
+    - tied weight: zeros, because the hook must add what the embedding's backward gives.
+    """
+    if tied:
+        return torch.zeros_like(weight)
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def _grad_logits(

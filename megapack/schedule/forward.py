@@ -17,6 +17,7 @@ from torch import Tensor
 from megapack.loss.sequence import AnyObjective, call_objective
 from megapack.model.experts.rows import SchedulePass
 from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
+from megapack.model.liger import Logprobs
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import loss_name
 from megapack.rows.packed import PackedRow, unpack_row
@@ -51,6 +52,8 @@ class HeadOptions:
     """See `VocabHead`."""
     mtp_coefs: Sequence[float] = ()
     """Coefficient of the loss of each depth of multi-token prediction."""
+    logprobs: Logprobs = vocab_parallel_logprobs
+    """The kernel of the vocabulary head, see `model.liger`."""
 
 
 class LastStage:
@@ -133,7 +136,7 @@ class LastStage:
             chunk_tokens=self._options.chunk_tokens,
             temperature=self._options.temperature,
         )
-        return vocab_parallel_logprobs(hidden_RH, row.labels_T[positions_R], vocab)
+        return self._options.logprobs(hidden_RH, row.labels_T[positions_R], vocab)
 
     def _losses_ahead(
         self, row: PackedRow, head: DeferredHead, hidden: Sequence[Tensor]

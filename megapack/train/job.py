@@ -107,6 +107,7 @@ class Trainer:
             self.chunks,
             layout=self.layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
+            head_kernel=config.model.head_kernel,
             retries_oom=config.train.on_oom == "replan",
             ranks=ranks,
         )
@@ -118,6 +119,7 @@ class Trainer:
             self.adapter,
             self.optimizer,
             self.planner,
+            entropy_interval=config.train.entropy_interval,
             device=device,
             on_oom=self._note_oom,
         )
@@ -151,7 +153,8 @@ class Trainer:
         )
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
         model = config.model
-        self.progress.line(str(find_kernels(model.attention, model.dtype)))
+        kernels = find_kernels(model.attention, model.dtype)
+        self.progress.line(f"{kernels}; {self.adapter.vocabulary_head}")
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
@@ -278,7 +281,7 @@ class Trainer:
         with self.ranks.guarded(f"step {self.num_steps + 1}", predicted_s):
             reset_memory_peaks()
             self.tracer.start()
-            ran = self.passes.gradients(batch, index, report)
+            ran = self.passes.gradients(batch, index, report, num_steps=self.num_steps)
             started = time.perf_counter()
             self.ranks.place.enter("optimizer")
             updated, grad_norm, _ = self.optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,18 +51,20 @@ class CudaTorch:
 
 
 @pytest.fixture(params=[None, (2, 7), (2, 9), (2, 10)], ids=str)
-def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CudaTorch | None:
+def machine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CudaTorch | None]:
     """This CPU, and a GPU with different versions of torch; blocks of a few rows."""
-    for cached in (has_fp32_products, has_fp32_sums):
-        cached.cache_clear()
-        request.addfinalizer(cached.cache_clear)
+    fake = None if request.param is None else CudaTorch(request.param)
     monkeypatch.setattr(products, "_BLOCK", 7)
-    if request.param is None:
-        return None
-    fake = CudaTorch(request.param)
-    monkeypatch.setattr(torch, "mm", fake.mm)
-    monkeypatch.setattr(torch, "addmm", fake.addmm)
-    return fake
+    if fake is not None:
+        monkeypatch.setattr(torch, "mm", fake.mm)
+        monkeypatch.setattr(torch, "addmm", fake.addmm)
+    has_fp32_products.cache_clear()
+    has_fp32_sums.cache_clear()
+    yield fake
+    has_fp32_products.cache_clear()
+    has_fp32_sums.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
