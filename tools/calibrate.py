@@ -114,7 +114,7 @@ class TimedStep:
         """Run the step once; forward and backward seconds of each row."""
         for chunk in timer.chunks:
             chunk.zero_grad_buffer()
-        timer.step(self.plan, self.batch, objective=SFT(), entropy=True)
+        timer.step(self.plan, self.batch, objective=SFT())
         return timer.runner.seconds
 
 
@@ -203,7 +203,12 @@ class Job:
             distributed_optimizer=self.config.optim.distributed_optimizer,
         )
         chunk_tokens = self.config.objective.logprob_chunk_tokens
-        return RowTimer(chunks, layout=self.layout, logprob_chunk_tokens=chunk_tokens)
+        return RowTimer(
+            chunks,
+            layout=self.layout,
+            logprob_chunk_tokens=chunk_tokens,
+            head_kernel=self.config.model.head_kernel,
+        )
 
     def batch(self, lengths: Sequence[int], prompts: Sequence[int]) -> SampleBatch:
         """Random tokens. The first `prompts` tokens of each sample do not count in the loss."""

@@ -18,6 +18,11 @@ Kernel = Literal["te", "varlen", "sdpa"]
 Attention = Literal["auto", "te", "varlen", "sdpa"]
 """A kernel, or "auto": the first that can run."""
 
+HeadKernel = Literal["torch", "liger"]
+"""What computes log-probs from hidden states: products of torch, or Liger's fused kernel."""
+HeadChoice = Literal["auto", "torch", "liger"]
+"""A kernel, or "auto": Liger's if it can run and gives the log-probs of fp32 logits."""
+
 LossWeighting = Literal[
     "token-mean",
     "seq-mean-token-mean",

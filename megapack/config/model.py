@@ -9,6 +9,7 @@ from megapack.base.choices import (
     AdvantageNorm,
     Attention,
     Dtype,
+    HeadChoice,
     KlKind,
     KlLevel,
     LossWeighting,
@@ -74,6 +75,10 @@ class ModelConfig:
     """Attention over packed rows: te (Transformer Engine), varlen (torch's varlen attention; bf16,
     torch 2.10 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
     Any other choice that cannot run is an error."""
+    head_kernel: HeadChoice = "auto"
+    """Log-probs from hidden states: torch (chunks of fp32 logits), liger (Liger's fused kernel;
+    bf16, Hopper or Blackwell, megapack[liger]), or auto: liger if it can run and its log-probs,
+    compared at the start of a run, are those of fp32 logits to 1e-3 nats."""
     dtype: Dtype = "fp32"
     """Type of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
@@ -338,8 +343,10 @@ class ObjectiveConfig:
     """Weight of the entropy, which is subtracted from the loss; 0 = entropy is only reported."""
     advantage_norm: AdvantageNorm = "group"
     """How rewards become advantages, see `megapack.data.rollouts.group_advantages`."""
-    logprob_chunk_tokens: int = 1024
-    """Tokens whose logits are in memory at once in the vocabulary head; fewer save memory."""
+    logprob_chunk_tokens: int | None = None
+    """Tokens whose logits are in memory at once in the vocabulary head; fewer save memory. null =
+    a power of two of at most 8,192 whose fp32 logits fit into 2.5 GiB on a GPU: 4,096 for 151,936
+    vocabulary rows at tp=1."""
 
     def __post_init__(self) -> None:
         at_least(self, "objective", 0, "clip_low", "clip_high", "kl_coef")

@@ -179,6 +179,10 @@ class LoopConfig:
     """Passes over the data."""
     log_interval: int = 1
     """Log a line every this many optimizer steps; `metrics.jsonl` gets every step."""
+    entropy_interval: int = 10
+    """Report the entropy every this many optimizer steps, from the first on; 0 = never. The metric
+    costs a pass over all logits, and it moves over tens of steps. With `objective.entropy_coef` it
+    is computed, and reported, in every step."""
     trace_steps: int = 0
     """Number of optimizer steps, from the second on, whose forwards and backwards are timed on
     every rank and written to `trace.jsonl`, for `megapack trace` and `megapack report`; 0 = no
@@ -205,7 +209,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
         at_least(self, "train", 1, "keep_checkpoints", "manual_gc_interval")
-        at_least(self, "train", 0, "trace_steps")
+        at_least(self, "train", 0, "trace_steps", "entropy_interval")
         if self.resume == "":
             raise ConfigError("train.resume is empty; set a folder, auto, or null")
         if len(set(self.trackers)) < len(self.trackers):

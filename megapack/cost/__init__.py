@@ -5,6 +5,7 @@ Modules:
     fit: measurements -> coefficients (non-negative least squares)
     sizes: ModelSizes: weights and floating-point operations of a transformer
     memory: bytes on one GPU, from a model's sizes and a layout
+    head: positions that the vocabulary head handles at one time
     calibration: the content of a cost model's file
 """
 

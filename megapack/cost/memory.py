@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapack.base.choices import Dtype, Recompute
+from megapack.cost.head import default_chunk_tokens
 from megapack.cost.sizes import ModelSizes
 from megapack.layout import Layout
 
@@ -32,7 +33,7 @@ class GpuMemory:
     """Activations kept between forwards and their backwards. With full recomputation: the layers'
     inputs, and all activations of one layer."""
     head: int
-    """Logits of a chunk of tokens and the output weight's gradient; the last stage only."""
+    """Logits of a chunk of tokens and their gradient; the last stage only."""
 
     @property
     def total(self) -> int:
@@ -62,8 +63,8 @@ class MemoryModel:
     recompute: Recompute = "none"
     """Activations that the backward recomputes. Attention over packed rows keeps no score matrix,
     so "selective" (attention only) saves nothing over "none" here."""
-    logprob_chunk_tokens: int = 1024
-    """Tokens whose logits are in memory at once."""
+    logprob_chunk_tokens: int | None = None
+    """Tokens whose logits are in memory at once; None = `head.default_chunk_tokens`."""
 
     def stage(
         self, layout: Layout, stage: int, *, live_tokens: float, row_tokens: float
@@ -164,17 +165,20 @@ class MemoryModel:
     def _head(self, layout: Layout, row_tokens: float) -> int:
         """Peak bytes of the backward of chunked log-probs, the larger of two phases.
 
-        Per vocabulary column, in a chunk of C tokens with hidden size H:
+        Weight gradients are added to DDP's gradients. Per vocabulary column, with chunks of C
+        tokens and hidden size H:
 
-        1. 10C for the chunk's bf16 logits (2), their fp32 copy (4) and the entropy term (4), and 4H
-           for the fp32 accumulator of the output weight's gradient.
-        2. 2C for the bf16 gradient of the logits, and 10H for that accumulator (4) and the chunk's
-           contribution to it, in bf16 (2) and widened to fp32 (4).
+        1. 4C for the chunk's fp32 logits, and in a bf16 model 2C for their bf16 gradient.
+        2. After the last chunk, a matrix of the weight's shape and type that autograd asks for: 2H
+           in a bf16 model, else 4H.
         """
-        chunk = min(self.logprob_chunk_tokens, row_tokens)
-        columns = self.sizes.vocab_size / layout.tp
-        hidden = self.sizes.hidden_size
-        return int(columns * max(4 * hidden + 10 * chunk, 10 * hidden + 2 * chunk))
+        sizes = self.sizes
+        chunk = self.logprob_chunk_tokens or default_chunk_tokens(sizes.vocab_size, layout.tp)
+        chunk_tokens = min(chunk, row_tokens)
+        is_bf16 = self.dtype == "bf16"
+        columns = sizes.vocab_size / layout.tp
+        logits = (6 if is_bf16 else 4) * chunk_tokens
+        return int(columns * max(logits, (2 if is_bf16 else 4) * sizes.hidden_size))
 
 
 def _expert_tp(layout: Layout) -> int:

@@ -36,6 +36,11 @@ class DeferredHead:
             raise ScheduleError("the model's output layer was not reached, or has no weight")
         return weight  # type: ignore[no-any-return]
 
+    @property
+    def tied(self) -> bool:
+        """Whether the model passed a weight of its own: the embedding's."""
+        return self._weight is not None
+
     def capture(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Any, None]:
         """The output layer's forward within `deferred_head`: return the hidden states unchanged."""
         self._weight = weight

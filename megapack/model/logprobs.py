@@ -1,9 +1,14 @@
 """Log-probs of labels from hidden states, in fp32, a chunk of tokens at a time.
 
-The logits of a chunk exist only while the chunk is computed, in the forward and again in the
-backward pass, so the full fp32 logits of a row never exist. With tensor parallelism each rank holds
-a slice of the vocabulary and the ranks exchange three numbers per token: the largest logit, the sum
-of exponentials and the label's logit. The entropy needs a fourth.
+Logits are fp32 also where weights are bf16: `products` multiplies without rounding to 16 bits. The
+logits of a chunk exist only while the chunk is computed, in the forward and again in the backward
+pass, so the full fp32 logits of a row never exist. With tensor parallelism each rank holds a slice
+of the vocabulary and the ranks exchange three numbers per token: the largest logit, the sum of
+exponentials and the label's logit. The entropy needs a fourth.
+
+In the backward, the gradient of a chunk's logits is rounded to the weights' dtype, as in any 16-bit
+layer. Weight gradients are summed over chunks in fp32: in DDP's fp32 gradient (`main_grad`) if the
+weight has one, else in a matrix of their own.
 
 Shape suffixes: R response positions, C positions of a chunk, H hidden, V vocabulary on this rank.
 """
@@ -11,12 +16,22 @@ Shape suffixes: R response positions, C positions of a chunk, H hidden, V vocabu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megapack.cost.head import default_chunk_tokens
+from megapack.model.products import add_mm_fp32, mm_fp32
+
+# Positions whose probabilities exist beside the logits where the entropy has a gradient. 256
+# positions of 151,936 columns take 156 MB.
+_ENTROPY_TOKENS = 256
+
+_FP32 = torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +41,24 @@ class VocabHead:
     weight_VH: Tensor
     tp_group: Any = None
     """Ranks that share the vocabulary; None for one rank."""
-    chunk_tokens: int = 1024
-    """Positions whose logits exist at one time."""
+    chunk_tokens: int | None = None
+    """Positions whose logits exist at one time; None = `cost.head.default_chunk_tokens`."""
     temperature: float = 1.0
     """Divisor of the logits."""
+    tied: bool = True
+    """Whether the weight may also be an embedding's on this rank, which adds to its gradient."""
     with_entropy: bool = False
     """Also compute the entropy of the next-token distribution."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that share the vocabulary."""
+        return 1 if self.tp_group is None else int(self.tp_group.size())
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the weight on all ranks, with padding."""
+        return self.num_ranks * self.weight_VH.shape[0]
 
     @property
     def first_token(self) -> int:
@@ -39,9 +66,14 @@ class VocabHead:
         rank = 0 if self.tp_group is None else self.tp_group.rank()
         return int(rank * self.weight_VH.shape[0])
 
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """The positions of each chunk."""
+        size = self.chunk_tokens or default_chunk_tokens(self.vocab_size, self.num_ranks)
+        return _slices(num_tokens, size)
+
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce over the ranks that share the vocabulary, in place."""
-        if self.tp_group is not None and self.tp_group.size() > 1:
+        if self.num_ranks > 1:
             dist.all_reduce(x, op=op, group=self.tp_group)
         return x
 
@@ -65,8 +97,12 @@ def vocab_parallel_logprobs(
 
 
 def _logits(hidden_CH: Tensor, head: VocabHead) -> Tensor:
-    logits_CV = (hidden_CH @ head.weight_VH.t()).float()
+    logits_CV = mm_fp32(hidden_CH, head.weight_VH.t())
     return logits_CV if head.temperature == 1.0 else logits_CV.div_(head.temperature)
+
+
+def _slices(size: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 def _local_labels(labels_C: Tensor, head: VocabHead) -> tuple[Tensor, Tensor]:
@@ -76,9 +112,9 @@ def _local_labels(labels_C: Tensor, head: VocabHead) -> tuple[Tensor, Tensor]:
     return torch.where(here_C, local_C, 0), here_C
 
 
-def _in_vocabulary(labels_C: Tensor, head: VocabHead) -> Tensor:
-    size = 1 if head.tp_group is None else head.tp_group.size()
-    return (labels_C >= 0) & (labels_C < size * head.weight_VH.shape[0])
+def in_vocabulary(labels_C: Tensor, head: VocabHead) -> Tensor:
+    """Whether each label is a row of the vocabulary on some rank."""
+    return (labels_C >= 0) & (labels_C < head.vocab_size)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -92,27 +128,28 @@ class _Logprobs(torch.autograd.Function):
         logprobs_R, log_z_R, entropy_R = hidden_RH.new_zeros(
             (3, num_tokens), dtype=torch.float32
         ).unbind()
-        for start in range(0, num_tokens, head.chunk_tokens):
-            chunk = slice(start, start + head.chunk_tokens)
+        for chunk in head.chunks(num_tokens):
             logits_CV = _logits(hidden_RH[chunk], head)
             max_C = head.all_reduce(logits_CV.amax(1), dist.ReduceOp.MAX)
             local_C, here_C = _local_labels(labels_R[chunk], head)
-            # In place from here on: a second and a third [C, V] would double and triple the peak.
+            # In place from here on: a second [C, V] would double the peak.
             logits_CV.sub_(max_C[:, None])
             label_logit_C = logits_CV.gather(1, local_C[:, None])[:, 0]
-            exp_CV = logits_CV.exp() if head.with_entropy else logits_CV.exp_()
-            sums = torch.stack([exp_CV.sum(1), torch.where(here_C, label_logit_C, 0.0)])
+            exp_CV = logits_CV.exp_()
+            sums = [exp_CV.sum(1), torch.where(here_C, label_logit_C, 0.0)]
             if head.with_entropy:
-                sums = torch.cat([sums, logits_CV.mul_(exp_CV).sum(1)[None]])
+                # entr(e) = -e log e, 0 where e is: the logits again, without keeping them.
+                sums.append(torch.special.entr(exp_CV, out=exp_CV).sum(1))
             del logits_CV, exp_CV
-            head.all_reduce(sums)
+            summed = head.all_reduce(torch.stack(sums))
+            log_sum_C = summed[0].log()
             # A label outside the vocabulary must not give a plausible log-prob. Raising would need
             # a device sync; NaN does not.
-            invalid_C = ~_in_vocabulary(labels_R[chunk], head)
-            logprobs_R[chunk] = (sums[1] - sums[0].log()).masked_fill(invalid_C, math.nan)
-            log_z_R[chunk] = max_C + sums[0].log()
+            invalid_C = ~in_vocabulary(labels_R[chunk], head)
+            logprobs_R[chunk] = (summed[1] - log_sum_C).masked_fill(invalid_C, math.nan)
+            log_z_R[chunk] = max_C + log_sum_C
             if head.with_entropy:
-                entropy_R[chunk] = sums[0].log() - sums[2] / sums[0]
+                entropy_R[chunk] = log_sum_C + summed[2] / summed[0]
         ctx.head = head
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_RH, weight_VH, labels_R, log_z_R, entropy_R)
@@ -126,11 +163,8 @@ class _Logprobs(torch.autograd.Function):
         head: VocabHead = ctx.head
         label_grad_R = torch.zeros_like(log_z_R) if grad_logprobs_R is None else grad_logprobs_R
         grad_hidden_RH = torch.zeros_like(hidden_RH)
-        grad_weight_VH = None
-        if ctx.needs_input_grad[1]:
-            grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        for start in range(0, hidden_RH.shape[0], head.chunk_tokens):
-            chunk = slice(start, start + head.chunk_tokens)
+        grad_weight_VH = _gradient_sum(head.weight_VH) if ctx.needs_input_grad[1] else None
+        for chunk in head.chunks(hidden_RH.shape[0]):
             grad_logits_CV = _grad_logits(
                 _logits(hidden_RH[chunk], head),
                 labels_R[chunk],
@@ -143,13 +177,47 @@ class _Logprobs(torch.autograd.Function):
             )
             grad_hidden_RH[chunk] = grad_logits_CV @ weight_VH
             if grad_weight_VH is not None:
-                grad_weight_VH += (grad_logits_CV.t() @ hidden_RH[chunk]).float()
+                add_mm_fp32(grad_weight_VH, grad_logits_CV.t(), hidden_RH[chunk])
             # Freed before the next chunk's logits are allocated.
             del grad_logits_CV
         head.all_reduce(grad_hidden_RH)
         if grad_weight_VH is not None:
-            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+            if main_gradient(head.weight_VH) is None:
+                grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+            else:
+                grad_weight_VH = rest_of_gradient(head.weight_VH, tied=head.tied)
         return grad_hidden_RH, grad_weight_VH, None, None
+
+
+def _gradient_sum(weight_VH: Tensor) -> Tensor:
+    main_grad = main_gradient(weight_VH)
+    return torch.zeros_like(weight_VH, dtype=_FP32) if main_grad is None else main_grad
+
+
+def main_gradient(weight_VH: Tensor) -> Tensor | None:
+    """The fp32 matrix of Megatron's DDP to which a backward may add the weight's gradient itself.
+
+    Megatron's DDP gives a weight a `main_grad`, and its backward hook adds the gradient that
+    autograd computes to it. Like Megatron's fused layers, the head adds to it directly: without a
+    second [V, H] in fp32, and without rounding the sum over chunks to bf16.
+    """
+    main_grad: Tensor | None = getattr(weight_VH, "main_grad", None)
+    is_ddp = hasattr(weight_VH, "grad_added_to_main_grad")
+    return main_grad if is_ddp and main_grad is not None and main_grad.dtype == _FP32 else None
+
+
+def rest_of_gradient(weight: Any, *, tied: bool) -> Tensor:
+    """What autograd gets for a weight whose gradient is already in `main_gradient`.
+
+    Not None, which DDP's hook refuses with `overlap_grad_reduce`:
+
+    - untied weight: any values; `grad_added_to_main_grad` makes the hook ignore them;
+    - tied weight: zeros, because the hook must add what the embedding's backward gives.
+    """
+    if tied:
+        return torch.zeros_like(weight)
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def _grad_logits(
@@ -164,13 +232,16 @@ def _grad_logits(
 
     d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
     """
-    log_p_CV = logits_CV.sub_(log_z_C1)
+    grad_CV = logits_CV.sub_(log_z_C1)
     if entropy_and_grad_C1 is None:
-        grad_CV = log_p_CV.exp_().mul_(-grad_C1)
+        grad_CV.exp_().mul_(-grad_C1)
     else:
         entropy_C1, grad_entropy_C1 = entropy_and_grad_C1
-        p_CV = log_p_CV.exp()
-        grad_CV = log_p_CV.add_(entropy_C1).mul_(grad_entropy_C1).add_(grad_C1).mul_(p_CV).neg_()
+        for part in _slices(grad_CV.shape[0], _ENTROPY_TOKENS):
+            log_p_CV = grad_CV[part]
+            p_CV = log_p_CV.exp()
+            log_p_CV.add_(entropy_C1[part]).mul_(grad_entropy_C1[part]).add_(grad_C1[part])
+            log_p_CV.mul_(p_CV).neg_()
     local_C, here_C = _local_labels(labels_C, head)
     grad_CV.scatter_add_(1, local_C[:, None], torch.where(here_C[:, None], grad_C1, 0.0))
     if head.temperature != 1.0:

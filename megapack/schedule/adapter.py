@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megapack.base.choices import HeadChoice
 from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
@@ -28,6 +29,7 @@ from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, collect_routing
 from megapack.model.head import unwrapped
 from megapack.model.init import keep_gradients_through_recompute
+from megapack.model.liger import choose_head
 from megapack.model.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
 from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch, Plan
@@ -78,7 +80,9 @@ class ScheduleAdapter:
     Args:
         model: the chunks of this rank, one per virtual stage, with or without DDP.
         layout: the layout of the plans; checked against Megatron's groups.
-        logprob_chunk_tokens: positions whose logits are in memory at the same time.
+        logprob_chunk_tokens: positions whose logits are in memory at the same time; None: as many
+            as `cost.head.default_chunk_tokens` gives for the vocabulary.
+        head_kernel: what computes log-probs: "torch", "liger", or "auto"; see `model.liger`.
         temperature: logits are divided by it.
         head: "value" if the last chunk has a value head (`head.replace_output_layer`).
         retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
@@ -102,7 +106,8 @@ class ScheduleAdapter:
         model: Sequence[torch.nn.Module] | torch.nn.Module,
         *,
         layout: Layout,
-        logprob_chunk_tokens: int = 1024,
+        logprob_chunk_tokens: int | None = None,
+        head_kernel: HeadChoice = "auto",
         temperature: float = 1.0,
         head: checks.Head = "vocabulary",
         retries_oom: bool = False,
@@ -120,6 +125,14 @@ class ScheduleAdapter:
         keep_gradients_through_recompute(self.chunks, self.config)
         gather_rotary_tables(self.chunks)
         self._groups = process_groups()
+        self.vocabulary_head = choose_head(
+            head_kernel if head == "vocabulary" else "torch",
+            self.chunks[-1],
+            self.config,
+            self._groups.tp,
+            chunk_tokens=logprob_chunk_tokens,
+            device=self._device,
+        )
         self._dp_group = parallel_state.get_data_parallel_group()
         self.runner = self.runner_class(
             self.chunks,
@@ -133,6 +146,7 @@ class ScheduleAdapter:
                 chunk_tokens=logprob_chunk_tokens,
                 temperature=temperature,
                 mtp_coefs=loss_coefs(self.config),
+                logprobs=self.vocabulary_head.logprobs,
             ),
             device=self._device,
             routing=self._routing,
@@ -172,6 +186,7 @@ class ScheduleAdapter:
         entropy: bool = False,
         routing: Sequence[Tensor | None] | None = None,
         next_step: int | None = None,
+        next_entropy: bool | None = None,
     ) -> StepResult:
         """Forward and backward of one step; gradients are added to the model's.
 
@@ -191,6 +206,7 @@ class ScheduleAdapter:
             next_step: the step of this plan that is called next, with the same other arguments. It
                 is packed and agreed on while this one runs, so do not change fields in place
                 meanwhile; a change by `set_field` is noticed. None if it is not known.
+            next_entropy: `entropy` of that next call; None = the same.
 
         Raises:
             ConfigError, DataError, PlanError: no rank can run the call.
@@ -214,7 +230,9 @@ class ScheduleAdapter:
         with self.ranks.guarded(f"step {step} of plan {plan.digest()[:12]}"):
             rows = self._agreed_rows(call)
             if next_step is not None:
-                self._announced = self._start(replace(call, step=next_step))
+                if next_entropy is None:
+                    next_entropy = entropy
+                self._announced = self._start(replace(call, step=next_step, entropy=next_entropy))
             schedule_pass = self.runner.run(call, rows)
             sums = sum_metrics(
                 schedule_pass.sums,

@@ -11,11 +11,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megapack.loss.sequence import AnyObjective, call_objective
 from megapack.model.experts.rows import SchedulePass
 from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
+from megapack.model.liger import Logprobs
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name
 from megapack.rows.packed import PackedRow, unpack_row
@@ -44,12 +46,14 @@ class HeadOptions:
     """Ranks that share the row."""
     sequence_parallel: bool
     """Whether each tensor-parallel rank has only its slice of the hidden states."""
-    chunk_tokens: int = 1024
+    chunk_tokens: int | None = None
     """See `VocabHead`."""
     temperature: float = 1.0
     """See `VocabHead`."""
     mtp_coefs: Sequence[float] = ()
     """Coefficient of the loss of each depth of multi-token prediction."""
+    logprobs: Logprobs = vocab_parallel_logprobs
+    """The kernel of the vocabulary head, see `model.liger`."""
 
 
 class LastStage:
@@ -127,11 +131,12 @@ class LastStage:
         vocab = VocabHead(
             weight_VH=head.weight_VH,
             tp_group=self._options.tp_group,
+            tied=head.tied,
             with_entropy=with_entropy,
             chunk_tokens=self._options.chunk_tokens,
             temperature=self._options.temperature,
         )
-        return vocab_parallel_logprobs(hidden_RH, row.labels_T[positions_R], vocab)
+        return self._options.logprobs(hidden_RH, row.labels_T[positions_R], vocab)
 
     def _losses_ahead(
         self, row: PackedRow, head: DeferredHead, hidden: Sequence[Tensor]
@@ -260,7 +265,7 @@ class ForwardStep:
             return model(**inputs), None
         shifting = inputs_ahead(row, inputs["input_ids"], inputs["position_ids"])
         with deferred_head(model) as head, shifting:
-            return model(**inputs), head
+            return model(**inputs, **_in_own_dtype(model)), head
 
     def _forward(
         self, row: PackedRow, model: Any, chunk: int, microbatch: int
@@ -325,6 +330,19 @@ def accepted_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:
         return ()
     known = inspect.signature(unwrapped(model).forward).parameters
     return tuple(name for name in names if name in known)
+
+
+def _in_own_dtype(model: Any) -> dict[str, bool]:
+    """Arguments that keep the last chunk's hidden states in the model's dtype.
+
+    Float16Module widens outputs to fp32 unless it is asked not to. The widened hidden states hold
+    the same numbers in twice the bytes, which the gather over tensor-parallel ranks would move.
+    """
+    while hasattr(model, "module"):
+        if isinstance(model, Float16Module):
+            return {"fp32_output": False}
+        model = model.module
+    return {}
 
 
 def _zero_output(row: PackedRow, model: Any) -> Tensor:

@@ -116,6 +116,7 @@ class Trainer:
             self.chunks,
             layout=self.layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
+            head_kernel=config.model.head_kernel,
             retries_oom=replans,
             ranks=ranks,
         )
@@ -127,6 +128,7 @@ class Trainer:
             self.adapter,
             self.optimizer,
             self.planner,
+            entropy_interval=config.train.entropy_interval,
             device=device,
             on_oom=self._note_oom,
         )
@@ -162,7 +164,7 @@ class Trainer:
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
         model = config.model
         kernels = find_kernels(model.attention, model.dtype, attention_sizes(model, self.layout))
-        self.progress.line(str(kernels))
+        self.progress.line(f"{kernels}; {self.adapter.vocabulary_head}")
         self.progress.line(describe(layer_settings(model, kernels.attention), self.reduction))
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
@@ -296,7 +298,7 @@ class Trainer:
         with self.ranks.guarded(f"step {self.num_steps + 1}", predicted_s):
             reset_memory_peaks()
             self.tracer.start()
-            ran = self.passes.gradients(batch, index, report)
+            ran = self.passes.gradients(batch, index, report, num_steps=self.num_steps)
             started = time.perf_counter()
             self.ranks.place.enter("optimizer")
             updated, grad_norm, _ = self.optimizer.step()

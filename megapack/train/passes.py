@@ -226,6 +226,7 @@ class BatchPasses:
 
     Args:
         config: names the objective.
+        entropy_interval: see `LoopConfig`.
         adapter: runs the model. If `kl_coef` is not 0, its current weights become the reference
             policy.
         optimizer: Megatron's; only its gradients are touched.
@@ -247,6 +248,7 @@ class BatchPasses:
         optimizer: Any,
         planner: BatchPlanner,
         *,
+        entropy_interval: int,
         device: torch.device,
         on_oom: Callable[[StepOutOfMemory], None],
     ) -> None:
@@ -254,6 +256,7 @@ class BatchPasses:
         self.reference = Reference(adapter.chunks) if config.kl_coef else None
         self.num_oom_replans = 0
         self._config = config
+        self._entropy_interval = entropy_interval
         self._adapter = adapter
         self._optimizer = optimizer
         self._chunks: list[Any] = adapter.chunks
@@ -279,12 +282,15 @@ class BatchPasses:
             with self.reference.weights():
                 samples.set_field("ref_logprobs", self._logprobs(batch))
 
-    def gradients(self, batch: PlannedBatch, index: int, report: StepReport) -> StepGradients:
+    def gradients(
+        self, batch: PlannedBatch, index: int, report: StepReport, *, num_steps: int
+    ) -> StepGradients:
         """Zero the gradients, then run forward and backward of a step.
 
         Args:
             index: the step within the batch.
             report: report of this step as planned.
+            num_steps: optimizer steps of the run before this one.
 
         Raises:
             StepOutOfMemory, PlanError: the second attempt failed too, or none is possible.
@@ -292,16 +298,25 @@ class BatchPasses:
         """
         started = time.perf_counter()
         try:
-            return self._gradients(batch, index, report)
+            return self._gradients(batch, index, report, num_steps)
         except StepOutOfMemory as error:
             smaller = self._replanned(error, lambda: replan_step(self._planner, batch, index))
         plan = smaller.plan
         report = step_report(plan, plan.steps[0], self._planner.cost)
         failed_s = time.perf_counter() - started
-        return self._gradients(smaller, 0, report, failed_s)
+        return self._gradients(smaller, 0, report, num_steps, failed_s)
+
+    def _reports_entropy(self, num_steps: int) -> bool:
+        interval = self._entropy_interval
+        return interval > 0 and num_steps % interval == 0
 
     def _gradients(
-        self, batch: PlannedBatch, index: int, report: StepReport, failed_s: float = 0.0
+        self,
+        batch: PlannedBatch,
+        index: int,
+        report: StepReport,
+        num_steps: int,
+        failed_s: float = 0.0,
     ) -> StepGradients:
         started = time.perf_counter()
         for chunk in self._chunks:
@@ -315,8 +330,9 @@ class BatchPasses:
             step=index,
             weighting=self._config.loss_weighting,
             norm_constant=self._config.norm_constant,
-            entropy=True,
+            entropy=self._reports_entropy(num_steps),
             next_step=index + 1 if index + 1 < len(plan.steps) else None,
+            next_entropy=self._reports_entropy(num_steps + 1),
         )
         torch.cuda.synchronize()
         return StepGradients(

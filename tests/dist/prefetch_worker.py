@@ -38,6 +38,16 @@ class Run:
         self.num_packed += 1
         return pack_row(*args)
 
+    def with_entropy(self, next_entropy: bool | None) -> dict[str, Any]:
+        """Rows packed, rows of each step, metrics; only the second step asks for the entropy."""
+        call: dict[str, Any] = {"batch": problem.make_batch(), "objective": SFT()}
+        self.num_packed = 0
+        first = self.adapter.step(self.plan, next_step=1, next_entropy=next_entropy, **call)
+        second = self.adapter.step(self.plan, step=1, entropy=True, **call)
+        metrics = [sorted(result.metrics) for result in (first, second)]
+        counts = [len(step.ranks[0]) for step in self.plan.steps]
+        return {"packed": self.num_packed, "counts": counts, "metrics": metrics}
+
     def __call__(
         self, change: Callable[[dict[str, Any]], None] = lambda _: None, next_step: int | None = 1
     ) -> dict[str, Any]:
@@ -98,6 +108,8 @@ def main(out_dir: str, one_rank_changes: str = "") -> None:
         path.write_text(json.dumps(outcome), encoding="utf-8")
         return
     results = {"unannounced": run(next_step=None), "announced": run()}
+    results["announced entropy"] = run.with_entropy(True)
+    results["unannounced entropy"] = run.with_entropy(None)
     for name, change in CHANGES.items():
         results[name] = run(change)
         results[f"{name}, unannounced"] = run(change, None)

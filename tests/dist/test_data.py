@@ -14,6 +14,7 @@ pytestmark = pytest.mark.dist
 
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 SETTINGS = ["name=run", "data.prompts_per_batch=4", "plan.global_batch_size=8"]
+SETTINGS += ["train.entropy_interval=1"]
 DP2 = ["layout.dp=2", "layout.pp=1", "layout.vpp=1"]
 
 

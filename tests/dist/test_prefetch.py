@@ -40,6 +40,17 @@ def test_an_unannounced_call_is_packed_again(change: str, ranks: list[dict[str, 
         assert ranks[0][change]["loss"] != ranks[0]["announced"]["loss"]
 
 
+def test_steps_may_differ_in_whether_they_report_the_entropy(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        announced = rank["announced entropy"]
+        unannounced = rank["unannounced entropy"]
+        for result in (announced, unannounced):
+            assert result["metrics"] == [[], ["entropy"]]
+        assert announced["packed"] == sum(announced["counts"])
+        # Without `next_entropy` the announced call is another one.
+        assert unannounced["packed"] == sum(announced["counts"]) + announced["counts"][1]
+
+
 @pytest.mark.parametrize("and_then", ["silent", "announcing"])
 def test_an_unannounced_call_on_one_rank_fails_on_all(and_then: str, tmp_path: Path) -> None:
     checked_job(2, "tests.dist.prefetch_worker", [str(tmp_path), and_then], timeout_s=120)

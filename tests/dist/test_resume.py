@@ -27,6 +27,7 @@ CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 SETTINGS = [
     *("name=run", "data.num_generated=64", "data.prompts_per_batch=4", "plan.global_batch_size=8"),
     *("data.shuffle=true", "train.save_interval=3", "train.keep_checkpoints=null"),
+    "train.entropy_interval=1",
 ]
 SFT = ("objective.kind=sft", "objective.kl_coef=0.0")
 NUM_STEPS = 8

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.dist
 
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 TINY = ["data.num_generated=32", "data.prompts_per_batch=4", "plan.global_batch_size=8"]
+TINY += ["train.entropy_interval=1"]
 ONE = ("layout.dp=1", "layout.pp=1", "layout.vpp=1")
 PP2_VPP2 = ["layout.dp=1", "layout.pp=2", "layout.vpp=2"]
 
@@ -115,13 +116,18 @@ def test_sft_reduces_the_loss(tmp_path: Path) -> None:
     sft = ["objective.kind=sft", "objective.kl_coef=0", "train.epochs=3", "optim.lr=3e-3"]
     experts = ["model.num_experts=2", "model.moe_balance_loss_coef=0.01"]
     sft += [*experts, "model.moe_z_loss_coef=0.001", "model.mtp_num_layers=1"]
+    sft += ["train.entropy_interval=5"]
     code, output = run(tmp_path, *TINY, *sft, "layout.dp=1", "layout.pp=1", "layout.vpp=1", world=1)
     assert code == 0, output
     losses = [line["loss"] for line in metrics(tmp_path)]
     assert losses[0] == pytest.approx(math.log(384), rel=0.1)
     assert losses[-1] < losses[0] - 0.5
     expected = documented("Every run", "Experts and multi-token prediction")
-    assert all(set(line) == expected for line in metrics(tmp_path))
+    steps = [line for line in output.splitlines() if line.startswith("step ")]
+    for line, shown in zip(metrics(tmp_path), steps, strict=True):
+        has_entropy = line["step"] in (1, 6, 11)
+        assert set(line) == (expected if has_entropy else expected - {"entropy_nats"})
+        assert ("entropy" in shown) is has_entropy
 
 
 def test_gspo_on_generated_rollouts(tmp_path: Path) -> None:

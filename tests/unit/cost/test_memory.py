@@ -11,6 +11,7 @@ from megapack import Layout, ModelSizes
 from megapack.config import load_config
 from megapack.config.model import ModelConfig
 from megapack.config.sections import TrainConfig
+from megapack.cost.head import default_chunk_tokens
 from megapack.cost.memory import MemoryModel
 
 pytestmark = pytest.mark.unit
@@ -105,11 +106,23 @@ def test_each_stage_holds_its_share_of_live_tokens() -> None:
 
 
 def test_the_head_needs_memory_for_one_chunk_of_logits() -> None:
-    model = MemoryModel(sizes=GPT, logprob_chunk_tokens=8192)
+    model = MemoryModel(sizes=GPT, logprob_chunk_tokens=4096)
     long = model.stage(Layout(), 0, live_tokens=0, row_tokens=65536).head
-    assert long == 32000 * (4 * H + 10 * 8192)
+    # fp32 logits and their bf16 gradient.
+    assert long == 32000 * 6 * 4096
     assert model.stage(Layout(tp=2), 0, live_tokens=0, row_tokens=65536).head == long // 2
-    assert model.stage(Layout(), 0, live_tokens=0, row_tokens=16).head == 32000 * (10 * H + 32)
+    # A short row: autograd's matrix of the weight's shape is larger.
+    assert model.stage(Layout(), 0, live_tokens=0, row_tokens=16).head == 32000 * 2 * H
+    wide = replace(model, dtype="fp32").stage(Layout(), 0, live_tokens=0, row_tokens=65536).head
+    assert wide == 32000 * 4 * 4096
+
+
+def test_the_default_chunk_of_the_head_is_the_one_that_runs() -> None:
+    model = MemoryModel(sizes=GPT)
+    for tp in (1, 2):
+        chunk = default_chunk_tokens(32000, tp)
+        head = model.stage(Layout(tp=tp), 0, live_tokens=0, row_tokens=65536).head
+        assert head == 32000 // tp * 6 * chunk
 
 
 def test_sizes_follow_from_the_model_config() -> None:

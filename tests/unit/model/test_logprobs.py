@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from megapack.cost.head import default_chunk_tokens
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from tests.groups import RankOf
 
@@ -138,20 +139,112 @@ def test_no_positions_give_no_values_and_zero_gradients() -> None:
     assert torch.equal(grad_VH, torch.zeros(V, H))
 
 
-def test_bf16_weights_give_fp32_logprobs_and_bf16_gradients() -> None:
-    hidden_RH, weight_VH, labels_R = problem(dtype=torch.bfloat16)
-    head = VocabHead(weight_VH=weight_VH, chunk_tokens=3, with_entropy=True)
+def test_bf16_weights_give_the_logprobs_of_exact_products() -> None:
+    # Logits with a standard deviation of 4, as those of a trained model: a bf16 logit of 16 to 32
+    # is a multiple of 0.125.
+    generator = torch.Generator().manual_seed(7)
+    num_tokens, hidden, vocabulary = 64, 256, 4096
+    hidden_RH = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
+    weight_VH = (torch.randn(vocabulary, hidden, generator=generator) / 4).bfloat16()
+    labels_R = torch.randint(0, vocabulary, (num_tokens,), generator=generator)
+    exact_RV = hidden_RH.double() @ weight_VH.double().t()
+
+    def of_labels(logits_RV: Tensor) -> Tensor:
+        return F.log_softmax(logits_RV, dim=-1).gather(1, labels_R[:, None])[:, 0]
+
+    def error(logprobs_R: Tensor) -> float:
+        return (logprobs_R - of_labels(exact_RV)).abs().max().item()
+
+    head = VocabHead(weight_VH=weight_VH, chunk_tokens=24, with_entropy=True)
     logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
     assert entropy_R is not None
     assert logprobs_R.dtype == entropy_R.dtype == torch.float32
-    # bf16 products, then fp32: sums over the vocabulary have fp32 precision.
-    torch.testing.assert_close(logprobs_R, whole(hidden_RH, weight_VH, labels_R)[0])
+    assert error(logprobs_R) < 1e-5
+    # Logits that are rounded to bf16 lose four digits.
+    assert error(of_labels(exact_RV.bfloat16().float())) > 0.02
+
+
+def test_bf16_weights_have_bf16_gradients() -> None:
+    hidden_RH, weight_VH, labels_R = problem(dtype=torch.bfloat16)
+    head = VocabHead(weight_VH=weight_VH, chunk_tokens=3)
+    logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, head)
     grads = gradients(logprobs_R.sum(), hidden_RH, weight_VH)
     assert [g.dtype for g in grads] == [torch.bfloat16, torch.bfloat16]
     exact = gradients(
         whole(*[x.float() for x in (hidden_RH, weight_VH)], labels_R)[0].sum(), hidden_RH, weight_VH
     )
     torch.testing.assert_close(grads, exact, atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weight_gradients_are_added_to_the_main_gradient(tied: bool) -> None:
+    hidden_RH, weight_VH, labels_R = problem(dtype=torch.bfloat16)
+    before_VH = torch.randn(V, H, generator=torch.Generator().manual_seed(8))
+    weight: Any = weight_VH
+    weight.main_grad = before_VH.clone()
+    weight.grad_added_to_main_grad = False
+    head = VocabHead(weight_VH=weight_VH, chunk_tokens=3, tied=tied)
+    logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    (for_hook_VH,) = gradients(logprobs_R.sum(), weight_VH)
+
+    wide = [x.detach().float().requires_grad_() for x in (hidden_RH, weight_VH)]
+    (exact_VH,) = gradients(whole(wide[0], wide[1], labels_R)[0].sum(), wide[1])
+    # Only the gradient of the logits is bf16: the sum over positions is not.
+    torch.testing.assert_close(weight.main_grad - before_VH, exact_VH, atol=0.02, rtol=0.01)
+    # DDP's hook ignores autograd's gradient of an untied weight, and adds that of a tied one, which
+    # autograd has added to the embedding's.
+    assert weight.grad_added_to_main_grad is not tied
+    assert for_hook_VH.shape == weight_VH.shape
+    if tied:
+        assert not for_hook_VH.any()
+
+
+def test_a_16_bit_main_gradient_gets_the_rounded_sum_from_autograd() -> None:
+    hidden_RH, weight_VH, labels_R = problem(dtype=torch.bfloat16)
+    weight: Any = weight_VH
+    weight.main_grad = torch.zeros(V, H, dtype=torch.bfloat16)
+    weight.grad_added_to_main_grad = False
+    head = VocabHead(weight_VH=weight_VH, tied=False)
+    logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    (grad_VH,) = gradients(logprobs_R.sum(), weight_VH)
+    assert not weight.main_grad.any()
+    assert grad_VH.any()
+    assert not weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_do_not_depend_on_the_chunk(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(9)
+    hidden_RH = torch.randn(48, 64, generator=generator).to(dtype)
+    weight_VH = torch.randn(1000, 64, generator=generator).to(dtype)
+    labels_R = torch.randint(0, 1000, (48,), generator=generator)
+
+    def of_chunks(chunk_tokens: int | None) -> Tensor:
+        head = VocabHead(weight_VH=weight_VH, chunk_tokens=chunk_tokens, with_entropy=True)
+        logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+        assert entropy_R is not None
+        return torch.stack([logprobs_R, entropy_R])
+
+    for chunk_tokens in (16, 32):
+        assert torch.equal(of_chunks(chunk_tokens), of_chunks(None))
+
+
+def test_the_entropy_does_not_change_logprobs() -> None:
+    hidden_RH, weight_VH, labels_R = problem()
+    plain, with_entropy = (
+        vocab_parallel_logprobs(
+            hidden_RH, labels_R, VocabHead(weight_VH=weight_VH, with_entropy=entropy)
+        )[0]
+        for entropy in (False, True)
+    )
+    assert torch.equal(plain, with_entropy)
+
+
+def test_the_default_chunk_follows_the_vocabulary() -> None:
+    weight_VH = torch.zeros(151_936 // 2, 1)
+    head = VocabHead(weight_VH=weight_VH, tp_group=RankOf(0, 2))
+    assert next(head.chunks(100_000)) == slice(0, default_chunk_tokens(151_936, 2))
+    assert next(head.chunks(10)) == slice(0, 10)
 
 
 def test_logits_of_a_thousand_do_not_overflow() -> None:
