@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from megapack.base.choices import Device
+from megapack.base.choices import Device, Kernel
 from megapack.config.cost_file import read_cost
 from megapack.config.model import (
     BYTE_VOCAB_SIZE,
@@ -274,7 +274,10 @@ class TrainConfig:
         return self.data.max_length or self.model.max_position_embeddings
 
     def memory_model(self) -> MemoryModel:
-        """The memory model of this config."""
+        """The memory model of this config, with the kernels that its device is meant to have."""
+        model = self.model
+        on_gpu = self.device == "cuda"
+        preferred: Kernel = "te" if on_gpu and model.dtype == "bf16" else "sdpa"
         return MemoryModel(
             sizes=self.model.to_sizes(),
             untied_embeddings=self.model.untie_embeddings,
@@ -282,6 +285,9 @@ class TrainConfig:
             distributed_optimizer=self.optim.distributed_optimizer,
             recompute=self.model.recompute,
             logprob_chunk_tokens=self.objective.logprob_chunk_tokens,
+            attention=preferred if model.attention == "auto" else model.attention,
+            fused_swiglu=on_gpu,
+            composite_norms=not on_gpu and model.normalization == "RMSNorm",
         )
 
     def _check_division(self) -> None:
