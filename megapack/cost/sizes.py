@@ -114,13 +114,16 @@ class ModelSizes:
         """Operations of the embedding lookup per token, counted as one addition per channel."""
         return float(self.hidden_size)
 
-    def stage_weights(self, layout: Layout, mean_length: float) -> tuple[float, ...]:
+    def stage_weights(
+        self, layout: Layout, mean_length: float, *, head_factor: float = 1.0
+    ) -> tuple[float, ...]:
         """Cost of each of the pp*vpp chunks divided by their mean.
 
         The first chunk also has the embedding, the last one the vocabulary head.
 
         Args:
             mean_length: tokens of a typical sample, for the share of attention.
+            head_factor: see `CostModel.from_model`.
 
         Raises:
             ConfigError: the layers do not divide into chunks.
@@ -134,6 +137,6 @@ class ModelSizes:
         layer = self.layer_flops_per_token() + self.layer_flops_per_token_sq() * mean_length
         cost = [layer * self.num_layers / chunks] * chunks
         cost[0] += self.embedding_flops_per_token()
-        cost[-1] += self.head_flops_per_token()
+        cost[-1] += head_factor * self.head_flops_per_token()
         mean = sum(cost) / chunks
         return tuple(c / mean for c in cost)

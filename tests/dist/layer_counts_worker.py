@@ -1,6 +1,6 @@
-"""Bytes that autograd keeps for the layers of a real GPT, and what the memory model says.
+"""Bytes that autograd keeps of a real GPT, and its operations; what the memory and cost models say.
 
-torchrun --nproc-per-node 1 -m tests.dist.saved_tensors_worker OUT
+torchrun --nproc-per-node 1 -m tests.dist.layer_counts_worker OUT
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from megapack import Layout, launch
 from megapack.config.model import ModelConfig
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.model import build, initialize_parallel
 from megapack.model.attention import varlen
@@ -106,6 +109,10 @@ CASES: dict[int, dict[str, Case]] = {
 }
 
 
+OPERATIONS = ["dense", "dense_gelu", "gqa", "experts", "full", "full_experts"]
+"""Cases whose operations are counted."""
+
+
 class SavedTensors:
     """Bytes of the storages that autograd keeps; parameters and their gradients do not count."""
 
@@ -182,7 +189,7 @@ def build_chunk(case: Case) -> Any:
     return chunk
 
 
-def head_sum(case: Case, chunk: Any, hidden: Tensor, weight_VH: Tensor) -> Tensor:
+def head_sum(case: Case, hidden: Tensor, weight_VH: Tensor) -> Tensor:
     """The sum of log-probs of all positions, as `LastStage` computes them."""
     hidden_TH = hidden.flatten(0, -2)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -195,20 +202,25 @@ def head_sum(case: Case, chunk: Any, hidden: Tensor, weight_VH: Tensor) -> Tenso
     return vocab_parallel_logprobs(hidden_RH, torch.arange(TOKENS), head)[0].sum()
 
 
-def measure(case: Case) -> dict[str, float]:
-    """Bytes kept by a forward, and by the layers that the backward runs again."""
-    initialize_parallel(case.layout, 1)
-    chunk = build_chunk(case)
-    saved = SavedTensors(chunk)
+def forward(case: Case, chunk: Any) -> Tensor:
+    """The sum of log-probs of a row."""
     generator = torch.Generator().manual_seed(dist.get_rank() // case.layout.tp)
     ids = torch.randint(0, VOCAB_SIZE, (1, TOKENS), generator=generator)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     params = packed_seq_params(ends, max(LENGTHS), TOKENS)
+    with deferred_head(chunk) as head:
+        hidden = chunk(ids, positions, None, packed_seq_params=params)
+    return head_sum(case, hidden, head.weight_VH)
+
+
+def measure(case: Case) -> dict[str, float]:
+    """Bytes kept by a forward, and by the layers that the backward runs again."""
+    initialize_parallel(case.layout, 1)
+    chunk = build_chunk(case)
+    saved = SavedTensors(chunk)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-        with deferred_head(chunk) as head:
-            hidden = chunk(ids, positions, None, packed_seq_params=params)
-        loss = head_sum(case, chunk, hidden, head.weight_VH)
+        loss = forward(case, chunk)
         forward_bytes = saved.num_bytes
         if case.config.recompute == "full":
             loss.backward()
@@ -216,8 +228,42 @@ def measure(case: Case) -> dict[str, float]:
     return {"forward": forward_bytes, "backward": saved.num_bytes - forward_bytes}
 
 
+def count_operations(case: Case) -> dict[str, float]:
+    """Operations of matrix products in forward and backward, and of the forward's attention."""
+    initialize_parallel(case.layout, 1)
+    chunk = build_chunk(case)
+    # The counter does not know the CPU's flash attention; this one consists of batched products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss = forward(case, chunk)
+        forward_counts = dict(counter.get_flop_counts()["Global"])
+        loss.backward()
+    parallel_state.destroy_model_parallel()
+    both = counter.get_flop_counts()["Global"]
+    return {
+        "matrices": sum(both.values()) - both[torch.ops.aten.bmm],
+        # Scores and values of whole squares, half of which are masked.
+        "attention": forward_counts[torch.ops.aten.bmm] / 2,
+    }
+
+
+def predict_operations(case: Case) -> dict[str, float]:
+    """The same from the cost model, on a GPU that makes 1e12 operations per second."""
+    cost = cost_from_sizes(
+        case.memory_model().sizes,
+        case.layout,
+        GpuSpeed(peak_tflops=1.0, utilisation=1.0, layer_overhead_us=0.0),
+        recompute=case.config.recompute,
+        mean_length=1.0,
+    )
+    tokens_sq = sum(n * n for n in LENGTHS)
+    return {
+        "matrices": cost.per_token * TOKENS * (1 + cost.backward_ratio) * 1e12,
+        "attention": cost.per_token_sq * tokens_sq * 1e12,
+    }
+
+
 def predict(case: Case) -> dict[str, float]:
-    """The same from the memory model."""
+    """The bytes of `measure` from the memory model."""
     model = case.memory_model()
     stage = model.stage(case.layout, 0, live_tokens=TOKENS, row_tokens=TOKENS)
     if case.config.recompute != "full":
@@ -234,10 +280,13 @@ def main(out: str) -> None:
     torch._dynamo.config.disable = True
     varlen.varlen_kernel = lambda: flash_varlen
     cases = CASES[dist.get_world_size()]
-    results = {
+    results: dict[str, Any] = {
         name: {"measured": measure(case), "predicted": predict(case)}
         for name, case in cases.items()
     }
+    for name in OPERATIONS if dist.get_world_size() == 1 else ():
+        results[name]["counted_operations"] = count_operations(cases[name])
+        results[name]["predicted_operations"] = predict_operations(cases[name])
     with open(f"{out}.{dist.get_rank()}", "w", encoding="utf-8") as file:
         json.dump(results, file)
     launch.stop()
