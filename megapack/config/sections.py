@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from megapack.base.choices import Device
+from megapack.base.choices import Device, Kernel
 from megapack.config.cost_file import read_cost
 from megapack.config.model import (
     BYTE_VOCAB_SIZE,
@@ -20,6 +20,7 @@ from megapack.config.model import (
     ObjectiveConfig,
     at_least,
 )
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError
@@ -37,6 +38,10 @@ __all__ = [
     "LoopConfig",
     "WatchdogConfig",
 ]
+
+
+# A token of `generate_lengths` up to 16,384 tokens is on average in a sample of 3,800 tokens.
+_LONGEST_OVER_TYPICAL = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,8 @@ class _BatchSizes:
     activations; null = `max_tokens_per_gpu`."""
     cost_model: str | None = None
     """YAML file of a cost model in seconds, written by tools/calibrate.py. Relative to the working
-    directory; must be the same on all ranks. null = a row costs its tokens."""
+    directory; must be the same on all ranks. null = from the model's sizes, for a GPU of an assumed
+    speed; `balance: tokens` balances by tokens."""
 
 
 # A dataclass lists the fields of its last base first: so the sizes, of which one must be set, lead.
@@ -111,7 +117,7 @@ class PlanConfig(Policy, _BatchSizes):
         return Policy(**{name: getattr(self, name) for name in names})
 
     def read_cost(self, layout: Layout) -> CostModel | None:
-        """Read the file `cost_model`; None if it is not set: a row costs its tokens.
+        """Read the file `cost_model`; None if it is not set, see `TrainConfig.cost_model`.
 
         Raises:
             ConfigError: see `cost_file.read_cost`.
@@ -290,8 +296,51 @@ class TrainConfig:
         """Tokens that a sample may have, prompt and response."""
         return self.data.max_length or self.model.max_position_embeddings
 
+    @property
+    def typical_sample(self) -> int:
+        """Tokens of the sample that a typical token is in, for the share of attention."""
+        return max(1, self.longest_sample // _LONGEST_OVER_TYPICAL)
+
+    @property
+    def assumed_speed(self) -> GpuSpeed:
+        """The speed of a GPU that is assumed without a measured cost model."""
+        return GpuSpeed.of(self.device, self.model.dtype)
+
+    @property
+    def cost_basis(self) -> str:
+        """Where the cost model comes from, in one line."""
+        if self.plan.cost_model is not None:
+            return f"of the cost model {self.plan.cost_model}"
+        return f"from the model's sizes; {self.assumed_speed.basis}"
+
+    def cost_model(self, layout: Layout) -> CostModel:
+        """The cost model of a run: `plan.cost_model`, or of the model's sizes on an assumed GPU.
+
+        Raises:
+            ConfigError: see `cost_file.read_cost`.
+        """
+        measured = self.plan.read_cost(layout)
+        return self.cost_from_sizes(layout) if measured is None else measured
+
+    def cost_from_sizes(self, layout: Layout, speed: GpuSpeed | None = None) -> CostModel:
+        """The cost model of the model's sizes.
+
+        Args:
+            speed: of a GPU; None for `assumed_speed`.
+        """
+        return cost_from_sizes(
+            self.model.to_sizes(),
+            layout,
+            speed or self.assumed_speed,
+            recompute=self.model.recompute,
+            mean_length=self.typical_sample,
+        )
+
     def memory_model(self) -> MemoryModel:
-        """The memory model of this config."""
+        """The memory model of this config, with the kernels that its device is meant to have."""
+        model = self.model
+        on_gpu = self.device == "cuda"
+        preferred: Kernel = "te" if on_gpu and model.dtype == "bf16" else "sdpa"
         return MemoryModel(
             sizes=self.model.to_sizes(),
             untied_embeddings=self.model.untie_embeddings,
@@ -299,6 +348,9 @@ class TrainConfig:
             distributed_optimizer=self.optim.distributed_optimizer,
             recompute=self.model.recompute,
             logprob_chunk_tokens=self.objective.logprob_chunk_tokens,
+            attention=preferred if model.attention == "auto" else model.attention,
+            fused_swiglu=on_gpu,
+            composite_norms=not on_gpu and model.normalization == "RMSNorm",
         )
 
     def _check_division(self) -> None:

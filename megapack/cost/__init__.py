@@ -4,6 +4,7 @@ Modules:
     model: CostModel: seconds of a micro-batch
     fit: measurements -> coefficients (non-negative least squares)
     sizes: ModelSizes: weights and floating-point operations of a transformer
+    activations: bytes that autograd keeps of a layer
     memory: bytes on one GPU, from a model's sizes and a layout
     head: positions that the vocabulary head handles at one time
     calibration: the content of a cost model's file

@@ -45,6 +45,8 @@ class ModelSizes:
     """Width of a head; hidden_size / num_attention_heads by default."""
     gated: bool = True
     """Three matrices per feed-forward (SwiGLU); two if not gated."""
+    qk_layernorm: bool = False
+    """Norms of each head's queries and keys."""
     num_experts: int | None = None
     """Experts per layer; None = a dense model."""
     experts_per_token: int = 1
@@ -55,7 +57,8 @@ class ModelSizes:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             least = 0 if name == "shared_expert_ffn_hidden_size" else 1
-            if name != "gated" and value is not None and (type(value) is not int or value < least):
+            is_flag = name in ("gated", "qk_layernorm")
+            if not is_flag and value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name}={value!r}; set an integer of at least {least}")
 
     @property
@@ -69,7 +72,7 @@ class ModelSizes:
         keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
         attention = self.hidden_size * (2 * queries + 2 * keys)
         mlp = (3 if self.gated else 2) * self.hidden_size
-        norms = 2 * self.hidden_size
+        norms = 2 * self.hidden_size + (2 * self.head_width if self.qk_layernorm else 0)
         if self.num_experts is None:
             return LayerParameters(attention + mlp * self.ffn_hidden_size, norms, 0)
         return LayerParameters(
@@ -111,13 +114,16 @@ class ModelSizes:
         """Operations of the embedding lookup per token, counted as one addition per channel."""
         return float(self.hidden_size)
 
-    def stage_weights(self, layout: Layout, mean_length: float) -> tuple[float, ...]:
+    def stage_weights(
+        self, layout: Layout, mean_length: float, *, head_factor: float = 1.0
+    ) -> tuple[float, ...]:
         """Cost of each of the pp*vpp chunks divided by their mean.
 
         The first chunk also has the embedding, the last one the vocabulary head.
 
         Args:
             mean_length: tokens of a typical sample, for the share of attention.
+            head_factor: see `CostModel.from_model`.
 
         Raises:
             ConfigError: the layers do not divide into chunks.
@@ -131,6 +137,6 @@ class ModelSizes:
         layer = self.layer_flops_per_token() + self.layer_flops_per_token_sq() * mean_length
         cost = [layer * self.num_layers / chunks] * chunks
         cost[0] += self.embedding_flops_per_token()
-        cost[-1] += self.head_flops_per_token()
+        cost[-1] += head_factor * self.head_flops_per_token()
         mean = sum(cost) / chunks
         return tuple(c / mean for c in cost)

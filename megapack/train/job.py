@@ -94,7 +94,7 @@ class Trainer:
             lambda: config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows),
             device=device,
         )
-        self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
+        self.cost = agree(lambda: config.cost_model(self.layout), device=device)
         agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
         self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
@@ -133,8 +133,11 @@ class Trainer:
             on_oom=self._note_oom,
         )
         self.schedule: OptimizerParamScheduler | None = None
-        self.clock = StepClock(in_seconds=self.cost is not None)
-        self.tracer = StepTracer(self.adapter, config.train.trace_steps, self.cost)
+        is_calibrated = config.plan.cost_model is not None
+        self.clock = StepClock(is_calibrated=is_calibrated)
+        self.tracer = StepTracer(
+            self.adapter, config.train.trace_steps, self.cost, is_calibrated=is_calibrated
+        )
         self.garbage = GarbageCollection(config.train.manual_gc_interval)
         self.position = Position()
         self.resumed: Checkpoint | None = None
@@ -166,6 +169,7 @@ class Trainer:
         kernels = find_kernels(model.attention, model.dtype, attention_sizes(model, self.layout))
         self.progress.line(f"{kernels}; {self.adapter.vocabulary_head}")
         self.progress.line(describe(layer_settings(model, kernels.attention), self.reduction))
+        self.progress.line(f"cost model {config.cost_basis}")
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
