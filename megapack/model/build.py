@@ -28,7 +28,7 @@ from megapack.model.attention.choice import (
     has_rope_fusion,
 )
 from megapack.model.head import keep_fp32, replace_output_layer
-from megapack.model.init import freeze, initialize_by_name
+from megapack.model.init import freeze, initialize_by_name, mark_experts
 from megapack.model.specs import block_spec, mtp_spec
 from megapack.ranks import cpu
 
@@ -73,6 +73,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         microbatch_group_size_per_vp_stage=layout.group_size if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sequence_parallel,
         # The interleaved schedule is correct only with overlap; see schedule.checks.check_config.
         overlap_p2p_comm=pipelined and layout.vpp > 1,
@@ -98,9 +99,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_router_topk": model.moe_top_k,
         # A softmax over the single chosen expert would always be 1.
         "moe_router_pre_softmax": model.moe_top_k == 1 and model.moe_score_function == "softmax",
-        "moe_ffn_hidden_size": model.moe_ffn_hidden_size
-        or model.ffn_hidden_size
-        or 4 * model.hidden_size,
+        "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
         "moe_router_score_function": model.moe_score_function,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "seq_aux_loss",
@@ -154,6 +153,7 @@ def initialize_parallel(layout: Layout, seed: int) -> None:
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
     )
     model_parallel_cuda_manual_seed(seed)
 
@@ -193,7 +193,10 @@ def build_model(
         std=model.init_std,
         num_layers=model.num_layers,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
+    if layout.etp != layout.tp:
+        mark_experts(chunks)
     freeze(chunks, model.freeze)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer

@@ -193,7 +193,7 @@ def _budgets(work: Workload, space: Space, layout: Layout) -> Iterator[int]:
 
 def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
     for rule, group in itertools.product(space.count_rules, space.group_sizes):
-        if (rule == "per_rank" and (layout.ep > 1 or layout.dp == 1)) or (
+        if (rule == "per_rank" and (layout.ep_spans_dp or layout.dp == 1)) or (
             group == "search" and layout.vpp == 1
         ):
             continue

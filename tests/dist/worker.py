@@ -22,7 +22,7 @@ from torch import Tensor
 from megapack import launch
 from megapack.loss import GRPO
 from megapack.model.head import unwrapped
-from megapack.model.init import global_parameters, local_slice
+from megapack.model.init import global_parameters, is_expert, local_slice
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
@@ -163,7 +163,8 @@ def _check_own_outputs(
 
 
 def gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, float]:
-    tp = parallel_state.get_tensor_model_parallel_group()
+    dense = parallel_state.get_tensor_model_parallel_group()
+    experts = parallel_state.get_expert_tensor_parallel_group()
     sums = torch.zeros(2, dtype=torch.float64)
     errors = []
     for chunk in chunks:
@@ -171,7 +172,8 @@ def gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, fl
             if not param.requires_grad:
                 assert param.grad is None, f"{name} is frozen and has a gradient"
                 continue
-            want = local_slice(grads[name], param, tp.rank(), tp.size())
+            group = experts if is_expert(name) else dense
+            want = local_slice(grads[name], param, group.rank(), group.size())
             assert param.main_grad.dtype == torch.float32
             error = (param.main_grad.double() - want).norm()
             sums += torch.stack([error**2, want.norm() ** 2])
