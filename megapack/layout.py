@@ -65,7 +65,8 @@ class Layout(ParallelSizes):
     dp: int = 1
     """Data-parallel ranks: the ranks of a plan."""
     etp: int = 1
-    """As in `ParallelSizes`; None becomes tp."""
+    """Tensor-parallel ranks of each expert, a divisor of tp; None becomes tp. With 1, experts are
+    not split by tensor parallelism and ep may span its ranks."""
     fp8: Fp8 = False
     """FP8 recipe, for alignment: True (16 tokens), "mxfp8" (32) or "blockwise" (128)."""
 
@@ -140,6 +141,16 @@ class Layout(ParallelSizes):
             raise ConfigError(
                 f"microbatch_group_size={group} is below pp={self.pp}; set {self.pp} or more"
             )
+
+    @property
+    def label(self) -> str:
+        """The sizes on one line, for people; etp only if it is not 1.
+
+        >>> Layout(dp=2, tp=2, ep=2, etp=2).label
+        'dp=2 tp=2 pp=1 vpp=1 cp=1 ep=2 etp=2'
+        """
+        names = ("dp", "tp", "pp", "vpp", "cp", "ep", *(("etp",) if self.etp > 1 else ()))
+        return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
     @property
     def world_size(self) -> int:

@@ -40,8 +40,9 @@ class Policy:
 
     count_rule: CountRule = "legal"
     """Numbers of micro-batches per rank (M) that are allowed. "legal": all that Megatron runs.
-    "multiple": multiples of the group size G only. "per_rank": each DP rank its own legal M; dense
-    models only, as experts synchronize ranks in every layer."""
+    "multiple": multiples of the group size G only. "per_rank": each DP rank its own legal M;
+    refused if DP ranks exchange tokens of experts in each layer, as they do unless etp * ep divides
+    tp * cp."""
     unreachable: Unreachable = "pad"
     """When splitting rows reaches no allowed M: add padding micro-batches, drop whole trailing
     rollouts of the step (recorded and logged), or raise an error."""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # Peak of an H100 SXM in bf16, without sparsity.
 _PEAK_TFLOPS = 989.4
-_SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,8 +129,7 @@ def _payload(
 def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Prediction) -> None:
     layout = prediction.plan.layout
     lengths = batch.lengths
-    sizes = " ".join(f"{name}={getattr(layout, name)}" for name in _SIZES)
-    print(f"{config.name}: {layout.world_size} GPUs, {sizes}")
+    print(f"{config.name}: {layout.world_size} GPUs, {layout.label}")
     print(f"{lengths.size} samples, {lengths.sum()} tokens, the longest {lengths.max()}")
     print(batch.source)
     rows = [["", "passes", "steps", "M", "rows", "fill", "padding", "bubble", "seconds"]]

@@ -83,7 +83,7 @@ class MemoryModel:
         dense, experts = self._parameters(layout, stage)
         weight, optimizer = (2, 12) if self.dtype == "bf16" else (4, 8)
         split = layout.dp * layout.cp if self.distributed_optimizer else 1
-        expert_split = _expert_ranks(layout) if self.distributed_optimizer else 1
+        expert_split = layout.expert_dp if self.distributed_optimizer else 1
         share = layout.chunks_in_flight(stage) / layout.chunks_in_flight()
         last = stage == layout.pp - 1
         return GpuMemory(
@@ -158,7 +158,7 @@ class MemoryModel:
             matrices = 1
         dense = layers * (layer.split // layout.tp + layer.whole) + matrices * vocabulary
         dense += sizes.hidden_size if last else 0  # the final norm
-        experts = layers * layer.experts // (layout.ep * _expert_tp(layout))
+        experts = layers * layer.experts // (layout.ep * layout.etp)
         return dense, experts
 
     def _head(self, layout: Layout, row_tokens: float) -> int:
@@ -175,13 +175,3 @@ class MemoryModel:
         columns = self.sizes.vocab_size / layout.tp
         hidden = self.sizes.hidden_size
         return int(columns * max(4 * hidden + 10 * chunk, 10 * hidden + 2 * chunk))
-
-
-def _expert_tp(layout: Layout) -> int:
-    """TP ranks that share an expert: all of them, or 1 if EP spans TP."""
-    return layout.tp if (layout.dp * layout.cp) % layout.ep == 0 else 1
-
-
-def _expert_ranks(layout: Layout) -> int:
-    """Ranks that hold the same expert weights and split their optimizer state."""
-    return max(1, layout.dp * layout.cp * layout.tp // (layout.ep * _expert_tp(layout)))

@@ -61,14 +61,14 @@ def initialize_by_name(
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter of this name belongs to one expert; routers and shared experts do not.
+    """Whether the parameter of this name belongs to experts; routers and shared experts do not.
 
     >>> is_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
     True
-    >>> is_expert("decoder.layers.0.mlp.router.weight")
+    >>> is_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
     False
     """
-    return _EXPERT.match(name) is not None
+    return ".experts." in name
 
 
 def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -134,7 +134,7 @@ def mark_experts(chunks: Sequence[Any]) -> None:
         chunks: this rank's GPT models, not yet wrapped in DDP.
     """
     for chunk in chunks:
-        for name, param in global_parameters(chunk):
+        for name, param in chunk.named_parameters():
             if is_expert(name):
                 param.allreduce = False  # type: ignore[attr-defined]
 

@@ -269,3 +269,13 @@ CASES: dict[str, Case] = {
     "cp4": Case(layout=Layout(cp=4)),
     "tp2_pp2_vpp2": Case(layout=Layout(tp=2, pp=2, vpp=2), expect={"chunks": 2}),
 }
+"""The cases of the tests, on 1, 2 and 4 processes."""
+
+_DP2_TP2_PP2_VPP2_EP2 = replace(DP2_TP2_SP, pp=2, vpp=2, ep=2)
+ALL_CASES = CASES | {
+    f"moe_dp2_tp2_sp_pp2_vpp2_ep2_etp{etp}": Case(
+        layout=replace(_DP2_TP2_PP2_VPP2_EP2, etp=etp), variant="moe", expect={"chunks": 2}
+    )
+    for etp in (1, 2)
+}
+"""And those that need 8 processes, which tools/exactness.py runs."""

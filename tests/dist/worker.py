@@ -26,7 +26,7 @@ from megapack.model.init import global_parameters, is_expert, local_slice
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.cases import CASES, Case
+from tests.dist.cases import ALL_CASES, Case
 from tests.dist.expected import (
     auxiliary_gradients,
     auxiliary_metrics,
@@ -270,13 +270,13 @@ def main(reference: str, out: str, names: list[str]) -> None:
     launch.start("cpu")
     results = {}
     for name in names:
-        variant = CASES[name].variant
+        variant = ALL_CASES[name].variant
         exact = PRECISE.get(variant)
         if exact is None:
-            results[name] = run_case(CASES[name], _samples(reference, variant))
+            results[name] = run_case(ALL_CASES[name], _samples(reference, variant))
         else:
             both = (_samples(reference, which) for which in (exact, variant))
-            results[name] = run_case(CASES[name], *both)
+            results[name] = run_case(ALL_CASES[name], *both)
         worst = torch.tensor(results[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         results[name]["worst_parameter"] = float(worst)
