@@ -17,7 +17,7 @@ from megapack.plan.plan import Plan, RolloutId, StepPlan
 from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.problem import StepProblem, build_step
 from megapack.planner.search import plan_rows
-from megapack.policy import Policy
+from megapack.policy import Policy, check_ranks_are_apart
 
 # Limit on the seconds of a whole batch as one row. Sums over many rows then stay finite: 2**60 rows
 # of 1e200 s are 1.2e218 s, and fp64 ends at 1.8e308.
@@ -205,11 +205,7 @@ def _row_capacity(budget: int, layout: Layout, policy: Policy, forward_only: boo
 
 
 def _check_combination(layout: Layout, policy: Policy, cost: CostModel | None) -> None:
-    if policy.count_rule == "per_rank" and layout.ep > 1:
-        raise ConfigError(
-            f"count_rule='per_rank' with ep={layout.ep}: ranks exchange tokens of the experts in "
-            "every layer, so all need the same M; set count_rule='legal'"
-        )
+    check_ranks_are_apart(policy, layout)
     if cost is not None:
         cost.weights_for(layout)
 

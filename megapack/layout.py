@@ -6,9 +6,9 @@ Alignment, legal micro-batch counts and group sizes are computed here and nowher
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from megapack.errors import ConfigError, brief
 
@@ -43,7 +43,10 @@ class ParallelSizes:
     cp: int = 1
     """Context-parallel ranks: each row is cut over them."""
     ep: int = 1
-    """Expert-parallel ranks: a divisor of dp * cp, or of dp * cp * tp where experts have no TP."""
+    """Expert-parallel ranks; etp * ep divides dp * cp * tp."""
+    etp: int | None = 1
+    """Tensor-parallel ranks of each expert, a divisor of tp; null = tp. With 1, experts are not
+    split by tensor parallelism and ep may span its ranks."""
     sequence_parallel: bool = False
     """Scatter activations outside attention over the tensor-parallel ranks; needs tp > 1."""
     microbatch_group_size: int | None = None
@@ -61,12 +64,18 @@ class Layout(ParallelSizes):
 
     dp: int = 1
     """Data-parallel ranks: the ranks of a plan."""
+    etp: int = 1
+    """Tensor-parallel ranks of each expert, a divisor of tp; None becomes tp. With 1, experts are
+    not split by tensor parallelism and ep may span its ranks."""
     fp8: Fp8 = False
     """FP8 recipe, for alignment: True (16 tokens), "mxfp8" (32) or "blockwise" (128)."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "vpp", "cp", "ep"):
             _check_size(name, getattr(self, name))
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
+        _check_size("etp", self.etp)
         if not isinstance(self.sequence_parallel, bool):
             raise ConfigError(
                 f"sequence_parallel={brief(self.sequence_parallel)}; set True or False"
@@ -75,12 +84,49 @@ class Layout(ParallelSizes):
             raise ConfigError(f'fp8={brief(self.fp8)}; set False, True, "mxfp8" or "blockwise"')
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"vpp={self.vpp} with pp=1; set pp > 1 or vpp=1")
-        if (self.dp * self.cp * self.tp) % self.ep:
-            raise ConfigError(
-                f"ep={self.ep} does not divide dp*cp*tp={self.dp * self.cp * self.tp}; "
-                "set ep to a divisor of it"
-            )
+        self._check_experts()
         self._check_group_size()
+
+    def _check_experts(self) -> None:
+        if self.tp % self.etp:
+            raise ConfigError(
+                f"etp={self.etp} does not divide tp={self.tp}; set etp to 1 or tp, or to another "
+                "divisor of tp"
+            )
+        stage_ranks = self.dp * self.cp * self.tp
+        if stage_ranks % (self.etp * self.ep):
+            fits = math.gcd(self.ep, stage_ranks // self.etp)
+            raise ConfigError(
+                f"etp*ep={self.etp}*{self.ep} does not divide dp*cp*tp={self.dp}*{self.cp}*"
+                f"{self.tp}={stage_ranks}; set ep to a divisor of {stage_ranks // self.etp}, for "
+                f"example {fits}"
+            )
+
+    def to_payload(self) -> dict[str, Any]:
+        """The fields as JSON types, as a plan stores and digests them.
+
+        `etp` is left out where it has the value that plans had before it was a field, so that these
+        plans keep their digests.
+        """
+        payload = asdict(self)
+        if self.etp == self._etp_if_absent:
+            del payload["etp"]
+        return payload
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> Layout:
+        """The layout of a plan's payload; absent fields have their defaults.
+
+        Raises:
+            ConfigError: see the class.
+        """
+        layout = cls(**payload)
+        return layout if "etp" in payload else replace(layout, etp=layout._etp_if_absent)
+
+    @property
+    def _etp_if_absent(self) -> int:
+        """1 without expert parallelism; else tp, Megatron's default, where the ranks allow it."""
+        return 1 if self.ep == 1 or (self.dp * self.cp) % self.ep else self.tp
 
     def _check_group_size(self) -> None:
         group = self.microbatch_group_size
@@ -95,6 +141,16 @@ class Layout(ParallelSizes):
             raise ConfigError(
                 f"microbatch_group_size={group} is below pp={self.pp}; set {self.pp} or more"
             )
+
+    @property
+    def label(self) -> str:
+        """The sizes on one line, for people; etp only if it is not 1.
+
+        >>> Layout(dp=2, tp=2, ep=2, etp=2).label
+        'dp=2 tp=2 pp=1 vpp=1 cp=1 ep=2 etp=2'
+        """
+        names = ("dp", "tp", "pp", "vpp", "cp", "ep", *(("etp",) if self.etp > 1 else ()))
+        return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
     @property
     def world_size(self) -> int:
@@ -112,9 +168,20 @@ class Layout(ParallelSizes):
         return self.pp * self.vpp
 
     @property
+    def expert_dp(self) -> int:
+        """Ranks of a pipeline stage that hold the same part of the same experts."""
+        return self.dp * self.cp * self.tp // (self.etp * self.ep)
+
+    @property
     def ep_spans_dp(self) -> bool:
-        """Whether DP ranks exchange tokens of the experts, and so synchronize in every layer."""
-        return self.ep > self.cp
+        """Whether DP ranks exchange tokens of the experts, and so synchronize in every layer.
+
+        Megatron numbers the ranks of a stage by tp, then cp, then dp; and again by etp, then ep,
+        then expert dp. So a DP rank is tp * cp consecutive ranks, and a group that exchanges tokens
+        is etp * ep consecutive ranks. These groups lie within DP ranks if etp * ep divides tp * cp:
+        tp=4, ep=4 with etp=1 stays within, with etp=4 it spans 4 DP ranks.
+        """
+        return (self.tp * self.cp) % (self.etp * self.ep) != 0
 
     @property
     def fp8_unit_tokens(self) -> int:

@@ -40,8 +40,9 @@ class Policy:
 
     count_rule: CountRule = "legal"
     """Numbers of micro-batches per rank (M) that are allowed. "legal": all that Megatron runs.
-    "multiple": multiples of the group size G only. "per_rank": each DP rank its own legal M; dense
-    models only, as experts synchronize ranks in every layer."""
+    "multiple": multiples of the group size G only. "per_rank": each DP rank its own legal M;
+    refused if DP ranks exchange tokens of experts in each layer, as they do unless etp * ep divides
+    tp * cp."""
     unreachable: Unreachable = "pad"
     """When splitting rows reaches no allowed M: add padding micro-batches, drop whole trailing
     rollouts of the step (recorded and logged), or raise an error."""
@@ -84,16 +85,22 @@ def check_count_rule(policy: Policy, layout: Layout, *, ranks_share_fp8_scales: 
     """
     if policy.count_rule != "per_rank":
         return
-    if layout.ep > 1:
-        raise ConfigError(
-            f"count_rule='per_rank' with ep={layout.ep}: the experts' all-to-all in each layer "
-            "needs one M on all ranks; plan with count_rule='legal'"
-        )
+    check_ranks_are_apart(policy, layout)
     if ranks_share_fp8_scales:
         raise ConfigError(
             "count_rule='per_rank' with fp8_recipe='delayed': ranks exchange their largest values "
             "after each micro-batch and need one M; plan with count_rule='legal', or set "
             "tp_only_amax_red=True"
+        )
+
+
+def check_ranks_are_apart(policy: Policy, layout: Layout) -> None:
+    """Raise ConfigError if ranks have their own M but exchange tokens of the experts."""
+    if policy.count_rule == "per_rank" and layout.ep_spans_dp:
+        raise ConfigError(
+            f"count_rule='per_rank' with ep={layout.ep}, etp={layout.etp}, tp*cp="
+            f"{layout.tp * layout.cp}: data-parallel ranks exchange tokens of the experts in every "
+            "layer and need one M; set count_rule='legal'"
         )
 
 

@@ -2,7 +2,7 @@
 
     python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN]
 
-Runs the reference and then each case of `tests/dist/cases.py` on 1, 2 and 4 processes over gloo.
+Runs the reference and then each case of `tests/dist/cases.py` on 1, 2, 4 and 8 processes over gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.dist import problem  # noqa: E402
-from tests.dist.cases import CASES, Case  # noqa: E402
+from tests.dist.cases import ALL_CASES, Case  # noqa: E402
 from tests.dist.run_cases import make_reference, run_cases  # noqa: E402
 
 MARKS = ("<!-- measured -->", "<!-- end -->")
@@ -39,8 +39,10 @@ VARIANTS = {
 
 def layout_text(case: Case) -> str:
     layout = case.layout
-    parts = [f"{name}{getattr(layout, name)}" for name in ("dp", "tp", "pp", "vpp", "cp", "ep")]
-    text = " ".join(part for part in parts if not part.endswith("p1"))
+    names = [n for n in ("dp", "tp", "pp", "vpp", "cp", "ep") if getattr(layout, n) > 1]
+    if layout.tp > 1 and problem.MODELS[case.variant][0].num_experts:
+        names.append("etp")
+    text = " ".join(f"{name}{getattr(layout, name)}" for name in names)
     group_size = layout.microbatch_group_size
     extras = ["SP"] if layout.sequence_parallel else []
     if group_size is not None:
@@ -81,7 +83,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
         "| layout | feature | M | gradient | worst parameter | log-probs mean | log-probs max |"
     ]
     lines.append("|---" * 7 + "|")
-    for name, case in CASES.items():
+    for name, case in ALL_CASES.items():
         if name not in results or case.variant in problem.PRECISE:
             continue
         result = results[name]
@@ -103,12 +105,14 @@ def rounded_table(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["| layout | feature | gradient, packed | gradient, one sample | log-probs mean |"]
     lines.append("|---" * 5 + "|")
     for name, result in results.items():
-        if CASES[name].variant in problem.PRECISE:
+        if ALL_CASES[name].variant in problem.PRECISE:
             errors = " | ".join(
                 f"{result[key]:.3f}"
                 for key in ("gradient_error", "one_sample_gradient_error", "logprob_mean_error")
             )
-            lines.append(f"| {layout_text(CASES[name])} | {feature_text(CASES[name])} | {errors} |")
+            lines.append(
+                f"| {layout_text(ALL_CASES[name])} | {feature_text(ALL_CASES[name])} | {errors} |"
+            )
     return lines
 
 
@@ -117,8 +121,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "exactness.md")
     parser.add_argument("--cases", default="*", help="glob of the cases to run")
     options = parser.parse_args()
-    results = measure(fnmatch.filter(CASES, options.cases))
-    exact = [r for name, r in results.items() if CASES[name].variant not in problem.PRECISE]
+    results = measure(fnmatch.filter(ALL_CASES, options.cases))
+    exact = [r for name, r in results.items() if ALL_CASES[name].variant not in problem.PRECISE]
     packages = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "torch"))
     lines = [
         f"Measured with `python {' '.join(['tools/exactness.py', *sys.argv[1:]])}`: {packages}, "

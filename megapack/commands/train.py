@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from megapack.outlook.dry_run import Batch, Prediction
     from megapack.outlook.stats import PlanReport
 
-_SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a config, the values to change in it, and the options of a dry run."""
@@ -128,8 +126,7 @@ def _payload(
 def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Prediction) -> None:
     layout = prediction.plan.layout
     lengths = batch.lengths
-    sizes = " ".join(f"{name}={getattr(layout, name)}" for name in _SIZES)
-    print(f"{config.name}: {layout.world_size} GPUs, {sizes}")
+    print(f"{config.name}: {layout.world_size} GPUs, {layout.label}")
     print(f"{lengths.size} samples, {lengths.sum()} tokens, the longest {lengths.max()}")
     print(batch.source)
     rows = [["", "passes", "steps", "M", "rows", "fill", "padding", "bubble", "seconds"]]

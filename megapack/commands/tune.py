@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json(parser)
     group = parser.add_argument_group("what to try: lists separated by commas")
-    for name in ("tp", "cp", "ep"):
+    for name in ("tp", "cp", "ep", "etp"):
         group.add_argument(f"--{name}", type=_integers, default=(1,), metavar="N,...", help="(1)")
     group.add_argument("--pp", type=_integers, metavar="N,...", help="(all that divide)")
     group.add_argument("--vpp", type=_integers, metavar="N,...", help="(all up to 8 that divide)")
@@ -104,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         tp=args.tp,
         cp=args.cp,
         ep=args.ep,
+        etp=args.etp,
         pp=args.pp,
         vpp=args.vpp,
         budgets=args.max_tokens_per_gpu,
@@ -182,20 +183,21 @@ def _print(
             f"full, or leave out the longest samples (up to {longest} tokens), which are not split"
         )
         return
-    head = ["dp", "tp", "pp", "vpp", "cp", "ep", "budget", "rule", "G", "M", "fill", "bubble"]
+    sizes = ["dp", "tp", "pp", "vpp", "cp", "ep"]
+    if any(candidate.layout.etp > 1 for candidate in shown):
+        sizes.append("etp")
+    head = [*sizes, "budget", "rule", "G", "M", "fill", "bubble"]
     rows = [[*head, "seconds", "GiB", "tokens/s/GPU"]]
-    rows += map(_cells, shown)
+    rows += [_cells(candidate, sizes) for candidate in shown]
     print_table(rows)
     print(f"memory of the first: {shown[0].memory}")
     print(f"time {basis}")
 
 
-def _cells(candidate: Candidate) -> list[str]:
-    layout = candidate.layout
+def _cells(candidate: Candidate, sizes: Sequence[str]) -> list[str]:
     report = candidate.report
-    sizes = (layout.dp, layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep)
     return [
-        *map(str, sizes),
+        *(str(getattr(candidate.layout, name)) for name in sizes),
         str(candidate.max_tokens_per_gpu),
         candidate.policy.count_rule,
         "-" if candidate.group_size is None else str(candidate.group_size),

@@ -173,6 +173,11 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def expert_ffn_hidden_size(self) -> int:
+        """Width inside an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
     def fp8_rows(self) -> Fp8:
         """The value of `Layout.fp8` that aligns rows for the FP8 recipe."""
         return False if self.fp8 is None else fp8_rows(self.fp8)
@@ -180,8 +185,8 @@ class ModelConfig:
     def to_sizes(self) -> ModelSizes:
         """Sizes for the cost and memory models, without multi-token prediction layers."""
         ffn_hidden_size = self.ffn_hidden_size or 4 * self.hidden_size
-        if self.num_experts and self.moe_ffn_hidden_size:
-            ffn_hidden_size = self.moe_ffn_hidden_size
+        if self.num_experts:
+            ffn_hidden_size = self.expert_ffn_hidden_size
         return ModelSizes(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -243,20 +248,28 @@ def check_sizes(model: ModelConfig, layout: Layout) -> None:
     """Raise ConfigError for the first size of a model that the layout cannot split evenly."""
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
-    # Experts are split over tp too, so their groups have ep * tp ranks. Megatron needs these groups
-    # to fill the dp * cp * tp ranks.
-    expert_ranks = layout.dp * layout.cp
     checks = {
         f"model.num_layers={model.num_layers}": (model.num_layers, layout.num_chunks),
         f"model.num_attention_heads={heads}": (heads, layout.tp),
         f"model.num_query_groups={groups}": (groups, layout.tp),
         "the padded vocabulary (a multiple of 128)": (VOCAB_MULTIPLE, layout.tp),
-        f"layout.dp * cp={expert_ranks} with layout.ep={layout.ep}": (expert_ranks, layout.ep),
+        **_expert_widths(model, layout),
         **_fp8_widths(model, layout),
     }
     for what, (size, divisor) in checks.items():
         if size % divisor:
             raise ConfigError(f"{what} does not divide by {divisor}; change it or the layout")
+
+
+def _expert_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Sizes of the experts, each with the number of ranks over which it is split."""
+    if model.num_experts is None:
+        return {}
+    width = model.expert_ffn_hidden_size
+    return {
+        f"model.num_experts={model.num_experts} (ep={layout.ep})": (model.num_experts, layout.ep),
+        f"the experts' width {width} (etp={layout.etp})": (width, layout.etp),
+    }
 
 
 def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
@@ -271,9 +284,13 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
         "num_attention_heads * head width": (model.num_attention_heads * model.head_width, unit),
     }
     if model.num_experts is not None:
-        widths["moe_ffn_hidden_size"] = (model.moe_ffn_hidden_size or ffn, unit)
+        expert_unit = layout.fp8_unit_tokens * layout.etp
+        widths["moe_ffn_hidden_size"] = (model.expert_ffn_hidden_size, expert_unit)
     return {
-        f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp})": (size, divisor)
+        f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp}, etp={layout.etp})": (
+            size,
+            divisor,
+        )
         for name, (size, divisor) in widths.items()
     }
 

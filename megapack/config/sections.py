@@ -49,7 +49,8 @@ class LayoutConfig(ParallelSizes):
     """How the ranks are split into parallel groups: the sizes of `megapack.Layout`."""
 
     def __post_init__(self) -> None:
-        at_least(self, "layout", 1, "tp", "pp", "vpp", "cp", "ep", "dp", "microbatch_group_size")
+        sizes = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
+        at_least(self, "layout", 1, *sizes, "microbatch_group_size")
 
     def to_layout(self, world_size: int, fp8: Fp8 = False) -> Layout:
         """The layout of a job of `world_size` ranks.
@@ -363,7 +364,10 @@ class TrainConfig:
                 f"model.num_layers={model.num_layers} does not divide over pp * vpp = {chunks} "
                 f"chunks; set a multiple of {chunks}"
             )
-        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        split = ["num_attention_heads", "num_query_groups"]
+        if model.num_experts is None:
+            split.append("ffn_hidden_size")
+        for name in split:
             value = getattr(model, name)
             if value is not None and value % layout.tp:
                 raise ConfigError(
@@ -374,6 +378,11 @@ class TrainConfig:
             raise ConfigError(
                 f"model.num_experts={model.num_experts} does not divide over layout.ep="
                 f"{layout.ep}; set a multiple of {layout.ep}"
+            )
+        if model.num_experts is None and (layout.etp or 1) > 1:
+            raise ConfigError(
+                f"layout.etp={layout.etp} splits experts, but model.num_experts is null; set "
+                "layout.etp=1"
             )
         if model.num_experts and layout.tp > 1 and not layout.sequence_parallel:
             raise ConfigError(

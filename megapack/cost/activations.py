@@ -177,14 +177,12 @@ class SavedActivations:
         sizes = self.sizes
         fused = sizes.gated and self.fused_swiglu
         channels = self._mlp_channels + (0 if fused else 1)
-        expert = self._width * (sizes.hidden_size + channels * sizes.ffn_hidden_size / self._etp)
-        routes = sizes.experts_per_token * self._etp / self.layout.tp
+        expert = self._width * (
+            sizes.hidden_size + channels * sizes.ffn_hidden_size / self.layout.etp
+        )
+        routes = sizes.experts_per_token * self.layout.etp / self.layout.tp
         shared = self._mlp_channels * sizes.shared_expert_ffn_hidden_size / self.layout.tp
         return self._router + routes * (expert + _FP32_BYTES) + self._width * shared
-
-    @property
-    def _etp(self) -> int:
-        return expert_tp(self.layout)
 
     @property
     def _router(self) -> float:
@@ -202,8 +200,3 @@ class SavedActivations:
         else:
             permutation = 5 * experts + _INT64_BYTES * sizes.experts_per_token
         return self._scatter * (chosen + permutation)
-
-
-def expert_tp(layout: Layout) -> int:
-    """TP ranks that share an expert: all of them, or 1 if EP spans TP."""
-    return layout.tp if (layout.dp * layout.cp) % layout.ep == 0 else 1

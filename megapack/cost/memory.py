@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapack.base.choices import Dtype, Kernel, Recompute
-from megapack.cost.activations import SavedActivations, expert_tp
+from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
 from megapack.cost.sizes import ModelSizes
 from megapack.layout import Layout
@@ -94,7 +94,7 @@ class MemoryModel:
         dense, experts = self._parameters(layout, stage)
         weight, optimizer = (2, 12) if self.dtype == "bf16" else (4, 8)
         split = layout.dp * layout.cp if self.distributed_optimizer else 1
-        expert_split = _expert_ranks(layout) if self.distributed_optimizer else 1
+        expert_split = layout.expert_dp if self.distributed_optimizer else 1
         share = layout.chunks_in_flight(stage) / layout.chunks_in_flight()
         last = stage == layout.pp - 1
         return GpuMemory(
@@ -166,7 +166,7 @@ class MemoryModel:
             matrices = 1
         dense = layers * (layer.split // layout.tp + layer.whole) + matrices * vocabulary
         dense += sizes.hidden_size if last else 0  # the final norm
-        experts = layers * layer.experts // (layout.ep * expert_tp(layout))
+        experts = layers * layer.experts // (layout.ep * layout.etp)
         return dense, experts
 
     def _head(self, layout: Layout, row_tokens: float) -> int:
@@ -186,8 +186,3 @@ class MemoryModel:
         columns = sizes.vocab_size / layout.tp
         logits = (6 if is_bf16 else 4) * chunk_tokens
         return int(columns * max(logits, (2 if is_bf16 else 4) * sizes.hidden_size))
-
-
-def _expert_ranks(layout: Layout) -> int:
-    """Ranks that hold the same expert weights and split their optimizer state."""
-    return max(1, layout.dp * layout.cp * layout.tp // (layout.ep * expert_tp(layout)))

@@ -22,7 +22,7 @@ class LayerParameters(NamedTuple):
     whole: int
     """Norms and the router: on every TP rank."""
     experts: int
-    """All experts: split over EP, and over TP unless EP spans TP."""
+    """All experts: split over EP and expert TP."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,6 +207,7 @@ def megatron_layout(chunk: Any) -> Layout:
         vpp=vpp,
         cp=groups.get_context_parallel_world_size(),
         ep=groups.get_expert_model_parallel_world_size(),
+        etp=groups.get_expert_tensor_parallel_world_size() if config.num_moe_experts else 1,
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if vpp > 1 else None,
         fp8=fp8_rows(config.fp8_recipe) if getattr(config, "fp8", None) else False,

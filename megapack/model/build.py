@@ -28,7 +28,12 @@ from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.te_backend import AttentionSizes
 from megapack.model.head import keep_fp32, replace_output_layer
-from megapack.model.init import freeze, initialize_by_name, mark_grouped_experts
+from megapack.model.init import (
+    freeze,
+    initialize_by_name,
+    mark_experts,
+    mark_grouped_experts,
+)
 from megapack.model.settings import FIXED, Settings, layer_settings, reduction_settings, values
 from megapack.model.specs import block_spec, mtp_spec
 from megapack.ranks import cpu
@@ -72,6 +77,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         microbatch_group_size_per_vp_stage=layout.group_size if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sequence_parallel,
         # The interleaved schedule is correct only with overlap; see schedule.checks.check_config.
         overlap_p2p_comm=pipelined and layout.vpp > 1,
@@ -110,9 +116,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_router_topk": model.moe_top_k,
         # A softmax over the single chosen expert would always be 1.
         "moe_router_pre_softmax": model.moe_top_k == 1 and model.moe_score_function == "softmax",
-        "moe_ffn_hidden_size": model.moe_ffn_hidden_size
-        or model.ffn_hidden_size
-        or 4 * model.hidden_size,
+        "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
         "moe_router_score_function": model.moe_score_function,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "seq_aux_loss",
@@ -179,6 +183,7 @@ def initialize_parallel(layout: Layout, seed: int) -> None:
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
     )
     model_parallel_cuda_manual_seed(seed)
 
@@ -220,7 +225,10 @@ def build_model(
         std=model.init_std,
         num_layers=model.num_layers,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
+    if layout.etp != layout.tp:
+        mark_experts(chunks)
     freeze(chunks, model.freeze)
     if reduction is None:
         optim = OptimConfig(distributed_optimizer=distributed_optimizer)

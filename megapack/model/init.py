@@ -30,7 +30,13 @@ _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def initialize_by_name(
-    chunks: Sequence[Any], *, seed: int, std: float, num_layers: int, tp_group: Any
+    chunks: Sequence[Any],
+    *,
+    seed: int,
+    std: float,
+    num_layers: int,
+    tp_group: Any,
+    expert_tp_group: Any = None,
 ) -> None:
     """Fill every parameter of the chunks in place.
 
@@ -42,6 +48,7 @@ def initialize_by_name(
         seed: the same on all ranks.
         num_layers: layers of the whole model.
         tp_group: the tensor-parallel group, which decides this rank's slices.
+        expert_tp_group: the ranks that split each expert; None = tp_group.
     """
     for chunk in chunks:
         for name, param in global_parameters(chunk):
@@ -49,9 +56,21 @@ def initialize_by_name(
                 param.data.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             scale = 1 / math.sqrt(2 * num_layers) if name.endswith(_OUTPUT_PROJECTIONS) else 1.0
-            shape = full_shape(param, tp_group.size())
+            group = expert_tp_group if expert_tp_group and is_expert(name) else tp_group
+            shape = full_shape(param, group.size())
             whole = torch.randn(shape, generator=_generator(name, seed)) * (std * scale)
-            param.data.copy_(local_slice(whole, param, tp_group.rank(), tp_group.size()))
+            param.data.copy_(local_slice(whole, param, group.rank(), group.size()))
+
+
+def is_expert(name: str) -> bool:
+    """Whether the parameter of this name belongs to experts; routers and shared experts do not.
+
+    >>> is_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
+    True
+    >>> is_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+    False
+    """
+    return ".experts." in name
 
 
 def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -125,6 +144,22 @@ def local_slice(whole: Tensor, param: Tensor, tp_rank: int, tp: int) -> Tensor:
     stride = param.partition_stride  # type: ignore[attr-defined]
     pieces = whole.chunk(stride * tp, dim=dim)
     return torch.cat(pieces[tp_rank::tp], dim=dim)
+
+
+def mark_experts(chunks: Sequence[Any]) -> None:
+    """Have DDP reduce gradients of experts over the ranks that hold the same experts.
+
+    Megatron-Core 0.16.1 marks them so only under expert parallelism. Without it, and with whole
+    experts on each tensor-parallel rank (tp=2, etp=1, ep=1), it would reduce over data-parallel
+    ranks alone, and leave out the tokens of the other tensor-parallel ranks.
+
+    Args:
+        chunks: this rank's GPT models, not yet wrapped in DDP.
+    """
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            if is_expert(name):
+                param.allreduce = False  # type: ignore[attr-defined]
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

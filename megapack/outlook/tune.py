@@ -41,6 +41,8 @@ class Space:
     tp: Sequence[int] = (1,)
     cp: Sequence[int] = (1,)
     ep: Sequence[int] = (1,)
+    etp: Sequence[int] = (1,)
+    """Sizes that do not divide a layout's tp are left out of it."""
     pp: Sequence[int] | None = None
     """None: all sizes that divide the GPUs and the layers."""
     vpp: Sequence[int] | None = None
@@ -53,7 +55,7 @@ class Space:
     """Set in layouts with tp > 1."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "ep", "pp", "vpp", "budgets"):
+        for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "budgets"):
             for value in getattr(self, name) or ():
                 if value < 1:
                     raise ConfigError(f"{name} {value}; set integers of at least 1")
@@ -64,18 +66,25 @@ class Space:
         """Every layout that fills the GPUs and divides the model."""
         num_layers = sizes.num_layers
         stages = self.pp or range(1, min(self.num_gpus, num_layers) + 1)
-        for tp, cp, ep, pp in itertools.product(self.tp, self.cp, self.ep, stages):
+        for tp, cp, ep, etp, pp in itertools.product(self.tp, self.cp, self.ep, self.etp, stages):
             ranks = tp * cp * pp
             dp = self.num_gpus // ranks
-            if self.num_gpus % ranks or num_layers % pp or (dp * cp * tp) % ep:
+            if self.num_gpus % ranks or num_layers % pp or tp % etp or (dp * cp * tp) % (etp * ep):
                 continue
-            if not _divides(sizes, tp, ep):
+            if not _divides(sizes, tp, ep, etp):
                 continue
             for vpp in self.vpp or range(1, _MAX_VPP + 1):
                 if (pp > 1 or vpp == 1) and (num_layers // pp) % vpp == 0:
                     sequence = self.sequence_parallel and tp > 1
                     yield Layout(
-                        dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=sequence
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        vpp=vpp,
+                        cp=cp,
+                        ep=ep,
+                        etp=etp,
+                        sequence_parallel=sequence,
                     )
 
 
@@ -146,8 +155,8 @@ def tune(work: Workload, space: Space) -> Tuning:
     layouts = list(space.layouts(sizes))
     if not layouts:
         raise ConfigError(
-            f"no layout of tp {list(space.tp)}, cp {list(space.cp)}, ep {list(space.ep)} fills "
-            f"{space.num_gpus} GPUs and divides {sizes.num_layers} layers, "
+            f"no layout of tp {list(space.tp)}, cp {list(space.cp)}, ep {list(space.ep)}, etp "
+            f"{list(space.etp)} fills {space.num_gpus} GPUs and divides {sizes.num_layers} layers, "
             f"{sizes.num_attention_heads} heads and {sizes.num_experts or 'no'} experts; set other "
             "sizes"
         )
@@ -163,11 +172,14 @@ def tune(work: Workload, space: Space) -> Tuning:
     )
 
 
-def _divides(sizes: ModelSizes, tp: int, ep: int) -> bool:
-    """Whether TP divides the widths that it splits, and EP the experts."""
-    widths = [sizes.num_attention_heads, sizes.ffn_hidden_size]
-    widths.append(sizes.num_query_groups or sizes.num_attention_heads)
-    return all(width % tp == 0 for width in widths) and (sizes.num_experts or 1) % ep == 0
+def _divides(sizes: ModelSizes, tp: int, ep: int, etp: int) -> bool:
+    """Whether TP divides the widths that it splits, EP the experts, and expert TP their width."""
+    widths = [sizes.num_attention_heads, sizes.num_query_groups or sizes.num_attention_heads]
+    if sizes.num_experts is None:
+        return not any(width % tp for width in (*widths, sizes.ffn_hidden_size)) and ep * etp == 1
+    widths.append(sizes.shared_expert_ffn_hidden_size)
+    split = sizes.num_experts % ep == 0 and sizes.ffn_hidden_size % etp == 0
+    return split and not any(width % tp for width in widths)
 
 
 def _candidates(work: Workload, space: Space, layout: Layout) -> Iterator[Candidate]:
@@ -193,7 +205,7 @@ def _budgets(work: Workload, space: Space, layout: Layout) -> Iterator[int]:
 
 def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
     for rule, group in itertools.product(space.count_rules, space.group_sizes):
-        if (rule == "per_rank" and (layout.ep > 1 or layout.dp == 1)) or (
+        if (rule == "per_rank" and (layout.ep_spans_dp or layout.dp == 1)) or (
             group == "search" and layout.vpp == 1
         ):
             continue

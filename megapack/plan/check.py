@@ -1,7 +1,7 @@
 """`check_plan`: the invariants of a plan, numbered as in the documentation.
 
 1. Megatron accepts every rank's M, and all ranks of a step have the same M. count_rule="per_rank"
-   allows different M, each at least 1, on layouts with ep=1.
+   allows different M, each at least 1, on layouts whose DP ranks exchange no tokens of experts.
 2. Every kept sample is in exactly one micro-batch; kept and dropped samples partition the input;
    each step keeps at least one sample.
 3. A rollout is kept whole in one step or dropped whole; unreachable="drop" drops only the trailing
@@ -80,8 +80,10 @@ class _Checker:
             if not layout.is_legal_count(count, step.group_size) or (multiple and count % multiple):
                 raise _broken(1, f"{where} rank {rank} has M={count}, illegal for {layout}")
         if rule == "per_rank":
-            if layout.ep > 1 or step.num_microbatches is not None:
-                raise _broken(1, f"{where}: per_rank needs ep=1 and num_microbatches=None")
+            if layout.ep_spans_dp or step.num_microbatches is not None:
+                raise _broken(
+                    1, f"{where}: per_rank needs experts within a DP rank and num_microbatches=None"
+                )
         elif set(counts) != {step.num_microbatches}:
             raise _broken(1, f"{where} has M={counts}, not {step.num_microbatches} on every rank")
 

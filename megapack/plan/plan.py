@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -182,7 +182,7 @@ class Plan:
         # Left out if None, so that plans without colocated sets keep their digests.
         colocate = {} if self.colocate_ids is None else {"colocate_ids": self.colocate_ids}
         return {
-            "layout": asdict(self.layout),
+            "layout": self.layout.to_payload(),
             "policy": self.policy.to_payload(),
             "max_tokens_per_gpu": self.max_tokens_per_gpu,
             "micro_batch_size": self.micro_batch_size,
@@ -236,7 +236,7 @@ def _build(payload: dict[str, Any]) -> Plan:
     colocate_ids = payload.get("colocate_ids")
     return Plan(
         steps=tuple(_build_step(step) for step in payload["steps"]),
-        layout=Layout(**payload["layout"]),
+        layout=Layout.from_payload(payload["layout"]),
         policy=Policy(**payload["policy"]),
         max_tokens_per_gpu=payload["max_tokens_per_gpu"],
         micro_batch_size=payload["micro_batch_size"],

@@ -50,14 +50,12 @@ def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) ->
 
 
 def _head(plan: Plan) -> str:
-    layout = plan.layout
-    sizes = " ".join(f"{key}={getattr(layout, key)}" for key in ("dp", "tp", "pp", "vpp", "cp"))
     budget = f"{plan.max_tokens_per_gpu} tokens per GPU"
     if plan.max_tokens_per_gpu is None:
         budget = f"{plan.micro_batch_size} samples per micro-batch"
     return (
         f"plan {plan.digest()[:12]}: {plan.num_samples} samples in {len(plan.steps)} step(s), "
-        f"{sizes} ep={layout.ep}, {budget}"
+        f"{plan.layout.label}, {budget}"
     )
 
 

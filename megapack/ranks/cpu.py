@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ def enable() -> None:
     torch.Tensor.to = _to_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]
     torch.nn.Module.cuda = _identity  # type: ignore[method-assign,assignment]
+    dist.all_gather = _padded_all_gather(dist.all_gather)
+    dist.reduce_scatter = _padded_reduce_scatter(dist.reduce_scatter)
     _redirect_cuda_module()
     setattr(torch.cuda, _MARKER, True)
 
@@ -110,6 +114,50 @@ def _redirect_experts() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _padded_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather` that also takes parts of different lengths, as NCCL does; gloo refuses them.
+
+    Experts under tensor parallelism gather each rank's tokens: parts [5, h] and [3, h] travel as
+    two of [5, h]. Every rank knows all lengths, because it allocates all parts.
+    """
+
+    @functools.wraps(all_gather)
+    def gather(tensor_list: list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len({part.shape for part in tensor_list}) <= 1:
+            return all_gather(tensor_list, tensor, *args, **kwargs)
+        padded = _padded([tensor, *tensor_list])
+        all_gather(padded[1:], padded[0], *args, **kwargs)
+        for part, received in zip(tensor_list, padded[1:], strict=True):
+            part.copy_(received[: len(part)])
+        return None
+
+    return gather
+
+
+def _padded_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """`reduce_scatter` that also takes parts of different lengths, see `_padded_all_gather`."""
+
+    @functools.wraps(reduce_scatter)
+    def scatter(output: Tensor, input_list: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        if len({part.shape for part in input_list}) <= 1:
+            return reduce_scatter(output, input_list, *args, **kwargs)
+        padded = _padded([output, *input_list])
+        reduce_scatter(padded[0], padded[1:], *args, **kwargs)
+        output.copy_(padded[0][: len(output)])
+        return None
+
+    return scatter
+
+
+def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies that are as long in the first dimension as the longest tensor, filled with zeros."""
+    longest = max(map(len, tensors))
+    copies = [tensor.new_zeros(longest, *tensor.shape[1:]) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy[: len(tensor)] = tensor.detach()
+    return copies
 
 
 class _NoStream:

@@ -160,10 +160,12 @@ class ScheduleAdapter:
         self._announced: tuple[StepCall, Agreement[list[PackedRow]]] | None = None
 
     def _checked_routing(self, retries_oom: bool) -> ModelRouting:
-        checks.check_layout(self.layout, len(self.chunks))
+        has_experts = bool(self.config.num_moe_experts)
+        checks.check_layout(self.layout, len(self.chunks), has_experts=has_experts)
         checks.check_config(self.config, self.layout)
         checks.check_chunks(self.chunks)
         checks.check_cp_comm(self.chunks, self.config)
+        checks.check_expert_gradients(self.chunks, self.layout)
         if retries_oom:
             check_retry(self.layout, self.config)
         tp_rank = parallel_state.get_tensor_model_parallel_rank()

@@ -18,6 +18,7 @@ from megapack.layout import Layout, fp8_rows
 from megapack.model.attention.packed import refuse_unpacked_attention
 from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, unwrapped
+from megapack.model.init import is_expert
 from megapack.model.mtp import check_mtp, num_depths
 from megapack.plan.plan import Plan
 from megapack.policy import check_count_rule
@@ -26,8 +27,12 @@ Head = Literal["vocabulary", "value"]
 """The last chunk turns hidden states into log-probs, or into one value per token."""
 
 
-def check_layout(layout: Layout, num_chunks: int) -> None:
-    """Raise ConfigError unless Megatron's groups were made with this layout."""
+def check_layout(layout: Layout, num_chunks: int, *, has_experts: bool) -> None:
+    """Raise ConfigError unless Megatron's groups were made with this layout.
+
+    Args:
+        has_experts: compare expert tensor parallelism too; a dense model has the groups, unused.
+    """
     sizes = {
         "dp": parallel_state.get_data_parallel_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -35,6 +40,8 @@ def check_layout(layout: Layout, num_chunks: int) -> None:
         "cp": parallel_state.get_context_parallel_world_size(),
         "ep": parallel_state.get_expert_model_parallel_world_size(),
     }
+    if has_experts:
+        sizes["etp"] = parallel_state.get_expert_tensor_parallel_world_size()
     for name, size in sizes.items():
         if getattr(layout, name) != size:
             raise ConfigError(
@@ -218,6 +225,23 @@ def check_chunks(chunks: Sequence[Any]) -> None:
                 raise ConfigError(
                     "DDP was built without calculate_per_token_loss and scales gradients by "
                     f"{buffer.gradient_scaling_factor}; set it to True before wrapping the model"
+                )
+
+
+def check_expert_gradients(chunks: Sequence[Any], layout: Layout) -> None:
+    """Raise ConfigError if DDP would not add experts' gradients over tensor-parallel ranks.
+
+    See `mark_experts`.
+    """
+    if layout.etp == layout.tp:
+        return
+    for chunk in map(unwrapped, chunks):
+        for name, param in chunk.named_parameters():
+            if is_expert(name) and getattr(param, "allreduce", True):
+                raise ConfigError(
+                    f"Megatron would not add {name}'s gradients over tensor-parallel ranks: tp="
+                    f"{layout.tp}, etp={layout.etp}, ep={layout.ep}; set etp={layout.tp} or ep > "
+                    "1, or call megapack.model.init.mark_experts before wrapping the model"
                 )
 
 

@@ -109,12 +109,11 @@ def _plan_facts(plan: Plan) -> Facts:
     layout = plan.layout
     counts = plan.counts
     num_microbatches = counts.num_rows + counts.num_padding_rows
-    sizes = " ".join(f"{n}={getattr(layout, n)}" for n in ("dp", "tp", "pp", "vpp", "cp", "ep"))
     budget = f"{plan.max_tokens_per_gpu} tokens per GPU"
     if plan.max_tokens_per_gpu is None:
         budget = f"{plan.micro_batch_size} samples per micro-batch"
     return [
-        ("layout", f"{sizes}, {layout.world_size} GPUs"),
+        ("layout", f"{layout.label}, {layout.world_size} GPUs"),
         ("budget", budget),
         ("samples", f"{plan.num_samples}"),
         ("optimizer steps", f"{counts.num_steps}"),

@@ -109,8 +109,7 @@ def _bytes(figure: Any, suffix: str) -> bytes:
 def _title(timeline: Timeline, report: StepReport) -> str:
     layout = timeline.plan.layout
     return (
-        f"step {timeline.number} of plan {timeline.plan.digest()[:12]}: dp={layout.dp} "
-        f"tp={layout.tp} pp={layout.pp} vpp={layout.vpp} cp={layout.cp} ep={layout.ep}, "
+        f"step {timeline.number} of plan {timeline.plan.digest()[:12]}: {layout.label}, "
         f"M={report.microbatch_span}, bubble {report.bubble_fraction:.1%}"
     )
 

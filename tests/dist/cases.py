@@ -85,6 +85,7 @@ DP2_PP2_VPP2 = Layout(dp=2, pp=2, vpp=2)
 TP2 = Layout(tp=2)
 TP2_SP = Layout(tp=2, sequence_parallel=True)
 DP2_EP2 = Layout(dp=2, ep=2)
+DP2_TP2_SP = Layout(dp=2, tp=2, sequence_parallel=True)
 UNIFORM = Policy(row_shape="uniform")
 PER_RANK = Policy(count_rule="per_rank")
 
@@ -191,6 +192,28 @@ CASES: dict[str, Case] = {
         num_samples=3,
         expect={"chunks": 2, "padding": True},
     ),
+    "moe_tp2_sp_etp2": Case(layout=replace(TP2_SP, etp=2), variant="moe"),
+    "moe_tp2_sp_ep2": Case(layout=replace(TP2_SP, ep=2), variant="moe"),
+    "moe_replay_tp2_sp_ep2": Case(layout=replace(TP2_SP, ep=2), variant="moe_replay"),
+    "moe_bias_tp2_sp_ep2_recompute": Case(
+        layout=replace(TP2_SP, ep=2), variant="moe_bias", recompute="full"
+    ),
+    "moe_dp2_tp2_sp": Case(layout=DP2_TP2_SP, variant="moe"),
+    "moe_dp2_tp2_sp_ep2": Case(layout=replace(DP2_TP2_SP, ep=2), variant="moe"),
+    "moe_dp2_tp2_sp_ep2_per_rank": Case(
+        layout=replace(DP2_TP2_SP, ep=2),
+        variant="moe",
+        policy=PER_RANK,
+        unequal_counts=True,
+        expect={"unequal": True},
+    ),
+    "moe_dp2_tp2_sp_ep2_etp2": Case(layout=replace(DP2_TP2_SP, ep=2, etp=2), variant="moe"),
+    "moe_dp2_tp2_sp_ep4": Case(layout=replace(DP2_TP2_SP, ep=4), variant="moe"),
+    "moe_tp2_sp_pp2_ep2": Case(layout=replace(TP2_SP, pp=2, ep=2), variant="moe"),
+    "moe_tp2_sp_pp2_etp2": Case(layout=replace(TP2_SP, pp=2, etp=2), variant="moe"),
+    "moe_tp2_sp_pp2_vpp2_ep2": Case(
+        layout=replace(TP2_SP, pp=2, vpp=2, ep=2), variant="moe", expect={"chunks": 2}
+    ),
     "mtp": Case(layout=Layout(), variant="mtp"),
     "mtp_dp2": Case(layout=Layout(dp=2), variant="mtp", weighting="seq-mean-token-mean"),
     "mtp_pp2": Case(layout=PP2, variant="mtp"),
@@ -247,3 +270,13 @@ CASES: dict[str, Case] = {
     "cp4": Case(layout=Layout(cp=4)),
     "tp2_pp2_vpp2": Case(layout=Layout(tp=2, pp=2, vpp=2), expect={"chunks": 2}),
 }
+"""The cases of the tests, on 1, 2 and 4 processes."""
+
+_DP2_TP2_PP2_VPP2_EP2 = replace(DP2_TP2_SP, pp=2, vpp=2, ep=2)
+ALL_CASES = CASES | {
+    f"moe_dp2_tp2_sp_pp2_vpp2_ep2_etp{etp}": Case(
+        layout=replace(_DP2_TP2_PP2_VPP2_EP2, etp=etp), variant="moe", expect={"chunks": 2}
+    )
+    for etp in (1, 2)
+}
+"""And those that need 8 processes, which tools/exactness.py runs."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.dist.cases import CASES
+from tests.dist.cases import ALL_CASES
 from tests.dist.spawn import checked_job
 
 # Each case leaves its process groups and their threads behind, which slow down the next case.
@@ -24,8 +24,8 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
     """Run the cases; returns the workers' results, by case."""
     by_world: dict[int, list[str]] = {}
     # Sort by model, so that each job reads few of the reference's files.
-    for name in sorted(names, key=lambda name: CASES[name].variant):
-        by_world.setdefault(CASES[name].world, []).append(name)
+    for name in sorted(names, key=lambda name: ALL_CASES[name].variant):
+        by_world.setdefault(ALL_CASES[name].world, []).append(name)
     results: dict[str, dict[str, Any]] = {}
     for world, own in by_world.items():
         for first in range(0, len(own), _CASES_PER_JOB):

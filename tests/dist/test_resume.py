@@ -218,6 +218,22 @@ def test_experts_and_a_frozen_stage_resumed_on_ep2(tmp_path: Path) -> None:
     assert_same_steps(lines, whole, rel=1e-5)
 
 
+def test_experts_whole_on_each_tensor_parallel_rank_resumed_in_halves(tmp_path: Path) -> None:
+    """dp2, then tp2 with two of four whole experts a rank (etp=1), then with half of each (etp=2).
+
+    Metrics hold the gradient norm, so that every rank must add its own experts, each once.
+    """
+    settings = ["model.num_experts=4", "model.moe_balance_loss_coef=0.1", "optim.lr=0.01"]
+    tp2 = [*TP2, *settings, "layout.sequence_parallel=true", "train.resume=auto"]
+    whole = finished(tmp_path, *DP2, *settings)
+    copy_of_run(tmp_path, tmp_path / "etp1", until=3)
+    lines = finished(tmp_path / "etp1", *tp2, "layout.ep=2")
+    assert_same_steps(lines, whole, rel=1e-5)
+    copy_of_run(tmp_path / "etp1", tmp_path / "etp2", until=6)
+    lines = finished(tmp_path / "etp2", *tp2, "layout.etp=null")
+    assert_same_steps(lines, whole, rel=1e-5)
+
+
 def test_a_run_that_trains_only_experts_is_resumed(tmp_path: Path) -> None:
     """The optimizer of the other parameters, all frozen, is empty on every rank."""
     frozen = "[embedding.*, '*.self_attention.*', '*norm*', '*.router.*']"

@@ -22,11 +22,11 @@ from torch import Tensor
 from megapack import launch
 from megapack.loss import GRPO
 from megapack.model.head import unwrapped
-from megapack.model.init import global_parameters, local_slice
+from megapack.model.init import global_parameters, is_expert, local_slice
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.cases import CASES, Case
+from tests.dist.cases import ALL_CASES, Case
 from tests.dist.expected import (
     auxiliary_gradients,
     auxiliary_metrics,
@@ -163,7 +163,8 @@ def _check_own_outputs(
 
 
 def gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, float]:
-    tp = parallel_state.get_tensor_model_parallel_group()
+    dense = parallel_state.get_tensor_model_parallel_group()
+    experts = parallel_state.get_expert_tensor_parallel_group()
     sums = torch.zeros(2, dtype=torch.float64)
     errors = []
     for chunk in chunks:
@@ -171,7 +172,8 @@ def gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, fl
             if not param.requires_grad:
                 assert param.grad is None, f"{name} is frozen and has a gradient"
                 continue
-            want = local_slice(grads[name], param, tp.rank(), tp.size())
+            group = experts if is_expert(name) else dense
+            want = local_slice(grads[name], param, group.rank(), group.size())
             assert param.main_grad.dtype == torch.float32
             error = (param.main_grad.double() - want).norm()
             sums += torch.stack([error**2, want.norm() ** 2])
@@ -268,13 +270,13 @@ def main(reference: str, out: str, names: list[str]) -> None:
     launch.start("cpu")
     results = {}
     for name in names:
-        variant = CASES[name].variant
+        variant = ALL_CASES[name].variant
         exact = PRECISE.get(variant)
         if exact is None:
-            results[name] = run_case(CASES[name], _samples(reference, variant))
+            results[name] = run_case(ALL_CASES[name], _samples(reference, variant))
         else:
             both = (_samples(reference, which) for which in (exact, variant))
-            results[name] = run_case(CASES[name], *both)
+            results[name] = run_case(ALL_CASES[name], *both)
         worst = torch.tensor(results[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         results[name]["worst_parameter"] = float(worst)

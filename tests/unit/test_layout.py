@@ -79,6 +79,10 @@ def test_a_legal_count_that_is_no_multiple_of_g() -> None:
         {"pp": 4, "microbatch_group_size": 4},
         {"pp": 4, "vpp": 2, "microbatch_group_size": 3},
         {"ep": 3, "dp": 4},
+        {"etp": 3, "tp": 4},
+        {"etp": 4, "tp": 2, "dp": 2},
+        {"ep": 2, "tp": 2, "etp": 2},
+        {"ep": 3, "tp": 4, "dp": 2},
         {"fp8": "e4m3"},
         {"fp8": 1},
         {"sequence_parallel": 1},
@@ -92,5 +96,50 @@ def test_contradicting_sizes_are_refused(sizes: dict[str, object]) -> None:
 def test_sizes() -> None:
     layout = Layout(dp=2, tp=2, pp=4, vpp=2, cp=2, ep=4)
     assert (layout.world_size, layout.num_chunks, layout.group_size) == (32, 8, 4)
-    assert layout.ep_spans_dp
+    assert (layout.etp, layout.expert_dp) == (1, 2)
+    assert not layout.ep_spans_dp
     assert not Layout(dp=2, cp=2, ep=2).ep_spans_dp
+    assert Layout(dp=2, tp=2, cp=2, ep=4, etp=2).ep_spans_dp
+    assert Layout(dp=2, tp=2, ep=2, etp=2).label == "dp=2 tp=2 pp=1 vpp=1 cp=1 ep=2 etp=2"
+
+
+def test_etp_of_none_is_tp() -> None:
+    assert Layout(tp=4, etp=None) == Layout(tp=4, etp=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 4, "dp": 3, "etp": 3}, r"etp=3 does not divide tp=4; set etp to 1 or tp"),
+        ({"etp": 0}, r"etp=0; set an integer of at least 1"),
+        (
+            {"dp": 2, "tp": 4, "etp": 4, "ep": 8},
+            r"etp\*ep=4\*8 does not divide dp\*cp\*tp=2\*1\*4=8; set ep to a divisor of 2",
+        ),
+    ],
+)
+def test_expert_groups_that_do_not_fit_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Layout(**sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layout", "stored"),
+    [
+        (Layout(), None),
+        (Layout(dp=2, tp=2), None),
+        (Layout(dp=2, ep=2), None),
+        (Layout(dp=2, tp=2, etp=2), 2),
+        (Layout(dp=2, tp=2, ep=2, etp=2), None),
+        (Layout(dp=2, tp=2, ep=2), 1),
+        (Layout(tp=2, ep=2), None),
+        (Layout(dp=2, tp=4, ep=2, etp=2), 2),
+    ],
+)
+def test_plans_store_etp_only_where_older_plans_had_another(
+    layout: Layout, stored: int | None
+) -> None:
+    """Older plans had etp=tp with EP, Megatron's default, or 1 where EP spans TP."""
+    payload = layout.to_payload()
+    assert payload.get("etp") == stored
+    assert Layout.from_payload(payload) == layout

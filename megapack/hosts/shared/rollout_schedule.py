@@ -134,8 +134,10 @@ def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:
     """The layout in the host's parallel config and Megatron's arguments.
 
     Args:
-        args: `pipeline_model_parallel_size`, `tensor_model_parallel_size` and
-            `expert_model_parallel_size` are read if they are present.
+        args: `pipeline_model_parallel_size`, `tensor_model_parallel_size`,
+            `expert_model_parallel_size` and `expert_tensor_parallel_size` are read if they are
+            present. The last is tp if it is absent, and without expert parallelism it changes no
+            plan.
         config: `dp_size`, `cp_size`, `vpp_size` (None is 1) and
             `microbatch_group_size_per_vp_stage`.
     """
@@ -146,11 +148,15 @@ def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:
         # The arguments do not give pp; Megatron's G is pp unless a larger one was set.
         pp = group
     vpp = vpp if pp > 1 else 1
+    tp = getattr(args, "tensor_model_parallel_size", None) or 1
+    ep = getattr(args, "expert_model_parallel_size", None) or 1
+    etp = getattr(args, "expert_tensor_parallel_size", None) or tp
     return Layout(
         dp=config["dp_size"],
         cp=config["cp_size"],
-        tp=getattr(args, "tensor_model_parallel_size", None) or 1,
-        ep=getattr(args, "expert_model_parallel_size", None) or 1,
+        tp=tp,
+        ep=ep,
+        etp=etp if ep > 1 else 1,
         pp=pp,
         vpp=vpp,
         microbatch_group_size=group if vpp > 1 else None,

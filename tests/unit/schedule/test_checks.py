@@ -253,7 +253,7 @@ def test_a_dense_model_may_keep_the_default_dispatcher() -> None:
 def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
     """Sizes of Megatron's process groups; tests change them."""
     sizes: dict[str, int | None] = {"data": 2, "tensor_model": 2, "pipeline_model": 4}
-    sizes |= {"context": 1, "expert_model": 1, "virtual_pipeline_model": None}
+    sizes |= {"context": 1, "expert_model": 1, "expert_tensor": 1, "virtual_pipeline_model": None}
 
     def size_of(name: str) -> Callable[..., int]:
         return lambda *_, **__: sizes[name]
@@ -264,17 +264,17 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
 
 
 def test_a_layout_that_matches_the_groups_passes(groups: dict[str, int | None]) -> None:
-    check_layout(Layout(dp=2, tp=2, pp=4), 1)
+    check_layout(Layout(dp=2, tp=2, pp=4), 1, has_experts=False)
     groups["virtual_pipeline_model"] = 3
-    check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
+    check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3, has_experts=False)
 
 
 def test_megatron_must_know_the_virtual_stages(groups: dict[str, int | None]) -> None:
     with pytest.raises(ConfigError, match=r"is None, the layout has vpp=3"):
-        check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3)
+        check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3, has_experts=False)
     groups["virtual_pipeline_model"] = 1
     with pytest.raises(ConfigError, match=r"is 1, the layout has vpp=1.*None if vpp=1"):
-        check_layout(Layout(dp=2, tp=2, pp=4), 1)
+        check_layout(Layout(dp=2, tp=2, pp=4), 1, has_experts=False)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,7 @@ def test_megatron_must_know_the_virtual_stages(groups: dict[str, int | None]) ->
         ("pipeline_model", "pp", 2),
         ("context", "cp", 2),
         ("expert_model", "ep", 2),
+        ("expert_tensor", "etp", 2),
     ],
 )
 def test_a_layout_that_differs_from_the_groups_is_refused(
@@ -294,14 +295,14 @@ def test_a_layout_that_differs_from_the_groups_is_refused(
     groups[group] = size
     own = getattr(layout, axis)
     with pytest.raises(ConfigError, match=rf"has {axis}={own}.*{size}; set Layout\({axis}={size}"):
-        check_layout(layout, 1)
+        check_layout(layout, 1, has_experts=True)
 
 
 def test_the_model_needs_one_chunk_per_virtual_stage(groups: dict[str, int | None]) -> None:
     with pytest.raises(ConfigError, match=r"1 chunk\(s\).*vpp=2; build one chunk per virtual"):
-        check_layout(Layout(dp=2, tp=2, pp=4, vpp=2), 1)
+        check_layout(Layout(dp=2, tp=2, pp=4, vpp=2), 1, has_experts=False)
     with pytest.raises(ConfigError, match=r"2 chunk\(s\).*vpp=1"):
-        check_layout(Layout(dp=2, tp=2, pp=4), 2)
+        check_layout(Layout(dp=2, tp=2, pp=4), 2, has_experts=False)
 
 
 class DotProductAttention(torch.nn.Module):
@@ -406,7 +407,7 @@ def test_counts_per_rank_are_refused_if_experts_span_ranks() -> None:
     policy = Policy(count_rule="per_rank")
     plan = build_dp_schedule(lengths, layout=Layout(dp=2), max_tokens_per_gpu=8, policy=policy)
     check_counts(plan, config())
-    with pytest.raises(ConfigError, match=r"ep=2: the experts.*count_rule='legal'"):
+    with pytest.raises(ConfigError, match=r"ep=2, etp=1, tp\*cp=1: .*count_rule='legal'"):
         check_counts(replace(plan, layout=Layout(dp=2, ep=2)), config())
     delayed = {"fp8": "hybrid", "fp8_recipe": "delayed"}
     with pytest.raises(ConfigError, match=r"fp8_recipe='delayed'.*need one M"):
