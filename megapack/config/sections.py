@@ -21,10 +21,15 @@ from megapack.config.model import (
     at_least,
 )
 from megapack.cost.memory import MemoryModel
-from megapack.cost.model import CostModel
+from megapack.cost.model import TOKENS, CostModel
+from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout, ParallelSizes, why_no_retry
 from megapack.policy import Policy
+
+_TYPICAL_TOKENS = 4096
+"""Tokens of a typical sample, for the share of attention in a chunk's cost; the default of
+`CostModel.from_model`."""
 
 __all__ = [
     "TrainConfig",
@@ -40,8 +45,9 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutConfig(ParallelSizes):
-    """How the ranks are split into parallel groups: the sizes of `megapack.Layout`."""
+class LayoutConfig(LayerSplit, ParallelSizes):
+    """How the ranks are split into parallel groups, the sizes of `megapack.Layout`, and how layers
+    are split over pipeline stages, see `megapack.cost.stages`."""
 
     def __post_init__(self) -> None:
         at_least(self, "layout", 1, "tp", "pp", "vpp", "cp", "ep", "dp", "microbatch_group_size")
@@ -63,7 +69,10 @@ class LayoutConfig(ParallelSizes):
                 f"{dp * model_ranks} ranks, the job has {world_size}; start {dp * model_ranks}, "
                 "or change layout"
             )
-        return Layout(**{**dataclasses.asdict(self), "dp": dp, "fp8": fp8})
+        sizes = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(ParallelSizes)
+        }
+        return Layout(**{**sizes, "dp": dp, "fp8": fp8})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,10 +282,39 @@ class TrainConfig:
         """Tokens that a sample may have, prompt and response."""
         return self.data.max_length or self.model.max_position_embeddings
 
+    @property
+    def stage_layers(self) -> StageLayers:
+        """The number of transformer layers of each pipeline chunk."""
+        layout = self.layout
+        return layout.stage_layers(
+            self.model.num_layers,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            num_mtp_layers=self.model.mtp_num_layers,
+        )
+
+    def read_cost(self, layout: Layout) -> CostModel | None:
+        """The cost model of the plans; None if it is not set: a row costs its tokens.
+
+        Where the layers are split unevenly and the file has no `stage_weights`, they follow from
+        the model's sizes.
+
+        Raises:
+            ConfigError: see `cost_file.read_cost`.
+        """
+        cost = self.plan.read_cost(layout)
+        split = self.stage_layers
+        if split.is_even or (cost is not None and cost.stage_weights is not None):
+            return cost
+        sizes = self.model.to_sizes()
+        weights = sizes.stage_weights(layout, min(self.longest_sample, _TYPICAL_TOKENS), split)
+        return dataclasses.replace(cost or TOKENS, stage_weights=weights)
+
     def memory_model(self) -> MemoryModel:
         """The memory model of this config."""
         return MemoryModel(
             sizes=self.model.to_sizes(),
+            stage_layers=self.stage_layers,
             untied_embeddings=self.model.untie_embeddings,
             dtype=self.model.dtype,
             distributed_optimizer=self.optim.distributed_optimizer,
@@ -288,12 +326,7 @@ class TrainConfig:
         """Check what the layout has to divide, before a job fails on it on a cluster."""
         layout = self.layout
         model = self.model
-        chunks = layout.pp * layout.vpp
-        if model.num_layers % chunks:
-            raise ConfigError(
-                f"model.num_layers={model.num_layers} does not divide over pp * vpp = {chunks} "
-                f"chunks; set a multiple of {chunks}"
-            )
+        _ = self.stage_layers
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             value = getattr(model, name)
             if value is not None and value % layout.tp:

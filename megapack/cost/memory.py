@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapack.base.choices import Dtype, Recompute
-from megapack.cost.sizes import ModelSizes
+from megapack.cost.sizes import ModelSizes, stage_layers_of
+from megapack.cost.stages import StageLayers
 from megapack.layout import Layout
 
 GIB = 2**30
@@ -64,6 +65,8 @@ class MemoryModel:
     so "selective" (attention only) saves nothing over "none" here."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits are in memory at once."""
+    stage_layers: StageLayers | None = None
+    """Layers of each chunk; None = equally many."""
 
     def stage(
         self, layout: Layout, stage: int, *, live_tokens: float, row_tokens: float
@@ -91,7 +94,7 @@ class MemoryModel:
             parameters=weight * (dense + experts),
             gradients=4 * (dense + experts),
             optimizer=optimizer * dense // split + optimizer * experts // expert_split,
-            activations=self._activations(layout, live_tokens * share, row_tokens),
+            activations=self._activations(layout, stage, live_tokens * share, row_tokens),
             head=self._head(layout, row_tokens) if last else 0,
         )
 
@@ -135,11 +138,21 @@ class MemoryModel:
     def _activation_width(self) -> int:
         return 2 if self.dtype == "bf16" else 4
 
-    def _activations(self, layout: Layout, live_tokens: float, row_tokens: float) -> int:
-        layers = self.sizes.num_layers / layout.pp
+    def _layers(self, layout: Layout, stage: int) -> tuple[int, ...]:
+        """Layers of each chunk of a stage."""
+        return stage_layers_of(self.sizes.num_layers, layout, self.stage_layers).of_stage(stage)
+
+    def _activations(
+        self, layout: Layout, stage: int, live_tokens: float, row_tokens: float
+    ) -> int:
+        # A live token counts 1/vpp per chunk. Which chunks wait for their backwards changes during
+        # a step, so all are counted like the fullest: of 2 and 3 layers, as 6 layers.
+        layers = layout.vpp * max(self._layers(layout, stage))
         per_token = self.activation_bytes_per_token(layout)
         if self.recompute != "full":
             return int(live_tokens * layers * per_token)
+        if not layers:
+            return 0
         # Each layer keeps its input; the layer in its backward has all its activations again.
         scatter = layout.tp if layout.sequence_parallel else 1
         kept = self._activation_width * self.sizes.hidden_size / scatter
@@ -149,7 +162,7 @@ class MemoryModel:
         """Numbers of weights on one GPU: all but the experts', and the experts'."""
         sizes = self.sizes
         layer = sizes.layer_parameters()
-        layers = sizes.num_layers // layout.pp
+        layers = sum(self._layers(layout, stage))
         vocabulary = sizes.vocab_size * sizes.hidden_size // layout.tp
         first = stage == 0
         last = stage == layout.pp - 1

@@ -125,7 +125,7 @@ def predict(config: TrainConfig, layout: Layout, batch: Batch, cost: CostModel) 
     Raises:
         PlanError: no legal plan under the policy; the message says what to set.
     """
-    planning_cost = config.plan.read_cost(layout)
+    planning_cost = config.read_cost(layout)
     lengths = batch.lengths.tolist()
     plan = plan_steps(config.plan, layout, planning_cost, lengths, batch.rollout_ids)
     logprobs = None

@@ -90,7 +90,7 @@ class Trainer:
             lambda: config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows),
             device=device,
         )
-        self.cost = agree(lambda: config.plan.read_cost(self.layout), device=device)
+        self.cost = agree(lambda: config.read_cost(self.layout), device=device)
         agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
         self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
@@ -101,6 +101,7 @@ class Trainer:
             vocab_size=config.model.vocab_size or tokenizer_size,
             seed=config.seed,
             distributed_optimizer=config.optim.distributed_optimizer,
+            stage_layers=config.stage_layers,
         )
         self.optimizer = build_optimizer(config.optim, self.chunks, config.model.dtype == "bf16")
         self.adapter = ScheduleAdapter(
@@ -122,8 +123,11 @@ class Trainer:
             on_oom=self._note_oom,
         )
         self.schedule: OptimizerParamScheduler | None = None
-        self.clock = StepClock(in_seconds=self.cost is not None)
-        self.tracer = StepTracer(self.adapter, config.train.trace_steps, self.cost)
+        in_seconds = config.plan.cost_model is not None
+        self.clock = StepClock(in_seconds=in_seconds)
+        self.tracer = StepTracer(
+            self.adapter, config.train.trace_steps, self.cost if in_seconds else None
+        )
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: PlannedBatch | None = None
