@@ -10,6 +10,7 @@ from megapack.base.choices import Recompute
 from megapack.commands.arguments import add_fields, given_fields
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
+from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
@@ -63,6 +64,10 @@ def add_costs(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> No
     group.add_argument("--config", metavar="CONFIG", help="take sizes from its model section, or")
     add_fields(group, ModelSizes)
     add_fields(group, GpuSpeed)
+    add_fields(
+        parser.add_argument_group("layers on pipeline stages (of --config, or equally many)"),
+        LayerSplit,
+    )
 
 
 def read_config(args: argparse.Namespace) -> TrainConfig | None:
@@ -97,16 +102,47 @@ def read_sizes(args: argparse.Namespace) -> ModelSizes | None:
     return ModelSizes(**given)
 
 
-def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -> Pricing:
+def read_stage_layers(args: argparse.Namespace, layout: Layout) -> StageLayers | None:
+    """The split of the options, or else of --config if it is for this pp and vpp; None: neither.
+
+    Raises:
+        ConfigError: options without a model, or a split that does not add up.
+    """
+    given = given_fields(args, LayerSplit)
+    config = read_config(args)
+    sizes = read_sizes(args)
+    if given and sizes is None:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{flags} given without a model; set --config or its sizes")
+    if sizes is None:
+        return None
+    if given:
+        mtp = 0 if config is None else config.model.mtp_num_layers
+        return LayerSplit(**given).stage_layers(
+            sizes.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=mtp
+        )
+    if config is None or (config.layout.pp, config.layout.vpp) != (layout.pp, layout.vpp):
+        return None
+    return config.stage_layers
+
+
+def read_pricing(
+    args: argparse.Namespace,
+    layout: Layout,
+    mean_length: float,
+    stage_layers: StageLayers | None = None,
+) -> Pricing:
     """The cost model of the options.
 
     Args:
         mean_length: length of a typical sample, the sum of squared lengths over their sum.
+        stage_layers: layers of each chunk; None: see `read_stage_layers`.
 
     Raises:
         ConfigError: options that exclude each other, or an invalid cost model file.
     """
     sizes = read_sizes(args)
+    split = stage_layers or read_stage_layers(args, layout)
     if getattr(args, "cost", None) is not None:
         if sizes is not None or args.peak_tflops is not None:
             raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
@@ -117,7 +153,9 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
             raise ConfigError(f"{args.cost}: a micro-batch takes 0 seconds; set per_token")
         return Pricing(cost, True, f"of the cost model {args.cost}")
     if sizes is not None:
-        return price_by_sizes(args, sizes, layout, mean_length, recompute=_recompute(args))
+        return price_by_sizes(
+            args, sizes, layout, mean_length, recompute=_recompute(args), stage_layers=split
+        )
     if args.peak_tflops is not None:
         raise ConfigError(
             f"--peak-tflops={args.peak_tflops:g} without a model; set --config or its sizes"
@@ -167,6 +205,7 @@ def price_by_sizes(
     mean_length: float,
     *,
     recompute: Recompute,
+    stage_layers: StageLayers | None,
 ) -> Pricing:
     """The cost model of a model's sizes, on a GPU with the speed that the options give.
 
@@ -174,6 +213,7 @@ def price_by_sizes(
         mean_length: see `read_pricing`.
         recompute: "full" adds one forward to each backward. "selective" (attention only) is priced
             as "none".
+        stage_layers: layers of each chunk; None = equally many.
 
     Raises:
         ConfigError: no GPU speed, or a speed out of range.
@@ -198,6 +238,7 @@ def price_by_sizes(
         flops_per_gpu=peak * 1e12 * share,
         fixed=overhead * 1e-6 * sizes.num_layers / layout.num_chunks,
         mean_length=mean_length,
+        stage_layers=stage_layers,
     )
     # TP traffic: a backward moves as many bytes as a forward (twice as many with full
     # recomputation), not backward_ratio times as many. `per_token` makes their sum right.

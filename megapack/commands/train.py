@@ -93,8 +93,8 @@ def _world(text: str) -> int:
 def _pricing(
     args: argparse.Namespace, config: TrainConfig, layout: Layout, batch: Batch
 ) -> Pricing:
-    measured = config.plan.read_cost(layout)
-    if measured is not None:
+    measured = config.read_cost(layout)
+    if measured is not None and config.plan.cost_model is not None:
         return Pricing(measured, True, f"of the cost model {config.plan.cost_model}")
     return price_by_sizes(
         args,
@@ -102,6 +102,7 @@ def _pricing(
         layout,
         batch.typical_length,
         recompute=config.model.recompute,
+        stage_layers=config.stage_layers,
     )
 
 
@@ -114,6 +115,7 @@ def _payload(
         "name": config.name,
         "num_gpus": layout.world_size,
         "layout": asdict(layout),
+        "stage_layers": config.stage_layers.num_layers,
         "num_samples": batch.lengths.size,
         "lengths": batch.source,
         "plan_digest": prediction.plan.digest(),
@@ -132,6 +134,9 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
     lengths = batch.lengths
     sizes = " ".join(f"{name}={getattr(layout, name)}" for name in _SIZES)
     print(f"{config.name}: {layout.world_size} GPUs, {sizes}")
+    if layout.pp > 1:
+        split = config.stage_layers.to_text(config.model.mtp_num_layers)
+        print(f"layers of the {layout.num_chunks} chunks: {split}")
     print(f"{lengths.size} samples, {lengths.sum()} tokens, the longest {lengths.max()}")
     print(batch.source)
     rows = [["", "passes", "steps", "M", "rows", "fill", "padding", "bubble", "seconds"]]

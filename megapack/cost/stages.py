@@ -68,6 +68,8 @@ class StageLayers:
     ) -> StageLayers:
         """The split whose costliest chunk costs the least.
 
+        Of chunks that cost the same, the one on the cheapest stage gets the next layer.
+
         >>> str(StageLayers.balanced(37, pp=4))
         'Et*9|t*10|t*9|t*9L'
         >>> str(StageLayers.balanced(37, pp=4, head=3.0))
@@ -95,13 +97,24 @@ class StageLayers:
         cost = [float(count) for count in layers]
         cost[0] += embedding
         cost[-1] += head
-        # With equal costs a chunk in the middle gets the layer: those at the ends have more to do.
-        queue = [(cost[chunk], chunk in (0, chunks - 1), chunk) for chunk in range(chunks)]
+        stage_cost = [sum(cost[stage::pp]) for stage in range(pp)]
+
+        def key(chunk: int) -> tuple[float, float, bool, int]:
+            # With equal costs a chunk in the middle gets the layer: those at the ends do more.
+            return cost[chunk], stage_cost[chunk % pp], chunk in (0, chunks - 1), chunk
+
+        queue = [key(chunk) for chunk in range(chunks)]
         heapq.heapify(queue)
-        for _ in range(num_layers - sum(layers)):
-            chunk_cost, is_end, chunk = queue[0]
-            layers[chunk] += 1
-            heapq.heapreplace(queue, (chunk_cost + 1.0, is_end, chunk))
+        missing = num_layers - sum(layers)
+        while missing:
+            chunk = queue[0][-1]
+            # An entry is outdated once another chunk of its stage got a layer.
+            if key(chunk) == queue[0]:
+                layers[chunk] += 1
+                cost[chunk] += 1.0
+                stage_cost[chunk % pp] += 1.0
+                missing -= 1
+            heapq.heapreplace(queue, key(chunk))
         return cls(tuple(layers), pp)
 
     @property

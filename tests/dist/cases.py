@@ -92,7 +92,6 @@ UNIFORM = Policy(row_shape="uniform")
 PER_RANK = Policy(count_rule="per_rank")
 
 
-
 def _split(text: str) -> LayerSplit:
     return LayerSplit(pipeline_model_parallel_layout=text)
 
@@ -273,9 +272,7 @@ CASES: dict[str, Case] = {
     ),
     "pp2_vpp2_uneven_ends": Case(
         layout=PP2_VPP2,
-        split=LayerSplit(
-            num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=6
-        ),
+        split=LayerSplit(num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=6),
         expect={"layers": _layers(1, 3, 1, 3)},
     ),
     "pp2_vpp2_loss_alone": Case(
