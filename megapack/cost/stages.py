@@ -179,9 +179,9 @@ class LayerSplit:
     """Count the output layer and loss as a layer of the last chunk, which then has one transformer
     layer less."""
     pipeline_model_parallel_layout: str | None = None
-    """The content of each chunk in model order, separated by |: E embedding, t transformer layer, m
-    multi-token prediction layer, L output layer and loss. t*3 and (tt|)*3 repeat. For 37 layers on
-    pp=4: Et*9|t*10|t*10|t*8L. Excludes the four keys above."""
+    """The content of each chunk in model order, separated by `|`: E embedding, t transformer layer,
+    m multi-token prediction layer, L output layer and loss; `t*3` and `(tt|)*3` repeat. For 37
+    layers on pp=4: `Et*9|t*10|t*10|t*8L`. Excludes the four keys above."""
 
     def stage_layers(
         self, num_layers: int, *, pp: int, vpp: int = 1, num_mtp_layers: int = 0
