@@ -18,14 +18,16 @@ def make_plan(num_steps: int = 2) -> Plan:
     return build_dp_schedule(LENGTHS, layout=LAYOUT, max_tokens_per_gpu=1024, num_steps=num_steps)
 
 
-def write_run(folder: Path, *, cost: CostModel | None = None) -> Path:
+def write_run(folder: Path, *, cost: CostModel | None = None, is_calibrated: bool = True) -> Path:
     """A run of four steps; 2 and 3 were traced. Each took 1.5 times the predicted seconds."""
     folder.mkdir(parents=True)
     plan = make_plan()
     (folder / "plan.json").write_text(plan.to_json())
     (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in LENGTHS))
     (folder / "metrics.jsonl").write_text(_lines(_metrics(step) for step in (1, 2, 3, 4)))
-    (folder / "trace.jsonl").write_text(_lines(_trace(plan, step, cost) for step in (2, 3)))
+    (folder / "trace.jsonl").write_text(
+        _lines(_trace(plan, step, cost, is_calibrated) for step in (2, 3))
+    )
     return folder
 
 
@@ -45,7 +47,7 @@ def _metrics(step: int) -> dict[str, Any]:
     }
 
 
-def _trace(plan: Plan, step: int, cost: CostModel | None) -> dict[str, Any]:
+def _trace(plan: Plan, step: int, cost: CostModel | None, is_calibrated: bool) -> dict[str, Any]:
     one_step = replace(plan, steps=(plan.steps[step - 2],))
     run = simulate(one_step.steps[0], layout=LAYOUT)
     scale = 3.0 / run.makespan
@@ -56,5 +58,6 @@ def _trace(plan: Plan, step: int, cost: CostModel | None) -> dict[str, Any]:
         "step": step,
         "plan": json.loads(one_step.to_json()),
         "cost": None if cost is None else cost.__dict__,
+        "is_calibrated": cost is not None and is_calibrated,
         "events": [list(astuple(event)) for event in events],
     }

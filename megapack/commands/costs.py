@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megapack.base.choices import Recompute
 from megapack.commands.arguments import add_fields, given_fields
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import LayerSplit, StageLayers
@@ -23,20 +24,6 @@ if TYPE_CHECKING:
 # 49,152 tokens costs twice its tokens, and each micro-batch 256 tokens more.
 _FIXED_TOKENS = 256
 _TOKENS_PER_SQUARE = 49152
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuSpeed:
-    """Speed of a GPU, to predict seconds from a model's sizes."""
-
-    peak_tflops: float | None = None
-    """Peak TFLOPS of one GPU, 989 for an H100 in bf16."""
-    utilisation: float = 0.4
-    """Share of the peak that kernels reach."""
-    layer_overhead_us: float = 100.0
-    """Microseconds of a layer's forward on top of its FLOPs: kernel launches."""
-    tp_gbs: float = 300.0
-    """GB/s of a GPU in tensor-parallel collectives."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +140,20 @@ def read_pricing(
             raise ConfigError(f"{args.cost}: a micro-batch takes 0 seconds; set per_token")
         return Pricing(cost, True, f"of the cost model {args.cost}")
     if sizes is not None:
-        return price_by_sizes(
-            args, sizes, layout, mean_length, recompute=_recompute(args), stage_layers=split
+        speed = GpuSpeed(**given_fields(args, GpuSpeed))
+        if speed.peak_tflops is None:
+            raise ConfigError(
+                "a model without a GPU's speed; set --peak-tflops, 989 for an H100 in bf16"
+            )
+        cost = cost_from_sizes(
+            sizes,
+            layout,
+            speed,
+            recompute=_recompute(args),
+            mean_length=mean_length,
+            stage_layers=split,
         )
+        return Pricing(cost, True, speed.basis)
     if args.peak_tflops is not None:
         raise ConfigError(
             f"--peak-tflops={args.peak_tflops:g} without a model; set --config or its sizes"
@@ -185,8 +183,10 @@ def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
     pricing = plan_pricing(args, records.plan)
     if pricing.in_seconds:
         return pricing
-    basis = "by row tokens, as many seconds each as the run had measured before the step"
-    if records.traced and records.traced[0].cost is not None:
+    basis = (
+        "of the run's cost model, scaled to the seconds that the run had measured before the step"
+    )
+    if records.traced and records.traced[0].is_calibrated:
         basis = "of the run's cost model"
     return replace(pricing, basis=basis)
 
@@ -196,57 +196,3 @@ def _recompute(args: argparse.Namespace) -> Recompute:
     given: Recompute | None = getattr(args, "recompute", None)
     config = read_config(args)
     return given or ("none" if config is None else config.model.recompute)
-
-
-def price_by_sizes(
-    args: argparse.Namespace,
-    sizes: ModelSizes,
-    layout: Layout,
-    mean_length: float,
-    *,
-    recompute: Recompute,
-    stage_layers: StageLayers | None,
-) -> Pricing:
-    """The cost model of a model's sizes, on a GPU with the speed that the options give.
-
-    Args:
-        mean_length: see `read_pricing`.
-        recompute: "full" adds one forward to each backward. "selective" (attention only) is priced
-            as "none".
-        stage_layers: layers of each chunk; None = equally many.
-
-    Raises:
-        ConfigError: no GPU speed, or a speed out of range.
-    """
-    speed = GpuSpeed(**given_fields(args, GpuSpeed))
-    peak = speed.peak_tflops
-    share = speed.utilisation
-    overhead = speed.layer_overhead_us
-    traffic = sizes.num_layers * sizes.layer_tp_bytes_per_token(layout.tp)
-    if peak is None:
-        raise ConfigError(
-            "a model without a GPU's speed; set --peak-tflops, 989 for an H100 in bf16"
-        )
-    if not peak > 0 or not 0 < share <= 1 or not speed.tp_gbs > 0:
-        raise ConfigError(
-            f"--peak-tflops={peak:g}, --utilisation={share:g}, --tp-gbs={speed.tp_gbs:g}; set all "
-            "above 0, and --utilisation to at most 1"
-        )
-    cost = CostModel.from_model(
-        sizes,
-        layout=layout,
-        flops_per_gpu=peak * 1e12 * share,
-        fixed=overhead * 1e-6 * sizes.num_layers / layout.num_chunks,
-        mean_length=mean_length,
-        stage_layers=stage_layers,
-    )
-    # TP traffic: a backward moves as many bytes as a forward (twice as many with full
-    # recomputation), not backward_ratio times as many. `per_token` makes their sum right.
-    num_forwards = 2 if recompute == "full" else 1
-    cost = replace(cost, backward_ratio=cost.backward_ratio + num_forwards - 1)
-    per_token = (1 + num_forwards) / (1 + cost.backward_ratio) * traffic / (speed.tp_gbs * 1e9)
-    basis = (
-        f"assumed: {share:.0%} of {peak:g} TFLOPS per GPU, {overhead:g} us per layer and "
-        f"micro-batch, TP at {speed.tp_gbs:g} GB/s; CP, EP and DP communication is not counted"
-    )
-    return Pricing(replace(cost, per_token=cost.per_token + per_token), True, basis)

@@ -6,20 +6,22 @@ With --dry-run world=N: predict the run instead, without GPUs.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
     add_fields,
     add_json,
     add_memory_limit,
+    given_fields,
     print_json,
     print_table,
     read_memory_limit,
 )
-from megapack.commands.costs import GpuSpeed, Pricing, price_by_sizes
+from megapack.commands.costs import Pricing
 from megapack.config.load import find_config, load_config
 from megapack.config.sections import TrainConfig
+from megapack.cost.assumed import GpuSpeed
 from megapack.cost.memory import GIB, GpuMemory
 from megapack.errors import ConfigError, brief
 from megapack.ranks.interrupt import Interrupt
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from megapack.outlook.dry_run import Batch, Prediction
     from megapack.outlook.stats import PlanReport
 
-# Peak of an H100 SXM in bf16, without sparsity.
-_PEAK_TFLOPS = 989.4
 _SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep")
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dry-run", type=_world, metavar="world=N", help="as if on N GPUs")
     add_memory_limit(group)
     add_json(group)
-    add_fields(group, GpuSpeed, peak_tflops=_PEAK_TFLOPS)
+    add_fields(group, GpuSpeed)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def _run_dry(args: argparse.Namespace, config: TrainConfig) -> int:
 
     layout = check_start(config, args.dry_run)
     batch = first_batch(config)
-    pricing = _pricing(args, config, layout, batch)
+    pricing = _pricing(args, config, layout)
     prediction = predict(config, layout, batch, pricing.cost)
     fits = prediction.fullest_stage.total <= limit
     if args.json:
@@ -90,20 +90,12 @@ def _world(text: str) -> int:
     return int(count)
 
 
-def _pricing(
-    args: argparse.Namespace, config: TrainConfig, layout: Layout, batch: Batch
-) -> Pricing:
-    measured = config.read_cost(layout)
-    if measured is not None and config.plan.cost_model is not None:
-        return Pricing(measured, True, f"of the cost model {config.plan.cost_model}")
-    return price_by_sizes(
-        args,
-        config.model.to_sizes(),
-        layout,
-        batch.typical_length,
-        recompute=config.model.recompute,
-        stage_layers=config.stage_layers,
-    )
+def _pricing(args: argparse.Namespace, config: TrainConfig, layout: Layout) -> Pricing:
+    """The run's cost model; without a measured one, on a GPU with the options' speed."""
+    if config.plan.cost_model is not None:
+        return Pricing(config.cost_model(layout), True, config.cost_basis)
+    speed = replace(config.assumed_speed, **given_fields(args, GpuSpeed))
+    return Pricing(config.cost_from_sizes(layout, speed), True, speed.basis)
 
 
 def _payload(

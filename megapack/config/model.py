@@ -166,6 +166,7 @@ class ModelConfig:
             kv_channels=self.kv_channels,
             vocab_size=self.vocab_size or BYTE_VOCAB_SIZE,
             gated=self.gated_linear_unit,
+            qk_layernorm=self.qk_layernorm,
             num_experts=self.num_experts,
             experts_per_token=self.moe_top_k if self.num_experts else 1,
         )

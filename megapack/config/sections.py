@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from megapack.base.choices import Device
+from megapack.base.choices import Device, Kernel
 from megapack.config.cost_file import read_cost
 from megapack.config.model import (
     BYTE_VOCAB_SIZE,
@@ -20,16 +20,13 @@ from megapack.config.model import (
     ObjectiveConfig,
     at_least,
 )
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
-from megapack.cost.model import TOKENS, CostModel
+from megapack.cost.model import CostModel
 from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout, ParallelSizes, why_no_retry
 from megapack.policy import Policy
-
-_TYPICAL_TOKENS = 4096
-"""Tokens of a typical sample, for the share of attention in a chunk's cost; the default of
-`CostModel.from_model`."""
 
 __all__ = [
     "TrainConfig",
@@ -42,6 +39,10 @@ __all__ = [
     "LoopConfig",
     "WatchdogConfig",
 ]
+
+
+# A token of `generate_lengths` up to 16,384 tokens is on average in a sample of 3,800 tokens.
+_LONGEST_OVER_TYPICAL = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,8 @@ class _BatchSizes:
     activations; null = `max_tokens_per_gpu`."""
     cost_model: str | None = None
     """YAML file of a cost model in seconds, written by tools/calibrate.py. Relative to the working
-    directory; must be the same on all ranks. null = a row costs its tokens."""
+    directory; must be the same on all ranks. null = from the model's sizes, for a GPU of an assumed
+    speed; `balance: tokens` balances by tokens."""
 
 
 # A dataclass lists the fields of its last base first: so the sizes, of which one must be set, lead.
@@ -120,7 +122,7 @@ class PlanConfig(Policy, _BatchSizes):
         return Policy(**{name: getattr(self, name) for name in names})
 
     def read_cost(self, layout: Layout) -> CostModel | None:
-        """Read the file `cost_model`; None if it is not set: a row costs its tokens.
+        """Read the file `cost_model`; None if it is not set, see `TrainConfig.cost_model`.
 
         Raises:
             ConfigError: see `cost_file.read_cost`.
@@ -293,25 +295,62 @@ class TrainConfig:
             num_mtp_layers=self.model.mtp_num_layers,
         )
 
-    def read_cost(self, layout: Layout) -> CostModel | None:
-        """The cost model of the plans; None if it is not set: a row costs its tokens.
+    @property
+    def typical_sample(self) -> int:
+        """Tokens of the sample that a typical token is in, for the share of attention."""
+        return max(1, self.longest_sample // _LONGEST_OVER_TYPICAL)
 
-        Where the layers are split unevenly and the file has no `stage_weights`, they follow from
-        the model's sizes.
+    @property
+    def assumed_speed(self) -> GpuSpeed:
+        """The speed of a GPU that is assumed without a measured cost model."""
+        return GpuSpeed.of(self.device, self.model.dtype)
+
+    @property
+    def cost_basis(self) -> str:
+        """Where the cost model comes from, in one line."""
+        if self.plan.cost_model is not None:
+            return f"of the cost model {self.plan.cost_model}"
+        return f"from the model's sizes; {self.assumed_speed.basis}"
+
+    def cost_model(self, layout: Layout) -> CostModel:
+        """The cost model of a run: `plan.cost_model`, or of the model's sizes on an assumed GPU.
+
+        Where layers are split unevenly and the file has no `stage_weights`, these follow from the
+        sizes.
 
         Raises:
             ConfigError: see `cost_file.read_cost`.
         """
-        cost = self.plan.read_cost(layout)
+        measured = self.plan.read_cost(layout)
+        if measured is None:
+            return self.cost_from_sizes(layout)
         split = self.stage_layers
-        if split.is_even or (cost is not None and cost.stage_weights is not None):
-            return cost
+        if split.is_even or measured.stage_weights is not None:
+            return measured
         sizes = self.model.to_sizes()
-        weights = sizes.stage_weights(layout, min(self.longest_sample, _TYPICAL_TOKENS), split)
-        return dataclasses.replace(cost or TOKENS, stage_weights=weights)
+        weights = sizes.stage_weights(layout, self.typical_sample, stage_layers=split)
+        return dataclasses.replace(measured, stage_weights=weights)
+
+    def cost_from_sizes(self, layout: Layout, speed: GpuSpeed | None = None) -> CostModel:
+        """The cost model of the model's sizes.
+
+        Args:
+            speed: of a GPU; None for `assumed_speed`.
+        """
+        return cost_from_sizes(
+            self.model.to_sizes(),
+            layout,
+            speed or self.assumed_speed,
+            recompute=self.model.recompute,
+            mean_length=self.typical_sample,
+            stage_layers=self.stage_layers,
+        )
 
     def memory_model(self) -> MemoryModel:
-        """The memory model of this config."""
+        """The memory model of this config, with the kernels that its device is meant to have."""
+        model = self.model
+        on_gpu = self.device == "cuda"
+        preferred: Kernel = "te" if on_gpu and model.dtype == "bf16" else "sdpa"
         return MemoryModel(
             sizes=self.model.to_sizes(),
             stage_layers=self.stage_layers,
@@ -320,6 +359,9 @@ class TrainConfig:
             distributed_optimizer=self.optim.distributed_optimizer,
             recompute=self.model.recompute,
             logprob_chunk_tokens=self.objective.logprob_chunk_tokens,
+            attention=preferred if model.attention == "auto" else model.attention,
+            fused_swiglu=on_gpu,
+            composite_norms=not on_gpu and model.normalization == "RMSNorm",
         )
 
     def _check_division(self) -> None:

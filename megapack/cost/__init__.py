@@ -5,6 +5,7 @@ Modules:
     fit: measurements -> coefficients (non-negative least squares)
     sizes: ModelSizes: weights and floating-point operations of a transformer
     stages: LayerSplit -> StageLayers: transformer layers of each pipeline chunk
+    activations: bytes that autograd keeps of a layer
     memory: bytes on one GPU, from a model's sizes and a layout
     calibration: the content of a cost model's file
 """

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapack.base.choices import Dtype, Recompute
+from megapack.base.choices import Dtype, Kernel, Recompute
+from megapack.cost.activations import SavedActivations, expert_tp
 from megapack.cost.sizes import ModelSizes, stage_layers_of
 from megapack.cost.stages import StageLayers
 from megapack.layout import Layout
@@ -62,7 +63,16 @@ class MemoryModel:
     """Whether the optimizer state is split over the data-parallel ranks (with CP)."""
     recompute: Recompute = "none"
     """Activations that the backward recomputes. Attention over packed rows keeps no score matrix,
-    so "selective" (attention only) saves nothing over "none" here."""
+    so "selective" (attention only) frees nothing here, and with Transformer Engine keeps more: see
+    `SavedActivations`."""
+    attention: Kernel = "te"
+    """The attention kernel, and with "te" Transformer Engine's norms, rotary embedding and
+    experts."""
+    fused_swiglu: bool = True
+    """Whether SwiGLU is one kernel (Megatron's bias_activation_fusion): 3 instead of 5 tensors of
+    the MLP's width."""
+    composite_norms: bool = False
+    """Whether norms are several operations in fp32, as torch computes RMSNorm on a CPU."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits are in memory at once."""
     stage_layers: StageLayers | None = None
@@ -109,54 +119,44 @@ class MemoryModel:
             key=lambda memory: memory.total,
         )
 
-    def activation_bytes_per_token(self, layout: Layout) -> float:
-        """One layer's activations per row token of a GPU, without recomputation.
-
-        The terms are those of Korthikanti et al. 2022 (arXiv:2205.05198), section 4, generalised to
-        any head and MLP widths, without dropout masks and score matrices. TP does not split the
-        inputs of norms, attention and MLP; sequence parallelism does. A 16-bit GPT with an MLP of
-        width 4h keeps 8h + 24h / tp bytes. Theirs keeps 10h + 24h / tp, with two dropout masks of
-        one byte per element. Experts keep input and output once per chosen expert, assuming even
-        routing.
-        """
-        sizes = self.sizes
-        width = self._activation_width
-        queries = sizes.num_attention_heads * sizes.head_width
-        keys = (sizes.num_query_groups or sizes.num_attention_heads) * sizes.head_width
-        scatter = layout.tp if layout.sequence_parallel else 1
-        whole = 4 * sizes.hidden_size / scatter
-        attention = (2 * queries + 2 * keys) / layout.tp
-        # fc1's output, which is twice as wide if gated, and fc2's input.
-        mlp = (3 if sizes.gated else 2) * sizes.ffn_hidden_size
-        if sizes.num_experts is None:
-            return width * (whole + attention + mlp / layout.tp)
-        shared = (3 if sizes.gated else 2) * sizes.shared_expert_ffn_hidden_size
-        routed = sizes.experts_per_token * (2 * sizes.hidden_size + mlp)
-        return width * (whole + attention + (shared + routed) / layout.tp)
-
-    @property
-    def _activation_width(self) -> int:
-        return 2 if self.dtype == "bf16" else 4
-
-    def _layers(self, layout: Layout, stage: int) -> tuple[int, ...]:
-        """Layers of each chunk of a stage."""
-        return stage_layers_of(self.sizes.num_layers, layout, self.stage_layers).of_stage(stage)
+    def saved(self, layout: Layout) -> SavedActivations:
+        """What autograd keeps per row token of a GPU."""
+        return SavedActivations(
+            sizes=self.sizes,
+            layout=layout,
+            dtype=self.dtype,
+            attention=self.attention,
+            recompute=self.recompute,
+            fused_swiglu=self.fused_swiglu,
+            composite_norms=self.composite_norms,
+        )
 
     def _activations(
         self, layout: Layout, stage: int, live_tokens: float, row_tokens: float
     ) -> int:
+        """Layers in flight; embedding, final norm and head of the one row that is in them."""
         # A live token counts 1/vpp per chunk. Which chunks wait for their backwards changes during
         # a step, so all are counted like the fullest: of 2 and 3 layers, as 6 layers.
         layers = layout.vpp * max(self._layers(layout, stage))
-        per_token = self.activation_bytes_per_token(layout)
-        if self.recompute != "full":
-            return int(live_tokens * layers * per_token)
-        if not layers:
-            return 0
-        # Each layer keeps its input; the layer in its backward has all its activations again.
-        scatter = layout.tp if layout.sequence_parallel else 1
-        kept = self._activation_width * self.sizes.hidden_size / scatter
-        return int(live_tokens * layers * kept + row_tokens * per_token)
+        saved = self.saved(layout)
+        if self.recompute == "full":
+            # Each layer keeps its input; the layer in its backward has all its activations again.
+            kept = live_tokens * layers * saved.layer_input
+            kept += row_tokens * saved.recomputed_layer if layers else 0.0
+        else:
+            kept = live_tokens * layers * saved.layer
+        if layout.vpp > 1:
+            # Megatron keeps the outputs that it sent. With vpp=1 it could free them.
+            kept += live_tokens * layout.vpp * saved.layer_input
+        if stage == 0:
+            kept += live_tokens * saved.embedding
+        if stage == layout.pp - 1:
+            kept += row_tokens * saved.final_norm_and_head
+        return int(kept)
+
+    def _layers(self, layout: Layout, stage: int) -> tuple[int, ...]:
+        """Transformer layers of each chunk of a stage."""
+        return stage_layers_of(self.sizes.num_layers, layout, self.stage_layers).of_stage(stage)
 
     def _parameters(self, layout: Layout, stage: int) -> tuple[int, int]:
         """Numbers of weights on one GPU: all but the experts', and the experts'."""
@@ -171,7 +171,7 @@ class MemoryModel:
             matrices = 1
         dense = layers * (layer.split // layout.tp + layer.whole) + matrices * vocabulary
         dense += sizes.hidden_size if last else 0  # the final norm
-        experts = layers * layer.experts // (layout.ep * _expert_tp(layout))
+        experts = layers * layer.experts // (layout.ep * expert_tp(layout))
         return dense, experts
 
     def _head(self, layout: Layout, row_tokens: float) -> int:
@@ -190,11 +190,6 @@ class MemoryModel:
         return int(columns * max(4 * hidden + 10 * chunk, 10 * hidden + 2 * chunk))
 
 
-def _expert_tp(layout: Layout) -> int:
-    """TP ranks that share an expert: all of them, or 1 if EP spans TP."""
-    return layout.tp if (layout.dp * layout.cp) % layout.ep == 0 else 1
-
-
 def _expert_ranks(layout: Layout) -> int:
     """Ranks that hold the same expert weights and split their optimizer state."""
-    return max(1, layout.dp * layout.cp * layout.tp // (layout.ep * _expert_tp(layout)))
+    return max(1, layout.dp * layout.cp * layout.tp // (layout.ep * expert_tp(layout)))

@@ -135,6 +135,7 @@ class CostModel:
         flops_per_gpu: float,
         fixed: float = 0.0,
         mean_length: float = 4096.0,
+        head_factor: float = 1.0,
         stage_layers: StageLayers | None = None,
     ) -> CostModel:
         """Derive the coefficients from a model's sizes and a GPU's speed.
@@ -146,6 +147,8 @@ class CostModel:
             flops_per_gpu: achieved operations per second, for example 4e14.
             fixed: seconds per chunk and micro-batch, which cannot be derived from sizes.
             mean_length: tokens of a typical sample, for `stage_weights`.
+            head_factor: cost of the vocabulary head over that of its operations, relative to the
+                layers.
             stage_layers: layers of each chunk; None = equally many.
 
         Raises:
@@ -156,12 +159,15 @@ class CostModel:
             raise ConfigError("flops_per_gpu=0; set the achieved operations per second")
         speed = flops_per_gpu * layout.tp
         layers = sizes.num_layers
-        per_token = layers * sizes.layer_flops_per_token() + sizes.head_flops_per_token()
+        per_token = layers * sizes.layer_flops_per_token()
+        per_token += head_factor * sizes.head_flops_per_token()
         return cls(
             fixed=fixed,
             per_token=(per_token + sizes.embedding_flops_per_token()) / speed,
             per_token_sq=layers * sizes.layer_flops_per_token_sq() / speed,
-            stage_weights=sizes.stage_weights(layout, mean_length, stage_layers),
+            stage_weights=sizes.stage_weights(
+                layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
+            ),
         )
 
     @classmethod

@@ -46,6 +46,8 @@ class ModelSizes:
     """Width of a head; hidden_size / num_attention_heads by default."""
     gated: bool = True
     """Three matrices per feed-forward (SwiGLU); two if not gated."""
+    qk_layernorm: bool = False
+    """Norms of each head's queries and keys."""
     num_experts: int | None = None
     """Experts per layer; None = a dense model."""
     experts_per_token: int = 1
@@ -56,7 +58,8 @@ class ModelSizes:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             least = 0 if name == "shared_expert_ffn_hidden_size" else 1
-            if name != "gated" and value is not None and (type(value) is not int or value < least):
+            is_flag = name in ("gated", "qk_layernorm")
+            if not is_flag and value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name}={value!r}; set an integer of at least {least}")
 
     @property
@@ -70,7 +73,7 @@ class ModelSizes:
         keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
         attention = self.hidden_size * (2 * queries + 2 * keys)
         mlp = (3 if self.gated else 2) * self.hidden_size
-        norms = 2 * self.hidden_size
+        norms = 2 * self.hidden_size + (2 * self.head_width if self.qk_layernorm else 0)
         if self.num_experts is None:
             return LayerParameters(attention + mlp * self.ffn_hidden_size, norms, 0)
         return LayerParameters(
@@ -113,7 +116,12 @@ class ModelSizes:
         return float(self.hidden_size)
 
     def stage_weights(
-        self, layout: Layout, mean_length: float, stage_layers: StageLayers | None = None
+        self,
+        layout: Layout,
+        mean_length: float,
+        *,
+        head_factor: float = 1.0,
+        stage_layers: StageLayers | None = None,
     ) -> tuple[float, ...]:
         """Cost of each of the pp*vpp chunks divided by their mean.
 
@@ -121,6 +129,7 @@ class ModelSizes:
 
         Args:
             mean_length: tokens of a typical sample, for the share of attention.
+            head_factor: see `CostModel.from_model`.
             stage_layers: layers of each chunk; None = equally many.
 
         Raises:
@@ -130,7 +139,7 @@ class ModelSizes:
         layer = self._layer_cost(mean_length)
         cost = [layer * layers for layers in split.num_layers]
         cost[0] += self.embedding_flops_per_token()
-        cost[-1] += self.head_flops_per_token()
+        cost[-1] += head_factor * self.head_flops_per_token()
         mean = sum(cost) / len(cost)
         return tuple(c / mean for c in cost)
 

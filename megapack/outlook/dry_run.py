@@ -36,11 +36,6 @@ class Batch:
     source: str
     """Where the lengths come from, in one line for people."""
 
-    @property
-    def typical_length(self) -> float:
-        """Mean over tokens of their sample's length; 250 for samples of 100 and 300 tokens."""
-        return float((self.lengths**2).sum() / self.lengths.sum())
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -120,12 +115,12 @@ def predict(config: TrainConfig, layout: Layout, batch: Batch, cost: CostModel) 
     """Plan the batch as the run would, and simulate it.
 
     Args:
-        cost: for the prediction; the plan is made with `plan.cost_model`, as in the run.
+        cost: for the prediction; the plan is made with the run's, `config.cost_model`.
 
     Raises:
         PlanError: no legal plan under the policy; the message says what to set.
     """
-    planning_cost = config.read_cost(layout)
+    planning_cost = config.cost_model(layout)
     lengths = batch.lengths.tolist()
     plan = plan_steps(config.plan, layout, planning_cost, lengths, batch.rollout_ids)
     logprobs = None

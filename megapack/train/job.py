@@ -90,7 +90,7 @@ class Trainer:
             lambda: config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows),
             device=device,
         )
-        self.cost = agree(lambda: config.read_cost(self.layout), device=device)
+        self.cost = agree(lambda: config.cost_model(self.layout), device=device)
         agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
         self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
@@ -123,10 +123,10 @@ class Trainer:
             on_oom=self._note_oom,
         )
         self.schedule: OptimizerParamScheduler | None = None
-        in_seconds = config.plan.cost_model is not None
-        self.clock = StepClock(in_seconds=in_seconds)
+        is_calibrated = config.plan.cost_model is not None
+        self.clock = StepClock(is_calibrated=is_calibrated)
         self.tracer = StepTracer(
-            self.adapter, config.train.trace_steps, self.cost if in_seconds else None
+            self.adapter, config.train.trace_steps, self.cost, is_calibrated=is_calibrated
         )
         self.position = Position()
         self.resumed: Checkpoint | None = None
@@ -156,6 +156,7 @@ class Trainer:
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
         model = config.model
         self.progress.line(str(find_kernels(model.attention, model.dtype)))
+        self.progress.line(f"cost model {config.cost_basis}")
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:

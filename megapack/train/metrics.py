@@ -78,22 +78,23 @@ def memory_peaks() -> dict[str, float]:
 class StepClock:
     """Predicts the seconds of a step's forward and backward.
 
-    With a cost model in seconds the simulated time is the prediction. Otherwise it is the simulated
-    units times the measured seconds per unit so far in this run, so the first step has no
-    prediction. Steps of 100 and 300 units that took 2 and 10 s give 0.03 s per unit.
+    With a measured cost model the simulated time is the prediction. One from the model's sizes
+    assumes a GPU's speed, which may be far off: its seconds are multiplied by the measured over the
+    simulated seconds of this run so far, and the first step has no prediction. After steps of 1 and
+    3 simulated seconds that took 2 and 10 s, the factor is 3.
 
     Args:
-        in_seconds: the simulated times are seconds.
+        is_calibrated: the cost model was measured.
     """
 
-    def __init__(self, *, in_seconds: bool = False) -> None:
-        self._in_seconds = in_seconds
+    def __init__(self, *, is_calibrated: bool = False) -> None:
+        self._is_calibrated = is_calibrated
         self._measured_s = 0.0
         self._simulated = 0.0
 
     def predict(self, makespan: float) -> float | None:
         """Seconds of a step with this simulated makespan; None before the first measured step."""
-        if self._in_seconds:
+        if self._is_calibrated:
             return makespan
         if not self._simulated:
             return None

@@ -89,13 +89,13 @@ class BatchPlanner:
     """Plans batches of the data.
 
     Args:
-        cost: what a row costs; None = its tokens.
+        cost: what a row costs.
         dp_rank: this process's data-parallel rank.
     """
 
     config: PlanConfig
     layout: Layout
-    cost: CostModel | None
+    cost: CostModel
     data: Dataset
     dp_rank: int
 

@@ -38,15 +38,17 @@ class StepTracer:
 
     Args:
         num_steps: number of steps to trace.
-        cost: the cost model that the steps are planned with; None if it is not in seconds.
+        cost: the cost model that the steps are planned with.
+        is_calibrated: it was measured.
     """
 
     def __init__(
-        self, adapter: ScheduleAdapter, num_steps: int, cost: CostModel | None = None
+        self, adapter: ScheduleAdapter, num_steps: int, cost: CostModel, *, is_calibrated: bool
     ) -> None:
         self._adapter = adapter
         self._steps_left = num_steps
         self._cost = cost
+        self._is_calibrated = is_calibrated
         self._is_warm = False
         self._recorder: _Recorder | None = None
 
@@ -85,7 +87,8 @@ class StepTracer:
                 line = {
                     "step": number,
                     "plan": json.loads(one_step.to_json()),
-                    "cost": None if self._cost is None else asdict(self._cost),
+                    "cost": asdict(self._cost),
+                    "is_calibrated": self._is_calibrated,
                     "events": events,
                 }
                 folder.append_line(TRACE_FILE, line)

@@ -35,7 +35,9 @@ class TracedStep:
     plan: Plan
     """A plan of this one step."""
     cost: CostModel | None
-    """Cost model of the run, in seconds; None if it had none."""
+    """Cost model of the run; None if it had none."""
+    is_calibrated: bool
+    """Whether the cost model was measured; its seconds then need no scale."""
     events: tuple[Event, ...]
     """Times are measured seconds since a barrier of all ranks."""
 
@@ -131,7 +133,9 @@ def _traced(line: dict[str, Any]) -> TracedStep:
         times = number_or_none(event.start), number_or_none(event.end)
         if event.kind not in ("F", "B") or None in times or not event.start <= event.end:
             raise ValueError(f"an event {event.kind!r} from {event.start} to {event.end}")
-    return TracedStep(_metrics(line)["step"], plan, _cost(line.get("cost")), events)
+    cost = _cost(line.get("cost"))
+    is_calibrated = line.get("is_calibrated", cost is not None)
+    return TracedStep(_metrics(line)["step"], plan, cost, is_calibrated is True, events)
 
 
 def _cost(fields: Any) -> CostModel | None:

@@ -71,16 +71,15 @@ def traced(records: RunRecords, cost: CostModel | None) -> list[Timeline]:
     """Two timelines of each traced step of a run: first the planned, then the measured one.
 
     Args:
-        cost: cost model in seconds; None uses the run's. If the run has none, the planned timeline
-            is scaled to the seconds that the run predicted from the step's tokens, or to the
+        cost: cost model in seconds; None uses the run's. If the run's was not measured, the planned
+            timeline is scaled to the seconds that the run predicted for the step, or to the
             measured seconds if it predicted none.
     """
     timelines = []
     for step in records.traced:
-        step_cost = cost or step.cost
-        simulated = planned(step.plan, 0, step.number, step_cost)
+        simulated = planned(step.plan, 0, step.number, cost or step.cost)
         measured = Timeline("measured", step.number, step.plan, step.plan.steps[0], step.events)
-        if step_cost is None:
+        if cost is None and not step.is_calibrated:
             seconds = records.predicted_seconds(step.number) or max(measured.rank_ends)
             simulated = scaled(simulated, seconds / max(simulated.rank_ends))
         timelines += [simulated, measured]

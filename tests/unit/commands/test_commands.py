@@ -165,7 +165,8 @@ def test_full_recomputation_adds_a_forward(call: Call) -> None:
         Path("a.yaml").write_text(text % mode)
         out = call("plan", "a.csv", *BUDGET, "--config", "a.yaml", *SPEED, "--json")[1]
         seconds[mode] = json.loads(out)["strategies"]["one sample"]["seconds"]
-    assert seconds["full"] == pytest.approx(seconds["none"] * 4 / 3)
+    # Four forwards of the layers instead of three; the head, a thousandth here, is not recomputed.
+    assert 0.998 * 4 / 3 < seconds["full"] / seconds["none"] < 4 / 3
 
 
 def test_a_measured_cost_model_gives_seconds(call: Call) -> None:

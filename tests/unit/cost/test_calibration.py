@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megapack import ConfigError, CostModel, DataError, Layout, Measurement
 from megapack.config import dump_yaml
 from megapack.config.cost_file import read_cost
 from megapack.config.sections import ModelConfig, PlanConfig, TrainConfig
+from megapack.cost.assumed import GpuSpeed
 from megapack.cost.calibration import Calibration, Origin
 from tools.benching.calibration_rows import (
     fit_whole_model,
@@ -71,8 +73,38 @@ def test_a_file_without_an_origin_is_read(tmp_path: Path) -> None:
     assert read_cost(path, Layout()) == CostModel(per_token=2.0)
 
 
-def test_there_is_no_cost_model_without_a_file() -> None:
-    assert PlanConfig(max_tokens_per_gpu=8).read_cost(Layout()) is None
+def test_without_a_file_the_cost_model_comes_from_the_sizes() -> None:
+    config = TrainConfig(
+        name="sizes",
+        plan=PlanConfig(max_tokens_per_gpu=8),
+        model=ModelConfig(num_layers=4, hidden_size=128, vocab_size=1000, dtype="bf16"),
+    )
+    assert config.plan.read_cost(Layout()) is None
+    layout = Layout(pp=2)
+    cost = config.cost_model(layout)
+    assert cost == config.cost_from_sizes(layout, GpuSpeed.of("cuda", "bf16"))
+    assert config.cost_basis.startswith("from the model's sizes; assumed: 40% of 989.4 TFLOPS")
+    # Two of four layers on each stage; the head on the last costs 4/3 of its operations.
+    sizes = config.model.to_sizes()
+    layers = 2 * (sizes.layer_flops_per_token() + 1024 * sizes.layer_flops_per_token_sq())
+    head = 4 / 3 * 2 * 128 * 1000
+    assert cost.weights_for(layout)[1] / cost.weights_for(layout)[0] == pytest.approx(
+        (layers + head) / (layers + 128)
+    )
+    assert cost.fixed == pytest.approx(2 * 100e-6)
+    on_cpu = replace(config, device="cpu").cost_model(layout)
+    assert on_cpu.per_token / cost.per_token == pytest.approx(989.4 / 0.1)
+    full = replace(config, model=replace(config.model, recompute="full")).cost_model(layout)
+    assert (cost.backward_ratio, full.backward_ratio) == (2, 3)
+
+
+def test_a_measured_cost_model_replaces_the_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "cost.yaml"
+    path.write_text("cost: {per_token: 2}", encoding="utf-8")
+    plan = PlanConfig(max_tokens_per_gpu=8, cost_model=str(path))
+    config = TrainConfig(name="file", plan=plan)
+    assert config.cost_model(Layout()) == CostModel(per_token=2.0)
+    assert config.cost_basis == f"of the cost model {path}"
 
 
 @pytest.mark.parametrize(

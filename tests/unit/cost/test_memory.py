@@ -71,37 +71,72 @@ def test_experts_are_split_over_ep_their_optimizer_over_dp() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_activations_match_the_published_formula(tp: int, sequence_parallel: bool) -> None:
     """Korthikanti et al. 2022 without masks: 10h + 24h / t becomes 8h + 24h / t, and with sequence
-    parallelism 34h / t becomes 32h / t."""
+    parallelism 34h / t becomes 32h / t. In addition the statistics of two norms and 16 heads."""
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
-    found = MemoryModel(sizes=GPT).activation_bytes_per_token(layout)
-    whole = 8 / tp if sequence_parallel else 8
-    assert found == pytest.approx((whole + 24 / tp) * H)
+    scatter = tp if sequence_parallel else 1
+    found = MemoryModel(sizes=GPT).saved(layout).layer
+    assert found == (8 / scatter + 24 / tp) * H + 2 * 4 / scatter + 4 * 16 / tp
 
 
 def test_grouped_queries_and_gates_count_with_their_widths() -> None:
     sizes = replace(GPT, num_query_groups=4, gated=True)
-    found = MemoryModel(sizes=sizes).activation_bytes_per_token(Layout())
+    found = MemoryModel(sizes=sizes).saved(Layout()).layer
     # Inputs 4h; queries and attention's output 2h; keys and values h/2; MLP 3 * 4h; 2 bytes each.
-    assert found == pytest.approx(2 * H * (4 + 2 + 0.5 + 12))
-    routed = MemoryModel(sizes=EXPERTS).activation_bytes_per_token(Layout())
-    assert routed == pytest.approx(2 * H * (4 + 4 + 2 * (2 + 12)))
+    scalars = 2 * 4 + 4 * 16
+    assert found == 2 * H * (4 + 2 + 0.5 + 12) + scalars
+    normed = MemoryModel(sizes=replace(sizes, qk_layernorm=True)).saved(Layout()).layer
+    # The inputs of the norms of queries and keys, and a statistic for each of 16 + 4 heads.
+    assert normed - found == 2 * H * (1 + 0.25) + 4 * 20
+    unfused = MemoryModel(sizes=sizes, fused_swiglu=False).saved(Layout()).layer
+    assert unfused - found == 2 * H * 2 * 4
+
+
+def test_experts_count_by_token_and_chosen_expert() -> None:
+    found = MemoryModel(sizes=EXPERTS).saved(Layout()).layer
+    # Two of 16 experts, each with its input h and 3 * 4h inside, and a score.
+    experts = 2 * (2 * (1 + 12) * H + 4)
+    router = 2 * (8 + 4) + 8 * 16 + 4
+    assert found == 2 * H * (4 + 4) + 2 * 4 + 4 * 16 + experts + router
+
+
+def test_other_kernels_keep_the_whole_output_of_linear_qkv() -> None:
+    sizes = replace(GPT, num_query_groups=4)
+    layers = {
+        kernel: MemoryModel(sizes=sizes, attention=kernel).saved(Layout()).layer
+        for kernel in ("te", "varlen", "sdpa")
+    }
+    # Queries and keys in addition to the values, and cos and sin of q and k for each token.
+    assert layers["varlen"] - layers["te"] == 2 * H * (1 + 0.25) + 4 * 2 * 64
+    # The outputs of the samples and the tensor that joins them.
+    assert layers["sdpa"] - layers["varlen"] == 2 * H
+    selective = MemoryModel(sizes=sizes, recompute="selective").saved(Layout()).layer
+    # The checkpoint keeps views of queries, keys and values, and recomputes 16 statistics.
+    assert selective - layers["te"] == 2 * H * (1 + 0.25) - 4 * 16
 
 
 def test_each_stage_holds_its_share_of_live_tokens() -> None:
     model = MemoryModel(sizes=GPT)
     layout = Layout(pp=4)
-    per_token = model.activation_bytes_per_token(layout)
+    saved = model.saved(layout)
     first = model.stage(layout, 0, live_tokens=4000, row_tokens=1000)
+    middle = model.stage(layout, 1, live_tokens=4000, row_tokens=1000)
     last = model.stage(layout, 3, live_tokens=4000, row_tokens=1000)
-    assert first.activations == int(4000 * 2 * per_token)
-    assert last.activations == int(1000 * 2 * per_token)
+    assert first.activations == int(4000 * (2 * saved.layer + 8))
+    assert middle.activations == int(3000 * 2 * saved.layer)
+    # The final norm's input and statistic, the head's input and four numbers per position.
+    head = 2 * H + 4 + 2 * H + 24
+    assert last.activations == int(1000 * (2 * saved.layer + head))
     assert (first.head, last.head > 0) == (0, True)
     assert model.fullest_stage(layout, live_tokens=4000, row_tokens=1000) == max(
         (model.stage(layout, s, live_tokens=4000, row_tokens=1000) for s in range(4)),
         key=lambda stage: stage.total,
     )
-    full = replace(model, recompute="full").stage(layout, 0, live_tokens=4000, row_tokens=1000)
-    assert full.activations == int(4000 * 2 * 2 * H + 1000 * per_token)
+    full = replace(model, recompute="full").stage(layout, 1, live_tokens=4000, row_tokens=1000)
+    assert full.activations == int(3000 * 2 * 2 * H + 1000 * (saved.layer - 2 * H))
+    # Interleaved, the two chunks' outputs stay. Warm-up: 2 * 2 + 4 + 1 of 11 chunks on stage 0.
+    interleaved = Layout(pp=4, vpp=2)
+    found = model.stage(interleaved, 1, live_tokens=11000, row_tokens=1000).activations
+    assert found == int(9000 * (2 * saved.layer + 2 * 2 * H))
 
 
 def test_the_head_needs_memory_for_one_chunk_of_logits() -> None:

@@ -132,7 +132,7 @@ def test_impossible_chunks_are_refused(layers: tuple[int, ...]) -> None:
 def test_weights_of_chunks_follow_their_layers_embedding_and_head() -> None:
     layout = Layout(pp=4)
     split = StageLayers((9, 10, 10, 8), pp=4)
-    weights = SIZES.stage_weights(layout, 1000, split)
+    weights = SIZES.stage_weights(layout, 1000, stage_layers=split)
     layer = weights[1] / 10
     assert sum(weights) == pytest.approx(4)
     assert weights[2] == pytest.approx(10 * layer)
@@ -140,11 +140,11 @@ def test_weights_of_chunks_follow_their_layers_embedding_and_head() -> None:
     assert weights[0] == pytest.approx((9 + SIZES.embedding_flops_per_token() / one) * layer)
     assert weights[3] == pytest.approx((8 + SIZES.head_flops_per_token() / one) * layer)
     cost = CostModel.from_model(SIZES, layout=layout, flops_per_gpu=1e14, stage_layers=split)
-    assert cost.stage_weights == SIZES.stage_weights(layout, 4096, split)
+    assert cost.stage_weights == SIZES.stage_weights(layout, 4096, stage_layers=split)
     with pytest.raises(ConfigError, match="does not divide over"):
         SIZES.stage_weights(layout, 1000)
     with pytest.raises(ConfigError, match=r"splits num_layers=37, pp=4, vpp=1; .* pp=2, vpp=2"):
-        SIZES.stage_weights(Layout(pp=2, vpp=2), 1000, split)
+        SIZES.stage_weights(Layout(pp=2, vpp=2), 1000, stage_layers=split)
 
 
 def test_the_balanced_split_of_sizes_makes_the_head_count() -> None:
@@ -152,8 +152,10 @@ def test_the_balanced_split_of_sizes_makes_the_head_count() -> None:
     found = SIZES.balanced_stage_layers(layout, 1000)
     assert found.num_layers[-1] < found.num_layers[1] - 3
     others = (StageLayers.balanced(37, pp=4), StageLayers((10, 10, 9, 8), pp=4))
-    worst = max(SIZES.stage_weights(layout, 1000, found))
-    assert all(worst <= max(SIZES.stage_weights(layout, 1000, other)) for other in others)
+    worst = max(SIZES.stage_weights(layout, 1000, stage_layers=found))
+    assert all(
+        worst <= max(SIZES.stage_weights(layout, 1000, stage_layers=other)) for other in others
+    )
 
 
 def test_memory_counts_the_layers_of_each_stage() -> None:

@@ -136,13 +136,16 @@ def test_the_first_batch_of_the_data_is_planned(call: Call, tmp_path: Path) -> N
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     overrides = [f"data.path={path}", "data.prompts_per_batch=4", "plan.max_tokens_per_gpu=128"]
     found = output_of(call(TINY, 4, *overrides, "--json"))
+    layout = Layout(dp=2, pp=2, vpp=2)
     plan = build_dp_schedule(
         [5 + n for n in rng[:8]],
-        layout=Layout(dp=2, pp=2, vpp=2),
+        layout=layout,
         max_tokens_per_gpu=128,
         global_batch_size=64,
         rollout_ids=range(8),
+        cost=load_config(CONFIGS[0], [], TrainConfig).cost_model(layout),
     )
+    assert CONFIGS[0].name == TINY
     assert found["plan_digest"] == plan.digest()
     assert f"12 samples in {path}" in found["lengths"]
     bare = [{k: v for k, v in row.items() if k != "reward"} for row in rows]
@@ -161,8 +164,9 @@ def test_passes_recomputation_and_cost_models_change_seconds(call: Call, tmp_pat
     sft = output_of(call(DENSE, 8, "objective.kind=sft", "--json"))
     assert (sft["num_logprob_passes"], sft["logprob_pass"]) == (0, None)
     full = output_of(call(DENSE, 8, "model.recompute=full", "--json"))
-    # Recomputation adds a forward to the work of three, and half as much traffic again.
-    assert 4 / 3 <= full["steps"]["seconds"] / base["steps"]["seconds"] <= 3 / 2
+    # Recomputation adds a forward to the work of three, and half as much traffic again. The head,
+    # a tenth of the work here, is not recomputed.
+    assert 1.3 <= full["steps"]["seconds"] / base["steps"]["seconds"] <= 3 / 2
     cost = tmp_path / "cost.yaml"
     cost.write_text("cost: {per_token: 1.0e-6}\n")
     measured = output_of(call(DENSE, 8, f"plan.cost_model={cost}", "--json"))

@@ -63,7 +63,7 @@ def test_the_clock_learns_the_seconds_per_simulated_unit() -> None:
 
 
 def test_simulated_seconds_are_the_prediction() -> None:
-    clock = StepClock(in_seconds=True)
+    clock = StepClock(is_calibrated=True)
     assert clock.predict(2.5) == 2.5
     clock.record(2.5, 5.0)
     assert clock.predict(2.5) == 2.5

@@ -48,7 +48,14 @@ def test_planned_steps_scale_to_the_predicted_seconds(tmp_path: Path) -> None:
     assert [max(t.rank_ends) for t in timelines] == pytest.approx([3.0] * 4)
 
 
-def test_times_of_a_cost_model_are_not_scaled(tmp_path: Path) -> None:
+def test_times_of_an_assumed_speed_are_scaled(tmp_path: Path) -> None:
+    cost = CostModel(per_token=1e-9, fixed=1e-6)
+    records = read_run(write_run(tmp_path / "run", cost=cost, is_calibrated=False))
+    assert [step.cost for step in records.traced] == [cost, cost]
+    assert [max(t.rank_ends) for t in traced(records, None)[::2]] == pytest.approx([2.0, 2.0])
+
+
+def test_times_of_a_measured_cost_model_are_not_scaled(tmp_path: Path) -> None:
     own, given = CostModel(per_token=1e-3), CostModel(per_token=2e-3, stage_weights=(1.0,) * 4)
     records = read_run(write_run(tmp_path / "run", cost=own))
     step = records.traced[0].plan.steps[0]

@@ -1,0 +1,209 @@
+"""Bytes that autograd keeps from a forward for its backward, tensor by tensor.
+
+What a layer keeps was counted with `torch.autograd.graph.saved_tensors_hooks` over Megatron-Core's
+layers (0.16.1 and 0.19.2), and read in Transformer Engine 2.11 for its kernels. FP8 is counted as
+bf16: Transformer Engine keeps some inputs in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapack.base.choices import Dtype, Kernel, Recompute
+from megapack.cost.sizes import ModelSizes
+from megapack.layout import Layout
+
+# A statistic per normalised vector, or per query and head of attention.
+_FP32_BYTES = 4
+# Token ids, indices of experts.
+_INT64_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedActivations:
+    """What autograd keeps per row token of one GPU (after CP), in bytes.
+
+    Tensor parallelism splits heads and MLP widths. It does not split the inputs of norms, attention
+    and MLP; sequence parallelism does.
+    """
+
+    sizes: ModelSizes
+    layout: Layout
+    dtype: Dtype = "bf16"
+    attention: Kernel = "te"
+    recompute: Recompute = "none"
+    fused_swiglu: bool = True
+    composite_norms: bool = False
+
+    @property
+    def layer(self) -> float:
+        """One layer, without recomputation of the whole layer."""
+        mlp = self._dense_mlp if self.sizes.num_experts is None else self._experts
+        # The outputs of both norms are the inputs of the matrices after them.
+        return 2 * (self._norm + self._width * self._hidden) + self._attention + mlp
+
+    @property
+    def layer_input(self) -> float:
+        """A layer's input, which is all that full recomputation keeps of it."""
+        return self._width * self._hidden
+
+    @property
+    def recomputed_layer(self) -> float:
+        """What a layer keeps when it is recomputed, in addition to its input."""
+        return self.layer - (0.0 if self._is_upcast else self.layer_input)
+
+    @property
+    def final_norm_and_head(self) -> float:
+        """On the last stage: the final norm, and the head as if all tokens had a log-prob.
+
+        The head keeps the hidden states of the whole row, also under sequence parallelism, and per
+        position the label, its place in the row, log Z and the entropy.
+        """
+        positions = 2 * _INT64_BYTES + 2 * _FP32_BYTES
+        return self._norm + self._width * self.sizes.hidden_size + positions
+
+    @property
+    def embedding(self) -> float:
+        """On the first stage: the ids, for the gradient of the embedding."""
+        return _INT64_BYTES
+
+    @property
+    def _width(self) -> int:
+        return 2 if self.dtype == "bf16" else 4
+
+    @property
+    def _hidden(self) -> float:
+        """Channels of the residual stream times the share of tokens on one TP rank."""
+        return self.sizes.hidden_size * self._scatter
+
+    @property
+    def _scatter(self) -> float:
+        return 1 / self.layout.tp if self.layout.sequence_parallel else 1.0
+
+    @property
+    def _heads(self) -> float:
+        return self.sizes.num_attention_heads / self.layout.tp
+
+    @property
+    def _groups(self) -> float:
+        return (self.sizes.num_query_groups or self.sizes.num_attention_heads) / self.layout.tp
+
+    @property
+    def _norm(self) -> float:
+        """The input and the statistic of a norm of the residual stream.
+
+        torch computes RMSNorm on a CPU with separate operations in fp32. They keep the input and
+        the normalised input in fp32, whatever the dtype.
+        """
+        width = 2 * _FP32_BYTES if self.composite_norms else self._width
+        return width * self._hidden + _FP32_BYTES * self._scatter
+
+    @property
+    def _is_upcast(self) -> bool:
+        """Whether norms make an fp32 copy of their input."""
+        return self.composite_norms and self.dtype == "bf16"
+
+    @property
+    def _attention(self) -> float:
+        """Rotated queries and keys, values, the output and the softmax statistic."""
+        head = self.sizes.head_width
+        queries = self._heads * head
+        keys = self._groups * head
+        kept = 2 * queries + keys
+        if self._keeps_qkv:
+            kept += queries + 2 * keys
+        else:
+            kept += keys
+        scalars = 0.0
+        if self.recompute != "selective":
+            scalars = _FP32_BYTES * self._heads
+            if self.attention == "sdpa":
+                # `packed_causal_attention` joins the outputs of its runs of samples: a copy.
+                kept += queries
+        rotary = 0.0 if self.attention == "te" else 4 * self._width * head
+        return self._width * kept + scalars + rotary + self._qk_norms(queries, keys)
+
+    @property
+    def _keeps_qkv(self) -> bool:
+        """Whether values are a view into the output of linear_qkv, which is then kept as a whole.
+
+        `Attention.get_query_key_value_tensors` splits that output into views. Transformer Engine's
+        attention copies the values, because their strides differ from those of the rotated keys
+        (`get_qkv_layout` in dot_product_attention/utils.py). With core attention recomputed, the
+        checkpoint keeps its inputs, and these are the views.
+        """
+        return self.attention != "te" or self.recompute == "selective"
+
+    def _qk_norms(self, queries: float, keys: float) -> float:
+        """What the norms of queries and keys keep in addition to linear_qkv's output.
+
+        Their inputs are views of that output, unless several groups of several queries are reshaped
+        to one dimension of heads. Transformer Engine's norm copies its input (`input_.contiguous()`
+        in ops/basic/rmsnorm.py), and so does the change of a bf16 input to fp32.
+        """
+        if not self.sizes.qk_layernorm:
+            return 0.0
+        copied = queries if 1 < self._groups < self._heads else 0.0
+        if self.attention == "te" or self._is_upcast:
+            copied = queries + keys
+        width = _FP32_BYTES if self.composite_norms else self._width
+        normalised = _FP32_BYTES * (queries + keys) if self.composite_norms else 0.0
+        return width * copied + normalised + _FP32_BYTES * (self._heads + self._groups)
+
+    @property
+    def _dense_mlp(self) -> float:
+        return self._width * self._mlp_channels * self.sizes.ffn_hidden_size / self.layout.tp
+
+    @property
+    def _mlp_channels(self) -> int:
+        """Tensors of the MLP's width: outputs of fc1, inside the activation, inputs of fc2.
+
+        SwiGLU's fc1 is twice as wide. Fused, it keeps fc1's output and fc2's input: 3. Unfused
+        (`glu` in transformer/mlp.py), it also keeps silu(gate) and the copy that `x_linear +
+        glu_linear_offset` makes: 5.
+        """
+        if not self.sizes.gated:
+            return 2
+        return 3 if self.fused_swiglu else 5
+
+    @property
+    def _experts(self) -> float:
+        """The router, the permuted tokens and the experts, with even routing.
+
+        A token is routed on one TP rank. Each chosen expert keeps the token as fc1's input. It
+        scales the activation by the router's probability: unfused, the product before scaling is
+        kept too.
+        """
+        sizes = self.sizes
+        fused = sizes.gated and self.fused_swiglu
+        channels = self._mlp_channels + (0 if fused else 1)
+        expert = self._width * (sizes.hidden_size + channels * sizes.ffn_hidden_size / self._etp)
+        routes = sizes.experts_per_token * self._etp / self.layout.tp
+        shared = self._mlp_channels * sizes.shared_expert_ffn_hidden_size / self.layout.tp
+        return self._router + routes * (expert + _FP32_BYTES) + self._width * shared
+
+    @property
+    def _etp(self) -> int:
+        return expert_tp(self.layout)
+
+    @property
+    def _router(self) -> float:
+        """Scores and permutation of a token; its normed hidden states are counted in `layer`.
+
+        Chosen experts as int64, their fp32 scores; the permutation as int64 and in fp32 with a mask
+        over all experts, or in Transformer Engine's kernel a map of two int32 per expert
+        (`make_row_id_map` in triton/permutation.py).
+        """
+        sizes = self.sizes
+        chosen = (_INT64_BYTES + _FP32_BYTES) * sizes.experts_per_token
+        experts = sizes.num_experts or 0
+        if self.attention == "te":
+            permutation = 8 * experts + 4
+        else:
+            permutation = 5 * experts + _INT64_BYTES * sizes.experts_per_token
+        return self._scatter * (chosen + permutation)
+
+
+def expert_tp(layout: Layout) -> int:
+    """TP ranks that share an expert: all of them, or 1 if EP spans TP."""
+    return layout.tp if (layout.dp * layout.cp) % layout.ep == 0 else 1

@@ -1,0 +1,105 @@
+"""A cost model without measurements: the model's operations on a GPU whose speed is assumed.
+
+A plan depends on ratios: attention to matrices, the vocabulary head to a chunk's layers, a
+micro-batch's fixed cost to its tokens. The first two follow from sizes; the assumed speed decides
+only the third, and the absolute seconds. `tools/calibrate.py` measures all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megapack.base.choices import Device, Dtype, Recompute
+from megapack.cost.model import CostModel
+from megapack.cost.sizes import ModelSizes
+from megapack.cost.stages import StageLayers
+from megapack.errors import ConfigError
+from megapack.layout import Layout
+
+# Peaks of an H100 SXM without sparsity, from NVIDIA's data sheet. fp32 does not use tensor cores.
+_H100_TFLOPS: dict[Dtype, float] = {"bf16": 989.4, "fp32": 66.9}
+# One core with AVX2 at 3 GHz: 2 units * 8 numbers * 2 operations * 3e9 = 96 GFLOPS.
+_CPU_CORE_TFLOPS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSpeed:
+    """Speed of a GPU, to predict seconds from a model's sizes."""
+
+    # The share of the peak is the lowest that Megatron-LM's README gives for H100: 41 to 48 %. The
+    # overhead (about 20 kernels of 5 us) and the bandwidth (NVLink 4 moves 450 GB/s per direction)
+    # were chosen by hand.
+    peak_tflops: float | None = None
+    """Peak TFLOPS of one GPU, 989 for an H100 in bf16."""
+    utilisation: float = 0.4
+    """Share of the peak that kernels reach."""
+    layer_overhead_us: float = 100.0
+    """Microseconds of a layer's forward on top of its FLOPs: kernel launches."""
+    tp_gbs: float = 300.0
+    """GB/s of a GPU in tensor-parallel collectives."""
+
+    @classmethod
+    def of(cls, device: Device, dtype: Dtype) -> GpuSpeed:
+        """The speed that a run assumes: an H100, or one core of a CPU."""
+        return cls(peak_tflops=_H100_TFLOPS[dtype] if device == "cuda" else _CPU_CORE_TFLOPS)
+
+    @property
+    def basis(self) -> str:
+        """What is assumed, one line to print."""
+        return (
+            f"assumed: {self.utilisation:.0%} of {self.peak_tflops:g} TFLOPS per GPU, "
+            f"{self.layer_overhead_us:g} us per layer and micro-batch, TP at {self.tp_gbs:g} GB/s; "
+            "CP, EP and DP communication is not counted"
+        )
+
+
+def cost_from_sizes(
+    sizes: ModelSizes,
+    layout: Layout,
+    speed: GpuSpeed,
+    *,
+    recompute: Recompute,
+    mean_length: float,
+    stage_layers: StageLayers | None = None,
+) -> CostModel:
+    """Seconds of a micro-batch from a model's sizes. CP, EP and DP communication is not counted.
+
+    Args:
+        recompute: "full" adds one forward of the layers to each backward. "selective" (attention
+            only) is priced as "none".
+        mean_length: tokens of a typical sample, for `stage_weights`.
+        stage_layers: layers of each chunk; None = equally many.
+
+    Raises:
+        ConfigError: a speed that is not set or out of range.
+    """
+    peak = _checked_peak(speed)
+    num_forwards = 2 if recompute == "full" else 1
+    backward_ratio = 1.0 + num_forwards
+    cost = CostModel.from_model(
+        sizes,
+        layout=layout,
+        flops_per_gpu=peak * 1e12 * speed.utilisation,
+        fixed=speed.layer_overhead_us * 1e-6 * sizes.num_layers / layout.num_chunks,
+        mean_length=mean_length,
+        # Log-probs in chunks: a product in the forward, and three in the backward, which makes the
+        # logits again. 4/3 of a head that keeps its logits; with recomputation like the layers.
+        head_factor=4 / (1 + backward_ratio),
+        stage_layers=stage_layers,
+    )
+    # TP traffic: a backward moves as many bytes as a forward (twice as many with full
+    # recomputation), not backward_ratio times as many. `per_token` makes their sum right.
+    traffic = sizes.num_layers * sizes.layer_tp_bytes_per_token(layout.tp)
+    passes = (1 + num_forwards) / (1 + backward_ratio)
+    per_token = passes * traffic / (speed.tp_gbs * 1e9)
+    return replace(cost, backward_ratio=backward_ratio, per_token=cost.per_token + per_token)
+
+
+def _checked_peak(speed: GpuSpeed) -> float:
+    peak = speed.peak_tflops or 0.0
+    if not peak > 0 or not 0 < speed.utilisation <= 1 or not speed.tp_gbs > 0:
+        raise ConfigError(
+            f"--peak-tflops={peak:g}, --utilisation={speed.utilisation:g}, --tp-gbs="
+            f"{speed.tp_gbs:g}; set all above 0, and --utilisation to at most 1"
+        )
+    return peak
