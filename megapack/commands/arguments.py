@@ -108,6 +108,8 @@ def _form(hint: Any, default: object) -> dict[str, Any]:
         return {"action": "store_false" if default else "store_true"}
     if hint is int:
         return {"type": integer, "metavar": "N"}
+    if hint is str:
+        return {"metavar": "TEXT"}
     return {"type": number, "metavar": "X"}
 
 

@@ -11,6 +11,7 @@ from megapack.commands.arguments import add_fields, given_fields
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
+from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
@@ -50,6 +51,10 @@ def add_costs(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> No
     group.add_argument("--config", metavar="CONFIG", help="take sizes from its model section, or")
     add_fields(group, ModelSizes)
     add_fields(group, GpuSpeed)
+    add_fields(
+        parser.add_argument_group("layers on pipeline stages (of --config, or equally many)"),
+        LayerSplit,
+    )
 
 
 def read_config(args: argparse.Namespace) -> TrainConfig | None:
@@ -84,16 +89,47 @@ def read_sizes(args: argparse.Namespace) -> ModelSizes | None:
     return ModelSizes(**given)
 
 
-def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -> Pricing:
+def read_stage_layers(args: argparse.Namespace, layout: Layout) -> StageLayers | None:
+    """The split of the options, or else of --config if it is for this pp and vpp; None: neither.
+
+    Raises:
+        ConfigError: options without a model, or a split that does not add up.
+    """
+    given = given_fields(args, LayerSplit)
+    config = read_config(args)
+    sizes = read_sizes(args)
+    if given and sizes is None:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{flags} given without a model; set --config or its sizes")
+    if sizes is None:
+        return None
+    if given:
+        mtp = 0 if config is None else config.model.mtp_num_layers
+        return LayerSplit(**given).stage_layers(
+            sizes.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=mtp
+        )
+    if config is None or (config.layout.pp, config.layout.vpp) != (layout.pp, layout.vpp):
+        return None
+    return config.stage_layers
+
+
+def read_pricing(
+    args: argparse.Namespace,
+    layout: Layout,
+    mean_length: float,
+    stage_layers: StageLayers | None = None,
+) -> Pricing:
     """The cost model of the options.
 
     Args:
         mean_length: length of a typical sample, the sum of squared lengths over their sum.
+        stage_layers: layers of each chunk; None: see `read_stage_layers`.
 
     Raises:
         ConfigError: options that exclude each other, or an invalid cost model file.
     """
     sizes = read_sizes(args)
+    split = stage_layers or read_stage_layers(args, layout)
     if getattr(args, "cost", None) is not None:
         if sizes is not None or args.peak_tflops is not None:
             raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
@@ -110,7 +146,12 @@ def read_pricing(args: argparse.Namespace, layout: Layout, mean_length: float) -
                 "a model without a GPU's speed; set --peak-tflops, 989 for an H100 in bf16"
             )
         cost = cost_from_sizes(
-            sizes, layout, speed, recompute=_recompute(args), mean_length=mean_length
+            sizes,
+            layout,
+            speed,
+            recompute=_recompute(args),
+            mean_length=mean_length,
+            stage_layers=split,
         )
         return Pricing(cost, True, speed.basis)
     if args.peak_tflops is not None:

@@ -110,6 +110,7 @@ def _payload(
         "name": config.name,
         "num_gpus": layout.world_size,
         "layout": asdict(layout),
+        "stage_layers": config.stage_layers.num_layers,
         "num_samples": batch.lengths.size,
         "lengths": batch.source,
         "plan_digest": prediction.plan.digest(),
@@ -127,6 +128,9 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
     layout = prediction.plan.layout
     lengths = batch.lengths
     print(f"{config.name}: {layout.world_size} GPUs, {layout.label}")
+    if layout.pp > 1:
+        split = config.stage_layers.to_text(config.model.mtp_num_layers)
+        print(f"layers of the {layout.num_chunks} chunks: {split}")
     print(f"{lengths.size} samples, {lengths.sum()} tokens, the longest {lengths.max()}")
     print(batch.source)
     rows = [["", "passes", "steps", "M", "rows", "fill", "padding", "bubble", "seconds"]]

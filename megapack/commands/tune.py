@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from megapack.base.choices import Recompute
@@ -14,6 +15,7 @@ from megapack.commands.arguments import (
     add_memory_limit,
     add_policy,
     add_steps,
+    given_fields,
     integer,
     print_json,
     print_table,
@@ -21,8 +23,15 @@ from megapack.commands.arguments import (
     read_policy,
     read_table,
 )
-from megapack.commands.costs import add_costs, read_config, read_pricing, read_sizes
+from megapack.commands.costs import (
+    add_costs,
+    read_config,
+    read_pricing,
+    read_sizes,
+    read_stage_layers,
+)
 from megapack.cost.memory import GIB, MemoryModel
+from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
 from megapack.policy import GroupSize
@@ -45,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=_integers, default=(1,), metavar="N,...", help="(1)")
     group.add_argument("--pp", type=_integers, metavar="N,...", help="(all that divide)")
     group.add_argument("--vpp", type=_integers, metavar="N,...", help="(all up to 8 that divide)")
+    group.add_argument(
+        "--uneven",
+        action="store_true",
+        help="also try splits of the layers that balance the embedding and the head",
+    )
     group.add_argument(
         "--max-tokens-per-gpu",
         type=_integers,
@@ -97,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         policy=read_policy(args),
         memory=memory,
         memory_bytes=memory_bytes,
-        cost_of=lambda layout: read_pricing(args, layout, typical).cost,
+        cost_of=lambda layout, split: read_pricing(args, layout, typical, split).cost,
     )
     space = Space(
         num_gpus=args.gpus,
@@ -110,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
         budgets=args.max_tokens_per_gpu,
         count_rules=args.count_rules,
         group_sizes=args.group_sizes,
+        uneven=args.uneven,
+        given_split=_given_split(args),
     )
     tuning = tune(work, space)
     shown = (tuning.ranked if args.all else tuning.best_of_layouts)[: args.top]
@@ -119,6 +135,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(tuning, shown, basis, args, int(table.lengths.max()))
     return 0 if tuning.ranked else 1
+
+
+def _given_split(args: argparse.Namespace) -> Callable[[Layout], StageLayers] | None:
+    """The split of the options or of --config, by layout; None if neither has one."""
+    if given_fields(args, LayerSplit):
+        return partial(_split_for, args)
+    config = read_config(args)
+    return None if config is None or config.stage_layers.is_even else partial(_split_for, args)
+
+
+def _split_for(args: argparse.Namespace, layout: Layout) -> StageLayers:
+    split = read_stage_layers(args, layout)
+    if split is None:
+        raise ConfigError(f"the split of --config is not for pp={layout.pp}, vpp={layout.vpp}")
+    return split
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -159,6 +190,7 @@ def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str
             {
                 "tokens_per_gpu_second": candidate.tokens_per_gpu_second,
                 "layout": asdict(candidate.layout),
+                "stage_layers": candidate.stage_layers.num_layers,
                 "max_tokens_per_gpu": candidate.max_tokens_per_gpu,
                 "policy": candidate.policy.to_payload(),
                 "group_size": candidate.group_size,
@@ -186,9 +218,10 @@ def _print(
     sizes = ["dp", "tp", "pp", "vpp", "cp", "ep"]
     if any(candidate.layout.etp > 1 for candidate in shown):
         sizes.append("etp")
+    has_uneven = not all(candidate.stage_layers.is_even for candidate in shown)
     head = [*sizes, "budget", "rule", "G", "M", "fill", "bubble"]
-    rows = [[*head, "seconds", "GiB", "tokens/s/GPU"]]
-    rows += [_cells(candidate, sizes) for candidate in shown]
+    rows = [[*head, "seconds", "GiB", "tokens/s/GPU", *["layers"] * has_uneven]]
+    rows += ([*_cells(c, sizes), *[str(c.stage_layers)] * has_uneven] for c in shown)
     print_table(rows)
     print(f"memory of the first: {shown[0].memory}")
     print(f"time {basis}")

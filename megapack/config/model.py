@@ -44,7 +44,7 @@ class ModelConfig:
     """A GPT as Megatron-Core builds it. The defaults are a toy that trains on a laptop."""
 
     num_layers: int = 4
-    """Transformer layers; a multiple of pp * vpp."""
+    """Transformer layers; a multiple of pp * vpp, or split by keys of `layout`."""
     hidden_size: int = 64
     """Width of the residual stream."""
     num_attention_heads: int = 4
@@ -249,7 +249,6 @@ def check_sizes(model: ModelConfig, layout: Layout) -> None:
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
     checks = {
-        f"model.num_layers={model.num_layers}": (model.num_layers, layout.num_chunks),
         f"model.num_attention_heads={heads}": (heads, layout.tp),
         f"model.num_query_groups={groups}": (groups, layout.tp),
         "the padded vocabulary (a multiple of 128)": (VOCAB_MULTIPLE, layout.tp),

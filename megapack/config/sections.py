@@ -23,6 +23,7 @@ from megapack.config.model import (
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.cost.model import CostModel
+from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout, ParallelSizes, why_no_retry
 from megapack.policy import Policy
@@ -45,8 +46,9 @@ _LONGEST_OVER_TYPICAL = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutConfig(ParallelSizes):
-    """How the ranks are split into parallel groups: the sizes of `megapack.Layout`."""
+class LayoutConfig(LayerSplit, ParallelSizes):
+    """How the ranks are split into parallel groups, the sizes of `megapack.Layout`, and how layers
+    are split over pipeline stages, see `megapack.cost.stages`."""
 
     def __post_init__(self) -> None:
         sizes = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
@@ -69,7 +71,10 @@ class LayoutConfig(ParallelSizes):
                 f"{dp * model_ranks} ranks, the job has {world_size}; start {dp * model_ranks}, "
                 "or change layout"
             )
-        return Layout(**{**dataclasses.asdict(self), "dp": dp, "fp8": fp8})
+        sizes = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(ParallelSizes)
+        }
+        return Layout(**{**sizes, "dp": dp, "fp8": fp8})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,6 +303,17 @@ class TrainConfig:
         return self.data.max_length or self.model.max_position_embeddings
 
     @property
+    def stage_layers(self) -> StageLayers:
+        """The number of transformer layers of each pipeline chunk."""
+        layout = self.layout
+        return layout.stage_layers(
+            self.model.num_layers,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            num_mtp_layers=self.model.mtp_num_layers,
+        )
+
+    @property
     def typical_sample(self) -> int:
         """Tokens of the sample that a typical token is in, for the share of attention."""
         return max(1, self.longest_sample // _LONGEST_OVER_TYPICAL)
@@ -317,11 +333,21 @@ class TrainConfig:
     def cost_model(self, layout: Layout) -> CostModel:
         """The cost model of a run: `plan.cost_model`, or of the model's sizes on an assumed GPU.
 
+        Where layers are split unevenly and the file has no `stage_weights`, these follow from the
+        sizes.
+
         Raises:
             ConfigError: see `cost_file.read_cost`.
         """
         measured = self.plan.read_cost(layout)
-        return self.cost_from_sizes(layout) if measured is None else measured
+        if measured is None:
+            return self.cost_from_sizes(layout)
+        split = self.stage_layers
+        if split.is_even or measured.stage_weights is not None:
+            return measured
+        sizes = self.model.to_sizes()
+        weights = sizes.stage_weights(layout, self.typical_sample, stage_layers=split)
+        return dataclasses.replace(measured, stage_weights=weights)
 
     def cost_from_sizes(self, layout: Layout, speed: GpuSpeed | None = None) -> CostModel:
         """The cost model of the model's sizes.
@@ -335,6 +361,7 @@ class TrainConfig:
             speed or self.assumed_speed,
             recompute=self.model.recompute,
             mean_length=self.typical_sample,
+            stage_layers=self.stage_layers,
         )
 
     def memory_model(self) -> MemoryModel:
@@ -344,6 +371,7 @@ class TrainConfig:
         preferred: Kernel = "te" if on_gpu and model.dtype == "bf16" else "sdpa"
         return MemoryModel(
             sizes=self.model.to_sizes(),
+            stage_layers=self.stage_layers,
             untied_embeddings=self.model.untie_embeddings,
             dtype=self.model.dtype,
             distributed_optimizer=self.optim.distributed_optimizer,
@@ -358,12 +386,7 @@ class TrainConfig:
         """Check what the layout has to divide, before a job fails on it on a cluster."""
         layout = self.layout
         model = self.model
-        chunks = layout.pp * layout.vpp
-        if model.num_layers % chunks:
-            raise ConfigError(
-                f"model.num_layers={model.num_layers} does not divide over pp * vpp = {chunks} "
-                f"chunks; set a multiple of {chunks}"
-            )
+        _ = self.stage_layers
         split = ["num_attention_heads", "num_query_groups"]
         if model.num_experts is None:
             split.append("ffn_hidden_size")

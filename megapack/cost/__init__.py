@@ -4,6 +4,7 @@ Modules:
     model: CostModel: seconds of a micro-batch
     fit: measurements -> coefficients (non-negative least squares)
     sizes: ModelSizes: weights and floating-point operations of a transformer
+    stages: LayerSplit -> StageLayers: transformer layers of each pipeline chunk
     activations: bytes that autograd keeps of a layer
     memory: bytes on one GPU, from a model's sizes and a layout
     head: positions that the vocabulary head handles at one time
@@ -13,10 +14,13 @@ Modules:
 from megapack.cost.fit import Measurement
 from megapack.cost.model import TOKENS, CostModel
 from megapack.cost.sizes import ModelSizes
+from megapack.cost.stages import LayerSplit, StageLayers
 
 __all__ = [
     "CostModel",
+    "LayerSplit",
     "Measurement",
     "ModelSizes",
+    "StageLayers",
     "TOKENS",
 ]

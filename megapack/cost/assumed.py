@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from megapack.base.choices import Device, Dtype, Recompute
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
+from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 
@@ -59,6 +60,7 @@ def cost_from_sizes(
     *,
     recompute: Recompute,
     mean_length: float,
+    stage_layers: StageLayers | None = None,
 ) -> CostModel:
     """Seconds of a micro-batch from a model's sizes. CP, EP and DP communication is not counted.
 
@@ -66,6 +68,7 @@ def cost_from_sizes(
         recompute: "full" adds one forward of the layers to each backward. "selective" (attention
             only) is priced as "none".
         mean_length: tokens of a typical sample, for `stage_weights`.
+        stage_layers: layers of each chunk; None = equally many.
 
     Raises:
         ConfigError: a speed that is not set or out of range.
@@ -82,6 +85,7 @@ def cost_from_sizes(
         # Log-probs in chunks: a product in the forward, and three in the backward, which makes the
         # logits again. 4/3 of a head that keeps its logits; with recomputation like the layers.
         head_factor=4 / (1 + backward_ratio),
+        stage_layers=stage_layers,
     )
     # TP traffic: a backward moves as many bytes as a forward (twice as many with full
     # recomputation), not backward_ratio times as many. `per_token` makes their sum right.

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from megapack.base.choices import Dtype, Kernel, Recompute
 from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
-from megapack.cost.sizes import ModelSizes
+from megapack.cost.sizes import ModelSizes, stage_layers_of
+from megapack.cost.stages import StageLayers
 from megapack.layout import Layout
 
 GIB = 2**30
@@ -75,6 +76,8 @@ class MemoryModel:
     """Whether norms are several operations in fp32, as torch computes RMSNorm on a CPU."""
     logprob_chunk_tokens: int | None = None
     """Tokens whose logits are in memory at once; None = `head.default_chunk_tokens`."""
+    stage_layers: StageLayers | None = None
+    """Layers of each chunk; None = equally many."""
 
     def stage(
         self, layout: Layout, stage: int, *, live_tokens: float, row_tokens: float
@@ -133,11 +136,14 @@ class MemoryModel:
         self, layout: Layout, stage: int, live_tokens: float, row_tokens: float
     ) -> int:
         """Layers in flight; embedding, final norm and head of the one row that is in them."""
-        layers = self._layers(layout, stage)
+        # A live token counts 1/vpp per chunk. Which chunks wait for their backwards changes during
+        # a step, so all are counted like the fullest: of 2 and 3 layers, as 6 layers.
+        layers = layout.vpp * max(self._layers(layout, stage))
         saved = self.saved(layout)
         if self.recompute == "full":
             # Each layer keeps its input; the layer in its backward has all its activations again.
-            kept = live_tokens * layers * saved.layer_input + row_tokens * saved.recomputed_layer
+            kept = live_tokens * layers * saved.layer_input
+            kept += row_tokens * saved.recomputed_layer if layers else 0.0
         else:
             kept = live_tokens * layers * saved.layer
         if layout.vpp > 1:
@@ -149,15 +155,15 @@ class MemoryModel:
             kept += row_tokens * saved.final_norm_and_head
         return int(kept)
 
-    def _layers(self, layout: Layout, stage: int) -> int:
-        """Transformer layers of a stage."""
-        return self.sizes.num_layers // layout.pp
+    def _layers(self, layout: Layout, stage: int) -> tuple[int, ...]:
+        """Transformer layers of each chunk of a stage."""
+        return stage_layers_of(self.sizes.num_layers, layout, self.stage_layers).of_stage(stage)
 
     def _parameters(self, layout: Layout, stage: int) -> tuple[int, int]:
         """Numbers of weights on one GPU: all but the experts', and the experts'."""
         sizes = self.sizes
         layer = sizes.layer_parameters()
-        layers = self._layers(layout, stage)
+        layers = sum(self._layers(layout, stage))
         vocabulary = sizes.vocab_size * sizes.hidden_size // layout.tp
         first = stage == 0
         last = stage == layout.pp - 1

@@ -11,6 +11,7 @@ from typing import Any
 from megapack.base.files import strict_json
 from megapack.cost.fit import Measurement, fit_coefficients
 from megapack.cost.sizes import ModelSizes
+from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import Layout
 
@@ -135,6 +136,7 @@ class CostModel:
         fixed: float = 0.0,
         mean_length: float = 4096.0,
         head_factor: float = 1.0,
+        stage_layers: StageLayers | None = None,
     ) -> CostModel:
         """Derive the coefficients from a model's sizes and a GPU's speed.
 
@@ -147,6 +149,7 @@ class CostModel:
             mean_length: tokens of a typical sample, for `stage_weights`.
             head_factor: cost of the vocabulary head over that of its operations, relative to the
                 layers.
+            stage_layers: layers of each chunk; None = equally many.
 
         Raises:
             ConfigError: the layers do not divide into chunks, or flops_per_gpu is not above 0.
@@ -162,7 +165,9 @@ class CostModel:
             fixed=fixed,
             per_token=(per_token + sizes.embedding_flops_per_token()) / speed,
             per_token_sq=layers * sizes.layer_flops_per_token_sq() / speed,
-            stage_weights=sizes.stage_weights(layout, mean_length, head_factor=head_factor),
+            stage_weights=sizes.stage_weights(
+                layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
+            ),
         )
 
     @classmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 
@@ -115,7 +116,12 @@ class ModelSizes:
         return float(self.hidden_size)
 
     def stage_weights(
-        self, layout: Layout, mean_length: float, *, head_factor: float = 1.0
+        self,
+        layout: Layout,
+        mean_length: float,
+        *,
+        head_factor: float = 1.0,
+        stage_layers: StageLayers | None = None,
     ) -> tuple[float, ...]:
         """Cost of each of the pp*vpp chunks divided by their mean.
 
@@ -124,19 +130,60 @@ class ModelSizes:
         Args:
             mean_length: tokens of a typical sample, for the share of attention.
             head_factor: see `CostModel.from_model`.
+            stage_layers: layers of each chunk; None = equally many.
 
         Raises:
-            ConfigError: the layers do not divide into chunks.
+            ConfigError: the layers do not divide into chunks, or `stage_layers` does not fit.
         """
-        chunks = layout.num_chunks
-        if self.num_layers % chunks:
-            raise ConfigError(
-                f"num_layers={self.num_layers} do not divide into pp*vpp={chunks} chunks; set "
-                "stage_weights by hand, or another pp or vpp"
-            )
-        layer = self.layer_flops_per_token() + self.layer_flops_per_token_sq() * mean_length
-        cost = [layer * self.num_layers / chunks] * chunks
+        split = stage_layers_of(self.num_layers, layout, stage_layers)
+        layer = self._layer_cost(mean_length)
+        cost = [layer * layers for layers in split.num_layers]
         cost[0] += self.embedding_flops_per_token()
         cost[-1] += head_factor * self.head_flops_per_token()
-        mean = sum(cost) / chunks
+        mean = sum(cost) / len(cost)
         return tuple(c / mean for c in cost)
+
+    def balanced_stage_layers(self, layout: Layout, mean_length: float) -> StageLayers:
+        """The split whose costliest chunk costs the least, with the embedding and the head.
+
+        Args:
+            mean_length: tokens of a typical sample, for the share of attention.
+
+        Raises:
+            ConfigError: fewer layers than chunks.
+        """
+        layer = self._layer_cost(mean_length)
+        return StageLayers.balanced(
+            self.num_layers,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            embedding=self.embedding_flops_per_token() / layer,
+            head=self.head_flops_per_token() / layer,
+        )
+
+    def _layer_cost(self, mean_length: float) -> float:
+        return self.layer_flops_per_token() + self.layer_flops_per_token_sq() * mean_length
+
+
+def stage_layers_of(
+    num_layers: int, layout: Layout, stage_layers: StageLayers | None
+) -> StageLayers:
+    """The given split, checked against a model and a layout; None = equally many layers.
+
+    Raises:
+        ConfigError: another number of layers or chunks, or layers that do not divide.
+    """
+    if stage_layers is None:
+        return StageLayers.even(num_layers, pp=layout.pp, vpp=layout.vpp)
+    split = (stage_layers.total, stage_layers.pp, stage_layers.vpp)
+    needed = (num_layers, layout.pp, layout.vpp)
+    if split != needed:
+        names = ("num_layers", "pp", "vpp")
+        texts = (
+            ", ".join(f"{name}={n}" for name, n in zip(names, numbers, strict=True))
+            for numbers in (split, needed)
+        )
+        raise ConfigError(
+            "stage_layers splits {}; the model and layout have {}: set it to match".format(*texts)
+        )
+    return stage_layers

@@ -23,6 +23,8 @@ from megatron.core.transformer.module import Float16Module
 from megapack.base.choices import Kernel
 from megapack.config.model import VOCAB_MULTIPLE, check_sizes
 from megapack.config.sections import ModelConfig, OptimConfig
+from megapack.cost.sizes import stage_layers_of
+from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
@@ -39,12 +41,19 @@ from megapack.model.specs import block_spec, mtp_spec
 from megapack.ranks import cpu
 
 
-def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
+def transformer_config(
+    model: ModelConfig, layout: Layout, stage_layers: StageLayers | None = None
+) -> TransformerConfig:
     """Megatron's config for a model and a layout, with the settings that packed rows need.
 
+    Args:
+        stage_layers: layers of each pipeline chunk; None = equally many.
+
     Raises:
-        ConfigError: the model's attention, FP8 recipe or a setting cannot run on this machine.
+        ConfigError: the model's attention, FP8 recipe or a setting cannot run on this machine, or
+            the layers do not divide.
     """
+    split = stage_layers_of(model.num_layers, layout, stage_layers)
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     pipelined = layout.pp > 1
@@ -74,6 +83,10 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        # Any split of Megatron's keys in the one form that can express all of them.
+        pipeline_model_parallel_layout=None
+        if split.is_even
+        else split.to_text(model.mtp_num_layers),
         microbatch_group_size_per_vp_stage=layout.group_size if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
@@ -195,6 +208,7 @@ def build_model(
     vocab_size: int,
     seed: int,
     distributed_optimizer: bool,
+    stage_layers: StageLayers | None = None,
     value_head: bool = False,
     model_class: type[GPTModel] = GPTModel,
     reduction: Settings | None = None,
@@ -203,6 +217,7 @@ def build_model(
 
     Args:
         vocab_size: number of the tokenizer's ids; padded to a multiple of 128.
+        stage_layers: layers of each pipeline chunk; None = equally many.
         value_head: one fp32 value per token instead of logits; needs untied embeddings.
         model_class: GPTModel or a subclass, for example one whose forward has more inputs.
         reduction: settings of DDP; None = those that `reduction_settings` chooses by default.
@@ -211,7 +226,7 @@ def build_model(
         ConfigError: the layout does not divide the sizes, or a value head has tied embeddings.
     """
     check_sizes(model, layout)
-    config = transformer_config(model, layout)
+    config = transformer_config(model, layout, stage_layers)
     padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
     chunks = [
         _chunk(model_class, model, layout, config, v, padded_vocab) for v in range(layout.vpp)
@@ -275,7 +290,7 @@ def _chunk(
         chunk = model_class(
             config=config,
             transformer_layer_spec=spec,
-            mtp_block_spec=mtp_spec(kernel, config, spec, vp_stage),
+            mtp_block_spec=mtp_spec(kernel, config, vp_stage),
             vocab_size=vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),

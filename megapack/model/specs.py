@@ -79,33 +79,40 @@ def local_layer_spec(
     return spec
 
 
+def _layer_spec(kernel: Kernel, config: TransformerConfig) -> ModuleSpec:
+    """One layer with this attention kernel."""
+    if kernel != "te":
+        return local_layer_spec(config, kernel)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if config.num_moe_experts:
+        use_packed_router(spec.submodules.mlp)
+    return spec
+
+
 def block_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) -> Any:
     """The layers of a chunk with this attention kernel, as GPTModel expects them."""
+    spec = _layer_spec(kernel, config)
     if kernel == "te":
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_layer_with_transformer_engine_spec,
-        )
-
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        if config.num_moe_experts:
-            use_packed_router(spec.submodules.mlp)
         return spec
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(
-        layer_specs=[local_layer_spec(config, kernel)] * layers, layer_norm=packed_norm(config)
-    )
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=packed_norm(config))
 
 
-def mtp_spec(kernel: Kernel, config: TransformerConfig, spec: Any, vp_stage: Any) -> Any:
+def mtp_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) -> Any:
     """The layers of multi-token prediction; None if the model or the chunk has none."""
     if not config.mtp_num_layers:
         return None
     uses_te = kernel == "te"
-    block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=uses_te, vp_stage=vp_stage)
+    # The spec of a layer, not of the block: the last chunk may have no transformer layers.
+    block = get_gpt_mtp_block_spec(
+        config, _layer_spec(kernel, config), use_transformer_engine=uses_te, vp_stage=vp_stage
+    )
     if block is None or uses_te:
         return block
     norm = packed_norm(config)

@@ -9,6 +9,7 @@ the best few.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from megapack.base.arrays import Ids, Ints
 from megapack.cost.memory import GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
+from megapack.cost.stages import StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
@@ -44,15 +46,20 @@ class Space:
     etp: Sequence[int] = (1,)
     """Sizes that do not divide a layout's tp are left out of it."""
     pp: Sequence[int] | None = None
-    """None: all sizes that divide the GPUs and the layers."""
+    """None: all sizes that divide the GPUs and, without `uneven`, the layers."""
     vpp: Sequence[int] | None = None
-    """None: all sizes up to 8 that divide a stage's layers."""
+    """None: all sizes up to 8 that, without `uneven`, divide a stage's layers."""
     budgets: Sequence[int] | None = None
     """max_tokens_per_gpu; None: the longest sample's, doubled up to four times while it fits."""
     count_rules: Sequence[CountRule] = ("legal",)
     group_sizes: Sequence[GroupSize] = ("fixed",)
     sequence_parallel: bool = True
     """Set in layouts with tp > 1."""
+    uneven: bool = False
+    """For each layout, also try the split of layers over chunks that balances the embedding and the
+    head."""
+    given_split: Callable[[Layout], StageLayers] | None = None
+    """The only split to try on the layouts that it fits; on others it raises ConfigError."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "budgets"):
@@ -62,19 +69,61 @@ class Space:
         if self.num_gpus < 1:
             raise ConfigError(f"{self.num_gpus} GPUs; set at least 1")
 
-    def layouts(self, sizes: ModelSizes) -> Iterator[Layout]:
-        """Every layout that fills the GPUs and divides the model."""
+    def layouts(
+        self, sizes: ModelSizes, mean_length: float
+    ) -> Iterator[tuple[Layout, StageLayers]]:
+        """Every layout that fills the GPUs and divides the model, with each split of its layers.
+
+        Args:
+            mean_length: tokens of a typical sample, for splits that balance chunks.
+        """
+        for layout in self._layouts(sizes):
+            for split in self._splits(sizes, layout, mean_length):
+                yield layout, split
+
+    def check_given_split(self, sizes: ModelSizes) -> None:
+        """Raise ConfigError if the given split fits none of the layouts."""
+        if self.given_split is None:
+            return
+        refused = None
+        for layout in self._layouts(sizes):
+            try:
+                self.given_split(layout)
+            except ConfigError as error:
+                refused = error
+            else:
+                return
+        if refused is not None:
+            raise refused
+
+    def _splits(
+        self, sizes: ModelSizes, layout: Layout, mean_length: float
+    ) -> Iterator[StageLayers]:
+        if self.given_split is not None:
+            with contextlib.suppress(ConfigError):
+                yield self.given_split(layout)
+                return
+        divides = sizes.num_layers % layout.num_chunks == 0
+        if divides:
+            yield StageLayers.even(sizes.num_layers, pp=layout.pp, vpp=layout.vpp)
+        if self.uneven and sizes.num_layers >= layout.num_chunks:
+            balanced = sizes.balanced_stage_layers(layout, mean_length)
+            if not (divides and balanced.is_even):
+                yield balanced
+
+    def _layouts(self, sizes: ModelSizes) -> Iterator[Layout]:
+        """Every layout that fills the GPUs and divides the model but for its layers."""
         num_layers = sizes.num_layers
         stages = self.pp or range(1, min(self.num_gpus, num_layers) + 1)
         for tp, cp, ep, etp, pp in itertools.product(self.tp, self.cp, self.ep, self.etp, stages):
             ranks = tp * cp * pp
             dp = self.num_gpus // ranks
-            if self.num_gpus % ranks or num_layers % pp or tp % etp or (dp * cp * tp) % (etp * ep):
+            if self.num_gpus % ranks or tp % etp or (dp * cp * tp) % (etp * ep):
                 continue
             if not _divides(sizes, tp, ep, etp):
                 continue
             for vpp in self.vpp or range(1, _MAX_VPP + 1):
-                if (pp > 1 or vpp == 1) and (num_layers // pp) % vpp == 0:
+                if pp > 1 or vpp == 1:
                     sequence = self.sequence_parallel and tp > 1
                     yield Layout(
                         dp=dp,
@@ -93,6 +142,7 @@ class Candidate:
     """One layout, budget and policy, planned and simulated."""
 
     layout: Layout
+    stage_layers: StageLayers
     max_tokens_per_gpu: int
     policy: Policy
     group_size: int | None
@@ -114,6 +164,7 @@ class Tuning:
     ranked: tuple[Candidate, ...]
     """Candidates that fit into memory, the fastest first."""
     num_layouts: int
+    """Layouts, each with every split of its layers."""
     num_plans: int
     least_memory: GpuMemory
     """Memory of the layout that needs the least, at its smallest budget."""
@@ -142,17 +193,23 @@ class Workload:
     memory: MemoryModel
     memory_bytes: int
     """Memory that one GPU may use."""
-    cost_of: Callable[[Layout], CostModel]
+    cost_of: Callable[[Layout, StageLayers], CostModel]
+
+    @property
+    def typical_length(self) -> float:
+        """Mean over tokens of their sample's length."""
+        return float((self.lengths**2).sum() / self.lengths.sum())
 
 
 def tune(work: Workload, space: Space) -> Tuning:
     """Plan and simulate every candidate of a space.
 
     Raises:
-        ConfigError: no layout fills the GPUs and divides the model.
+        ConfigError: no layout fills the GPUs and divides the model, or `given_split` fits none.
     """
     sizes = work.memory.sizes
-    layouts = list(space.layouts(sizes))
+    space.check_given_split(sizes)
+    layouts = list(space.layouts(sizes, work.typical_length))
     if not layouts:
         raise ConfigError(
             f"no layout of tp {list(space.tp)}, cp {list(space.cp)}, ep {list(space.ep)}, etp "
@@ -160,9 +217,12 @@ def tune(work: Workload, space: Space) -> Tuning:
             f"{sizes.num_attention_heads} heads and {sizes.num_experts or 'no'} experts; set other "
             "sizes"
         )
-    tried = [candidate for layout in layouts for candidate in _candidates(work, space, layout)]
+    tried = [c for layout, split in layouts for c in _candidates(work, space, layout, split)]
     fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
-    needs = (_memory(work, layout, min(_budgets(work, space, layout))) for layout in layouts)
+    needs = (
+        _memory(work, layout, split, min(_budgets(work, space, layout)))
+        for layout, split in layouts
+    )
     return Tuning(
         # The sort is stable: equally fast candidates stay in the order of the sweep.
         ranked=tuple(sorted(fitting, key=lambda c: -c.tokens_per_gpu_second)),
@@ -182,17 +242,19 @@ def _divides(sizes: ModelSizes, tp: int, ep: int, etp: int) -> bool:
     return split and not any(width % tp for width in widths)
 
 
-def _candidates(work: Workload, space: Space, layout: Layout) -> Iterator[Candidate]:
+def _candidates(
+    work: Workload, space: Space, layout: Layout, split: StageLayers
+) -> Iterator[Candidate]:
     """Candidates with different plans, from the smallest budget on."""
     seen: set[tuple[StepPlan, ...]] = set()
     for budget in _budgets(work, space, layout):
-        if _memory(work, layout, budget).total > work.memory_bytes:
+        if _memory(work, layout, split, budget).total > work.memory_bytes:
             return
         for policy in _policies(work, space, layout):
-            plan = _plan(work, layout, budget, policy)
+            plan = _plan(work, layout, split, budget, policy)
             if plan is not None and plan.steps not in seen:
                 seen.add(plan.steps)
-                yield _candidate(work, plan, budget)
+                yield _candidate(work, plan, split, budget)
 
 
 def _budgets(work: Workload, space: Space, layout: Layout) -> Iterator[int]:
@@ -212,7 +274,9 @@ def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
         yield replace(work.policy, count_rule=rule, group_size=group)
 
 
-def _plan(work: Workload, layout: Layout, budget: int, policy: Policy) -> Plan | None:
+def _plan(
+    work: Workload, layout: Layout, split: StageLayers, budget: int, policy: Policy
+) -> Plan | None:
     """Plan under one policy; None if it allows no legal plan."""
     try:
         return build_dp_schedule(
@@ -223,33 +287,39 @@ def _plan(work: Workload, layout: Layout, budget: int, policy: Policy) -> Plan |
             colocate_ids=work.colocate_ids,
             global_batch_size=work.global_batch_size,
             num_steps=work.num_steps,
-            cost=work.cost_of(layout),
+            cost=work.cost_of(layout, split),
             policy=policy,
         )
     except PlanError:
         return None
 
 
-def _candidate(work: Workload, plan: Plan, budget: int) -> Candidate:
+def _candidate(work: Workload, plan: Plan, split: StageLayers, budget: int) -> Candidate:
     layout = plan.layout
     group = max(step.group_size or 1 for step in plan.steps)
     return Candidate(
         layout=layout,
+        stage_layers=split,
         max_tokens_per_gpu=budget,
         policy=plan.policy,
         group_size=plan.steps[0].group_size,
-        report=plan_report(plan, work.lengths, work.cost_of(layout)),
-        memory=_memory(work, layout, budget, group),
+        report=plan_report(plan, work.lengths, work.cost_of(layout, split)),
+        memory=_memory(work, layout, split, budget, group),
     )
 
 
 def _memory(
-    work: Workload, layout: Layout, budget: int, group_size: int | None = None
+    work: Workload,
+    layout: Layout,
+    split: StageLayers,
+    budget: int,
+    group_size: int | None = None,
 ) -> GpuMemory:
     """The fullest stage with full rows in flight; a sample over the budget is a longer row."""
     row = max(budget, _longest(work, layout))
     in_flight = layout.chunks_in_flight(group_size=group_size) / layout.vpp
-    return work.memory.fullest_stage(layout, live_tokens=row * in_flight, row_tokens=row)
+    memory = replace(work.memory, stage_layers=split)
+    return memory.fullest_stage(layout, live_tokens=row * in_flight, row_tokens=row)
 
 
 def _longest(work: Workload, layout: Layout) -> int:

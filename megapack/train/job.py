@@ -110,6 +110,7 @@ class Trainer:
             seed=config.seed,
             distributed_optimizer=config.optim.distributed_optimizer,
             reduction=self.reduction,
+            stage_layers=config.stage_layers,
         )
         self.optimizer = build_optimizer(config.optim, self.chunks, config.model.dtype == "bf16")
         self.adapter = ScheduleAdapter(

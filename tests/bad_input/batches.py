@@ -84,7 +84,7 @@ COST_ROWS = [
         "model that does not divide",
         lambda: CostModel.from_model(ModelSizes(**SIZES), layout=Layout(pp=3), flops_per_gpu=1e12),
         ConfigError,
-        *("num_layers=4", "pp*vpp=3", "set"),
+        *("num_layers=4", "pp * vpp = 3", "set pipeline_model_parallel_layout='Et|t*2|tL'"),
     ),
 ]
 

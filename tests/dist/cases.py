@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
+from megapack.cost import LayerSplit
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.plan import Plan
@@ -17,6 +19,7 @@ class Case:
     """One layout and one plan of the problem's samples."""
 
     layout: Layout
+    split: LayerSplit = field(default_factory=LayerSplit)
     budget: int | None = 64
     micro_batch_size: int | None = None
     policy: Policy = field(default_factory=Policy)
@@ -79,6 +82,7 @@ def move_one(plan: Plan) -> Plan:
 PP2 = Layout(pp=2)
 PP4 = Layout(pp=4)
 PP2_VPP2 = Layout(pp=2, vpp=2)
+PP3 = Layout(pp=3)
 PP4_VPP2 = Layout(pp=4, vpp=2)
 DP2_PP2 = Layout(dp=2, pp=2)
 DP2_PP2_VPP2 = Layout(dp=2, pp=2, vpp=2)
@@ -88,6 +92,17 @@ DP2_EP2 = Layout(dp=2, ep=2)
 DP2_TP2_SP = Layout(dp=2, tp=2, sequence_parallel=True)
 UNIFORM = Policy(row_shape="uniform")
 PER_RANK = Policy(count_rule="per_rank")
+
+
+def _split(text: str) -> LayerSplit:
+    return LayerSplit(pipeline_model_parallel_layout=text)
+
+
+def _layers(*counts: int) -> list[list[int]]:
+    """Numbers of the layers of each chunk."""
+    ends = list(accumulate(counts))
+    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+
 
 CASES: dict[str, Case] = {
     "single": Case(layout=Layout()),
@@ -268,6 +283,84 @@ CASES: dict[str, Case] = {
     "cp2_tp2_sp": Case(layout=Layout(cp=2, tp=2, sequence_parallel=True)),
     "dp2_cp2": Case(layout=Layout(dp=2, cp=2), weighting="rollout-mean"),
     "cp4": Case(layout=Layout(cp=4)),
+    "pp2_uneven": Case(
+        layout=PP2,
+        split=LayerSplit(num_layers_in_first_pipeline_stage=3),
+        expect={"layers": _layers(3, 5)},
+    ),
+    "pp3_uneven_loss_counts": Case(
+        layout=PP3,
+        split=LayerSplit(account_for_loss_in_pipeline_split=True),
+        variant="other",
+        expect={"layers": _layers(3, 3, 2)},
+    ),
+    "pp2_vpp2_uneven_ends": Case(
+        layout=PP2_VPP2,
+        split=LayerSplit(num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=6),
+        expect={"layers": _layers(1, 3, 1, 3)},
+    ),
+    "pp2_vpp2_loss_alone": Case(
+        layout=PP2_VPP2, split=_split("Et*3|t|t*4|L"), expect={"layers": _layers(3, 1, 4, 0)}
+    ),
+    "pp2_vpp2_embedding_alone_recompute": Case(
+        layout=PP2_VPP2,
+        split=_split("E|t*3|t*4|tL"),
+        recompute="full",
+        expect={"layers": _layers(0, 3, 4, 1)},
+    ),
+    "pp2_embedding_alone": Case(
+        layout=PP2, split=_split("E|t*8L"), expect={"layers": _layers(0, 8)}
+    ),
+    "pp2_embedding_alone_frozen": Case(
+        layout=PP2,
+        split=_split("E|t*8L"),
+        variant="other",
+        recompute="full",
+        frozen=("embedding.*",),
+        expect={"layers": _layers(0, 8), "frozen_ranks": 1},
+    ),
+    "tp2_sp_pp2_loss_alone": Case(
+        layout=Layout(tp=2, pp=2, sequence_parallel=True),
+        split=_split("Et*8|L"),
+        variant="other",
+        expect={"layers": _layers(8, 0)},
+    ),
+    "cp2_pp2_vpp2_uneven": Case(
+        layout=Layout(cp=2, pp=2, vpp=2),
+        split=_split("E|t*3|t*5|L"),
+        expect={"layers": _layers(0, 3, 5, 0)},
+    ),
+    "moe_pp2_uneven_recompute": Case(
+        layout=PP2,
+        split=LayerSplit(num_layers_in_last_pipeline_stage=3),
+        variant="moe",
+        recompute="full",
+        expect={"layers": _layers(5, 3)},
+    ),
+    "moe_bias_pp2_loss_alone": Case(
+        layout=PP2, split=_split("Et*8|L"), variant="moe_bias", expect={"layers": _layers(8, 0)}
+    ),
+    "moe_replay_pp2_vpp2_uneven": Case(
+        layout=PP2_VPP2,
+        split=_split("E|t*3|t*4|tL"),
+        variant="moe_replay",
+        expect={"layers": _layers(0, 3, 4, 1)},
+    ),
+    "moe_dp2_pp2_vpp2_ep2_uneven": Case(
+        layout=Layout(dp=2, pp=2, vpp=2, ep=2),
+        split=_split("Et*2|t*3|t*3|L"),
+        variant="moe",
+        expect={"layers": _layers(2, 3, 3, 0)},
+    ),
+    "mtp_pp2_layers_alone": Case(
+        layout=PP2, split=_split("Et*8|mmL"), variant="mtp", expect={"layers": _layers(8, 0)}
+    ),
+    "mtp_pp2_vpp2_uneven_untied": Case(
+        layout=PP2_VPP2,
+        split=_split("E|t*3|t*2|t*3mmL"),
+        variant="mtp_other",
+        expect={"layers": _layers(0, 3, 2, 3)},
+    ),
     "tp2_pp2_vpp2": Case(layout=Layout(tp=2, pp=2, vpp=2), expect={"chunks": 2}),
 }
 """The cases of the tests, on 1, 2 and 4 processes."""

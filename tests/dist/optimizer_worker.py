@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.config.sections import OptimConfig
+from megapack.cost import LayerSplit
 from megapack.model.init import global_parameters
 from megapack.model.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
@@ -28,13 +29,21 @@ FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 
 
 def main(
-    out_dir: str, dp: int, tp: int, pp: int, vpp: int, distributed: bool, frozen: bool
+    out_dir: str,
+    dp: int,
+    tp: int,
+    pp: int,
+    vpp: int,
+    distributed: bool,
+    frozen: bool,
+    text: str | None = None,
 ) -> None:
     """Train and write `OUT_DIR/rank<r>.pt`."""
     launch.start("cpu")
     layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp)
     model = dataclasses.replace(problem.MODEL, freeze=FROZEN if frozen else ())
-    chunks = build_chunks(layout, model=model, distributed_optimizer=distributed)
+    split = LayerSplit(pipeline_model_parallel_layout=text)
+    chunks = build_chunks(layout, model=model, split=split, distributed_optimizer=distributed)
     # Adam divides by the gradient's size: without a large eps, rounding errors of tiny gradients
     # would become large.
     optim = OptimConfig(lr=1e-1, clip_grad=CLIP, adam_eps=1e-3, distributed_optimizer=distributed)
@@ -71,4 +80,9 @@ def _partition(param: torch.Tensor) -> tuple[int, int] | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(v) for v in sys.argv[2:6]), *(v == "True" for v in sys.argv[6:]))
+    main(
+        sys.argv[1],
+        *(int(v) for v in sys.argv[2:6]),
+        *(v == "True" for v in sys.argv[6:8]),
+        *sys.argv[8:],
+    )

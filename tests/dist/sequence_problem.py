@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megapack.cost import LayerSplit
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.loss.preference import DPO, PairwiseReward
@@ -60,7 +61,10 @@ LAYOUTS = {
     "cp2_pp2_vpp2": Layout(cp=2, pp=2, vpp=2),
     "dp2_pp2_vpp2": Layout(dp=2, pp=2, vpp=2),
     "tp2_sp_pp2": Layout(tp=2, pp=2, sequence_parallel=True),
+    "pp2_head_alone": Layout(pp=2),
 }
+SPLITS = {"pp2_head_alone": LayerSplit(pipeline_model_parallel_layout="Et*8|L")}
+"""Layers that are split unevenly, by name of the layout."""
 
 
 def make_batch() -> SampleBatch:

@@ -23,15 +23,16 @@ from megapack.model.head import unwrapped
 from megapack.model.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.sequence_problem import KINDS, LAYOUTS, Kind, make_batch, make_plan
+from tests.dist.sequence_problem import KINDS, LAYOUTS, SPLITS, Kind, make_batch, make_plan
 from tests.dist.setup import build_chunks
 from tests.dist.worker import gradient_errors
 
 
-def run_kind(layout: Layout, kind: Kind, reference: dict[str, Any]) -> dict[str, Any]:
+def run_kind(place: str, kind: Kind, reference: dict[str, Any]) -> dict[str, Any]:
     """Run one step; returns its errors against the reference."""
+    layout = LAYOUTS[place]
     model = problem.OTHER_MODEL if kind.value_head else problem.MODEL
-    chunks = build_chunks(layout, model=model, value_head=kind.value_head)
+    chunks = build_chunks(layout, model=model, split=SPLITS.get(place), value_head=kind.value_head)
     head = "value" if kind.value_head else "vocabulary"
     adapter = ScheduleAdapter(chunks, layout=layout, logprob_chunk_tokens=16, head=head)
     batch = make_batch()
@@ -120,7 +121,7 @@ def main(reference: str, out: str, layout: str) -> None:
     else:
         expected = torch.load(reference)
         for name, kind in KINDS.items():
-            result = run_kind(LAYOUTS[layout], kind, expected[name])
+            result = run_kind(layout, kind, expected[name])
             results[f"{layout} {name}"] = _worst_of_ranks(result)
             parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:

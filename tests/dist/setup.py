@@ -8,6 +8,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megapack import Layout, MegapackError
 from megapack.config.sections import ModelConfig
+from megapack.cost import LayerSplit
 from megapack.model import build_model, initialize_parallel
 from megapack.model.settings import Settings
 from tests.dist import problem
@@ -18,17 +19,22 @@ def build_chunks(
     *,
     model: ModelConfig = problem.MODEL,
     distributed_optimizer: bool = False,
+    split: LayerSplit | None = None,
     value_head: bool = False,
     reduction: Settings | None = None,
 ) -> list[DistributedDataParallel]:
     """Make Megatron's groups for a layout, and this rank's chunks."""
     initialize_parallel(layout, problem.SEED)
+    stage_layers = (split or LayerSplit()).stage_layers(
+        model.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=model.mtp_num_layers
+    )
     return build_model(
         model,
         layout,
         vocab_size=problem.VOCAB_SIZE,
         seed=problem.SEED,
         distributed_optimizer=distributed_optimizer,
+        stage_layers=stage_layers,
         value_head=value_head,
         reduction=reduction,
     )

@@ -15,11 +15,19 @@ pytestmark = pytest.mark.dist
 
 
 def train(
-    folder: Path, dp: int, tp: int, pp: int, vpp: int, distributed: bool, frozen: bool = False
+    folder: Path,
+    dp: int,
+    tp: int,
+    pp: int,
+    vpp: int,
+    distributed: bool,
+    frozen: bool = False,
+    split: tuple[str, ...] = (),
 ) -> list[Any]:
     """The results of each rank."""
     folder.mkdir()
     args = [str(folder), str(dp), str(tp), str(pp), str(vpp), str(distributed), str(frozen)]
+    args += split
     checked_job(dp * tp * pp, "tests.dist.optimizer_worker", args, timeout_s=180)
     ranks = [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
     assert len(ranks) == dp * tp * pp
@@ -51,6 +59,18 @@ def test_three_clipped_steps_reach_the_same_weights(
     assert min(single["norms"]) > CLIP, "clipping would change nothing"
     assert len(set(single["norms"])) == 3, "the weights did not move"
     check_weights(ranks, single, tp)
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "vpp", "text"),
+    [(2, 2, 1, "E|t*8L"), (1, 2, 2, "Et*3|t|t*4|L")],
+    ids=["embedding_alone", "loss_alone"],
+)
+def test_uneven_stages_reach_the_same_weights(
+    dp: int, pp: int, vpp: int, text: str, single: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks = train(tmp_path / "out", dp, 1, pp, vpp, distributed=True, split=(text,))
+    check_weights(ranks, single, tp=1)
 
 
 def check_weights(ranks: list[dict[str, Any]], single: dict[str, Any], tp: int) -> None:

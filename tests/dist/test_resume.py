@@ -37,6 +37,7 @@ TP2 = ("layout.dp=1", "layout.tp=2", "layout.pp=1", "layout.vpp=1")
 DP2_PP2 = ("layout.dp=2", "layout.pp=2", "layout.vpp=1")
 PP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=1")
 FIRST_STAGE = "[embedding.*, decoder.layers.0.*, decoder.layers.1.*]"
+UNEVEN = (*PP2_VPP2, "layout.pipeline_model_parallel_layout=Et*2|t|t|L")
 PP4 = ("layout.dp=1", "layout.pp=4", "layout.vpp=1")
 
 
@@ -180,12 +181,21 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(undisturbed: Path, tmp_
     assert_same_steps(lines, metrics(undisturbed), rel=0.0)
 
 
-@pytest.mark.parametrize("layout", [PP2_VPP2, TP2], ids=["pp2_vpp2", "tp2"])
+@pytest.mark.parametrize("layout", [PP2_VPP2, TP2, UNEVEN], ids=["pp2_vpp2", "tp2", "uneven"])
 def test_resumed_on_another_layout(
     undisturbed: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
     copy_of_run(undisturbed, tmp_path, until=3)
     lines = finished(tmp_path, *layout, "train.resume=auto")
+    assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
+
+
+def test_killed_on_an_uneven_split_and_resumed_on_another(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    killed(tmp_path, *UNEVEN, "train.resume=auto", after_steps=4)
+    other = (*PP2, "layout.num_layers_in_first_pipeline_stage=1")
+    lines = finished(tmp_path, *other, "train.resume=auto")
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 

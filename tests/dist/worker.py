@@ -50,7 +50,7 @@ def run_case(
     """
     model, temperature = problem.MODELS[case.variant]
     model = dataclasses.replace(model, recompute=case.recompute, freeze=case.frozen)
-    chunks = build_chunks(case.layout, model=model)
+    chunks = build_chunks(case.layout, model=model, split=case.split)
     for name, value in case.config.items():
         setattr(get_model_config(chunks[0]), name, value)
     adapter_class = StagedAdapter if case.staged else ScheduleAdapter
@@ -239,6 +239,15 @@ def _num_frozen_ranks(chunks: list[Any]) -> int:
     return int(frozen)
 
 
+def _num_layers(chunks: list[Any]) -> list[list[int]]:
+    """The transformer layers of each chunk in model order, numbered from 0 over the model."""
+    own = [[layer.layer_number - 1 for layer in unwrapped(c).decoder.layers] for c in chunks]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Any] = [None] * group.size()
+    dist.all_gather_object(stages, own, group=group)
+    return [layers for chunk in zip(*stages, strict=True) for layers in chunk]
+
+
 def _facts(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
     step = plan.steps[0]
     rows = [row for rank in step.ranks for row in rank]
@@ -246,6 +255,7 @@ def _facts(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
     group = step.group_size or 1
     return {
         "chunks": len(chunks),
+        "layers": _num_layers(chunks),
         "counts": counts,
         "padding": any(not row.samples for row in rows),
         "dummies": any(row.samples and row.row_tokens > row.padded_tokens for row in rows),

@@ -292,7 +292,11 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["name=.."], "name is '..'"),
     (["seed=-1"], "seed is -1; set 0 or more"),
     (["layout.pp=0"], "layout.pp is 0; set 1 or more"),
-    (["layout.pp=3"], "model.num_layers=4 does not divide over pp * vpp = 3 chunks"),
+    (
+        ["layout.pp=3"],
+        "num_layers=4 does not divide over pp * vpp = 3 chunks; set "
+        "pipeline_model_parallel_layout='Et|t*2|tL'",
+    ),
     (["layout.tp=3"], "model.num_attention_heads=4 does not divide over layout.tp=3"),
     (["model.num_experts=2", "model.moe_top_k=3"], "moe_top_k=3 is above model.num_experts=2"),
     (["model.mtp_num_layers=1", "model.recompute=full"], "set model.recompute=selective"),

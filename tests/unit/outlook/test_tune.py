@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megapack import ConfigError, CostModel, Layout, ModelSizes, Policy
+from megapack.cost import LayerSplit, StageLayers
 from megapack.cost.memory import MemoryModel
 from megapack.outlook.tune import Space, Tuning, Workload, tune
 
@@ -29,7 +30,7 @@ def work(memory_bytes: int = 2**40, **changes: object) -> Workload:
         policy=Policy(search=64),
         memory=MemoryModel(sizes=SIZES),
         memory_bytes=memory_bytes,
-        cost_of=lambda layout: CostModel.from_model(
+        cost_of=lambda layout, split: CostModel.from_model(
             SIZES, layout=layout, flops_per_gpu=1e12, fixed=1e-5
         ),
     )
@@ -37,7 +38,10 @@ def work(memory_bytes: int = 2**40, **changes: object) -> Workload:
 
 
 def test_layouts_fill_the_gpus_and_divide_the_model() -> None:
-    found = list(Space(num_gpus=8, tp=(1, 2, 16), ep=(1, 2)).layouts(SIZES))
+    space = Space(num_gpus=8, tp=(1, 2, 16), ep=(1, 2))
+    pairs = list(space.layouts(SIZES, 300.0))
+    found = [layout for layout, _ in pairs]
+    assert all(split.is_even and split.total == 8 for _, split in pairs)
     assert all(layout.world_size == 8 and 8 % layout.num_chunks == 0 for layout in found)
     assert {(layout.tp, layout.pp) for layout in found} == {
         (tp, pp) for tp in (1, 2) for pp in (1, 2, 4, 8) if tp * pp <= 8
@@ -105,6 +109,45 @@ def test_only_the_given_budgets_and_rules_are_tried() -> None:
 def test_sizes_below_1_are_refused(sizes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Space(**sizes)  # type: ignore[arg-type]
+
+
+def priced(layout: Layout, split: StageLayers) -> CostModel:
+    return CostModel.from_model(
+        SIZES, layout=layout, flops_per_gpu=1e12, fixed=1e-5, stage_layers=split
+    )
+
+
+def test_uneven_splits_are_tried_too() -> None:
+    """A vocabulary as costly as 1.8 layers takes layers from its chunk; pp=3 becomes legal."""
+    sizes = replace(SIZES, vocab_size=8000)
+    space = Space(num_gpus=3, pp=(3,), vpp=(1, 2, 8), uneven=True)
+    assert [(layout.vpp, split.num_layers) for layout, split in space.layouts(sizes, 300.0)] == [
+        (1, (3, 3, 2)),
+        (2, (1, 2, 2, 2, 1, 0)),
+    ]
+    space = Space(num_gpus=2, pp=(2,), vpp=(1,), uneven=True)
+    found = tune(work(memory=MemoryModel(sizes=sizes), cost_of=priced), space)
+    splits = {candidate.stage_layers.num_layers for candidate in found.ranked}
+    assert splits == {(4, 4), (5, 3)}
+    by_split = {c.stage_layers.num_layers: c for c in reversed(found.ranked)}
+    last = by_split[(5, 3)].memory
+    assert last != by_split[(4, 4)].memory
+    assert found.num_layouts == 2
+
+
+def test_a_given_split_is_the_only_one_where_it_fits() -> None:
+    def given(layout: Layout) -> StageLayers:
+        keys = LayerSplit(num_layers_in_first_pipeline_stage=3)
+        return keys.stage_layers(8, pp=layout.pp, vpp=layout.vpp)
+
+    space = Space(num_gpus=4, pp=(1, 2, 4), vpp=(1,), uneven=True, given_split=given)
+    assert [split.num_layers for _, split in space.layouts(SIZES, 300.0)] == [
+        (8,),
+        (3, 5),
+        (2, 2, 2, 2),
+    ]
+    with pytest.raises(ConfigError, match="5 of num_layers=8 remain for 3 other stages"):
+        tune(work(), replace(space, pp=(1, 4)))
 
 
 def test_an_impossible_layout_is_refused() -> None:
