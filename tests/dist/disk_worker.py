@@ -37,8 +37,8 @@ FIELDS = ("old_logprobs",)
 # The rank that fails, and the file that it cannot write.
 FAULTS = [
     (0, "common.pt"),
-    (0, "__0_0.distcp"),
-    (1, "__1_0.distcp"),
+    (0, "__0_0_0.distcp"),
+    (1, "__1_0_0.distcp"),
     (0, ".metadata"),
     (0, "metadata.json"),
     (0, "rank0.pt"),
