@@ -73,7 +73,7 @@ class Checkpoints:
         self.folder = Path(config.runs_dir) / config.name / "checkpoints"
         self._has_reference = has_reference
         self._data_digest = data_digest
-        # Steps at the last save; -1 = not saved yet.
+        # Steps at the last complete save; -1 = not saved yet.
         self._saved_at = -1
         self._pending: PendingSave | None = None
         self._blocked_s = 0.0
@@ -168,9 +168,12 @@ class Checkpoints:
             CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
                 failed, the message names them. Earlier checkpoints are untouched.
         """
-        if position.num_steps == self._saved_at:
+        pending = self._pending
+        if pending is not None and pending.manifest.position.num_steps == position.num_steps:
             return
         self.finish()
+        if position.num_steps == self._saved_at:
+            return
         started = time.perf_counter()
         path = folders.checkpoint_path(self.folder, position.num_steps)
         manifest = self._manifest(position, plan)
@@ -178,7 +181,6 @@ class Checkpoints:
         with self._removing(path):
             self._write(path, self._on_first_rank, _open, path, self._num_bytes())
             self._pending = self._start(path, manifest, _small_files(batch, fields))
-        self._saved_at = position.num_steps
         self._blocked_s += time.perf_counter() - started
         if not self.config.train.async_save:
             self.finish()
@@ -215,6 +217,7 @@ class Checkpoints:
         self._write(self.folder, self._on_first_rank, folders.thin_out, self.folder, keep)
         self._blocked_s += time.perf_counter() - started
         self._write_s += pending.write_s
+        self._saved_at = pending.manifest.position.num_steps
         return path
 
     def abandon(self) -> None:
