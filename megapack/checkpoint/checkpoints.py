@@ -186,6 +186,11 @@ class Checkpoints:
             self.finish()
 
     @property
+    def is_pending(self) -> bool:
+        """Whether a save waits for `finish`; equal on all ranks."""
+        return self._pending is not None
+
+    @property
     def status(self) -> tuple[bool, bool]:
         """Whether this rank still writes, and whether it could not write."""
         pending = self._pending

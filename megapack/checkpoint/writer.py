@@ -76,8 +76,9 @@ class StateWriter:
         pinned = self._device.type == "cuda"
         for one in nested_values(self._tensors):
             if is_main_replica(one.replica_id):
-                copy = torch.empty_like(one.data, device="cpu", pin_memory=pinned)
-                one.data = copy.copy_(one.data, non_blocking=pinned)
+                value = one.data.detach()
+                copy = torch.empty_like(value, device="cpu", pin_memory=pinned)
+                one.data = copy.copy_(value, non_blocking=pinned)
         if pinned:
             torch.cuda.synchronize()
 

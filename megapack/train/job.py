@@ -335,7 +335,7 @@ class Trainer:
         flags = [self.interrupt.noted, *self.checkpoints.status]
         self._stopping, writing, failed = agree_with_flags(write, flags, device=self.device)
         self.progress.step(self.num_steps, metrics)
-        if failed or not writing:
+        if self.checkpoints.is_pending and (failed or not writing):
             self._finish_save()
 
     def _raise_if_stopping(self) -> None:
