@@ -177,6 +177,7 @@ def settings(args: argparse.Namespace) -> list[str]:
         *MODEL,
         *LAYOUTS[args.world],
         *("train.resume=auto", f"train.save_interval={save_interval(args.steps)}"),
+        *args.set,
     ]
 
 
@@ -221,6 +222,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seed", type=int, default=0, help="of the faults")
     found.add_argument("--world", type=int, choices=LAYOUTS, default=4, help="ranks")
     found.add_argument("--out", type=Path, default=Path("runs/soak"), help="replaced if it exists")
+    found.add_argument(
+        "--set", nargs="+", default=(), metavar="section.key=value", help="settings of the run"
+    )
     found.add_argument("--timeout-s", type=float, default=3600.0, help="of each of the two runs")
     return found
 

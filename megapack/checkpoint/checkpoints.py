@@ -8,11 +8,13 @@ the same layout takes bitwise the same steps; on another layout they agree up to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,10 @@ import torch.distributed as dist
 from megapack.base.files import sync
 from megapack.checkpoint import folders
 from megapack.checkpoint.folders import Checkpoint, Manifest, Position
-from megapack.checkpoint.state import RunState, check_index, rng_state, set_rng_state
+from megapack.checkpoint.index import check_index
+from megapack.checkpoint.pending import PendingSave
+from megapack.checkpoint.random_states import rng_state, set_rng_state
+from megapack.checkpoint.state import RunState
 from megapack.config.load import to_dict
 from megapack.config.sections import TrainConfig
 from megapack.errors import CheckpointError, first_line
@@ -42,8 +47,8 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        config: the run's config. `train.resume`, `train.save_interval` and
-            `train.keep_checkpoints` apply here.
+        config: the run's config. `train.resume`, `train.save_interval`,
+            `train.keep_checkpoints`, `train.async_save` and `train.save_threads` apply here.
         layout: the resolved layout.
         state: this rank's tensors.
         has_reference: whether the state has reference weights.
@@ -68,8 +73,11 @@ class Checkpoints:
         self.folder = Path(config.runs_dir) / config.name / "checkpoints"
         self._has_reference = has_reference
         self._data_digest = data_digest
-        # Steps at the last save; -1 = not saved yet.
+        # Steps at the last complete save; -1 = not saved yet.
         self._saved_at = -1
+        self._pending: PendingSave | None = None
+        self._blocked_s = 0.0
+        self._write_s = 0.0
 
     def find(self) -> Checkpoint | None:
         """The checkpoint that `train.resume` names, checked against the config on every rank.
@@ -110,6 +118,7 @@ class Checkpoints:
             checkpoint.path / "state",
             num_updates=manifest.position.num_updates,
             with_reference=manifest.has_reference and self._has_reference,
+            device=self.device,
         )
         agree(lambda: self._load_rng(checkpoint), device=self.device)
         self._saved_at = manifest.position.num_steps if self.is_own(checkpoint) else -1
@@ -145,7 +154,9 @@ class Checkpoints:
     def save(
         self, position: Position, plan: Plan, batch: SampleBatch, field_names: Sequence[str]
     ) -> None:
-        """Write a checkpoint and remove the oldest. A collective.
+        """Write a checkpoint, with `train.async_save` on threads. A collective.
+
+        A pending save is finished first.
 
         Args:
             position: the position after the step just taken.
@@ -157,24 +168,104 @@ class Checkpoints:
             CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
                 failed, the message names them. Earlier checkpoints are untouched.
         """
+        pending = self._pending
+        if pending is not None and pending.manifest.position.num_steps == position.num_steps:
+            return
+        self.finish()
         if position.num_steps == self._saved_at:
             return
+        started = time.perf_counter()
         path = folders.checkpoint_path(self.folder, position.num_steps)
-        part = path.with_name(f"{path.name}.part")
-        try:
-            num_bytes = self._num_bytes()
-            self._write(path, self._on_first_rank, _open, path, num_bytes)
-            self.state.save(part / "state", device=self.device)
-            fields = field_names if position.step_in_batch else ()
-            self._write(path, _write_small, part, batch, fields)
-            manifest = self._manifest(position, plan)
-            self._write(path, self._on_first_rank, folders.finish, part, manifest)
-        except Exception:
-            self._on_first_rank(shutil.rmtree, part, True)
-            raise
+        manifest = self._manifest(position, plan)
+        fields = field_names if position.step_in_batch else ()
+        with self._removing(path):
+            self._write(path, self._on_first_rank, _open, path, self._num_bytes())
+            self._pending = self._start(path, manifest, _small_files(batch, fields))
+        self._blocked_s += time.perf_counter() - started
+        if not self.config.train.async_save:
+            self.finish()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save waits for `finish`; equal on all ranks."""
+        return self._pending is not None
+
+    @property
+    def status(self) -> tuple[bool, bool]:
+        """Whether this rank still writes, and whether it could not write."""
+        pending = self._pending
+        return (False, False) if pending is None else (pending.is_writing, pending.has_failed)
+
+    def finish(self) -> Path | None:
+        """Complete the pending save and remove the oldest checkpoints. A collective.
+
+        It waits until every rank's files are on the disk. Call it once `status` is
+        (False, anything) on all ranks, or (anything, True) on one.
+
+        Returns:
+            The checkpoint; None if no save is pending.
+
+        Raises:
+            CheckpointError, ScheduleError: as `save` does.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        started = time.perf_counter()
+        self._pending = None
+        path = pending.path
+        with self._removing(path):
+            self._write(path, pending.wait)
+            pending.writer.finish()
+            self._write(path, self._on_first_rank, folders.finish, pending.part, pending.manifest)
         keep = self.config.train.keep_checkpoints
         self._write(self.folder, self._on_first_rank, folders.thin_out, self.folder, keep)
-        self._saved_at = position.num_steps
+        self._blocked_s += time.perf_counter() - started
+        self._write_s += pending.write_s
+        self._saved_at = pending.manifest.position.num_steps
+        return path
+
+    def abandon(self) -> None:
+        """Stop this rank's part of a pending save, which stays incomplete; after an error."""
+        if self._pending is not None:
+            self._pending.abandon()
+            self._pending = None
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds since the last call that training waited for checkpoints, and that this rank's
+        threads wrote the checkpoints completed since then."""
+        taken = {"checkpoint_blocked_s": self._blocked_s, "checkpoint_write_s": self._write_s}
+        self._blocked_s = 0.0
+        self._write_s = 0.0
+        return taken
+
+    def _start(
+        self, path: Path, manifest: Manifest, small: dict[str, dict[str, torch.Tensor]]
+    ) -> PendingSave:
+        """Plan all files, and start to write this rank's."""
+        part = folders.part_path(path)
+        writer = self.state.writer(
+            part / "state", num_threads=self.config.train.save_threads, device=self.device
+        )
+        if self.config.train.async_save:
+            self._write(path, writer.stage)
+        writer.plan()
+
+        def work() -> None:
+            for name, tensors in small.items():
+                _write_tensors(part / name, tensors)
+            writer.write()
+
+        return PendingSave(path, manifest, writer, work)
+
+    @contextlib.contextmanager
+    def _removing(self, path: Path) -> Iterator[None]:
+        """Remove the partial checkpoint after an error within the block."""
+        try:
+            yield
+        except Exception:
+            self._on_first_rank(shutil.rmtree, folders.part_path(path), True)
+            raise
 
     def _check(self, found: Checkpoint | None) -> None:
         if found is None:
@@ -262,11 +353,14 @@ def _open(path: Path, num_bytes: int) -> None:
     folders.check_space(path.parent, num_bytes)
 
 
-def _write_small(part: Path, batch: SampleBatch, field_names: Sequence[str]) -> None:
-    """Write the files outside Megatron's format: random states, and the batch in progress."""
-    _write_tensors(part / "rng" / _rng_name(), rng_state())
+def _small_files(
+    batch: SampleBatch, field_names: Sequence[str]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The content of the files outside Megatron's format: random states, the batch in progress."""
+    files = {f"rng/{_rng_name()}": rng_state()}
     if dist.get_rank() == 0 and field_names:
-        _write_tensors(part / _BATCH_FILE, {name: _flat(batch, name) for name in field_names})
+        files[_BATCH_FILE] = {name: _flat(batch, name) for name in field_names}
+    return files
 
 
 def _flat(batch: SampleBatch, name: str) -> torch.Tensor:

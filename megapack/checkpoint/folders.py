@@ -112,6 +112,11 @@ def checkpoint_path(folder: Path, num_steps: int) -> Path:
     return folder / f"step-{num_steps:08d}"
 
 
+def part_path(path: Path) -> Path:
+    """The name of the folder that becomes the checkpoint `path` when it is complete."""
+    return path.with_name(f"{path.name}.part")
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint's manifest and check that all its files exist with the listed sizes.
 
@@ -236,7 +241,7 @@ def open_part(path: Path) -> Path:
     _make_folder(path.parent)
     for leftover in path.parent.glob("step-*.part"):
         shutil.rmtree(leftover, ignore_errors=True)
-    part = path.with_name(f"{path.name}.part")
+    part = part_path(path)
     for name in ("state", "rng"):
         (part / name).mkdir(parents=True)
     return part
@@ -283,7 +288,7 @@ def drop_after(folder: Path, num_steps: int) -> None:
 
 def _remove(path: Path) -> None:
     # Rename first, so that a half-deleted folder is not reported as damaged.
-    part = path.with_name(f"{path.name}.part")
+    part = part_path(path)
     shutil.rmtree(part, ignore_errors=True)
     os.rename(path, part)
     shutil.rmtree(part, ignore_errors=True)

@@ -204,6 +204,11 @@ class LoopConfig:
     SIGUSR1 ends the run; null = no checkpoints. All ranks must see the run's folder."""
     keep_checkpoints: int | None = 2
     """Number of complete checkpoints to keep, the latest ones; null = all."""
+    async_save: bool = False
+    """Write checkpoints while training goes on: it waits only for a copy of the tensors into host
+    memory. Each rank needs that much memory more."""
+    save_threads: int = 4
+    """Threads per rank that write a checkpoint, each into a file of its own."""
     resume: str | None = None
     """Resume from a checkpoint: its folder, the folder of a run (its latest checkpoint), or auto
     (the latest checkpoint of this run, or the start if it has none); null = from the start."""
@@ -220,7 +225,7 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
-        at_least(self, "train", 1, "keep_checkpoints", "manual_gc_interval")
+        at_least(self, "train", 1, "keep_checkpoints", "manual_gc_interval", "save_threads")
         at_least(self, "train", 0, "trace_steps", "entropy_interval")
         if self.resume == "":
             raise ConfigError("train.resume is empty; set a folder, auto, or null")

@@ -179,9 +179,11 @@ class Trainer:
                     self._train_on(numbers)
             if config.train.save_interval is not None and self._last is not None:
                 self._save(self._last)
+            self._finish_save()
             agree(self._close_folder, device=self.device)
         finally:
             self.progress.close()
+            self.checkpoints.abandon()
             # The folder is still open only after an error. That error says more than one from
             # closing would.
             with contextlib.suppress(Exception):
@@ -267,6 +269,8 @@ class Trainer:
             self._step(batch, index, batch_seconds)
             if self._stopping or self.checkpoints.due(self.num_steps):
                 self._save(batch)
+            if self._stopping:
+                self._finish_save()
 
     def _save(self, batch: PlannedBatch) -> None:
         with self.ranks.guarded(f"the checkpoint after step {self.num_steps}"):
@@ -275,6 +279,12 @@ class Trainer:
             self.checkpoints.save(
                 self.position, batch.plan, batch.samples, self.passes.logprob_fields
             )
+
+    def _finish_save(self) -> None:
+        """Complete the pending save, if there is one."""
+        with self.ranks.guarded("the pending checkpoint"):
+            self.ranks.place.enter("checkpoint")
+            self.checkpoints.finish()
 
     def _prepare(self, numbers: SampleNumbers) -> PlannedBatch:
         """Local work of a batch: tensors, advantages, and plans that are equal on all ranks."""
@@ -327,6 +337,7 @@ class Trainer:
                 "step_measured_s": ran.measured_s,
                 "optimizer_s": optimizer_s,
                 **batch_seconds,
+                **self.checkpoints.take_seconds(),
                 "num_oom_replans": self.passes.num_oom_replans,
                 **memory_peaks(),
                 "tokens_per_second": ran.report.tokens / total_s,
@@ -338,15 +349,20 @@ class Trainer:
         self.garbage.after_step(self.num_steps)
 
     def _write(self, metrics: dict[str, Any]) -> None:
-        """Write a line of metrics on rank 0; all ranks learn whether that failed, and whether any
-        rank received a signal to stop."""
+        """Write a line of metrics on rank 0, and complete a save whose files are on the disk.
+
+        All ranks learn whether that failed, and whether any rank received a signal to stop.
+        """
 
         def write() -> None:
             if self.folder is not None:
                 self.folder.append_metrics(metrics)
 
-        (self._stopping,) = agree_with_flags(write, [self.interrupt.noted], device=self.device)
+        flags = [self.interrupt.noted, *self.checkpoints.status]
+        self._stopping, writing, failed = agree_with_flags(write, flags, device=self.device)
         self.progress.step(self.num_steps, metrics)
+        if self.checkpoints.is_pending and (failed or not writing):
+            self._finish_save()
 
     def _raise_if_stopping(self) -> None:
         """Raise RunInterrupted after a signal; the run has been saved by then."""

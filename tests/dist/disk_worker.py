@@ -1,6 +1,6 @@
 """One rank cannot write one file of a checkpoint, in turn; each rank writes its errors.
 
-torchrun --nproc-per-node 2 -m tests.dist.disk_worker OUT_DIR
+torchrun --nproc-per-node 2 -m tests.dist.disk_worker OUT_DIR ASYNC_SAVE
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ FIELDS = ("old_logprobs",)
 # The rank that fails, and the file that it cannot write.
 FAULTS = [
     (0, "common.pt"),
-    (0, "__0_0.distcp"),
-    (1, "__1_0.distcp"),
+    (0, "__0_0_0.distcp"),
+    (1, "__1_0_0.distcp"),
     (0, ".metadata"),
     (0, "metadata.json"),
     (0, "rank0.pt"),
@@ -76,7 +76,7 @@ def full_disk(name: str) -> Iterator[None]:
         yield
 
 
-def main(out_dir: str) -> None:
+def main(out_dir: str, async_save: str) -> None:
     """Save, fail to save in every way, save again, and load the last checkpoint."""
     device = launch.start("cpu")
     chunks = build_chunks(LAYOUT, distributed_optimizer=True)
@@ -86,6 +86,7 @@ def main(out_dir: str) -> None:
         chunk.zero_grad_buffer()
     optimizer.step()
     settings = ["name=run", f"runs_dir={out_dir}", "train.resume=auto"]
+    settings.append(f"train.async_save={async_save}")
     config = load_config(CONFIG, settings, TrainConfig)
     checkpoints = Checkpoints(
         config,
@@ -101,6 +102,7 @@ def main(out_dir: str) -> None:
     def save(num_steps: int) -> None:
         position = Position(num_steps=num_steps, step_in_batch=1)
         checkpoints.save(position, plan, batch, FIELDS)
+        checkpoints.finish()
 
     save(1)
     results: list[dict[str, Any]] = []
@@ -121,4 +123,4 @@ def main(out_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -13,11 +13,13 @@ from tests.dist.spawn import checked_job, rank_reports
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+@pytest.fixture(scope="module", params=["false", "true"], ids=["sync", "async"])
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[list[dict[str, Any]]]:
     """Per rank: for each fault the error and the folders left; last, those of a save that works."""
     folder: Path = tmp_path_factory.mktemp("disk")
-    checked_job(2, "tests.dist.disk_worker", [str(folder)], timeout_s=120)
+    checked_job(2, "tests.dist.disk_worker", [str(folder), request.param], timeout_s=180)
     return rank_reports(folder, 2)
 
 

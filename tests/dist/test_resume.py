@@ -31,6 +31,9 @@ SETTINGS = [
 ]
 SFT = ("objective.kind=sft", "objective.kl_coef=0.0")
 NUM_STEPS = 8
+SAVING = ("train.async_save=false", "train.async_save=true")
+# Less than the largest file of a checkpoint.
+LIMIT = 100_000
 DP2 = ("layout.dp=2", "layout.pp=1", "layout.vpp=1")
 PP2_VPP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=2")
 TP2 = ("layout.dp=1", "layout.tp=2", "layout.pp=1", "layout.vpp=1")
@@ -141,10 +144,11 @@ def copy_of_run(undisturbed: Path, folder: Path, *, until: int) -> Path:
     return run
 
 
-def test_killed_and_resumed_bit_by_bit(undisturbed: Path, tmp_path: Path) -> None:
-    killed(tmp_path, *DP2, "train.resume=auto", after_steps=5)
+@pytest.mark.parametrize("saving", SAVING)
+def test_killed_and_resumed_bit_by_bit(undisturbed: Path, tmp_path: Path, saving: str) -> None:
+    killed(tmp_path, *DP2, saving, "train.resume=auto", after_steps=5)
     assert len(metrics(tmp_path)) < NUM_STEPS
-    lines = finished(tmp_path, *DP2, "train.resume=auto")
+    lines = finished(tmp_path, *DP2, saving, "train.resume=auto")
     assert_same_steps(lines, metrics(undisturbed), rel=0.0)
     assert names(tmp_path) == ["step-00000003", "step-00000006", "step-00000008"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
@@ -166,8 +170,11 @@ def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     assert names(tmp_path)[-1] == f"step-{len(metrics(tmp_path)):08d}"
 
 
-def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
-    with running(tmp_path, *DP2, "train.resume=auto", after_steps=2) as launcher:
+@pytest.mark.parametrize("saving", SAVING)
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
+    undisturbed: Path, tmp_path: Path, saving: str
+) -> None:
+    with running(tmp_path, *DP2, saving, "train.resume=auto", after_steps=2) as launcher:
         os.kill(children(launcher.pid)[-1], signal.SIGUSR1)
         assert launcher.wait(100) != 0
     num_steps = len(metrics(tmp_path))
@@ -320,10 +327,13 @@ def test_a_resume_that_fails_leaves_later_checkpoints(undisturbed: Path, tmp_pat
     assert (names(tmp_path), metrics(tmp_path)) == before
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saving", SAVING)
+def test_a_full_disk_leaves_the_last_checkpoint(
+    undisturbed: Path, tmp_path: Path, saving: str
+) -> None:
     """A limit on the size of files simulates a full disk: writes fail half-way."""
     copy_of_run(undisturbed, tmp_path, until=3)
-    code, output = job(tmp_path, *DP2, "train.resume=auto", max_file_bytes=500_000)
+    code, output = job(tmp_path, *DP2, saving, "train.resume=auto", max_file_bytes=LIMIT)
     assert code != 0
     assert "cannot be written" in output, output[-3000:]
     assert "make room" in output

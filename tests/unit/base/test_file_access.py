@@ -20,7 +20,7 @@ SAFE_WITH = {
     "np.load": ("allow_pickle", False),
     "numpy.load": ("allow_pickle", False),
 }
-UNPICKLES = {"checkpoint.state": "reads torch's pickled index; allows only names of a list"}
+UNPICKLES = {"checkpoint.index": "reads torch's pickled index; allows only names of a list"}
 
 # Files are written by `files.write_whole`. The exceptions, each with its reason.
 WRITERS = {
@@ -37,8 +37,7 @@ WRITERS = {
     ("checkpoint.checkpoints", "torch.save"): "in a folder that is renamed when all is on the disk",
     ("checkpoint.folders", "write_text"): "the same",
     ("checkpoint.folders", "os.rename"): "renames a complete folder, or one to be removed",
-    ("checkpoint.state", "torch.save"): "the same as checkpoint.checkpoints",
-    ("checkpoint.state", "torch_checkpoint.save"): "the same as checkpoint.checkpoints",
+    ("checkpoint.writer", "torch.save"): "the same as checkpoint.checkpoints",
     ("view.plot", "figure.savefig"): "into memory",
     ("doctor.probes", "os.fdopen"): "a pipe to the parent",
 }

@@ -51,7 +51,10 @@ WITHOUT_TORCH = [
 MEGATRON = [
     "model",
     "schedule",
+    "checkpoint.blocks",
+    "checkpoint.random_states",
     "checkpoint.state",
+    "checkpoint.writer",
     "ranks.cpu",
     "train",
     "doctor.probes",

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from megapack.checkpoint.state import check_index
+from megapack.checkpoint.index import check_index
 from megapack.errors import CheckpointError
 
 pytestmark = pytest.mark.unit

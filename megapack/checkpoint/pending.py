@@ -1,0 +1,64 @@
+"""A checkpoint whose files are being written while training goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megapack.checkpoint import folders
+from megapack.checkpoint.folders import Manifest
+from megapack.checkpoint.writer import StateWriter
+from megapack.ranks.executor import DaemonExecutor
+
+
+class PendingSave:
+    """This rank's part of a save in progress; its thread ends with the work.
+
+    Args:
+        path: the checkpoint's final folder.
+        manifest: what its manifest will say.
+        writer: the tensors' writer.
+        work: writes this rank's files, without communication.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, writer: StateWriter, work: Callable[[], None]
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.writer = writer
+        self.write_s = 0.0
+        executor = DaemonExecutor("megapack-checkpoint")
+        self._done = executor.submit(lambda: self._timed(work))
+        executor.stop(0.0)
+
+    @property
+    def part(self) -> Path:
+        """The folder that the files are written into."""
+        return folders.part_path(self.path)
+
+    @property
+    def is_writing(self) -> bool:
+        return not self._done.done()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._done.done() and self._done.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until this rank's files are on the disk; raises the error of writing them."""
+        self._done.result()
+
+    def abandon(self) -> None:
+        """Stop writing after the tensor in progress."""
+        self.writer.abandon()
+        # The error, if any, is not the one that ended the run.
+        self._done.exception()
+
+    def _timed(self, work: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        try:
+            work()
+        finally:
+            self.write_s = time.perf_counter() - started
