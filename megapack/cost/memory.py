@@ -7,6 +7,7 @@ of activations. Leave a tenth of the GPU or more for these.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megapack.base.choices import Dtype, Kernel, Recompute
@@ -62,8 +63,11 @@ class MemoryModel:
     """Whether the optimizer state is split over the data-parallel ranks (with CP)."""
     recompute: Recompute = "none"
     """Activations that the backward recomputes. Attention over packed rows keeps no score matrix,
-    so "selective" (attention only) frees nothing here, and with Transformer Engine keeps more: see
-    `SavedActivations`."""
+    so "selective" with attention only frees nothing here, and with Transformer Engine keeps more:
+    see `SavedActivations`."""
+    recompute_modules: Collection[str] = ("core_attn",)
+    """What "selective" recomputes, as Megatron-Core names it: core_attn, mlp, moe, layernorm,
+    moe_act."""
     attention: Kernel = "te"
     """The attention kernel, and with "te" Transformer Engine's norms, rotary embedding and
     experts."""
@@ -124,6 +128,7 @@ class MemoryModel:
             dtype=self.dtype,
             attention=self.attention,
             recompute=self.recompute,
+            recompute_modules=self.recompute_modules,
             fused_swiglu=self.fused_swiglu,
             composite_norms=self.composite_norms,
         )
@@ -134,11 +139,10 @@ class MemoryModel:
         """Layers in flight; embedding, final norm and head of the one row that is in them."""
         layers = self._layers(layout, stage)
         saved = self.saved(layout)
-        if self.recompute == "full":
-            # Each layer keeps its input; the layer in its backward has all its activations again.
-            kept = live_tokens * layers * saved.layer_input + row_tokens * saved.recomputed_layer
-        else:
-            kept = live_tokens * layers * saved.layer
+        layer = saved.layer_input if self.recompute == "full" else saved.layer
+        # One layer is in its backward, and has again what it did not keep.
+        kept = live_tokens * layers * layer + row_tokens * saved.recomputed_layer
+        kept += live_tokens * layout.vpp * saved.rotary_table
         if layout.vpp > 1:
             # Megatron keeps the outputs that it sent. With vpp=1 it could free them.
             kept += live_tokens * layout.vpp * saved.layer_input

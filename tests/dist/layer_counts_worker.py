@@ -44,6 +44,7 @@ class Case:
     layout: Layout = field(default_factory=Layout)
     fused_swiglu: bool = False
     kernel: Literal["sdpa", "varlen", "te"] = "sdpa"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
 
     @property
     def config(self) -> ModelConfig:
@@ -63,6 +64,7 @@ class Case:
             sizes=dataclasses.replace(config.to_sizes(), vocab_size=VOCAB_SIZE),
             dtype=config.dtype,
             recompute=config.recompute,
+            recompute_modules=self.recompute_modules,
             attention=self.kernel,
             fused_swiglu=self.fused_swiglu,
             composite_norms=config.normalization == "RMSNorm",
@@ -92,6 +94,12 @@ CASES: dict[int, dict[str, Case]] = {
         "selective": Case(model=GQA | {"recompute": "selective"}),
         "selective_bf16": Case(model=GQA | BF16 | {"recompute": "selective"}),
         "selective_experts": Case(model=EXPERTS | BF16 | {"recompute": "selective"}),
+        "selective_mlp": Case(
+            model=GQA | {"recompute": "selective"}, recompute_modules=("core_attn", "mlp")
+        ),
+        "selective_moe": Case(
+            model=EXPERTS | BF16 | {"recompute": "selective"}, recompute_modules=("moe",)
+        ),
         "full": Case(model=GQA | {"recompute": "full"}),
         "full_bf16": Case(model=GQA | BF16 | {"recompute": "full"}),
         "full_experts": Case(model=EXPERTS | BF16 | {"recompute": "full"}),
@@ -167,12 +175,13 @@ def build_chunk(case: Case) -> Any:
     """The model of a case in Megatron's DDP."""
     make_config = build.transformer_config
 
-    def with_fusion(model: ModelConfig, layout: Layout) -> Any:
+    def with_case(model: ModelConfig, layout: Layout) -> Any:
         config = make_config(model, layout)
         config.bias_activation_fusion = case.fused_swiglu
+        config.recompute_modules = list(case.recompute_modules)
         return config
 
-    build.transformer_config = with_fusion
+    build.transformer_config = with_case
     try:
         (chunk,) = build.build_model(
             case.config, case.layout, vocab_size=VOCAB_SIZE, seed=1, distributed_optimizer=False
@@ -266,11 +275,10 @@ def predict(case: Case) -> dict[str, float]:
     """The bytes of `measure` from the memory model."""
     model = case.memory_model()
     stage = model.stage(case.layout, 0, live_tokens=TOKENS, row_tokens=TOKENS)
-    if case.config.recompute != "full":
-        return {"forward": stage.activations, "backward": 0}
     # The stage's activations include one layer that is in its backward; the backward runs three.
     layer = TOKENS * model.saved(case.layout).recomputed_layer
-    return {"forward": stage.activations - layer, "backward": 3 * layer}
+    full = case.config.recompute == "full"
+    return {"forward": stage.activations - layer, "backward": 3 * layer if full else 0}
 
 
 def main(out: str) -> None:
