@@ -54,7 +54,8 @@ setup(
         "packaging>=22",
     ],
     extras_require={
-        "te": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        # Without an upper bound, which would replace a newer one of NVIDIA's containers.
+        "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
         "parquet": ["pyarrow>=15"],
         "plot": ["matplotlib>=3.8"],
         "dev": [

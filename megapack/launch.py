@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import logging
 import os
 import warnings
 
@@ -18,6 +20,13 @@ from megapack.ranks.watchdog import abort_nccl
 # A rank that waits longer than this for another one is stuck: compiling and reading files take
 # less time.
 _TIMEOUT = datetime.timedelta(minutes=10)
+
+# Module of Megatron-Core -> start of a warning that it logs since 0.19, for every model. GPTModel
+# gets no new features; and DDP computes a layout that Megatron-LM's training loop passes in.
+_LOGGED = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param",
+}
 
 
 def start(device: Device) -> torch.device:
@@ -49,7 +58,7 @@ def start(device: Device) -> torch.device:
 def quiet_known_warnings() -> None:
     """Silence harmless warnings of Megatron-Core and torch, which every rank would print at import.
 
-    They are about optional packages and about deprecated names that Megatron-Core still uses.
+    They are about optional packages, deprecated names that Megatron-Core still uses, and its plans.
     """
     for message in (
         r"(Transformer Engine and )?Apex (is|are) not installed",
@@ -61,8 +70,16 @@ def quiet_known_warnings() -> None:
         r"The 'megatron\.core\.transformer\.custom_layers",
         r"Using deprecated internal API from Transformer Engine",
         r"transformer_engine\.[\w.]+ is deprecated",
+        r"absl\.logging is not installed",
+        r"MimoModelConfig is experimental",
     ):
         warnings.filterwarnings("ignore", message=message)
+    for module, start in _LOGGED.items():
+        logging.getLogger(module).addFilter(functools.partial(_starts_otherwise, start))
+
+
+def _starts_otherwise(start: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(start)
 
 
 def stop(*, broken: bool = False) -> None:

@@ -49,7 +49,7 @@ class Policy:
     """A sample over the budget: alone in its row, or an error."""
     row_shape: RowShape = "planned"
     """"planned": each row is as long as its samples. "uniform": all rows of a step are of one
-    length (CUDA graphs)."""
+    length, for kernels and dispatchers that need it."""
     balance: Balance = "time"
     """What is balanced over ranks and rows: the cost model's seconds, or row tokens."""
     step_split: StepSplit = "contiguous"

@@ -10,6 +10,8 @@ from typing import Literal
 Device = Literal["cuda", "cpu"]
 Dtype = Literal["fp32", "bf16"]
 Recompute = Literal["none", "full", "selective"]
+RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe_act", "moe"]
+"""A part of a layer, as Megatron-Core names it."""
 
 Kernel = Literal["te", "varlen", "sdpa"]
 """The implementation of attention over packed rows."""

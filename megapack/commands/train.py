@@ -54,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--json is for dry runs; set --dry-run world=N")
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
         from megapack.base.apex import warn_of_other_apex
+        from megapack.base.gpu_environment import set_missing_variables
+
+        if config.device == "cuda":
+            set_missing_variables(tp=config.layout.tp, cp=config.layout.cp)
         from megapack.launch import quiet_known_warnings
 
         quiet_known_warnings()

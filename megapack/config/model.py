@@ -14,6 +14,7 @@ from megapack.base.choices import (
     LossWeighting,
     Overlong,
     Recompute,
+    RecomputeModule,
 )
 from megapack.cost.sizes import ModelSizes
 from megapack.errors import ConfigError
@@ -79,8 +80,20 @@ class ModelConfig:
     """Transformer Engine's FP8 recipe for the linear layers; rows are aligned for it. Needs
     attention=te and dtype=bf16. Weights stay bf16; attention and the vocabulary projection do not
     use FP8. null = no FP8."""
+    bias_activation_fusion: bool | None = None
+    """Run SwiGLU forward and backward as one kernel each (torch.compile); the backward then keeps
+    three values per channel instead of five. null = on CUDA."""
+    gradient_accumulation_fusion: bool | None = None
+    """Let the linear layers' matrix products add to the fp32 gradients. Needs CUDA, and Transformer
+    Engine's layers or an extension of apex; null = where these are."""
     recompute: Recompute = "none"
-    """Activations that the backward recomputes: none, whole layers, or attention only."""
+    """Activations that the backward recomputes: none; full: whole layers; selective: those of
+    `recompute_modules`."""
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    """What recompute=selective recomputes: core_attn (attention without its projections), mlp
+    (dense layers), moe (whole layers of experts), and with Transformer Engine's layers also
+    layernorm and moe_act (the activation inside grouped experts). Recomputing fused attention alone
+    frees next to nothing."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
     freeze: tuple[str, ...] = ()
@@ -92,6 +105,12 @@ class ModelConfig:
     """Experts per token (top-k). Experts have no capacity limit, so no token is dropped."""
     moe_ffn_hidden_size: int | None = None
     """Width inside an expert; null = the MLP's ffn_hidden_size."""
+    moe_grouped_gemm: bool | None = None
+    """Run the experts of a rank as one grouped matrix product instead of one after another. Needs
+    Transformer Engine's layers; null = where these are."""
+    moe_permute_fusion: bool | None = None
+    """Sort tokens by expert, and back, in one kernel each. Needs Transformer Engine's layers; null
+    = where these are."""
     moe_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become scores: softmax over the chosen experts, or normalised
     sigmoids (DeepSeek-V3)."""
@@ -111,6 +130,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_experts()
+        self._check_recompute()
         at_least(self, "model", 0, "mtp_num_layers", "mtp_loss_coef")
         if self.mtp_num_layers and self.recompute == "full":
             raise ConfigError(
@@ -170,6 +190,24 @@ class ModelConfig:
             num_experts=self.num_experts,
             experts_per_token=self.moe_top_k if self.num_experts else 1,
         )
+
+    def _check_recompute(self) -> None:
+        modules = self.recompute_modules
+        if len(set(modules)) < len(modules) or not modules:
+            raise ConfigError(
+                f"model.recompute_modules is {list(modules)}; name one or more, each once"
+            )
+        of_experts = [name for name in modules if name in ("moe_act", "moe")]
+        if of_experts and self.num_experts is None:
+            raise ConfigError(
+                f"model.recompute_modules has {of_experts[0]}, but the model has no experts; leave "
+                "it out or set model.num_experts"
+            )
+        if self.fp8 == "delayed" and {"moe_act", "layernorm"} & set(modules):
+            raise ConfigError(
+                f"model.recompute_modules={list(modules)} does not run with model.fp8=delayed; "
+                "leave moe_act and layernorm out, or set model.fp8=tensorwise"
+            )
 
     def _check_fp8(self) -> None:
         if self.fp8 is None:

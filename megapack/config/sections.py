@@ -149,10 +149,20 @@ class OptimConfig:
     """Gradients are scaled down to this global norm; 0 = no clipping."""
     distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients in buckets while the last backward of a step runs. null = on CUDA with more
+    than one data-parallel rank, unless train.on_oom=replan."""
+    overlap_param_gather: bool | None = None
+    """Gather the updated weights in buckets while the next forward runs. Needs
+    distributed_optimizer and overlap_grad_reduce; null = with both."""
+    bucket_size: int | None = None
+    """Parameters of a bucket; null = 40 million, or a million per data-parallel rank if that is
+    more."""
 
     def __post_init__(self) -> None:
         at_least(self, "optim", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
         at_least(self, "optim", 0, "adam_beta1", "adam_beta2", "adam_eps")
+        at_least(self, "optim", 1, "bucket_size")
         if max(self.adam_beta1, self.adam_beta2) >= 1:
             raise ConfigError(
                 f"optim.adam_beta1={self.adam_beta1} and optim.adam_beta2={self.adam_beta2} must "
@@ -191,13 +201,16 @@ class LoopConfig:
     """If a GPU runs out of memory: error ends the run, replan repeats the step once in rows of half
     the size. replan needs a layout whose ranks do not communicate inside layers (tp = cp = ep = 1);
     the metric `num_oom_replans` counts the repeated steps."""
+    manual_gc_interval: int | None = 100
+    """Collect Python's cyclic garbage every this many optimizer steps, on all ranks at the same
+    step; ranks that collect at different times wait for each other. null = Python decides."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go in addition to `metrics.jsonl`; the packages of these names must be
     installed."""
 
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
-        at_least(self, "train", 1, "keep_checkpoints")
+        at_least(self, "train", 1, "keep_checkpoints", "manual_gc_interval")
         at_least(self, "train", 0, "trace_steps")
         if self.resume == "":
             raise ConfigError("train.resume is empty; set a folder, auto, or null")
@@ -324,15 +337,17 @@ class TrainConfig:
         model = self.model
         on_gpu = self.device == "cuda"
         preferred: Kernel = "te" if on_gpu and model.dtype == "bf16" else "sdpa"
+        fused_swiglu = model.bias_activation_fusion
         return MemoryModel(
             sizes=self.model.to_sizes(),
             untied_embeddings=self.model.untie_embeddings,
             dtype=self.model.dtype,
             distributed_optimizer=self.optim.distributed_optimizer,
             recompute=self.model.recompute,
+            recompute_modules=self.model.recompute_modules,
             logprob_chunk_tokens=self.objective.logprob_chunk_tokens,
             attention=preferred if model.attention == "auto" else model.attention,
-            fused_swiglu=on_gpu,
+            fused_swiglu=on_gpu if fused_swiglu is None else fused_swiglu,
             composite_norms=not on_gpu and model.normalization == "RMSNorm",
         )
 
@@ -373,6 +388,11 @@ class TrainConfig:
             raise ConfigError(
                 f"train.on_oom=replan cannot run with this layout ({reason}); set "
                 "train.on_oom=error"
+            )
+        if self.train.on_oom == "replan" and self.optim.overlap_grad_reduce:
+            raise ConfigError(
+                "train.on_oom=replan cannot run with optim.overlap_grad_reduce=true, because a "
+                "step is repeated before it is reduced; set one of them otherwise"
             )
 
 

@@ -7,10 +7,9 @@ bf16: Transformer Engine keeps some inputs in both.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from megapack.base.choices import Dtype, Kernel, Recompute
+from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
 from megapack.cost.sizes import ModelSizes
 from megapack.layout import Layout
 
@@ -33,7 +32,7 @@ class SavedActivations:
     dtype: Dtype = "bf16"
     attention: Kernel = "te"
     recompute: Recompute = "none"
-    recompute_modules: Collection[str] = ("core_attn",)
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     fused_swiglu: bool = True
     composite_norms: bool = False
 
@@ -45,7 +44,7 @@ class SavedActivations:
         outputs = 0.0 if self._recomputes("layernorm") else 2 * self._width * self._hidden
         return 2 * self._norm + outputs + self._attention + mlp
 
-    def _recomputes(self, module: str) -> bool:
+    def _recomputes(self, module: RecomputeModule) -> bool:
         return self.recompute == "selective" and module in self.recompute_modules
 
     @property

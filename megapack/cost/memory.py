@@ -7,10 +7,9 @@ of activations. Leave a tenth of the GPU or more for these.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from megapack.base.choices import Dtype, Kernel, Recompute
+from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
 from megapack.cost.activations import SavedActivations, expert_tp
 from megapack.cost.sizes import ModelSizes
 from megapack.layout import Layout
@@ -65,9 +64,8 @@ class MemoryModel:
     """Activations that the backward recomputes. Attention over packed rows keeps no score matrix,
     so "selective" with attention only frees nothing here, and with Transformer Engine keeps more:
     see `SavedActivations`."""
-    recompute_modules: Collection[str] = ("core_attn",)
-    """What "selective" recomputes, as Megatron-Core names it: core_attn, mlp, moe, layernorm,
-    moe_act."""
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    """What "selective" recomputes."""
     attention: Kernel = "te"
     """The attention kernel, and with "te" Transformer Engine's norms, rotary embedding and
     experts."""

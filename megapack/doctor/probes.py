@@ -7,7 +7,6 @@ reference.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -17,9 +16,10 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 
 from megapack.base.apex import OTHER_APEX, find_apex
+from megapack.base.gpu_environment import ALLOCATOR, ALLOCATORS, CONNECTIONS, EXPANDABLE
+from megapack.doctor.versions import check_version, engine_note
 
 _ON = ("1", "true", "yes", "y", "on")
 _OFF = ("0",)
@@ -50,6 +50,9 @@ _NOTES: _Rules = {
     "NCCL_IB_DISABLE": (_ON, "nodes communicate over TCP, not InfiniBand or RoCE"),
     "NCCL_SHM_DISABLE": (_ON, "GPUs of a node without peer access communicate over the network"),
 }
+# Registers the buffers of captured collectives with NCCL. Recipes of Megatron-Bridge turn it off
+# with segments that grow; Megatron-Core's DDP refuses its own user buffers (nccl_ub) with them.
+_USER_BUFFERS = "NCCL_GRAPH_REGISTER"
 # torch renamed these from NCCL_* to TORCH_NCCL_*; it still reads the old names, with a warning.
 _RENAMED = [
     "ASYNC_ERROR_HANDLING",
@@ -72,7 +75,7 @@ class Diagnosis:
     faults: list[str] = field(default_factory=list)
     """What is wrong and what to do."""
     notes: list[str] = field(default_factory=list)
-    """Settings that are right for some runs only."""
+    """Settings that are right for some runs only, and versions that are newer than tested."""
 
 
 def run_probe(name: str) -> Diagnosis:
@@ -119,14 +122,36 @@ def check_environment(
     faults = _broken_rules(_FAULTS, {**renamed, **environment})
     notes = _broken_rules(_NOTES, environment)
     notes += [f"NCCL_{name}: torch has renamed it; set TORCH_NCCL_{name}" for name in old]
-    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    connections = environment.get(CONNECTIONS, "not set")
     if connections != "1":
         notes.append(
-            f"CUDA_DEVICE_MAX_CONNECTIONS is {connections}: with tp > 1 on Hopper and older "
-            "Megatron asks for 1, so that collectives start before the matrix products that they "
-            "overlap with"
+            f"{CONNECTIONS} is {connections}: with tp > 1 or cp > 1 on Hopper and older it should "
+            "be 1, so that collectives start before the matrix products that they overlap with; "
+            "megapack train sets it there if it is not set"
         )
+    notes += _check_allocator(environment)
     return [*faults, *_check_threads(environment, num_cores)], notes
+
+
+def _check_allocator(environment: Mapping[str, str]) -> list[str]:
+    """Notes about torch's allocator: rows of changing lengths need segments that can grow."""
+    given = {name: environment[name] for name in ALLOCATORS if name in environment}
+    if not given:
+        return [
+            f"{ALLOCATOR} is not set: megapack train sets {EXPANDABLE}; a loop of your own should, "
+            "because rows of changing lengths fragment memory"
+        ]
+    if len(set(given.values())) > 1:
+        return [f"{' and '.join(given)} differ; set one of them"]
+    name, text = next(iter(given.items()))
+    if EXPANDABLE not in text.replace(" ", "").split(","):
+        return [f"{name}={text}: rows of changing lengths fragment memory; add {EXPANDABLE}"]
+    if environment.get(_USER_BUFFERS, "").lower() in _ON:
+        return [
+            f"{_USER_BUFFERS}=1: NCCL's user buffers do not work with {EXPANDABLE}; set 0, or "
+            f"unset {name}"
+        ]
+    return []
 
 
 def _broken_rules(rules: _Rules, environment: Mapping[str, str]) -> list[str]:
@@ -160,7 +185,9 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 def _python(diagnosis: Diagnosis) -> None:
     from megapack import __file__ as path
 
-    diagnosis.found = f"{platform.python_version()}, {sys.executable}; megapack in {path}"
+    version = platform.python_version()
+    diagnosis.found = f"{version}, {sys.executable}; megapack in {path}"
+    diagnosis.faults, diagnosis.notes = check_version("python", version)
 
 
 def _numba(diagnosis: Diagnosis) -> None:
@@ -190,7 +217,7 @@ def _torch(diagnosis: Diagnosis) -> None:
     import torch
 
     diagnosis.found = torch.__version__
-    _check_version(diagnosis, "torch", torch.__version__)
+    diagnosis.faults, diagnosis.notes = check_version("torch", torch.__version__)
 
 
 def _cuda(diagnosis: Diagnosis) -> None:
@@ -231,7 +258,8 @@ def _transformer_engine(diagnosis: Diagnosis) -> None:
         return
     importlib.import_module("transformer_engine.pytorch")
     diagnosis.found = str(sys.modules["transformer_engine"].__version__)
-    _check_version(diagnosis, "transformer-engine", diagnosis.found, of="megatron-core")
+    diagnosis.faults, diagnosis.notes = check_version("transformer-engine", diagnosis.found)
+    diagnosis.notes += engine_note(diagnosis.found)
 
 
 def _apex(diagnosis: Diagnosis) -> None:
@@ -251,7 +279,7 @@ def _megatron(diagnosis: Diagnosis) -> None:
 
     version = str(megatron.core.__version__)
     diagnosis.found = f"megatron-core {version}, {os.path.dirname(megatron.core.__file__)}"
-    _check_version(diagnosis, "megatron-core", version)
+    diagnosis.faults, diagnosis.notes = check_version("megatron-core", version)
 
 
 def _patches(diagnosis: Diagnosis) -> None:
@@ -275,20 +303,6 @@ def _patches(diagnosis: Diagnosis) -> None:
     findings = [finding for host in hosts for finding in patching.check(host)]
     diagnosis.faults += [f"{found.target}: {found.problem}" for found in findings if found.problem]
     diagnosis.found = f"{VARIABLE}={','.join(hosts)}, {len(findings)} names"
-
-
-def _check_version(diagnosis: Diagnosis, package: str, version: str, of: str = "megapack") -> None:
-    """Compare an imported version with the range that the installed package `of` requires."""
-    from packaging.requirements import Requirement
-    from packaging.version import Version
-
-    # NVIDIA's containers have builds such as 2.6.0a0+ecf3bae, which no range of releases contains.
-    release = Version(version).base_version
-    with contextlib.suppress(metadata.PackageNotFoundError):  # a source tree has no metadata
-        requirements = map(Requirement, metadata.requires(of) or [])
-        required = next((r.specifier for r in requirements if r.name == package), None)
-        if required is not None and not required.contains(release):
-            diagnosis.faults.append(f"version {version}; install {package}{required}")
 
 
 _PROBES: dict[str, Callable[[Diagnosis], None]] = {

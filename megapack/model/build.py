@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -17,18 +20,15 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megapack.base.choices import Kernel, Recompute
+from megapack.base.choices import Kernel
 from megapack.config.model import VOCAB_MULTIPLE, check_sizes
-from megapack.config.sections import ModelConfig
+from megapack.config.sections import ModelConfig, OptimConfig
 from megapack.errors import ConfigError
 from megapack.layout import Layout, round_up
-from megapack.model.attention.choice import (
-    choose_attention,
-    has_gradient_accumulation_fusion,
-    has_rope_fusion,
-)
+from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.head import keep_fp32, replace_output_layer
-from megapack.model.init import freeze, initialize_by_name
+from megapack.model.init import freeze, initialize_by_name, mark_grouped_experts
+from megapack.model.settings import FIXED, Settings, layer_settings, reduction_settings, values
 from megapack.model.specs import block_spec, mtp_spec
 from megapack.ranks import cpu
 
@@ -37,7 +37,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
     """Megatron's config for a model and a layout, with the settings that packed rows need.
 
     Raises:
-        ConfigError: the model's attention or FP8 recipe cannot run on this machine.
+        ConfigError: the model's attention, FP8 recipe or a setting cannot run on this machine.
     """
     kernel = choose_attention(model.attention, model.dtype)
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
@@ -57,8 +57,6 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         if model.gated_linear_unit
         else torch.nn.functional.gelu,
         add_bias_linear=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
@@ -77,15 +75,17 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         # The interleaved schedule is correct only with overlap; see schedule.checks.check_config.
         overlap_p2p_comm=pipelined and layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
+        # A stage's output is freed once it is sent: pp micro-batches of them would stay otherwise.
+        # Not under interleaving, see schedule.runner.
+        deallocate_pipeline_outputs=pipelined and layout.vpp == 1,
         calculate_per_token_loss=True,
-        persist_layer_norm=False,
         apply_rope_fusion=has_rope_fusion(kernel),
-        gradient_accumulation_fusion=has_gradient_accumulation_fusion(),
         mtp_num_layers=model.mtp_num_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss_coef,
+        **values(FIXED),
         **_experts(model),
         **_fp8(model, kernel),
-        **_recompute(model.recompute),
+        **_faster(model, kernel),
         **_without_cuda_graphs(),
     )
 
@@ -136,14 +136,27 @@ def _without_cuda_graphs() -> dict[str, Any]:
     return {}
 
 
-def _recompute(mode: Recompute) -> dict[str, Any]:
-    if mode == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    return {"recompute_granularity": "selective"} if mode == "selective" else {}
+def _faster(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
+    """The settings that choose faster kernels, and what is recomputed to save memory."""
+    chosen = values(layer_settings(model, kernel))
+    if model.recompute == "none":
+        return chosen
+    if model.recompute == "full":
+        whole = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        return {**chosen, "recompute_granularity": "full", **whole}
+    modules = list(model.recompute_modules)
+    needs_te = [name for name in modules if name in ("layernorm", "moe_act")]
+    if needs_te and kernel != "te":
+        raise ConfigError(
+            f"model.recompute_modules has {needs_te[0]}, which Megatron recomputes only with "
+            f"Transformer Engine's layers, but attention is {kernel}; leave it out"
+        )
+    if "moe_act" in modules and not chosen["moe_grouped_gemm"]:
+        raise ConfigError(
+            "model.recompute_modules has moe_act, which needs moe_grouped_gemm; set it to true, or "
+            "leave moe_act out"
+        )
+    return {**chosen, "recompute_granularity": "selective", "recompute_modules": modules}
 
 
 def initialize_parallel(layout: Layout, seed: int) -> None:
@@ -167,6 +180,7 @@ def build_model(
     distributed_optimizer: bool,
     value_head: bool = False,
     model_class: type[GPTModel] = GPTModel,
+    reduction: Settings | None = None,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks, wrapped in Megatron's DDP; initial weights depend only on the seed.
 
@@ -174,6 +188,7 @@ def build_model(
         vocab_size: number of the tokenizer's ids; padded to a multiple of 128.
         value_head: one fp32 value per token instead of logits; needs untied embeddings.
         model_class: GPTModel or a subclass, for example one whose forward has more inputs.
+        reduction: settings of DDP; None = those that `reduction_settings` chooses by default.
 
     Raises:
         ConfigError: the layout does not divide the sizes, or a value head has tied embeddings.
@@ -195,8 +210,13 @@ def build_model(
         tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
     freeze(chunks, model.freeze)
+    if reduction is None:
+        optim = OptimConfig(distributed_optimizer=distributed_optimizer)
+        reduction = reduction_settings(optim, layout)
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        **values(reduction),
     )
     wrapped = [
         DistributedDataParallel(
@@ -231,21 +251,44 @@ def _chunk(
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     kernel = choose_attention(model.attention, model.dtype)
     spec = block_spec(kernel, config, vp_stage)
-    chunk = model_class(
-        config=config,
-        transformer_layer_spec=spec,
-        mtp_block_spec=mtp_spec(kernel, config, spec, vp_stage),
-        vocab_size=vocab_size,
-        max_sequence_length=model.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(**stage),
-        post_process=parallel_state.is_pipeline_last_stage(**stage),
-        share_embeddings_and_output_weights=not model.untie_embeddings,
-        position_embedding_type="rope",
-        rotary_base=model.rotary_base,
-        vp_stage=vp_stage,
-    )
+    with _plain_output_layer():
+        chunk = model_class(
+            config=config,
+            transformer_layer_spec=spec,
+            mtp_block_spec=mtp_spec(kernel, config, spec, vp_stage),
+            vocab_size=vocab_size,
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=not model.untie_embeddings,
+            position_embedding_type="rope",
+            rotary_base=model.rotary_base,
+            vp_stage=vp_stage,
+        )
     _drop_unused_weight(chunk)
+    mark_grouped_experts(chunk, gated=model.gated_linear_unit)
     return chunk
+
+
+@contextlib.contextmanager
+def _plain_output_layer() -> Iterator[None]:
+    """Within the block GPTModel builds its output layer without gradient accumulation fusion.
+
+    That layer is Megatron's own and refuses the fusion without apex, also if all other layers are
+    Transformer Engine's. Its forward never runs: log-probs read its weight (see `head`).
+    """
+    layer = tensor_parallel.ColumnParallelLinear
+
+    def plain(*args: Any, config: TransformerConfig, **kwargs: Any) -> Any:
+        own = copy.copy(config)
+        own.gradient_accumulation_fusion = False
+        return layer(*args, config=own, **kwargs)
+
+    tensor_parallel.ColumnParallelLinear = plain
+    try:
+        yield
+    finally:
+        tensor_parallel.ColumnParallelLinear = layer
 
 
 def _drop_unused_weight(chunk: GPTModel) -> None:

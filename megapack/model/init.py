@@ -22,8 +22,10 @@ from megapack.errors import ConfigError
 from megapack.model.head import unwrapped
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-# Expert 3 is `local_experts.3.` in SequentialMLP and `linear_fc1.weight3` in grouped experts.
-_EXPERT = re.compile(r"^(.*)\.experts\.(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
+# Expert 3 is `local_experts.3.linear_fc1.weight` in SequentialMLP, `linear_fc1.weight3` in grouped
+# experts. Both have the first name in the whole model.
+_EXPERT = re.compile(r"^(.*)\.experts\.local_experts\.(\d+)\.(.*)$")
+_GROUPED_EXPERT = re.compile(r"^(.*)\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -55,8 +57,9 @@ def initialize_by_name(
 def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of a GPT chunk with their names in the whole model.
 
-    Layers are numbered from 0 over all stages, experts over all expert-parallel ranks, and a tied
-    output layer has the name of the embedding.
+    Layers are numbered from 0 over all stages, experts over all expert-parallel ranks. An expert
+    has the same names whether experts run one by one or grouped. A tied output layer has the name
+    of the embedding.
     """
     chunk = unwrapped(chunk)
     tied = chunk.share_embeddings_and_output_weights
@@ -75,11 +78,31 @@ def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def _with_global_expert(chunk: Any, name: str) -> str:
-    match = _EXPERT.match(name)
-    if match is None:
+    if match := _EXPERT.match(name):
+        layer, local, part = match.groups()
+    elif match := _GROUPED_EXPERT.match(name):
+        layer, part, local = match.groups()
+    else:
         return name
-    indices = chunk.get_submodule(match[1]).local_expert_indices
-    return f"{match[1]}.experts.{match[2]}{indices[int(match[3])]}{name[match.end() :]}"
+    index = chunk.get_submodule(layer).local_expert_indices[int(local)]
+    return f"{layer}.experts.local_experts.{index}.{part}"
+
+
+def mark_grouped_experts(chunk: Any, *, gated: bool) -> None:
+    """Mark how tensor-parallel ranks split the weights of grouped experts.
+
+    Transformer Engine does not know of the split, which Megatron makes before it, and marks all of
+    them as split by rows.
+
+    Args:
+        gated: whether fc1 is a gate and an up projection, stored as one.
+    """
+    for name, param in unwrapped(chunk).named_parameters():
+        match = _GROUPED_EXPERT.match(name)
+        if match and param.dim() == 2:
+            rows = match[2] == "linear_fc1.weight"
+            param.partition_dim = 0 if rows else 1
+            param.partition_stride = 2 if rows and gated else 1
 
 
 def full_shape(param: Tensor, tp: int) -> tuple[int, ...]:
@@ -121,22 +144,43 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
             embedding, which includes a tied output projection.
 
     Raises:
-        ConfigError: on every rank, if a pattern matches nothing.
+        ConfigError: on every rank, if a pattern matches nothing, or only some of the experts that a
+            rank runs grouped.
     """
-    num_matches = torch.zeros(len(patterns), device=torch.cuda.current_device())
+    # The last number counts groups of experts that are frozen in part.
+    num_matches = torch.zeros(len(patterns) + 1, device=torch.cuda.current_device())
     for chunk in chunks:
         for name, param in global_parameters(chunk):
             matches = [fnmatch.fnmatchcase(name, pattern) for pattern in patterns]
-            num_matches += torch.tensor(matches, device=num_matches.device)
+            num_matches[:-1] += torch.tensor(matches, device=num_matches.device)
             if any(matches):
                 param.requires_grad_(False)
+        num_matches[-1] += _num_mixed_groups(chunk)
     dist.all_reduce(num_matches)
-    for pattern, count in zip(patterns, num_matches.tolist(), strict=True):
+    *counts, num_mixed = num_matches.tolist()
+    if num_mixed:
+        raise ConfigError(
+            "model.freeze matches only some experts of a layer, and grouped experts are trained "
+            "together; freeze all of them, or set model.moe_grouped_gemm=false"
+        )
+    for pattern, count in zip(patterns, counts, strict=True):
         if not count:
             raise ConfigError(
                 f"model.freeze: no parameter matches {pattern!r}; names are like "
                 "embedding.word_embeddings.weight or decoder.layers.0.mlp.linear_fc1.weight"
             )
+
+
+def _num_mixed_groups(chunk: Any) -> int:
+    """Number of grouped matrix products of which some experts are frozen and others are trained.
+
+    Transformer Engine looks only at the first expert of a group.
+    """
+    groups: dict[tuple[str, str], set[bool]] = {}
+    for name, param in unwrapped(chunk).named_parameters():
+        if match := _GROUPED_EXPERT.match(name):
+            groups.setdefault((match[1], match[2]), set()).add(param.requires_grad)
+    return sum(len(kinds) > 1 for kinds in groups.values())
 
 
 def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None:

@@ -28,6 +28,7 @@ def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], b
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=optim.distributed_optimizer,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
     return get_megatron_optimizer(config, chunks)
 

@@ -81,7 +81,8 @@ class ScheduleAdapter:
         temperature: logits are divided by it.
         head: "value" if the last chunk has a value head (`head.replace_output_layer`).
         retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
-            StepOutOfMemory on every rank; the caller may try it again. See `faults`.
+            StepOutOfMemory on every rank; the caller may try it again. DDP's communication then
+            does not overlap with forwards and backwards. See `faults`.
         ranks: the threads and connections that carry an error of one rank to the others and pack
             the next step ahead. None: in a job of several processes, the first adapter of a
             process starts them for all its adapters (`Ranks.start()`); a job of one process has
@@ -146,8 +147,9 @@ class ScheduleAdapter:
         checks.check_layout(self.layout, len(self.chunks))
         checks.check_config(self.config, self.layout)
         checks.check_chunks(self.chunks)
+        checks.check_cp_comm(self.chunks, self.config)
         if retries_oom:
-            check_retry(self.layout, self.chunks, self.config)
+            check_retry(self.layout, self.config)
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         return ModelRouting(self.chunks, self.config, self.layout, tp_rank)
 

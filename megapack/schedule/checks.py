@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, get_te_version
+from packaging.version import Version
 
 from megapack.errors import ConfigError
 from megapack.layout import Layout, fp8_rows
@@ -82,12 +83,8 @@ def check_config(config: Any, layout: Layout) -> None:
             f"config.context_parallel_size={config.context_parallel_size} and the layout's "
             f"cp={layout.cp} differ; set both to the same value"
         )
-    if layout.cp > 1 and "a2a+p2p" in (config.cp_comm_type or ()):
-        raise ConfigError(
-            f"cp_comm_type={config.cp_comm_type!r}: Transformer Engine has no packed rows with "
-            "'a2a+p2p'; set 'p2p'"
-        )
     _check_fp8(config, layout)
+    _check_cuda_graphs(config)
     if config.num_moe_experts:
         check_experts(config, layout)
     check_mtp(config)
@@ -110,6 +107,42 @@ def _check_fp8(config: Any, layout: Layout) -> None:
             f"{needed} tokens per GPU, the layout's fp8={layout.fp8!r} gives a multiple of "
             f"{layout.fp8_unit_tokens}; set Layout(fp8={fp8!r})"
         )
+
+
+def _check_cuda_graphs(config: Any) -> None:
+    """Raise ConfigError for CUDA graphs of modules that see a row's samples.
+
+    A graph replays a module with tensors of the captured shapes and without its Python code.
+    Megatron's layers refuse packed rows in graphs of the attention: `cu_seqlens` is as long as the
+    row has samples. A graph of a router would keep the samples of the captured row.
+    """
+    scope = _graph_scope(config)
+    if _has_graphs(config) and scope != {"mlp"}:
+        raise ConfigError(
+            f"CUDA graphs (cuda_graph_impl={config.cuda_graph_impl!r}) of "
+            f"{', '.join(sorted(scope)) or 'whole layers'}: each packed row has other samples; set "
+            "cuda_graph_impl='none', or capture 'mlp' alone"
+        )
+
+
+def _has_graphs(config: Any) -> bool:
+    # Megatron-Core turns the two older settings into cuda_graph_impl when a config is made, but
+    # they may be set later.
+    names = ("enable_cuda_graph", "external_cuda_graph")
+    return getattr(config, "cuda_graph_impl", "none") != "none" or any(
+        getattr(config, name, False) for name in names
+    )
+
+
+def _graph_scope(config: Any) -> set[str]:
+    """What is captured; empty for whole layers or iterations.
+
+    Megatron-Core 0.19 has `cuda_graph_modules` for the `cuda_graph_scope` of earlier versions.
+    """
+    scope = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
+    if isinstance(scope, str):
+        scope = scope.split(",")
+    return {getattr(part, "name", part) for part in scope or ()} - {"full"}
 
 
 def _check_features(config: Any) -> None:
@@ -144,10 +177,35 @@ def check_planned_rows(config: Any) -> None:
             "moe_token_dispatcher_type='allgather' needs equal rows on all ranks; set 'alltoall', "
             "or plan with Policy(row_shape='uniform')"
         )
-    if getattr(config, "cuda_graph_impl", "none") != "none":
+    if _has_graphs(config):
         raise ConfigError(
-            f"cuda_graph_impl={config.cuda_graph_impl!r} needs rows of one shape; set it to "
-            "'none', or plan with Policy(row_shape='uniform')"
+            f"CUDA graphs (cuda_graph_impl={config.cuda_graph_impl!r}) need rows of one length; "
+            "set cuda_graph_impl='none', or plan with Policy(row_shape='uniform')"
+        )
+
+
+# Version of Transformer Engine -> ways of context parallelism that run packed rows since then. Read
+# from the assertions of its releases 2.9 to 2.20; 'a2a+p2p' refuses packed rows in all of them.
+_CP_COMM_TYPES = {"0": "p2p", "2.10": "a2a", "2.18": "all_gather"}
+
+
+def check_cp_comm(chunks: Sequence[Any], config: Any) -> None:
+    """Raise ConfigError if Transformer Engine's attention would refuse the rows' communication.
+
+    The attention of megapack.model checks its own.
+    """
+    modules = (module for chunk in chunks for module in chunk.modules())
+    if not any(type(module).__name__ == "TEDotProductAttention" for module in modules):
+        return
+    given = config.cp_comm_type
+    kinds = set(given) if isinstance(given, list) else {given}
+    version = get_te_version()
+    known = {kind for since, kind in _CP_COMM_TYPES.items() if version >= Version(since)}
+    unknown = sorted(kinds - known - {None})
+    if config.context_parallel_size > 1 and unknown:
+        raise ConfigError(
+            f"cp_comm_type={unknown[0]!r}: Transformer Engine {version} does not run packed rows "
+            f"with it; set {' or '.join(map(repr, sorted(known, reverse=True)))}"
         )
 
 

@@ -7,7 +7,8 @@ process groups stay usable. This needs ranks that do not communicate inside laye
 could not know which collectives it still has to join.
 
 A NaN or an infinity on one rank is an error of every rank. Each forward sets a flag on the device,
-and so do the gradients before their reduction. The flags are read once, at the step's end; only if
+and so do the gradients before their reduction (after it, if it overlaps with backwards: then the
+error names every rank of the sum). The flags are read once, at the step's end; only if
 one is set do the ranks find out which rank set it. A stage passes a NaN on to the next stage, so
 only the first one is reported.
 """
@@ -35,8 +36,11 @@ from megapack.schedule.forward import Listener
 _MAX_SAMPLES = 8
 
 
-def check_retry(layout: Layout, chunks: Sequence[Any], config: Any) -> None:
-    """Raise ConfigError if a step that runs out of memory could not be tried again."""
+def check_retry(layout: Layout, config: Any) -> None:
+    """Raise ConfigError if a step that runs out of memory could not be tried again.
+
+    DDP communicates inside forwards and backwards only if it overlaps; see `without_overlap`.
+    """
     if reason := why_no_retry(tp=layout.tp, cp=layout.cp, ep=layout.ep):
         raise ConfigError(
             f"steps out of memory cannot be tried again with {reason}; set train.on_oom=error "
@@ -48,13 +52,6 @@ def check_retry(layout: Layout, chunks: Sequence[Any], config: Any) -> None:
             "fp8_recipe='delayed': ranks share scales after each forward; set "
             "tp_only_amax_red=True, another recipe, or train.on_oom=error (retries_oom=False)"
         )
-    for chunk in chunks:
-        for name in ("overlap_grad_reduce", "overlap_param_gather"):
-            if getattr(getattr(chunk, "ddp_config", None), name, False):
-                raise ConfigError(
-                    f"steps out of memory cannot be tried again with {name}: ranks communicate "
-                    "inside forwards or backwards; set it to False"
-                )
 
 
 class OutOfMemoryGuard:

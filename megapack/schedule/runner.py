@@ -17,6 +17,12 @@ from megapack.layout import Layout
 from megapack.model.attention.packed import with_params
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, token_weight
+from megapack.model.overlap import (
+    dropping_reductions,
+    overlaps_reduction,
+    sync_functions,
+    without_overlap,
+)
 from megapack.ranks.place import Place
 from megapack.rows.packed import PackedRow
 from megapack.schedule import checks
@@ -111,6 +117,8 @@ class ScheduleRunner:
         communicator = self._communicator(call, rows) if self.layout.pp > 1 else None
         with (
             contextlib.nullcontext() if memory is None else memory.backwards(),
+            contextlib.nullcontext() if memory is None else without_overlap(self.chunks),
+            dropping_reductions(self.chunks),
             _config_with(self.config, self._overrides(call, flags, memory)),
             self.routing.following(schedule_pass),
         ):
@@ -180,11 +188,18 @@ class ScheduleRunner:
         self, call: StepCall, flags: FiniteFlags, memory: OutOfMemoryGuard | None
     ) -> dict[str, Any]:
         overrides: dict[str, Any] = {
-            "variable_seq_lengths": call.has_planned_rows and self.layout.pp > 1
+            "variable_seq_lengths": call.has_planned_rows and self.layout.pp > 1,
+            # After an exchange Megatron also synchronizes the device, against a race in old
+            # versions of torch. Waiting for the requests already orders the streams.
+            "batch_p2p_sync": False,
         }
+        if call.is_training:
+            overrides |= sync_functions(self.chunks, self.config)
         if self.layout.vpp > 1:
             overrides["microbatch_group_size_per_vp_stage"] = call.step_plan.group_size
-            # Megatron-Core before 0.19 frees a stage's output while its isend still reads it.
+            # Sends overlap with the next forward. Megatron-Core before 0.19 frees a stage's output
+            # while its send still reads it; later versions wait for the send, which ends the
+            # overlap. Without interleaving each send is waited for, and the setting is the user's.
             overrides["deallocate_pipeline_outputs"] = False
         finalize = self.config.finalize_model_grads_func
         if finalize is None and checks.reduces(self.chunks):
@@ -199,14 +214,25 @@ class ScheduleRunner:
         flags: FiniteFlags,
         memory: OutOfMemoryGuard | None,
     ) -> Callable[..., None]:
-        """A `finalize` that first checks this rank's own gradients."""
+        """A `finalize` that first checks this rank's own gradients.
+
+        Reductions that overlap with backwards are running by then, so reduced gradients are
+        checked.
+        """
+        are_running = any(map(overlaps_reduction, self.chunks))
+
+        def check() -> None:
+            buffers = [checks.gradient_buffers(chunk) for chunk in self.chunks]
+            self._check_gradients(flags, [[b.grad_data for b in own] for own in buffers])
 
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
             self.place.enter("reduction")
-            buffers = [checks.gradient_buffers(chunk) for chunk in self.chunks]
-            self._check_gradients(flags, [[b.grad_data for b in own] for own in buffers])
+            if not are_running:
+                check()
             if memory is None or not memory.agree():
                 finalize(*args, **kwargs)
+            if are_running:
+                check()
 
         return finalize_model_grads
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +32,15 @@ from megapack.layout import Layout
 from megapack.model.attention.choice import find_kernels
 from megapack.model.build import build_model, initialize_parallel
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
+from megapack.model.overlap import finish_param_gathers
+from megapack.model.settings import describe, layer_settings, reduction_settings
 from megapack.outlook.stats import step_report
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.schedule.adapter import ScheduleAdapter
 from megapack.train.folder import RunFolder
+from megapack.train.garbage import GarbageCollection
 from megapack.train.metrics import (
     Progress,
     StepClock,
@@ -94,6 +98,10 @@ class Trainer:
         agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
         self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
+        replans = config.train.on_oom == "replan"
+        self.reduction = agree(
+            lambda: reduction_settings(config.optim, self.layout, replans=replans), device=device
+        )
         initialize_parallel(self.layout, config.seed)
         self.chunks = build_model(
             config.model,
@@ -101,13 +109,14 @@ class Trainer:
             vocab_size=config.model.vocab_size or tokenizer_size,
             seed=config.seed,
             distributed_optimizer=config.optim.distributed_optimizer,
+            reduction=self.reduction,
         )
         self.optimizer = build_optimizer(config.optim, self.chunks, config.model.dtype == "bf16")
         self.adapter = ScheduleAdapter(
             self.chunks,
             layout=self.layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
-            retries_oom=config.train.on_oom == "replan",
+            retries_oom=replans,
             ranks=ranks,
         )
         self.planner = BatchPlanner(
@@ -127,6 +136,7 @@ class Trainer:
         self.tracer = StepTracer(
             self.adapter, config.train.trace_steps, self.cost, is_calibrated=is_calibrated
         )
+        self.garbage = GarbageCollection(config.train.manual_gc_interval)
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: PlannedBatch | None = None
@@ -154,13 +164,16 @@ class Trainer:
         )
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
         model = config.model
-        self.progress.line(str(find_kernels(model.attention, model.dtype)))
+        kernels = find_kernels(model.attention, model.dtype)
+        self.progress.line(str(kernels))
+        self.progress.line(describe(layer_settings(model, kernels.attention), self.reduction))
         self.progress.line(f"cost model {config.cost_basis}")
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
-            for numbers in self._batches():
-                self._train_on(numbers)
+            with self.garbage.manual():
+                for numbers in self._batches():
+                    self._train_on(numbers)
             if config.train.save_interval is not None and self._last is not None:
                 self._save(self._last)
             agree(self._close_folder, device=self.device)
@@ -238,6 +251,8 @@ class Trainer:
                 device=self.device,
             )
         else:
+            # The reference's weights take the place of the policy's, which are copied away.
+            finish_param_gathers(self.chunks)
             self.passes.add_logprobs(batch)
         batch_seconds = {
             "plan_s": planned - started,
@@ -253,6 +268,7 @@ class Trainer:
     def _save(self, batch: PlannedBatch) -> None:
         with self.ranks.guarded(f"the checkpoint after step {self.num_steps}"):
             self.ranks.place.enter("checkpoint")
+            finish_param_gathers(self.chunks)
             self.checkpoints.save(
                 self.position, batch.plan, batch.samples, self.passes.logprob_fields
             )
@@ -272,6 +288,8 @@ class Trainer:
 
     def _note_oom(self, error: StepOutOfMemory) -> None:
         self.tracer.drop()
+        # The failed step's activations may be in cycles with its exceptions.
+        gc.collect()
         self.progress.line(f"{error}; replanned with rows of half the size")
 
     def _step(self, batch: PlannedBatch, index: int, batch_seconds: dict[str, float]) -> None:
@@ -314,6 +332,7 @@ class Trainer:
             }
         )
         self.tracer.finish(plan, index, self.num_steps, self.folder)
+        self.garbage.after_step(self.num_steps)
 
     def _write(self, metrics: dict[str, Any]) -> None:
         """Write a line of metrics on rank 0; all ranks learn whether that failed, and whether any

@@ -54,7 +54,7 @@ class Case:
             rollout_ids=problem.ROLLOUT_IDS[: self.num_samples],
             policy=self.policy,
         )
-        return _move_one(plan) if self.unequal_counts else plan
+        return move_one(plan) if self.unequal_counts else plan
 
     def forward_plan(self) -> Plan:
         """The plan of the forward pass: a separate one if the case has a `forward_budget`."""
@@ -68,7 +68,8 @@ class Case:
         )
 
 
-def _move_one(plan: Plan) -> Plan:
+def move_one(plan: Plan) -> Plan:
+    """The plan with the last micro-batch of rank 1 on rank 0."""
     (step,) = plan.steps
     first, second, *others = step.ranks
     ranks = ((*first, second[-1]), second[:-1], *others)

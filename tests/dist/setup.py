@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megapack import Layout, MegapackError
 from megapack.config.sections import ModelConfig
 from megapack.model import build_model, initialize_parallel
+from megapack.model.settings import Settings
 from tests.dist import problem
 
 
@@ -18,6 +19,7 @@ def build_chunks(
     model: ModelConfig = problem.MODEL,
     distributed_optimizer: bool = False,
     value_head: bool = False,
+    reduction: Settings | None = None,
 ) -> list[DistributedDataParallel]:
     """Make Megatron's groups for a layout, and this rank's chunks."""
     initialize_parallel(layout, problem.SEED)
@@ -28,6 +30,7 @@ def build_chunks(
         seed=problem.SEED,
         distributed_optimizer=distributed_optimizer,
         value_head=value_head,
+        reduction=reduction,
     )
 
 

@@ -8,6 +8,9 @@
 #   RDZV_ENDPOINT, RDZV_ID, NNODES   for a job of several nodes: HOST:PORT of the first node, a name
 #                    of the job, the number of nodes; train.sbatch sets them. Unset: this node alone
 #
+# For GPUs, megapack itself sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and with tp > 1 or
+# cp > 1 before Blackwell CUDA_DEVICE_MAX_CONNECTIONS=1. Where you set them, your values stay.
+#
 # SIGTERM and SIGUSR1 end the run after its current step, with a checkpoint, if train.save_interval
 # is set; else they end it at once. They are passed to the ranks and not to torchrun, which would
 # kill its ranks after 30 seconds. The exit code is 75 if such a signal ended the run early: start it

@@ -38,22 +38,16 @@ class Kernels:
     """Library of gradient norms and clipping."""
     rope_fusion: bool
     """Whether rotary embeddings run in one kernel."""
-    gradient_accumulation_fusion: bool
-    """Whether the matrix product adds weight gradients to the main gradients."""
     apex: Apex
     """Whether NVIDIA's apex is installed, or another package of that name."""
 
     def __str__(self) -> str:
         """One line for the log at the start of a run."""
-        flags = {
-            "rope": self.rope_fusion,
-            "gradient_accumulation": self.gradient_accumulation_fusion,
-        }
-        fused = [name for name, is_fused in flags.items() if is_fused]
         reasons = "".join(f"; not {name}: {why}" for name, why in self.passed_over.items())
         return (
             f"attention {self.attention}, norms {self.norm}, Adam {self.optimizer}, gradient norm "
-            f"{self.grad_norm}, fused: {', '.join(fused) or 'nothing'}{reasons}"
+            f"{self.grad_norm}, {'fused' if self.rope_fusion else 'unfused'} rotary embeddings"
+            f"{reasons}"
         )
 
 
@@ -76,7 +70,6 @@ def find_kernels(
         optimizer=_library(Adam),
         grad_norm=_library(clip_grads.l2_norm_impl),
         rope_fusion=has_rope_fusion(kernel),
-        gradient_accumulation_fusion=has_gradient_accumulation_fusion(),
         apex=find_apex(),
     )
 
@@ -88,18 +81,6 @@ def has_rope_fusion(kernel: str) -> bool:
     are copied to the host in every layer.
     """
     return kernel == "te"
-
-
-def has_gradient_accumulation_fusion() -> bool:
-    """Whether Megatron's linear layers can add weight gradients to the main ones in their kernel.
-
-    The kernel is an extension of apex. Transformer Engine's layers have their own, but the same
-    setting also applies to the output layer, which is Megatron's and refuses it without the
-    extension.
-    """
-    return (
-        cpu.uses_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    )
 
 
 def choose_attention(attention: Attention, dtype: Dtype = "bf16") -> Kernel:

@@ -338,3 +338,30 @@ def test_invalid_jobs_are_refused(overrides: list[str], message: str) -> None:
         job(*overrides)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.recompute_modules=[]"], "name one or more, each once"),
+        (["model.recompute_modules=[mlp, mlp]"], "name one or more, each once"),
+        (["model.recompute_modules=[moe]"], "has moe, but the model has no experts"),
+        (
+            [
+                *("model.fp8=delayed", "model.dtype=bf16"),
+                "model.recompute_modules=[layernorm]",
+            ],
+            "does not run with model.fp8=delayed",
+        ),
+        (["optim.bucket_size=0"], "optim.bucket_size is 0; set 1 or more"),
+        (["train.manual_gc_interval=0"], "train.manual_gc_interval is 0; set 1 or more"),
+        (
+            ["train.on_oom=replan", "optim.overlap_grad_reduce=true"],
+            "train.on_oom=replan cannot run with optim.overlap_grad_reduce=true",
+        ),
+    ],
+)
+def test_settings_for_speed_are_checked(overrides: list[str], message: str) -> None:
+    text = "name: a\nplan: {micro_batch_size: 1}"
+    with pytest.raises(ConfigError, match=message):
+        parse_config(text, overrides, TrainConfig)

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
 from megapack import cli
-from megapack.doctor import Diagnosis, diagnose, probes, runner
+from megapack.doctor import Diagnosis, diagnose, probes, runner, versions
 from megapack.doctor.probes import check_environment, run_probe
+from megapack.doctor.versions import check_version
 from megapack.pipeline import kernels
 
 pytestmark = pytest.mark.unit
@@ -100,6 +102,7 @@ def test_a_hanging_probe_is_killed_with_its_children(
     [
         ("torch", {"torch": "__version__ = '2.5.1'"}, "2.5.1", "version 2.5.1; install torch>=2.6"),
         ("torch", {"torch": "__version__ = '2.6.0a0+ecf3bae'"}, "2.6.0a0", None),
+        ("torch", {"torch": "__version__ = '3.1.0+cu140'"}, "3.1.0", None),
         (
             "megatron",
             {"megatron": "", "megatron.core": "__version__ = '0.15.3'"}
@@ -132,12 +135,62 @@ def test_wrong_versions_and_packages_are_faults(
     assert words is None or words in diagnosis.faults[0]
 
 
+@pytest.mark.parametrize(
+    ("package", "version", "fault", "note"),
+    [
+        ("torch", "2.13.0+cu130", False, False),
+        ("torch", "2.14.1", False, True),
+        ("torch", "2.5.1", True, False),
+        # Above megapack's own range, too.
+        ("megatron-core", "0.20.0", False, True),
+        ("megatron-core", "0.16.1", False, False),
+        ("megatron-core", "0.15.3", True, False),
+        ("transformer-engine", "2.20.2", False, True),
+        ("transformer-engine", "2.8", True, False),
+        ("python", "3.12.9", False, False),
+        ("python", "3.13.1", False, True),
+        ("python", "3.11.7", False, False),
+    ],
+)
+def test_old_versions_are_faults_and_new_ones_are_notes(
+    package: str, version: str, fault: bool, note: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    required = ["torch>=2.6", "megatron-core<0.20,>=0.16.1"]
+    required += ['transformer-engine[pytorch]>=2.9; extra == "te"']
+    monkeypatch.setattr(versions.metadata, "requires", lambda name: required)
+    faults, notes = check_version(package, version)
+    assert (len(faults), len(notes)) == (fault, note)
+    assert not note or f"version {version} is newer than " in notes[0]
+
+
+def test_the_range_of_megatron_core_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Core 0.16.1 names Transformer Engine below 2.12; containers have newer ones."""
+    text = 'transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0; extra == "dev"'
+    monkeypatch.setattr(versions.metadata, "requires", lambda name: [text])
+    (note,) = versions.engine_note("2.17.1")
+    assert re.fullmatch(
+        r"megatron-core [\d.]+ names transformer-engine<2.12.0,>=2.9.0a0 in .*", note
+    )
+    assert versions.engine_note("2.11.0") == []
+    # Later releases name no range.
+    monkeypatch.setattr(versions.metadata, "requires", lambda name: ["transformer-engine"])
+    assert versions.engine_note("2.17.1") == []
+
+
+def test_the_tested_versions_include_those_of_the_constraints(repo_root: Path) -> None:
+    text = (repo_root / "tools" / "constraints.txt").read_text(encoding="utf-8")
+    pinned = dict(line.split("==") for line in text.splitlines() if "==" in line)
+    assert pinned["torch"] == versions.NEWEST_TESTED["torch"]
+    assert Version(pinned["megatron-core"]) <= Version(versions.NEWEST_TESTED["megatron-core"])
+
+
 def test_versions_are_not_checked_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(probes.metadata, "requires", missing)
-    assert run_probe("torch").faults == []
+    monkeypatch.setattr(versions.metadata, "requires", missing)
+    assert check_version("torch", "2.5.1") == ([], [])
+    assert versions.engine_note("2.17.1") == []
 
 
 @pytest.mark.parametrize(
@@ -250,12 +303,39 @@ def test_settings_known_to_be_wrong(environment: dict[str, str], fault: str | No
     assert fault is None or fault in faults[0]
 
 
-def test_settings_that_some_runs_need_are_notes() -> None:
-    assert check_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 16) == ([], [])
-    (note,) = check_environment({}, 16)[1]
-    assert note.startswith("CUDA_DEVICE_MAX_CONNECTIONS is not set: with tp > 1")
-    _, notes = check_environment(
-        {"NCCL_ASYNC_ERROR_HANDLING": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}, 16
-    )
-    assert "set TORCH_NCCL_ASYNC_ERROR_HANDLING" in notes[0]
-    assert notes[1].startswith("CUDA_DEVICE_MAX_CONNECTIONS is 8")
+RIGHT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({}, None),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "CUDA_DEVICE_MAX_CONNECTIONS is 8: with tp > 1"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": None}, "CUDA_DEVICE_MAX_CONNECTIONS is not set: with tp"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": None}, "PYTORCH_CUDA_ALLOC_CONF is not set: megapack train"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"},
+            "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128: rows of changing lengths fragment",
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:9, expandable_segments:True"}, None),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, None),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:9"},
+            "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF differ; set one of them",
+        ),
+        ({"NCCL_GRAPH_REGISTER": "0"}, None),
+        ({"NCCL_GRAPH_REGISTER": "1"}, "NCCL_GRAPH_REGISTER=1: NCCL's user buffers do not work"),
+        (
+            {"NCCL_ASYNC_ERROR_HANDLING": "1"},
+            "NCCL_ASYNC_ERROR_HANDLING: torch has renamed it; set TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        ),
+    ],
+)
+def test_settings_that_some_runs_need_are_notes(
+    changes: dict[str, str | None], start: str | None
+) -> None:
+    environment = {k: v for k, v in {**RIGHT, **changes}.items() if v is not None}
+    faults, notes = check_environment(environment, 16)
+    assert faults == []
+    assert len(notes) == (start is not None), notes
+    assert start is None or notes[0].startswith(start)

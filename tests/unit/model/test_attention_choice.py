@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -102,7 +99,6 @@ def test_kernels_print_as_one_line_with_reasons(monkeypatch: pytest.MonkeyPatch)
     found = find_kernels("auto", "fp32")
     assert (found.attention, found.norm) == ("sdpa", "torch")
     assert not found.rope_fusion
-    assert not found.gradient_accumulation_fusion
     text = str(found)
     assert "\n" not in text
     assert text.startswith(f"attention sdpa, norms torch, Adam {found.optimizer}, gradient norm ")
@@ -120,18 +116,3 @@ def test_the_optimizer_is_the_one_megatron_imported(monkeypatch: pytest.MonkeyPa
     assert find_kernels("sdpa").optimizer == "te"
     monkeypatch.setattr(optimizer, "Adam", torch.optim.AdamW)
     assert find_kernels("sdpa").optimizer == "torch"
-
-
-def test_gradient_fusion_needs_the_extension_and_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    extension = ModuleType("fused_weight_gradient_mlp_cuda")
-    extension.__spec__ = importlib.machinery.ModuleSpec(extension.__name__, None)
-    monkeypatch.setitem(sys.modules, extension.__name__, extension)
-    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: True)
-    assert choice.has_gradient_accumulation_fusion()
-    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: False)
-    assert not choice.has_gradient_accumulation_fusion()
-    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: True)
-    monkeypatch.delitem(sys.modules, extension.__name__)
-    assert not choice.has_gradient_accumulation_fusion()

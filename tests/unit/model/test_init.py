@@ -17,6 +17,7 @@ from megapack.model.init import (
     initialize_by_name,
     keep_gradients_through_recompute,
     local_slice,
+    mark_grouped_experts,
 )
 from tests.groups import RankOf
 
@@ -107,7 +108,7 @@ def test_names_number_layers_over_all_stages() -> None:
     ("stored", "whole"),
     [
         ("local_experts.1.linear_fc1.weight", "local_experts.5.linear_fc1.weight"),
-        ("linear_fc1.weight1", "linear_fc1.weight5"),
+        ("linear_fc1.weight1", "local_experts.5.linear_fc1.weight"),
     ],
 )
 def test_names_number_experts_over_all_ranks(stored: str, whole: str) -> None:
@@ -115,14 +116,55 @@ def test_names_number_experts_over_all_ranks(stored: str, whole: str) -> None:
     chunk = Chunk([3])
     mlp = chunk.decoder.layers[0].mlp = torch.nn.Module()
     mlp.local_expert_indices = [4, 5]  # type: ignore[assignment]
-    *path, last = ["experts", *stored.split(".")]
-    module = mlp
-    for name in path:
-        module.add_module(name, torch.nn.Module())
-        module = module.get_submodule(name)
-    module.register_parameter(last, shard(6, 2))
+    add(mlp, f"experts.{stored}", shard(6, 2))
     names = [name for name, _ in global_parameters(chunk)]
     assert f"decoder.layers.2.mlp.experts.{whole}" in names
+
+
+def experts_chunk(*, grouped: bool, tp: int = 1) -> Chunk:
+    """Experts 2 and 3 of a layer, one by one (SequentialMLP) or grouped (TEGroupedMLP)."""
+    chunk = Chunk([3], tp=tp)
+    mlp = chunk.decoder.layers[0].mlp = torch.nn.Module()
+    mlp.local_expert_indices = [2, 3]  # type: ignore[assignment]
+    for i in range(2):
+        for name, shape, dim in ("linear_fc1", (16 // tp, 4), 0), ("linear_fc2", (4, 8 // tp), 1):
+            if grouped:
+                # Transformer Engine marks all grouped weights like this.
+                add(mlp, f"experts.{name}.weight{i}", shard(*shape))
+            else:
+                param = shard(*shape, dim=dim, stride=2 if dim == 0 else 1)
+                add(mlp, f"experts.local_experts.{i}.{name}.weight", param)
+    mark_grouped_experts(chunk, gated=True)
+    return chunk
+
+
+def add(module: torch.nn.Module, path: str, param: torch.nn.Parameter) -> None:
+    """Add a parameter, and the modules that its path names."""
+    *modules, last = path.split(".")
+    for name in modules:
+        if not hasattr(module, name):
+            module.add_module(name, torch.nn.Module())
+        module = module.get_submodule(name)
+    module.register_parameter(last, param)
+
+
+@pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_grouped_experts_have_the_weights_of_single_ones(tp: int, rank: int) -> None:
+    single = fill(experts_chunk(grouped=False, tp=tp), rank=rank, tp=tp)
+    grouped = fill(experts_chunk(grouped=True, tp=tp), rank=rank, tp=tp)
+    assert "decoder.layers.2.mlp.experts.local_experts.3.linear_fc2.weight" in single
+    assert grouped.keys() == single.keys()
+    for name, value in single.items():
+        assert torch.equal(grouped[name], value), name
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_grouped_experts_are_frozen_together() -> None:
+    freeze([experts_chunk(grouped=True)], ("*.linear_fc1.weight",))
+    one = ("*.local_experts.2.linear_fc1.weight",)
+    freeze([experts_chunk(grouped=False)], one)
+    with pytest.raises(ConfigError, match="matches only some experts of a layer"):
+        freeze([experts_chunk(grouped=True)], one)
 
 
 def test_parameters_are_found_inside_wrappers() -> None:

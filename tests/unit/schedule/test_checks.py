@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,16 +12,19 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from packaging.version import Version
 
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, MegapackError
 from megapack.layout import Layout
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.policy import Policy
+from megapack.schedule import checks
 from megapack.schedule.checks import (
     check_chunks,
     check_config,
     check_counts,
+    check_cp_comm,
     check_layout,
     check_planned_rows,
     check_reduction,
@@ -114,16 +118,6 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"context_parallel_size": 1},
         r"context_parallel_size=1 and the layout's cp=2 differ; set both to the same",
     ),
-    "hierarchical context parallelism of packed rows": (
-        Layout(cp=2),
-        {"cp_comm_type": "a2a+p2p"},
-        r"cp_comm_type='a2a\+p2p'.*set 'p2p'",
-    ),
-    "hierarchical context parallelism in one layer": (
-        Layout(cp=2),
-        {"cp_comm_type": ["p2p"] * 7 + ["a2a+p2p"]},
-        r"'a2a\+p2p'\].*set 'p2p'",
-    ),
     "multi-token prediction with full recompute": (
         Layout(),
         {"mtp_num_layers": 1, "recompute_granularity": "full"},
@@ -164,7 +158,7 @@ def test_a_wrong_setting_is_refused_with_what_to_set(name: str) -> None:
             r"'allgather'.*set 'alltoall', or plan with Policy\(row_shape='uniform'\)",
         ),
         (
-            {"cuda_graph_impl": "local"},
+            {"cuda_graph_impl": "local", "cuda_graph_scope": ["mlp"]},
             r"cuda_graph_impl='local'.*'none'.*Policy\(row_shape='uniform'\)",
         ),
     ],
@@ -174,6 +168,73 @@ def test_rows_of_different_lengths_are_refused_if_they_hang(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_planned_rows(config(**changes))
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
+@pytest.mark.parametrize(
+    ("name", "scope", "captured"),
+    [
+        ("cuda_graph_scope", [], "whole layers"),
+        ("cuda_graph_scope", "full", "whole layers"),
+        ("cuda_graph_scope", "attn,mlp", "attn, mlp"),
+        ("cuda_graph_scope", [SimpleNamespace(name="moe_router")], "moe_router"),
+        ("cuda_graph_modules", [SimpleNamespace(name="attn")], "attn"),
+    ],
+)
+def test_cuda_graphs_of_what_sees_samples_are_refused(
+    impl: str, name: str, scope: Any, captured: str
+) -> None:
+    made = config(cuda_graph_impl=impl, **{name: scope})
+    with pytest.raises(
+        ConfigError, match=rf"'{impl}'\) of {captured}:.*set cuda_graph_impl='none'"
+    ):
+        check_config(made, INTERLEAVED)
+
+
+@pytest.mark.parametrize("name", ["enable_cuda_graph", "external_cuda_graph"])
+def test_cuda_graphs_by_their_older_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="CUDA graphs"):
+        check_config(config(**{name: True}), INTERLEAVED)
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_scope", "cuda_graph_modules"])
+def test_cuda_graphs_of_dense_mlps_are_accepted(name: str) -> None:
+    made = config(cuda_graph_impl="transformer_engine", **{name: [SimpleNamespace(name="mlp")]})
+    check_config(made, INTERLEAVED)
+
+
+class TEDotProductAttention(torch.nn.Module):
+    """Has the name of Megatron's wrapper of Transformer Engine."""
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "known"),
+    [
+        ("2.9.0", "a2a", "'p2p'"),
+        ("2.9.0", ["p2p", "a2a"], "'p2p'"),
+        ("2.11.0", "all_gather", "'p2p' or 'a2a'"),
+        ("2.17.0", "all_gather", "'p2p' or 'a2a'"),
+        ("2.20.2", "a2a+p2p", "'p2p' or 'all_gather' or 'a2a'"),
+        ("2.20.2", ["p2p", "a2a+p2p"], "'p2p' or 'all_gather' or 'a2a'"),
+        ("2.9.0", ["p2p", "p2p"], None),
+        ("2.10.0", "a2a", None),
+        ("2.18.0+abc", ["all_gather", "a2a"], None),
+        ("2.9.0", None, None),
+    ],
+)
+def test_ways_of_context_parallelism_by_version(
+    version: str, kind: Any, known: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "get_te_version", lambda: Version(version))
+    made = config(Layout(cp=2), cp_comm_type=kind)
+    check_cp_comm([torch.nn.Linear(1, 1)], made)
+    expected: Any = contextlib.nullcontext()
+    if known is not None:
+        expected = pytest.raises(ConfigError, match=f"Transformer Engine {version}.*set {known}$")
+    with expected:
+        check_cp_comm([torch.nn.Sequential(TEDotProductAttention())], made)
+    without_cp = config(Layout(), cp_comm_type=kind)
+    check_cp_comm([torch.nn.Sequential(TEDotProductAttention())], without_cp)
 
 
 def test_a_dense_model_may_keep_the_default_dispatcher() -> None:
@@ -239,10 +300,6 @@ def test_the_model_needs_one_chunk_per_virtual_stage(groups: dict[str, int | Non
 
 class DotProductAttention(torch.nn.Module):
     """Has the name of Megatron's attention, which does not support packed rows."""
-
-
-class TEDotProductAttention(torch.nn.Module):
-    """Has the name of Megatron's wrapper of Transformer Engine."""
 
 
 def chunk(*cores: torch.nn.Module) -> torch.nn.Module:

@@ -111,23 +111,16 @@ def test_the_error_names_gradients_if_outputs_are_finite() -> None:
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}])
 def test_no_retry_if_ranks_communicate_inside_layers(ranks: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"communicate inside layers.*set train\.on_oom=error"):
-        check_retry(Layout(**ranks), [], SimpleNamespace())
-
-
-@pytest.mark.parametrize("name", ["overlap_grad_reduce", "overlap_param_gather"])
-def test_no_retry_if_ddp_overlaps_communication(name: str) -> None:
-    chunk = SimpleNamespace(ddp_config=SimpleNamespace(**{name: True}))
-    with pytest.raises(ConfigError, match=f"with {name}.*set it to False"):
-        check_retry(Layout(pp=2), [chunk], SimpleNamespace())
+        check_retry(Layout(**ranks), SimpleNamespace())
 
 
 def test_no_retry_if_ranks_share_fp8_scales() -> None:
     config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed", tp_only_amax_red=False)
     with pytest.raises(ConfigError, match=r"fp8_recipe='delayed'.*set tp_only_amax_red=True"):
-        check_retry(Layout(dp=2), [], config)
-    check_retry(Layout(), [], config)
+        check_retry(Layout(dp=2), config)
+    check_retry(Layout(), config)
     config.tp_only_amax_red = True
-    check_retry(Layout(dp=2), [], config)
+    check_retry(Layout(dp=2), config)
 
 
 def test_no_work_runs_after_memory_ran_out() -> None:

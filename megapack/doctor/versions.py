@@ -1,0 +1,65 @@
+"""Whether versions of packages are too old, or newer than what megapack is tested with."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
+NEWEST_TESTED = {
+    "python": "3.12",
+    "torch": "2.13.0",
+    "megatron-core": "0.19.2",
+    "transformer-engine": "2.11.0",
+}
+"""The newest version of each package with which megapack's tests have run."""
+
+
+def check_version(package: str, version: str) -> tuple[list[str], list[str]]:
+    """Faults and notes about an imported package's version.
+
+    A version below the range that megapack requires is a fault. A newer one than the tests have run
+    with is a note, because it may well work.
+    """
+    from packaging.version import Version
+
+    # NVIDIA's containers have builds such as 2.6.0a0+ecf3bae, which no range of releases contains.
+    release = Version(Version(version).base_version)
+    newest = Version(NEWEST_TESTED[package])
+    # A later 3.12.x is still the Python 3.12 that was tested.
+    if release > newest and release.release[: len(newest.release)] != newest.release:
+        return [], [
+            f"version {version} is newer than {newest}, the newest that tests have run with"
+        ]
+    required = _required("megapack", package)
+    if required is None or required.contains(release):
+        return [], []
+    return [f"version {version}; install {package}{required}"], []
+
+
+def engine_note(version: str) -> list[str]:
+    """A note if megatron-core's metadata does not name this version of Transformer Engine.
+
+    Its range ends at the version that was newest at its release. Later ones have all names that it
+    imports, as far as they have been compared.
+    """
+    from packaging.version import Version
+
+    named = _required("megatron-core", "transformer-engine")
+    if named is None or named.contains(Version(version).base_version):
+        return []
+    core = metadata.version("megatron-core")
+    return [f"megatron-core {core} names transformer-engine{named} in its metadata"]
+
+
+def _required(of: str, package: str) -> SpecifierSet | None:
+    """The range of a package that the installed package `of` requires; None if it has none."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in metadata.requires(of) or []]
+    except metadata.PackageNotFoundError:  # a source tree has no metadata
+        return None
+    return next((one.specifier for one in requirements if one.name == package), None)

@@ -1,0 +1,107 @@
+"""Megatron's DDP with communication that overlaps with forwards and backwards.
+
+With `overlap_grad_reduce`, DDP starts the reduction of a bucket in the backward, once all of its
+gradients of the step's last micro-batch are there. DDP does not know which micro-batch is the last:
+the schedule says so through `config.no_sync_func`. Without that function DDP counts every
+micro-batch, and takes the count of the first step for that of all steps.
+
+With `overlap_param_gather` (distributed optimizer), an optimizer step updates each rank's part of
+the parameters only. The parts are gathered in the next forward, at the first module that needs
+them; until then `param.data` holds old values. DDP takes the first forward after a step to come
+after the optimizer step too: no forward may run in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def overlaps_reduction(chunk: Any) -> bool:
+    """Whether a chunk's DDP reduces gradients inside backwards."""
+    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
+
+
+def overlaps_gather(chunk: Any) -> bool:
+    """Whether a chunk's DDP gathers parameters inside forwards."""
+    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False))
+
+
+def sync_functions(chunks: Sequence[Any], config: Any) -> dict[str, Any]:
+    """The functions through which Megatron's schedule controls DDP in a training step.
+
+    Megatron-LM's training loop sets the same functions. What the config already has stays.
+
+    Returns:
+        Settings of Megatron's config: `no_sync_func`, and under interleaving the functions that
+        start communication at the same time on all stages, if DDP's config asks for them
+        (`align_grad_reduce`, which only some frameworks' subclasses have, and
+        `align_param_gather`).
+    """
+    functions: dict[str, Any] = {}
+    if any(map(overlaps_reduction, chunks)):
+        functions["no_sync_func"] = [chunk.no_sync for chunk in chunks]
+        if _asks(chunks, "align_grad_reduce"):
+            functions["grad_sync_func"] = [chunk.start_grad_sync for chunk in chunks]
+    # Only the interleaved schedule calls it; without interleaving each forward starts its gathers.
+    if (
+        len(chunks) > 1
+        and any(map(overlaps_gather, chunks))
+        and _asks(chunks, "align_param_gather")
+    ):
+        functions["param_sync_func"] = [chunk.start_param_sync for chunk in chunks]
+    if len(chunks) == 1:
+        functions = {name: values[0] for name, values in functions.items()}
+    return {name: value for name, value in functions.items() if getattr(config, name) is None}
+
+
+def _asks(chunks: Sequence[Any], name: str) -> bool:
+    return all(getattr(chunk.ddp_config, name, False) for chunk in chunks)
+
+
+def finish_param_gathers(chunks: Sequence[Any]) -> None:
+    """Gather all parameters now, so that `param.data` holds the optimizer's values. A collective.
+
+    Call it before parameters are read or written outside of a forward.
+    """
+    for chunk in chunks:
+        if overlaps_gather(chunk):
+            groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            for group in groups:
+                # Without this test a second call would gather once more.
+                if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                    group.start_param_sync(force_sync=True)
+
+
+@contextlib.contextmanager
+def dropping_reductions(chunks: Sequence[Any]) -> Iterator[None]:
+    """If the block raises, forget the reductions that it started.
+
+    DDP refuses to start a second reduction of a bucket, so a job of one process that skips the
+    failed step could not run another one. With several processes, all of them end.
+    """
+    try:
+        yield
+    except BaseException:
+        for chunk in filter(overlaps_reduction, chunks):
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.grad_reduce_handle = None
+        raise
+
+
+@contextlib.contextmanager
+def without_overlap(chunks: Sequence[Any]) -> Iterator[None]:
+    """Within the block, forwards and backwards of the chunks do not communicate through DDP.
+
+    Gradients are reduced when the schedule finalizes them. A collective.
+    """
+    finish_param_gathers(chunks)
+    overlapping = [chunk for chunk in chunks if overlaps_reduction(chunk)]
+    for chunk in overlapping:
+        chunk.ddp_config.overlap_grad_reduce = False
+    try:
+        yield
+    finally:
+        for chunk in overlapping:
+            chunk.ddp_config.overlap_grad_reduce = True
