@@ -87,7 +87,7 @@ class ModelConfig:
     use FP8. null = no FP8."""
     bias_activation_fusion: bool | None = None
     """Run SwiGLU forward and backward as one kernel each (torch.compile); the backward then keeps
-    three values per channel instead of four. null = on CUDA."""
+    three values per channel instead of five. null = on CUDA."""
     gradient_accumulation_fusion: bool | None = None
     """Let the linear layers' matrix products add to the fp32 gradients. Needs CUDA, and Transformer
     Engine's layers or an extension of apex; null = where these are."""
@@ -97,8 +97,8 @@ class ModelConfig:
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     """What recompute=selective recomputes: core_attn (attention without its projections), mlp
     (dense layers), moe (whole layers of experts), and with Transformer Engine's layers also
-    layernorm and moe_act (the activation inside grouped experts). Recomputing fused attention saves
-    only one tensor per layer."""
+    layernorm and moe_act (the activation inside grouped experts). Recomputing fused attention alone
+    frees next to nothing."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
     freeze: tuple[str, ...] = ()

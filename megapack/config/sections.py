@@ -374,6 +374,7 @@ class TrainConfig:
         model = self.model
         on_gpu = self.device == "cuda"
         preferred: Kernel = "te" if on_gpu and model.dtype == "bf16" else "sdpa"
+        fused_swiglu = model.bias_activation_fusion
         return MemoryModel(
             sizes=self.model.to_sizes(),
             stage_layers=self.stage_layers,
@@ -381,9 +382,10 @@ class TrainConfig:
             dtype=self.model.dtype,
             distributed_optimizer=self.optim.distributed_optimizer,
             recompute=self.model.recompute,
+            recompute_modules=self.model.recompute_modules,
             logprob_chunk_tokens=self.objective.logprob_chunk_tokens,
             attention=preferred if model.attention == "auto" else model.attention,
-            fused_swiglu=on_gpu,
+            fused_swiglu=on_gpu if fused_swiglu is None else fused_swiglu,
             composite_norms=not on_gpu and model.normalization == "RMSNorm",
         )
 

@@ -7,9 +7,9 @@ bf16: Transformer Engine keeps some inputs in both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megapack.base.choices import Dtype, Kernel, Recompute
+from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
 from megapack.cost.sizes import ModelSizes
 from megapack.layout import Layout
 
@@ -32,6 +32,7 @@ class SavedActivations:
     dtype: Dtype = "bf16"
     attention: Kernel = "te"
     recompute: Recompute = "none"
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     fused_swiglu: bool = True
     composite_norms: bool = False
 
@@ -40,7 +41,11 @@ class SavedActivations:
         """One layer, without recomputation of the whole layer."""
         mlp = self._dense_mlp if self.sizes.num_experts is None else self._experts
         # The outputs of both norms are the inputs of the matrices after them.
-        return 2 * (self._norm + self._width * self._hidden) + self._attention + mlp
+        outputs = 0.0 if self._recomputes("layernorm") else 2 * self._width * self._hidden
+        return 2 * self._norm + outputs + self._attention + mlp
+
+    def _recomputes(self, module: RecomputeModule) -> bool:
+        return self.recompute == "selective" and module in self.recompute_modules
 
     @property
     def layer_input(self) -> float:
@@ -49,8 +54,12 @@ class SavedActivations:
 
     @property
     def recomputed_layer(self) -> float:
-        """What a layer keeps when it is recomputed, in addition to its input."""
-        return self.layer - (0.0 if self._is_upcast else self.layer_input)
+        """What a layer keeps in addition while its backward recomputes it, or parts of it."""
+        whole = replace(self, recompute="none").layer
+        if self.recompute == "full":
+            return whole - (0.0 if self._is_upcast else self.layer_input)
+        # Recomputed attention alone may keep more than it frees.
+        return max(0.0, whole - self.layer)
 
     @property
     def final_norm_and_head(self) -> float:
@@ -61,6 +70,15 @@ class SavedActivations:
         """
         positions = 2 * _INT64_BYTES + 2 * _FP32_BYTES
         return self._norm + self._width * self.sizes.hidden_size + positions
+
+    @property
+    def rotary_table(self) -> float:
+        """The row's rotary table in fp32, once per chunk, where autograd or a checkpoint keeps it.
+
+        Without Transformer Engine's kernel a layer keeps its own cosines and sines instead.
+        """
+        keeps = self.attention == "te" or self.recompute == "full"
+        return _FP32_BYTES * self.sizes.head_width if keeps else 0.0
 
     @property
     def embedding(self) -> float:
@@ -115,7 +133,7 @@ class SavedActivations:
         else:
             kept += keys
         scalars = 0.0
-        if self.recompute != "selective":
+        if not self._recomputes("core_attn"):
             scalars = _FP32_BYTES * self._heads
             if self.attention == "sdpa":
                 # `packed_causal_attention` joins the outputs of its runs of samples: a copy.
@@ -132,7 +150,7 @@ class SavedActivations:
         (`get_qkv_layout` in dot_product_attention/utils.py). With core attention recomputed, the
         checkpoint keeps its inputs, and these are the views.
         """
-        return self.attention != "te" or self.recompute == "selective"
+        return self.attention != "te" or self._recomputes("core_attn")
 
     def _qk_norms(self, queries: float, keys: float) -> float:
         """What the norms of queries and keys keep in addition to linear_qkv's output.
@@ -152,6 +170,8 @@ class SavedActivations:
 
     @property
     def _dense_mlp(self) -> float:
+        if self._recomputes("mlp"):
+            return 0.0
         return self._width * self._mlp_channels * self.sizes.ffn_hidden_size / self.layout.tp
 
     @property
@@ -174,12 +194,16 @@ class SavedActivations:
         scales the activation by the router's probability: unfused, the product before scaling is
         kept too.
         """
+        if self._recomputes("moe"):
+            return 0.0
         sizes = self.sizes
         fused = sizes.gated and self.fused_swiglu
         channels = self._mlp_channels + (0 if fused else 1)
-        expert = self._width * (
-            sizes.hidden_size + channels * sizes.ffn_hidden_size / self.layout.etp
-        )
+        if self._recomputes("moe_act"):
+            # fc1's output stays, for the activation.
+            channels = 2 if sizes.gated else 1
+        ffn = channels * sizes.ffn_hidden_size / self.layout.etp
+        expert = self._width * (sizes.hidden_size + ffn)
         routes = sizes.experts_per_token * self.layout.etp / self.layout.tp
         shared = self._mlp_channels * sizes.shared_expert_ffn_hidden_size / self.layout.tp
         return self._router + routes * (expert + _FP32_BYTES) + self._width * shared

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapack.base.choices import Dtype, Kernel, Recompute
+from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
 from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
 from megapack.cost.sizes import ModelSizes, stage_layers_of
@@ -64,8 +64,10 @@ class MemoryModel:
     """Whether the optimizer state is split over the data-parallel ranks (with CP)."""
     recompute: Recompute = "none"
     """Activations that the backward recomputes. Attention over packed rows keeps no score matrix,
-    so "selective" (attention only) frees nothing here, and with Transformer Engine keeps more: see
-    `SavedActivations`."""
+    so "selective" with attention only frees nothing here, and with Transformer Engine keeps more:
+    see `SavedActivations`."""
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    """What "selective" recomputes."""
     attention: Kernel = "te"
     """The attention kernel, and with "te" Transformer Engine's norms, rotary embedding and
     experts."""
@@ -128,6 +130,7 @@ class MemoryModel:
             dtype=self.dtype,
             attention=self.attention,
             recompute=self.recompute,
+            recompute_modules=self.recompute_modules,
             fused_swiglu=self.fused_swiglu,
             composite_norms=self.composite_norms,
         )
@@ -140,12 +143,11 @@ class MemoryModel:
         # a step, so all are counted like the fullest: of 2 and 3 layers, as 6 layers.
         layers = layout.vpp * max(self._layers(layout, stage))
         saved = self.saved(layout)
-        if self.recompute == "full":
-            # Each layer keeps its input; the layer in its backward has all its activations again.
-            kept = live_tokens * layers * saved.layer_input
-            kept += row_tokens * saved.recomputed_layer if layers else 0.0
-        else:
-            kept = live_tokens * layers * saved.layer
+        layer = saved.layer_input if self.recompute == "full" else saved.layer
+        kept = live_tokens * layers * layer
+        # One layer is in its backward, and has again what it did not keep.
+        kept += row_tokens * saved.recomputed_layer if layers else 0.0
+        kept += live_tokens * layout.vpp * saved.rotary_table
         if layout.vpp > 1:
             # Megatron keeps the outputs that it sent. With vpp=1 it could free them.
             kept += live_tokens * layout.vpp * saved.layer_input

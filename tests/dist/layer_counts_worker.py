@@ -42,7 +42,6 @@ class Case:
 
     model: dict[str, Any] = field(default_factory=dict)
     layout: Layout = field(default_factory=Layout)
-    fused_swiglu: bool = False
     kernel: Literal["sdpa", "varlen", "te"] = "sdpa"
 
     @property
@@ -63,13 +62,15 @@ class Case:
             sizes=dataclasses.replace(config.to_sizes(), vocab_size=VOCAB_SIZE),
             dtype=config.dtype,
             recompute=config.recompute,
+            recompute_modules=config.recompute_modules,
             attention=self.kernel,
-            fused_swiglu=self.fused_swiglu,
+            fused_swiglu=config.bias_activation_fusion is True,
             composite_norms=config.normalization == "RMSNorm",
         )
 
 
 BF16 = {"dtype": "bf16"}
+FUSED = {"bias_activation_fusion": True}
 GQA = {"num_query_groups": 2, "qk_layernorm": True}
 LAYER_NORM = {"normalization": "LayerNorm"}
 EXPERTS = {"num_experts": 8, "moe_top_k": 2, "moe_ffn_hidden_size": 192}
@@ -78,20 +79,26 @@ CASES: dict[int, dict[str, Case]] = {
     1: {
         "dense": Case(),
         "dense_bf16": Case(model=BF16),
-        "dense_fused": Case(fused_swiglu=True),
+        "dense_fused": Case(model=FUSED),
         "dense_gelu": Case(model={"gated_linear_unit": False}),
         "dense_layer_norm": Case(model={**LAYER_NORM, **BF16}),
         "gqa": Case(model=GQA),
         "gqa_bf16": Case(model=GQA | BF16),
-        "gqa_fused_bf16": Case(model=GQA | BF16, fused_swiglu=True),
-        "gqa_layer_norm_bf16": Case(model=GQA | BF16 | LAYER_NORM, fused_swiglu=True),
+        "gqa_fused_bf16": Case(model=GQA | BF16 | FUSED),
+        "gqa_layer_norm_bf16": Case(model=GQA | BF16 | LAYER_NORM | FUSED),
         "experts": Case(model=EXPERTS),
         "experts_bf16": Case(model=EXPERTS | GQA | BF16),
-        "experts_fused_bf16": Case(model=EXPERTS | GQA | BF16, fused_swiglu=True),
+        "experts_fused_bf16": Case(model=EXPERTS | GQA | BF16 | FUSED),
         "experts_gelu": Case(model={**EXPERTS, "gated_linear_unit": False}),
         "selective": Case(model=GQA | {"recompute": "selective"}),
         "selective_bf16": Case(model=GQA | BF16 | {"recompute": "selective"}),
         "selective_experts": Case(model=EXPERTS | BF16 | {"recompute": "selective"}),
+        "selective_mlp": Case(
+            model=GQA | {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")}
+        ),
+        "selective_moe": Case(
+            model=EXPERTS | BF16 | {"recompute": "selective", "recompute_modules": ("moe",)}
+        ),
         "full": Case(model=GQA | {"recompute": "full"}),
         "full_bf16": Case(model=GQA | BF16 | {"recompute": "full"}),
         "full_experts": Case(model=EXPERTS | BF16 | {"recompute": "full"}),
@@ -101,7 +108,7 @@ CASES: dict[int, dict[str, Case]] = {
     2: {
         "tp2": Case(model=GQA | BF16, layout=Layout(tp=2)),
         "tp2_sp": Case(model=GQA | BF16, layout=SP),
-        "tp2_sp_fused": Case(model=LAYER_NORM, layout=SP, fused_swiglu=True),
+        "tp2_sp_fused": Case(model=LAYER_NORM | FUSED, layout=SP),
         "tp2_sp_full": Case(model=GQA | {"recompute": "full"}, layout=SP),
         "tp2_sp_experts": Case(model=EXPERTS | BF16, layout=SP),
         "dp2_ep2_experts": Case(model=EXPERTS | BF16, layout=Layout(dp=2, ep=2)),
@@ -165,20 +172,9 @@ class CopiesValues(torch.nn.Module):
 
 def build_chunk(case: Case) -> Any:
     """The model of a case in Megatron's DDP."""
-    make_config = build.transformer_config
-
-    def with_fusion(model: ModelConfig, layout: Layout) -> Any:
-        config = make_config(model, layout)
-        config.bias_activation_fusion = case.fused_swiglu
-        return config
-
-    build.transformer_config = with_fusion
-    try:
-        (chunk,) = build.build_model(
-            case.config, case.layout, vocab_size=VOCAB_SIZE, seed=1, distributed_optimizer=False
-        )
-    finally:
-        build.transformer_config = make_config
+    (chunk,) = build.build_model(
+        case.config, case.layout, vocab_size=VOCAB_SIZE, seed=1, distributed_optimizer=False
+    )
     for layer in unwrapped(chunk).decoder.layers:
         if case.kernel == "varlen":
             layer.self_attention.core_attention = varlen.PackedVarlen(
@@ -266,11 +262,10 @@ def predict(case: Case) -> dict[str, float]:
     """The bytes of `measure` from the memory model."""
     model = case.memory_model()
     stage = model.stage(case.layout, 0, live_tokens=TOKENS, row_tokens=TOKENS)
-    if case.config.recompute != "full":
-        return {"forward": stage.activations, "backward": 0}
     # The stage's activations include one layer that is in its backward; the backward runs three.
     layer = TOKENS * model.saved(case.layout).recomputed_layer
-    return {"forward": stage.activations - layer, "backward": 3 * layer}
+    full = case.config.recompute == "full"
+    return {"forward": stage.activations - layer, "backward": 3 * layer if full else 0}
 
 
 def main(out: str) -> None:

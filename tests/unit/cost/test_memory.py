@@ -115,6 +115,24 @@ def test_other_kernels_keep_the_whole_output_of_linear_qkv() -> None:
     assert selective - layers["te"] == 2 * H * (1 + 0.25) - 4 * 16
 
 
+def test_what_is_recomputed_is_kept_once() -> None:
+    model = MemoryModel(sizes=EXPERTS, recompute="selective", recompute_modules=("moe",))
+    none = replace(model, recompute="none").saved(Layout())
+    saved = model.saved(Layout())
+    # Norms, their outputs, queries, keys, values, the output and 16 statistics.
+    assert saved.layer == 2 * H * (4 + 4) + 2 * 4 + 4 * 16
+    assert saved.recomputed_layer == none.layer - saved.layer
+    found = model.stage(Layout(pp=4), 1, live_tokens=4000, row_tokens=1000).activations
+    assert found == int(3000 * (2 * saved.layer + 4 * 64) + 1000 * saved.recomputed_layer)
+    for modules, freed in (
+        (("layernorm",), 2 * 2 * H),
+        (("moe_act",), 2 * 2 * 4 * H),
+        (("mlp",), 0),
+    ):
+        changed = replace(model, recompute_modules=modules).saved(Layout()).layer
+        assert none.layer - changed == freed, modules
+
+
 def test_each_stage_holds_its_share_of_live_tokens() -> None:
     model = MemoryModel(sizes=GPT)
     layout = Layout(pp=4)
@@ -122,22 +140,24 @@ def test_each_stage_holds_its_share_of_live_tokens() -> None:
     first = model.stage(layout, 0, live_tokens=4000, row_tokens=1000)
     middle = model.stage(layout, 1, live_tokens=4000, row_tokens=1000)
     last = model.stage(layout, 3, live_tokens=4000, row_tokens=1000)
-    assert first.activations == int(4000 * (2 * saved.layer + 8))
-    assert middle.activations == int(3000 * 2 * saved.layer)
+    # A token's id on the first stage, and 64 channels of the rotary table in fp32.
+    assert first.activations == int(4000 * (2 * saved.layer + 8 + 4 * 64))
+    assert middle.activations == int(3000 * (2 * saved.layer + 4 * 64))
     # The final norm's input and statistic, the head's input and four numbers per position.
     head = 2 * H + 4 + 2 * H + 24
-    assert last.activations == int(1000 * (2 * saved.layer + head))
+    assert last.activations == int(1000 * (2 * saved.layer + 4 * 64 + head))
     assert (first.head, last.head > 0) == (0, True)
     assert model.fullest_stage(layout, live_tokens=4000, row_tokens=1000) == max(
         (model.stage(layout, s, live_tokens=4000, row_tokens=1000) for s in range(4)),
         key=lambda stage: stage.total,
     )
     full = replace(model, recompute="full").stage(layout, 1, live_tokens=4000, row_tokens=1000)
-    assert full.activations == int(3000 * 2 * 2 * H + 1000 * (saved.layer - 2 * H))
-    # Interleaved, the two chunks' outputs stay. Warm-up: 2 * 2 + 4 + 1 of 11 chunks on stage 0.
+    assert full.activations == int(3000 * (2 * 2 * H + 4 * 64) + 1000 * (saved.layer - 2 * H))
+    # Interleaved, the two chunks' outputs and tables stay. Stage 1 has 2 * 2 + 4 + 1 chunks in
+    # flight, stage 0 11.
     interleaved = Layout(pp=4, vpp=2)
     found = model.stage(interleaved, 1, live_tokens=11000, row_tokens=1000).activations
-    assert found == int(9000 * (2 * saved.layer + 2 * 2 * H))
+    assert found == int(9000 * (2 * saved.layer + 2 * (2 * H + 4 * 64)))
 
 
 def test_the_head_needs_memory_for_one_chunk_of_logits() -> None:
