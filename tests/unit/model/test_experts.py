@@ -13,6 +13,7 @@ from megapack import Layout
 from megapack.errors import ConfigError, DataError
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.router import PackedRouter, moe_layers
+from tests.child import child
 
 pytestmark = pytest.mark.unit
 
@@ -98,7 +99,6 @@ from megapack.config.sections import ModelConfig
 from megapack.layout import Layout
 from megapack.model import build_model, initialize_parallel
 from megapack.model.attention.packed import packed_seq_params
-from tests.child import child
 
 launch.start("cpu")
 layout = Layout()
