@@ -99,7 +99,6 @@ from megapack.config.sections import ModelConfig
 from megapack.layout import Layout
 from megapack.model import build_model, initialize_parallel
 from megapack.model.attention.packed import packed_seq_params
-from tests.child import child
 
 launch.start("cpu")
 layout = Layout()
