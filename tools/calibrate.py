@@ -297,15 +297,17 @@ def calibrate(
 def measured_weights(
     job: Job, step: TimedStep, measured: Sequence[Measurement], rounds: int
 ) -> tuple[float, ...]:
-    """Stage weights of the target layout, from a second model with the layers of one chunk."""
-    num_layers = job.config.model.num_layers
-    num_chunks = job.target.num_chunks
-    (one_chunk,) = measure(job.timer(num_layers // num_chunks), [step], rounds)
+    """Stage weights of the target layout, from a second model with about one chunk's layers."""
+    split = job.config.stage_layers
+    num_few = max(1, split.total // job.target.num_chunks)
+    if num_few == split.total:
+        raise DataError(f"a model of {num_few} layer cannot be measured with fewer")
+    (few,) = measure(job.timer(num_few), [step], rounds)
     return stage_weights(
         sum(map(total_seconds, measured)),
-        sum(map(total_seconds, one_chunk)),
-        num_layers=num_layers,
-        num_chunks=num_chunks,
+        sum(map(total_seconds, few)),
+        num_few=num_few,
+        stage_layers=split,
     )
 
 

@@ -53,8 +53,11 @@ def layout_text(case: Case) -> str:
 def feature_text(case: Case) -> str:
     """The features of a case beyond the plainest one."""
     frozen = ", ".join(f"`{name}`" for name in case.frozen)
+    mtp = problem.MODELS[case.variant][0].mtp_num_layers
+    split = case.stage_layers.to_text(mtp).replace("|", r"\|")
     has_feature = {
         VARIANTS.get(case.variant, case.variant): case.variant != "plain",
+        f"layers `{split}`": not case.stage_layers.is_even,
         f"recompute {case.recompute}": case.recompute != "none",
         f"{case.policy.row_shape} rows": case.policy.row_shape != "planned",
         f"count-based, {case.micro_batch_size} a row": case.budget is None,

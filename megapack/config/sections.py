@@ -310,8 +310,11 @@ class TrainConfig:
     @property
     def stage_layers(self) -> StageLayers:
         """The number of transformer layers of each pipeline chunk."""
-        layout = self.layout
-        return layout.stage_layers(
+        return self._split(self.layout)
+
+    def _split(self, layout: ParallelSizes) -> StageLayers:
+        """`stage_layers` on a layout that may have another pp and vpp than this config's."""
+        return self.layout.stage_layers(
             self.model.num_layers,
             pp=layout.pp,
             vpp=layout.vpp,
@@ -347,7 +350,7 @@ class TrainConfig:
         measured = self.plan.read_cost(layout)
         if measured is None:
             return self.cost_from_sizes(layout)
-        split = self.stage_layers
+        split = self._split(layout)
         if split.is_even or measured.stage_weights is not None:
             return measured
         sizes = self.model.to_sizes()
@@ -366,7 +369,7 @@ class TrainConfig:
             speed or self.assumed_speed,
             recompute=self.model.recompute,
             mean_length=self.typical_sample,
-            stage_layers=self.stage_layers,
+            stage_layers=self._split(layout),
         )
 
     def memory_model(self) -> MemoryModel:
@@ -377,7 +380,8 @@ class TrainConfig:
         fused_swiglu = model.bias_activation_fusion
         return MemoryModel(
             sizes=self.model.to_sizes(),
-            stage_layers=self.stage_layers,
+            # None fits other layouts of the model too.
+            stage_layers=None if self.stage_layers.is_even else self.stage_layers,
             untied_embeddings=self.model.untie_embeddings,
             dtype=self.model.dtype,
             distributed_optimizer=self.optim.distributed_optimizer,

@@ -90,7 +90,8 @@ class Space:
             try:
                 self.given_split(layout)
             except ConfigError as error:
-                refused = error
+                # With vpp=1 the message is about the split, not about too many chunks.
+                refused = error if refused is None or layout.vpp == 1 else refused
             else:
                 return
         if refused is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from megapack.cost import LayerSplit
+from megapack.cost import LayerSplit, StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.plan import Plan
@@ -41,6 +41,17 @@ class Case:
     """Move one micro-batch to another rank after planning."""
     expect: dict[str, Any] = field(default_factory=dict)
     """Facts about the plan that the case's name states."""
+
+    @property
+    def stage_layers(self) -> StageLayers:
+        """The layers of each chunk."""
+        model = problem.MODELS[self.variant][0]
+        return self.split.stage_layers(
+            model.num_layers,
+            pp=self.layout.pp,
+            vpp=self.layout.vpp,
+            num_mtp_layers=model.mtp_num_layers,
+        )
 
     @property
     def world(self) -> int:

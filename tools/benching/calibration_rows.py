@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from megapack.cost import CostModel
+from megapack.cost import CostModel, StageLayers
 from megapack.cost.fit import Measurement
 from megapack.errors import ConfigError, DataError
 from megapack.layout import Layout
@@ -107,9 +107,9 @@ def relative_errors(
 
 
 def stage_weights(
-    whole_s: float, one_chunk_s: float, *, num_layers: int, num_chunks: int
+    whole_s: float, few_s: float, *, num_few: int, stage_layers: StageLayers
 ) -> tuple[float, ...]:
-    """Cost of each chunk divided by their mean: equal layers, and all the rest on the last chunk.
+    """Cost of each chunk divided by their mean: its layers, and all the rest on the last chunk.
 
     Two depths on one stage separate the seconds of a layer from the rest: the embedding, the
     vocabulary head and the loss. Nearly all of the rest belongs to the last chunk.
@@ -119,24 +119,23 @@ def stage_weights(
 
     Args:
         whole_s: seconds of rows with all layers.
-        one_chunk_s: seconds of the same rows with the layers of one chunk.
-        num_layers: layers of the whole model.
-        num_chunks: pp*vpp.
+        few_s: seconds of the same rows with fewer layers.
+        num_few: the number of these.
+        stage_layers: layers of each chunk.
 
     Raises:
         DataError: more layers did not take longer.
     """
-    layers = num_layers // num_chunks
-    if not 0 < one_chunk_s < whole_s:
+    num_layers = stage_layers.total
+    if not 0 < few_s < whole_s:
         raise DataError(
-            f"{num_layers} layers took {whole_s:.3g} s and {layers} took {one_chunk_s:.3g} s: "
+            f"{num_layers} layers took {whole_s:.3g} s and {num_few} took {few_s:.3g} s: "
             "the machine is too busy to measure a difference; measure more rounds"
         )
-    layer_s = (whole_s - one_chunk_s) / (num_layers - layers)
-    chunk_s = layer_s * layers
-    seconds = [chunk_s] * num_chunks
+    layer_s = (whole_s - few_s) / (num_layers - num_few)
+    seconds = [layer_s * layers for layers in stage_layers.num_layers]
     seconds[-1] += max(0.0, whole_s - layer_s * num_layers)
-    mean = sum(seconds) / num_chunks
+    mean = sum(seconds) / len(seconds)
     return tuple(s / mean for s in seconds)
 
 

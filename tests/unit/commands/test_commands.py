@@ -158,6 +158,33 @@ def test_tune_ranks_what_fits(call: Call) -> None:
     assert re.search(r"longest samples \(up to \d+ tokens\)", out)
 
 
+def test_stages_may_have_different_numbers_of_layers(call: Call) -> None:
+    """The options' split, or else that of the config on its own pp and vpp, decides the seconds."""
+    Path("a.yaml").write_text(
+        "name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {num_layers: 4, vocab_size: 512}\n"
+        "layout: {pp: 2, num_layers_in_first_pipeline_stage: 1}\n"
+    )
+    plan = ("plan", "a.csv", "--pp", "2", *BUDGET, "--config", "a.yaml", *SPEED, "--json")
+
+    def seconds(*args: str) -> float:
+        out = call(*plan, *args)[1]
+        return float(json.loads(out)["strategies"]["one sample"]["seconds"])
+
+    even = seconds("--pipeline-model-parallel-layout", "Et*2|t*2L")
+    uneven = seconds()
+    # The costlier stage has 3 of 4 layers instead of 2, and an eighth of the work is warm-up.
+    assert 1.3 < uneven / even < 1.5
+    assert uneven == seconds("--num-layers-in-last-pipeline-stage", "3")
+    tune = ("tune", "a.csv", "--gpus", "4", *SPEED, "--search", "16", "--vpp", "1")
+    ranked = json.loads(call(*tune, "--config", "a.yaml", "--all", "--json")[1])["ranked"]
+    splits = {c["layout"]["pp"]: c["stage_layers"] for c in ranked}
+    assert splits == {1: [4], 2: [1, 3], 4: [1, 1, 1, 1]}
+    three = ("--num-layers", "5", *MODEL[2:], "--pp", "2", "--uneven")
+    code, out, _ = call(*tune, *three)
+    assert code == 0
+    assert re.search(r"layers\n.* Et\*3\|t\*2L\n", out)
+
+
 def test_full_recomputation_adds_a_forward(call: Call) -> None:
     text = "name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {vocab_size: 512, recompute: %s}\n"
     seconds = {}
@@ -225,7 +252,7 @@ BAD = [
     ((*PLAN, "--num-layers", "4", *SPEED), ["--num-layers given without --hidden-size"]),
     ((*PLAN, *MODEL, "--peak-tflops", "nan"), ["--peak-tflops=nan", "above 0"]),
     ((*PLAN, *MODEL, *SPEED, "--utilisation", "40"), ["--utilisation=40", "at most 1"]),
-    ((*PLAN, *MODEL, *SPEED, "--pp", "3"), ["num_layers=4", "pp*vpp=3"]),
+    ((*PLAN, *MODEL, *SPEED, "--pp", "3"), ["num_layers=4", "pp * vpp = 3"]),
     ((*PLAN, *MODEL, *SPEED, "--cost", "c.yaml"), ["--cost", "set one"]),
     (("check", "none.json", "a.csv"), ["none.json", "cannot be read"]),
     (("check", "a.csv", "a.csv"), ["a.csv", "not a plan"]),
@@ -244,6 +271,8 @@ BAD = [
     (("tune", "a.csv", "--gpus", "4"), ["needs a model", "--config"]),
     (("tune", "a.csv", "--gpus", "0", *MODEL, *SPEED), ["0 GPUs"]),
     ((*TUNE, "--tp", "3"), ["tp [3]", "4 GPUs"]),
+    ((*TUNE, "--num-layers-in-last-pipeline-stage", "9"), ["9", "num_layers=4 remain"]),
+    ((*PLAN, "--num-layers-in-last-pipeline-stage", "1"), ["without a model", "--config"]),
     ((*TUNE, "--tp", "1,x"), ["'1,x'", "commas"]),
     (
         (*TUNE, "--gpu-memory-gib", "-1"),

@@ -287,6 +287,37 @@ def test_kv_channels_sets_the_width_of_a_head() -> None:
     assert job("model.hidden_size=2560", "model.num_attention_heads=32").model.head_width == 80
 
 
+UNEVEN = ("layout.pp=2", "layout.vpp=2", "layout.pipeline_model_parallel_layout=Et*2|t|t|L")
+
+
+def test_uneven_stages_weigh_as_their_layers(tmp_path: Path) -> None:
+    layout = Layout(pp=2, vpp=2)
+    config = job(*UNEVEN)
+    split = config.stage_layers
+    assert split.num_layers == (2, 1, 1, 0)
+    assert config.layout.to_layout(2) == layout
+    weights = config.cost_model(layout).stage_weights
+    assert weights is not None
+    assert weights[0] / weights[1] == pytest.approx(2, rel=0.01)
+    assert config.memory_model().stage_layers == split
+    # A file without weights gets those of the split; one with weights keeps its own.
+    bare = tmp_path / "bare.yaml"
+    bare.write_text("cost: {per_token: 2.0e-6}\n")
+    measured = job(*UNEVEN, f"plan.cost_model={bare}").cost_model(layout)
+    assert measured.per_token == 2e-6
+    sizes = config.model.to_sizes()
+    assert measured.stage_weights == sizes.stage_weights(
+        layout, config.typical_sample, stage_layers=split
+    )
+    own = tmp_path / "own.yaml"
+    own.write_text("cost: {per_token: 2.0e-6, stage_weights: [1.0, 0.5, 1.5, 1.0]}\n")
+    for keys in (UNEVEN, UNEVEN[:2]):
+        found = job(*keys, f"plan.cost_model={own}").cost_model(layout)
+        assert found.stage_weights == (1.0, 0.5, 1.5, 1.0)
+    even = job(*UNEVEN[:2], f"plan.cost_model={bare}").cost_model(layout)
+    assert even.stage_weights is None
+
+
 BAD_JOBS: list[tuple[list[str], str]] = [
     (["name=a/b"], "name is 'a/b'"),
     (["name=.."], "name is '..'"),
@@ -297,6 +328,9 @@ BAD_JOBS: list[tuple[list[str], str]] = [
         "num_layers=4 does not divide over pp * vpp = 3 chunks; set "
         "pipeline_model_parallel_layout='Et|t*2|tL'",
     ),
+    (["layout.pp=2", "layout.num_layers_in_first_pipeline_stage=4"], "0 of num_layers=4 remain"),
+    (["layout.pp=2", "layout.pipeline_model_parallel_layout=Et*3|t"], "has 0 L, the model 1 L"),
+    (["layout.pp=2", "layout.pipeline_model_parallel_layout=5"], "expected a string"),
     (["layout.tp=3"], "model.num_attention_heads=4 does not divide over layout.tp=3"),
     (["model.num_experts=2", "model.moe_top_k=3"], "moe_top_k=3 is above model.num_experts=2"),
     (["model.mtp_num_layers=1", "model.recompute=full"], "set model.recompute=selective"),

@@ -14,6 +14,7 @@ from megapack import ConfigError, CostModel, DataError, Layout, Measurement
 from megapack.config import dump_yaml
 from megapack.config.cost_file import read_cost
 from megapack.config.sections import ModelConfig, PlanConfig, TrainConfig
+from megapack.cost import StageLayers
 from megapack.cost.assumed import GpuSpeed
 from megapack.cost.calibration import Calibration, Origin
 from tools.benching.calibration_rows import (
@@ -187,11 +188,16 @@ def test_forward_and_backward_are_fitted_together() -> None:
 
 def test_the_last_chunk_gets_the_seconds_outside_layers() -> None:
     # A layer takes 1 s, the head 4 s: chunks of 2, 2, 2 and 6 s.
-    weights = stage_weights(12.0, 6.0, num_layers=8, num_chunks=4)
+    even = StageLayers.even(8, pp=4)
+    weights = stage_weights(12.0, 6.0, num_few=2, stage_layers=even)
     assert weights == pytest.approx((2 / 3, 2 / 3, 2 / 3, 2.0))
-    assert stage_weights(8.0, 2.0, num_layers=8, num_chunks=4) == pytest.approx((1.0,) * 4)
-    with pytest.raises(DataError, match="too busy to measure"):
-        stage_weights(1.0, 1.1, num_layers=8, num_chunks=4)
+    assert stage_weights(8.0, 2.0, num_few=2, stage_layers=even) == pytest.approx((1.0,) * 4)
+    with pytest.raises(DataError, match=r"8 layers took 1 s and 2 took 1.1 s.*too busy to measure"):
+        stage_weights(1.0, 1.1, num_few=2, stage_layers=even)
+    # Chunks of 0, 3, 4 and 1 + 4 s.
+    uneven = StageLayers((0, 3, 4, 1), pp=2)
+    weights = stage_weights(12.0, 6.0, num_few=2, stage_layers=uneven)
+    assert weights == pytest.approx((0.0, 1.0, 4 / 3, 5 / 3))
 
 
 def test_rows_to_measure_are_aligned_for_fp8(

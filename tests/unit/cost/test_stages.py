@@ -172,10 +172,12 @@ def test_memory_counts_the_layers_of_each_stage() -> None:
         12 * weights,
         6 * weights + vocabulary + SIZES.hidden_size,
     ]
-    per_token = model.activation_bytes_per_token(layout)
-    assert found[2].activations == int(4000 * 12 * per_token / 2)
-    assert found[0].activations == int(4000 * 9 * per_token)
+    saved = model.saved(layout)
+    assert found[2].activations == pytest.approx(4000 * 12 * saved.layer / 2, rel=1e-6)
+    first = 4000 * (9 * saved.layer + saved.embedding)
+    assert found[0].activations == pytest.approx(first, rel=1e-6)
     fullest = model.fullest_stage(layout, live_tokens=4000, row_tokens=1000)
     assert fullest == max(found, key=lambda stage: stage.total)
     alone = MemoryModel(sizes=SIZES, stage_layers=StageLayers((0, 37), pp=2), recompute="full")
-    assert alone.stage(Layout(pp=2), 0, live_tokens=4000, row_tokens=1000).activations == 0
+    only_embedding = alone.stage(Layout(pp=2), 0, live_tokens=4000, row_tokens=1000)
+    assert only_embedding.activations == int(4000 * alone.saved(Layout(pp=2)).embedding)

@@ -173,6 +173,24 @@ def test_passes_recomputation_and_cost_models_change_seconds(call: Call, tmp_pat
     assert measured["time_basis"] == f"of the cost model {cost}"
 
 
+def test_uneven_stages_are_planned_and_printed(call: Call) -> None:
+    keys = ["layout.pipeline_model_parallel_layout=Et*2|t|t|L"]
+    even = output_of(call(TINY, 4, "--json"))
+    uneven = output_of(call(TINY, 4, *keys, "--json"))
+    assert (even["stage_layers"], uneven["stage_layers"]) == ([1, 1, 1, 1], [2, 1, 1, 0])
+    assert even["layout"] == uneven["layout"]
+    assert uneven["plan_digest"] != even["plan_digest"]
+    first, last = uneven["memory_bytes"]
+    assert first["parameters"] > even["memory_bytes"][0]["parameters"]
+    assert last["parameters"] < even["memory_bytes"][1]["parameters"]
+    _, out, _ = call(TINY, 4, *keys)
+    assert "layers of the 4 chunks: Et*2|t|t|L" in out
+    code, _, err = call(TINY, 4, "model.num_layers=37")
+    assert code == 2
+    (advice,) = re.findall(r"set (pipeline_model_parallel_layout='.*')", err)
+    assert call(TINY, 4, "model.num_layers=37", "layout." + advice)[0] == 0
+
+
 def test_memory_counts_a_sample_over_the_budget(call: Call) -> None:
     at = {
         n: output_of(call(DENSE, 8, f"plan.max_tokens_per_gpu={n}", "--json")) for n in (99, 24576)
