@@ -1,6 +1,7 @@
 """Measure the time and the host memory per rank of saving and loading a checkpoint, over gloo.
 
     python tools/bench_checkpoint.py [--hidden 1024] [--layers 12] [--dp 4] [--threads 4] [--async]
+    python tools/bench_checkpoint.py --gather ...   # first, Megatron's format that gathers
 
 The model is a GPT with Adam's state in the distributed optimizer. Each rank prints the bytes that
 it holds, and by how much saving and loading raise the peak of its resident memory.
@@ -9,11 +10,14 @@ it holds, and by how much saving and loading raise the peak of its resident memo
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         chunk.zero_grad_buffer()
     optimizer.step()
     state = RunState(chunks, optimizer)
+    if args.gather:
+        gather_s, gather_mib = measured(lambda: _gather(state, optimizer))
+        print(
+            f"rank {dist.get_rank()}: the gather took {gather_s:.1f} s and {gather_mib:.0f} MiB",
+            flush=True,
+        )
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         shared = [name]
         dist.broadcast_object_list(shared)
@@ -96,11 +106,15 @@ def _save(state: RunState, folder: Path, args: argparse.Namespace, device: torch
     writer.finish()
 
 
+def _gather(state: RunState, optimizer: Any) -> None:
+    """What Megatron's `fully_reshardable` format does before anything is written."""
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner.sharded_state_dict(state._model(), metadata=metadata)
+
+
 def launch_ranks(argv: Sequence[str]) -> int:
     """Start this script once per rank."""
-    import os
-    import subprocess
-
     args = parser().parse_args(argv)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(args.dp)]
@@ -115,11 +129,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--dp", type=int, default=4, help="ranks")
     found.add_argument("--threads", type=int, default=4, help="writer threads per rank")
     found.add_argument("--async", dest="is_async", action="store_true", help="copy before writing")
+    found.add_argument("--gather", action="store_true", help="measure Megatron's gather too")
     found.add_argument("--dir", help="of the checkpoint; by default the system's")
     return found
 
 
 if __name__ == "__main__":
-    import os
-
     sys.exit(main() if "RANK" in os.environ else launch_ranks(sys.argv[1:]))
