@@ -60,6 +60,12 @@ def _asks(chunks: Sequence[Any], name: str) -> bool:
     return all(getattr(chunk.ddp_config, name, False) for chunk in chunks)
 
 
+def _bucket_groups(chunk: Any) -> list[Any]:
+    """The parts of DDP that communicate together; empty for another wrapper."""
+    names = ("bucket_groups", "expert_parallel_bucket_groups")
+    return [group for name in names for group in getattr(chunk, name, ())]
+
+
 def finish_param_gathers(chunks: Sequence[Any]) -> None:
     """Gather all parameters now, so that `param.data` holds the optimizer's values. A collective.
 
@@ -67,8 +73,7 @@ def finish_param_gathers(chunks: Sequence[Any]) -> None:
     """
     for chunk in chunks:
         if overlaps_gather(chunk):
-            groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-            for group in groups:
+            for group in _bucket_groups(chunk):
                 # Without this test a second call would gather once more.
                 if group.param_gather_handle is not None or not group.param_gather_dispatched:
                     group.start_param_sync(force_sync=True)
@@ -85,7 +90,7 @@ def dropping_reductions(chunks: Sequence[Any]) -> Iterator[None]:
         yield
     except BaseException:
         for chunk in filter(overlaps_reduction, chunks):
-            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            for group in _bucket_groups(chunk):
                 group.grad_reduce_handle = None
         raise
 

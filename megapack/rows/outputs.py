@@ -7,6 +7,7 @@ over these ranks is exactly the whole sample.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -106,13 +107,14 @@ def _concatenated(
     >>> _concatenated(local, [0, 2], [3, 1, 2], torch.device("cpu"))
     tensor([0., 0., 0., 5., 6.])
     """
-    flat = torch.zeros(sum(lengths[i] for i in samples), dtype=torch.float32, device=device)
-    start = 0
-    for i in samples:
-        if i in local:
-            flat[start : start + lengths[i]] = local[i]
-        start += lengths[i]
-    return flat
+    pieces = [torch.zeros(0, device=device)]
+    for is_local, group in itertools.groupby(samples, key=local.__contains__):
+        if is_local:
+            pieces += [local[i].reshape(lengths[i]).float() for i in group]
+        else:
+            pieces.append(torch.zeros(sum(lengths[i] for i in group), device=device))
+    # One call instead of a kernel per sample.
+    return torch.cat(pieces)
 
 
 def _by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor | None]:

@@ -208,7 +208,7 @@ def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[T
         fill: value of a sample's first token, which no position predicts.
 
     Returns:
-        For each sample of `row.samples` a tensor of its real length.
+        For each sample of `row.samples` a tensor of its real length, a view of one tensor.
 
     >>> from megapack import Layout, MicroBatch
     >>> batch = SampleBatch([[5, 6, 7], [8, 9]])
@@ -217,11 +217,12 @@ def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[T
     >>> unpack_row(row, torch.tensor([10, 11, 12, 13, 14, 15]))
     [tensor([ 0, 10, 11]), tensor([ 0, 13])]
     """
-    out = []
-    for start, length in zip(row.starts, row.lengths, strict=True):
-        first = values_T.new_full((1,), fill)
-        out.append(torch.cat([first, values_T[start : start + length - 1]]))
-    return out
+    shifted = torch.cat([values_T.new_zeros(1), values_T])
+    firsts_n = row.cu_seqlens_padded_S1[: len(row.samples)].long()
+    shifted.index_fill_(0, firsts_n, fill)
+    # Views: a kernel per sample would cost more than the values.
+    spans = zip(row.starts, row.lengths, strict=True)
+    return [shifted[start : start + length] for start, length in spans]
 
 
 class _RowWriter:

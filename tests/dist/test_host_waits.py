@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.dist.host_waits_worker import CASES, CountWaits
 from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.dist
 
+IS_0_19 = Version(version("megatron-core")) >= Version("0.19")
+_ROPE = "megatron.core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
+_MOE = "megatron.core/transformer/moe"
+
 # Rotary embeddings of packed rows without a fused kernel, and the lengths of samples for SDPA.
 ROTARY = {
-    "megatron.core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd: tolist",
-    "megatron.core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd: __bool__",
+    f"{_ROPE}: tolist",
+    f"{_ROPE}: item" if IS_0_19 else f"{_ROPE}: __bool__",
     "megapack/model/attention/packed.py:<lambda>: tolist",
 }
 # Megatron's experts without Transformer Engine's kernels (fused permutation, grouped products).
 # `sort_chunks_by_idxs` gets its sizes on the host, also on a GPU.
 EXPERTS = {
-    "megatron.core/transformer/moe/moe_utils.py:permute: masked_select",
-    "megatron.core/transformer/moe/moe_utils.py:sort_chunks_by_idxs: tolist",
-    "megatron.core/transformer/moe/experts.py:forward: tolist",
+    *(() if IS_0_19 else (f"{_MOE}/moe_utils.py:permute: masked_select",)),
+    f"{_MOE}/moe_utils.py:sort_chunks_by_idxs: tolist",
+    f"{_MOE}/experts.py:forward: tolist",
 }
 KNOWN = {name: ROTARY | (EXPERTS if name == "experts" else set()) for name in CASES}
 

@@ -259,8 +259,9 @@ def collect_routing(
         if group.size() > 1:
             dist.all_reduce(flat, group=group)
     out: list[Tensor | None] = [None] * len(lengths)
+    on_host = flat.cpu()
     for i in samples:
-        out[i] = flat[starts[i] : starts[i] + lengths[i]].cpu()
+        out[i] = on_host[starts[i] : starts[i] + lengths[i]]
     return out
 
 
