@@ -87,7 +87,7 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
         (EXPERTS, 8, ["layout.dp=2", "layout.tp=2", "layout.sequence_parallel=true"], ["ep=8"]),
         (
             EXPERTS,
-            8,
+            4,
             [
                 *("layout.dp=1", "layout.tp=2", "layout.ep=1", "layout.etp=2"),
                 *("layout.sequence_parallel=true", "model.moe_ffn_hidden_size=771"),
@@ -96,7 +96,7 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
         ),
         (
             EXPERTS,
-            8,
+            4,
             [
                 *("layout.dp=1", "layout.tp=2", "layout.ep=1", "layout.etp=3"),
                 "layout.sequence_parallel=true",
