@@ -95,11 +95,10 @@ class Layout(ParallelSizes):
             )
         stage_ranks = self.dp * self.cp * self.tp
         if stage_ranks % (self.etp * self.ep):
-            fits = math.gcd(self.ep, stage_ranks // self.etp)
+            size = f"ep={self.ep}" if self.etp == 1 else f"etp*ep={self.etp}*{self.ep}"
             raise ConfigError(
-                f"etp*ep={self.etp}*{self.ep} does not divide dp*cp*tp={self.dp}*{self.cp}*"
-                f"{self.tp}={stage_ranks}; set ep to a divisor of {stage_ranks // self.etp}, for "
-                f"example {fits}"
+                f"{size} does not divide dp*cp*tp={stage_ranks}; set ep to a divisor of "
+                f"{stage_ranks // self.etp}"
             )
 
     def to_payload(self) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def mark_experts(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         for name, param in chunk.named_parameters():
             if is_expert(name):
-                param.allreduce = False  # type: ignore[attr-defined]
+                param.allreduce = False
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

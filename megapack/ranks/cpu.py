@@ -120,12 +120,13 @@ def _padded_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     """`all_gather` that also takes parts of different lengths, as NCCL does; gloo refuses them.
 
     Experts under tensor parallelism gather each rank's tokens: parts [5, h] and [3, h] travel as
-    two of [5, h]. Every rank knows all lengths, because it allocates all parts.
+    two of [5, h]. Every rank knows all lengths, because it allocates all parts. Asynchronous calls
+    are passed on as they are.
     """
 
     @functools.wraps(all_gather)
     def gather(tensor_list: list[Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if len({part.shape for part in tensor_list}) <= 1:
+        if kwargs.get("async_op") or len({part.shape for part in tensor_list}) <= 1:
             return all_gather(tensor_list, tensor, *args, **kwargs)
         padded = _padded([tensor, *tensor_list])
         all_gather(padded[1:], padded[0], *args, **kwargs)
@@ -141,7 +142,7 @@ def _padded_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(reduce_scatter)
     def scatter(output: Tensor, input_list: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        if len({part.shape for part in input_list}) <= 1:
+        if kwargs.get("async_op") or len({part.shape for part in input_list}) <= 1:
             return reduce_scatter(output, input_list, *args, **kwargs)
         padded = _padded([output, *input_list])
         reduce_scatter(padded[0], padded[1:], *args, **kwargs)

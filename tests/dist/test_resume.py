@@ -235,10 +235,12 @@ def test_experts_and_a_frozen_stage_resumed_on_ep2(tmp_path: Path) -> None:
     assert_same_steps(lines, whole, rel=1e-5)
 
 
-def test_experts_whole_on_each_tensor_parallel_rank_resumed_in_halves(tmp_path: Path) -> None:
-    """dp2, then tp2 with two of four whole experts a rank (etp=1), then with half of each (etp=2).
+def test_whole_experts_of_tensor_parallel_ranks_resumed_in_halves_and_copies(
+    tmp_path: Path,
+) -> None:
+    """dp2, then tp2 with two of four experts a rank; from there half of each, and copies of all.
 
-    Metrics hold the gradient norm, so that every rank must add its own experts, each once.
+    Metrics hold the gradient norm, so each expert must be in it, and once.
     """
     settings = ["model.num_experts=4", "model.moe_balance_loss_coef=0.1", "optim.lr=0.01"]
     tp2 = [*TP2, *settings, "layout.sequence_parallel=true", "train.resume=auto"]
@@ -246,9 +248,10 @@ def test_experts_whole_on_each_tensor_parallel_rank_resumed_in_halves(tmp_path: 
     copy_of_run(tmp_path, tmp_path / "etp1", until=3)
     lines = finished(tmp_path / "etp1", *tp2, "layout.ep=2")
     assert_same_steps(lines, whole, rel=1e-5)
-    copy_of_run(tmp_path / "etp1", tmp_path / "etp2", until=6)
-    lines = finished(tmp_path / "etp2", *tp2, "layout.etp=null")
-    assert_same_steps(lines, whole, rel=1e-5)
+    for name, experts in {"halves": "layout.etp=null", "copies": "layout.etp=1"}.items():
+        copy_of_run(tmp_path / "etp1", tmp_path / name, until=6)
+        lines = finished(tmp_path / name, *tp2, experts)
+        assert_same_steps(lines, whole, rel=1e-5)
 
 
 def test_a_run_that_trains_only_experts_is_resumed(tmp_path: Path) -> None:

@@ -3,15 +3,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError
+from megapack import ConfigError, Layout
 from megapack.hosts import slime
 from megapack.hosts.shared import flops
+from megapack.hosts.shared.rollout_schedule import layout_of
 from tests.hosts.rollouts import (
     Schedule,
     check_schedule,
@@ -355,3 +357,18 @@ def test_first_fit_and_splitting() -> None:
     assert bins == [[0, 1], [4], [3], [5], [2]]
     slime.expand_bins_by_splitting(bins, 100, lengths)
     assert sorted(bins) == [[0], [1], [2], [3], [4], [5]]
+
+
+@pytest.mark.parametrize(("ep", "given", "etp"), [(1, 4, 1), (2, None, 4), (2, 4, 4), (8, 1, 1)])
+def test_the_layout_has_the_hosts_expert_tensor_parallelism(
+    ep: int, given: int | None, etp: int
+) -> None:
+    """Megatron's default is tp; without expert parallelism it changes no plan."""
+    args = SimpleNamespace(
+        tensor_model_parallel_size=4,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=given,
+    )
+    sizes = {"dp_size": 2, "cp_size": 1, "vpp_size": None}
+    sizes["microbatch_group_size_per_vp_stage"] = None
+    assert layout_of(args, sizes) == Layout(dp=2, tp=4, ep=ep, etp=etp)

@@ -114,7 +114,7 @@ def test_etp_of_none_is_tp() -> None:
         ({"etp": 0}, r"etp=0; set an integer of at least 1"),
         (
             {"dp": 2, "tp": 4, "etp": 4, "ep": 8},
-            r"etp\*ep=4\*8 does not divide dp\*cp\*tp=2\*1\*4=8; set ep to a divisor of 2",
+            r"etp\*ep=4\*8 does not divide dp\*cp\*tp=8; set ep to a divisor of 2",
         ),
     ],
 )

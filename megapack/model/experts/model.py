@@ -172,13 +172,13 @@ def check_experts(config: Any, layout: Layout) -> None:
             "moe_router_load_balancing_type='sinkhorn' routes a token depending on its row; "
             "set 'seq_aux_loss' or 'none'"
         )
-    if config.expert_tensor_parallel_size != layout.etp:
-        raise ConfigError(
-            f"config.expert_tensor_parallel_size={config.expert_tensor_parallel_size} and the "
-            f"layout's etp={layout.etp} differ; set both to the same value"
-        )
     if layout.tp > 1 and not layout.sequence_parallel:
         raise ConfigError(
             f"experts with tp={layout.tp} need sequence parallelism; set "
             "Layout(sequence_parallel=True) and config.sequence_parallel=True"
+        )
+    if config.expert_tensor_parallel_size != layout.etp:
+        raise ConfigError(
+            f"config.expert_tensor_parallel_size={config.expert_tensor_parallel_size} and the "
+            f"layout's etp={layout.etp} differ; set both to the same value"
         )

@@ -337,6 +337,8 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["model.moe_bias_update_rate=0.1"], "needs model.moe_score_function=sigmoid"),
     (["model.num_experts=3", "layout.ep=2"], "num_experts=3 does not divide over layout.ep=2"),
     (["layout.ep=2"], "num_experts=None does not divide over layout.ep=2"),
+    (["layout.etp=0"], "layout.etp is 0; set 1 or more"),
+    (["layout.tp=2", "layout.etp=2"], "but model.num_experts is null; set layout.etp=1"),
     (["train.on_oom=replan", "layout.tp=2"], "cannot run with this layout (tp=2, cp=1, ep=1: "),
     (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),

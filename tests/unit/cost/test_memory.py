@@ -68,6 +68,20 @@ def test_experts_are_split_over_ep_their_optimizer_over_dp() -> None:
     ]
 
 
+def test_experts_are_split_over_etp_and_not_over_tp() -> None:
+    model = MemoryModel(sizes=EXPERTS)
+    experts = 8 * 16 * 3 * H * 4 * H
+    gradients = [
+        bare(model, Layout(dp=2, tp=4, ep=ep, etp=etp))[1] // 4
+        for ep, etp in [(8, 1), (2, 4), (2, 1)]
+    ]
+    assert gradients[0] == gradients[1]
+    assert gradients[2] - gradients[0] == experts // 2 - experts // 8
+    # 8 GPUs: of (8, 1) each expert is on one, of (2, 1) on 4, which split its optimizer's state.
+    optimizer = [bare(model, Layout(dp=2, tp=4, ep=ep))[2] for ep in (8, 2)]
+    assert optimizer[0] == optimizer[1]
+
+
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_activations_match_the_published_formula(tp: int, sequence_parallel: bool) -> None:

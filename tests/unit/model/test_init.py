@@ -17,6 +17,7 @@ from megapack.model.init import (
     initialize_by_name,
     keep_gradients_through_recompute,
     local_slice,
+    mark_experts,
     mark_grouped_experts,
 )
 from tests.groups import RankOf
@@ -95,6 +96,36 @@ def fill(*chunks: Chunk, seed: int = 1, rank: int = 0, tp: int = 1) -> dict[str,
             param.data.fill_(9.0)
     initialize_by_name(chunks, seed=seed, std=0.5, num_layers=4, tp_group=RankOf(rank, tp))
     return {name: p.detach() for chunk in chunks for name, p in global_parameters(chunk)}
+
+
+def test_experts_are_cut_over_their_own_ranks() -> None:
+    """Two tensor-parallel ranks that each hold whole experts (etp=1)."""
+    chunk = Chunk([1])
+    chunk.decoder.layers[0].mlp = torch.nn.Module()
+    chunk.decoder.layers[0].mlp.experts = torch.nn.Module()
+    chunk.decoder.layers[0].mlp.local_expert_indices = [3]
+    chunk.decoder.layers[0].mlp.experts.linear_fc1 = torch.nn.Module()
+    chunk.decoder.layers[0].mlp.experts.linear_fc1.weight0 = shard(64, 16)
+    groups = {"tp_group": RankOf(1, 2), "expert_tp_group": RankOf(0, 1)}
+    initialize_by_name([chunk], seed=1, std=0.5, num_layers=4, **groups)
+    found = dict(global_parameters(chunk))["decoder.layers.0.mlp.experts.linear_fc1.weight3"]
+    initialize_by_name([chunk], seed=1, std=0.5, num_layers=4, tp_group=RankOf(0, 1))
+    again = dict(global_parameters(chunk))["decoder.layers.0.mlp.experts.linear_fc1.weight3"]
+    assert torch.equal(found, again)
+
+
+def test_ddp_adds_gradients_of_experts_over_their_own_ranks() -> None:
+    chunk = torch.nn.ModuleDict(
+        {"experts": torch.nn.Linear(2, 2), "shared_experts": torch.nn.Linear(2, 2, bias=False)}
+    )
+    mlp = torch.nn.ModuleDict({"mlp": chunk})
+    mark_experts([mlp])
+    marks = {name: getattr(p, "allreduce", True) for name, p in mlp.named_parameters()}
+    assert marks == {
+        "mlp.experts.weight": False,
+        "mlp.experts.bias": False,
+        "mlp.shared_experts.weight": True,
+    }
 
 
 def test_names_number_layers_over_all_stages() -> None:

@@ -87,6 +87,24 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
         (EXPERTS, 8, ["layout.dp=2", "layout.tp=2", "layout.sequence_parallel=true"], ["ep=8"]),
         (
             EXPERTS,
+            4,
+            [
+                *("layout.dp=1", "layout.tp=2", "layout.ep=1", "layout.etp=2"),
+                *("layout.sequence_parallel=true", "model.moe_ffn_hidden_size=771"),
+            ],
+            ["771", "etp=2", "does not divide by 2"],
+        ),
+        (
+            EXPERTS,
+            4,
+            [
+                *("layout.dp=1", "layout.tp=2", "layout.ep=1", "layout.etp=3"),
+                "layout.sequence_parallel=true",
+            ],
+            ["etp=3 does not divide tp=2"],
+        ),
+        (
+            EXPERTS,
             64,
             ["layout.ep=1", "plan.count_rule=per_rank", "model.fp8=delayed"],
             ["largest"],

@@ -18,13 +18,15 @@ from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, MegapackError
 from megapack.layout import Layout
 from megapack.model.attention.sdpa import PackedSDPA
-from megapack.policy import Policy
+from megapack.model.init import mark_experts
+from megapack.policy import Policy, check_count_rule
 from megapack.schedule import checks
 from megapack.schedule.checks import (
     check_chunks,
     check_config,
     check_counts,
     check_cp_comm,
+    check_expert_gradients,
     check_layout,
     check_planned_rows,
     check_reduction,
@@ -52,6 +54,7 @@ def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=vpp,
         pipeline_dtype=torch.float32,
         context_parallel_size=layout.cp,
+        expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sequence_parallel,
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
@@ -390,6 +393,35 @@ def test_expert_settings_that_depend_on_the_packing_are_refused(
     with pytest.raises(ConfigError, match=message):
         check_config(config(layout, num_moe_experts=4, **changes), layout)
     check_config(config(layout, **changes), layout)
+
+
+def test_the_config_must_split_experts_as_the_layout_does() -> None:
+    layout = Layout(tp=2, sequence_parallel=True)
+    wrong = config(layout, num_moe_experts=4, expert_tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"parallel_size=2 and the layout's etp=1 differ"):
+        check_config(wrong, layout)
+    check_config(wrong, replace(layout, etp=2))
+
+
+def test_whole_experts_on_tensor_parallel_ranks_need_their_own_reduction() -> None:
+    """Megatron-Core 0.16.1 marks experts only if ep > 1."""
+    layout = Layout(tp=2, sequence_parallel=True)
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.Linear(2, 2)})})
+    message = r"not add mlp.experts.weight's gradients.*tp=2, etp=1, ep=1; set etp=2 or ep > 1"
+    with pytest.raises(ConfigError, match=message):
+        check_expert_gradients([model], layout)
+    check_expert_gradients([model], replace(layout, etp=2))
+    mark_experts([model])
+    check_expert_gradients([model], layout)
+
+
+def test_experts_within_a_dp_rank_allow_counts_per_rank() -> None:
+    layout = Layout(dp=2, tp=2, ep=2, sequence_parallel=True)
+    check_count_rule(Policy(count_rule="per_rank"), layout, ranks_share_fp8_scales=False)
+    with pytest.raises(ConfigError, match=r"ep=2, etp=2, tp\*cp=2: .*set count_rule='legal'"):
+        check_count_rule(
+            Policy(count_rule="per_rank"), replace(layout, etp=2), ranks_share_fp8_scales=False
+        )
 
 
 def test_router_losses_per_token_or_sample_pass() -> None:
