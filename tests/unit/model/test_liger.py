@@ -200,5 +200,5 @@ def test_on_a_cpu_the_head_is_torch() -> None:
     found = choose_head("auto", torch.nn.Module(), config, None, **options)
     assert str(found) == "head torch (not liger: the device is not CUDA)"
     assert str(choose_head("torch", torch.nn.Module(), config, None, **options)) == "head torch"
-    with pytest.raises(ConfigError, match="model.head_kernel=liger cannot run here: the device"):
+    with pytest.raises(ConfigError, match=r"model\.head_kernel=liger cannot run here: the device"):
         choose_head("liger", torch.nn.Module(), config, None, **options)
