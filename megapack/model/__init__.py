@@ -3,6 +3,7 @@
 Modules:
     build, specs, init: config and model chunks, layer specs, weights and frozen parameters
     head, logprobs, mtp: vocabulary or value head, log-probs in chunks, multi-token prediction
+    products, liger: matrix products with fp32 results; Liger's kernel for log-probs
     attention, experts: packed attention; mixtures of experts
     optimizer: Megatron's Adam and learning-rate schedule
     overlap: DDP's communication inside forwards and backwards

@@ -183,7 +183,9 @@ class LigerLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyTPFunction
 
-        weight_VH = _Weight.apply(head.weight_VH, head, call.start == 0)
+        weight_VH = _Weight.apply(  # type: ignore[no-untyped-call]
+            head.weight_VH, head, call.start == 0
+        )
         outputs = LigerFusedLinearScaledCrossEntropyTPFunction.apply(
             hidden_CH.contiguous(),
             weight_VH,
@@ -258,5 +260,7 @@ def largest_error(logprobs: LigerLogprobs, weight_VH: Tensor, tp_group: Any) -> 
         vocab_parallel_logprobs(hidden_RH, labels_R, head),
         strict=True,
     )
-    errors = [(got - want).abs().mean() for got, want in pairs if got is not None]
+    errors = [
+        (got - want).abs().mean() for got, want in pairs if got is not None and want is not None
+    ]
     return float(torch.stack(errors).max().item())

@@ -61,6 +61,7 @@ def test_within_the_block_the_model_returns_hidden_states() -> None:
     with deferred_head(model) as head:
         assert model(HIDDEN) is HIDDEN
     assert head.weight_VH is model.output_layer.weight
+    assert not head.tied
     assert torch.equal(model(HIDDEN), logits)
 
 
@@ -70,6 +71,7 @@ def test_the_head_of_a_tied_model_is_its_embedding() -> None:
     with deferred_head(model) as head:
         model(HIDDEN)
     assert head.weight_VH is tied
+    assert head.tied
 
 
 def test_the_head_is_found_inside_wrappers() -> None:

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megapack import Layout, MicroBatch
 from megapack.model.experts.rows import SchedulePass
+from megapack.model.head import deferred_head
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.samples import SampleBatch
 from megapack.schedule.faults import OutOfMemoryGuard
 from megapack.schedule.forward import ForwardStep, Kind, Listener, LossReport
+from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
@@ -182,3 +186,18 @@ def test_zeros_of_the_same_shape_after_memory_ran_out() -> None:
 
 def _out_of_memory(**_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_hidden_states_of_a_bf16_model_stay_bf16() -> None:
+    """Float16Module would widen the last chunk's output, and the gather moves twice the bytes."""
+    module = chunks(1)[0]
+    module.pg_collection = SimpleNamespace(pp=RankOf(0, 1))  # type: ignore[assignment]
+    config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1, bf16=True)
+    wrapped = Float16Module(config, module)
+    (row,) = rows(1)
+    hidden, head = make([wrapped]).run_row(row, wrapped)
+    assert head is not None
+    assert hidden.dtype == torch.bfloat16
+    inputs = {"position_ids": None, "attention_mask": None, "packed_seq_params": None}
+    with deferred_head(wrapped):
+        assert wrapped(row.tokens_T[None], **inputs).dtype == torch.float32

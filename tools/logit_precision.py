@@ -1,0 +1,70 @@
+"""What logits rounded to 16 bits cost: errors of log-probs of a bf16 model's sampled tokens.
+
+    python tools/logit_precision.py [--device cuda] [--positions 256] [--vocab 32768]
+
+Hidden states and weights are random bf16 numbers whose logits have a standard deviation of 4, like
+those of a trained model. Labels are sampled from the distribution. Errors are against fp64 products
+of the same bf16 numbers; the largest logit is printed.
+
+Shape suffixes: R positions, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
+
+LOGIT_STD = 4.0
+
+
+def errors_nats(logprobs_R: Tensor, exact_R: Tensor) -> tuple[float, float]:
+    """Mean and largest absolute error."""
+    error_R = (logprobs_R.double() - exact_R).abs()
+    return error_R.mean().item(), error_R.max().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--positions", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=32768)
+    options = parser.parse_args()
+    generator = torch.Generator().manual_seed(0)
+    hidden_RH = torch.randn(options.positions, options.hidden, generator=generator)
+    weight_VH = torch.randn(options.vocab, options.hidden, generator=generator)
+    weight_VH *= LOGIT_STD / options.hidden**0.5
+    hidden_RH = hidden_RH.to(options.device, torch.bfloat16)
+    weight_VH = weight_VH.to(options.device, torch.bfloat16)
+    exact_RV = hidden_RH.double() @ weight_VH.double().t()
+    labels_R1 = torch.multinomial(exact_RV.softmax(1).cpu(), 1, generator=generator)
+    labels_R1 = labels_R1.to(options.device)
+
+    def of_labels(logits_RV: Tensor) -> Tensor:
+        return F.log_softmax(logits_RV, dim=1).gather(1, labels_R1)[:, 0]
+
+    head = VocabHead(weight_VH=weight_VH)
+    own_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R1[:, 0], head)
+    ways = {
+        "fp32 (megapack's head)": own_R,
+        "rounded to fp16": of_labels(exact_RV.half().float()),
+        "rounded to bf16": of_labels(exact_RV.bfloat16().float()),
+    }
+    print(
+        f"{options.positions} positions, vocabulary {options.vocab}, hidden {options.hidden}, "
+        f"largest logit {exact_RV.max().item():.1f}, {options.device}, torch {torch.__version__}\n"
+    )
+    print("| logits | mean error, nats | largest, nats |")
+    print("|---|---|---|")
+    for name, logprobs_R in ways.items():
+        mean, largest = errors_nats(logprobs_R, of_labels(exact_RV))
+        print(f"| {name} | {mean:.1e} | {largest:.1e} |")
+
+
+if __name__ == "__main__":
+    main()
