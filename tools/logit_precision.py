@@ -22,10 +22,33 @@ from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 LOGIT_STD = 4.0
 
 
-def errors_nats(logprobs_R: Tensor, exact_R: Tensor) -> tuple[float, float]:
-    """Mean and largest absolute error."""
-    error_R = (logprobs_R.double() - exact_R).abs()
-    return error_R.mean().item(), error_R.max().item()
+def measure(
+    device: str, *, positions: int = 256, hidden: int = 1024, vocab: int = 32768
+) -> tuple[dict[str, tuple[float, float]], float]:
+    """Mean and largest absolute error in nats, by way of making logits; and the largest logit."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_RH = torch.randn(positions, hidden, generator=generator)
+    weight_VH = torch.randn(vocab, hidden, generator=generator) * (LOGIT_STD / hidden**0.5)
+    hidden_RH = hidden_RH.to(device, torch.bfloat16)
+    weight_VH = weight_VH.to(device, torch.bfloat16)
+    exact_RV = hidden_RH.double() @ weight_VH.double().t()
+    labels_R1 = torch.multinomial(exact_RV.softmax(1).cpu(), 1, generator=generator).to(device)
+
+    def of_labels(logits_RV: Tensor) -> Tensor:
+        return F.log_softmax(logits_RV, dim=1).gather(1, labels_R1)[:, 0]
+
+    exact_R = of_labels(exact_RV)
+    own_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R1[:, 0], VocabHead(weight_VH=weight_VH))
+    ways = {
+        "fp32 (megapack's head)": own_R,
+        "rounded to fp16": of_labels(exact_RV.half().float()),
+        "rounded to bf16": of_labels(exact_RV.bfloat16().float()),
+    }
+    errors = {name: (logprobs_R.double() - exact_R).abs() for name, logprobs_R in ways.items()}
+    found = {
+        name: (error_R.mean().item(), error_R.max().item()) for name, error_R in errors.items()
+    }
+    return found, exact_RV.max().item()
 
 
 def main() -> None:
@@ -35,34 +58,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=32768)
     options = parser.parse_args()
-    generator = torch.Generator().manual_seed(0)
-    hidden_RH = torch.randn(options.positions, options.hidden, generator=generator)
-    weight_VH = torch.randn(options.vocab, options.hidden, generator=generator)
-    weight_VH *= LOGIT_STD / options.hidden**0.5
-    hidden_RH = hidden_RH.to(options.device, torch.bfloat16)
-    weight_VH = weight_VH.to(options.device, torch.bfloat16)
-    exact_RV = hidden_RH.double() @ weight_VH.double().t()
-    labels_R1 = torch.multinomial(exact_RV.softmax(1).cpu(), 1, generator=generator)
-    labels_R1 = labels_R1.to(options.device)
-
-    def of_labels(logits_RV: Tensor) -> Tensor:
-        return F.log_softmax(logits_RV, dim=1).gather(1, labels_R1)[:, 0]
-
-    head = VocabHead(weight_VH=weight_VH)
-    own_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R1[:, 0], head)
-    ways = {
-        "fp32 (megapack's head)": own_R,
-        "rounded to fp16": of_labels(exact_RV.half().float()),
-        "rounded to bf16": of_labels(exact_RV.bfloat16().float()),
-    }
+    found, largest_logit = measure(**vars(options))
     print(
         f"{options.positions} positions, vocabulary {options.vocab}, hidden {options.hidden}, "
-        f"largest logit {exact_RV.max().item():.1f}, {options.device}, torch {torch.__version__}\n"
+        f"largest logit {largest_logit:.1f}, {options.device}, torch {torch.__version__}\n"
     )
     print("| logits | mean error, nats | largest, nats |")
     print("|---|---|---|")
-    for name, logprobs_R in ways.items():
-        mean, largest = errors_nats(logprobs_R, of_labels(exact_RV))
+    for name, (mean, largest) in found.items():
         print(f"| {name} | {mean:.1e} | {largest:.1e} |")
 
 

@@ -39,6 +39,10 @@ def build(settings: ModelConfig) -> GPTModel:
     config.moe_aux_loss_coeff = 0.0
     config.moe_z_loss_coeff = None
     config.moe_enable_routing_replay = True
+    # Plain formulas, also on a GPU.
+    config.apply_rope_fusion = False
+    config.bias_activation_fusion = False
+    config.gradient_accumulation_fusion = False
     spec = get_gpt_layer_local_spec(
         num_experts=settings.num_experts,
         qk_layernorm=settings.qk_layernorm,

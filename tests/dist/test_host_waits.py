@@ -15,15 +15,8 @@ from tests.dist.spawn import checked_job, rank_reports
 pytestmark = pytest.mark.dist
 
 IS_0_19 = Version(version("megatron-core")) >= Version("0.19")
-_ROPE = "megatron.core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
 _MOE = "megatron.core/transformer/moe"
 
-# Rotary embeddings of packed rows without a fused kernel, and the lengths of samples for SDPA.
-ROTARY = {
-    f"{_ROPE}: tolist",
-    f"{_ROPE}: item" if IS_0_19 else f"{_ROPE}: __bool__",
-    "megapack/model/attention/packed.py:<lambda>: tolist",
-}
 # Megatron's experts without Transformer Engine's kernels (fused permutation, grouped products).
 # `sort_chunks_by_idxs` gets its sizes on the host, also on a GPU.
 EXPERTS = {
@@ -31,7 +24,7 @@ EXPERTS = {
     f"{_MOE}/moe_utils.py:sort_chunks_by_idxs: tolist",
     f"{_MOE}/experts.py:forward: tolist",
 }
-KNOWN = {name: ROTARY | (EXPERTS if name == "experts" else set()) for name in CASES}
+KNOWN = {name: EXPERTS if name == "experts" else set() for name in CASES}
 
 
 def test_only_known_places_wait(tmp_path: Path) -> None:

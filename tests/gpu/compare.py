@@ -29,27 +29,38 @@ _FUSED_NORMS = {
 
 
 def build_adapter(
-    settings: Any, layout: Layout, adapter_class: type[ScheduleAdapter] = ScheduleAdapter
+    settings: Any,
+    layout: Layout,
+    adapter_class: type[ScheduleAdapter] = ScheduleAdapter,
+    **options: Any,
 ) -> ScheduleAdapter:
-    """An adapter with its model; Megatron's process groups must exist."""
+    """An adapter with its model; Megatron's process groups must exist.
+
+    Args:
+        options: arguments of `build_model`.
+    """
     from megapack.model import build_model
 
-    options = {"seed": SEED, "vocab_size": VOCAB_SIZE, "distributed_optimizer": False}
-    chunks = build_model(settings, layout, **options)
+    options = {"distributed_optimizer": False, **options}
+    chunks = build_model(settings, layout, seed=SEED, vocab_size=VOCAB_SIZE, **options)
     return adapter_class(chunks, layout=layout, logprob_chunk_tokens=128)
 
 
 def exactness(
-    adapter: ScheduleAdapter, exact: Samples, own: Samples | None = None
+    adapter: ScheduleAdapter,
+    exact: Samples,
+    own: Samples | None = None,
+    budget: int = problem.BUDGET,
 ) -> dict[str, float]:
     """Errors of a forward and a step on all ranks together.
 
     Args:
         exact: the reference's samples in fp32.
         own: the reference's samples in the model's precision, if that is not fp32.
+        budget: tokens of a row.
     """
     batch = problem.make_batch()
-    plan = problem.make_plan(adapter.layout)
+    plan = problem.make_plan(adapter.layout, budget)
     outputs = adapter.forward(plan, batch, entropy=True)
     result = adapter.step(plan, batch, objective=OBJECTIVE)
     case = Case(layout=adapter.layout)
@@ -59,6 +70,7 @@ def exactness(
         "expected_loss": loss,
         **gradient_errors(adapter.chunks, grads),
         **logprob_errors(outputs, plan, batch, exact),
+        "num_microbatches": plan.steps[0].num_microbatches,
         "most_samples_in_a_row": max(len(mb.samples) for mb in plan.steps[0].ranks[0]),
     }
     if own is not None:

@@ -18,6 +18,13 @@ MODEL = ModelConfig(
     ffn_hidden_size=512,
     init_std=0.05,
 )
+# Auxiliary losses have tests of their own on a CPU.
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 256,
+    "moe_balance_loss_coef": 0.0,
+    "moe_z_loss_coef": 0.0,
+}
 BUDGET = 512
 
 # (prompt, response) tokens; a row of the budget holds one to seven of these samples.
@@ -38,6 +45,11 @@ def make_batch() -> SampleBatch:
     return problem.make_batch(len(PAIRS), PAIRS)
 
 
-def make_plan(layout: Layout) -> Plan:
+def moe_model(attention: str) -> ModelConfig:
+    """The model with experts, in fp32: in bf16 a rounding error may choose another expert."""
+    return dataclasses.replace(model(attention, "fp32"), **EXPERTS)
+
+
+def make_plan(layout: Layout, budget: int = BUDGET) -> Plan:
     """One step with all samples."""
-    return build_dp_schedule(make_batch().lengths, layout=layout, max_tokens_per_gpu=BUDGET)
+    return build_dp_schedule(make_batch().lengths, layout=layout, max_tokens_per_gpu=budget)

@@ -1,4 +1,4 @@
-"""The reference on the GPU: `tests.dist.reference`, one unpadded sample at a time, fp32 and bf16.
+"""The reference on the GPU: `tests.dist.reference`, one unpadded sample at a time.
 
 python -m tests.gpu.reference DEVICE OUT
 """
@@ -18,16 +18,21 @@ from tests.gpu import problem
 
 
 def main(device: Literal["cuda", "cpu"], out: str) -> None:
-    """Save the gradient, loss and log-probs of each sample, per precision."""
+    """Save the gradient, loss and log-probs of each sample, per model."""
     launch.quiet_known_warnings()
     launch.start(device)
     initialize_parallel(Layout(), SEED)
     batch = problem.make_batch()
     found = {}
-    for dtype in ("fp32", "bf16"):
-        model = reference.build(problem.model("sdpa", cast(Literal["fp32", "bf16"], dtype)))
+    models = {
+        "fp32": problem.model("sdpa", "fp32"),
+        "bf16": problem.model("sdpa", "bf16"),
+        "moe_fp32": problem.moe_model("sdpa"),
+    }
+    for name, settings in models.items():
+        model = reference.build(settings)
         samples = range(len(batch))
-        found[dtype] = [reference.run_sample(model, batch, i, 1.0) for i in samples]
+        found[name] = [reference.run_sample(model, batch, i, 1.0) for i in samples]
     torch.save(found, out)
     launch.stop()
 

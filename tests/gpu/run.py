@@ -20,10 +20,11 @@ from tests.gpu.launch import launch_job
 # Transformer Engine asks cuBLAS for TF32 in fp32 products, but these tests need true fp32. gloo
 # uses the loopback interface, so that it does not look up the machine's name.
 _ENVIRONMENT = {"NVIDIA_TF32_OVERRIDE": "0", "GLOO_SOCKET_IFNAME": "lo"}
-# Limits of one job and of all jobs. tools/gpu_check.sh kills pytest after 180 s, which would leave
-# a running job behind, and the kernels' tests run first.
-JOB_S = 75
-TOTAL_S = 140
+# Limits of one job and of all jobs. The first job with SwiGLU in one kernel compiles it.
+# tools/gpu_check.sh kills pytest after 220 s, which would leave a running job behind, and the
+# kernels' tests run first.
+JOB_S = 90
+TOTAL_S = 180
 
 Results = dict[str, dict[str, dict[str, Any]]]
 """Results by job and part; a part that failed has an "error"."""

@@ -57,6 +57,34 @@ def test_stages_on_one_gpu_equal_the_reference(
     check(found)
 
 
+@pytest.mark.parametrize("attention", ["te", "sdpa"])
+def test_experts_equal_the_one_sample_reference(attention: str, gpu_results: Results) -> None:
+    found = part(gpu_results, attention, "experts")
+    check_fp32(found)
+    assert found["grouped"] == (attention == "te")
+
+
+@pytest.mark.parametrize("attention", ["te", "sdpa"])
+def test_reductions_overlap_with_steps_of_different_m(attention: str, gpu_results: Results) -> None:
+    check_overlap(part(gpu_results, attention, "overlap"))
+
+
+@pytest.mark.parametrize("attention", ["te", "varlen"])
+def test_no_forward_waits_for_the_device(attention: str, gpu_results: Results) -> None:
+    assert part(gpu_results, attention, "waits")["num_microbatches"] > 1
+
+
+def test_logprobs_come_from_fp32_logits(gpu_results: Results) -> None:
+    found = part(gpu_results, "te", "head_precision")
+    assert found["fp32 (megapack's head)"] < 1e-4 < found["rounded to bf16"]
+
+
+def check_overlap(found: dict[str, Any]) -> None:
+    """An exact step after one of fewer micro-batches."""
+    assert 0 < found["num_microbatches_before"] < found["num_microbatches"]
+    check_fp32(found)
+
+
 def check_fp32(found: dict[str, Any]) -> None:
     """The CPU tests' bounds, on a plan that packs several samples into a row."""
     assert found["most_samples_in_a_row"] > 2

@@ -15,11 +15,14 @@ import torch
 
 from megapack import Layout, launch
 from megapack.model import initialize_parallel
+from megapack.model.settings import Setting
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
-from tests.dist.problem import SEED, VOCAB_SIZE
+from megapack.schedule.forward import ForwardStep
+from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE
 from tests.gpu import problem
 from tests.gpu.compare import Samples, build_adapter, exactness
+from tools import logit_precision
 from tools.bench_head_memory import measure
 
 Found = dict[str, Any]
@@ -36,6 +39,64 @@ def in_bf16(attention: str, reference: dict[str, Samples]) -> Found:
     """Errors in bf16, beside those of one sample at a time in bf16."""
     adapter = build_adapter(problem.model(attention, "bf16"), Layout())
     return exactness(adapter, reference["fp32"], reference["bf16"])
+
+
+def experts(attention: str, reference: dict[str, Samples]) -> Found:
+    """Errors in fp32 with experts, grouped where Transformer Engine is."""
+    adapter = build_adapter(problem.moe_model(attention), Layout())
+    found: Found = exactness(adapter, reference["moe_fp32"])
+    return {**found, "grouped": bool(adapter.config.moe_grouped_gemm)}
+
+
+def overlap(attention: str, reference: dict[str, Samples]) -> Found:
+    """Errors in fp32 of a step with more micro-batches than the step before it.
+
+    DDP reduces gradients in buckets during backwards.
+    """
+    reduction = {
+        "overlap_grad_reduce": Setting(True),
+        "bucket_size": Setting(100_000),
+    }
+    adapter = build_adapter(
+        problem.model(attention, "fp32"),
+        Layout(),
+        distributed_optimizer=True,
+        reduction=reduction,
+    )
+    first = exactness(adapter, reference["fp32"], budget=4 * problem.BUDGET)
+    for chunk in adapter.chunks:
+        chunk.zero_grad_buffer()
+    second = exactness(adapter, reference["fp32"])
+    return {**second, "num_microbatches_before": first["num_microbatches"]}
+
+
+def waits(attention: str, reference: dict[str, Samples]) -> Found:
+    """Whether the forward of a micro-batch waits for the device; CUDA raises where it does."""
+    adapter = build_adapter(problem.model(attention, "bf16"), Layout())
+    batch = problem.make_batch()
+    plan = problem.make_plan(Layout())
+    adapter.step(plan, batch, objective=OBJECTIVE)  # compiles and caches
+
+    def strict(self: ForwardStep, *args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original(self, *args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    original = ForwardStep._forward
+    ForwardStep._forward = strict  # type: ignore[method-assign]
+    try:
+        adapter.step(plan, batch, objective=OBJECTIVE)
+    finally:
+        ForwardStep._forward = original  # type: ignore[method-assign]
+    return {"num_microbatches": plan.steps[0].num_microbatches}
+
+
+def head_precision(attention: str, reference: dict[str, Samples]) -> Found:
+    """Largest errors in nats of log-probs of bf16 factors, by way of making logits."""
+    found, _ = logit_precision.measure("cuda")
+    return {name: largest for name, (_, largest) in found.items()}
 
 
 def isolation(attention: str, reference: dict[str, Samples]) -> Found:
@@ -144,8 +205,12 @@ def parts(device: str, attention: str) -> dict[str, Callable[[str, dict[str, Sam
     # torch's varlen attention supports half precision only.
     if attention != "varlen":
         found["fp32"] = in_fp32
+        found |= {"experts": experts, "overlap": overlap}
+    if attention != "sdpa":
+        found["waits"] = waits
     if attention == "te":
         found |= {"cp_slices": cp_slices, "head_memory": head_memory}
+        found["head_precision"] = head_precision
         found |= {f"fp8_{recipe}": fp8(recipe) for recipe in FP8_RECIPES}
     return found
 
