@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 
 from megapack.errors import ConfigError
@@ -20,7 +19,7 @@ def refuse_broken_te() -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         return
     try:
-        importlib.import_module("transformer_engine")
+        import transformer_engine  # noqa: F401
     except ImportError:
         return
     except Exception as error:  # a missing library, or versions that do not fit

@@ -106,7 +106,7 @@ def transformer_config(
         **_experts(model),
         **_fp8(model, kernel),
         **_faster(model, kernel),
-        **_without_cuda_graphs(),
+        **without_cuda_graphs(),
     )
 
 
@@ -156,7 +156,7 @@ def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
     return {"fp8": "e4m3" if by_block else "hybrid", "fp8_recipe": model.fp8}
 
 
-def _without_cuda_graphs() -> dict[str, Any]:
+def without_cuda_graphs() -> dict[str, Any]:
     """An empty scope: Megatron-Core 0.16.1 warns about its own default; 0.19 renamed the field."""
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name in ("cuda_graph_modules", "cuda_graph_scope"):

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from megapack import Layout, launch
 from megapack.config.model import ModelConfig
@@ -229,7 +229,9 @@ def count_operations(case: Case) -> dict[str, float]:
     initialize_parallel(case.layout, 1)
     chunk = build_chunk(case)
     # The counter does not know the CPU's flash attention; this one consists of batched products.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    # Nor the product that the head adds to the weight's gradient in place.
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flop})
+    with sdpa_kernel(SDPBackend.MATH), counter:
         loss = forward(case, chunk)
         forward_counts = dict(counter.get_flop_counts()["Global"])
         loss.backward()

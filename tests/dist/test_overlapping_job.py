@@ -15,7 +15,10 @@ pytestmark = pytest.mark.dist
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 DP2 = ["layout.dp=2", "layout.pp=1", "layout.vpp=1", "optim.distributed_optimizer=true"]
 # Two batches of two steps: the reference's weights are swapped in while a gather is pending.
-TINY = ["data.num_generated=32", "data.prompts_per_batch=4", "plan.global_batch_size=8"]
+TINY = [
+    *("data.num_generated=32", "data.prompts_per_batch=4", "plan.global_batch_size=8"),
+    "train.entropy_interval=1",
+]
 OVERLAP = ["optim.overlap_grad_reduce=true", "optim.overlap_param_gather=true"]
 BUCKETS = ["optim.bucket_size=5000", "train.manual_gc_interval=3"]
 RECOMPUTE = ["model.recompute=selective", "model.recompute_modules=[mlp]"]

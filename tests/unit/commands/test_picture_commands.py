@@ -57,7 +57,7 @@ def test_report_of_a_plan_and_of_a_run(call: Call) -> None:
     assert "sample lengths" not in Path("report.html").read_text()
     code, out, _ = call("report", "run")
     assert (code, out.splitlines()[0]) == (0, "report.html: run run")
-    assert "seconds each as the run had measured" in out
+    assert "scaled to the seconds that the run had measured" in out
 
 
 BAD = [

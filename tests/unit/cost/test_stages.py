@@ -173,8 +173,10 @@ def test_memory_counts_the_layers_of_each_stage() -> None:
         6 * weights + vocabulary + SIZES.hidden_size,
     ]
     saved = model.saved(layout)
-    assert found[2].activations == pytest.approx(4000 * 12 * saved.layer / 2, rel=1e-6)
-    first = 4000 * (9 * saved.layer + saved.embedding)
+    assert found[2].activations == pytest.approx(
+        2000 * (12 * saved.layer + saved.rotary_table), rel=1e-6
+    )
+    first = 4000 * (9 * saved.layer + saved.embedding + saved.rotary_table)
     assert found[0].activations == pytest.approx(first, rel=1e-6)
     fullest = model.fullest_stage(layout, live_tokens=4000, row_tokens=1000)
     assert fullest == max(found, key=lambda stage: stage.total)

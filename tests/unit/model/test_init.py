@@ -106,11 +106,12 @@ def test_experts_are_cut_over_their_own_ranks() -> None:
     chunk.decoder.layers[0].mlp.local_expert_indices = [3]
     chunk.decoder.layers[0].mlp.experts.linear_fc1 = torch.nn.Module()
     chunk.decoder.layers[0].mlp.experts.linear_fc1.weight0 = shard(64, 16)
+    name = "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"
     groups = {"tp_group": RankOf(1, 2), "expert_tp_group": RankOf(0, 1)}
     initialize_by_name([chunk], seed=1, std=0.5, num_layers=4, **groups)
-    found = dict(global_parameters(chunk))["decoder.layers.0.mlp.experts.linear_fc1.weight3"]
+    found = dict(global_parameters(chunk))[name]
     initialize_by_name([chunk], seed=1, std=0.5, num_layers=4, tp_group=RankOf(0, 1))
-    again = dict(global_parameters(chunk))["decoder.layers.0.mlp.experts.linear_fc1.weight3"]
+    again = dict(global_parameters(chunk))[name]
     assert torch.equal(found, again)
 
 

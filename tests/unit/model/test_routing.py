@@ -133,9 +133,9 @@ def test_a_slice_has_the_choices_of_its_tokens() -> None:
     [
         (None, r"sample 0 has routing None, not \(3, 2, 2\)"),
         (torch.zeros(2, 1, 2, dtype=torch.int64), r"routing \(2, 1, 2\), not \(3, 2, 2\)"),
-        (torch.tensor([[[0, 4]] * 2] * 3), r"not of integers in \[0, 4\)"),
-        (torch.tensor([[[0, -1]] * 2] * 3), r"not of integers in \[0, 4\)"),
-        (torch.tensor([[[0.0, 1.0]] * 2] * 3), "not of integers"),
+        (torch.tensor([[[0, 4]] * 2] * 3), r"not integers in \[0, 4\)"),
+        (torch.tensor([[[0, -1]] * 2] * 3), r"not integers in \[0, 4\)"),
+        (torch.tensor([[[0.0, 1.0]] * 2] * 3), "not integers"),
         (torch.tensor([[[3, 3]] * 2] * 3), "names an expert twice"),
     ],
 )

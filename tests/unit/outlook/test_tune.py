@@ -55,10 +55,11 @@ def test_layouts_fill_the_gpus_and_divide_the_model() -> None:
 def test_layouts_of_experts_are_split_by_ep_and_etp() -> None:
     experts = replace(SIZES, num_experts=4, ffn_hidden_size=SIZES.ffn_hidden_size + 2)
     space = Space(num_gpus=8, tp=(4,), pp=(1,), ep=(1, 4, 8), etp=(1, 2, 4, 8))
-    found = {(layout.ep, layout.etp) for layout in space.layouts(experts)}
+    found = {(layout.ep, layout.etp) for layout, _ in space.layouts(experts, 300.0)}
     # 4 experts have no 8 parts, their width no 4; 4 * 2 ranks fill all 8; etp=8 is above tp.
     assert found == {(1, 1), (1, 2), (4, 1), (4, 2)}
-    assert {layout.etp for layout in replace(space, ep=(1,)).layouts(SIZES)} == {1}
+    dense = replace(space, ep=(1,)).layouts(SIZES, 300.0)
+    assert {layout.etp for layout, _ in dense} == {1}
 
 
 @pytest.fixture(scope="module")

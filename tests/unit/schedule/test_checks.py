@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, MegapackError
 from megapack.layout import Layout
 from megapack.model.attention.sdpa import PackedSDPA
+from megapack.model.build import without_cuda_graphs
 from megapack.model.init import mark_experts
 from megapack.policy import Policy, check_count_rule
 from megapack.schedule import checks
@@ -35,11 +36,6 @@ from megapack.schedule.checks import (
 pytestmark = pytest.mark.unit
 
 INTERLEAVED = Layout(pp=2, vpp=2)
-CUDA_GRAPH_SCOPES = [
-    field.name
-    for field in fields(TransformerConfig)
-    if field.name in ("cuda_graph_scope", "cuda_graph_modules")
-]
 
 
 def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
@@ -59,8 +55,7 @@ def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         calculate_per_token_loss=True,
-        # The default of 0.16.1 warns that it is deprecated; 0.19 renamed the field.
-        **{name: [] for name in CUDA_GRAPH_SCOPES[:1]},
+        **without_cuda_graphs(),
     )
     for name, value in changes.items():
         setattr(made, name, value)

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megapack import Layout, MicroBatch
+from megapack.model.build import without_cuda_graphs
 from megapack.model.experts.rows import SchedulePass
 from megapack.model.head import deferred_head
 from megapack.rows.packed import PackedRow, pack_row
@@ -192,7 +193,8 @@ def test_hidden_states_of_a_bf16_model_stay_bf16() -> None:
     """Float16Module would widen the last chunk's output, and the gather moves twice the bytes."""
     module = chunks(1)[0]
     module.pg_collection = SimpleNamespace(pp=RankOf(0, 1))  # type: ignore[assignment]
-    config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1, bf16=True)
+    sizes = {"num_layers": 1, "hidden_size": 2, "num_attention_heads": 1}
+    config = TransformerConfig(**sizes, bf16=True, **without_cuda_graphs())
     wrapped = Float16Module(config, module)
     (row,) = rows(1)
     hidden, head = make([wrapped]).run_row(row, wrapped)

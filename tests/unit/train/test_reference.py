@@ -95,4 +95,4 @@ def test_pending_parameters_are_gathered_before_they_are_saved(tmp_path: Path) -
 
     group.start_param_sync = stop  # type: ignore[method-assign]
     with pytest.raises(InterruptedError):
-        RunState([layer], None).save(tmp_path, device=torch.device("cpu"))
+        RunState([layer], None).writer(tmp_path, num_threads=1, device=torch.device("cpu"))
