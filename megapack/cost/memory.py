@@ -142,12 +142,13 @@ class MemoryModel:
         # A live token counts 1/vpp per chunk. Which chunks wait for their backwards changes during
         # a step, so all are counted like the fullest: of 2 and 3 layers, as 6 layers.
         layers = layout.vpp * max(self._layers(layout, stage))
+        num_chunks = sum(count > 0 for count in self._layers(layout, stage))
         saved = self.saved(layout)
         layer = saved.layer_input if self.recompute == "full" else saved.layer
         kept = live_tokens * layers * layer
         # One layer is in its backward, and has again what it did not keep.
         kept += row_tokens * saved.recomputed_layer if layers else 0.0
-        kept += live_tokens * layout.vpp * saved.rotary_table
+        kept += live_tokens * num_chunks * saved.rotary_table
         if layout.vpp > 1:
             # Megatron keeps the outputs that it sent. With vpp=1 it could free them.
             kept += live_tokens * layout.vpp * saved.layer_input

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from megapack import Layout, launch
 from megapack.config.model import ModelConfig
@@ -230,7 +230,8 @@ def count_operations(case: Case) -> dict[str, float]:
     chunk = build_chunk(case)
     # The counter does not know the CPU's flash attention; this one consists of batched products.
     # Nor the product that the head adds to the weight's gradient in place.
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flop})
+    counter = FlopCounterMode(display=False)
+    counter.flop_registry[torch.ops.aten.addmm_] = counter.flop_registry[torch.ops.aten.addmm]
     with sdpa_kernel(SDPBackend.MATH), counter:
         loss = forward(case, chunk)
         forward_counts = dict(counter.get_flop_counts()["Global"])
