@@ -128,7 +128,7 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
     layout = prediction.plan.layout
     lengths = batch.lengths
     print(f"{config.name}: {layout.world_size} GPUs, {layout.label}")
-    if layout.pp > 1:
+    if not config.stage_layers.is_even:
         split = config.stage_layers.to_text(config.model.mtp_num_layers)
         print(f"layers of the {layout.num_chunks} chunks: {split}")
     print(f"{lengths.size} samples, {lengths.sum()} tokens, the longest {lengths.max()}")
