@@ -4,27 +4,34 @@
 #   tools/test_versions.sh [pytest arguments]    all of tools/test.sh on each pair
 #   tools/test_versions.sh --sample              on 3.12 alone: some of what Megatron-Core runs
 #
-#   PYTHON311, PYTHON312    the interpreters; unset: python3.11 and python3.12
+#   PYTHON311, PYTHON312    the interpreters; unset: python3.11 and python3.12, or pyenv's
 #
-# The environments are .venv-3.11 and .venv-3.12 in the repository, made by tools/venv.sh.
+# The environments are .venv-3.11 and .venv-3.12 in the repository, made by tools/venv.sh. The exit
+# code is 3 if an interpreter is missing.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# Each kind of parallelism, and each feature of a model, in at least one of these 15 cases.
-SAMPLE='tp2_sp_pp2 or cp2_pp2 or dp2_pp2_vpp2_pad or moe_dp2_pp2 or moe_replay_cp2'
-readonly SAMPLE+=' or mtp_moe_dp2'
+# Each kind of parallelism, and each feature of a model, in at least one of these cases.
+readonly SAMPLE='tp2_sp_pp2 or cp2_pp2 or dp2_pp2_vpp2 or moe_dp2_pp2 or mtp_moe_dp2'
+
+find_python() {
+    local version=$1 name=PYTHON${1/./} candidate
+    for candidate in "${!name:-python$version}" \
+        "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python; do
+        if "$candidate" -c '' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    printf 'tools/test_versions.sh: no Python %s; set %s to its path\n' "$version" "$name" >&2
+    return 3
+}
 
 on() {
     local version=$1 python
     shift
-    python=PYTHON${version/./}
-    python=${!python:-python$version}
-    if ! "$python" -c '' 2>/dev/null; then
-        printf 'tools/test_versions.sh: %s does not run; set PYTHON%s\n' \
-            "$python" "${version/./}" >&2
-        return 2
-    fi
+    python=$(find_python "$version") || return
     printf '\n== Python %s\n' "$version"
     PYTHON=$python VENV=$root/.venv-$version "$root/tools/test.sh" "$@"
 }

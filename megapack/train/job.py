@@ -32,7 +32,6 @@ from megapack.layout import Layout
 from megapack.model.attention.choice import find_kernels
 from megapack.model.build import attention_sizes, build_model, initialize_parallel
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
-from megapack.model.overlap import finish_param_gathers
 from megapack.model.settings import describe, layer_settings, reduction_settings
 from megapack.outlook.stats import step_report
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
@@ -256,8 +255,6 @@ class Trainer:
                 device=self.device,
             )
         else:
-            # The reference's weights take the place of the policy's, which are copied away.
-            finish_param_gathers(self.chunks)
             self.passes.add_logprobs(batch)
         batch_seconds = {
             "plan_s": planned - started,
@@ -275,7 +272,6 @@ class Trainer:
     def _save(self, batch: PlannedBatch) -> None:
         with self.ranks.guarded(f"the checkpoint after step {self.num_steps}"):
             self.ranks.place.enter("checkpoint")
-            finish_param_gathers(self.chunks)
             self.checkpoints.save(
                 self.position, batch.plan, batch.samples, self.passes.logprob_fields
             )
