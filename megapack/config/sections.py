@@ -397,7 +397,10 @@ class TrainConfig:
         """Check what the layout has to divide, before a job fails on it on a cluster."""
         layout = self.layout
         model = self.model
-        _ = self.stage_layers
+        try:
+            _ = self.stage_layers
+        except ConfigError as error:
+            raise ConfigError(f"layout: {error}") from None
         split = ["num_attention_heads", "num_query_groups"]
         if model.num_experts is None:
             split.append("ffn_hidden_size")

@@ -25,6 +25,11 @@ from megapack.rows.packed import RoutingRow
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
+# Megatron-Core binds this name only if Transformer Engine imports. Its routers read it, also in
+# models that are built elsewhere.
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None
+
 
 class PackedRouter(TopKRouter):  # type: ignore[misc]
     """Megatron's top-k router for packed rows, with per-sample losses and routing replay.
@@ -39,9 +44,6 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         self._checkpointed: deque[RoutingRow | None] = deque()
         self._replay: Any = self.router_replay
         self._moe_layers = moe_layers(self.config)
-        # Megatron-Core binds this name only if Transformer Engine imports, but its routers read it.
-        if not hasattr(moe_utils, "te_general_gemm"):
-            moe_utils.te_general_gemm = None
 
     def follow(self, schedule_pass: SchedulePass | None) -> None:
         """Read rows from this pass from now on; None: behave as `TopKRouter` again."""

@@ -94,6 +94,7 @@ import json, warnings
 warnings.simplefilter("ignore")
 import torch
 from megatron.core.transformer.moe import moe_utils
+vars(moe_utils).pop("te_general_gemm", None)  # as without Transformer Engine
 from megapack import launch
 from megapack.config.sections import ModelConfig
 from megapack.layout import Layout
@@ -103,23 +104,18 @@ from megapack.model.attention.packed import packed_seq_params
 launch.start("cpu")
 layout = Layout()
 initialize_parallel(layout, 1)
-vars(moe_utils).pop("te_general_gemm", None)  # as without Transformer Engine
 model = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_experts=4)
-build = lambda: build_model(model, layout, vocab_size=100, seed=1, distributed_optimizer=False)
-(chunk,) = build()
+(chunk,) = build_model(model, layout, vocab_size=100, seed=1, distributed_optimizer=False)
 found = {"bound": "te_general_gemm" in vars(moe_utils)}
 row = packed_seq_params(torch.tensor([0, 5, 12], dtype=torch.int32), 7, 12)
 positions = torch.cat([torch.arange(5), torch.arange(7)])
 logits = chunk(torch.arange(12)[None], positions[None], None, packed_seq_params=row)
 logits.sum().backward()
 found["finite"] = bool(logits.isfinite().all())
-kernel = moe_utils.te_general_gemm = lambda *args, **kwargs: None
-build()
-found["kept"] = moe_utils.te_general_gemm is kernel
 launch.stop()
 print(json.dumps(found))
 """
 
 
 def test_experts_run_without_transformer_engine() -> None:
-    assert child(ROUTERS) == {"bound": True, "finite": True, "kept": True}
+    assert child(ROUTERS) == {"bound": True, "finite": True}
