@@ -2,14 +2,11 @@
 # Every test that needs no GPU, except the slow ones; `tools/test.sh -m slow` runs those.
 #
 #   tools/test.sh [pytest arguments]    paths from the repository
-#
-#   PYTHON, VENV    see tools/venv.sh
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$(realpath -ms "${VENV:-$root/.venv}")
 "$root/tools/venv.sh"
 cd "$root"
 
 export OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest "$@"
+exec .venv/bin/python -m pytest "$@"

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository, with megapack (editable) and all that its tests need.
+# Makes .venv in the repository (or FOLDER), with megapack (editable) and all that its tests need.
 #
 # Run again, it does nothing unless setup.py, the constraints or this script changed.
 # A torch that is already there, in PYTHON's own packages or in .venv, is never installed over:
 # its exact version becomes a constraint for pip. Else the tested versions are installed.
 #
+#   tools/venv.sh [FOLDER]
+#
 #   PYTHON    the interpreter to build on; unset: python3, if it is 3.11 or newer
-#   VENV      the folder of the environment; unset: .venv
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$(realpath -ms "${VENV:-$root/.venv}")
+venv=$(realpath -ms "${1:-$root/.venv}")
 
 die() {
     printf 'tools/venv.sh: %s\n' "$*" >&2

@@ -9,7 +9,6 @@ the same layout takes bitwise the same steps; on another layout they agree up to
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib.metadata
 import shutil
@@ -39,7 +38,10 @@ from megapack.samples import SampleBatch
 # Settings that must not change on resume: tensors, or the order of the data, would not fit. A
 # section stands for all of its settings, except for those in `_FREE`.
 _FIXED = ("seed", "model", "data.prompts_per_batch", "data.shuffle", "optim.distributed_optimizer")
-_FREE = ("model.recompute", "model.attention")
+_FREE = (
+    *("model.recompute", "model.attention", "model.head_kernel", "model.bias_activation_fusion"),
+    *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
+)
 _BATCH_FILE = "batch.pt"
 
 
@@ -308,7 +310,7 @@ class Checkpoints:
 
     def _load_rng(self, checkpoint: Checkpoint) -> None:
         # Another layout has other random streams; they start from the seed.
-        if checkpoint.manifest.layout == dataclasses.asdict(self.layout):
+        if Layout.from_payload(checkpoint.manifest.layout) == self.layout:
             set_rng_state(_read_tensors(checkpoint.path / "rng" / _rng_name()))
 
     def _num_bytes(self) -> int:
@@ -320,7 +322,7 @@ class Checkpoints:
         return Manifest(
             position=position,
             config=to_dict(self.config),
-            layout=dataclasses.asdict(self.layout),
+            layout=self.layout.to_payload(),
             plan_digest=plan.digest(),
             samples_done_digest=samples_done_digest(plan, position.step_in_batch),
             data_digest=self._data_digest,

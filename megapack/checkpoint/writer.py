@@ -16,7 +16,8 @@ import heapq
 import math
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megapack.checkpoint.folders import writing
 from megapack.errors import CheckpointError
 from megapack.ranks.agree import agree
+from megapack.ranks.executor import DaemonExecutor
 
 
 class StateWriter:
@@ -105,8 +107,13 @@ class StateWriter:
         """
         parts = _split(self._plan.items, self._num_threads)
         try:
-            with ThreadPoolExecutor(len(parts) or 1, "megapack-checkpoint") as threads:
-                found = [threads.submit(self._write_part, *part) for part in enumerate(parts)]
+            # Daemons: a file system that hangs does not keep the process from ending.
+            found = []
+            for number, part in enumerate(parts):
+                thread = DaemonExecutor("megapack-checkpoint")
+                found.append(thread.submit(partial(self._write_part, number, part)))
+                thread.stop(0.0)
+            wait(found)
             self._written = [result for one in found for result in one.result()]
         finally:
             self._tensors = {}

@@ -126,10 +126,12 @@ def run(args: argparse.Namespace) -> int:
         group_sizes=args.group_sizes,
         uneven=args.uneven,
         given_split=_given_split(args),
+        requires_split=bool(given_fields(args, LayerSplit)),
     )
+    even = StageLayers.even(memory.sizes.num_layers, pp=1)
+    basis = read_pricing(args, Layout(), typical, even).basis
     tuning = tune(work, space)
     shown = (tuning.ranked if args.all else tuning.best_of_layouts)[: args.top]
-    basis = read_pricing(args, Layout(), typical).basis
     if args.json:
         print_json(_payload(tuning, shown, basis))
     else:

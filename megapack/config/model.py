@@ -136,6 +136,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         self._check_experts()
         self._check_recompute()
+        self._check_kernels()
         at_least(self, "model", 0, "mtp_num_layers", "mtp_loss_coef")
         if self.mtp_num_layers and self.recompute == "full":
             raise ConfigError(
@@ -219,6 +220,27 @@ class ModelConfig:
                 "leave moe_act and layernorm out, or set model.fp8=tensorwise"
             )
 
+    def _check_kernels(self) -> None:
+        """Refuse kernels that no machine has for this model."""
+        needs_te = {
+            "moe_grouped_gemm=true": bool(self.moe_grouped_gemm),
+            "moe_permute_fusion=true": bool(self.moe_permute_fusion),
+            f"recompute_modules={list(self.recompute_modules)}": bool(
+                {"layernorm", "moe_act"} & set(self.recompute_modules)
+            ),
+        }
+        for key, is_set in needs_te.items():
+            if is_set and self.attention in ("varlen", "sdpa"):
+                raise ConfigError(
+                    f"model.{key} needs Transformer Engine's layers, model.attention is "
+                    f"{self.attention}; set model.attention=auto or te"
+                )
+        if self.head_kernel == "liger" and self.dtype != "bf16":
+            raise ConfigError(
+                f"model.head_kernel=liger needs model.dtype=bf16, it is {self.dtype}; set "
+                "head_kernel=auto or torch"
+            )
+
     def _check_fp8(self) -> None:
         if self.fp8 is None:
             return
@@ -276,15 +298,15 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
     if model.fp8 is None:
         return {}
     unit = layout.fp8_unit_tokens * layout.tp
-    ffn = model.ffn_hidden_size or 4 * model.hidden_size
     widths = {
         "hidden_size": (model.hidden_size, layout.fp8_unit_tokens),
-        "ffn_hidden_size": (ffn, unit),
         "num_attention_heads * head width": (model.num_attention_heads * model.head_width, unit),
     }
     if model.num_experts is not None:
         expert_unit = layout.fp8_unit_tokens * layout.etp
         widths["moe_ffn_hidden_size"] = (model.expert_ffn_hidden_size, expert_unit)
+    else:
+        widths["ffn_hidden_size"] = (model.ffn_hidden_size or 4 * model.hidden_size, unit)
     return {
         f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp}, etp={layout.etp})": (
             size,

@@ -169,6 +169,13 @@ class OptimConfig:
         at_least(self, "optim", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
         at_least(self, "optim", 0, "adam_beta1", "adam_beta2", "adam_eps")
         at_least(self, "optim", 1, "bucket_size")
+        if self.overlap_param_gather and (
+            not self.distributed_optimizer or self.overlap_grad_reduce is False
+        ):
+            raise ConfigError(
+                "optim.overlap_param_gather=true needs optim.distributed_optimizer=true, and "
+                "optim.overlap_grad_reduce=true or null; set these, or overlap_param_gather=null"
+            )
         if max(self.adam_beta1, self.adam_beta2) >= 1:
             raise ConfigError(
                 f"optim.adam_beta1={self.adam_beta1} and optim.adam_beta2={self.adam_beta2} must "
@@ -353,8 +360,7 @@ class TrainConfig:
         split = self._split(layout)
         if split.is_even or measured.stage_weights is not None:
             return measured
-        sizes = self.model.to_sizes()
-        weights = sizes.stage_weights(layout, self.typical_sample, stage_layers=split)
+        weights = self.cost_from_sizes(layout).stage_weights
         return dataclasses.replace(measured, stage_weights=weights)
 
     def cost_from_sizes(self, layout: Layout, speed: GpuSpeed | None = None) -> CostModel:
@@ -368,6 +374,7 @@ class TrainConfig:
             layout,
             speed or self.assumed_speed,
             recompute=self.model.recompute,
+            recompute_modules=self.model.recompute_modules,
             mean_length=self.typical_sample,
             stage_layers=self._split(layout),
         )
@@ -437,10 +444,15 @@ class TrainConfig:
                 f"train.on_oom=replan cannot run with this layout ({reason}); set "
                 "train.on_oom=error"
             )
-        if self.train.on_oom == "replan" and self.optim.overlap_grad_reduce:
+        overlaps = [
+            f"optim.{name}=true"
+            for name in ("overlap_grad_reduce", "overlap_param_gather")
+            if getattr(self.optim, name)
+        ]
+        if self.train.on_oom == "replan" and overlaps:
             raise ConfigError(
-                "train.on_oom=replan cannot run with optim.overlap_grad_reduce=true, because a "
-                "step is repeated before it is reduced; set one of them otherwise"
+                f"train.on_oom=replan cannot run with {overlaps[0]}, because a step is repeated "
+                "before it is reduced; set one of them otherwise"
             )
 
 

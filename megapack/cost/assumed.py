@@ -7,9 +7,10 @@ only the third, and the absolute seconds. `tools/calibrate.py` measures all of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megapack.base.choices import Device, Dtype, Recompute
+from megapack.base.choices import Device, Dtype, Recompute, RecomputeModule
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers
@@ -59,14 +60,16 @@ def cost_from_sizes(
     speed: GpuSpeed,
     *,
     recompute: Recompute,
+    recompute_modules: Sequence[RecomputeModule] = ("core_attn",),
     mean_length: float,
     stage_layers: StageLayers | None = None,
 ) -> CostModel:
     """Seconds of a micro-batch from a model's sizes. CP, EP and DP communication is not counted.
 
     Args:
-        recompute: "full" adds one forward of the layers to each backward. "selective" (attention
-            only) is priced as "none".
+        recompute: what each backward runs again: "full" all of a layer's forward, "selective" the
+            whole MLP or experts if `recompute_modules` has them; the other modules cost little.
+        recompute_modules: what "selective" recomputes.
         mean_length: tokens of a typical sample, for `stage_weights`.
         stage_layers: layers of each chunk; None = equally many.
 
@@ -74,7 +77,7 @@ def cost_from_sizes(
         ConfigError: a speed that is not set or out of range.
     """
     peak = _checked_peak(speed)
-    num_forwards = 2 if recompute == "full" else 1
+    num_forwards = 1 + _recomputed_share(sizes, recompute, recompute_modules, mean_length)
     backward_ratio = 1.0 + num_forwards
     cost = CostModel.from_model(
         sizes,
@@ -93,6 +96,18 @@ def cost_from_sizes(
     passes = (1 + num_forwards) / (1 + backward_ratio)
     per_token = passes * traffic / (speed.tp_gbs * 1e9)
     return replace(cost, backward_ratio=backward_ratio, per_token=cost.per_token + per_token)
+
+
+def _recomputed_share(
+    sizes: ModelSizes, mode: Recompute, modules: Sequence[RecomputeModule], mean_length: float
+) -> float:
+    """The share of a layer's forward that its backward runs again."""
+    if mode == "full":
+        return 1.0
+    whole = "mlp" if sizes.num_experts is None else "moe"
+    if mode == "selective" and whole in modules:
+        return sizes.mlp_flops_per_token() / sizes.layer_cost(mean_length)
+    return 0.0
 
 
 def _checked_peak(speed: GpuSpeed) -> float:

@@ -87,13 +87,17 @@ class ModelSizes:
         queries = self.num_attention_heads * self.head_width
         keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
         attention = 2 * self.hidden_size * (2 * queries + 2 * keys)
+        return attention + self.mlp_flops_per_token()
+
+    def mlp_flops_per_token(self) -> float:
+        """Operations of one layer's MLP, or of its router and experts, per token, forward."""
         matrices = 3 if self.gated else 2
         width = self.ffn_hidden_size
         router = 0
         if self.num_experts is not None:
             width = width * self.experts_per_token + self.shared_expert_ffn_hidden_size
             router = 2 * self.hidden_size * self.num_experts
-        return float(attention + router + 2 * self.hidden_size * matrices * width)
+        return float(router + 2 * self.hidden_size * matrices * width)
 
     def layer_flops_per_token_sq(self) -> float:
         """Operations of one layer's attention per squared token of a sample, forward."""
@@ -136,7 +140,7 @@ class ModelSizes:
             ConfigError: the layers do not divide into chunks, or `stage_layers` does not fit.
         """
         split = stage_layers_of(self.num_layers, layout, stage_layers)
-        layer = self._layer_cost(mean_length)
+        layer = self.layer_cost(mean_length)
         cost = [layer * layers for layers in split.num_layers]
         cost[0] += self.embedding_flops_per_token()
         cost[-1] += head_factor * self.head_flops_per_token()
@@ -152,7 +156,7 @@ class ModelSizes:
         Raises:
             ConfigError: fewer layers than chunks.
         """
-        layer = self._layer_cost(mean_length)
+        layer = self.layer_cost(mean_length)
         return StageLayers.balanced(
             self.num_layers,
             pp=layout.pp,
@@ -161,7 +165,8 @@ class ModelSizes:
             head=self.head_flops_per_token() / layer,
         )
 
-    def _layer_cost(self, mean_length: float) -> float:
+    def layer_cost(self, mean_length: float) -> float:
+        """Operations of one layer's forward per token of samples of this length."""
         return self.layer_flops_per_token() + self.layer_flops_per_token_sq() * mean_length
 
 

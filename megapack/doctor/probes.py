@@ -295,7 +295,9 @@ def _attention(diagnosis: Diagnosis) -> None:
     diagnosis.found = f"{choose_attention('auto', 'bf16', sizes)} in bf16 for {sizes}"
     reason = te_obstacle(sizes) if obstacle("te") is None else None
     if reason is not None:
-        diagnosis.faults.append(f"Transformer Engine is passed over: {reason}")
+        diagnosis.notes.append(
+            f"Transformer Engine is passed over, model.attention=te is refused: {reason}"
+        )
 
 
 def _patches(diagnosis: Diagnosis) -> None:

@@ -246,7 +246,9 @@ def build_model(
         mark_experts(chunks)
     freeze(chunks, model.freeze)
     if reduction is None:
-        optim = OptimConfig(distributed_optimizer=distributed_optimizer)
+        # Gathers that overlap leave old values in the weights after an optimizer step, so they
+        # are for loops that know of it; see `overlap.finish_param_gathers`.
+        optim = OptimConfig(distributed_optimizer=distributed_optimizer, overlap_param_gather=False)
         reduction = reduction_settings(optim, layout)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

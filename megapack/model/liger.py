@@ -45,8 +45,11 @@ Logprobs = Callable[[Tensor, Tensor, VocabHead], tuple[Tensor, Tensor | None]]
 """`vocab_parallel_logprobs`, or another function of its arguments and results."""
 
 MOST_ERROR_NATS = 1e-3
-"""Largest difference of log-probs with which "auto" takes Liger's kernel. fp32 sums in another
+"""Largest difference of a log-prob with which "auto" takes Liger's kernel. fp32 sums in another
 order differ by about 1e-5 (docs/exactness.md), logits rounded to bf16 by 0.02."""
+
+# Relative. bf16 rounds an element by up to 1/256, 0.4 %, a few times on the way.
+_MOST_GRADIENT_ERROR = 0.02
 
 # Positions of the comparison: one tile of the kernels.
 _COMPARED = 128
@@ -94,11 +97,12 @@ def choose_head(
     agree(lambda: _check(choice, reason), device=device, same={"head kernel": kernel})
     if reason is not None:
         return ChosenHead(note=f"not liger: {reason}")
-    logprobs, error_nats = _compared(choice, chunk, tp_group, chunk_tokens)
+    logprobs, error_nats, failure = _compared(chunk, tp_group, chunk_tokens)
     worst = torch.tensor(error_nats, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     error_nats = float(worst.item())
-    note = f"its log-probs differ from those of fp32 logits by {error_nats:.1e} nats on average"
+    agree(lambda: _raise(failure if choice == "liger" else None), device=device)
+    note = f"its log-probs differ from those of fp32 logits by up to {error_nats:.1e} nats"
     if choice == "auto" and not error_nats <= MOST_ERROR_NATS:
         return ChosenHead(note=f"not liger: {note}")
     return ChosenHead(kernel="liger", note=note, logprobs=logprobs)
@@ -112,23 +116,28 @@ def _check(choice: HeadChoice, reason: str | None) -> None:
         )
 
 
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
 def _compared(
-    choice: HeadChoice, chunk: torch.nn.Module, tp_group: Any, chunk_tokens: int | None
-) -> tuple[Logprobs, float]:
-    """Liger's kernel and its error in nats, which is 0 on ranks that have no head."""
+    chunk: torch.nn.Module, tp_group: Any, chunk_tokens: int | None
+) -> tuple[Logprobs, float, Exception | None]:
+    """Liger's kernel, its error in nats, which is 0 on ranks that have no head, and its failure."""
     gpt = unwrapped(chunk)
     if not gpt.post_process:
-        return vocab_parallel_logprobs, 0.0
+        return vocab_parallel_logprobs, 0.0, None
     weight = find_output_layer(chunk).weight
     weight_VH = gpt.shared_embedding_or_output_weight() if weight is None else weight
     try:
         logprobs = reserve(weight_VH, tp_group, chunk_tokens)
-        return logprobs, largest_error(logprobs, weight_VH, tp_group)
+        error_nats = largest_error(logprobs, weight_VH, tp_group)
+        # The largest of all ranks is taken, in which a NaN may be lost.
+        return logprobs, error_nats if math.isfinite(error_nats) else math.inf, None
     except Exception as error:
-        if choice == "liger":
-            raise
-        logger.warning("Liger's head kernel is not used, because it failed: %s", error)
-        return vocab_parallel_logprobs, math.inf
+        logger.warning("Liger's head kernel failed: %s", error)
+        return vocab_parallel_logprobs, math.inf, error
 
 
 def obstacle(dtype: torch.dtype) -> str | None:
@@ -146,9 +155,12 @@ def obstacle(dtype: torch.dtype) -> str | None:
     try:
         from liger_kernel.ops.configure import configure  # noqa: F401
         from liger_kernel.ops.cute.fused_linear_scaled_cross_entropy_tp import is_available
-    except ImportError as error:
-        return f"liger-kernel does not import, 0.8.5 or later is needed: {error}"
-    return None if is_available() else "the libraries of liger-cute-kernels do not load"
+
+        is_there = is_available()
+    except Exception as error:  # its import looks for the GPU's libraries, too
+        why = " ".join(str(error).split())
+        return f"liger-kernel does not import, 0.8.5 or later is needed: {why}"
+    return None if is_there else "the libraries of liger-cute-kernels do not load"
 
 
 @dataclass(frozen=True)
@@ -164,7 +176,8 @@ class LigerLogprobs:
     def __call__(
         self, hidden_RH: Tensor, labels_R: Tensor, head: VocabHead
     ) -> tuple[Tensor, Tensor | None]:
-        """See `vocab_parallel_logprobs`. Each call's weight gradient is bf16, their sum fp32."""
+        """See `vocab_parallel_logprobs`. Each call's weight gradient is bf16; their sum is
+        fp32 in DDP's gradients, bf16 without DDP."""
         # The kernel refuses tensors without positions.
         if not labels_R.numel():
             return vocab_parallel_logprobs(hidden_RH, labels_R, head)
@@ -239,28 +252,38 @@ def reserve(weight_VH: Tensor, tp_group: Any, chunk_tokens: int | None) -> Liger
     return LigerLogprobs(max_tokens)
 
 
-@torch.no_grad()
 def largest_error(logprobs: LigerLogprobs, weight_VH: Tensor, tp_group: Any) -> float:
-    """Mean difference from `vocab_parallel_logprobs` in nats, of log-probs or of entropies.
+    """Largest difference from `vocab_parallel_logprobs` in nats, of log-probs or of entropies.
 
     The logits have a standard deviation of 4, like those of a trained model. A collective of the
-    ranks that share the vocabulary; each has the same result.
+    ranks that share the vocabulary.
+
+    Returns:
+        Infinity if the gradients differ by more than bf16 rounds them.
     """
+    # Without DDP's gradients, so that none are added there.
+    weight_VH = weight_VH.detach().requires_grad_()
     head = VocabHead(weight_VH=weight_VH, tp_group=tp_group, with_entropy=True)
     generator = torch.Generator().manual_seed(0)
     hidden_RH = torch.randn(_COMPARED, weight_VH.shape[1], generator=generator)
     labels_R = torch.randint(0, head.vocab_size, (_COMPARED,), generator=generator)
-    squares = head.all_reduce(weight_VH.float().square().sum())
+    squares = head.all_reduce(weight_VH.detach().float().square().sum())
     scale = 4 / (squares / head.vocab_size).sqrt().clamp(min=1e-6)
-    hidden_RH = (hidden_RH.to(weight_VH.device) * scale).to(weight_VH.dtype)
+    hidden_RH = (hidden_RH.to(weight_VH.device) * scale).to(weight_VH.dtype).requires_grad_()
     labels_R = labels_R.to(weight_VH.device)
     head = replace(head, chunk_tokens=_COMPARED)
-    pairs = zip(
-        logprobs(hidden_RH, labels_R, head),
-        vocab_parallel_logprobs(hidden_RH, labels_R, head),
-        strict=True,
-    )
-    errors = [
-        (got - want).abs().mean() for got, want in pairs if got is not None and want is not None
-    ]
+
+    def results(function: Logprobs) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            logprobs_R, entropy_R = function(hidden_RH, labels_R, head)
+            assert entropy_R is not None
+            loss = (logprobs_R + 0.1 * entropy_R).sum()
+            return logprobs_R, entropy_R, *torch.autograd.grad(loss, (hidden_RH, weight_VH))
+
+    got = [value.detach().float() for value in results(logprobs)]
+    want = [value.detach().float() for value in results(vocab_parallel_logprobs)]
+    for found, exact in zip(got[2:], want[2:], strict=True):
+        if not (found - exact).norm() <= _MOST_GRADIENT_ERROR * exact.norm():
+            return math.inf
+    errors = [(found - exact).abs().max() for found, exact in zip(got[:2], want[:2], strict=True)]
     return float(torch.stack(errors).max().item())

@@ -35,15 +35,12 @@ def sync_functions(chunks: Sequence[Any], config: Any) -> dict[str, Any]:
 
     Returns:
         Settings of Megatron's config: `no_sync_func`, and under interleaving the functions that
-        start communication at the same time on all stages, if DDP's config asks for them
-        (`align_grad_reduce`, which only some frameworks' subclasses have, and
-        `align_param_gather`).
+        start gathers at the same time on all stages, if DDP's config asks for it
+        (`align_param_gather`).
     """
     functions: dict[str, Any] = {}
     if any(map(overlaps_reduction, chunks)):
         functions["no_sync_func"] = [chunk.no_sync for chunk in chunks]
-        if _asks(chunks, "align_grad_reduce"):
-            functions["grad_sync_func"] = [chunk.start_grad_sync for chunk in chunks]
     # Only the interleaved schedule calls it; without interleaving each forward starts its gathers.
     if (
         len(chunks) > 1

@@ -63,6 +63,10 @@ def layer_settings(model: ModelConfig, kernel: Kernel) -> Settings:
             "model.gradient_accumulation_fusion",
             model.gradient_accumulation_fusion,
             impossible=_fusion_obstacle(kernel),
+            # In FP8 Transformer Engine's layers overwrite the gradients of an earlier step.
+            unwanted="with FP8 it replaces gradients instead of adding to them"
+            if model.fp8
+            else None,
         ),
     }
     if model.num_experts is not None:

@@ -60,6 +60,8 @@ class Space:
     head."""
     given_split: Callable[[Layout], StageLayers] | None = None
     """The only split to try on the layouts that it fits; on others it raises ConfigError."""
+    requires_split: bool = False
+    """Refuse a space in which `given_split` fits no layout."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "budgets"):
@@ -83,7 +85,7 @@ class Space:
 
     def check_given_split(self, sizes: ModelSizes) -> None:
         """Raise ConfigError if the given split fits none of the layouts."""
-        if self.given_split is None:
+        if self.given_split is None or not self.requires_split:
             return
         refused = None
         for layout in self._layouts(sizes):

@@ -126,7 +126,8 @@ def _by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> 
     out: list[Tensor | None] = [None] * len(lengths)
     pieces = flat.split([lengths[i] for i in samples]) if samples else ()
     for i, piece in zip(samples, pieces, strict=True):
-        out[i] = piece
+        # A view would keep the whole batch alive, and be pickled with it.
+        out[i] = piece.clone()
     return out
 
 

@@ -60,9 +60,15 @@ def _write(tensors: list[Tensor], starts: list[int], buffer: Tensor) -> None:
 
 
 def _views(tensors: list[Tensor], starts: list[int], buffer: Tensor) -> list[Tensor]:
-    """Views of the buffer with the dtypes and shapes of the tensors."""
+    """Parts of the buffer with the dtypes and shapes of the tensors.
+
+    They share the buffer's memory and not its version: torch refuses the backward of a function if
+    an input's version has changed, and views have one version together.
+    """
     return [
-        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        torch.empty(0, dtype=tensor.dtype, device=buffer.device)
+        .set_(buffer.untyped_storage(), start // tensor.element_size(), (tensor.numel(),), (1,))
+        .view(tensor.shape)
         for tensor, start in zip(tensors, starts[:-1], strict=True)
     ]
 

@@ -29,7 +29,7 @@ from megapack.data.rollouts import group_advantages
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.layout import Layout
-from megapack.model.attention.choice import find_kernels
+from megapack.model.attention.choice import Kernels, find_kernels
 from megapack.model.build import attention_sizes, build_model, initialize_parallel
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.model.settings import describe, layer_settings, reduction_settings
@@ -101,6 +101,7 @@ class Trainer:
         self.reduction = agree(
             lambda: reduction_settings(config.optim, self.layout, replans=replans), device=device
         )
+        self.kernels = self._agreed_kernels()
         initialize_parallel(self.layout, config.seed)
         self.chunks = build_model(
             config.model,
@@ -165,10 +166,9 @@ class Trainer:
             active=dist.get_rank() == 0, log_interval=config.train.log_interval
         )
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
-        model = config.model
-        kernels = find_kernels(model.attention, model.dtype, attention_sizes(model, self.layout))
-        self.progress.line(f"{kernels}; {self.adapter.vocabulary_head}")
-        self.progress.line(describe(layer_settings(model, kernels.attention), self.reduction))
+        self.progress.line(f"{self.kernels}; {self.adapter.vocabulary_head}")
+        settings = layer_settings(config.model, self.kernels.attention)
+        self.progress.line(describe(settings, self.reduction))
         self.progress.line(f"cost model {config.cost_basis}")
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
@@ -221,6 +221,22 @@ class Trainer:
         self.folder = None
         if folder is not None:
             folder.close()
+
+    def _agreed_kernels(self) -> Kernels:
+        """The model's kernels, the same on all ranks.
+
+        Layers of different libraries order their parameters differently: data-parallel ranks would
+        add up gradients of different ones.
+        """
+        model = self.config.model
+        sizes = attention_sizes(model, self.layout)
+        kernels = agree(
+            lambda: find_kernels(model.attention, model.dtype, sizes), device=self.device
+        )
+        settings = agree(lambda: layer_settings(model, kernels.attention), device=self.device)
+        same = {"kernels": str(kernels), "settings": describe(settings)}
+        agree(lambda: None, device=self.device, same=same)
+        return kernels
 
     def _batches(self) -> Iterator[SampleNumbers]:
         """The run's remaining batches in order; sets up the learning rate schedule first."""

@@ -116,7 +116,10 @@ CASES: dict[int, dict[str, Case]] = {
 }
 
 
-OPERATIONS = ["dense", "dense_gelu", "gqa", "experts", "full", "full_experts"]
+OPERATIONS = [
+    *("dense", "dense_gelu", "gqa", "experts", "full", "full_experts"),
+    *("selective_mlp", "selective_moe"),
+]
 """Cases whose operations are counted."""
 
 
@@ -252,6 +255,7 @@ def predict_operations(case: Case) -> dict[str, float]:
         case.layout,
         GpuSpeed(peak_tflops=1.0, utilisation=1.0, layer_overhead_us=0.0),
         recompute=case.config.recompute,
+        recompute_modules=case.config.recompute_modules,
         mean_length=1.0,
     )
     tokens_sq = sum(n * n for n in LENGTHS)

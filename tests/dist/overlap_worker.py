@@ -59,6 +59,13 @@ CASES = {
         layout=Layout(dp=2), ddp=GATHER, distributed=True, retries_oom=True
     ),
     "dp2_per_rank": Case(layout=Layout(dp=2), ddp=REDUCE, policy=Policy(count_rule="per_rank")),
+    # Untied: the head's weight has a gradient of its own.
+    "dp2_pp2_untied": Case(layout=Layout(dp=2, pp=2), ddp=REDUCE, variant="other"),
+    "sharded_dp2_pp2_mtp": Case(
+        layout=Layout(dp=2, pp=2), ddp=GATHER, distributed=True, variant="mtp_other"
+    ),
+    "other_single": Case(layout=Layout(), variant="other"),
+    "mtp_other_single": Case(layout=Layout(), variant="mtp_other"),
     "moe_single": Case(layout=Layout(), variant="moe"),
     "moe_dp2_ep2": Case(layout=Layout(dp=2, ep=2), ddp=REDUCE, variant="moe"),
 }

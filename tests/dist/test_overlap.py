@@ -29,7 +29,8 @@ def train(folder: Path, name: str) -> list[Any]:
 def singles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process that runs one unpadded sample at a time."""
     folder = tmp_path_factory.mktemp("single")
-    names = {"plain": "single", "moe": "moe_single"}
+    names = {"plain": "single"}
+    names |= {variant: f"{variant}_single" for variant in ("moe", "other", "mtp_other")}
     return {variant: train(folder / name, name)[0] for variant, name in names.items()}
 
 

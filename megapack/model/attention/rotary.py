@@ -32,6 +32,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megapack.model.attention.packed import row_positions
@@ -77,14 +78,18 @@ def gathers(chunk: Any) -> bool:
     """Whether a chunk's rotary table can be gathered by position.
 
     It needs a table of one line per position (Megatron's RotaryEmbedding or YaRN; not multimodal
-    RoPE), Megatron's TransformerBlock, and Megatron's self attention in every layer. Subclasses
-    count as long as they keep `forward`. Multi-latent attention has a table of its own.
+    RoPE), Megatron's TransformerBlock and TransformerLayer, and Megatron's self attention in every
+    layer. Subclasses count as long as they keep `forward`. Multi-latent attention has a table of
+    its own.
     """
     rotary = type(getattr(chunk, "rotary_pos_emb", None))
     attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
+    layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
     return (
         getattr(rotary, "forward", None) in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward)
-        and isinstance(getattr(chunk, "decoder", None), TransformerBlock)
+        and getattr(type(getattr(chunk, "decoder", None)), "forward", None)
+        is TransformerBlock.forward
+        and all(type(layer).forward is TransformerLayer.forward for layer in layers)
         and all(isinstance(module, SelfAttention) for module in attentions)
         and all(type(module).forward is SelfAttention.forward for module in attentions)
     )

@@ -261,7 +261,8 @@ def collect_routing(
     out: list[Tensor | None] = [None] * len(lengths)
     on_host = flat.cpu()
     for i in samples:
-        out[i] = on_host[starts[i] : starts[i] + lengths[i]]
+        # A view would keep the whole batch alive, and be pickled with it.
+        out[i] = on_host[starts[i] : starts[i] + lengths[i]].clone()
     return out
 
 

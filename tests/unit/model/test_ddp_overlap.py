@@ -41,11 +41,6 @@ ALIGNED = {"overlap_param_gather": True, "align_param_gather": True}
         (2, {"overlap_grad_reduce": False}, {}),
         (1, {"overlap_grad_reduce": True}, {"no_sync_func": "no_sync"}),
         (2, {"overlap_grad_reduce": True}, {"no_sync_func": ["no_sync"] * 2}),
-        (
-            1,
-            {"overlap_grad_reduce": True, "align_grad_reduce": True},
-            {"no_sync_func": "no_sync", "grad_sync_func": "start_grad_sync"},
-        ),
         (1, ALIGNED, {}),
         (2, ALIGNED, {"param_sync_func": ["start_param_sync"] * 2}),
         (2, {"overlap_param_gather": True}, {}),

@@ -157,7 +157,8 @@ def test_a_given_split_is_the_only_one_where_it_fits() -> None:
         (2, 2, 2, 2),
     ]
     with pytest.raises(ConfigError, match="5 of num_layers=8 remain for 3 other stages"):
-        tune(work(), replace(space, pp=(1, 4)))
+        tune(work(), replace(space, pp=(1, 4), requires_split=True))
+    assert tune(work(), replace(space, pp=(1, 4))).num_layouts == 2
 
 
 def test_an_impossible_layout_is_refused() -> None:
