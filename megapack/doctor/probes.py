@@ -296,7 +296,7 @@ def _attention(diagnosis: Diagnosis) -> None:
     reason = te_obstacle(sizes) if obstacle("te") is None else None
     if reason is not None:
         diagnosis.notes.append(
-            f"Transformer Engine is passed over, model.attention=te is refused: {reason}"
+            f"Transformer Engine is passed over: {reason}; model.attention=te would be refused"
         )
 
 
