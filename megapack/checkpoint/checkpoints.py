@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -273,11 +273,7 @@ class Checkpoints:
         if found is None:
             return
         manifest = found.manifest
-        changed = [
-            text
-            for text in folders.differences(manifest.config, to_dict(self.config), _FIXED)
-            if not text.startswith(_FREE)
-        ]
+        changed = changed_settings(manifest.config, to_dict(self.config))
         if changed:
             raise CheckpointError(
                 f"{found.path} is of a run with other settings: {', '.join(changed)}; set them as "
@@ -342,6 +338,12 @@ class Checkpoints:
     def _on_first_rank(self, work: Any, *args: Any) -> None:
         if dist.get_rank() == 0:
             work(*args)
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Descriptions of the settings that differ from a checkpoint's and must not."""
+    found = folders.differences(saved, now, _FIXED)
+    return [text for text in found if not text.startswith(_FREE)]
 
 
 def samples_done_digest(plan: Plan, num_steps: int) -> str:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from megapack.checkpoint import folders
+from megapack.checkpoint.checkpoints import changed_settings
 from megapack.checkpoint.folders import Manifest, Position
+from megapack.config.load import to_dict
+from megapack.config.sections import PlanConfig, TrainConfig
 from megapack.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
@@ -180,3 +183,14 @@ def test_differences_name_the_setting() -> None:
     now = {"seed": 1, "model": {"a": 1, "b": 3, "c": None}, "name": "y"}
     assert folders.differences(saved, now, ("seed", "model")) == ["model.b=3, was 2"]
     assert folders.differences(saved, now, ("name",)) == ['name="y", was "x"']
+
+
+def test_checkpoints_of_before_a_kernel_was_a_setting_fit() -> None:
+    now = to_dict(TrainConfig(name="run", plan=PlanConfig(max_tokens_per_gpu=64)))
+    saved = {**now, "model": dict(now["model"])}
+    for name in ("head_kernel", "recompute_modules", "moe_grouped_gemm", "moe_permute_fusion"):
+        del saved["model"][name]
+    assert changed_settings(saved, now) == []
+    saved["model"]["hidden_size"] += 1
+    (text,) = changed_settings(saved, now)
+    assert text.startswith("model.hidden_size=")
