@@ -5,5 +5,6 @@ Modules:
     choices, field_docs: values that a setting may have; the docstrings of dataclass fields
     files: reads that do not block, atomic writes, strict JSON
     jit: `kernel`: numba's njit, cached on disk by the sources of all kernels
-    apex: whether the installed package apex is NVIDIA's
+    apex, te: whether the installed apex is NVIDIA's, and Transformer Engine imports
+    gpu_environment: environment variables that a run on GPUs wants
 """

@@ -2,6 +2,7 @@
 
 Modules:
     model: CostModel: seconds of a micro-batch
+    assumed: a cost model without measurements, on a GPU of an assumed speed
     fit: measurements -> coefficients (non-negative least squares)
     sizes: ModelSizes: weights and floating-point operations of a transformer
     stages: LayerSplit -> StageLayers: transformer layers of each pipeline chunk

@@ -2,7 +2,8 @@
 
 Modules:
     runner: runs the probes, those that import torch in a child process
-    probes: versions, libraries, environment variables
+    probes: libraries, environment variables
+    versions: versions that are too old, or newer than tested
 """
 
 from megapack.doctor.runner import Diagnosis, diagnose

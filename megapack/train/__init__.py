@@ -3,6 +3,7 @@
 Modules:
     job: Trainer: batches -> passes -> optimizer -> checkpoint
     passes: log-probs and gradients of a batch
+    garbage: Python's garbage collection at the same steps on all ranks
     folder, metrics: what a run leaves behind
     trace, trackers: measured timelines; TensorBoard and W&B
 """
