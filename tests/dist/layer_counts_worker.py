@@ -38,7 +38,7 @@ VOCAB_SIZE = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, and what the memory model is told besides its config."""
+    """A model, its layout, and the kernel that the memory model counts."""
 
     model: dict[str, Any] = field(default_factory=dict)
     layout: Layout = field(default_factory=Layout)

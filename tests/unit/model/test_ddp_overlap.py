@@ -1,4 +1,4 @@
-"""What the schedule is told about DDP's overlapping communication."""
+"""The functions that the schedule gets for DDP's overlapping communication."""
 
 from __future__ import annotations
 
