@@ -113,7 +113,7 @@ def test_a_hanging_probe_is_killed_with_its_children(
             "transformer_engine",
             {"transformer_engine": "__version__ = '1.4.0'", "transformer_engine.pytorch": ""},
             "1.4.0",
-            "version 1.4.0; install transformer-engine<",
+            "version 1.4.0; install transformer-engine",
         ),
         ("apex", {"apex": "1 / 0"}, "another project's", "pip uninstall apex"),
         ("apex", {"torch": "", "apex": "", "amp_C": "1 / 0"}, "NVIDIA's", "ZeroDivision"),
