@@ -115,7 +115,7 @@ def _layers(*counts: int) -> list[list[int]]:
     return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
 
-CASES: dict[str, Case] = {
+_FEW_PROCESSES: dict[str, Case] = {
     "single": Case(layout=Layout()),
     "pp2": Case(layout=PP2),
     "pp2_count_based": Case(layout=PP2, budget=None, micro_batch_size=3),
@@ -374,13 +374,33 @@ CASES: dict[str, Case] = {
     ),
     "tp2_pp2_vpp2": Case(layout=Layout(tp=2, pp=2, vpp=2), expect={"chunks": 2}),
 }
-"""The cases of the tests, on 1, 2 and 4 processes."""
 
 _DP2_TP2_PP2_VPP2_EP2 = replace(DP2_TP2_SP, pp=2, vpp=2, ep=2)
-ALL_CASES = CASES | {
+ALL_CASES = _FEW_PROCESSES | {
     f"moe_dp2_tp2_sp_pp2_vpp2_ep2_etp{etp}": Case(
         layout=replace(_DP2_TP2_PP2_VPP2_EP2, etp=etp), variant="moe", expect={"chunks": 2}
     )
     for etp in (1, 2)
 }
-"""And those that need 8 processes, which tools/exactness.py runs."""
+"""The cases of tools/exactness.py, on 1 to 8 processes."""
+
+# Each of these combines what other cases of the tests have.
+_ONLY_OF_THE_TOOL = {
+    *("pp2_vpp2_uniform", "pp2_vpp2_staged", "pp2_vpp2_pad_uniform", "pp2_vpp2_frozen_chunks"),
+    *("tp2", "tp2_other_model", "tp2_sp_recompute", "cp2_uniform", "cp2_recompute", "cp2_tp2"),
+    *("dp2_cp2", "dp2_pp2", "dp2_pp2_uniform_pad", "pp4_vpp2_uniform", "tp2_pp2_vpp2"),
+    *("tp2_sp_pp2_recompute_selective", "cp2_pp2_vpp2", "cp2_pp2_vpp2_uniform"),
+    *("dp2_frozen_embedding", "pp2_embedding_alone", "pp2_vpp2_uneven_ends"),
+    *("cp2_pp2_vpp2_uneven", "moe_dp2", "moe_dp2_ep2_uniform", "moe_pp2", "moe_cp2"),
+    *("moe_pp2_vpp2_recompute", "moe_tp2_sp", "moe_replay_dp2_ep2", "moe_replay_tp2_sp"),
+    *("moe_dp2_cp2_ep2", "moe_dp2_pp2_ep2", "moe_dp2_tp2_sp", "moe_dp2_tp2_sp_ep2"),
+    *("moe_dp2_tp2_sp_ep4", "moe_tp2_sp_pp2_ep2", "moe_tp2_sp_pp2_etp2"),
+    *("moe_bias_pp2_loss_alone", "mtp_dp2", "mtp_pp2_uniform", "mtp_tp2_sp", "mtp_pp2_vpp2"),
+    *("mtp_pp2_layers_alone", "mtp_cp2_pp2_vpp2"),
+}
+CASES = {
+    name: case
+    for name, case in ALL_CASES.items()
+    if case.world <= 4 and name not in _ONLY_OF_THE_TOOL
+}
+"""The cases of the tests, on 1, 2 and 4 processes."""

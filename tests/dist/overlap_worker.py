@@ -49,9 +49,7 @@ CASES = {
     "dp2_pp2": Case(layout=Layout(dp=2, pp=2), ddp=REDUCE),
     "dp2_pp2_vpp2": Case(layout=PP2_VPP2, ddp=REDUCE),
     "sharded_dp2": Case(layout=Layout(dp=2), ddp=GATHER, distributed=True),
-    "sharded_dp2_reduce": Case(layout=Layout(dp=2), ddp=REDUCE, distributed=True),
     "sharded_dp2_pp2": Case(layout=Layout(dp=2, pp=2), ddp=GATHER, distributed=True),
-    "sharded_dp2_pp2_vpp2": Case(layout=PP2_VPP2, ddp=GATHER, distributed=True),
     "sharded_dp2_pp2_vpp2_aligned": Case(
         layout=PP2_VPP2, ddp={**GATHER, "align_param_gather": True}, distributed=True
     ),
