@@ -12,8 +12,8 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# Each kind of parallelism, and each feature of a model, in at least one of these cases.
-readonly SAMPLE='tp2_sp_pp2 or cp2_pp2_vpp2 or dp2_pp2_vpp2_pad or mtp_moe_dp2'
+# Each kind of parallelism is in at least one of these cases.
+readonly SAMPLE='tp2_sp_pp2_recompute or cp2_pp2_vpp2_pad or mtp_moe_dp2_pp2'
 
 find_python() {
     local version=$1 name=PYTHON${1/./} candidate
