@@ -10,7 +10,7 @@ from pathlib import Path
 from megapack.checkpoint import folders
 from megapack.checkpoint.folders import Manifest
 from megapack.checkpoint.writer import StateWriter
-from megapack.ranks.executor import DaemonExecutor
+from megapack.ranks.executor import run_on_daemon
 
 # Seconds that a run which ends with an error waits for the tensor that is being written. At 1 GB/s
 # a tensor of 4 GB takes 4. Chosen by hand.
@@ -34,9 +34,7 @@ class PendingSave:
         self.manifest = manifest
         self.writer = writer
         self.write_s = 0.0
-        executor = DaemonExecutor("megapack-checkpoint")
-        self._done = executor.submit(lambda: self._timed(work))
-        executor.stop(0.0)
+        self._done = run_on_daemon("megapack-checkpoint", lambda: self._timed(work))
 
     @property
     def part(self) -> Path:

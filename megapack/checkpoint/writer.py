@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megapack.checkpoint.folders import writing
 from megapack.errors import CheckpointError
 from megapack.ranks.agree import agree
-from megapack.ranks.executor import DaemonExecutor
+from megapack.ranks.executor import run_on_daemon
 
 
 class StateWriter:
@@ -108,11 +108,10 @@ class StateWriter:
         parts = _split(self._plan.items, self._num_threads)
         try:
             # Daemons: a file system that hangs does not keep the process from ending.
-            found = []
-            for number, part in enumerate(parts):
-                thread = DaemonExecutor("megapack-checkpoint")
-                found.append(thread.submit(partial(self._write_part, number, part)))
-                thread.stop(0.0)
+            found = [
+                run_on_daemon("megapack-checkpoint", partial(self._write_part, number, part))
+                for number, part in enumerate(parts)
+            ]
             wait(found)
             self._written = [result for one in found for result in one.result()]
         finally:

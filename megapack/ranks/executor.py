@@ -15,6 +15,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def run_on_daemon(name: str, call: Callable[[], T]) -> Future[T]:
+    """Run one call on a daemon thread of its own, which ends with it."""
+    executor = DaemonExecutor(name)
+    future = executor.submit(call)
+    executor.stop(0.0)
+    return future
+
+
 class DaemonExecutor:
     """Runs calls one after another on a daemon thread.
 
