@@ -30,6 +30,11 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:120]
 
 
+def one_line(error: BaseException) -> str:
+    """Another library's error for a message: all of its lines as one."""
+    return " ".join(str(error).split())
+
+
 def of_all_ranks(error: E) -> E:
     """The error, marked as one that every rank raises, so that no rank reports it to the others."""
     marked: Any = error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, one_line
 
 
 def refuse_broken_te() -> None:
@@ -23,9 +23,8 @@ def refuse_broken_te() -> None:
     except ImportError:
         return
     except Exception as error:  # a missing library, or versions that do not fit
-        why = " ".join(str(error).split())
         raise ConfigError(
-            f"transformer_engine is installed and does not import ({type(error).__name__}: {why}), "
-            "and Megatron-Core not without it; install what it misses (cuDNN: pip install "
-            "nvidia-cudnn-cu13, or -cu12), or pip uninstall transformer-engine"
+            f"transformer_engine is installed and does not import ({type(error).__name__}: "
+            f"{one_line(error)}), and Megatron-Core not without it; install what it misses (cuDNN: "
+            "pip install nvidia-cudnn-cu13, or -cu12), or pip uninstall transformer-engine"
         ) from error

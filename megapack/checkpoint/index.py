@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megapack.base.files import read_whole
-from megapack.errors import CheckpointError
+from megapack.errors import CheckpointError, one_line
 
 # Names that the pickled index of a checkpoint of tensors needs. BytesStorageMetadata, for entries
 # that are pickles themselves, is not among them.
@@ -40,7 +40,7 @@ def check_index(folder: Path) -> None:
     try:
         _IndexUnpickler(io.BytesIO(read_whole(path))).load()
     except Exception as error:  # a damaged pickle raises anything
-        reason = " ".join(str(error).split())[:120]
+        reason = one_line(error)[:120]
         raise CheckpointError(
             f"{path} is not an index of tensors ({reason}); set train.resume to another checkpoint"
         ) from None

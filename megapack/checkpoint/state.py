@@ -42,7 +42,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megapack.checkpoint.blocks import own_blocks
 from megapack.checkpoint.writer import StateWriter
-from megapack.errors import CheckpointError
+from megapack.errors import CheckpointError, one_line
 from megapack.model.head import unwrapped
 from megapack.model.overlap import finish_param_gathers
 from megapack.ranks.agree import agree
@@ -189,7 +189,7 @@ def _read(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
         loaded = TorchDistLoadShardedStrategy().load(tensors, folder)
     except (Exception, CheckpointException) as error:
         # torch raises CheckpointException, a BaseException, if any rank failed.
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)[:200]
         raise CheckpointError(
             f"{folder} cannot be loaded ({type(error).__name__}: {reason}); set train.resume "
             "to an earlier checkpoint"

@@ -20,6 +20,7 @@ from megapack.commands.arguments import (
     read_table,
 )
 from megapack.commands.costs import Pricing, add_costs, read_pricing
+from megapack.cost.sizes import typical_length
 from megapack.data.lengths import LengthTable
 from megapack.plan.file import write_plan
 from megapack.plan.plan import Plan
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     policy = read_policy(args)
     table = read_table(args)
     check_output(args.output, args.lengths)
-    typical = float((table.lengths**2).sum() / table.lengths.sum())
+    typical = typical_length(table.lengths)
     pricing = read_pricing(args, layout, typical)
     # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.dp_schedule import build_dp_schedule

@@ -31,6 +31,7 @@ from megapack.commands.costs import (
     read_stage_layers,
 )
 from megapack.cost.memory import GIB, MemoryModel
+from megapack.cost.sizes import typical_length
 from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.outlook.tune import Space, Workload, tune
 
-    typical = float((table.lengths**2).sum() / table.lengths.sum())
+    typical = typical_length(table.lengths)
     work = Workload(
         lengths=table.lengths,
         rollout_ids=table.rollout_ids,

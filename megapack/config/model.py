@@ -17,16 +17,12 @@ from megapack.base.choices import (
     Recompute,
     RecomputeModule,
 )
-from megapack.cost.sizes import ModelSizes
+from megapack.cost.sizes import VOCAB_MULTIPLE, ModelSizes
 from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout, fp8_rows
 
 BYTE_VOCAB_SIZE = 259
 """Vocabulary of the built-in tokenizer: 256 bytes and three special tokens."""
-
-VOCAB_MULTIPLE = 128
-"""Vocabularies are padded to a multiple of this: 259 becomes 384. It is a multiple of every common
-tp, so that the padded size does not depend on tp."""
 
 
 def at_least(config: Any, section: str, least: float, *names: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, one_line
 
 # A config nests 4 deep (mapping, section, list, scalar). 16 was chosen by hand; it keeps hostile
 # files from exhausting Python's stack.
@@ -67,7 +67,7 @@ def parse(text: str, source: str, lines: bool = True) -> Node:
         begins = f"{error.context} " if (error.context or "").startswith("expected") else ""
         raise ConfigError(f"{source}{line}: {begins}{error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ConfigError(f"{source}: not plain YAML ({reason[:120]}); check the text") from None
 
 

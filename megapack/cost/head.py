@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from megapack.cost.sizes import VOCAB_MULTIPLE
+from megapack.layout import round_up
+
 # Bytes of a chunk's fp32 logits on one GPU. 4,096 positions of 151,936 columns (Qwen3, tp1) take
 # 2.3 GiB, a thirtieth of 80 GB. Fewer positions cost time: each chunk reads and writes the whole
 # fp32 weight gradient, 8 bytes per element, for 2 operations per element and position. By its data
@@ -11,9 +14,6 @@ _LOGIT_BYTES = 5 * 2**29
 
 # More positions gain little: at 8,192 the weight gradient's memory takes 0.14 of that time.
 _MOST_TOKENS = 8192
-
-# Megatron-Core pads a vocabulary to a multiple of this by default.
-_PADDED_TO = 128
 
 
 def default_chunk_tokens(vocab_size: int, tp: int) -> int:
@@ -26,6 +26,6 @@ def default_chunk_tokens(vocab_size: int, tp: int) -> int:
         vocab_size: of the whole model, padded or not.
         tp: ranks that share the vocabulary.
     """
-    columns = -(-vocab_size // _PADDED_TO) * _PADDED_TO / tp
+    columns = round_up(vocab_size, VOCAB_MULTIPLE) / tp
     fitting = max(1, int(_LOGIT_BYTES / (4 * columns)))
     return min(_MOST_TOKENS, 1 << (fitting.bit_length() - 1))

@@ -10,9 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megapack.base.arrays import Ints
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout
+
+VOCAB_MULTIPLE = 128
+"""Vocabularies are padded to a multiple of this: 259 becomes 384. It is a multiple of every common
+tp, so that the padded size does not depend on tp."""
 
 
 class LayerParameters(NamedTuple):
@@ -168,6 +173,11 @@ class ModelSizes:
     def layer_cost(self, mean_length: float) -> float:
         """Operations of one layer's forward per token of samples of this length."""
         return self.layer_flops_per_token() + self.layer_flops_per_token_sq() * mean_length
+
+
+def typical_length(lengths: Ints) -> float:
+    """Mean over tokens of their sample's length; 250 for samples of 100 and 300 tokens."""
+    return float((lengths**2).sum() / lengths.sum())
 
 
 def stage_layers_of(

@@ -21,9 +21,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megapack.base.choices import Kernel
-from megapack.config.model import VOCAB_MULTIPLE, check_sizes
+from megapack.config.model import check_sizes
 from megapack.config.sections import ModelConfig, OptimConfig
-from megapack.cost.sizes import stage_layers_of
+from megapack.cost.sizes import VOCAB_MULTIPLE, stage_layers_of
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout, round_up

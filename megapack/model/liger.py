@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megapack.base.choices import HeadChoice, HeadKernel
 from megapack.cost.head import default_chunk_tokens
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, one_line
 from megapack.model.head import find_output_layer, unwrapped
 from megapack.model.logprobs import (
     VocabHead,
@@ -158,8 +158,7 @@ def obstacle(dtype: torch.dtype) -> str | None:
 
         is_there = is_available()
     except Exception as error:  # its import looks for the GPU's libraries, too
-        why = " ".join(str(error).split())
-        return f"liger-kernel does not import, 0.8.5 or later is needed: {why}"
+        return f"liger-kernel does not import, 0.8.5 or later is needed: {one_line(error)}"
     return None if is_there else "the libraries of liger-cute-kernels do not load"
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from megapack.base.arrays import Ids, Ints
 from megapack.cost.memory import GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
-from megapack.cost.sizes import ModelSizes
+from megapack.cost.sizes import ModelSizes, typical_length
 from megapack.cost.stages import StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
@@ -198,11 +198,6 @@ class Workload:
     """Memory that one GPU may use."""
     cost_of: Callable[[Layout, StageLayers], CostModel]
 
-    @property
-    def typical_length(self) -> float:
-        """Mean over tokens of their sample's length."""
-        return float((self.lengths**2).sum() / self.lengths.sum())
-
 
 def tune(work: Workload, space: Space) -> Tuning:
     """Plan and simulate every candidate of a space.
@@ -212,7 +207,7 @@ def tune(work: Workload, space: Space) -> Tuning:
     """
     sizes = work.memory.sizes
     space.check_given_split(sizes)
-    layouts = list(space.layouts(sizes, work.typical_length))
+    layouts = list(space.layouts(sizes, typical_length(work.lengths)))
     if not layouts:
         raise ConfigError(
             f"no layout of tp {list(space.tp)}, cp {list(space.cp)}, ep {list(space.ep)}, etp "

@@ -13,6 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megapack.layout import round_up
+
 T = TypeVar("T")
 
 # Views begin at multiples of this many bytes: the widest load of a CUDA thread is 16 bytes.
@@ -45,8 +47,7 @@ def _copied(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors on the device, as views of one buffer."""
     starts = [0]
     for tensor in tensors:
-        unpadded = starts[-1] + tensor.nbytes
-        starts.append(-(-unpadded // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+        starts.append(round_up(starts[-1] + tensor.nbytes, _ALIGNMENT_BYTES))
     # torch gives a pinned buffer to somebody else only after the copies from it have run.
     is_pinned = device.type == "cuda"
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
