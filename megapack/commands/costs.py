@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megapack.base.choices import Recompute
+from megapack.base.choices import Recompute, RecomputeModule
 from megapack.commands.arguments import add_fields, given_fields
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.model import CostModel
@@ -150,6 +151,7 @@ def read_pricing(
             layout,
             speed,
             recompute=_recompute(args),
+            recompute_modules=_recompute_modules(args),
             mean_length=mean_length,
             stage_layers=split,
         )
@@ -196,3 +198,9 @@ def _recompute(args: argparse.Namespace) -> Recompute:
     given: Recompute | None = getattr(args, "recompute", None)
     config = read_config(args)
     return given or ("none" if config is None else config.model.recompute)
+
+
+def _recompute_modules(args: argparse.Namespace) -> Sequence[RecomputeModule]:
+    """What selective recomputation recomputes: as in --config, by default attention."""
+    config = read_config(args)
+    return ("core_attn",) if config is None else config.model.recompute_modules

@@ -188,12 +188,14 @@ def test_stages_may_have_different_numbers_of_layers(call: Call) -> None:
 def test_full_recomputation_adds_a_forward(call: Call) -> None:
     text = "name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {vocab_size: 512, recompute: %s}\n"
     seconds = {}
-    for mode in ("none", "full"):
+    for mode in ("none", "full", "selective, recompute_modules: [mlp]"):
         Path("a.yaml").write_text(text % mode)
         out = call("plan", "a.csv", *BUDGET, "--config", "a.yaml", *SPEED, "--json")[1]
         seconds[mode] = json.loads(out)["strategies"]["one sample"]["seconds"]
     # Four forwards of the layers instead of three; the head, a thousandth here, is not recomputed.
     assert 0.998 * 4 / 3 < seconds["full"] / seconds["none"] < 4 / 3
+    none, full, mlps = seconds.values()
+    assert none < mlps < full
 
 
 def test_a_measured_cost_model_gives_seconds(call: Call) -> None:
