@@ -141,8 +141,9 @@ class MemoryModel:
         """Layers in flight; embedding, final norm and head of the one row that is in them."""
         # A live token counts 1/vpp per chunk. Which chunks wait for their backwards changes during
         # a step, so all are counted like the fullest: of 2 and 3 layers, as 6 layers.
-        layers = layout.vpp * max(self._layers(layout, stage))
-        num_chunks = sum(count > 0 for count in self._layers(layout, stage))
+        by_chunk = self._layers(layout, stage)
+        layers = layout.vpp * max(by_chunk)
+        num_chunks = sum(count > 0 for count in by_chunk)
         saved = self.saved(layout)
         layer = saved.layer_input if self.recompute == "full" else saved.layer
         kept = live_tokens * layers * layer
