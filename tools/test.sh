@@ -5,7 +5,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-"$root/tools/venv.sh"
+"$root/tools/venv.sh" "$root/.venv" hf
 cd "$root"
 
 export OMP_NUM_THREADS=1

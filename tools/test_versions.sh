@@ -6,8 +6,8 @@
 #
 #   PYTHON311, PYTHON312    the interpreters; unset: python3.11 and python3.12, or pyenv's
 #
-# Run from any folder; paths are from the repository. The environments are .venv-3.11 and .venv-3.12 in the repository, made by tools/venv.sh. The exit
-# code is 3 if an interpreter is missing.
+# Run from any folder; paths are from the repository. The environments are .venv-3.11 and .venv-3.12
+# in the repository, made by tools/venv.sh. The exit code is 3 if an interpreter is missing.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -34,7 +34,7 @@ on() {
     shift
     python=$(find_python "$version") || return
     printf '\n== Python %s: pytest %s\n' "$version" "$*"
-    PYTHON=$python "$root/tools/venv.sh" "$venv"
+    PYTHON=$python "$root/tools/venv.sh" "$venv" hf
     OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest "$@"
 }
 

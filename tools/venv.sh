@@ -5,13 +5,16 @@
 # A torch that is already there, in PYTHON's own packages or in .venv, is never installed over:
 # its exact version becomes a constraint for pip. Else the tested versions are installed.
 #
-#   tools/venv.sh [FOLDER]
+#   tools/venv.sh [FOLDER] [EXTRA]
 #
+#   EXTRA     one more of setup.py's extras, for example hf, which the demo does not need
 #   PYTHON    the interpreter to build on; unset: python3, if it is 3.11 or newer
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$(realpath -ms "${1:-$root/.venv}")
+extras=dev${2:+,$2}
+stamp=$venv/megapack${2:+.$2}.stamp
 
 die() {
     printf 'tools/venv.sh: %s\n' "$*" >&2
@@ -111,15 +114,16 @@ main() {
         make_venv "$python"
     fi
     recent_enough "$venv/bin/python" || die "$venv has a Python older than 3.11; remove it"
-    if [[ $(cat "$venv/megapack.stamp" 2>/dev/null) == "$(fingerprint)" ]]; then
+    if [[ $(cat "$stamp" 2>/dev/null) == "$(fingerprint)" ]]; then
         return
     fi
     constraints >"$venv/constraints.txt"
     printf 'installing megapack and its dependencies into %s\n' "$venv"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$venv/constraints.txt" --editable "${root}[dev]" ||
+        --constraint "$venv/constraints.txt" --editable "${root}[$extras]" ||
         die "pip failed, see above; a package without a wheel for this machine needs a C compiler"
-    fingerprint >"$venv/megapack.stamp"
+    # What has more has dev too.
+    fingerprint | tee "$stamp" >"$venv/megapack.stamp"
 }
 
 main
