@@ -396,7 +396,10 @@ _ONLY_OF_THE_TOOL = {
     *("moe_dp2_cp2_ep2", "moe_dp2_pp2_ep2", "moe_dp2_tp2_sp", "moe_dp2_tp2_sp_ep2"),
     *("moe_dp2_tp2_sp_ep4", "moe_tp2_sp_pp2_ep2", "moe_tp2_sp_pp2_etp2"),
     *("moe_bias_pp2_loss_alone", "mtp_dp2", "mtp_pp2_uniform", "mtp_tp2_sp", "mtp_pp2_vpp2"),
-    *("mtp_pp2_layers_alone", "mtp_cp2_pp2_vpp2"),
+    *("mtp_pp2_layers_alone", "mtp_cp2_pp2_vpp2", "mtp_pp2_untied"),
+    *("pp4", "cp4", "cp2_tp2_sp", "dp2_pp2_vpp2_bf16", "pp2_bf16", "pp2_other_model"),
+    *("tp2_sp_recompute_full", "seq-mean-token-sum", "pp2_uneven", "moe_pp2_uneven_recompute"),
+    *("moe_replay_cp2", "moe_replay_tp2_sp_ep2", "moe_bias_pp2_recompute"),
 }
 CASES = {
     name: case
