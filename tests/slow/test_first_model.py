@@ -1,0 +1,61 @@
+"""Every command of docs/first_model.md, in order, with a tiny model in place of the download."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hf_models import make_folder
+
+pytestmark = pytest.mark.slow
+
+_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INSTALL = re.compile(r"^(?:pip install|hf download) .*\n", re.MULTILINE)
+# What a CPU needs. Everything else runs as it is printed.
+_ON_A_CPU = {"device: cuda": "device: cpu", "dtype: bf16": "dtype: fp32"}
+_TIMEOUT_S = 600
+
+
+def script(page: str) -> str:
+    """The page's commands as one script that ends at the first that fails."""
+    text = "".join(_BLOCK.findall(page))
+    text = _INSTALL.sub("", text)
+    for on_gpu, on_cpu in _ON_A_CPU.items():
+        assert on_gpu in text
+        text = text.replace(on_gpu, on_cpu)
+    return f"set -euxo pipefail\n{text}"
+
+
+def test_every_command_of_the_page_runs(tmp_path: Path, repo_root: Path) -> None:
+    pytest.importorskip("transformers")
+    make_folder(tmp_path / "models" / "Qwen3-0.6B", "qwen3_tied")
+    (tmp_path / "tools").symlink_to(repo_root / "tools")
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(repo_root),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", script((repo_root / "docs" / "first_model.md").read_text("utf-8"))],
+        cwd=tmp_path,
+        env=environment,
+        timeout=_TIMEOUT_S,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:]
+    for folder in ("models/sft", "runs/grpo/hf"):
+        assert (tmp_path / folder / "config.json").is_file()
+        assert list((tmp_path / folder).glob("*.safetensors"))
+    assert "step 2: loss" in done.stdout
