@@ -286,21 +286,30 @@ class ModelConfig:
 
     def to_sizes(self) -> ModelSizes:
         """Sizes for the cost and memory models, without multi-token prediction layers."""
-        ffn_hidden_size = self.ffn_hidden_size or 4 * self.hidden_size
-        if self.num_experts:
-            ffn_hidden_size = self.expert_ffn_hidden_size
+        dense_width = self.ffn_hidden_size or 4 * self.hidden_size
+        first_dense = self.moe_first_dense_layers if self.num_experts else 0
         return ModelSizes(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
-            ffn_hidden_size=ffn_hidden_size,
+            ffn_hidden_size=self.expert_ffn_hidden_size if self.num_experts else dense_width,
             num_attention_heads=self.num_attention_heads,
             num_query_groups=self.num_query_groups,
             kv_channels=self.kv_channels,
             vocab_size=self.vocab_size or BYTE_VOCAB_SIZE,
             gated=self.gated_linear_unit,
             qk_layernorm=self.qk_layernorm,
+            qkv_bias=self.qkv_bias,
+            kv_lora_rank=self.kv_lora_rank,
+            q_lora_rank=self.q_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
             num_experts=self.num_experts,
             experts_per_token=self.moe_top_k if self.num_experts else 1,
+            shared_expert_ffn_hidden_size=self.moe_shared_ffn_hidden_size or 0,
+            shared_expert_gate=self.moe_shared_gate,
+            first_dense_layers=first_dense,
+            dense_ffn_hidden_size=dense_width if first_dense else None,
         )
 
     def _check_recompute(self) -> None:
