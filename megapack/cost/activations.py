@@ -78,7 +78,7 @@ class SavedActivations:
         Without Transformer Engine's kernel a layer keeps its own cosines and sines instead.
         """
         keeps = self.attention == "te" or self.recompute == "full"
-        return _FP32_BYTES * self.sizes.head_width if keeps else 0.0
+        return _FP32_BYTES * self.sizes.rotary_width if keeps else 0.0
 
     @property
     def embedding(self) -> float:

@@ -101,13 +101,18 @@ def cost_from_sizes(
 def _recomputed_share(
     sizes: ModelSizes, mode: Recompute, modules: Sequence[RecomputeModule], mean_length: float
 ) -> float:
-    """The share of a layer's forward that its backward runs again."""
+    """The share of the layers' forward that their backward runs again."""
     if mode == "full":
         return 1.0
-    whole = "mlp" if sizes.num_experts is None else "moe"
-    if mode == "selective" and whole in modules:
-        return sizes.mlp_flops_per_token() / sizes.layer_cost(mean_length)
-    return 0.0
+    if mode == "none":
+        return 0.0
+    kinds = list(sizes.layer_kinds())
+    again = sum(
+        n * kind.mlp_flops_per_token()
+        for kind, n in kinds
+        if ("mlp" if kind.num_experts is None else "moe") in modules
+    )
+    return again / sum(n * kind.layer_cost(mean_length) for kind, n in kinds)
 
 
 def _checked_peak(speed: GpuSpeed) -> float:

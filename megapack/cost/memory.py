@@ -122,10 +122,14 @@ class MemoryModel:
             key=lambda memory: memory.total,
         )
 
-    def saved(self, layout: Layout) -> SavedActivations:
-        """What autograd keeps per row token of a GPU."""
+    def saved(self, layout: Layout, sizes: ModelSizes | None = None) -> SavedActivations:
+        """What autograd keeps per row token of a GPU.
+
+        Args:
+            sizes: one of `ModelSizes.layer_kinds`; None = the layers after first dense ones.
+        """
         return SavedActivations(
-            sizes=self.sizes,
+            sizes=sizes or self.sizes,
             layout=layout,
             dtype=self.dtype,
             attention=self.attention,
@@ -141,14 +145,24 @@ class MemoryModel:
         """Layers in flight; embedding, final norm and head of the one row that is in them."""
         # A live token counts 1/vpp per chunk. Which chunks wait for their backwards changes during
         # a step, so all are counted like the fullest: of 2 and 3 layers, as 6 layers.
-        by_chunk = self._layers(layout, stage)
-        layers = layout.vpp * max(by_chunk)
-        num_chunks = sum(count > 0 for count in by_chunk)
-        saved = self.saved(layout)
-        layer = saved.layer_input if self.recompute == "full" else saved.layer
-        kept = live_tokens * layers * layer
+        by_chunk = [
+            [(self.saved(layout, kind), n) for kind, n in kinds]
+            for kinds in self._layers(layout, stage)
+        ]
+        num_chunks = sum(bool(kinds) for kinds in by_chunk)
+        full = self.recompute == "full"
+        kept = (
+            live_tokens
+            * layout.vpp
+            * max(
+                sum(n * (saved.layer_input if full else saved.layer) for saved, n in kinds)
+                for kinds in by_chunk
+            )
+        )
         # One layer is in its backward, and has again what it did not keep.
-        kept += row_tokens * saved.recomputed_layer if layers else 0.0
+        again = (saved.recomputed_layer for kinds in by_chunk for saved, _ in kinds)
+        kept += row_tokens * max(again, default=0.0)
+        saved = self.saved(layout)
         kept += live_tokens * num_chunks * saved.rotary_table
         if layout.vpp > 1:
             # Megatron keeps the outputs that it sent. With vpp=1 it could free them.
@@ -159,24 +173,30 @@ class MemoryModel:
             kept += row_tokens * saved.final_norm_and_head
         return int(kept)
 
-    def _layers(self, layout: Layout, stage: int) -> tuple[int, ...]:
-        """Transformer layers of each chunk of a stage."""
-        return stage_layers_of(self.sizes.num_layers, layout, self.stage_layers).of_stage(stage)
+    def _layers(self, layout: Layout, stage: int) -> list[list[tuple[ModelSizes, int]]]:
+        """The kinds of transformer layers of each chunk of a stage, each with its number."""
+        split = stage_layers_of(self.sizes.num_layers, layout, self.stage_layers)
+        chunks = list(zip(split.offsets, split.num_layers, strict=True))[stage :: split.pp]
+        return [list(self.sizes.layer_kinds(first, count)) for first, count in chunks]
 
     def _parameters(self, layout: Layout, stage: int) -> tuple[int, int]:
         """Numbers of weights on one GPU: all but the experts', and the experts'."""
         sizes = self.sizes
-        layer = sizes.layer_parameters()
-        layers = sum(self._layers(layout, stage))
+        kinds = [
+            (kind.layer_parameters(), n)
+            for chunk in self._layers(layout, stage)
+            for kind, n in chunk
+        ]
         vocabulary = sizes.vocab_size * sizes.hidden_size // layout.tp
         first = stage == 0
         last = stage == layout.pp - 1
         matrices = int(first) + int(last)
         if first and last and not self.untied_embeddings:
             matrices = 1
-        dense = layers * (layer.split // layout.tp + layer.whole) + matrices * vocabulary
+        dense = sum(n * (layer.split // layout.tp + layer.whole) for layer, n in kinds)
+        dense += matrices * vocabulary
         dense += sizes.hidden_size if last else 0  # the final norm
-        experts = layers * layer.experts // (layout.ep * layout.etp)
+        experts = sum(n * layer.experts for layer, n in kinds) // (layout.ep * layout.etp)
         return dense, experts
 
     def _head(self, layout: Layout, row_tokens: float) -> int:

@@ -158,13 +158,12 @@ class CostModel:
         if flops_per_gpu == 0:
             raise ConfigError("flops_per_gpu=0; set the achieved operations per second")
         speed = flops_per_gpu * layout.tp
-        layers = sizes.num_layers
-        per_token = layers * sizes.layer_flops_per_token()
+        per_token = sum(n * kind.layer_flops_per_token() for kind, n in sizes.layer_kinds())
         per_token += head_factor * sizes.head_flops_per_token()
         return cls(
             fixed=fixed,
             per_token=(per_token + sizes.embedding_flops_per_token()) / speed,
-            per_token_sq=layers * sizes.layer_flops_per_token_sq() / speed,
+            per_token_sq=sizes.num_layers * sizes.layer_flops_per_token_sq() / speed,
             stage_weights=sizes.stage_weights(
                 layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
             ),

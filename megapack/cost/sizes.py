@@ -7,7 +7,8 @@ one for the values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megapack.base.arrays import Ints
@@ -24,23 +25,27 @@ class LayerParameters(NamedTuple):
     """Numbers of weights of one layer."""
 
     split: int
-    """Matrices of attention and MLP: split over TP."""
+    """Matrices of attention and MLP, with biases: split over TP."""
     whole: int
-    """Norms and the router: on every TP rank."""
+    """Norms, the router, and MLA's projections to latents: on every TP rank."""
     experts: int
     """All experts: split over EP and expert TP."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """A GPT with grouped-query attention, dense or with experts."""
+    """A GPT with grouped-query or multi-latent attention, dense or with experts.
+
+    A model with experts may begin with dense layers. Methods that speak of a layer mean one of the
+    others; `layer_kinds` has both.
+    """
 
     num_layers: int
     """Transformer layers."""
     hidden_size: int
     """Width of the residual stream."""
     ffn_hidden_size: int
-    """Width of a dense layer's feed-forward, or of one expert if `num_experts` is set."""
+    """Width of the feed-forward, or of one expert if `num_experts` is set."""
     num_attention_heads: int
     """Query heads."""
     vocab_size: int
@@ -52,47 +57,140 @@ class ModelSizes:
     gated: bool = True
     """Three matrices per feed-forward (SwiGLU); two if not gated."""
     qk_layernorm: bool = False
-    """Norms of each head's queries and keys."""
+    """Norms of each head's queries and keys, or of MLA's latents."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values."""
+    kv_lora_rank: int | None = None
+    """Channels of the latent of keys and values: multi-latent attention (MLA, DeepSeek); None =
+    grouped queries. MLA needs the three widths below."""
+    q_lora_rank: int | None = None
+    """Channels of the latent of queries in MLA; None = queries are projected directly."""
+    qk_nope_head_dim: int | None = None
+    """Width of an MLA head's queries and keys that is not rotated."""
+    qk_rope_head_dim: int | None = None
+    """Width of an MLA head's queries and keys that is rotated; all heads share these keys."""
+    v_head_dim: int | None = None
+    """Width of an MLA head's values."""
     num_experts: int | None = None
     """Experts per layer; None = a dense model."""
     experts_per_token: int = 1
     """Experts that a token is routed to (top-k)."""
     shared_expert_ffn_hidden_size: int = 0
     """Width of the shared expert, which every token goes through; 0 = no shared expert."""
+    shared_expert_gate: bool = False
+    """A gate of one number per token on the shared expert (Qwen2-MoE)."""
+    first_dense_layers: int = 0
+    """Layers at the beginning that have a dense feed-forward instead of experts."""
+    dense_ffn_hidden_size: int | None = None
+    """Width of their feed-forward."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least = 0 if name == "shared_expert_ffn_hidden_size" else 1
-            is_flag = name in ("gated", "qk_layernorm")
+            least = 0 if name in ("shared_expert_ffn_hidden_size", "first_dense_layers") else 1
+            is_flag = name in ("gated", "qk_layernorm", "qkv_bias", "shared_expert_gate")
             if not is_flag and value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name}={value!r}; set an integer of at least {least}")
+        widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        missing = [name for name in widths if getattr(self, name) is None]
+        if self.kv_lora_rank is not None and missing:
+            raise ConfigError(f"kv_lora_rank={self.kv_lora_rank} without {missing[0]}; set it too")
+        if self.first_dense_layers and None in (self.num_experts, self.dense_ffn_hidden_size):
+            raise ConfigError(
+                f"first_dense_layers={self.first_dense_layers} needs num_experts and "
+                "dense_ffn_hidden_size; set them too"
+            )
+
+    @property
+    def uses_mla(self) -> bool:
+        """Whether attention is multi-latent."""
+        return self.kv_lora_rank is not None
 
     @property
     def head_width(self) -> int:
-        """Channels of one head."""
+        """Channels of a head's queries and keys; without MLA also of its values."""
+        if self.uses_mla:
+            return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a head's values."""
+        return self.v_head_dim or self.head_width
+
+    @property
+    def rotary_width(self) -> int:
+        """Channels of a head that are rotated."""
+        return self.qk_rope_head_dim or self.head_width
+
+    def layer_kinds(
+        self, first: int = 0, num_layers: int | None = None
+    ) -> Iterator[tuple[ModelSizes, int]]:
+        """The kinds of layers among some that follow each other, each with how many there are.
+
+        Args:
+            first: the first of these layers, from 0.
+            num_layers: how many; None = all from `first` on.
+
+        Returns:
+            Sizes of a model that has only layers of this kind, and their number, which is not 0.
+        """
+        end = self.num_layers if num_layers is None else first + num_layers
+        dense = max(0, min(end, self.first_dense_layers) - first)
+        if dense:
+            kind = replace(
+                self,
+                num_experts=None,
+                ffn_hidden_size=self.dense_ffn_hidden_size or self.ffn_hidden_size,
+                shared_expert_ffn_hidden_size=0,
+                shared_expert_gate=False,
+                first_dense_layers=0,
+            )
+            yield kind, dense
+        if end - first - dense > 0:
+            yield replace(self, first_dense_layers=0), end - first - dense
 
     def layer_parameters(self) -> LayerParameters:
         """Numbers of weights of one layer, by how they are split over GPUs."""
-        queries = self.num_attention_heads * self.head_width
-        keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
-        attention = self.hidden_size * (2 * queries + 2 * keys)
+        split, whole = self._attention_weights()
+        if self.qkv_bias:
+            keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
+            split += self.num_attention_heads * self.head_width + 2 * keys
         mlp = (3 if self.gated else 2) * self.hidden_size
-        norms = 2 * self.hidden_size + (2 * self.head_width if self.qk_layernorm else 0)
+        whole += 2 * self.hidden_size + self._qk_norms()
         if self.num_experts is None:
-            return LayerParameters(attention + mlp * self.ffn_hidden_size, norms, 0)
+            return LayerParameters(split + mlp * self.ffn_hidden_size, whole, 0)
+        gate = self.hidden_size if self.shared_expert_gate else 0
         return LayerParameters(
-            split=attention + mlp * self.shared_expert_ffn_hidden_size,
-            whole=norms + self.hidden_size * self.num_experts,
+            split=split + mlp * self.shared_expert_ffn_hidden_size,
+            whole=whole + self.hidden_size * self.num_experts + gate,
             experts=mlp * self.ffn_hidden_size * self.num_experts,
         )
 
+    def _attention_weights(self) -> tuple[int, int]:
+        """Weights of the attention's matrices: split over TP, and on every TP rank."""
+        heads = self.num_attention_heads
+        queries = heads * self.head_width
+        if self.kv_lora_rank is None:
+            keys = (self.num_query_groups or heads) * self.head_width
+            return self.hidden_size * (2 * queries + 2 * keys), 0
+        # To latents and to the keys that all heads share; then from latents to heads.
+        latents = (self.q_lora_rank or 0) + self.kv_lora_rank + self.rotary_width
+        of_queries = (self.q_lora_rank or self.hidden_size) * queries
+        of_keys = self.kv_lora_rank * heads * (self.head_width - self.rotary_width)
+        of_values = self.kv_lora_rank * heads * self.value_width
+        out = heads * self.value_width * self.hidden_size
+        return of_queries + of_keys + of_values + out, self.hidden_size * latents
+
+    def _qk_norms(self) -> int:
+        if not self.qk_layernorm:
+            return 0
+        if self.kv_lora_rank is None:
+            return 2 * self.head_width
+        return (self.q_lora_rank or 0) + self.kv_lora_rank
+
     def layer_flops_per_token(self) -> float:
         """Operations of one layer's matrices per token, forward."""
-        queries = self.num_attention_heads * self.head_width
-        keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
-        attention = 2 * self.hidden_size * (2 * queries + 2 * keys)
-        return attention + self.mlp_flops_per_token()
+        return 2 * sum(self._attention_weights()) + self.mlp_flops_per_token()
 
     def mlp_flops_per_token(self) -> float:
         """Operations of one layer's MLP, or of its router and experts, per token, forward."""
@@ -101,12 +199,12 @@ class ModelSizes:
         router = 0
         if self.num_experts is not None:
             width = width * self.experts_per_token + self.shared_expert_ffn_hidden_size
-            router = 2 * self.hidden_size * self.num_experts
+            router = 2 * self.hidden_size * (self.num_experts + int(self.shared_expert_gate))
         return float(router + 2 * self.hidden_size * matrices * width)
 
     def layer_flops_per_token_sq(self) -> float:
         """Operations of one layer's attention per squared token of a sample, forward."""
-        return 2.0 * self.num_attention_heads * self.head_width
+        return float(self.num_attention_heads * (self.head_width + self.value_width))
 
     def layer_tp_bytes_per_token(self, tp: int) -> float:
         """Bytes per token that tensor parallelism moves per GPU in one layer's forward, 16-bit.
@@ -145,8 +243,10 @@ class ModelSizes:
             ConfigError: the layers do not divide into chunks, or `stage_layers` does not fit.
         """
         split = stage_layers_of(self.num_layers, layout, stage_layers)
-        layer = self.layer_cost(mean_length)
-        cost = [layer * layers for layers in split.num_layers]
+        cost = [
+            sum(kind.layer_cost(mean_length) * n for kind, n in self.layer_kinds(first, layers))
+            for first, layers in zip(split.offsets, split.num_layers, strict=True)
+        ]
         cost[0] += self.embedding_flops_per_token()
         cost[-1] += head_factor * self.head_flops_per_token()
         mean = sum(cost) / len(cost)
@@ -155,6 +255,8 @@ class ModelSizes:
     def balanced_stage_layers(self, layout: Layout, mean_length: float) -> StageLayers:
         """The split whose costliest chunk costs the least, with the embedding and the head.
 
+        What first dense layers cost more or less than the others counts on the first chunk.
+
         Args:
             mean_length: tokens of a typical sample, for the share of attention.
 
@@ -162,11 +264,12 @@ class ModelSizes:
             ConfigError: fewer layers than chunks.
         """
         layer = self.layer_cost(mean_length)
+        extra = sum(n * (kind.layer_cost(mean_length) - layer) for kind, n in self.layer_kinds())
         return StageLayers.balanced(
             self.num_layers,
             pp=layout.pp,
             vpp=layout.vpp,
-            embedding=self.embedding_flops_per_token() / layer,
+            embedding=(extra + self.embedding_flops_per_token()) / layer,
             head=self.head_flops_per_token() / layer,
         )
 

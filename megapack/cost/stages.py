@@ -77,7 +77,7 @@ class StageLayers:
 
         Args:
             embedding, head: cost of the embedding and of the output layer with the loss, in
-                transformer layers.
+                transformer layers. `embedding` may be below 0: first layers that cost less.
 
         Raises:
             ConfigError: fewer layers than chunks between the first and the last.
@@ -92,7 +92,7 @@ class StageLayers:
                 f"{num_layers + 2}"
             )
         # No chunk gets less than the mean without the costs at the ends.
-        floor = num_layers // chunks - math.ceil(max(embedding, head))
+        floor = num_layers // chunks - math.ceil(max(abs(embedding), head))
         layers = [max(floor, count) for count in least]
         cost = [float(count) for count in layers]
         cost[0] += embedding

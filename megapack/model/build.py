@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megapack.base.choices import Kernel
-from megapack.config.model import check_sizes
+from megapack.config.model_checks import check_sizes
 from megapack.config.sections import ModelConfig, OptimConfig
 from megapack.cost.sizes import VOCAB_MULTIPLE, stage_layers_of
 from megapack.cost.stages import StageLayers
@@ -29,7 +29,7 @@ from megapack.errors import ConfigError
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.te_backend import AttentionSizes
-from megapack.model.head import keep_fp32, replace_output_layer
+from megapack.model.head import keep_fp32, mark_num_ids, replace_output_layer
 from megapack.model.init import (
     freeze,
     initialize_by_name,
@@ -216,7 +216,8 @@ def build_model(
     """This rank's chunks, wrapped in Megatron's DDP; initial weights depend only on the seed.
 
     Args:
-        vocab_size: number of the tokenizer's ids; padded to a multiple of 128.
+        vocab_size: number of the tokenizer's ids. The embedding and the output layer are padded to
+            a multiple of 128 rows, which get neither probability nor gradient.
         stage_layers: layers of each pipeline chunk; None = equally many.
         value_head: one fp32 value per token instead of logits; needs untied embeddings.
         model_class: GPTModel or a subclass, for example one whose forward has more inputs.
@@ -231,6 +232,8 @@ def build_model(
     chunks = [
         _chunk(model_class, model, layout, config, v, padded_vocab) for v in range(layout.vpp)
     ]
+    for chunk in chunks:
+        mark_num_ids(chunk, vocab_size)
     if value_head:
         for chunk in chunks:
             replace_output_layer(chunk)

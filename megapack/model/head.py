@@ -112,6 +112,16 @@ def find_output_layer(model: Any) -> Any:
     return layer
 
 
+def mark_num_ids(chunk: Any, num_ids: int) -> None:
+    """Note on a model chunk how many rows of its vocabulary are ids; the rest is padding."""
+    unwrapped(chunk).num_ids = num_ids
+
+
+def marked_num_ids(chunk: Any) -> int | None:
+    """The number that `mark_num_ids` noted; None on other models."""
+    return getattr(unwrapped(chunk), "num_ids", None)
+
+
 class ValueHead(torch.nn.Module):
     """Linear layer from hidden size to 1, fp32, no bias; replicated on tensor-parallel ranks.
 

@@ -76,6 +76,7 @@ def choose_head(
     config: Any,
     tp_group: Any,
     *,
+    num_ids: int | None = None,
     chunk_tokens: int | None,
     device: torch.device,
 ) -> ChosenHead:
@@ -84,7 +85,7 @@ def choose_head(
     Args:
         chunk: this rank's last chunk.
         config: the model's.
-        chunk_tokens: see `VocabHead`.
+        num_ids, chunk_tokens: see `VocabHead`.
 
     Raises:
         ConfigError: Liger's kernel is requested and cannot run here.
@@ -93,11 +94,12 @@ def choose_head(
     if choice == "torch":
         return ChosenHead()
     reason = obstacle(torch.bfloat16 if config.bf16 else config.params_dtype)
+    reason = reason or _padding_obstacle(chunk, num_ids, tp_group)
     kernel: HeadKernel = "torch" if reason else "liger"
     agree(lambda: _check(choice, reason), device=device, same={"head kernel": kernel})
     if reason is not None:
         return ChosenHead(note=f"not liger: {reason}")
-    logprobs, error_nats, failure = _compared(chunk, tp_group, chunk_tokens)
+    logprobs, error_nats, failure = _compared(chunk, tp_group, num_ids, chunk_tokens)
     worst = torch.tensor(error_nats, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     error_nats = float(worst.item())
@@ -122,7 +124,7 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _compared(
-    chunk: torch.nn.Module, tp_group: Any, chunk_tokens: int | None
+    chunk: torch.nn.Module, tp_group: Any, num_ids: int | None, chunk_tokens: int | None
 ) -> tuple[Logprobs, float, Exception | None]:
     """Liger's kernel, its error in nats, which is 0 on ranks that have no head, and its failure."""
     gpt = unwrapped(chunk)
@@ -131,8 +133,9 @@ def _compared(
     weight = find_output_layer(chunk).weight
     weight_VH = gpt.shared_embedding_or_output_weight() if weight is None else weight
     try:
-        logprobs = reserve(weight_VH, tp_group, chunk_tokens)
-        error_nats = largest_error(logprobs, weight_VH, tp_group)
+        head = VocabHead(weight_VH=weight_VH, num_ids=num_ids, tp_group=tp_group)
+        logprobs = reserve(replace(head, chunk_tokens=chunk_tokens))
+        error_nats = largest_error(logprobs, head)
         # The largest of all ranks is taken, in which a NaN may be lost.
         return logprobs, error_nats if math.isfinite(error_nats) else math.inf, None
     except Exception as error:
@@ -160,6 +163,20 @@ def obstacle(dtype: torch.dtype) -> str | None:
     except Exception as error:  # its import looks for the GPU's libraries, too
         return f"liger-kernel does not import, 0.8.5 or later is needed: {one_line(error)}"
     return None if is_there else "the libraries of liger-cute-kernels do not load"
+
+
+def _padding_obstacle(chunk: torch.nn.Module, num_ids: int | None, tp_group: Any) -> str | None:
+    """Why Liger's kernel cannot leave out this vocabulary's padding; None if it can.
+
+    It numbers the ids of all ranks by the rows of one.
+    """
+    rows = getattr(unwrapped(chunk), "vocab_size", num_ids)
+    if num_ids is None or rows == num_ids or tp_group.size() == 1:
+        return None
+    return (
+        f"the vocabulary of {num_ids} ids is padded to {rows} rows, and its kernels take equally "
+        "many ids of each tensor-parallel rank"
+    )
 
 
 @dataclass(frozen=True)
@@ -211,47 +228,50 @@ class LigerLogprobs:
 
 
 class _Weight(torch.autograd.Function):
-    """The weight of one call; its backward adds the call's gradient to DDP's fp32 gradient."""
+    """The ids' rows of the weight of one call, without padding.
+
+    The backward adds the call's gradient to DDP's fp32 gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor, head: VocabHead, is_first: bool) -> Tensor:
         ctx.head = head
         ctx.is_first = is_first
-        return weight_VH.view_as(weight_VH)
+        return weight_VH[: head.num_rows].view_as(weight_VH[: head.num_rows])
 
     @staticmethod
     def backward(ctx: Any, grad_VH: Tensor) -> tuple[Tensor | None, None, None]:
         head: VocabHead = ctx.head
         main_grad = main_gradient(head.weight_VH)
         if main_grad is None:
-            return grad_VH, None, None
-        main_grad.add_(grad_VH)
+            padding = head.weight_VH.shape[0] - head.num_rows
+            return torch.nn.functional.pad(grad_VH, (0, 0, 0, padding)), None, None
+        main_grad[: head.num_rows].add_(grad_VH)
         rest = rest_of_gradient(head.weight_VH, tied=head.tied) if ctx.is_first else None
         return rest, None, None
 
 
-def reserve(weight_VH: Tensor, tp_group: Any, chunk_tokens: int | None) -> LigerLogprobs:
+def reserve(head: VocabHead) -> LigerLogprobs:
     """Reserve the kernels' memory; a collective of the ranks that share the vocabulary."""
     from liger_kernel.ops.configure import FusedLinearCrossEntropyConfig, configure
 
-    columns, hidden_size = weight_VH.shape
-    size = tp_group.size()
-    max_tokens = chunk_tokens or default_chunk_tokens(size * columns, size)
+    hidden_size = head.weight_VH.shape[1]
+    max_tokens = head.chunk_tokens or default_chunk_tokens(head.vocab_size, head.num_ranks)
     configure(
-        process_groups={"tp": tp_group},
-        bootstrap_group=tp_group,
-        device=weight_VH.device,
+        process_groups={"tp": head.tp_group},
+        bootstrap_group=head.tp_group,
+        device=head.weight_VH.device,
         flsce=FusedLinearCrossEntropyConfig(
             max_tokens=max_tokens,
             hidden_size=hidden_size,
-            local_vocab_size=columns,
+            local_vocab_size=head.num_rows,
             group="tp",
         ),
     )
     return LigerLogprobs(max_tokens)
 
 
-def largest_error(logprobs: LigerLogprobs, weight_VH: Tensor, tp_group: Any) -> float:
+def largest_error(logprobs: LigerLogprobs, head: VocabHead) -> float:
     """Largest difference from `vocab_parallel_logprobs` in nats, of log-probs or of entropies.
 
     The logits have a standard deviation of 4, like those of a trained model. A collective of the
@@ -261,16 +281,15 @@ def largest_error(logprobs: LigerLogprobs, weight_VH: Tensor, tp_group: Any) -> 
         Infinity if the gradients differ by more than bf16 rounds them.
     """
     # Without DDP's gradients, so that none are added there.
-    weight_VH = weight_VH.detach().requires_grad_()
-    head = VocabHead(weight_VH=weight_VH, tp_group=tp_group, with_entropy=True)
+    weight_VH = head.weight_VH.detach().requires_grad_()
+    head = replace(head, weight_VH=weight_VH, with_entropy=True, chunk_tokens=_COMPARED)
     generator = torch.Generator().manual_seed(0)
     hidden_RH = torch.randn(_COMPARED, weight_VH.shape[1], generator=generator)
-    labels_R = torch.randint(0, head.vocab_size, (_COMPARED,), generator=generator)
+    labels_R = torch.randint(0, head.num_ids or head.vocab_size, (_COMPARED,), generator=generator)
     squares = head.all_reduce(weight_VH.detach().float().square().sum())
     scale = 4 / (squares / head.vocab_size).sqrt().clamp(min=1e-6)
     hidden_RH = (hidden_RH.to(weight_VH.device) * scale).to(weight_VH.dtype).requires_grad_()
     labels_R = labels_R.to(weight_VH.device)
-    head = replace(head, chunk_tokens=_COMPARED)
 
     def results(function: Logprobs) -> tuple[Tensor, ...]:
         with torch.enable_grad():

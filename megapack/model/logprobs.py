@@ -6,6 +6,10 @@ pass, so the full fp32 logits of a row never exist. With tensor parallelism each
 of the vocabulary and the ranks exchange three numbers per token: the largest logit, the sum of
 exponentials and the label's logit. The entropy needs a fourth.
 
+Megatron pads the vocabulary with rows that are no ids. They get no probability: their logits are
+-inf, and their gradients exactly 0. The products still include them. A slice of 50,257 columns
+would leave the rows of the logits unaligned, which is slower than 47 columns more.
+
 In the backward, the gradient of a chunk's logits is rounded to the weights' dtype, as in any 16-bit
 layer. Weight gradients are summed over chunks in fp32: in DDP's fp32 gradient (`main_grad`) if the
 weight has one, else in a matrix of their own.
@@ -39,6 +43,8 @@ class VocabHead:
     """The vocabulary projection of one rank and its settings."""
 
     weight_VH: Tensor
+    num_ids: int | None = None
+    """Ids of the whole vocabulary; the rows after them are padding. None = no row is padding."""
     tp_group: Any = None
     """Ranks that share the vocabulary; None for one rank."""
     chunk_tokens: int | None = None
@@ -66,6 +72,17 @@ class VocabHead:
         rank = 0 if self.tp_group is None else self.tp_group.rank()
         return int(rank * self.weight_VH.shape[0])
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank's slice that are ids; the rest is padding. It may be 0.
+
+        With 320 ids, padded to 384 and split over 4 ranks: 96, 96, 96 and 32.
+        """
+        rows = self.weight_VH.shape[0]
+        if self.num_ids is None:
+            return rows
+        return min(max(self.num_ids - self.first_token, 0), rows)
+
     def chunks(self, num_tokens: int) -> Iterator[slice]:
         """The positions of each chunk."""
         size = self.chunk_tokens or default_chunk_tokens(self.vocab_size, self.num_ranks)
@@ -86,7 +103,8 @@ def vocab_parallel_logprobs(
     Args:
         hidden_RH: final hidden states at response positions, the same on every rank that shares the
             vocabulary; R may be 0. Each of these ranks gets the full gradient.
-        labels_R: ids in the whole vocabulary; the log-prob of an id outside it is NaN.
+        labels_R: ids in the whole vocabulary; the log-prob of an id outside it, or of a row of
+            padding, is NaN.
 
     Returns:
         logprobs_R, differentiable in the hidden states and the weight.
@@ -98,7 +116,10 @@ def vocab_parallel_logprobs(
 
 def _logits(hidden_CH: Tensor, head: VocabHead) -> Tensor:
     logits_CV = mm_fp32(hidden_CH, head.weight_VH.t())
-    return logits_CV if head.temperature == 1.0 else logits_CV.div_(head.temperature)
+    if head.temperature != 1.0:
+        logits_CV.div_(head.temperature)
+    logits_CV[:, head.num_rows :] = -math.inf
+    return logits_CV
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:
@@ -108,13 +129,14 @@ def _slices(size: int, step: int) -> Iterator[slice]:
 def _local_labels(labels_C: Tensor, head: VocabHead) -> tuple[Tensor, Tensor]:
     """Column of each label on this rank (0 if on another rank), and whether it is on this rank."""
     local_C = labels_C - head.first_token
-    here_C = (local_C >= 0) & (local_C < head.weight_VH.shape[0])
+    here_C = (local_C >= 0) & (local_C < head.num_rows)
     return torch.where(here_C, local_C, 0), here_C
 
 
 def in_vocabulary(labels_C: Tensor, head: VocabHead) -> Tensor:
-    """Whether each label is a row of the vocabulary on some rank."""
-    return (labels_C >= 0) & (labels_C < head.vocab_size)
+    """Whether each label is an id of the vocabulary, on whatever rank."""
+    num_ids = head.vocab_size if head.num_ids is None else head.num_ids
+    return (labels_C >= 0) & (labels_C < num_ids)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -242,6 +264,8 @@ def _grad_logits(
             p_CV = log_p_CV.exp()
             log_p_CV.add_(entropy_C1[part]).mul_(grad_entropy_C1[part]).add_(grad_C1[part])
             log_p_CV.mul_(p_CV).neg_()
+        # p is 0 there and log p is -inf, whose product is no number.
+        grad_CV[:, head.num_rows :] = 0.0
     local_C, here_C = _local_labels(labels_C, head)
     grad_CV.scatter_add_(1, local_C[:, None], torch.where(here_C[:, None], grad_C1, 0.0))
     if head.temperature != 1.0:

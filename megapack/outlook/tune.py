@@ -235,7 +235,7 @@ def _divides(sizes: ModelSizes, tp: int, ep: int, etp: int) -> bool:
     widths = [sizes.num_attention_heads, sizes.num_query_groups or sizes.num_attention_heads]
     if sizes.num_experts is None:
         return not any(width % tp for width in (*widths, sizes.ffn_hidden_size)) and ep * etp == 1
-    widths.append(sizes.shared_expert_ffn_hidden_size)
+    widths += [sizes.shared_expert_ffn_hidden_size, sizes.dense_ffn_hidden_size or 0]
     split = sizes.num_experts % ep == 0 and sizes.ffn_hidden_size % etp == 0
     return split and not any(width % tp for width in widths)
 

@@ -27,7 +27,6 @@ from megapack.loss.token import LossWeighting
 from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, collect_routing
-from megapack.model.head import unwrapped
 from megapack.model.init import keep_gradients_through_recompute
 from megapack.model.liger import choose_head
 from megapack.model.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
@@ -80,6 +79,9 @@ class ScheduleAdapter:
     Args:
         model: the chunks of this rank, one per virtual stage, with or without DDP.
         layout: the layout of the plans; checked against Megatron's groups.
+        vocab_size: number of ids of a vocabulary that the model pads: rows after them get neither
+            probability nor gradient, and such ids are refused. None: what `build_model` was given;
+            for another model, all of its rows are ids.
         logprob_chunk_tokens: positions whose logits are in memory at the same time; None: as many
             as `cost.head.default_chunk_tokens` gives for the vocabulary.
         head_kernel: what computes log-probs: "torch", "liger", or "auto"; see `model.liger`.
@@ -106,6 +108,7 @@ class ScheduleAdapter:
         model: Sequence[torch.nn.Module] | torch.nn.Module,
         *,
         layout: Layout,
+        vocab_size: int | None = None,
         logprob_chunk_tokens: int | None = None,
         head_kernel: HeadChoice = "auto",
         temperature: float = 1.0,
@@ -120,6 +123,9 @@ class ScheduleAdapter:
         self.ranks = shared_ranks() if ranks is None else ranks
         self.ranks.check()
         self._device = torch.device(torch.cuda.current_device())
+        self.vocab_size = agree(
+            lambda: checks.checked_vocab_size(self.chunks, vocab_size), device=self._device
+        )
         # Stages differ in their layers: if one refuses its own, all raise.
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
@@ -130,6 +136,7 @@ class ScheduleAdapter:
             self.chunks[-1],
             self.config,
             self._groups.tp,
+            num_ids=self.vocab_size,
             chunk_tokens=logprob_chunk_tokens,
             device=self._device,
         )
@@ -143,6 +150,7 @@ class ScheduleAdapter:
                 tp_group=self._groups.tp,
                 cp_group=self._groups.cp,
                 sequence_parallel=layout.sequence_parallel,
+                num_ids=self.vocab_size,
                 chunk_tokens=logprob_chunk_tokens,
                 temperature=temperature,
                 mtp_coefs=loss_coefs(self.config),
@@ -394,7 +402,7 @@ class ScheduleAdapter:
             call.sample_weights,
             call.field_names,
             plan.colocate_ids,
-            getattr(unwrapped(self.chunks[0]), "vocab_size", None),
+            self.vocab_size,
         )
         return slice_row(with_rows_ahead(row, num_depths(self.config)), cp.size(), cp.rank())
 

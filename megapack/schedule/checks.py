@@ -17,7 +17,7 @@ from megapack.errors import ConfigError
 from megapack.layout import Layout, fp8_rows
 from megapack.model.attention.packed import refuse_unpacked_attention
 from megapack.model.experts.model import check_experts
-from megapack.model.head import ValueHead, unwrapped
+from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.init import is_expert
 from megapack.model.mtp import check_mtp, num_depths
 from megapack.plan.plan import Plan
@@ -261,6 +261,27 @@ def check_head(chunks: Sequence[Any], head: Head) -> None:
                     "a value head predicts no tokens, so multi-token prediction has no loss; set "
                     "mtp_num_layers=None"
                 )
+
+
+def checked_vocab_size(chunks: Sequence[Any], vocab_size: int | None) -> int | None:
+    """The number of ids of the model's vocabulary, without padding; None if it is not known.
+
+    Args:
+        vocab_size: None = what `build_model` noted, else all rows of the model's vocabulary.
+
+    Raises:
+        ConfigError: the model has fewer rows.
+    """
+    rows: int | None = getattr(unwrapped(chunks[0]), "vocab_size", None)
+    if vocab_size is None:
+        marked = marked_num_ids(chunks[0])
+        return rows if marked is None else marked
+    if not 1 <= vocab_size <= (rows or vocab_size):
+        raise ConfigError(
+            f"vocab_size={vocab_size}, the model's vocabulary has {rows} rows; pass the number of "
+            "the tokenizer's ids, which is at most that"
+        )
+    return vocab_size
 
 
 def check_objective(objective: object, head: Head) -> None:

@@ -46,6 +46,8 @@ class HeadOptions:
     """Ranks that share the row."""
     sequence_parallel: bool
     """Whether each tensor-parallel rank has only its slice of the hidden states."""
+    num_ids: int | None = None
+    """See `VocabHead`."""
     chunk_tokens: int | None = None
     """See `VocabHead`."""
     temperature: float = 1.0
@@ -130,6 +132,7 @@ class LastStage:
         hidden_RH = self._whole_row(hidden)[positions_R].to(head.weight_VH.dtype)
         vocab = VocabHead(
             weight_VH=head.weight_VH,
+            num_ids=self._options.num_ids,
             tp_group=self._options.tp_group,
             tied=head.tied,
             with_entropy=with_entropy,

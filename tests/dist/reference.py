@@ -94,6 +94,8 @@ def log_distributions(model: GPTModel, tokens_L: Tensor, temperature: float) -> 
     tied = model.share_embeddings_and_output_weights
     head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
     parts = hidden[0][:, 0].split(length)
+    # The other rows are padding.
+    head = head[: problem.VOCAB_SIZE]
     return [(part @ head.T / temperature).float().log_softmax(-1) for part in parts]
 
 

@@ -105,7 +105,7 @@ def expected(batch: SampleBatch) -> tuple[float, dict[str, Tensor]]:
         assert isinstance(pixels, Tensor)
         logits = model(ids[None], torch.arange(n)[None], mask, pixels)[0, :-1]
         kept = batch.response_mask(i)[1:]
-        logp = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        logp = logits[:, : problem.VOCAB_SIZE].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         total = total - logp[kept].sum()
         count += int(kept.sum())
     (total / count).backward()

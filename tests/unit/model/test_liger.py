@@ -20,6 +20,7 @@ from megapack.errors import ConfigError
 from megapack.model import liger
 from megapack.model.liger import LigerLogprobs, choose_head, largest_error, obstacle
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
+from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
@@ -103,6 +104,40 @@ def test_gradients_of_all_calls_are_added_to_the_main_gradient(tied: bool, group
 
 @needs_liger
 @pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("has_main_gradient", [False, True])
+def test_rows_of_padding_do_not_count(has_main_gradient: bool, group: Any) -> None:
+    results = []
+    for logprobs in (LigerLogprobs(5), vocab_parallel_logprobs):
+        hidden_RH, weight_VH, labels_R = problem()
+        weight: Any = weight_VH
+        if has_main_gradient:
+            weight.main_grad = torch.zeros(V, H)
+            weight.grad_added_to_main_grad = False
+        head = VocabHead(weight_VH=weight_VH, num_ids=30, tp_group=group, tied=False)
+        logprobs_R, _ = logprobs(hidden_RH, labels_R % 30, head)
+        grad_RH, grad_VH = torch.autograd.grad(logprobs_R.sum(), (hidden_RH, weight_VH))
+        results.append((logprobs_R, grad_RH, weight.main_grad if has_main_gradient else grad_VH))
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+    assert not results[0][2][30:].any()
+
+
+def test_padding_that_splits_ids_unequally_keeps_the_kernel_from_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liger, "obstacle", lambda _: None)
+    monkeypatch.setattr(liger, "agree", lambda check, **_: check())
+    chunk: Any = SimpleNamespace(vocab_size=384)
+    config = SimpleNamespace(bf16=True)
+    options: dict[str, Any] = {"chunk_tokens": None, "device": torch.device("cpu")}
+    found = choose_head("auto", chunk, config, RankOf(0, 2), num_ids=320, **options)
+    assert found.kernel == "torch"
+    assert "320 ids is padded to 384 rows" in str(found)
+    with pytest.raises(ConfigError, match="padded to 384 rows"):
+        choose_head("liger", chunk, config, RankOf(0, 2), num_ids=320, **options)
+
+
+@needs_liger
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_label_outside_the_vocabulary_has_no_logprob(group: Any) -> None:
     hidden_RH, weight_VH, labels_R = problem()
     labels_R[1] = V
@@ -117,9 +152,12 @@ def test_a_label_outside_the_vocabulary_has_no_logprob(group: Any) -> None:
 def test_the_comparison_sees_logits_that_are_rounded_to_bf16(group: Any) -> None:
     generator = torch.Generator().manual_seed(4)
     weight_VH = torch.randn(512, 64, generator=generator)
-    assert largest_error(LigerLogprobs(256), weight_VH, group) < liger.MOST_ERROR_NATS / 10
+    head = VocabHead(weight_VH=weight_VH, tp_group=group)
+    assert largest_error(LigerLogprobs(256), head) < liger.MOST_ERROR_NATS / 10
     # The fallback rounds logits to the dtype of the weights.
-    rounded = largest_error(LigerLogprobs(256), weight_VH.bfloat16(), group)
+    rounded = largest_error(
+        LigerLogprobs(256), VocabHead(weight_VH=weight_VH.bfloat16(), tp_group=group)
+    )
     assert rounded > 5 * liger.MOST_ERROR_NATS
 
 

@@ -301,6 +301,76 @@ def test_first_token_of_a_rank() -> None:
     assert VocabHead(weight_VH=weight_VH, tp_group=RankOf(1, 2)).first_token == V
 
 
+def padded(weight_VH: Tensor, rows: int) -> Tensor:
+    """The weight with rows of padding, whose logits would be the largest."""
+    padding = 10 * torch.ones(rows, H, dtype=weight_VH.dtype)
+    return torch.cat([weight_VH.detach(), padding]).requires_grad_()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [3, 64])
+def test_rows_of_padding_have_neither_probability_nor_gradient(
+    chunk_tokens: int, with_entropy: bool, temperature: float
+) -> None:
+    hidden_RH, ids_VH, labels_R = problem()
+    weight_VH = padded(ids_VH, 5)
+    head = VocabHead(
+        weight_VH=weight_VH,
+        num_ids=V,
+        chunk_tokens=chunk_tokens,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
+    logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    expected_R, expected_entropy_R = whole(hidden_RH, ids_VH, labels_R, temperature)
+    torch.testing.assert_close(logprobs_R, expected_R, atol=2e-6, rtol=1e-5)
+    counted_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, VocabHead(weight_VH=weight_VH))
+    assert (counted_R - expected_R).abs().max() > 1
+    loss = logprobs_R.square().sum()
+    expected_loss = expected_R.square().sum()
+    if entropy_R is not None:
+        torch.testing.assert_close(entropy_R, expected_entropy_R, atol=2e-6, rtol=1e-5)
+        loss = loss + entropy_R.square().sum()
+        expected_loss = expected_loss + expected_entropy_R.square().sum()
+    grad_RH, grad_VH = gradients(loss, hidden_RH, weight_VH)
+    assert torch.equal(grad_VH[V:], torch.zeros(5, H))
+    want = gradients(expected_loss, hidden_RH, ids_VH)
+    torch.testing.assert_close((grad_RH, grad_VH[:V]), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_adds_nothing_to_the_main_gradient(dtype: torch.dtype) -> None:
+    hidden_RH, ids_VH, labels_R = problem(dtype=dtype)
+    weight: Any = padded(ids_VH, 5)
+    weight.main_grad = torch.ones(V + 5, H)
+    weight.grad_added_to_main_grad = False
+    head = VocabHead(weight_VH=weight, num_ids=V, chunk_tokens=3, with_entropy=True)
+    logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    assert entropy_R is not None
+    (logprobs_R + entropy_R).sum().backward()
+    assert torch.equal(weight.main_grad[V:], torch.ones(5, H))
+    assert (weight.main_grad[:V] - 1).abs().min() > 0
+
+
+def test_rows_of_each_rank_that_are_ids() -> None:
+    weight_VH = torch.zeros(96, H)
+    heads = [
+        VocabHead(weight_VH=weight_VH, num_ids=200, tp_group=RankOf(rank, 4)) for rank in range(4)
+    ]
+    assert [head.num_rows for head in heads] == [96, 96, 8, 0]
+    assert VocabHead(weight_VH=weight_VH).num_rows == 96
+
+
+@pytest.mark.parametrize("label", [V, V + 4, V + 5])
+def test_a_label_that_is_padding_has_no_logprob(label: int) -> None:
+    hidden_RH, ids_VH, labels_R = problem(3)
+    labels_R[1] = label
+    head = VocabHead(weight_VH=padded(ids_VH, 5), num_ids=V)
+    logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    assert torch.isfinite(logprobs_R).tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("label", [-1, V, V + 1000])
 def test_a_label_outside_the_vocabulary_has_no_logprob(label: int) -> None:
     hidden_RH, weight_VH, labels_R = problem(3)
