@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from megapack.base.choices import (
@@ -17,28 +18,30 @@ from megapack.base.choices import (
     Recompute,
     RecomputeModule,
 )
-from megapack.cost.sizes import VOCAB_MULTIPLE, ModelSizes
+from megapack.config.hf_config import HfConfig, read_hf_config
+from megapack.config.model_checks import (
+    at_least,
+    check_experts,
+    check_latent_attention,
+    check_routing,
+)
+from megapack.config.rope import RopeScaling
+from megapack.cost.sizes import ModelSizes
 from megapack.errors import ConfigError
-from megapack.layout import Fp8, Layout, fp8_rows
+from megapack.layout import Fp8, fp8_rows
 
 BYTE_VOCAB_SIZE = 259
 """Vocabulary of the built-in tokenizer: 256 bytes and three special tokens."""
-
-
-def at_least(config: Any, section: str, least: float, *names: str) -> None:
-    """Raise ConfigError for the first of these fields that is below `least`; None passes."""
-    for name in names:
-        value = getattr(config, name)
-        # Not `value < least`, which is false for NaN.
-        if value is not None and not value >= least:
-            key = f"{section}.{name}" if section else name
-            raise ConfigError(f"{key} is {value}; set {least} or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A GPT as Megatron-Core builds it. The defaults are a toy that trains on a laptop."""
 
+    hf_path: str | None = None
+    """A folder of a Hugging Face model. Its config.json gives the keys of the architecture, from
+    `num_layers` to `rope_scaling` and those of attention and experts; a key that is also set here
+    must be equal. null = the keys here."""
     num_layers: int = 4
     """Transformer layers; a multiple of pp * vpp, or split by keys of `layout`."""
     hidden_size: int = 64
@@ -50,15 +53,22 @@ class ModelConfig:
     kv_channels: int | None = None
     """Width of a head, even; null = hidden_size / num_attention_heads."""
     qk_layernorm: bool = False
-    """Normalise each head's queries and keys before the rotary embedding (Qwen3)."""
+    """Normalise each head's queries and keys before the rotary embedding (Qwen3). With multi-latent
+    attention: normalise the compressed queries and keys (DeepSeek-V3)."""
+    qkv_bias: bool = False
+    """Add biases to queries, keys and values (Qwen2)."""
     ffn_hidden_size: int | None = None
-    """Width inside the MLP; null = 4 * hidden_size."""
+    """Width inside the MLP of layers without experts; null = 4 * hidden_size."""
     vocab_size: int | None = None
     """Rows of the embedding before Megatron pads them; null = the tokenizer's."""
     max_position_embeddings: int = 4096
     """Tokens of the longest sample that the model supports."""
     rotary_base: int = 10000
     """Base of the rotary embedding's wavelengths."""
+    rotary_percent: float = 1.0
+    """Part of a head's channels that is rotated, in (0, 1] (GLM-4.5: 0.5)."""
+    rope_scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
+    """Longer wavelengths of the rotary embedding; see `RopeScaling`."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """The norm of every layer."""
     norm_epsilon: float = 1e-5
@@ -67,6 +77,17 @@ class ModelConfig:
     """SwiGLU in the MLP; false = GELU."""
     untie_embeddings: bool = False
     """Use a separate output matrix; false = the input embedding's, on the first and last stage."""
+    kv_lora_rank: int | None = None
+    """Channels of a token's compressed keys and values in multi-latent attention (MLA, arXiv
+    2405.04434); null = grouped queries."""
+    q_lora_rank: int | None = None
+    """For MLA: channels of a token's compressed queries; null = queries are not compressed."""
+    qk_nope_head_dim: int | None = None
+    """For MLA: channels of a head's queries and keys that are not rotated."""
+    qk_rope_head_dim: int | None = None
+    """For MLA: channels that are rotated, even; all heads share those of keys."""
+    v_head_dim: int | None = None
+    """For MLA: channels of a head's values."""
     attention: Attention = "auto"
     """Attention over packed rows: te (Transformer Engine), varlen (torch's varlen attention; bf16,
     torch 2.10 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
@@ -101,11 +122,17 @@ class ModelConfig:
     """Parameters that are not trained: globs of their names in the whole model, for example
     `embedding.*` or `decoder.layers.0.*`."""
     num_experts: int | None = None
-    """Experts in the MLP of every layer, a multiple of layout.ep; null = a dense model."""
+    """Experts in the MLP of a layer, a multiple of layout.ep; null = a dense model."""
+    moe_first_dense_layers: int = 0
+    """The first layers that have a dense MLP instead of experts (DeepSeek-V3: 3)."""
     moe_top_k: int = 2
     """Experts per token (top-k). Experts have no capacity limit, so no token is dropped."""
     moe_ffn_hidden_size: int | None = None
     """Width inside an expert; null = the MLP's ffn_hidden_size."""
+    moe_shared_ffn_hidden_size: int | None = None
+    """Width inside the shared expert, which every token goes through; null = none."""
+    moe_shared_gate: bool = False
+    """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
     moe_grouped_gemm: bool | None = None
     """Run the experts of a rank as one grouped matrix product instead of one after another. Needs
     Transformer Engine's layers; null = where these are."""
@@ -113,8 +140,21 @@ class ModelConfig:
     """Sort tokens by expert, and back, in one kernel each. Needs Transformer Engine's layers; null
     = where these are."""
     moe_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become scores: softmax over the chosen experts, or normalised
-    sigmoids (DeepSeek-V3)."""
+    """How the router's logits become scores: softmax, or sigmoids (DeepSeek-V3)."""
+    moe_norm_top_k: bool = True
+    """Divide the scores of a token's experts by their sum. false needs softmax scores. One expert
+    per token has its score as it is."""
+    moe_num_groups: int | None = None
+    """Groups of experts, of which each token uses `moe_group_top_k` (DeepSeek-V3: 8); null = no
+    groups."""
+    moe_group_top_k: int | None = None
+    """Groups of experts per token, those with the largest sums of their best
+    moe_top_k / moe_group_top_k scores."""
+    moe_route_scale: float | None = None
+    """Factor of the scores of the chosen experts (DeepSeek-V3: 2.5); null = 1."""
+    moe_expert_bias: bool = False
+    """Choose experts by scores plus a bias per expert (DeepSeek-V3); needs sigmoid scores. It
+    changes only by `moe_bias_update_rate`."""
     moe_balance_loss_coef: float = 0.0
     """Weight of the load-balancing loss of each sample, see `model.experts.rows`; 0 = no such
     loss."""
@@ -122,7 +162,7 @@ class ModelConfig:
     """Weight of the router z-loss per token; 0 = no such loss."""
     moe_bias_update_rate: float = 0.0
     """Update step of the expert bias, which balances experts without a loss; needs sigmoid scores.
-    0 = no bias."""
+    0 = the bias stays as it is, see `moe_expert_bias`."""
     mtp_num_layers: int = 0
     """Multi-token prediction layers on the last stage. Each predicts one token further ahead;
     0 = none."""
@@ -130,7 +170,11 @@ class ModelConfig:
     """Weight of the mean loss of the multi-token prediction layers."""
 
     def __post_init__(self) -> None:
-        self._check_experts()
+        if self.hf_path is not None:
+            _check_folder(read_hf_config(self.hf_path), vars(self))
+        check_experts(self)
+        check_routing(self)
+        check_latent_attention(self)
         self._check_recompute()
         self._check_kernels()
         at_least(self, "model", 0, "mtp_num_layers", "mtp_loss_coef")
@@ -146,16 +190,22 @@ class ModelConfig:
         at_least(self, "model", 0, "norm_epsilon")
         heads = self.num_attention_heads
         groups = self.num_query_groups
-        if self.kv_channels is None and self.hidden_size % (2 * heads):
+        has_own_width = self.kv_channels is not None or self.kv_lora_rank is not None
+        if not has_own_width and self.hidden_size % (2 * heads):
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size} does not give model.num_attention_heads="
                 f"{heads} heads of an even width; set a multiple of {2 * heads}, or "
                 "model.kv_channels"
             )
-        if self.head_width % 2:
+        if self.kv_lora_rank is None and self.head_width % 2:
             raise ConfigError(
                 f"model.kv_channels={self.kv_channels} is odd; rotary embeddings rotate pairs of "
                 f"channels: set {self.head_width + 1}"
+            )
+        if not 0 < self.rotary_percent <= 1 or int(self.head_width * self.rotary_percent) % 2:
+            raise ConfigError(
+                f"model.rotary_percent={self.rotary_percent} of {self.head_width} channels is not "
+                "an even number in (0, 1]; set 1 or 0.5"
             )
         self._check_fp8()
         if groups is not None and heads % groups:
@@ -164,10 +214,65 @@ class ModelConfig:
                 f"{groups}; set a divisor of {heads}"
             )
 
+    @classmethod
+    def from_hf(cls, folder: str, **keys: Any) -> ModelConfig:
+        """The config of a Hugging Face folder's model.
+
+        Args:
+            folder: see `hf_path`.
+            keys: other keys, such as dtype="bf16"; the default is fp32.
+
+        Raises:
+            ConfigError: see `read_hf_config`; or a key contradicts the folder.
+        """
+        return cls(**cls.resolve({"hf_path": folder, **keys}))
+
+    @classmethod
+    def resolve(
+        cls, keys: Mapping[str, Any], where: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The keys with those of the folder `hf_path`, if that is set.
+
+        `config.typed.Converter` calls it with the keys of a file, before defaults are filled in.
+
+        Args:
+            where: the position of a key in its file, for errors.
+
+        Raises:
+            ConfigError: as `from_hf`.
+        """
+        folder = keys.get("hf_path")
+        if folder is None:
+            return dict(keys)
+        try:
+            found = read_hf_config(folder)
+        except ConfigError as error:
+            raise ConfigError(f"{_position('hf_path', where)}{error}") from None
+        _check_folder(found, keys, where)
+        return {**found.values, **keys}
+
     @property
     def head_width(self) -> int:
-        """Channels of one head."""
+        """Channels of one head's queries and keys."""
+        if self.kv_lora_rank is not None:
+            return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_head_width(self) -> int:
+        """Channels of one head's values."""
+        return self.v_head_dim or self.head_width
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether experts are chosen by scores plus a bias."""
+        return self.moe_expert_bias or self.moe_bias_update_rate > 0
+
+    @property
+    def dense_layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether its MLP is dense."""
+        num_dense = self.moe_first_dense_layers if self.num_experts else self.num_layers
+        return tuple(layer < num_dense for layer in range(self.num_layers))
 
     @property
     def expert_ffn_hidden_size(self) -> int:
@@ -246,70 +351,21 @@ class ModelConfig:
                 f"{self.dtype}; set model.attention=te and model.dtype=bf16"
             )
 
-    def _check_experts(self) -> None:
-        coefficients = ("moe_balance_loss_coef", "moe_z_loss_coef", "moe_bias_update_rate")
-        at_least(self, "model", 1, "num_experts", "moe_top_k", "moe_ffn_hidden_size")
-        at_least(self, "model", 0, *coefficients)
-        if self.num_experts is not None and self.moe_top_k > self.num_experts:
+
+def _check_folder(
+    folder: HfConfig, keys: Mapping[str, Any], where: Mapping[str, str] | None = None
+) -> None:
+    """Raise ConfigError for the first key that contradicts a Hugging Face folder."""
+    for name, found in folder.values.items():
+        if name in keys and keys[name] != found:
             raise ConfigError(
-                f"model.moe_top_k={self.moe_top_k} is above model.num_experts={self.num_experts}; "
-                f"set {self.num_experts} or less"
-            )
-        if self.moe_bias_update_rate and self.moe_score_function != "sigmoid":
-            raise ConfigError(
-                f"model.moe_bias_update_rate={self.moe_bias_update_rate} needs "
-                "model.moe_score_function=sigmoid; set it, or moe_bias_update_rate=0"
+                f"{_position(name, where)}model.{name} is {keys[name]}, but {folder.file} gives "
+                f"{found}; leave the key out"
             )
 
 
-def check_sizes(model: ModelConfig, layout: Layout) -> None:
-    """Raise ConfigError for the first size of a model that the layout cannot split evenly."""
-    heads = model.num_attention_heads
-    groups = model.num_query_groups or heads
-    checks = {
-        f"model.num_attention_heads={heads}": (heads, layout.tp),
-        f"model.num_query_groups={groups}": (groups, layout.tp),
-        "the padded vocabulary (a multiple of 128)": (VOCAB_MULTIPLE, layout.tp),
-        **_expert_widths(model, layout),
-        **_fp8_widths(model, layout),
-    }
-    for what, (size, divisor) in checks.items():
-        if size % divisor:
-            raise ConfigError(f"{what} does not divide by {divisor}; change it or the layout")
-
-
-def _expert_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Sizes of the experts, each with the number of ranks over which it is split."""
-    if model.num_experts is None:
-        return {}
-    width = model.expert_ffn_hidden_size
-    return {
-        f"model.num_experts={model.num_experts} (ep={layout.ep})": (model.num_experts, layout.ep),
-        f"the experts' width {width} (etp={layout.etp})": (width, layout.etp),
-    }
-
-
-def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Widths of the FP8 matrix products, each with the number that it must be a multiple of."""
-    if model.fp8 is None:
-        return {}
-    unit = layout.fp8_unit_tokens * layout.tp
-    widths = {
-        "hidden_size": (model.hidden_size, layout.fp8_unit_tokens),
-        "num_attention_heads * head width": (model.num_attention_heads * model.head_width, unit),
-    }
-    if model.num_experts is not None:
-        expert_unit = layout.fp8_unit_tokens * layout.etp
-        widths["moe_ffn_hidden_size"] = (model.expert_ffn_hidden_size, expert_unit)
-    else:
-        widths["ffn_hidden_size"] = (model.ffn_hidden_size or 4 * model.hidden_size, unit)
-    return {
-        f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp}, etp={layout.etp})": (
-            size,
-            divisor,
-        )
-        for name, (size, divisor) in widths.items()
-    }
+def _position(key: str, where: Mapping[str, str] | None) -> str:
+    return f"{where[key]}: " if where and key in where else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

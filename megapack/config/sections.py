@@ -18,8 +18,8 @@ from megapack.config.model import (
     DataConfig,
     ModelConfig,
     ObjectiveConfig,
-    at_least,
 )
+from megapack.config.model_checks import at_least
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.cost.model import CostModel
@@ -409,8 +409,10 @@ class TrainConfig:
         except ConfigError as error:
             raise ConfigError(f"layout: {error}") from None
         split = ["num_attention_heads", "num_query_groups"]
-        if model.num_experts is None:
+        if any(model.dense_layers):
             split.append("ffn_hidden_size")
+        if model.moe_shared_ffn_hidden_size is not None:
+            split.append("moe_shared_ffn_hidden_size")
         for name in split:
             value = getattr(model, name)
             if value is not None and value % layout.tp:
@@ -433,6 +435,12 @@ class TrainConfig:
                 f"model.num_experts={model.num_experts} with layout.tp={layout.tp} needs "
                 "layout.sequence_parallel=true, because Megatron routes each token on one rank; "
                 "set it"
+            )
+        if model.kv_lora_rank is not None and layout.tp > 1 and not layout.sequence_parallel:
+            raise ConfigError(
+                f"model.kv_lora_rank={model.kv_lora_rank} with layout.tp={layout.tp} needs "
+                "layout.sequence_parallel=true, because Megatron-Core sums the gradients of the "
+                "shared rotated keys only with it; set it"
             )
         if layout.sequence_parallel and layout.tp == 1:
             raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")

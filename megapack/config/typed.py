@@ -24,7 +24,12 @@ class Converter:
     """Name of the file, for errors."""
 
     def dataclass(self, node: Node, cls: Any, path: str) -> Any:
-        """A mapping as the dataclass `cls`; `path` is its dotted key."""
+        """A mapping as the dataclass `cls`; `path` is its dotted key.
+
+        A class may have a class method `resolve(values, where)`, which returns the values with
+        those that follow from them, such as keys that another file gives. `where` has the position
+        of each key, for errors.
+        """
         names = _keys(cls)
         if not isinstance(node.value, dict):
             raise ConfigError(
@@ -40,6 +45,8 @@ class Converter:
             key: self.convert(child, hints[key], _join(path, key))
             for key, child in node.value.items()
         }
+        if hasattr(cls, "resolve"):
+            values = cls.resolve(values, {key: child.where for key, child in node.value.items()})
         for name in names:
             if name not in values and _required(cls, name):
                 raise ConfigError(f"{node.where}: {_join(path, name)} has no default; set it")

@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megapack.base.choices import Kernel
-from megapack.config.model import check_sizes
+from megapack.config.model_checks import check_sizes
 from megapack.config.sections import ModelConfig, OptimConfig
 from megapack.cost.sizes import VOCAB_MULTIPLE, stage_layers_of
 from megapack.cost.stages import StageLayers

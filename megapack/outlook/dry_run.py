@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.config.model import check_sizes
+from megapack.config.model_checks import check_sizes
 from megapack.config.sections import TrainConfig, check_installed
 from megapack.cost.memory import GpuMemory
 from megapack.cost.model import CostModel
