@@ -1,0 +1,429 @@
+"""Tiny random Hugging Face models made on the spot, and their results by transformers.
+
+`make_folder` writes what a published model's folder has: config.json, generation_config.json,
+sharded safetensors and a tokenizer. `logprobs_and_entropies` and `sft_gradients` are transformers'
+own results, one unpadded sample at a time in fp32: the second, independent reference.
+
+transformers is imported inside of functions, so that a module that only needs `FAMILIES` starts
+quickly. It must be imported before `ranks.cpu.enable`, which replaces names that it subclasses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import json
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB_SIZE = 320
+"""Megatron pads to a multiple of 128, to 384: 64 rows must not count."""
+
+INIT_STD = 0.12
+"""Large enough for log-probs that differ by more than rounding where a model differs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model class of transformers and the settings of its tiny config."""
+
+    name: str
+    """Its classes are `NAMEConfig` and `NAMEForCausalLM`."""
+    settings: Mapping[str, Any]
+    scoring: str | None = None
+    """Key `scoring_func`, which published folders have and transformers does not know."""
+
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": INIT_STD,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MOE: dict[str, Any] = {
+    **_DENSE,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "output_router_logits": False,
+}
+_DEEPSEEK: dict[str, Any] = {
+    **_DENSE,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "attention_bias": False,
+    "num_nextn_predict_layers": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(name="Llama", settings={**_DENSE, "rope_theta": 5e5}),
+    "llama3_rope": Family(
+        name="Llama",
+        settings={
+            **_DENSE,
+            "max_position_embeddings": 131072,
+            "rope_theta": 5e5,
+            "rope_scaling": _LLAMA3_ROPE,
+        },
+    ),
+    "mistral": Family(
+        name="Mistral",
+        settings={**_DENSE, "head_dim": 12, "sliding_window": None, "rope_theta": 1e6},
+    ),
+    "mixtral": Family(
+        name="Mixtral",
+        settings={
+            **_DENSE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+            "output_router_logits": False,
+            "rope_theta": 1e6,
+        },
+    ),
+    "qwen2": Family(name="Qwen2", settings={**_DENSE, "rope_theta": 1e6}),
+    "qwen2_moe": Family(
+        name="Qwen2Moe",
+        settings={
+            **_MOE,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 48,
+            "rope_theta": 1e6,
+        },
+    ),
+    "qwen3": Family(name="Qwen3", settings={**_DENSE, "head_dim": 16, "rope_theta": 1e6}),
+    "qwen3_tied": Family(
+        name="Qwen3",
+        settings={**_DENSE, "head_dim": 16, "rope_theta": 1e6, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": Family(name="Qwen3Moe", settings={**_MOE, "head_dim": 16, "rope_theta": 1e6}),
+    "deepseek_v3": Family(
+        name="DeepseekV3",
+        settings={
+            **_DEEPSEEK,
+            "max_position_embeddings": 2560,
+            "rope_theta": 1e4,
+            "rope_scaling": _YARN,
+        },
+        scoring="sigmoid",
+    ),
+    "glm4_moe": Family(
+        name="Glm4Moe",
+        settings={
+            **{
+                name: value
+                for name, value in _DEEPSEEK.items()
+                if not name.endswith(("_head_dim", "_lora_rank"))
+            },
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_theta": 1e6,
+        },
+    ),
+}
+"""By a name that says what is special; the first layer of the last two is dense."""
+
+
+# --- folders ---------------------------------------------------------------------------------
+
+
+def make_folder(
+    folder: Path,
+    family: str,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int | None = None,
+    shard_size: str = "200KB",
+    generation_marks: bool = True,
+    published_keys: bool = True,
+    seed: int = 0,
+    **settings: Any,
+) -> Path:
+    """Write a random model of a family and a tokenizer; returns the folder.
+
+    Args:
+        shard_size: largest safetensors file; the default gives several and an index.
+        generation_marks: whether the chat template marks what the assistant generated.
+        published_keys: config.json with `rope_theta`, `rope_scaling` and `torch_dtype`, as nearly
+            all published folders have it; else as the installed transformers writes it.
+        settings: other keys of the config.
+    """
+    sizes = {"vocab_size": vocab_size, **settings}
+    if num_layers is not None:
+        sizes["num_hidden_layers"] = num_layers
+    model = new_model(family, seed=seed, **sizes)
+    with _quiet():
+        model.save_pretrained(folder, max_shard_size=shard_size)
+    _edit_config(folder / "config.json", FAMILIES[family], published_keys)
+    generation = {"bos_token_id": 0, "eos_token_id": [2, 0], "do_sample": True, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    make_tokenizer(folder, vocab_size=min(vocab_size, VOCAB_SIZE), marks=generation_marks)
+    return folder
+
+
+@functools.cache
+def _session_folders() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="megapack-hf-models-")
+
+
+@functools.cache
+def cached_folder(family: str, vocab_size: int = VOCAB_SIZE) -> Path:
+    """A folder of a family that is made once per process; it must not be changed."""
+    return make_folder(
+        Path(_session_folders().name) / f"{family}_{vocab_size}", family, vocab_size=vocab_size
+    )
+
+
+def new_model(family: str, *, seed: int = 0, **settings: Any) -> Any:
+    """A random model in fp32 and evaluation mode, by transformers."""
+    import transformers
+
+    kind = FAMILIES[family]
+    # transformers changes nested settings.
+    values = copy.deepcopy({**kind.settings, **settings})
+    with _quiet():
+        config = getattr(transformers, f"{kind.name}Config")(**values)
+        config._attn_implementation = "eager"
+        config.dtype = torch.float32
+        model = getattr(transformers, f"{kind.name}ForCausalLM")(config).float().eval()
+    _randomize(model, seed)
+    return model
+
+
+def _randomize(model: Any, seed: int) -> None:
+    """Draw all weights; norms, biases and expert biases get values that are not trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            noise = torch.randn(tensor.shape, generator=generator)
+            if "e_score_correction_bias" in name:
+                tensor.copy_(0.1 * noise)
+            elif "norm" in name:
+                tensor.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                tensor.copy_(0.2 * noise)
+            elif name.endswith("weight") or tensor.dim() > 1:
+                tensor.copy_(INIT_STD * noise)
+
+
+def _edit_config(path: Path, family: Family, published_keys: bool) -> None:
+    config = json.loads(path.read_text())
+    if family.scoring is not None:
+        config["scoring_func"] = family.scoring
+    rope = config.pop("rope_parameters", None) if published_keys else None
+    if rope is not None:
+        # transformers 5 keeps all of it in one dictionary.
+        config["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta"))
+        rotary_factor = rope.pop("partial_rotary_factor", None)
+        if rotary_factor is not None:
+            config["partial_rotary_factor"] = rotary_factor
+        config["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
+    if published_keys:
+        config["torch_dtype"] = config.pop("dtype", config.get("torch_dtype"))
+    if published_keys and "num_experts" in family.settings and "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.role == 'assistant' %}"
+    "{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}"
+    "{%- else %}{{- message.content + '<|im_end|>\\n' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""ChatML with generation marks."""
+
+PLAIN_TEMPLATE = TEMPLATE.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+"""ChatML without them, as Qwen's folders have it."""
+
+
+def make_tokenizer(folder: Path, *, vocab_size: int = VOCAB_SIZE, marks: bool = True) -> Any:
+    """Write a byte-level BPE tokenizer of at most `vocab_size` ids, 259 or more; returns it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "the user asks the assistant a question and the assistant answers it in a sentence"
+    bpe.train_from_iterator([text] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = TEMPLATE if marks else PLAIN_TEMPLATE
+    with _quiet():
+        tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+# --- the reference ---------------------------------------------------------------------------
+
+
+def load(folder: Path) -> Any:
+    """The folder's model by transformers, in fp32 and evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return model.float().eval()
+
+
+def logprobs_and_entropies(
+    model: Any, samples: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-prob of each token given those before it, and the entropy of that choice, in nats.
+
+    Args:
+        samples: token ids, [length] each; one forward per sample.
+
+    Returns:
+        Both per sample, fp32 [length]; 0 for the first token.
+    """
+    logprobs = []
+    entropies = []
+    with torch.no_grad():
+        for tokens_T in samples:
+            log_p_TV = _log_softmax(model, tokens_T)
+            labels = tokens_T[1:, None].long()
+            first = torch.zeros(1)
+            logprobs.append(torch.cat([first, log_p_TV[:-1].gather(1, labels)[:, 0]]))
+            entropy = -(log_p_TV.exp() * log_p_TV).sum(1)[:-1]
+            entropies.append(torch.cat([first, entropy]))
+    return logprobs, entropies
+
+
+def sft_gradients(
+    model: Any, samples: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss sum over tokens of -weight * log-prob, and its gradient by Hugging Face names.
+
+    Args:
+        samples: token ids, [length] each; one forward and backward per sample.
+        weights: of each token, [length] each; that of the first token has no effect.
+
+    Returns:
+        The loss; the gradients in fp32, named and shaped like the tensors of a folder, whatever
+        modules transformers keeps them in. Tied weights are there once.
+    """
+    model.zero_grad()
+    total = 0.0
+    for tokens_T, weights_T in zip(samples, weights, strict=True):
+        if len(tokens_T) < 2:
+            continue
+        log_p_TV = _log_softmax(model, tokens_T)
+        logprobs = log_p_TV[:-1].gather(1, tokens_T[1:, None].long())[:, 0]
+        loss = -(weights_T[1:] * logprobs).sum()
+        loss.backward()
+        total += float(loss.detach())
+    return total, _by_folder_names(model)
+
+
+def _log_softmax(model: Any, tokens_T: Tensor) -> Tensor:
+    logits_TV = model(input_ids=tokens_T[None].long(), use_cache=False).logits[0]
+    return logits_TV.float().log_softmax(-1)
+
+
+def _by_folder_names(model: Any) -> dict[str, Tensor]:
+    """Gradients under the names that transformers writes weights with: it saves them as weights.
+
+    transformers 5 keeps all experts of a layer in one parameter, and writes a tensor per expert.
+    """
+    from safetensors.torch import load_file
+
+    twin = copy.deepcopy(model)
+    buffers = {name for name, _ in twin.named_buffers()}
+    with torch.no_grad():
+        for (_, own), (name, param) in zip(
+            model.named_parameters(), twin.named_parameters(), strict=True
+        ):
+            assert own.grad is not None, f"{name} has no gradient"
+            param.copy_(own.grad)
+            param.grad = None
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        twin.save_pretrained(folder)
+        files = sorted(Path(folder).glob("*.safetensors"))
+        tensors = {name: value for file in files for name, value in load_file(file).items()}
+    return {name: value for name, value in tensors.items() if name not in buffers}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block transformers neither logs nor draws progress bars."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
