@@ -2,7 +2,7 @@
 
 Modules:
     yaml, typed, load: text -> plain values -> typed dataclasses, and back
-    model, sections: the dataclasses, from ModelConfig to TrainConfig
+    model, critic, sections: the dataclasses, from ModelConfig to TrainConfig
     cost_file: reads a cost model from its file
 """
 
