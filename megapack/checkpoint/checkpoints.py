@@ -1,9 +1,10 @@
 """Saving and resuming a run; all ranks do both together.
 
 A checkpoint is written between two optimizer steps. It holds everything that the next step depends
-on: weights, Adam's state, the reference's weights, the critic, random states, the position in the data,
-and the log-probs (and values) of the batch in progress, which were computed with older weights. A run that resumes on
-the same layout takes bitwise the same steps; on another layout they agree up to rounding.
+on: weights, Adam's state, the reference's weights, the critic, random states, the position in the
+data, and the log-probs (and values) of the batch in progress, which were computed with older
+weights. A run that resumes on the same layout takes bitwise the same steps; on another layout they
+agree up to rounding.
 """
 
 from __future__ import annotations

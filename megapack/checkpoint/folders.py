@@ -165,7 +165,7 @@ def _refuse_format(path: Path, found: Any) -> None:
 
 def _check_types(manifest: Manifest) -> None:
     """Raise ValueError for a value that no run wrote."""
-    kinds = {"config": dict, "layout": dict, "files": dict}
+    kinds: dict[str, type] = {"config": dict, "layout": dict, "files": dict}
     kinds |= dict.fromkeys(("has_reference", "has_critic"), bool)
     digests = ("plan_digest", "samples_done_digest", "data_digest")
     kinds |= dict.fromkeys((*digests, "megatron_core"), str)

@@ -201,7 +201,9 @@ class RunState:
 
     def _replicated(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors of which other ranks have replicas."""
-        own = {name: value for name, value in tensors.items() if name not in ("optimizer", "critic")}
+        own = {
+            name: value for name, value in tensors.items() if name not in ("optimizer", "critic")
+        }
         own["optimizer"] = {
             index: tensors.get("optimizer", {}).get(index, {})
             for index, one in _inner_optimizers(self._optimizer).items()

@@ -6,7 +6,7 @@ With --dry-run world=N: predict the run instead, without GPUs.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (

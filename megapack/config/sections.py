@@ -1,7 +1,8 @@
 """The main job's config, `TrainConfig`. `load_config(path, overrides, TrainConfig)` reads it.
 
 Its sections in YAML are `layout`, `plan`, `model`, `data`, `objective`, `critic`, `optim`,
-`train` and `watchdog`. The docstring under each field gives its meaning, its unit and the meaning of null.
+`train` and `watchdog`. The docstring under each field gives its meaning, its unit and the meaning
+of null.
 """
 
 from __future__ import annotations

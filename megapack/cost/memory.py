@@ -1,8 +1,8 @@
 """Bytes that training needs on one GPU, from a model's sizes and a layout.
 
 Counted: parameters, gradients, optimizer state, activations in flight, the vocabulary head, and the
-first three of a critic. Not counted: the CUDA context, NCCL's buffers, workspaces, the allocator's fragmentation and gradients
-of activations. Leave a tenth of the GPU or more for these.
+first three of a critic. Not counted: the CUDA context, NCCL's buffers, workspaces, the allocator's
+fragmentation and gradients of activations. Leave a tenth of the GPU or more for these.
 """
 
 from __future__ import annotations

@@ -21,15 +21,34 @@ advantage plus its value is the return that the critic learns:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from megapack.data.rollouts import SampleReward
+from megapack.errors import DataError
+
 Floats = npt.NDArray[np.float64]
 
 # Keeps the division finite if all advantages are equal.
 _VARIANCE_EPS = 1e-8
+
+
+def checked_rewards(records: Sequence[SampleReward]) -> list[float]:
+    """The reward of each sample.
+
+    Raises:
+        DataError: a sample has none.
+    """
+    for record in records:
+        if record.reward is None:
+            raise DataError(
+                f"prompt group {record.group!r} has a sample without a reward, which a critic's "
+                "advantages need; give `reward`, or set critic.enabled=false"
+            )
+    return [record.reward for record in records if record.reward is not None]
 
 
 def token_rewards(rewards: Sequence[float], num_tokens: Sequence[int]) -> Floats:
@@ -90,9 +109,9 @@ def whitened(advantages: Floats) -> Floats:
     >>> whitened(np.array([1.0, 3.0])).round(4).tolist()
     [-0.7071, 0.7071]
     """
-    centred = advantages - advantages.mean()
+    centred: Floats = advantages - (advantages.mean() if advantages.size else 0.0)
     variance = float(centred @ centred) / max(1, centred.size - 1)
-    return centred / np.sqrt(variance + _VARIANCE_EPS)
+    return centred / math.sqrt(variance + _VARIANCE_EPS)
 
 
 def explained_variance(values: Floats, returns: Floats) -> float | None:

@@ -3,7 +3,8 @@
     old log-probs, rewards -> values -> GAE -> advantages, returns -> the critic's steps
 
 The critic is a second model with a value head, on the same ranks and in the rows of the same plans
-as the policy. Both take a step on the same samples: the policy on advantages, the critic on returns.
+as the policy. Both take a step on the same samples: the policy on advantages, the critic on
+returns.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from torch import Tensor
 from megapack.config.critic import critic_model
 from megapack.config.sections import OptimConfig, TrainConfig
 from megapack.data.gae import Floats, explained_variance, gae, token_rewards, whitened
-from megapack.data.rollouts import SampleReward
-from megapack.errors import DataError, StepOutOfMemory
+from megapack.errors import StepOutOfMemory
 from megapack.layout import Layout
 from megapack.loss.sequence import ValueLoss
 from megapack.model.build import build_model
@@ -213,21 +213,6 @@ def critic_optim(config: TrainConfig) -> OptimConfig:
         return optim
     min_lr = optim.min_lr * (lr / optim.lr) if optim.lr else 0.0
     return dataclasses.replace(optim, lr=lr, min_lr=min(min_lr, lr))
-
-
-def checked_rewards(records: Sequence[SampleReward]) -> list[float]:
-    """The reward of each sample.
-
-    Raises:
-        DataError: a sample has none.
-    """
-    for record in records:
-        if record.reward is None:
-            raise DataError(
-                f"prompt group {record.group!r} has a sample without a reward, which a critic's "
-                "advantages need; give `reward`, or set critic.enabled=false"
-            )
-    return [record.reward for record in records if record.reward is not None]
 
 
 def copy_weights(policy: Sequence[Any], critic: Sequence[Any]) -> None:

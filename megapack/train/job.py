@@ -28,6 +28,7 @@ from megapack.config.load import dump_yaml, to_dict
 from megapack.config.sections import TrainConfig, check_installed
 from megapack.data.batches import all_batches, open_dataset, steps_in
 from megapack.data.dataset import SampleNumbers
+from megapack.data.gae import checked_rewards
 from megapack.data.rollouts import group_advantages
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
@@ -41,7 +42,7 @@ from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_fla
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.schedule.adapter import ScheduleAdapter
-from megapack.train.critic import FIELDS, REWARDS, Critic, checked_rewards
+from megapack.train.critic import FIELDS, REWARDS, Critic
 from megapack.train.folder import RunFolder
 from megapack.train.garbage import GarbageCollection
 from megapack.train.metrics import (
