@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -78,6 +77,7 @@ class Critic:
     ) -> None:
         self._config = config
         self._device = device
+        self._data = planner.data
         self._optim = critic_optim(config)
         self.chunks = build_model(
             critic_model(config.model),
@@ -170,13 +170,13 @@ class Critic:
         """Set advantages and returns of the kept samples; local work."""
         samples = batch.samples
         objective = self._config.objective
-        kept = _kept(batch)
-        counts = [samples.num_loss_tokens[i] for i in kept]
-        values = _loss_tokens(samples, "old_values", kept)
-        rewards = token_rewards([float(samples.field(REWARDS, i)) for i in kept], counts)
+        masks = self._masks(batch)
+        counts = [int(mask.sum()) for mask in masks.values()]
+        values = _loss_tokens(samples, "old_values", masks)
+        rewards = token_rewards([float(samples.field(REWARDS, i)) for i in masks], counts)
         if objective.kl_in_reward_coef:
-            log_ratio = _loss_tokens(samples, "old_logprobs", kept)
-            log_ratio -= _loss_tokens(samples, "ref_logprobs", kept)
+            log_ratio = _loss_tokens(samples, "old_logprobs", masks)
+            log_ratio -= _loss_tokens(samples, "ref_logprobs", masks)
             rewards -= objective.kl_in_reward_coef * log_ratio
         advantages = gae(
             rewards, values, counts, gamma=objective.gamma, gae_lambda=objective.gae_lambda
@@ -184,13 +184,32 @@ class Critic:
         returns = advantages + values
         if self._config.critic.whiten_advantages:
             advantages = whitened(advantages)
-        _set_loss_tokens(samples, "advantages", kept, advantages)
-        _set_loss_tokens(samples, "returns", kept, returns)
+        _set_loss_tokens(samples, "advantages", masks, advantages)
+        _set_loss_tokens(samples, "returns", masks, returns)
 
     def _explained_variance(self, batch: PlannedBatch) -> float | None:
-        kept = _kept(batch)
-        values = _loss_tokens(batch.samples, "old_values", kept)
-        return explained_variance(values, _loss_tokens(batch.samples, "returns", kept))
+        masks = self._masks(batch)
+        values = _loss_tokens(batch.samples, "old_values", masks)
+        return explained_variance(values, _loss_tokens(batch.samples, "returns", masks))
+
+    def _masks(self, batch: PlannedBatch) -> dict[int, Tensor]:
+        """Which tokens count in the loss, of each sample that a step trains on; ascending.
+
+        The batch holds the masks of this rank's samples, but whitening needs all samples.
+        """
+        samples = batch.samples
+        kept = sorted(i for step in batch.plan.steps for i in step.kept_samples)
+        masks = {}
+        for i in kept:
+            tokens = self._data.tokens(int(batch.numbers[i]))
+            num_prompt = len(tokens.prompt_ids)
+            mask = torch.zeros(samples.length(i), dtype=torch.bool)
+            mask[num_prompt:] = (
+                True if tokens.loss_mask is None else torch.as_tensor(tokens.loss_mask != 0)
+            )
+            mask[0] = False
+            masks[i] = mask
+        return masks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,23 +253,22 @@ def _tensors(chunk: Any) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _kept(batch: PlannedBatch) -> list[int]:
-    """The samples that a step trains on, ascending."""
-    return sorted(i for step in batch.plan.steps for i in step.kept_samples)
-
-
-def _loss_tokens(samples: SampleBatch, name: str, kept: Sequence[int]) -> Floats:
+def _loss_tokens(samples: SampleBatch, name: str, masks: Mapping[int, Tensor]) -> Floats:
     """A field at the loss tokens of these samples, one sample after the other; float64."""
-    parts = [samples.field(name, i)[1:][samples.response_mask(i)[1:]] for i in kept]
+    parts = [samples.field(name, i)[mask] for i, mask in masks.items()]
     return torch.cat(parts).double().numpy()
 
 
-def _set_loss_tokens(samples: SampleBatch, name: str, kept: Sequence[int], flat: Floats) -> None:
+def _set_loss_tokens(
+    samples: SampleBatch, name: str, masks: Mapping[int, Tensor], flat: Floats
+) -> None:
     """The inverse of `_loss_tokens`: sets the field, 0 at all other tokens."""
     values: list[Tensor] = [torch.zeros(())] * len(samples)
-    ends = np.cumsum([samples.num_loss_tokens[i] for i in kept])[:-1]
-    for i, part in zip(kept, np.split(flat, ends), strict=True):
+    start = 0
+    for i, mask in masks.items():
+        count = int(mask.sum())
         value = torch.zeros(samples.length(i))
-        value[1:][samples.response_mask(i)[1:]] = torch.from_numpy(part).float()
+        value[mask] = torch.from_numpy(flat[start : start + count]).float()
         values[i] = value
+        start += count
     samples.set_field(name, values)

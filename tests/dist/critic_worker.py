@@ -89,7 +89,9 @@ class Judge:
     def __init__(self, config: TrainConfig, numbers: list[int]) -> None:
         self.config = config
         data = open_dataset(config)
-        self.tokens = [data.tokens(number) for number in numbers]
+        tokens = [data.tokens(number) for number in numbers]
+        self.tokens = [torch.tensor([*one.prompt_ids, *one.response_ids]) for one in tokens]
+        self.masks = [_mask(one) for one in tokens]
         self.rewards = [data.rewards(numbers)[i].reward for i in range(len(numbers))]  # type: ignore[arg-type]
         self.policy = reference.build(config.model)
         self.critic = reference.build(critic_model(config.model))
@@ -107,7 +109,7 @@ class Judge:
         worst = dict.fromkeys(("old_logprobs", "old_values", "advantages", "returns"), 0.0)
         for i, expected in enumerate(self.first):
             for name in worst:
-                own = samples.field(name, i)[-len(self.tokens[i][1]) :]
+                own = samples.field(name, i)[self.masks[i]]
                 worst[name] = max(worst[name], float((own - expected[name]).abs().max()))
         return {f"{name}_error": error for name, error in worst.items()}
 
@@ -163,19 +165,23 @@ class Judge:
         return torch.max((value - target) ** 2, (clipped - target) ** 2) / 2
 
     def logprobs(self, i: int) -> Tensor:
-        """Log-probs of the response's tokens."""
-        prompt, response = self.tokens[i]
-        tokens = torch.tensor([*prompt, *response])
-        return reference.logprobs_and_entropy(self.policy, tokens, 1.0)[0][-len(response) :]
+        """Log-probs of the loss tokens."""
+        logprobs = reference.logprobs_and_entropy(self.policy, self.tokens[i], 1.0)[0]
+        return logprobs[self.masks[i][1:]]
 
     def values(self, i: int) -> Tensor:
-        """The values of the states in which the response's tokens are chosen."""
-        prompt, response = self.tokens[i]
-        tokens = torch.tensor([*prompt, *response])
+        """The values of the states in which the loss tokens are chosen."""
+        tokens = self.tokens[i]
         length = tokens.numel()
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         values: Tensor = self.critic(tokens[None], torch.arange(length)[None], mask)[0, :, 0]
-        return values[:-1][-len(response) :]
+        return values[:-1][self.masks[i][1:]]
+
+
+def _mask(tokens: Any) -> Tensor:
+    """Which tokens of a sample count in the loss."""
+    counts = [1] * len(tokens.response_ids) if tokens.loss_mask is None else tokens.loss_mask
+    return torch.tensor([0] * len(tokens.prompt_ids) + [int(one) for one in counts]).bool()
 
 
 def fill(model: Any, weights: Weights) -> None:

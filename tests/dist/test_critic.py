@@ -92,15 +92,19 @@ def test_a_checkpoint_without_a_critic_is_refused(tmp_path: Path) -> None:
 
 
 def write_rollouts(path: Path) -> None:
-    """Random token ids, with a reward for each sample and equal ones for none."""
+    """Random token ids and rewards; of every second response, a part is a tool's output."""
     rng = random.Random(0)
     with open(path, "w", encoding="utf-8") as file:
-        for _ in range(12):
-            row = {
+        for number in range(12):
+            row: dict[str, Any] = {
                 "prompt_ids": [rng.randrange(100) for _ in range(rng.randrange(1, 9))],
-                "response_ids": [rng.randrange(100) for _ in range(rng.randrange(1, 24))],
+                "response_ids": [rng.randrange(100) for _ in range(rng.randrange(2, 24))],
                 "reward": rng.random(),
             }
+            if number % 2:
+                length = len(row["response_ids"])
+                row["loss_mask"] = [int(t < length // 3 or t > length // 2) for t in range(length)]
+                row["loss_mask"][0] = 1
             file.write(json.dumps(row) + "\n")
 
 
