@@ -1,9 +1,10 @@
 """Saving and resuming a run; all ranks do both together.
 
 A checkpoint is written between two optimizer steps. It holds everything that the next step depends
-on: weights, Adam's state, the reference's weights, random states, the position in the data, and the
-log-probs of the batch in progress, which were computed with older weights. A run that resumes on
-the same layout takes bitwise the same steps; on another layout they agree up to rounding.
+on: weights, Adam's state, the reference's weights, the critic, random states, the position in the
+data, and the log-probs (and values) of the batch in progress, which were computed with older
+weights. A run that resumes on the same layout takes bitwise the same steps; on another layout they
+agree up to rounding.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class Checkpoints:
         return checkpoint.path.resolve().parent == self.folder.resolve()
 
     def load(self, checkpoint: Checkpoint, field_names: Sequence[str]) -> Position:
-        """Fill the model, the optimizer, the reference and the random states. A collective.
+        """Fill the model, the optimizer, the reference, the critic and the random states.
+
+        A collective.
 
         Args:
             checkpoint: returned by `find`.
@@ -119,6 +122,7 @@ class Checkpoints:
         self.state.load(
             checkpoint.path / "state",
             num_updates=manifest.position.num_updates,
+            num_critic_updates=manifest.position.num_critic_updates,
             with_reference=manifest.has_reference and self._has_reference,
             device=self.device,
         )
@@ -129,7 +133,7 @@ class Checkpoints:
     def load_batch(
         self, checkpoint: Checkpoint, batch: SampleBatch, plan: Plan, field_names: Sequence[str]
     ) -> None:
-        """Set the saved log-probs of the batch in progress.
+        """Set the saved fields of the batch in progress.
 
         Raises:
             CheckpointError: the plan's first steps train on other samples than the steps that were
@@ -163,8 +167,8 @@ class Checkpoints:
         Args:
             position: the position after the step just taken.
             plan, batch: the plan and the samples of that step's batch.
-            field_names: fields to save inside a batch, the log-probs that the weights at the
-                batch's start gave. All ranks have them.
+            field_names: fields to save inside a batch, such as the log-probs that the weights at
+                the batch's start gave. All ranks have them.
 
         Raises:
             CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
@@ -279,6 +283,10 @@ class Checkpoints:
                 f"{found.path} is of a run with other settings: {', '.join(changed)}; set them as "
                 "they were, or train.resume=null"
             )
+        if self.state.has_critic and not manifest.has_critic:
+            raise CheckpointError(
+                f"{found.path} has no critic; set critic.enabled=false, or train.resume=null"
+            )
         if manifest.data_digest != self._data_digest:
             raise CheckpointError(
                 f"{found.path} is of a run on other samples than data.path="
@@ -323,6 +331,7 @@ class Checkpoints:
             samples_done_digest=samples_done_digest(plan, position.step_in_batch),
             data_digest=self._data_digest,
             has_reference=self._has_reference,
+            has_critic=self.state.has_critic,
             megatron_core=importlib.metadata.version("megatron-core"),
         )
 

@@ -3,7 +3,8 @@
     checkpoints/step-00000012/checkpoint.json   the manifest, with every file and its size
                               state/            Megatron's distributed checkpoint
                               rng/rank0.pt      random states of a rank
-                              batch.pt          log-probs of the batch in progress, if any
+                              batch.pt          log-probs of the batch in progress, if any; with a
+                                                critic values, advantages and returns
 
 A folder is written as `step-00000012.part`. It is renamed when all ranks have finished and all
 files are on the disk, so a folder without `.part` is complete. All ranks must see the same file
@@ -43,6 +44,8 @@ class Position:
     num_updates: int = 0
     """Steps that changed the weights: Megatron skips the update if a gradient has NaN or
     infinity."""
+    num_critic_updates: int = 0
+    """Steps that changed the critic's weights."""
     epoch: int = 0
     """Finished passes over the data."""
     batch: int = 0
@@ -51,17 +54,20 @@ class Position:
     """Finished steps of the next batch. If it is not 0, that batch's plan and log-probs are in
     use."""
 
-    def after_step(self, done: int, of: int, updated: bool) -> Position:
+    def after_step(
+        self, done: int, of: int, updated: bool, critic_updated: bool = False
+    ) -> Position:
         """The position after the batch's step number `done`, from 1, of `of` steps.
 
         Args:
-            updated: whether the step changed the weights.
+            updated, critic_updated: whether the step changed the weights.
         """
         batch_over = done == of
         return dataclasses.replace(
             self,
             num_steps=self.num_steps + 1,
             num_updates=self.num_updates + updated,
+            num_critic_updates=self.num_critic_updates + critic_updated,
             batch=self.batch + batch_over,
             step_in_batch=0 if batch_over else done,
         )
@@ -86,6 +92,8 @@ class Manifest:
     """Whether the checkpoint has the reference policy's weights."""
     megatron_core: str
     """The Megatron-Core version that wrote the checkpoint."""
+    has_critic: bool = False
+    """Whether the checkpoint has a critic's weights and optimizer."""
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes of every other file, by its path in the folder."""
     format: int = FORMAT
@@ -157,7 +165,8 @@ def _refuse_format(path: Path, found: Any) -> None:
 
 def _check_types(manifest: Manifest) -> None:
     """Raise ValueError for a value that no run wrote."""
-    kinds = {"config": dict, "layout": dict, "files": dict, "has_reference": bool}
+    kinds: dict[str, type] = {"config": dict, "layout": dict, "files": dict}
+    kinds |= dict.fromkeys(("has_reference", "has_critic"), bool)
     digests = ("plan_digest", "samples_done_digest", "data_digest")
     kinds |= dict.fromkeys((*digests, "megatron_core"), str)
     for name, kind in kinds.items():

@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
@@ -48,13 +49,15 @@ from megapack.ranks.agree import agree
 
 
 class RunState:
-    """Model, optimizer and reference weights of one rank, as a sharded state dict.
+    """Model, optimizer, reference weights and critic of one rank, as a sharded state dict.
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP.
         optimizer: Megatron's, for these chunks.
         reference: the reference policy's value of each parameter, or None; `load` fills these
             tensors in place.
+        critic: the critic's model and optimizer, or None; its tensors are saved under the model's
+            names after "critic.".
     """
 
     def __init__(
@@ -62,12 +65,19 @@ class RunState:
         chunks: Sequence[Any],
         optimizer: Any,
         reference: Mapping[Tensor, Tensor] | None = None,
+        critic: RunState | None = None,
     ) -> None:
         self._chunks = chunks
         self._optimizer = optimizer
         self._reference = reference
+        self._critic = critic
         # Which rank writes which replicated tensor. The same in every save of a run.
         self._writers_of: ShardDistribution | None = None
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the state has a critic."""
+        return self._critic is not None
 
     def num_bytes(self) -> int:
         """About the bytes that this rank writes: those of tensors whose main copy it holds."""
@@ -76,7 +86,8 @@ class RunState:
         weights = sum(data.nbytes for data in written)
         # Adam's two moments and the main weights, each in fp32: 3 * 4 bytes.
         adam = sum(data.numel() * 12 for data in written)
-        return weights * (2 if self._reference else 1) + adam
+        critic = 0 if self._critic is None else self._critic.num_bytes()
+        return weights * (2 if self._reference else 1) + adam + critic
 
     def writer(self, folder: Path, *, num_threads: int, device: torch.device) -> StateWriter:
         """A writer of all tensors into an empty folder that all ranks see. A collective.
@@ -85,14 +96,20 @@ class RunState:
             num_threads: threads of this rank that write.
             device: see `agree`.
         """
-        finish_param_gathers(self._chunks)
+        self._finish_param_gathers()
         sharded = agree(lambda: self._sharded(is_loading=False), device=device)
         tensors, _ = save_preprocess(sharded, validate_access_integrity=False)
         self._spread(tensors)
         return StateWriter(tensors, folder, num_threads=num_threads, device=device)
 
     def load(
-        self, folder: Path, *, num_updates: int, with_reference: bool, device: torch.device
+        self,
+        folder: Path,
+        *,
+        num_updates: int,
+        num_critic_updates: int = 0,
+        with_reference: bool,
+        device: torch.device,
     ) -> None:
         """Read what a writer wrote, on any layout. A collective.
 
@@ -101,6 +118,7 @@ class RunState:
 
         Args:
             num_updates: Adam's step count.
+            num_critic_updates: that of the critic's.
             with_reference: load the reference's weights too; the folder must have them.
             device: see `agree`.
 
@@ -108,17 +126,27 @@ class RunState:
             CheckpointError, ScheduleError: on every rank: a tensor is missing, has another shape,
                 or cannot be read.
         """
-        inner = _inner_optimizers(self._optimizer)
-        for one in inner.values():
-            _set_update_count(one, num_updates)
+        self._set_update_counts(num_updates)
+        if self._critic is not None:
+            self._critic._set_update_counts(num_critic_updates)
         sharded = agree(lambda: self._sharded(is_loading=True), device=device)
         if not with_reference:
             sharded.pop("reference", None)
         loaded = agree(lambda: _read(sharded, folder), device=device)
+        self._fill(loaded, num_updates)
+        if self._critic is not None:
+            self._critic._fill(loaded["critic"], num_critic_updates)
+
+    def _set_update_counts(self, num_updates: int) -> None:
+        for one in _inner_optimizers(self._optimizer).values():
+            _set_update_count(one, num_updates)
+
+    def _fill(self, loaded: dict[str, Any], num_updates: int) -> None:
+        """Take over what was read into a sharded state dict."""
         for v, chunk in enumerate(self._chunks):
             # Not strict, because extra states (FP8 scales) are not saved. Tensors are complete.
             unwrapped(chunk).load_state_dict(loaded[f"model{v}"], strict=False)
-        for index, one in inner.items():
+        for index, one in _inner_optimizers(self._optimizer).items():
             # The blocks of a distributed one are views of its tensors, so they were read in place.
             if not _is_distributed(one):
                 one.load_state_dict(loaded["optimizer"][index])
@@ -140,7 +168,15 @@ class RunState:
                 name: make_sharded_optimizer_tensor(tensors[name], value, "reference")
                 for name, value in self._reference_tensors(model).items()
             }
+        if self._critic is not None:
+            sharded["critic"] = self._critic._sharded(is_loading)
+            add_prefix_for_sharding(sharded["critic"], "critic.")
         return sharded
+
+    def _finish_param_gathers(self) -> None:
+        finish_param_gathers(self._chunks)
+        if self._critic is not None:
+            self._critic._finish_param_gathers()
 
     def _spread(self, tensors: dict[str, Any]) -> None:
         """Spread the writing of replicated tensors over the ranks that have them.
@@ -150,15 +186,24 @@ class RunState:
         dp, experts' too. The distributed optimizer's state has no replicas over dp.
         """
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        replicated = {name: value for name, value in tensors.items() if name != "optimizer"}
-        replicated["optimizer"] = {
+        replicated = self._replicated(tensors)
+        if self._writers_of is None:
+            self._writers_of = determine_main_replica_uniform_distribution(replicated, group)
+        distribute_main_replicas_with_precomputed_distribution(replicated, group, self._writers_of)
+
+    def _replicated(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The tensors of which other ranks have replicas."""
+        own = {
+            name: value for name, value in tensors.items() if name not in ("optimizer", "critic")
+        }
+        own["optimizer"] = {
             index: tensors.get("optimizer", {}).get(index, {})
             for index, one in _inner_optimizers(self._optimizer).items()
             if not _is_distributed(one)
         }
-        if self._writers_of is None:
-            self._writers_of = determine_main_replica_uniform_distribution(replicated, group)
-        distribute_main_replicas_with_precomputed_distribution(replicated, group, self._writers_of)
+        if self._critic is not None:
+            own["critic"] = self._critic._replicated(tensors["critic"])
+        return own
 
     def _model(self) -> dict[str, Any]:
         return {f"model{v}": sharded_tensors(chunk) for v, chunk in enumerate(self._chunks)}

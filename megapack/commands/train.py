@@ -6,7 +6,7 @@ With --dry-run world=N: predict the run instead, without GPUs.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
@@ -27,6 +27,7 @@ from megapack.errors import ConfigError, brief
 from megapack.ranks.interrupt import Interrupt
 
 if TYPE_CHECKING:
+    from megapack.cost.model import CostModel
     from megapack.layout import Layout
     from megapack.outlook.dry_run import Batch, Prediction
     from megapack.outlook.stats import PlanReport
@@ -76,7 +77,8 @@ def _run_dry(args: argparse.Namespace, config: TrainConfig) -> int:
     layout = check_start(config, args.dry_run)
     batch = first_batch(config)
     pricing = _pricing(args, config, layout)
-    prediction = predict(config, layout, batch, pricing.cost)
+    critic_cost = _critic_cost(args, config, layout)
+    prediction = predict(config, layout, batch, pricing.cost, critic_cost)
     fits = prediction.fullest_stage.total <= limit
     if args.json:
         print_json(_payload(config, batch, pricing, prediction) | {"fits": fits})
@@ -97,15 +99,25 @@ def _pricing(args: argparse.Namespace, config: TrainConfig, layout: Layout) -> P
     """The run's cost model; without a measured one, on a GPU with the options' speed."""
     if config.plan.cost_model is not None:
         return Pricing(config.cost_model(layout), True, config.cost_basis)
-    speed = replace(config.assumed_speed, **given_fields(args, GpuSpeed))
+    speed = _speed(args, config)
     return Pricing(config.cost_from_sizes(layout, speed), True, speed.basis)
+
+
+def _critic_cost(args: argparse.Namespace, config: TrainConfig, layout: Layout) -> CostModel | None:
+    """Costs of a critic, which has no vocabulary head; None if the policy's were measured."""
+    if config.plan.cost_model is not None:
+        return None
+    return config.cost_from_sizes(layout, _speed(args, config), value_head=True)
+
+
+def _speed(args: argparse.Namespace, config: TrainConfig) -> GpuSpeed:
+    return replace(config.assumed_speed, **given_fields(args, GpuSpeed))
 
 
 def _payload(
     config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Prediction
 ) -> dict[str, Any]:
     layout = prediction.plan.layout
-    logprobs = prediction.logprobs
     return {
         "name": config.name,
         "num_gpus": layout.world_size,
@@ -115,13 +127,19 @@ def _payload(
         "lengths": batch.source,
         "plan_digest": prediction.plan.digest(),
         "steps": prediction.steps.totals(),
-        "logprob_pass": None if logprobs is None else logprobs.totals(),
+        "logprob_pass": _totals(prediction.logprobs),
         "num_logprob_passes": prediction.num_logprob_passes,
+        "critic_steps": _totals(prediction.critic_steps),
+        "value_pass": _totals(prediction.values),
         "seconds": prediction.seconds,
         "tokens_per_gpu_second": prediction.tokens_per_gpu_second,
         "time_basis": pricing.basis,
         "memory_bytes": [asdict(stage) | {"total": stage.total} for stage in prediction.memory],
     }
+
+
+def _totals(report: PlanReport | None) -> dict[str, Any] | None:
+    return None if report is None else report.totals()
 
 
 def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Prediction) -> None:
@@ -137,11 +155,14 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
     rows.append(_cells("optimizer steps", 1, prediction.steps))
     if prediction.logprobs is not None:
         rows.append(_cells("log-probs", prediction.num_logprob_passes, prediction.logprobs))
+    if prediction.critic_steps is not None and prediction.values is not None:
+        rows.append(_cells("critic's steps", 1, prediction.critic_steps))
+        rows.append(_cells("values", 1, prediction.values))
     print_table(rows)
     speed = prediction.tokens_per_gpu_second
     print(f"{speed * layout.world_size:.4g} tokens/s, {speed:.4g} tokens/s/GPU")
     print(f"time {pricing.basis}; optimizer and data are not counted")
-    parts = [field.name for field in fields(GpuMemory) if field.name != "stage"]
+    parts = list(prediction.memory[0].parts)
     table = [["GiB of a GPU, stage", *parts, "total"]]
     table += [[str(stage.stage), *_gib(stage, [*parts, "total"])] for stage in prediction.memory]
     print_table(table)

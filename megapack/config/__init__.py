@@ -2,7 +2,7 @@
 
 Modules:
     yaml, typed, load: text -> plain values -> typed dataclasses, and back
-    model, rope, sections: the dataclasses, from ModelConfig to TrainConfig
+    model, critic, rope, sections: the dataclasses, from ModelConfig to TrainConfig
     model_checks: what the model's keys must fulfil, alone and on a layout
     hf_config: the model's keys from a Hugging Face folder
     cost_file: reads a cost model from its file

@@ -442,15 +442,27 @@ class ObjectiveConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy, which is subtracted from the loss; 0 = entropy is only reported."""
     advantage_norm: AdvantageNorm = "group"
-    """How rewards become advantages, see `megapack.data.rollouts.group_advantages`."""
+    """How rewards become advantages without a critic, see
+    `megapack.data.rollouts.group_advantages`."""
+    gamma: float = 1.0
+    """With a critic: the factor of a reward one token later, in [0, 1]."""
+    gae_lambda: float = 1.0
+    """With a critic: lambda of GAE (arXiv 1506.02438), in [0, 1]. 1 uses rewards alone, less relies
+    on the critic's values instead."""
+    kl_in_reward_coef: float = 0.0
+    """With a critic: weight of the log-ratio to the reference policy (the initial weights) that is
+    subtracted from each token's reward, as in InstructGPT; 0 = no reference pass."""
     logprob_chunk_tokens: int | None = None
     """Tokens whose logits are in memory at once in the vocabulary head; fewer save memory. null =
     a power of two of at most 8,192 whose fp32 logits fit into 2.5 GiB on a GPU: 4,096 for 151,936
     vocabulary rows at tp=1."""
 
     def __post_init__(self) -> None:
-        at_least(self, "objective", 0, "clip_low", "clip_high", "kl_coef")
+        at_least(self, "objective", 0, "clip_low", "clip_high", "kl_coef", "kl_in_reward_coef")
         at_least(self, "objective", 1, "logprob_chunk_tokens")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"objective.{name} is {getattr(self, name)}; set it in [0, 1]")
         if self.clip_low > 1:
             raise ConfigError(f"objective.clip_low is {self.clip_low}; set a number in [0, 1]")
         if self.dual_clip is not None and self.dual_clip <= 1:
@@ -471,3 +483,8 @@ class ObjectiveConfig:
                 f"objective.kl_coef={self.kl_coef} has no effect under kind={self.kind}; set "
                 "objective.kind=grpo or kl_coef=0"
             )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether log-probs of a reference policy are needed."""
+        return bool(self.kl_coef or self.kl_in_reward_coef)

@@ -1,7 +1,8 @@
 """The main job's config, `TrainConfig`. `load_config(path, overrides, TrainConfig)` reads it.
 
-Its sections in YAML are `layout`, `plan`, `model`, `data`, `objective`, `optim`, `train` and
-`watchdog`. The docstring under each field gives its meaning, its unit and the meaning of null.
+Its sections in YAML are `layout`, `plan`, `model`, `data`, `objective`, `critic`, `optim`,
+`train` and `watchdog`. The docstring under each field gives its meaning, its unit and the meaning
+of null.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal
 
 from megapack.base.choices import Device, Kernel
 from megapack.config.cost_file import read_cost
+from megapack.config.critic import CriticConfig
 from megapack.config.model import (
     BYTE_VOCAB_SIZE,
     DataConfig,
@@ -35,6 +37,7 @@ __all__ = [
     "ModelConfig",
     "DataConfig",
     "ObjectiveConfig",
+    "CriticConfig",
     "OptimConfig",
     "LoopConfig",
     "WatchdogConfig",
@@ -282,6 +285,8 @@ class TrainConfig:
     """Rollouts."""
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     """The loss."""
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
+    """A value model."""
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     """The optimizer."""
     train: LoopConfig = dataclasses.field(default_factory=LoopConfig)
@@ -295,6 +300,7 @@ class TrainConfig:
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         self._check_division()
         self._check_retry()
+        self._check_critic()
         vocab_size = self.model.vocab_size
         if self.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
             raise ConfigError(
@@ -363,14 +369,18 @@ class TrainConfig:
         weights = self.cost_from_sizes(layout).stage_weights
         return dataclasses.replace(measured, stage_weights=weights)
 
-    def cost_from_sizes(self, layout: Layout, speed: GpuSpeed | None = None) -> CostModel:
+    def cost_from_sizes(
+        self, layout: Layout, speed: GpuSpeed | None = None, *, value_head: bool = False
+    ) -> CostModel:
         """The cost model of the model's sizes.
 
         Args:
             speed: of a GPU; None for `assumed_speed`.
+            value_head: a value head, of one row, replaces the vocabulary's projection.
         """
+        sizes = self.model.to_sizes()
         return cost_from_sizes(
-            self.model.to_sizes(),
+            dataclasses.replace(sizes, vocab_size=1) if value_head else sizes,
             layout,
             speed or self.assumed_speed,
             recompute=self.model.recompute,
@@ -398,6 +408,7 @@ class TrainConfig:
             attention=preferred if model.attention == "auto" else model.attention,
             fused_swiglu=on_gpu if fused_swiglu is None else fused_swiglu,
             composite_norms=not on_gpu and model.normalization == "RMSNorm",
+            critic=self.critic.enabled,
         )
 
     def _check_division(self) -> None:
@@ -444,6 +455,29 @@ class TrainConfig:
             )
         if layout.sequence_parallel and layout.tp == 1:
             raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
+
+    def _check_critic(self) -> None:
+        objective = self.objective
+        if not self.critic.enabled:
+            for name in ("gamma", "gae_lambda", "kl_in_reward_coef"):
+                default = getattr(ObjectiveConfig, name)
+                if getattr(objective, name) != default:
+                    raise ConfigError(
+                        f"objective.{name}={getattr(objective, name)} has no effect without a "
+                        f"critic; set critic.enabled=true or objective.{name}={default}"
+                    )
+            return
+        if objective.kind not in ("ppo", "grpo"):
+            raise ConfigError(
+                f"critic.enabled=true gives advantages per token, which objective.kind="
+                f"{objective.kind} does not use; set objective.kind=ppo or critic.enabled=false"
+            )
+        if objective.advantage_norm != ObjectiveConfig.advantage_norm:
+            raise ConfigError(
+                f"objective.advantage_norm={objective.advantage_norm} has no effect with a critic, "
+                "whose advantages are not relative to a prompt group; leave it out, or set "
+                "critic.enabled=false"
+            )
 
     def _check_retry(self) -> None:
         reason = why_no_retry(tp=self.layout.tp, cp=self.layout.cp, ep=self.layout.ep)

@@ -1,13 +1,13 @@
 """Bytes that training needs on one GPU, from a model's sizes and a layout.
 
-Counted: parameters, gradients, optimizer state, activations in flight, the vocabulary head. Not
-counted: the CUDA context, NCCL's buffers, workspaces, the allocator's fragmentation and gradients
-of activations. Leave a tenth of the GPU or more for these.
+Counted: parameters, gradients, optimizer state, activations in flight, the vocabulary head, and the
+first three of a critic. Not counted: the CUDA context, NCCL's buffers, workspaces, the allocator's
+fragmentation and gradients of activations. Leave a tenth of the GPU or more for these.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
 from megapack.cost.activations import SavedActivations
@@ -36,16 +36,25 @@ class GpuMemory:
     inputs, and all activations of one layer."""
     head: int
     """Logits of a chunk of tokens and their gradient; the last stage only."""
+    critic: int = 0
+    """Parameters, gradients and optimizer of a critic. Its steps and the policy's take turns, so
+    its activations, which are as large as the policy's, are not added."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name; the critic's only if there is one."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "stage"}
+        if not self.critic:
+            del parts["critic"]
+        return parts
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        parts = (self.parameters, self.gradients, self.optimizer, self.activations, self.head)
-        return sum(parts)
+        return sum(self.parts.values())
 
     def __str__(self) -> str:
-        names = ("parameters", "gradients", "optimizer", "activations", "head")
-        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.1f}" for name in names)
+        parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in self.parts.items())
         return f"{self.total / GIB:.1f} GiB on stage {self.stage}: {parts}"
 
 
@@ -80,6 +89,8 @@ class MemoryModel:
     """Tokens whose logits are in memory at once; None = `head.default_chunk_tokens`."""
     stage_layers: StageLayers | None = None
     """Layers of each chunk; None = equally many."""
+    critic: bool = False
+    """Whether a second model of these sizes, with a value head, is trained too."""
 
     def stage(
         self, layout: Layout, stage: int, *, live_tokens: float, row_tokens: float
@@ -97,18 +108,21 @@ class MemoryModel:
             row_tokens: tokens of the longest row per GPU, after CP.
         """
         dense, experts = self._parameters(layout, stage)
-        weight, optimizer = (2, 12) if self.dtype == "bf16" else (4, 8)
-        split = layout.dp * layout.cp if self.distributed_optimizer else 1
-        expert_split = layout.expert_dp if self.distributed_optimizer else 1
+        weights, gradients, optimizer = self._state(layout, dense, experts)
+        critic = 0
+        if self.critic:
+            own = self._parameters(layout, stage, value_head=True)
+            critic = sum(self._state(layout, *own))
         share = layout.chunks_in_flight(stage) / layout.chunks_in_flight()
         last = stage == layout.pp - 1
         return GpuMemory(
             stage=stage,
-            parameters=weight * (dense + experts),
-            gradients=4 * (dense + experts),
-            optimizer=optimizer * dense // split + optimizer * experts // expert_split,
+            parameters=weights,
+            gradients=gradients,
+            optimizer=optimizer,
             activations=self._activations(layout, stage, live_tokens * share, row_tokens),
             head=self._head(layout, row_tokens) if last else 0,
+            critic=critic,
         )
 
     def fullest_stage(self, layout: Layout, *, live_tokens: float, row_tokens: float) -> GpuMemory:
@@ -120,6 +134,17 @@ class MemoryModel:
                 for stage in stages
             ),
             key=lambda memory: memory.total,
+        )
+
+    def _state(self, layout: Layout, dense: int, experts: int) -> tuple[int, int, int]:
+        """Bytes on one GPU of these weights, their gradients and their optimizer."""
+        weight, optimizer = (2, 12) if self.dtype == "bf16" else (4, 8)
+        split = layout.dp * layout.cp if self.distributed_optimizer else 1
+        expert_split = layout.expert_dp if self.distributed_optimizer else 1
+        return (
+            weight * (dense + experts),
+            4 * (dense + experts),
+            optimizer * dense // split + optimizer * experts // expert_split,
         )
 
     def saved(self, layout: Layout, sizes: ModelSizes | None = None) -> SavedActivations:
@@ -179,8 +204,14 @@ class MemoryModel:
         chunks = list(zip(split.offsets, split.num_layers, strict=True))[stage :: split.pp]
         return [list(self.sizes.layer_kinds(first, count)) for first, count in chunks]
 
-    def _parameters(self, layout: Layout, stage: int) -> tuple[int, int]:
-        """Numbers of weights on one GPU: all but the experts', and the experts'."""
+    def _parameters(
+        self, layout: Layout, stage: int, *, value_head: bool = False
+    ) -> tuple[int, int]:
+        """Numbers of weights on one GPU: all but the experts', and the experts'.
+
+        Args:
+            value_head: the last stage has a value head instead of the vocabulary's output matrix.
+        """
         sizes = self.sizes
         kinds = [
             (kind.layer_parameters(), n)
@@ -190,12 +221,13 @@ class MemoryModel:
         vocabulary = sizes.vocab_size * sizes.hidden_size // layout.tp
         first = stage == 0
         last = stage == layout.pp - 1
-        matrices = int(first) + int(last)
+        matrices = int(first) + int(last and not value_head)
         if first and last and not self.untied_embeddings:
             matrices = 1
         dense = sum(n * (layer.split // layout.tp + layer.whole) for layer, n in kinds)
         dense += matrices * vocabulary
         dense += sizes.hidden_size if last else 0  # the final norm
+        dense += sizes.hidden_size if last and value_head else 0
         experts = sum(n * layer.experts for layer, n in kinds) // (layout.ep * layout.etp)
         return dense, experts
 

@@ -130,7 +130,7 @@ class Objective(Protocol):
         ...
 
     def __call__(
-        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
+        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor], /
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses [R] and metrics (name -> [R], with the weights of the loss) at response
         positions."""

@@ -18,6 +18,7 @@ from megapack.config.sections import TrainConfig, check_installed
 from megapack.cost.memory import GpuMemory
 from megapack.cost.model import CostModel
 from megapack.data.batches import all_batches, open_dataset, plan_logprobs, plan_steps
+from megapack.data.gae import checked_rewards
 from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.data.rollouts import group_advantages
 from megapack.layout import Layout
@@ -47,18 +48,23 @@ class Prediction:
     logprobs: PlanReport | None
     """One log-prob pass over the batch; None if the objective needs no log-probs."""
     num_logprob_passes: int
+    critic_steps: PlanReport | None
+    """The critic's forward and backward of all optimizer steps; None without a critic."""
+    values: PlanReport | None
+    """The pass for the critic's values; None without a critic."""
     memory: tuple[GpuMemory, ...]
     """Each stage with every row in flight as long as the budget, as may happen in a later batch."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of the steps and of the log-prob passes before them."""
+        """Seconds of the steps and of the passes before them, the critic's included."""
         passes = self.num_logprob_passes * self.logprobs.seconds if self.logprobs else 0.0
-        return self.steps.seconds + passes
+        of_critic = [report.seconds for report in (self.critic_steps, self.values) if report]
+        return self.steps.seconds + passes + sum(of_critic)
 
     @property
     def tokens_per_gpu_second(self) -> float:
-        """Real tokens of the batch per second and GPU, log-prob passes included."""
+        """Real tokens of the batch per second and GPU, with the passes before the steps."""
         return self.steps.tokens / self.seconds / self.plan.layout.world_size
 
     @property
@@ -102,7 +108,9 @@ def first_batch(config: TrainConfig) -> Batch:
         )
     dataset = open_dataset(config)
     _, _, rows = next(all_batches(config, dataset))
-    if config.objective.kind != "sft":
+    if config.critic.enabled:
+        checked_rewards(dataset.rewards(rows))
+    elif config.objective.kind != "sft":
         group_advantages(dataset.rewards(rows), config.objective.advantage_norm)
     return Batch(
         lengths=np.array(dataset.prompt_tokens(rows)) + np.array(dataset.response_tokens(rows)),
@@ -111,11 +119,19 @@ def first_batch(config: TrainConfig) -> Batch:
     )
 
 
-def predict(config: TrainConfig, layout: Layout, batch: Batch, cost: CostModel) -> Prediction:
+def predict(
+    config: TrainConfig,
+    layout: Layout,
+    batch: Batch,
+    cost: CostModel,
+    critic_cost: CostModel | None = None,
+) -> Prediction:
     """Plan the batch as the run would, and simulate it.
 
     Args:
         cost: for the prediction; the plan is made with the run's, `config.cost_model`.
+        critic_cost: for the prediction of a critic; None = `cost`, which is too much by the
+            vocabulary head.
 
     Raises:
         PlanError: no legal plan under the policy; the message says what to set.
@@ -123,16 +139,21 @@ def predict(config: TrainConfig, layout: Layout, batch: Batch, cost: CostModel) 
     planning_cost = config.cost_model(layout)
     lengths = batch.lengths.tolist()
     plan = plan_steps(config.plan, layout, planning_cost, lengths, batch.rollout_ids)
-    logprobs = None
+    logprobs = critic_steps = values = None
     if config.objective.kind != "sft":
         forward_plan = plan_logprobs(config.plan, layout, planning_cost, lengths)
         forward_plan = forward_plan or dataclasses.replace(plan, forward_only=True)
         logprobs = plan_report(forward_plan, batch.lengths, cost)
+        if config.critic.enabled:
+            critic_steps = plan_report(plan, batch.lengths, critic_cost or cost)
+            values = plan_report(forward_plan, batch.lengths, critic_cost or cost)
     return Prediction(
         plan=plan,
         steps=plan_report(plan, batch.lengths, cost),
         logprobs=logprobs,
-        num_logprob_passes=0 if logprobs is None else 1 + (config.objective.kl_coef > 0),
+        num_logprob_passes=0 if logprobs is None else 1 + config.objective.has_reference,
+        critic_steps=critic_steps,
+        values=values,
         memory=_memory(config, plan),
     )
 

@@ -1,6 +1,9 @@
 """The main job: trains a Megatron-Core GPT on rollouts from files.
 
 samples -> batches -> advantages, plan -> old and reference log-probs -> steps -> metrics
+
+With a critic, advantages follow from its values after the log-probs, and each step has two parts:
+the policy's and the critic's.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from megapack.config.load import dump_yaml, to_dict
 from megapack.config.sections import TrainConfig, check_installed
 from megapack.data.batches import all_batches, open_dataset, steps_in
 from megapack.data.dataset import SampleNumbers
+from megapack.data.gae import checked_rewards
 from megapack.data.rollouts import group_advantages
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
@@ -38,6 +42,7 @@ from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_fla
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.schedule.adapter import ScheduleAdapter
+from megapack.train.critic import FIELDS, REWARDS, Critic
 from megapack.train.folder import RunFolder
 from megapack.train.garbage import GarbageCollection
 from megapack.train.metrics import (
@@ -103,10 +108,11 @@ class Trainer:
         )
         self.kernels = self._agreed_kernels()
         initialize_parallel(self.layout, config.seed)
+        vocab_size = config.model.vocab_size or tokenizer_size
         self.chunks = build_model(
             config.model,
             self.layout,
-            vocab_size=config.model.vocab_size or tokenizer_size,
+            vocab_size=vocab_size,
             seed=config.seed,
             distributed_optimizer=config.optim.distributed_optimizer,
             reduction=self.reduction,
@@ -133,6 +139,19 @@ class Trainer:
             device=device,
             on_oom=self._note_oom,
         )
+        self.critic: Critic | None = None
+        if config.critic.enabled:
+            self.critic = Critic(
+                config,
+                self.layout,
+                self.chunks,
+                self.planner,
+                vocab_size=vocab_size,
+                reduction=self.reduction,
+                ranks=ranks,
+                device=device,
+                on_oom=self._note_oom,
+            )
         self.schedule: OptimizerParamScheduler | None = None
         is_calibrated = config.plan.cost_model is not None
         self.clock = StepClock(is_calibrated=is_calibrated)
@@ -145,10 +164,16 @@ class Trainer:
         self._last: PlannedBatch | None = None
         self._stopping = False
         reference = self.passes.reference
+        critic = self.critic
         self.checkpoints = Checkpoints(
             config,
             self.layout,
-            RunState(self.chunks, self.optimizer, None if reference is None else reference.initial),
+            RunState(
+                self.chunks,
+                self.optimizer,
+                None if reference is None else reference.initial,
+                None if critic is None else RunState(critic.chunks, critic.optimizer),
+            ),
             has_reference=reference is not None,
             data_digest=self.data.digest(),
             device=device,
@@ -160,7 +185,7 @@ class Trainer:
         self.resumed = self.checkpoints.find()
         # Load before the folder is opened, so that a failed resume changes no file.
         if self.resumed is not None:
-            self.position = self.checkpoints.load(self.resumed, self.passes.logprob_fields)
+            self.position = self.checkpoints.load(self.resumed, self._saved_fields)
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(
             active=dist.get_rank() == 0, log_interval=config.train.log_interval
@@ -195,6 +220,12 @@ class Trainer:
     def num_steps(self) -> int:
         """Optimizer steps since the run began."""
         return self.position.num_steps
+
+    @property
+    def _saved_fields(self) -> list[str]:
+        """Fields that the weights at a batch's start gave, which its later steps read."""
+        names = self.passes.logprob_fields
+        return names if self.critic is None else [*names, *FIELDS]
 
     def _open_folder(self) -> RunFolder | None:
         """Open the run's folder on rank 0: the existing one if the run resumes its own checkpoint,
@@ -248,6 +279,8 @@ class Trainer:
         self.progress.expect(total_steps, self.num_steps)
         self.schedule = build_lr_schedule(config.optim, self.optimizer, total_steps)
         self.schedule.step(increment=self.num_steps)
+        if self.critic is not None:
+            self.critic.expect(total_steps, self.num_steps)
         for epoch, index, batch in all_batches(config, data):
             if (epoch, index) >= (self.position.epoch, self.position.batch):
                 self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
@@ -262,20 +295,23 @@ class Trainer:
             batch = agree(lambda: self._prepare(numbers), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
+        batch_seconds = {"plan_s": planned - started}
         first_step = self.position.step_in_batch
         if first_step and self.resumed is not None:
             resumed = self.resumed
-            fields = self.passes.logprob_fields
+            fields = self._saved_fields
             agree(
                 lambda: self.checkpoints.load_batch(resumed, batch.samples, batch.plan, fields),
                 device=self.device,
             )
         else:
             self.passes.add_logprobs(batch)
-        batch_seconds = {
-            "plan_s": planned - started,
-            "logprob_pass_s": time.perf_counter() - planned,
-        }
+        passed = time.perf_counter()
+        batch_seconds["logprob_pass_s"] = passed - planned
+        if self.critic is not None:
+            if not (first_step and self.resumed is not None):
+                self.critic.add_advantages(batch)
+            batch_seconds["value_pass_s"] = time.perf_counter() - passed
         self._last = batch
         for index in range(first_step, len(batch.plan.steps)):
             self._raise_if_stopping()
@@ -288,9 +324,7 @@ class Trainer:
     def _save(self, batch: PlannedBatch) -> None:
         with self.ranks.guarded(f"the checkpoint after step {self.num_steps}"):
             self.ranks.place.enter("checkpoint")
-            self.checkpoints.save(
-                self.position, batch.plan, batch.samples, self.passes.logprob_fields
-            )
+            self.checkpoints.save(self.position, batch.plan, batch.samples, self._saved_fields)
 
     def _finish_save(self) -> None:
         """Complete the pending save, if there is one."""
@@ -301,7 +335,9 @@ class Trainer:
     def _prepare(self, numbers: SampleNumbers) -> PlannedBatch:
         """Local work of a batch: tensors, advantages, and plans that are equal on all ranks."""
         fields: dict[str, Any] = {}
-        if "advantages" in self.passes.objective.required_fields:
+        if self.critic is not None:
+            fields[REWARDS] = checked_rewards(self.data.rewards(numbers))
+        elif "advantages" in self.passes.objective.required_fields:
             norm = self.config.objective.advantage_norm
             fields["advantages"] = torch.from_numpy(
                 group_advantages(self.data.rewards(numbers), norm)
@@ -336,7 +372,20 @@ class Trainer:
         optimizer_s = time.perf_counter() - started
         total_s = ran.failed_s + ran.measured_s + optimizer_s
         self.clock.record(ran.report.seconds, ran.measured_s)
-        self.position = self.position.after_step(index + 1, len(plan.steps), bool(updated))
+        num_oom_replans = self.passes.num_oom_replans
+        of_critic: dict[str, Any] = {}
+        critic_updated = False
+        if self.critic is not None:
+            trained = self.critic.step(
+                batch, index, report, num_steps=self.num_steps, predicted_s=predicted_s
+            )
+            total_s += trained.seconds
+            num_oom_replans += self.critic.passes.num_oom_replans
+            of_critic = trained.metrics
+            critic_updated = trained.updated
+        self.position = self.position.after_step(
+            index + 1, len(plan.steps), bool(updated), critic_updated
+        )
         self._write(
             {
                 "step": self.num_steps,
@@ -348,9 +397,10 @@ class Trainer:
                 "step_predicted_s": predicted_s,
                 "step_measured_s": ran.measured_s,
                 "optimizer_s": optimizer_s,
+                **of_critic,
                 **batch_seconds,
                 **self.checkpoints.take_seconds(),
-                "num_oom_replans": self.passes.num_oom_replans,
+                "num_oom_replans": num_oom_replans,
                 **memory_peaks(),
                 "tokens_per_second": ran.report.tokens / total_s,
                 "tokens_per_second_per_gpu": ran.report.tokens / total_s / dist.get_world_size(),

@@ -228,9 +228,10 @@ class BatchPasses:
 
     Args:
         config: names the objective.
+        objective: trains another model than the policy, without a reference; None: the config's.
         entropy_interval: see `LoopConfig`.
-        adapter: runs the model. If `kl_coef` is not 0, its current weights become the reference
-            policy.
+        adapter: runs the model. If the config needs a reference policy, the adapter's current
+            weights become that.
         optimizer: Megatron's; only its gradients are touched.
         planner: the planner of the batches.
         device: see `agree`.
@@ -239,7 +240,7 @@ class BatchPasses:
 
     Attributes:
         objective: the training objective.
-        reference: the reference policy; None without a KL penalty.
+        reference: the reference policy; None if it is not needed.
         num_oom_replans: number of passes that were replanned.
     """
 
@@ -250,12 +251,14 @@ class BatchPasses:
         optimizer: Any,
         planner: BatchPlanner,
         *,
+        objective: AnyObjective | None = None,
         entropy_interval: int,
         device: torch.device,
         on_oom: Callable[[StepOutOfMemory], None],
     ) -> None:
-        self.objective = make_objective(config)
-        self.reference = Reference(adapter.chunks) if config.kl_coef else None
+        self.objective = make_objective(config) if objective is None else objective
+        has_reference = objective is None and config.has_reference
+        self.reference = Reference(adapter.chunks) if has_reference else None
         self.num_oom_replans = 0
         self._config = config
         self._entropy_interval = entropy_interval
@@ -270,19 +273,37 @@ class BatchPasses:
     def logprob_fields(self) -> list[str]:
         """Fields of a batch that `add_logprobs` fills in."""
         names = ["old_logprobs"]
+        read = [*self.objective.required_fields]
         if self.reference is not None:
             names.append("ref_logprobs")
-        return [name for name in names if name in self.objective.required_fields]
+        if self._config.kl_in_reward_coef:
+            read.append("ref_logprobs")
+        return [name for name in names if name in read]
 
     def add_logprobs(self, batch: PlannedBatch) -> None:
         """Fill in the log-probs that the objective reads."""
         names = self.logprob_fields
         samples = batch.samples
         if "old_logprobs" in names:
-            samples.set_field("old_logprobs", self._logprobs(batch))
+            samples.set_field("old_logprobs", self.outputs(batch, "logprobs"))
         if self.reference is not None and "ref_logprobs" in names:
             with self.reference.weights():
-                samples.set_field("ref_logprobs", self._logprobs(batch))
+                samples.set_field("ref_logprobs", self.outputs(batch, "logprobs"))
+
+    def outputs(self, batch: PlannedBatch, name: str) -> list[torch.Tensor]:
+        """An output of `ScheduleAdapter.forward`: "logprobs", or "values" of a value head.
+
+        Returns:
+            Per sample one value per token; a single 0 for samples that the plan drops.
+
+        Raises:
+            StepOutOfMemory, PlanError: as `gradients` does.
+        """
+        try:
+            return self._outputs_of(batch.samples, batch.forward_plan, name)
+        except StepOutOfMemory as error:
+            smaller = self._replanned(error, lambda: replan_logprobs(self._planner, batch))
+        return self._outputs_of(batch.samples, smaller, name)
 
     def gradients(
         self, batch: PlannedBatch, index: int, report: StepReport, *, num_steps: int
@@ -344,18 +365,10 @@ class BatchPasses:
             failed_s=failed_s,
         )
 
-    def _logprobs(self, batch: PlannedBatch) -> list[torch.Tensor]:
-        """Log-probs of each sample's tokens; a single 0 for samples that the plan drops."""
-        try:
-            return self._logprobs_of(batch.samples, batch.forward_plan)
-        except StepOutOfMemory as error:
-            smaller = self._replanned(error, lambda: replan_logprobs(self._planner, batch))
-        return self._logprobs_of(batch.samples, smaller)
-
-    def _logprobs_of(self, samples: SampleBatch, plan: Plan) -> list[torch.Tensor]:
+    def _outputs_of(self, samples: SampleBatch, plan: Plan, name: str) -> list[torch.Tensor]:
         merged = [torch.zeros(())] * len(samples)
         for index in range(len(plan.steps)):
-            of_step = self._adapter.forward(plan, samples, step=index)["logprobs"]
+            of_step = self._adapter.forward(plan, samples, step=index)[name]
             merged = [old if new is None else new for old, new in zip(merged, of_step, strict=True)]
         return merged
 

@@ -22,7 +22,7 @@ from tests.dist.reference import build, logprobs_and_entropy
 from tests.dist.sequence_problem import KINDS, PAIRS, make_batch
 
 
-class _Score(torch.nn.Linear):
+class Score(torch.nn.Linear):
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         return super().forward(hidden), None
 
@@ -34,7 +34,7 @@ class SequenceReference:
         self.batch: SampleBatch = make_batch()
         self.model: GPTModel = build(problem.OTHER_MODEL if value_head else problem.MODEL)
         if value_head:
-            self.model.output_layer = _Score(self.model.config.hidden_size, 1, bias=False)
+            self.model.output_layer = Score(self.model.config.hidden_size, 1, bias=False)
             group = torch.distributed.group.WORLD
             initialize_by_name(
                 [self.model],

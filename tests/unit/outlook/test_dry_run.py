@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,8 @@ def sizes_in(name: str) -> dict[str, int]:
 def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> None:
     config = load_config(path, [], TrainConfig)
     named = sizes_in(path.stem)
-    gpus = named.pop("gpu", 4)
+    product = math.prod(named.get(name, 1) for name in ("dp", "tp", "pp", "cp"))
+    gpus = named.pop("gpu", product)
     assert config.name == path.stem
     limit = LIMITS_GIB.get(path.stem, 72)
     found = output_of(call(path, gpus, "--json", "--gpu-memory-gib", str(limit)))

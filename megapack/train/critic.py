@@ -1,0 +1,274 @@
+"""PPO's critic in the main job: its model, values, advantages and optimizer steps.
+
+    old log-probs, rewards -> values -> GAE -> advantages, returns -> the critic's steps
+
+The critic is a second model with a value head, on the same ranks and in the rows of the same plans
+as the policy. Both take a step on the same samples: the policy on advantages, the critic on
+returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megapack.config.critic import critic_model
+from megapack.config.sections import OptimConfig, TrainConfig
+from megapack.data.gae import Floats, explained_variance, gae, token_rewards, whitened
+from megapack.errors import StepOutOfMemory
+from megapack.layout import Layout
+from megapack.loss.sequence import ValueLoss
+from megapack.model.build import build_model
+from megapack.model.head import unwrapped
+from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
+from megapack.model.settings import Settings
+from megapack.outlook.stats import StepReport
+from megapack.ranks.agree import agree
+from megapack.ranks.links import Ranks
+from megapack.samples import SampleBatch
+from megapack.schedule.adapter import ScheduleAdapter
+from megapack.train.metrics import training_metrics
+from megapack.train.passes import BatchPasses, BatchPlanner, PlannedBatch
+
+REWARDS = "rewards"
+"""Name of a field with one number per sample."""
+
+FIELDS = ("old_values", "advantages", "returns")
+"""Fields of a batch that `Critic.add_advantages` fills in: one value per token."""
+
+_HEAD = "output_layer."
+
+
+class Critic:
+    """The critic of one run on one rank. The constructor is a collective of all ranks.
+
+    Args:
+        policy: the policy's chunks with their initial weights, which become the critic's.
+        planner: the planner of the batches.
+        vocab_size: as the policy's.
+        reduction: as the policy's, see `build_model`.
+        device: see `agree`.
+        on_oom: see `BatchPasses`.
+
+    Attributes:
+        chunks: this rank's chunks; the last one of the last stage has the value head.
+        optimizer: Megatron's, for these chunks.
+        passes: runs the value model; counts its replans.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        layout: Layout,
+        policy: Sequence[Any],
+        planner: BatchPlanner,
+        *,
+        vocab_size: int,
+        reduction: Settings,
+        ranks: Ranks,
+        device: torch.device,
+        on_oom: Callable[[StepOutOfMemory], None],
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._data = planner.data
+        self._optim = critic_optim(config)
+        self.chunks = build_model(
+            critic_model(config.model),
+            layout,
+            vocab_size=vocab_size,
+            seed=config.seed,
+            distributed_optimizer=config.optim.distributed_optimizer,
+            reduction=reduction,
+            stage_layers=config.stage_layers,
+            value_head=True,
+        )
+        agree(lambda: copy_weights(policy, self.chunks), device=device)
+        self.optimizer = build_optimizer(self._optim, self.chunks, config.model.dtype == "bf16")
+        adapter = ScheduleAdapter(
+            self.chunks,
+            layout=layout,
+            head="value",
+            retries_oom=config.train.on_oom == "replan",
+            ranks=ranks,
+        )
+        self.passes = BatchPasses(
+            config.objective,
+            adapter,
+            self.optimizer,
+            planner,
+            objective=ValueLoss(clip=config.critic.clip),
+            entropy_interval=0,
+            device=device,
+            on_oom=on_oom,
+        )
+        self._ranks = ranks
+        self._schedule: OptimizerParamScheduler | None = None
+
+    def expect(self, total_steps: int, num_steps: int) -> None:
+        """Set up the learning rate schedule of a run, of which some steps may have been taken."""
+        self._schedule = build_lr_schedule(self._optim, self.optimizer, total_steps)
+        self._schedule.step(increment=num_steps)
+
+    def add_advantages(self, batch: PlannedBatch) -> None:
+        """Fill in `FIELDS` from the samples' rewards and the critic's values. A collective.
+
+        The batch has `REWARDS`, and with `objective.kl_in_reward_coef` the log-probs of the policy
+        and the reference.
+        """
+        samples = batch.samples
+        samples.set_field("old_values", self.passes.outputs(batch, "values"))
+        agree(lambda: self._estimate(batch), device=self._device)
+
+    def step(
+        self,
+        batch: PlannedBatch,
+        index: int,
+        report: StepReport,
+        *,
+        num_steps: int,
+        predicted_s: float | None,
+    ) -> CriticStep:
+        """Take the critic's optimizer step. A collective.
+
+        Args:
+            index, report, num_steps: see `BatchPasses.gradients`.
+            predicted_s: seconds that the policy's forward and backward should take, or None.
+        """
+        with self._ranks.guarded(f"the critic's step {num_steps + 1}", predicted_s):
+            ran = self.passes.gradients(batch, index, report, num_steps=num_steps)
+            started = time.perf_counter()
+            self._ranks.place.enter("optimizer")
+            updated, grad_norm, _ = self.optimizer.step()
+            check_norm(float(grad_norm))
+        lr = self.optimizer.param_groups[0]["lr"]
+        assert self._schedule is not None
+        self._schedule.step(increment=1)
+        optimizer_s = time.perf_counter() - started
+        metrics = {
+            **training_metrics(ran.result),
+            "grad_norm": float(grad_norm),
+            "updated": int(updated),
+            "lr": lr,
+            "explained_variance": self._explained_variance(batch),
+            "step_measured_s": ran.measured_s,
+            "optimizer_s": optimizer_s,
+        }
+        return CriticStep(
+            updated=bool(updated),
+            seconds=ran.failed_s + ran.measured_s + optimizer_s,
+            metrics={f"critic_{name}": value for name, value in metrics.items()},
+        )
+
+    def _estimate(self, batch: PlannedBatch) -> None:
+        """Set advantages and returns of the kept samples; local work."""
+        samples = batch.samples
+        objective = self._config.objective
+        masks = self._masks(batch)
+        counts = [int(mask.sum()) for mask in masks.values()]
+        values = _loss_tokens(samples, "old_values", masks)
+        rewards = token_rewards([float(samples.field(REWARDS, i)) for i in masks], counts)
+        if objective.kl_in_reward_coef:
+            log_ratio = _loss_tokens(samples, "old_logprobs", masks)
+            log_ratio -= _loss_tokens(samples, "ref_logprobs", masks)
+            rewards -= objective.kl_in_reward_coef * log_ratio
+        advantages = gae(
+            rewards, values, counts, gamma=objective.gamma, gae_lambda=objective.gae_lambda
+        )
+        returns = advantages + values
+        if self._config.critic.whiten_advantages:
+            advantages = whitened(advantages)
+        _set_loss_tokens(samples, "advantages", masks, advantages)
+        _set_loss_tokens(samples, "returns", masks, returns)
+
+    def _explained_variance(self, batch: PlannedBatch) -> float | None:
+        masks = self._masks(batch)
+        values = _loss_tokens(batch.samples, "old_values", masks)
+        return explained_variance(values, _loss_tokens(batch.samples, "returns", masks))
+
+    def _masks(self, batch: PlannedBatch) -> dict[int, Tensor]:
+        """Which tokens count in the loss, of each sample that a step trains on; ascending.
+
+        The batch holds the masks of this rank's samples, but whitening needs all samples.
+        """
+        samples = batch.samples
+        kept = sorted(i for step in batch.plan.steps for i in step.kept_samples)
+        masks = {}
+        for i in kept:
+            tokens = self._data.tokens(int(batch.numbers[i]))
+            num_prompt = len(tokens.prompt_ids)
+            mask = torch.zeros(samples.length(i), dtype=torch.bool)
+            mask[num_prompt:] = (
+                True if tokens.loss_mask is None else torch.as_tensor(tokens.loss_mask != 0)
+            )
+            mask[0] = False
+            masks[i] = mask
+        return masks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticStep:
+    """What an optimizer step of the critic gave, the same on every rank but for seconds."""
+
+    updated: bool
+    """False if Megatron skipped the update."""
+    seconds: float
+    """Of forward, backward and update, with an attempt that ran out of memory."""
+    metrics: dict[str, float | None]
+    """Keys begin with `critic_`."""
+
+
+def critic_optim(config: TrainConfig) -> OptimConfig:
+    """The section `optim` with the critic's learning rate; the lowest rate changes with it."""
+    optim = config.optim
+    lr = config.critic.lr
+    if lr is None:
+        return optim
+    min_lr = optim.min_lr * (lr / optim.lr) if optim.lr else 0.0
+    return dataclasses.replace(optim, lr=lr, min_lr=min(min_lr, lr))
+
+
+def copy_weights(policy: Sequence[Any], critic: Sequence[Any]) -> None:
+    """Copy all of the policy's weights but the head into the critic's chunks; local work.
+
+    Both have the same layout, so parameters of one name in a chunk have the same shape. Expert
+    biases are copied too.
+    """
+    with torch.no_grad():
+        for source, target in zip(policy, critic, strict=True):
+            tensors = _tensors(source)
+            for name, tensor in _tensors(target).items():
+                if not name.startswith(_HEAD):
+                    tensor.copy_(tensors[name])
+
+
+def _tensors(chunk: Any) -> dict[str, Tensor]:
+    model = unwrapped(chunk)
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _loss_tokens(samples: SampleBatch, name: str, masks: Mapping[int, Tensor]) -> Floats:
+    """A field at the loss tokens of these samples, one sample after the other; float64."""
+    parts = [samples.field(name, i)[mask] for i, mask in masks.items()]
+    return torch.cat(parts).double().numpy()
+
+
+def _set_loss_tokens(
+    samples: SampleBatch, name: str, masks: Mapping[int, Tensor], flat: Floats
+) -> None:
+    """The inverse of `_loss_tokens`: sets the field, 0 at all other tokens."""
+    values: list[Tensor] = [torch.zeros(())] * len(samples)
+    start = 0
+    for i, mask in masks.items():
+        count = int(mask.sum())
+        value = torch.zeros(samples.length(i))
+        value[mask] = torch.from_numpy(flat[start : start + count]).float()
+        values[i] = value
+        start += count
+    samples.set_field(name, values)
