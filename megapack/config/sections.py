@@ -295,6 +295,7 @@ class TrainConfig:
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         self._check_division()
         self._check_retry()
+        self._check_rewards()
         vocab_size = self.model.vocab_size
         if self.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
             raise ConfigError(
@@ -436,6 +437,20 @@ class TrainConfig:
             )
         if layout.sequence_parallel and layout.tp == 1:
             raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
+
+    def _check_rewards(self) -> None:
+        """Refuse what changes rewards under an objective that does not read them."""
+        kind = self.objective.kind
+        settings = {
+            "data.drop_equal_rewards=true": self.data.drop_equal_rewards,
+            "objective.overlong_buffer_tokens": self.objective.overlong_buffer_tokens is not None,
+        }
+        for name, is_set in settings.items():
+            if is_set and not self.objective.reads_rewards:
+                raise ConfigError(
+                    f"{name} has no effect under objective.kind={kind}, which reads no rewards; "
+                    "unset it"
+                )
 
     def _check_retry(self) -> None:
         reason = why_no_retry(tp=self.layout.tp, cp=self.layout.cp, ep=self.layout.ep)

@@ -11,9 +11,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megapack.data.advantages import SampleReward
 from megapack.data.files import BadLine, SampleFile, list_files, open_file
 from megapack.data.index import INDEX_DTYPE, Index, ReadSettings, load_index
-from megapack.data.rollouts import Rollout, SampleReward, group_batches
+from megapack.data.rollouts import Rollout, group_batches
 from megapack.data.tokenizer import Ids
 from megapack.errors import DataError
 from megapack.plan.plan import Plan, own_samples
@@ -49,6 +50,8 @@ class Dataset:
     def __init__(self, index: Index, source: TokenSource) -> None:
         self._index = index
         self._source = source
+        self.num_dropped_groups = 0
+        """Prompt groups that `without_equal_rewards` left out."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -76,6 +79,29 @@ class Dataset:
             for number, record in enumerate(records)
         ]
         return cls(np.array(rows, dtype=INDEX_DTYPE), _Memory(records))
+
+    def without_equal_rewards(self) -> Dataset:
+        """The prompt groups whose samples do not all have the same reward, in the same order.
+
+        Groups of one rollout, and groups with an advantage or a missing reward, are kept.
+
+        Raises:
+            DataError: no group is left.
+        """
+        index = self._index
+        kept = np.flatnonzero(~_with_equal_rewards(index)[index["group"]])
+        if len(kept) == 0:
+            raise DataError(
+                f"each of the {len(np.unique(index['group']))} prompt groups has equal rewards; "
+                "set data.drop_equal_rewards=false"
+            )
+        rows = index[kept]
+        for name in ("group", "rollout"):
+            # The numbers of those that are left, by first appearance as before.
+            rows[name] = np.unique(rows[name], return_inverse=True)[1]
+        data = Dataset(rows, _Chosen(self._source, kept))
+        data.num_dropped_groups = len(np.unique(index["group"])) - len(np.unique(rows["group"]))
+        return data
 
     def digest(self) -> str:
         """A digest of all samples' lengths, prompt groups and rollouts, which decide the plans."""
@@ -141,6 +167,34 @@ class Dataset:
         # Read in the order of the files: a Parquet reader keeps one row group in memory.
         for sample in sorted(own_samples(plans, dp_rank), key=lambda i: int(numbers[i])):
             batch.set_tokens(sample, *self.tokens(int(numbers[sample])))
+
+
+def _with_equal_rewards(index: Index) -> npt.NDArray[np.bool_]:
+    """Per prompt group: whether it has several rollouts, and one reward for all its samples."""
+    group = index["group"]
+    num_groups = int(group.max()) + 1
+    lowest = np.full(num_groups, np.inf)
+    highest = np.full(num_groups, -np.inf)
+    # A reward that is not given is NaN, which no number equals.
+    np.minimum.at(lowest, group, index["reward"])
+    np.maximum.at(highest, group, index["reward"])
+    has_advantage = np.zeros(num_groups, dtype=bool)
+    np.logical_or.at(has_advantage, group, ~np.isnan(index["advantage"]))
+    _, first = np.unique(index["rollout"], return_index=True)
+    num_rollouts = np.bincount(group[first], minlength=num_groups)
+    equal: npt.NDArray[np.bool_] = (lowest == highest) & (num_rollouts > 1) & ~has_advantage
+    return equal
+
+
+class _Chosen:
+    """Some samples of another source, under new numbers."""
+
+    def __init__(self, source: TokenSource, numbers: SampleNumbers) -> None:
+        self._source = source
+        self._numbers = numbers
+
+    def tokens(self, number: int) -> tuple[Ids, Ids]:
+        return self._source.tokens(int(self._numbers[number]))
 
 
 class _Memory:
