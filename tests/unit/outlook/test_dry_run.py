@@ -52,7 +52,8 @@ def sizes_in(name: str) -> dict[str, int]:
 def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> None:
     config = load_config(path, [], TrainConfig)
     named = sizes_in(path.stem)
-    gpus = named.pop("gpu", 4)
+    # The name of a config for one process has no sizes.
+    gpus = named.pop("gpu", 4 if named else 1)
     assert config.name == path.stem
     limit = LIMITS_GIB.get(path.stem, 72)
     found = output_of(call(path, gpus, "--json", "--gpu-memory-gib", str(limit)))
@@ -161,9 +162,8 @@ def test_the_first_batch_of_the_data_is_planned(call: Call, tmp_path: Path) -> N
         max_tokens_per_gpu=128,
         global_batch_size=64,
         rollout_ids=range(8),
-        cost=load_config(CONFIGS[0], [], TrainConfig).cost_model(layout),
+        cost=load_config(f"configs/{TINY}", [], TrainConfig).cost_model(layout),
     )
-    assert CONFIGS[0].name == TINY
     assert found["plan_digest"] == plan.digest()
     assert f"12 samples in {path}" in found["lengths"]
     bare = [{k: v for k, v in row.items() if k != "reward"} for row in rows]
