@@ -79,6 +79,8 @@ class SampleBatch:
         self._lengths = [t.numel() for t in self._tokens.values()]
         self._fields: dict[str, list[Tensor]] = {}
         self._num_loss_tokens: list[int] | None = None
+        # Samples of which only the number of loss tokens is known so far.
+        self._unmasked: set[int] = set()
         self.revision = 0
         """Number of changes so far; data derived from an older revision is stale."""
         for name, values in (fields or {}).items():
@@ -114,20 +116,49 @@ class SampleBatch:
             raise DataError(f"sample {sample} has no tokens on this rank; call set_tokens first")
         return self._tokens[sample]
 
-    def set_tokens(self, sample: int, prompt: Any, response: Any) -> None:
+    def set_tokens(self, sample: int, prompt: Any, response: Any, loss_mask: Any = None) -> None:
         """Set the tokens of one sample of a batch made by `from_lengths`.
 
+        Args:
+            loss_mask: one 0 or 1 per token of the response: whether it counts in the loss; None =
+                all do.
+
         Raises:
-            DataError: their number differs from the sample's length.
+            DataError: their number differs from the sample's length, or the number of those that
+                count from the `loss_tokens` of the batch.
         """
-        tokens = _token_tensor(sample, torch.cat([_part(sample, prompt), _part(sample, response)]))
+        prompt_ids = _part(sample, prompt)
+        response_ids = _part(sample, response)
+        tokens = _token_tensor(sample, torch.cat([prompt_ids, response_ids]))
         if tokens.numel() != self.length(sample):
             raise DataError(
                 f"sample {sample} has {tokens.numel()} tokens, its length in the batch is "
                 f"{self.length(sample)}; give that many"
             )
+        if loss_mask is not None or sample in self._unmasked:
+            self._set_mask(sample, prompt_ids, response_ids, loss_mask)
         self._tokens[sample] = tokens
         self.revision += 1
+
+    def _set_mask(self, sample: int, prompt: Tensor, response: Tensor, loss_mask: Any) -> None:
+        mask = torch.ones(response.numel(), dtype=torch.bool)
+        if loss_mask is not None:
+            mask = _tensor(f"sample {sample}: loss_mask", loss_mask) != 0
+        if mask.shape != response.shape:
+            raise DataError(
+                f"sample {sample}: loss_mask has shape {tuple(mask.shape)} for a response of "
+                f"{response.numel()} tokens; give one value per token of the response"
+            )
+        whole = torch.cat([prompt.new_zeros(prompt.numel(), dtype=torch.bool), mask])
+        count = int(whole[1:].sum())
+        if count != self.num_loss_tokens[sample]:
+            raise DataError(
+                f"sample {sample}: {count} tokens count in the loss, in the batch "
+                f"{self.num_loss_tokens[sample]} do, which all ranks have planned with; give the "
+                "mask of that sample"
+            )
+        self._fields[RESPONSE_MASK][sample] = whole
+        self._unmasked.discard(sample)
 
     def field(self, name: str, sample: int) -> Tensor:
         """A field of one sample: one value per token, or a scalar tensor."""
@@ -152,7 +183,13 @@ class SampleBatch:
         return "; ".join(tensor.signature for tensor in self._tensors.values())
 
     def response_mask(self, sample: int) -> Tensor:
-        """bool per token of a sample: whether it counts in the loss."""
+        """bool per token of a sample: whether it counts in the loss.
+
+        Raises:
+            DataError: the batch knows only their number so far, see `from_lengths`.
+        """
+        if sample in self._unmasked:
+            raise DataError(f"sample {sample} has no mask on this rank; call set_tokens first")
         if RESPONSE_MASK not in self._fields:
             return torch.ones(self.length(sample), dtype=torch.bool)
         return self._fields[RESPONSE_MASK][sample]
@@ -179,6 +216,7 @@ class SampleBatch:
         self.revision += 1
         if name == RESPONSE_MASK:
             self._num_loss_tokens = None
+            self._unmasked.clear()
 
     def _field_tensor(self, name: str, sample: int, value: Any) -> Tensor:
         tensor = _tensor(f"sample {sample}: field {name!r}", value)
@@ -234,10 +272,17 @@ class SampleBatch:
         prompt_tokens: Sequence[int],
         response_tokens: Sequence[int],
         fields: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        loss_tokens: Sequence[int] | None = None,
     ) -> SampleBatch:
         """A batch with lengths only, which is enough for plans and loss weights.
 
         A rank sets the tokens of its own samples with `set_tokens` before it packs them.
+
+        Args:
+            loss_tokens: per sample the number of response tokens that count in the loss; a sample's
+                first token never does. All ranks weight the loss by these numbers. Where fewer than
+                all count, `set_tokens` must give the mask. None = all count.
         """
         if len(prompt_tokens) != len(response_tokens):
             raise _unpaired(prompt_tokens, response_tokens)
@@ -254,7 +299,22 @@ class SampleBatch:
             masks.append(torch.cat([torch.zeros(prompt), torch.ones(response)]))
         for name, values in {RESPONSE_MASK: masks, **(fields or {})}.items():
             batch.set_field(name, values)
+        if loss_tokens is not None:
+            batch._set_loss_tokens(loss_tokens)
         return batch
+
+    def _set_loss_tokens(self, counts: Sequence[int]) -> None:
+        most = self.num_loss_tokens
+        if len(counts) != len(most):
+            raise DataError(f"{len(counts)} loss_tokens for {len(most)} samples; give one each")
+        for sample, count in enumerate(counts):
+            if not isinstance(count, int | np.integer) or not 0 <= count <= most[sample]:
+                raise DataError(
+                    f"sample {sample} has {brief(count)} loss_tokens; give 0 to {most[sample]}, "
+                    "the tokens of its response"
+                )
+        self._unmasked = {i for i, count in enumerate(counts) if count != most[i]}
+        self._num_loss_tokens = [int(count) for count in counts]
 
     @classmethod
     def from_padded(

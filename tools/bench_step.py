@@ -30,7 +30,7 @@ from megapack import Layout, Plan, Policy, build_dp_schedule, launch
 from megapack.config.sections import ModelConfig
 from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_rollouts
-from megapack.data.index import ReadSettings
+from megapack.data.pieces import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, Ids
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
@@ -209,7 +209,8 @@ def main() -> None:
         settings = ReadSettings(max_length=args.max_length, overlong="skip")
         dataset = Dataset.from_files(args.rollouts, settings, Path(tempfile.gettempdir()))
         rows = range(min(len(dataset), args.num_rollouts))
-        real = [dataset.tokens(row) for row in rows]
+        tokens = [dataset.tokens(row) for row in rows]
+        real = [(one.prompt_ids, one.response_ids) for one in tokens]
         data.append((args.rollouts.stem, real, args.max_length, 4))
     tables = []
     for title, samples, budget, dense in data:

@@ -15,7 +15,7 @@ from megapack.cost.model import CostModel
 from megapack.data.advantages import Floats, group_advantages, penalize_overlong
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.data.generated import generate_rollouts
-from megapack.data.index import ReadSettings
+from megapack.data.pieces import ReadSettings
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.plan.plan import Plan

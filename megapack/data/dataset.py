@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.data.advantages import SampleReward
-from megapack.data.files import BadLine, SampleFile, list_files, open_file
-from megapack.data.index import INDEX_DTYPE, Index, ReadSettings, load_index
+from megapack.data.index import Index, SampleTokens, StoredSamples, load_samples, store_in_memory
+from megapack.data.pieces import ReadSettings
 from megapack.data.rollouts import Rollout, group_batches
-from megapack.data.tokenizer import Ids
+from megapack.data.tokenizer import Ids, Mask
 from megapack.errors import DataError
 from megapack.plan.plan import Plan, own_samples
 
@@ -26,30 +27,19 @@ SampleNumbers = npt.NDArray[np.int64]
 class TokenSink(Protocol):
     """Receives tokens; `samples.SampleBatch`, without importing torch."""
 
-    def set_tokens(self, sample: int, prompt: Ids, response: Ids) -> None:
+    def set_tokens(
+        self, sample: int, prompt: Ids, response: Ids, loss_mask: Mask | None = None
+    ) -> None:
         """Set the tokens of one sample."""
         ...
 
 
-class TokenSource(Protocol):
-    """Returns the tokens of single samples."""
-
-    def tokens(self, number: int) -> tuple[Ids, Ids]:
-        """Prompt and response of one sample."""
-        ...
-
-
 class Dataset:
-    """Samples by number, in the order of their files.
+    """Samples by number, in the order of their files; see `data.index`."""
 
-    Args:
-        index: one row per sample, see `data.index`.
-        source: reads the tokens.
-    """
-
-    def __init__(self, index: Index, source: TokenSource) -> None:
-        self._index = index
-        self._source = source
+    def __init__(self, samples: StoredSamples) -> None:
+        self._samples = samples
+        self._index = samples.index
         self.num_dropped_groups = 0
         """Prompt groups that `without_equal_rewards` left out."""
 
@@ -57,28 +47,20 @@ class Dataset:
         return len(self._index)
 
     @classmethod
-    def from_files(cls, path: str | Path, settings: ReadSettings, spare_folder: Path) -> Dataset:
-        """The samples of `data.path`; arguments and errors are those of `load_index`."""
-        index = load_index(path, settings, spare_folder)
-        return cls(index, _Files(list_files(path), index, settings))
+    def from_files(
+        cls,
+        path: str | Path,
+        settings: ReadSettings,
+        spare_folder: Path,
+        num_workers: int | None = 1,
+    ) -> Dataset:
+        """The samples of `data.path`; arguments and errors are those of `load_samples`."""
+        return cls(load_samples(path, settings, spare_folder, num_workers))
 
     @classmethod
     def from_rollouts(cls, records: Sequence[Rollout]) -> Dataset:
         """A data set of samples that are in memory."""
-        groups: dict[object, int] = {}
-        rollouts: dict[object, int] = {}
-        nan = float("nan")
-        rows = [
-            (
-                *(0, number, number + 1, len(record.prompt_ids), len(record.response_ids)),
-                groups.setdefault(record.group, len(groups)),
-                rollouts.setdefault(record.key, len(rollouts)),
-                nan if record.reward is None else record.reward,
-                nan if record.advantage is None else record.advantage,
-            )
-            for number, record in enumerate(records)
-        ]
-        return cls(np.array(rows, dtype=INDEX_DTYPE), _Memory(records))
+        return cls(store_in_memory(records))
 
     def without_equal_rewards(self) -> Dataset:
         """The prompt groups whose samples do not all have the same reward, in the same order.
@@ -88,26 +70,33 @@ class Dataset:
         Raises:
             DataError: no group is left.
         """
-        index = self._index
-        kept = np.flatnonzero(~_with_equal_rewards(index)[index["group"]])
-        if len(kept) == 0:
+        group = self._index["group"]
+        rows = self._index[~_with_equal_rewards(self._index)[group]]
+        num_groups = len(np.unique(group))
+        if len(rows) == 0:
             raise DataError(
-                f"each of the {len(np.unique(index['group']))} prompt groups has equal rewards; "
-                "set data.drop_equal_rewards=false"
+                f"each of the {num_groups} prompt groups has equal rewards; set "
+                "data.drop_equal_rewards=false"
             )
-        rows = index[kept]
         for name in ("group", "rollout"):
             # The numbers of those that are left, by first appearance as before.
             rows[name] = np.unique(rows[name], return_inverse=True)[1]
-        data = Dataset(rows, _Chosen(self._source, kept))
-        data.num_dropped_groups = len(np.unique(index["group"])) - len(np.unique(rows["group"]))
+        data = Dataset(dataclasses.replace(self._samples, index=rows))
+        data.num_dropped_groups = num_groups - len(np.unique(rows["group"]))
         return data
 
     def digest(self) -> str:
-        """A digest of all samples' lengths, prompt groups and rollouts, which decide the plans."""
+        """A digest of what decides the plans and the loss weights: all samples' lengths, loss
+        tokens, pairs, prompt groups and rollouts."""
         digest = hashlib.sha256()
-        for name in ("prompt_tokens", "response_tokens", "group", "rollout"):
-            digest.update(self._index[name].tobytes())
+        names = ["prompt_tokens", "response_tokens", "group", "rollout"]
+        index = self._index
+        all_count = index["response_tokens"] - (index["prompt_tokens"] == 0)
+        # Plain data keeps the digest that checkpoints of earlier versions hold.
+        if index["pair_sign"].any() or (index["loss_tokens"] != np.maximum(all_count, 0)).any():
+            names += ["loss_tokens", "pair_sign"]
+        for name in names:
+            digest.update(index[name].tobytes())
         return digest.hexdigest()
 
     def batches(
@@ -125,6 +114,23 @@ class Dataset:
     def response_tokens(self, numbers: SampleNumbers) -> list[int]:
         """Tokens of each sample's response."""
         return self._index["response_tokens"][numbers].tolist()  # type: ignore[no-any-return]
+
+    def loss_tokens(self, numbers: SampleNumbers) -> list[int]:
+        """Response tokens of each sample that count in the loss; its first token never does."""
+        return self._index["loss_tokens"][numbers].tolist()  # type: ignore[no-any-return]
+
+    def pair_signs(self, numbers: SampleNumbers) -> list[int]:
+        """1 for the preferred sample of a pair, -1 for the other one, 0 for all others.
+
+        Both samples of a pair have the same rollout.
+        """
+        return self._index["pair_sign"][numbers].tolist()  # type: ignore[no-any-return]
+
+    def lines(self, numbers: SampleNumbers) -> list[tuple[int, int, int]]:
+        """Where each sample comes from: number of the file from 0, line or row from 1, and number
+        of the sample within it from 0."""
+        columns = [self._index[name][numbers].tolist() for name in ("file", "number", "part")]
+        return list(zip(*columns, strict=True))
 
     def rollout_ids(self, numbers: SampleNumbers) -> list[int]:
         """Each sample's rollout, numbered from 0 by first appearance among these samples."""
@@ -145,13 +151,9 @@ class Dataset:
             for group, rollout, reward, advantage in zip(*columns, strict=True)
         ]
 
-    def tokens(self, number: int) -> tuple[Ids, Ids]:
-        """Read prompt and response of one sample.
-
-        Raises:
-            DataError: the file has changed since it was indexed.
-        """
-        return self._source.tokens(number)
+    def tokens(self, number: int) -> SampleTokens:
+        """The tokens of one sample."""
+        return self._samples.tokens(number)
 
     def give_tokens(
         self, batch: TokenSink, numbers: SampleNumbers, plans: Sequence[Plan], dp_rank: int
@@ -160,13 +162,14 @@ class Dataset:
 
         Args:
             numbers: number in this data set of each of the batch's samples.
-
-        Raises:
-            DataError: as `tokens` does.
         """
-        # Read in the order of the files: a Parquet reader keeps one row group in memory.
-        for sample in sorted(own_samples(plans, dp_rank), key=lambda i: int(numbers[i])):
-            batch.set_tokens(sample, *self.tokens(int(numbers[sample])))
+        for sample in own_samples(plans, dp_rank):
+            tokens = self.tokens(int(numbers[sample]))
+            batch.set_tokens(sample, tokens.prompt_ids, tokens.response_ids, tokens.loss_mask)
+
+
+def _none_if_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _with_equal_rewards(index: Index) -> npt.NDArray[np.bool_]:
@@ -184,56 +187,3 @@ def _with_equal_rewards(index: Index) -> npt.NDArray[np.bool_]:
     num_rollouts = np.bincount(group[first], minlength=num_groups)
     equal: npt.NDArray[np.bool_] = (lowest == highest) & (num_rollouts > 1) & ~has_advantage
     return equal
-
-
-class _Chosen:
-    """Some samples of another source, under new numbers."""
-
-    def __init__(self, source: TokenSource, numbers: SampleNumbers) -> None:
-        self._source = source
-        self._numbers = numbers
-
-    def tokens(self, number: int) -> tuple[Ids, Ids]:
-        return self._source.tokens(int(self._numbers[number]))
-
-
-class _Memory:
-    def __init__(self, records: Sequence[Rollout]) -> None:
-        self._records = records
-
-    def tokens(self, number: int) -> tuple[Ids, Ids]:
-        record = self._records[number]
-        return record.prompt_ids, record.response_ids
-
-
-class _Files:
-    """Reads single samples from their positions in the files."""
-
-    def __init__(self, files: Sequence[Path], index: Index, settings: ReadSettings) -> None:
-        self._files = files
-        self._index = index
-        self._settings = settings
-        self._parser = settings.parser()
-        self._readers: dict[int, SampleFile] = {}
-
-    def tokens(self, number: int) -> tuple[Ids, Ids]:
-        entry = self._index[number]
-        file = int(entry["file"])
-        if file not in self._readers:
-            self._readers[file] = open_file(self._files[file])
-        try:
-            raw = self._readers[file].read(int(entry["place"]))
-            record = self._settings.read(self._parser, raw, "")
-        except BadLine:
-            record = None
-        lengths = (int(entry["prompt_tokens"]), int(entry["response_tokens"]))
-        if record is None or (len(record.prompt_ids), len(record.response_ids)) != lengths:
-            raise DataError(
-                f"{self._files[file]}:{entry['number']}: is not the sample that was indexed; the "
-                "file has changed during the run, start again"
-            )
-        return record.prompt_ids, record.response_ids
-
-
-def _none_if_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -1,42 +1,38 @@
-"""The index of a data set: position and lengths of each sample, computed once and stored in a file.
+"""The samples of a data set as they are stored: an index, and all token ids.
 
-    data.jsonl  ->  .data.jsonl.<key>.megapack-index.npy
+    data.jsonl  ->  .data.jsonl.<key>.megapack-index.npy, .megapack-tokens.npy
+                    (and .megapack-routes.npy if samples carry routed experts)
 
 A rank needs the lengths, prompt groups and rewards of all samples to plan, but only the tokens of
-the samples that it packs. The index is one NumPy array without pickled objects. It is
-memory-mapped, so the ranks of a node share its pages. The key in its name is a digest of everything
-that it depends on: paths, file sizes, modification times, tokenizer and settings.
+the samples that it packs. Samples are tokenized once, when the files are written. The files are
+NumPy arrays without pickled objects. They are memory-mapped, so the ranks of a node share their
+pages. The key in their names is a digest of everything that they depend on: paths, file sizes,
+modification times, tokenizer and settings.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import os
 import re
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megapack.base.choices import Overlong
-from megapack.data.files import (
-    BadLine,
-    LineParser,
-    Row,
-    SampleFile,
-    list_files,
-    open_file,
-    unreadable,
-)
+from megapack.data.files import list_files, open_file, unreadable
+from megapack.data.pieces import Piece, ReadSettings, Routes, Tokens, make_piece
 from megapack.data.rollouts import Rollout
-from megapack.data.tokenizer import ByteTokenizer
+from megapack.data.tokenizer import Ids, Mask
+from megapack.data.workers import read_pieces
 from megapack.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -44,123 +40,112 @@ logger = logging.getLogger(__name__)
 INDEX_DTYPE = np.dtype(
     [
         ("file", "<i4"),  # number of the file, from 0 in the order of names
-        ("place", "<i8"),  # byte offset in JSON Lines, row number in Parquet
         ("number", "<i8"),  # line or row, from 1
+        ("part", "<i4"),  # number of the sample within its line, from 0
+        ("start", "<i8"),  # position of its first token among the tokens of all samples
         ("prompt_tokens", "<i4"),
         ("response_tokens", "<i4"),
+        ("loss_tokens", "<i4"),  # response tokens that count in the loss
+        ("pair_sign", "<i1"),  # 1 = preferred, -1 = the other, 0 = no pair
         ("group", "<i8"),  # prompt group, from 0 by first appearance
         ("rollout", "<i8"),  # from 0 by first appearance in the data set
         ("reward", "<f8"),  # NaN = not given
         ("advantage", "<f8"),  # NaN = not given
+        ("route_start", "<i8"),  # position of its first token among the routes; -1 = none
     ]
 )
 Index = npt.NDArray[np.void]
 
 # Part of the key. Increase it when INDEX_DTYPE or the meaning of a column changes.
-_FORMAT = 1
+_FORMAT = 2
 # Hexadecimal digits: 64 bits of the digest.
 _KEY_CHARS = 16
-_SUFFIX = ".megapack-index.npy"
-# Samples that are collected before they are written: about 4 MB of the index.
-_ROWS_AT_A_TIME = 1 << 16
+_INDEX = ".megapack-index.npy"
+_TOKENS = ".megapack-tokens.npy"
+_ROUTES = ".megapack-routes.npy"
+_SUFFIXES = (_TOKENS, _ROUTES, _INDEX)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadSettings:
-    """How samples are read."""
+@dataclass(frozen=True, eq=False)
+class SampleTokens:
+    """The token ids of one sample."""
 
-    tokenizer: ByteTokenizer = dataclasses.field(default_factory=ByteTokenizer)
-    vocab_size: int | None = None
-    """Token ids must be below it; None = the tokenizer's."""
-    max_length: int | None = None
-    """Largest length of a sample in tokens; None = no limit."""
-    overlong: Overlong = "error"
-    """How a sample above `max_length` is treated: "error" refuses it, "truncate" keeps its first
-    `max_length` tokens, "skip" leaves it out. A warning says how many were truncated or skipped."""
-
-    def parser(self) -> LineParser:
-        """A parser with this tokenizer and vocabulary."""
-        vocab_size = self.tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
-        return LineParser(self.tokenizer, vocab_size)
-
-    def read(self, parser: LineParser, row: Row, own_id: str) -> Rollout | None:
-        """Parse a sample and apply `overlong`; None if the sample is skipped.
-
-        Args:
-            own_id: prompt group and rollout of a sample that gives none.
-
-        Raises:
-            BadLine: the sample is refused.
-        """
-        return self.fit(self.parse(parser, row, own_id))
-
-    def parse(self, parser: LineParser, row: Row, own_id: str) -> Rollout:
-        """Parse a sample of any length; arguments as for `read`.
-
-        Raises:
-            BadLine: the sample is refused.
-        """
-        return Rollout(**{"group": own_id, "rollout": own_id, **parser.parse(row)})
-
-    def fit(self, record: Rollout) -> Rollout | None:
-        """Apply `overlong`: the sample, its first `max_length` tokens, or None if it is skipped.
-
-        Raises:
-            BadLine: it is too long, and `overlong` is "error".
-        """
-        most = self.max_length
-        if most is None or record.num_tokens <= most:
-            return record
-        if self.overlong == "error":
-            raise BadLine(
-                f"{record.num_tokens} tokens, max_length is {most}; raise it, or set overlong to "
-                "truncate or skip"
-            )
-        if self.overlong == "skip":
-            return None
-        prompt_ids = record.prompt_ids[:most]
-        response_ids = record.response_ids[: most - len(prompt_ids)]
-        return dataclasses.replace(record, prompt_ids=prompt_ids, response_ids=response_ids)
+    prompt_ids: Ids
+    response_ids: Ids
+    loss_mask: Mask | None = None
+    """Per token of the response: whether it counts in the loss; None = all do."""
+    routed_experts: npt.NDArray[np.int64] | None = None
+    """The experts that each token was routed to, [tokens, MoE layers, k]; None = not given."""
 
 
-def load_index(path: str | Path, settings: ReadSettings, spare_folder: Path) -> Index:
-    """Load the index of `data.path`, memory-mapped; build and store it first if there is none.
+@dataclass(frozen=True, eq=False)
+class StoredSamples:
+    """Samples by number; the arrays are memory-mapped, or in memory."""
+
+    index: Index
+    all_tokens: Tokens
+    all_routes: Routes | None
+    """[routed tokens of all samples, MoE layers, k]."""
+
+    def tokens(self, number: int) -> SampleTokens:
+        """The tokens of one sample."""
+        entry = self.index[number]
+        start = int(entry["start"])
+        first = start + int(entry["prompt_tokens"])
+        stop = first + int(entry["response_tokens"])
+        response = self.all_tokens[first:stop].astype(np.int64)
+        counts = response >= 0
+        routes = None
+        if self.all_routes is not None and entry["route_start"] >= 0:
+            row = int(entry["route_start"])
+            routes = self.all_routes[row : row + stop - start].astype(np.int64)
+        return SampleTokens(
+            prompt_ids=self.all_tokens[start:first].astype(np.int64),
+            response_ids=np.where(counts, response, -1 - response),
+            loss_mask=None if counts.all() else counts,
+            routed_experts=routes,
+        )
+
+
+def load_samples(
+    path: str | Path, settings: ReadSettings, spare_folder: Path, num_workers: int | None = 1
+) -> StoredSamples:
+    """Load the stored samples of `data.path`; read and store them first if they are not.
 
     Args:
         path: a file, or a folder of files, which count as one file in the order of their names.
-        spare_folder: stores the index if the data's own folder cannot be written.
+        spare_folder: stores the samples if the data's own folder cannot be written.
+        num_workers: processes that tokenize; None = one per core. It does not change the result.
 
     Raises:
         DataError: a file cannot be read or has a bad sample. The message has file, line and reason.
     """
     files = list_files(path)
     key = index_key(files, settings)
-    paths = [_index_path(path, key, folder) for folder in (_data_folder(path), spare_folder)]
-    for index_path in paths:
-        with contextlib.suppress(OSError, ValueError, EOFError):
-            return _read(index_path)
-    for index_path in paths:
-        if _writable(index_path.parent):
-            _write(index_path, files, settings)
+    stems = [_stem(path, key, folder) for folder in (_data_folder(path), spare_folder)]
+    for stem in stems:
+        with contextlib.suppress(OSError, ValueError, EOFError, IndexError):
+            return _read(stem)
+    for stem in stems:
+        if _writable(stem.parent):
+            _write(stem, files, settings, num_workers)
             # If the files changed during the reading, the index fits neither the old nor the new.
             if index_key(files, settings) != key:
-                index_path.unlink()
+                _named(stem, _INDEX).unlink()
                 raise DataError(f"{path} changes while it is read; start when it is complete")
-            return _read(index_path)
+            return _read(stem)
     raise DataError(
-        f"the index of {path} can be written neither to {paths[0].parent} nor to "
-        f"{paths[1].parent}; set runs_dir to a folder that can be written"
+        f"the index of {path} can be written neither to {stems[0].parent} nor to "
+        f"{stems[1].parent}; set runs_dir to a folder that can be written"
     )
 
 
 def index_key(files: Sequence[Path], settings: ReadSettings) -> str:
     """A digest of everything that an index depends on."""
     states = [_state(file) for file in files]
-    tokenizer = f"{type(settings.tokenizer).__qualname__} {settings.tokenizer.vocab_size}"
     rest = (settings.vocab_size, settings.max_length, settings.overlong)
-    return hashlib.sha256(repr((_FORMAT, states, tokenizer, rest)).encode()).hexdigest()[
-        :_KEY_CHARS
-    ]
+    whole = repr((_FORMAT, states, settings.tokenizer.digest, rest))
+    return hashlib.sha256(whole.encode()).hexdigest()[:_KEY_CHARS]
 
 
 def _state(file: Path) -> tuple[str, int, int]:
@@ -171,119 +156,208 @@ def _state(file: Path) -> tuple[str, int, int]:
         raise unreadable(file, error) from None
 
 
-def build_index(files: Sequence[Path], settings: ReadSettings) -> Iterator[Index]:
-    """Read every sample once and yield the index in pieces."""
-    builder = _Builder(settings)
-    for number, path in enumerate(files):
-        reader = open_file(path)
-        yield from builder.pieces(number, path, reader)
-    yield builder.piece()
-    builder.report(files[0] if len(files) == 1 else files[0].parent)
-
-
 class _Builder:
-    """Collects index rows; numbers prompt groups and rollouts by their first appearance."""
+    """Makes index rows of pieces; numbers prompt groups and rollouts by their first appearance."""
 
-    def __init__(self, settings: ReadSettings) -> None:
-        self._settings = settings
-        self._parser = settings.parser()
+    def __init__(self) -> None:
         self._groups: dict[Any, int] = {}
         self._rollouts: dict[Any, int] = {}
-        self._rows: list[tuple[Any, ...]] = []
+        self._num_tokens = 0
+        self._num_routes = 0
         self.num_samples = 0
-        self.num_skipped = 0
-        self.num_truncated = 0
+        self.route_shape: tuple[int, ...] | None = None
 
-    def pieces(self, file: int, path: Path, reader: SampleFile) -> Iterator[Index]:
-        """Add a file's samples and yield each full piece."""
-        for position, number, row in reader.scan():
-            try:
-                whole = self._settings.parse(self._parser, row, f"{file} line-{number}")
-                record = self._settings.fit(whole)
-            except BadLine as bad:
-                raise DataError(f"{path}:{number}: {bad}") from None
-            if record is None:
-                self.num_skipped += 1
-                continue
-            self.num_truncated += record.num_tokens < whole.num_tokens
-            self._rows.append((file, position, number, *self._columns(record)))
-            if len(self._rows) == _ROWS_AT_A_TIME:
-                yield self.piece()
+    def add(self, file: int, piece: Piece) -> Index:
+        """The index rows of the next piece.
 
-    def piece(self) -> Index:
-        """The rows collected since the last piece."""
-        piece = np.array(self._rows, dtype=INDEX_DTYPE)
-        self.num_samples += len(self._rows)
-        self._rows.clear()
-        return piece
-
-    def report(self, path: Path) -> None:
-        """Warn of skipped and truncated samples; raise DataError if no sample is left."""
-        most = self._settings.max_length
-        if self.num_skipped:
-            logger.warning("%s: %d samples above %s tokens skipped", path, self.num_skipped, most)
-        if self.num_truncated:
-            logger.warning("%s: %d samples truncated to %s tokens", path, self.num_truncated, most)
-        if self.num_samples == 0:
-            raise DataError(
-                f"{path} has no sample ({self.num_skipped} were above max_length={most}); give "
-                "at least one"
-            )
-
-    def _columns(self, record: Rollout) -> tuple[Any, ...]:
+        Raises:
+            DataError: its routes have another shape than those before; without the file's name.
+        """
         nan = float("nan")
-        return (
-            len(record.prompt_ids),
-            len(record.response_ids),
-            self._groups.setdefault(record.group, len(self._groups)),
-            self._rollouts.setdefault(record.key, len(self._rollouts)),
-            nan if record.reward is None else record.reward,
-            nan if record.advantage is None else record.advantage,
+        routes = iter(piece.routes)
+        rows = []
+        for row in piece.rows:
+            route_start = -1
+            if row.has_routes:
+                route_start = self._num_routes
+                self._num_routes += self._checked(row.number, next(routes))
+            rows.append(
+                (
+                    *(file, row.number, row.part, self._num_tokens),
+                    *(row.prompt_tokens, row.response_tokens, row.loss_tokens, row.pair_sign),
+                    self._groups.setdefault(row.group, len(self._groups)),
+                    self._rollouts.setdefault((row.group, row.rollout), len(self._rollouts)),
+                    nan if row.reward is None else row.reward,
+                    nan if row.advantage is None else row.advantage,
+                    route_start,
+                )
+            )
+            self._num_tokens += row.prompt_tokens + row.response_tokens
+        self.num_samples += len(rows)
+        return np.array(rows, dtype=INDEX_DTYPE)
+
+    def _checked(self, number: int, routes: Routes) -> int:
+        shape = routes.shape[1:]
+        self.route_shape = self.route_shape or shape
+        if shape != self.route_shape:
+            raise DataError(
+                f"{number}: routed_experts has {shape[0]} layers of {shape[1]} experts, samples "
+                f"before it {self.route_shape[0]} of {self.route_shape[1]}; give those of one model"
+            )
+        return len(routes)
+
+
+def store_in_memory(records: Sequence[Rollout]) -> StoredSamples:
+    """Samples that are in memory, as if read from one file."""
+    builder = _Builder()
+    piece = make_piece(enumerate(records, start=1))
+    index = builder.add(0, piece)
+    return StoredSamples(
+        index, piece.tokens, np.concatenate(piece.routes) if piece.routes else None
+    )
+
+
+def _write(
+    stem: Path, files: Sequence[Path], settings: ReadSettings, num_workers: int | None
+) -> None:
+    """Write the arrays piece by piece under other names, and rename them when they are complete.
+
+    The index is renamed last: where there is an index, there is the rest.
+    """
+    blocks = ((n, block) for n, path in enumerate(files) for block in open_file(path).blocks())
+    total = sum(path.stat().st_size for path in files)
+    builder = _Builder()
+    num_skipped = 0
+    num_truncated = 0
+    with contextlib.ExitStack() as stack:
+        index = stack.enter_context(_ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
+        tokens = stack.enter_context(_ArrayFile(_named(stem, _TOKENS), np.dtype("<i4")))
+        routes: _ArrayFile | None = None
+        for file, piece in read_pieces(blocks, settings, num_workers, total):
+            try:
+                index.write(builder.add(file, piece))
+            except DataError as error:
+                raise DataError(f"{files[file]}:{error}") from None
+            if piece.error:
+                raise DataError(f"{files[file]}:{piece.error}")
+            tokens.write(piece.tokens)
+            if piece.routes and routes is None:
+                shape = builder.route_shape or ()
+                path = _named(stem, _ROUTES)
+                routes = stack.enter_context(_ArrayFile(path, np.dtype("<u2"), shape))
+            for array in piece.routes:
+                assert routes is not None
+                routes.write(array)
+            num_skipped += piece.num_skipped
+            num_truncated += piece.num_truncated
+        path = files[0] if len(files) == 1 else files[0].parent
+        _report(path, settings.max_length, builder.num_samples, num_skipped, num_truncated)
+        for array_file in (tokens, routes, index):
+            if array_file is not None:
+                array_file.finish()
+    _remove_outdated(stem)
+
+
+def _report(
+    path: Path, most: int | None, num_samples: int, num_skipped: int, num_truncated: int
+) -> None:
+    """Warn of skipped and truncated samples; raise DataError if no sample is left."""
+    if num_skipped:
+        logger.warning("%s: %d samples above %s tokens skipped", path, num_skipped, most)
+    if num_truncated:
+        logger.warning("%s: %d samples truncated to %s tokens", path, num_truncated, most)
+    if num_samples == 0:
+        raise DataError(
+            f"{path} has no sample ({num_skipped} were above max_length={most}); give at least one"
         )
 
 
-def _write(index_path: Path, files: Sequence[Path], settings: ReadSettings) -> None:
-    """Write the index piece by piece under another name, and rename it when it is complete."""
-    # A process id would not be unique: two nodes may share the folder. tempfile would not do
-    # either: only the owner may read its files.
-    part = index_path.with_name(f"{index_path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with open(part, "xb") as file:
-            # The number of rows is not known yet; 10**12 stands in for it.
-            header = {"descr": INDEX_DTYPE.descr, "fortran_order": False, "shape": (10**12,)}
-            np.lib.format.write_array_header_1_0(file, header)
-            start = file.tell()
-            num_rows = 0
-            for piece in build_index(files, settings):
-                file.write(piece.tobytes())
-                num_rows += len(piece)
-            # NumPy pads the header to a fixed length, so the true count fits into the same bytes.
-            file.seek(0)
-            np.lib.format.write_array_header_1_0(file, {**header, "shape": (num_rows,)})
-            assert file.tell() == start, "the header's length depends on the count"
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, index_path)
-    finally:
-        part.unlink(missing_ok=True)
-    _remove_outdated(index_path)
+class _ArrayFile:
+    """Writes a NumPy array piece by piece under another name.
+
+    Without `finish` nothing is left.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], item_shape: tuple[int, ...] = ()) -> None:
+        self._path = path
+        # A process id would not be unique: two nodes may share the folder. tempfile would not do
+        # either: only the owner may read its files.
+        self._part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+        self._dtype = dtype
+        self._item_shape = item_shape
+        self._num_items = 0
+        self._file = open(self._part, "xb")  # noqa: SIM115
+        # The number of items is not known yet; 10**12 stands in for it.
+        self._write_header(10**12)
+        self._start = self._file.tell()
+
+    def __enter__(self) -> _ArrayFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+
+    def write(self, array: npt.NDArray[Any]) -> None:
+        """Add items."""
+        self._file.write(np.ascontiguousarray(array, dtype=self._dtype).tobytes())
+        self._num_items += len(array)
+
+    def finish(self) -> None:
+        """Sync the file and give it its name."""
+        # NumPy pads the header to a fixed length, so the true count fits into the same bytes.
+        self._file.seek(0)
+        self._write_header(self._num_items)
+        assert self._file.tell() == self._start, "the header's length depends on the count"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._part, self._path)
+
+    def _write_header(self, num_items: int) -> None:
+        shape = (num_items, *self._item_shape)
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
 
 
-def _remove_outdated(index_path: Path) -> None:
-    """Remove indexes of the same data under other keys."""
-    name = index_path.name.removesuffix(_SUFFIX)
-    same_data = re.compile(re.escape(name[:-_KEY_CHARS]) + f"[0-9a-f]{{{_KEY_CHARS}}}")
-    for other in index_path.parent.iterdir():
-        is_other_index = other.name.endswith(_SUFFIX) and other != index_path
-        if is_other_index and same_data.fullmatch(other.name.removesuffix(_SUFFIX)):
-            other.unlink(missing_ok=True)
+def _remove_outdated(stem: Path) -> None:
+    """Remove what is stored of the same data under other keys."""
+    same_data = re.compile(re.escape(stem.name[:-_KEY_CHARS]) + f"[0-9a-f]{{{_KEY_CHARS}}}")
+    for other in stem.parent.iterdir():
+        for suffix in _SUFFIXES:
+            name = other.name.removesuffix(suffix)
+            if name not in (other.name, stem.name) and same_data.fullmatch(name):
+                other.unlink(missing_ok=True)
 
 
-def _read(index_path: Path) -> Index:
-    index = np.load(index_path, mmap_mode="r", allow_pickle=False)
+def _read(stem: Path) -> StoredSamples:
+    """Map the arrays of a data set.
+
+    Raises:
+        OSError, ValueError, EOFError, IndexError: they are missing, damaged, or of another format.
+    """
+    index = _map(stem, _INDEX)
     if index.dtype != INDEX_DTYPE:
-        raise ValueError(f"{index_path} has other columns")
-    return index  # type: ignore[no-any-return]
+        raise ValueError(f"{stem} has other columns")
+    tokens = _map(stem, _TOKENS)
+    last = index[-1]
+    if len(tokens) != last["start"] + last["prompt_tokens"] + last["response_tokens"]:
+        raise ValueError(f"{stem} has other tokens than its index")
+    is_routed = bool((index["route_start"] >= 0).any())
+    return StoredSamples(index, tokens, _map(stem, _ROUTES) if is_routed else None)
+
+
+def _map(stem: Path, suffix: str) -> npt.NDArray[Any]:
+    return np.load(_named(stem, suffix), mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+
+
+def _named(stem: Path, suffix: str) -> Path:
+    return stem.with_name(stem.name + suffix)
 
 
 def _data_folder(path: str | Path) -> Path:
@@ -291,8 +365,9 @@ def _data_folder(path: str | Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def _index_path(path: str | Path, key: str, folder: Path) -> Path:
-    return folder / f".{Path(path).resolve().name}.{key}{_SUFFIX}"
+def _stem(path: str | Path, key: str, folder: Path) -> Path:
+    """The names of the stored files without their suffixes."""
+    return folder / f".{Path(path).resolve().name}.{key}"
 
 
 def _writable(folder: Path) -> bool:

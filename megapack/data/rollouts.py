@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from megapack.data.tokenizer import Ids
+from megapack.data.tokenizer import Ids, Mask
 from megapack.errors import ConfigError
 
 
@@ -44,11 +44,39 @@ class Rollout:
     """The prompt group: samples with equal values answer one prompt."""
     rollout: int | str
     """Samples with equal `(group, rollout)` are one rollout."""
+    part: int = 0
+    """Number of the sample within its line, from 0: a line may give several."""
+    loss_mask: Mask | None = None
+    """Per token of the response: whether it counts in the loss; None = all do."""
+    pair_sign: int = 0
+    """1 = the preferred response of a pair, -1 = the other one, 0 = no pair."""
+    routed_experts: npt.NDArray[np.uint16] | None = None
+    """The experts that each token was routed to, [tokens, MoE layers, k]; None = not given."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response, before any padding."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Response tokens that count in the loss; a sample's first token never does."""
+        mask = np.ones(len(self.response_ids), bool) if self.loss_mask is None else self.loss_mask
+        return int(mask[0 if len(self.prompt_ids) else 1 :].sum())
+
+    def cut(self, most: int) -> Rollout:
+        """The first `most` tokens, with their mask and routes."""
+        prompt_ids = self.prompt_ids[:most]
+        response_ids = self.response_ids[: most - len(prompt_ids)]
+        mask = self.loss_mask
+        routes = self.routed_experts
+        return dataclasses.replace(
+            self,
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            loss_mask=None if mask is None else mask[: len(response_ids)],
+            routed_experts=None if routes is None else routes[:most],
+        )
 
     @property
     def key(self) -> tuple[int | str, int | str]:

@@ -1,12 +1,15 @@
-"""The built-in tokenizer: one token per UTF-8 byte. It needs no files and loses nothing.
+"""Tokenizers: what text becomes token ids, and the built-in one.
 
-With it text trains out of the box. A real run brings token ids of its model's own tokenizer
-(`prompt_ids`, `response_ids`), which pass through unchanged.
+The built-in tokenizer has one token per UTF-8 byte. It needs no files and loses nothing, so text
+trains out of the box. A real run names its model's own (`hf_tokenizer`), or brings token ids, which
+pass through unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +17,65 @@ import numpy.typing as npt
 from megapack.config.model import BYTE_VOCAB_SIZE
 
 Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Message = Mapping[str, Any]
+"""A turn of a chat: `role`, `content`, and what else the template reads."""
+
+
+class TextError(ValueError):
+    """Why a text or a chat cannot become a sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChatTokens:
+    """A chat as one sample."""
+
+    ids: Ids
+    loss_mask: Mask
+    """Per token: whether it counts in the loss."""
+
+
+class Tokenizer(Protocol):
+    """Turns text into token ids, equally on every machine. It can be pickled."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Names everything that decides the ids: two tokenizers with one digest are equal."""
+        ...
+
+    def encode_prompt(self, text: str) -> Ids:
+        """The ids of a prompt, with the special tokens that begin a sample."""
+        ...
+
+    def encode_response(self, text: str) -> Ids:
+        """The ids of a response, with the special token that ends it.
+
+        Raises:
+            TextError: the tokenizer cannot encode it.
+        """
+        ...
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
+    ) -> list[ChatTokens]:
+        """The samples of a chat; see `chats.chat_texts`.
+
+        Args:
+            first: only turns from this message on count in the loss.
+
+        Raises:
+            TextError: the tokenizer has no chats, or the template refuses this one.
+        """
+        ...
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Each token's text by itself, special tokens by name; for people."""
+        ...
 
 
 class ByteTokenizer:
@@ -32,13 +94,21 @@ class ByteTokenizer:
     pad = 258
     vocab_size = BYTE_VOCAB_SIZE
 
+    @property
+    def digest(self) -> str:
+        """See `Tokenizer`."""
+        return f"bytes {self.vocab_size}"
+
     def encode(self, text: str) -> Ids:
         """The bytes of a text, int64, without special tokens.
 
         Raises:
-            UnicodeEncodeError: the text has half of a surrogate pair.
+            TextError: the text has half of a surrogate pair.
         """
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+        try:
+            return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+        except UnicodeEncodeError:
+            raise TextError("has half of a surrogate pair; write it again") from None
 
     def encode_prompt(self, text: str) -> Ids:
         """`bos`, then the bytes."""
@@ -47,6 +117,17 @@ class ByteTokenizer:
     def encode_response(self, text: str) -> Ids:
         """The bytes, then `eos`."""
         return np.concatenate([self.encode(text), _EOS])
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
+    ) -> list[ChatTokens]:
+        """See `Tokenizer`."""
+        raise TextError("needs a chat template, bytes have none; set data.tokenizer=hf")
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """See `Tokenizer`; bytes outside of ASCII as `\\xe9`."""
+        names = {self.bos: "<bos>", self.eos: "<eos>", self.pad: "<pad>"}
+        return [names.get(i) or (chr(i) if i < 128 else f"\\x{i:02x}") for i in map(int, ids)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids without special tokens; invalid UTF-8 becomes U+FFFD."""

@@ -119,10 +119,12 @@ class BatchPlanner:
 
         Raises:
             PlanError, ConfigError: there is no legal plan for their lengths.
-            DataError: as `Dataset.tokens` does.
         """
         samples = SampleBatch.from_lengths(
-            self.data.prompt_tokens(numbers), self.data.response_tokens(numbers), fields
+            self.data.prompt_tokens(numbers),
+            self.data.response_tokens(numbers),
+            fields,
+            loss_tokens=self.data.loss_tokens(numbers),
         )
         lengths = samples.lengths
         rollout_ids = self.data.rollout_ids(numbers)

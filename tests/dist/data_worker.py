@@ -16,6 +16,7 @@ from megapack import launch
 from megapack.config import load_config
 from megapack.config.sections import TrainConfig
 from megapack.data.dataset import Dataset
+from megapack.data.index import SampleTokens
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.train import Trainer
@@ -31,7 +32,7 @@ class RecordingTrainer(Trainer):
         self.planned: list[int] = []
         tokens = self.data.tokens
 
-        def recorded(row: int) -> tuple[np.ndarray, np.ndarray]:
+        def recorded(row: int) -> SampleTokens:
             self.read.append(row)
             return tokens(row)
 

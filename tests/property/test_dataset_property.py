@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack.data.dataset import Dataset
-from megapack.data.index import ReadSettings
+from megapack.data.pieces import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.property
@@ -69,7 +69,8 @@ def test_written_samples_are_read_back(
         order.shuffle(numbers)
         for number in numbers:
             found = data.tokens(number)
-            assert [part.tolist() for part in found] == list(tokens(written[number]))
+            parts = [found.prompt_ids.tolist(), found.response_ids.tolist()]
+            assert parts == list(tokens(written[number]))
         found_rewards = [one.reward for one in data.rewards(np.arange(len(written)))]
         assert found_rewards == [row.get("reward") for row in written]
         batches = list(data.batches(2, shuffle=True, seed=1))

@@ -34,8 +34,8 @@ from megapack.config import dump_yaml, parse_config
 from megapack.config.sections import TrainConfig
 from megapack.data.advantages import group_advantages
 from megapack.data.dataset import Dataset
-from megapack.data.index import ReadSettings
 from megapack.data.lengths import Columns, read_length_file
+from megapack.data.pieces import ReadSettings
 from megapack.plan.show import diff_plans
 from tools.fuzzing import seeds
 
@@ -138,7 +138,8 @@ def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
     rows = np.arange(len(dataset))
     counts = zip(dataset.prompt_tokens(rows), dataset.response_tokens(rows), strict=True)
     for row, count in enumerate(counts):
-        lengths = tuple(map(len, dataset.tokens(row)))
+        tokens = dataset.tokens(row)
+        lengths = (len(tokens.prompt_ids), len(tokens.response_ids))
         require(lengths == count, f"sample {row} differs in length from its index")
     rewards = dataset.rewards(rows)
     for mode in get_args(AdvantageNorm):

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapack.data import files as data_files
 from megapack.data import index as data_index
 from megapack.data.advantages import SampleReward, group_advantages
 from megapack.data.dataset import Dataset
-from megapack.data.index import ReadSettings, load_index
+from megapack.data.index import load_samples
+from megapack.data.pieces import ReadSettings
 from megapack.data.rollouts import Rollout, group_batches
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import DataError
@@ -80,9 +82,10 @@ def assert_holds(found: Dataset, records: Sequence[Rollout]) -> None:
     rows = np.arange(len(records))
     assert len(found) == len(records)
     for number in reversed(rows.tolist()):
-        prompt, response = found.tokens(number)
-        assert prompt.tolist() == records[number].prompt_ids.tolist()
-        assert response.tolist() == records[number].response_ids.tolist()
+        tokens = found.tokens(number)
+        assert tokens.prompt_ids.tolist() == records[number].prompt_ids.tolist()
+        assert tokens.response_ids.tolist() == records[number].response_ids.tolist()
+        assert tokens.loss_mask is None
     assert found.prompt_tokens(rows) == [len(r.prompt_ids) for r in records]
     assert found.response_tokens(rows) == [len(r.response_ids) for r in records]
     numbers: dict[Any, int] = {}
@@ -180,17 +183,17 @@ def test_a_bad_line_is_reported_and_leaves_no_index(tmp_path: Path, line: str, s
 
 
 class Reads:
-    """Counts how often an index is built."""
+    """Counts how often a data set is read and stored."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        build = data_index.build_index
+        write = data_index._write
 
         def counted(*args: Any) -> Any:
             self.count += 1
-            return build(*args)
+            return write(*args)
 
-        monkeypatch.setattr(data_index, "build_index", counted)
+        monkeypatch.setattr(data_index, "_write", counted)
 
 
 @pytest.fixture
@@ -204,22 +207,23 @@ def indexes(folder: Path) -> list[str]:
 
 def test_the_index_is_kept_until_something_changes(tmp_path: Path, reads: Reads) -> None:
     path = write_lines(tmp_path / "data.jsonl")
-    index = load_index(path, ReadSettings(), tmp_path / "spare")
-    assert isinstance(index, np.memmap)
-    load_index(path, ReadSettings(), tmp_path / "spare")
+    stored = load_samples(path, ReadSettings(), tmp_path / "spare")
+    assert isinstance(stored.index, np.memmap)
+    assert isinstance(stored.all_tokens, np.memmap)
+    load_samples(path, ReadSettings(), tmp_path / "spare")
     assert reads.count == 1
     state = path.stat()
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    load_index(path, ReadSettings(), tmp_path / "spare")
+    load_samples(path, ReadSettings(), tmp_path / "spare")
     assert reads.count == 2, "another modification time"
     write_lines(path, ROWS[:2])
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
-    assert len(load_index(path, ReadSettings(), tmp_path / "spare")) == 2
+    assert len(load_samples(path, ReadSettings(), tmp_path / "spare").index) == 2
     assert reads.count == 3, "another size"
     for count, settings in enumerate(
         ({"vocab_size": 300}, {"max_length": 9}, {"max_length": 9, "overlong": "truncate"}), 4
     ):
-        load_index(path, ReadSettings(**settings), tmp_path / "spare")
+        load_samples(path, ReadSettings(**settings), tmp_path / "spare")
         assert reads.count == count, settings
     assert len(indexes(tmp_path)) == 1, "outdated indexes were not removed"
 
@@ -228,7 +232,7 @@ def test_the_index_is_kept_until_something_changes(tmp_path: Path, reads: Reads)
 def test_index_permissions_follow_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        load_index(write_lines(tmp_path / "a.jsonl"), ReadSettings(), tmp_path)
+        load_samples(write_lines(tmp_path / "a.jsonl"), ReadSettings(), tmp_path)
     finally:
         os.umask(before)
     (name,) = indexes(tmp_path)
@@ -239,16 +243,16 @@ def test_a_pipe_among_the_files_is_refused(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl")
     os.mkfifo(tmp_path / "b.jsonl")
     with pytest.raises(DataError, match=r"b\.jsonl: not a regular file; set data\.path"):
-        load_index(tmp_path, ReadSettings(), tmp_path)
+        load_samples(tmp_path, ReadSettings(), tmp_path)
 
 
 def test_another_tokenizer_has_another_index(tmp_path: Path, reads: Reads) -> None:
-    class Longer(ByteTokenizer):
-        vocab_size = 260
+    class Other(ByteTokenizer):
+        digest = "other"
 
     path = write_lines(tmp_path / "data.jsonl")
-    for tokenizer in (ByteTokenizer(), Longer()):
-        load_index(path, ReadSettings(tokenizer=tokenizer), tmp_path)
+    for tokenizer in (ByteTokenizer(), Other()):
+        load_samples(path, ReadSettings(tokenizer=tokenizer), tmp_path)
     assert reads.count == 2
 
 
@@ -275,33 +279,35 @@ def test_the_index_of_a_read_only_folder_is_stored_elsewhere(
     writable = data_index._writable
     monkeypatch.setattr(data_index, "_writable", lambda f: f != folder and writable(f))
     for _ in range(2):
-        load_index(path, ReadSettings(), spare)
+        load_samples(path, ReadSettings(), spare)
     assert reads.count == 1
     assert [p.name for p in folder.iterdir()] == ["data.jsonl"]
     assert len(indexes(spare)) == 1
     monkeypatch.setattr(data_index, "_writable", lambda _: False)
     with pytest.raises(DataError, match="set runs_dir"):
-        load_index(path, ReadSettings(max_length=99), spare)
+        load_samples(path, ReadSettings(max_length=99), spare)
 
 
-def test_a_file_that_changes_during_the_run_is_noticed(tmp_path: Path) -> None:
+def test_tokens_are_stored_once_and_outlive_the_file(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "data.jsonl")
     found = dataset(path, tmp_path)
-    write_lines(path, list(reversed(ROWS)))
-    with pytest.raises(DataError, match=r"data\.jsonl:1: is not the sample that was indexed"):
-        found.tokens(0)
+    path.unlink()
+    assert_holds(found, as_rollouts(ROWS))
 
 
-def test_an_index_written_in_pieces_is_the_same(
+def test_small_blocks_give_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_lines(tmp_path / "data.jsonl", ROWS * 4)
-    whole = np.array(load_index(path, ReadSettings(), tmp_path))
-    monkeypatch.setattr(data_index, "_ROWS_AT_A_TIME", 3)
+    whole = load_samples(path, ReadSettings(), tmp_path)
+    index = np.array(whole.index)
+    tokens = np.array(whole.all_tokens)
+    monkeypatch.setattr(data_files, "_BLOCK_BYTES", 99)
     (tmp_path / indexes(tmp_path)[0]).unlink()
-    again = load_index(path, ReadSettings(), tmp_path)
-    for name in whole.dtype.names or ():
-        np.testing.assert_array_equal(again[name], whole[name])
+    again = load_samples(path, ReadSettings(), tmp_path)
+    np.testing.assert_array_equal(again.all_tokens, tokens)
+    for name in index.dtype.names or ():
+        np.testing.assert_array_equal(again.index[name], index[name])
 
 
 def rewarded(rewards: Sequence[Sequence[float | None]], **more: Any) -> list[Rollout]:
@@ -329,7 +335,7 @@ def test_prompt_groups_of_equal_rewards_are_left_out() -> None:
     rows = np.arange(len(data))
     # Samples 2, 3 (group 1), 7 (a group of one rollout) and 8, 9 (group 4) are left.
     assert data.response_tokens(rows) == [3, 4, 8, 9, 10]
-    assert [int(data.tokens(row)[1][0]) for row in rows] == [2, 3, 7, 8, 9]
+    assert [int(data.tokens(row).response_ids[0]) for row in rows] == [2, 3, 7, 8, 9]
     assert [one.reward for one in data.rewards(rows)] == [0.0, 1.0, 2.0, 1.0, 0.5]
     # Batches are filled with the groups that follow.
     assert [batch.tolist() for batch in data.batches(2)] == [[0, 1, 2], [3, 4]]
@@ -358,4 +364,4 @@ def test_files_without_equal_rewards_give_their_own_tokens(tmp_path: Path) -> No
     ]
     data = dataset(write_lines(tmp_path / "data.jsonl", rows), tmp_path).without_equal_rewards()
     assert data.num_dropped_groups == 3
-    assert [data.tokens(number)[1].tolist() for number in range(2)] == [[2] * 3, [3] * 4]
+    assert [data.tokens(number).response_ids.tolist() for number in range(2)] == [[2] * 3, [3] * 4]

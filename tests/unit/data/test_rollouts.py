@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megapack.data.advantages import SampleReward, group_advantages
 from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_rollouts
-from megapack.data.index import ReadSettings
+from megapack.data.pieces import ReadSettings
 from megapack.data.rollouts import group_batches
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import ConfigError, DataError
@@ -54,10 +54,10 @@ def test_text_token_ids_groups_and_rollouts_are_read(tmp_path: Path) -> None:
     )
     found = read(path)
     rows = np.arange(3)
-    prompt_ids, response_ids = found.tokens(0)
-    assert prompt_ids.tolist() == [256, 97]
-    assert response_ids.tolist() == [0xC3, 0xA9, 257]
-    assert found.tokens(2)[0].dtype == np.int64
+    tokens = found.tokens(0)
+    assert tokens.prompt_ids.tolist() == [256, 97]
+    assert tokens.response_ids.tolist() == [0xC3, 0xA9, 257]
+    assert found.tokens(2).prompt_ids.dtype == np.int64
     assert found.rollout_ids(rows) == [0, 1, 2]
     # The prompt groups 7 and "7" differ; a row without one is a prompt group by itself.
     assert found.rewards(rows) == [
@@ -151,7 +151,7 @@ def test_any_bytes_are_rollouts_or_a_data_error(tmp_path: Path, data: bytes) -> 
 
 def test_token_ids_are_checked_against_the_vocabulary(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {**IDS, "response_ids": [999]})
-    assert read(path, vocab_size=1000).tokens(0)[1].tolist() == [999]
+    assert read(path, vocab_size=1000).tokens(0).response_ids.tolist() == [999]
     path = write(tmp_path / "t.jsonl", {"prompt": "a", "response": "b"})
     with pytest.raises(DataError, match="text needs a vocabulary of 259, the model has 100"):
         read(path, vocab_size=100)

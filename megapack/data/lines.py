@@ -1,0 +1,377 @@
+"""One line or row of a data file -> its checked samples.
+
+The columns are described in `rollouts`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megapack.base.arrays import is_id
+from megapack.base.files import strict_json
+from megapack.data.files import Row
+from megapack.data.rollouts import Rollout
+from megapack.data.tokenizer import ChatTokens, Ids, Mask, Message, TextError, Tokenizer
+
+# The columns that a sample's tokens come from, by kind, and those that may stand beside them.
+_FORMS = {
+    "text": ("prompt", "response"),
+    "ids": ("prompt_ids", "response_ids"),
+    "chat": ("messages",),
+    "pair": ("chosen", "rejected"),
+    "pair_ids": ("prompt_ids", "chosen_ids", "rejected_ids"),
+}
+# A data set of chats often repeats its first message as `prompt`.
+_ALSO = {"chat": {"prompt"}, "pair": {"prompt"}}
+_TOKEN_COLUMNS = tuple(dict.fromkeys(name for names in _FORMS.values() for name in names))
+_MASKS = ("response_mask", "loss_mask")
+_MAX_EXPERT = 2**16 - 1
+
+
+class BadLine(Exception):
+    """Why a line is refused; the caller adds file and line number."""
+
+
+@dataclass(frozen=True)
+class LineParser:
+    """Parses and checks the samples of one line."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    """Token ids must be below it."""
+
+    def parse(self, line: Row, own_id: str) -> list[Rollout]:
+        """The samples of one line: one, two of a preference pair, or several of a chat.
+
+        Args:
+            own_id: prompt group and rollout of a line that gives none.
+
+        Raises:
+            BadLine: the line is not such an object.
+        """
+        row = _json_object(line) if isinstance(line, bytes) else line
+        # null and absent are the same.
+        row = {key: value for key, value in row.items() if value is not None}
+        form = _form(row)
+        readers = {
+            "text": self._text,
+            "ids": self._ids,
+            "chat": self._chat,
+            "pair": self._pair,
+            "pair_ids": self._pair_ids,
+        }
+        samples = readers[form](row)
+        if form != "ids":
+            _refuse_columns_of_ids(row)
+        shared: dict[str, Any] = {"group": own_id, "rollout": own_id}
+        checks = {"reward": _number, "advantage": _number, "group": _identity, "rollout": _identity}
+        for key, check in checks.items():
+            if key in row:
+                shared[key] = check(key, row[key])
+        for fields in samples:
+            if len(fields["prompt_ids"]) + len(fields["response_ids"]) == 0:
+                raise BadLine(
+                    "the sample is empty: neither prompt nor response has a token; leave it out"
+                )
+        return [Rollout(**shared, part=part, **fields) for part, fields in enumerate(samples)]
+
+    def _text(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        prompt_ids = self._encoded("prompt", row["prompt"], self.tokenizer.encode_prompt)
+        response_ids = self._encoded("response", row["response"], self.tokenizer.encode_response)
+        return [{"prompt_ids": prompt_ids, "response_ids": response_ids}]
+
+    def _ids(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        fields: dict[str, Any] = {
+            "prompt_ids": self._token_ids(row, "prompt_ids"),
+            "response_ids": self._token_ids(row, "response_ids"),
+        }
+        num_prompt = len(fields["prompt_ids"])
+        num_response = len(fields["response_ids"])
+        masks = [name for name in _MASKS if name in row]
+        if len(masks) == 2:
+            raise BadLine("has both response_mask and loss_mask; give one of them")
+        if masks:
+            fields["loss_mask"] = _mask(masks[0], row[masks[0]], num_response)
+        if "routed_experts" in row:
+            fields["routed_experts"] = _routes(row["routed_experts"], num_prompt + num_response)
+        return [fields]
+
+    def _chat(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        messages = _messages("messages", row["messages"])
+        return [_split(one) for one in self._chat_tokens("messages", messages, _tools(row))]
+
+    def _pair(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        prompt = row.get("prompt")
+        if isinstance(row["chosen"], str):
+            if not isinstance(prompt, str):
+                raise BadLine(f"chosen is text and prompt is {_shown(prompt)}, expected a string")
+            prompt_ids = self._encoded("prompt", prompt, self.tokenizer.encode_prompt)
+            return _pair(
+                {
+                    "prompt_ids": prompt_ids,
+                    "response_ids": self._encoded(key, row[key], self.tokenizer.encode_response),
+                }
+                for key in ("chosen", "rejected")
+            )
+        chats = {key: _conversation(prompt, key, row[key]) for key in ("chosen", "rejected")}
+        num_shared = 0
+        for one, other in zip(*chats.values(), strict=False):
+            if one != other:
+                break
+            num_shared += 1
+        # Chats that are equal differ in nothing; the last turn is then the response.
+        num_shared = min(num_shared, *(len(chat) - 1 for chat in chats.values()))
+        sides = []
+        for key, messages in chats.items():
+            samples = self._chat_tokens(key, messages, _tools(row), num_shared)
+            if len(samples) > 1:
+                raise BadLine(
+                    f"{key} differs from the other in {len(samples)} turns that the template "
+                    "writes otherwise when later turns follow; leave one of them"
+                )
+            sides.append(_split(samples[0]))
+        return _pair(sides)
+
+    def _pair_ids(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        prompt_ids = self._token_ids(row, "prompt_ids")
+        return _pair(
+            {"prompt_ids": prompt_ids, "response_ids": self._token_ids(row, key)}
+            for key in ("chosen_ids", "rejected_ids")
+        )
+
+    def _chat_tokens(
+        self, key: str, messages: list[Message], tools: list[Any] | None, first: int = 0
+    ) -> list[ChatTokens]:
+        try:
+            samples = self.tokenizer.encode_chat(messages, tools, first)
+        except TextError as error:
+            raise BadLine(f"{key} {error}") from None
+        for sample in samples:
+            self._check_text(sample.ids)
+            if not sample.loss_mask[1:].any():
+                raise BadLine(f"{key}: no token counts in the loss; leave the line out")
+        return samples
+
+    def _encoded(self, key: str, text: Any, encode: Callable[[str], Ids]) -> Ids:
+        if not isinstance(text, str):
+            raise BadLine(f"{key} is {_shown(text)}, expected a string")
+        try:
+            ids = encode(text)
+        except TextError as error:
+            raise BadLine(f"{key} {error}") from None
+        self._check_text(ids)
+        return ids
+
+    def _check_text(self, ids: Ids) -> None:
+        if len(ids) and int(ids.max()) >= self.vocab_size:
+            raise BadLine(
+                f"text needs a vocabulary of {self.tokenizer.vocab_size}, the model has "
+                f"{self.vocab_size}; set model.vocab_size, or give ids"
+            )
+
+    def _token_ids(self, row: dict[str, Any], key: str) -> Ids:
+        values = row[key]
+        if not isinstance(values, list):
+            raise BadLine(f"{key} is {_shown(values)}, expected a list of integers")
+        # bool is a subclass of int, but not a token id.
+        if set(map(type, values)) - {int}:
+            odd = next(index for index, value in enumerate(values) if type(value) is not int)
+            raise BadLine(f"{key}[{odd}] is {_shown(values[odd])}, expected an integer")
+        outside = [i for i in _extremes(values) if not 0 <= values[i] < self.vocab_size]
+        if outside:
+            raise BadLine(
+                f"{key}[{outside[0]}] is {_shown(values[outside[0]])}, outside the vocabulary of "
+                f"{self.vocab_size}; set model.vocab_size if the model has more"
+            )
+        return np.array(values, dtype=np.int64)
+
+
+def _form(row: dict[str, Any]) -> str:
+    """The kind of samples that a row has, by the columns that it gives.
+
+    Raises:
+        BadLine: none, or columns that do not go together.
+    """
+    given = [key for key in row if key in _TOKEN_COLUMNS]
+    ids = [key for key in given if key.endswith("_ids")]
+    text = [key for key in given if key not in ids]
+    if text and ids:
+        raise BadLine(f"has both {text[0]} and {ids[0]}; give text or ids")
+    for form, names in _FORMS.items():
+        if set(names) <= set(given) <= {*names, *_ALSO.get(form, ())}:
+            return form
+    raise BadLine(
+        f"has {' and '.join(given) or 'no tokens'}; give prompt and response, prompt_ids and "
+        "response_ids, messages, or chosen and rejected"
+    )
+
+
+def _refuse_columns_of_ids(row: dict[str, Any]) -> None:
+    for key in (*_MASKS, "routed_experts"):
+        if key in row:
+            raise BadLine(
+                f"has {key}, which is per token id; give prompt_ids and response_ids with it"
+            )
+
+
+def _pair(sides: Any) -> list[dict[str, Any]]:
+    samples = [{**fields, "pair_sign": sign} for fields, sign in zip(sides, (1, -1), strict=True)]
+    for name, fields in zip(("chosen", "rejected"), samples, strict=True):
+        mask = fields.get("loss_mask")
+        counts = len(fields["response_ids"]) if mask is None else int(mask.sum())
+        if counts - (len(fields["prompt_ids"]) == 0) < 1:
+            raise BadLine(f"{name} has no token that counts in the loss; leave the pair out")
+    return samples
+
+
+def _conversation(prompt: Any, key: str, value: Any) -> list[Message]:
+    """The whole chat of one side of a pair.
+
+    `prompt` may be the messages before it, or the text of the user's turn; a chat that has its own
+    user's turn is whole, and then `prompt` must be one of them.
+    """
+    messages = _messages(key, value)
+    if prompt is None:
+        return messages
+    if not isinstance(prompt, str):
+        return [*_messages("prompt", prompt), *messages]
+    if messages[0]["role"] == "assistant":
+        return [{"role": "user", "content": prompt}, *messages]
+    if not any(one["role"] == "user" and one.get("content") == prompt for one in messages):
+        raise BadLine(f"prompt is no user's turn of {key}; leave prompt out")
+    return messages
+
+
+def _messages(key: str, value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise BadLine(f"{key} is {_shown(value)}, expected a list of messages")
+    for index, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadLine(
+                f"{key}[{index}] is {_shown(message)}, expected an object with role and content"
+            )
+    # Parquet gives all messages the keys that one of them has.
+    return [{name: part for name, part in one.items() if part is not None} for one in value]
+
+
+def _tools(row: dict[str, Any]) -> list[Any] | None:
+    """The `tools` column: a list, or its JSON, as Parquet files have it."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = strict_json(tools)
+        except ValueError as error:
+            raise BadLine(f"tools is text and not JSON: {error}") from None
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadLine(f"tools is {_shown(tools)}, expected a list of objects")
+    return tools or None
+
+
+def _split(chat: ChatTokens) -> dict[str, Any]:
+    """Prompt, response and mask of a chat: the response begins at the first token that counts."""
+    first = int(np.argmax(chat.loss_mask))
+    mask = chat.loss_mask[first:]
+    return {
+        "prompt_ids": chat.ids[:first],
+        "response_ids": chat.ids[first:],
+        "loss_mask": None if mask.all() else mask,
+    }
+
+
+def _mask(key: str, values: Any, num_response: int) -> Mask | None:
+    if not isinstance(values, list):
+        raise BadLine(f"{key} is {_shown(values)}, expected a list of 0 and 1")
+    if len(values) != num_response:
+        raise BadLine(
+            f"{key} has {len(values)} values for {num_response} response_ids; give one per token"
+        )
+    for index, value in enumerate(values):
+        if not isinstance(value, int) or value not in (0, 1):
+            raise BadLine(f"{key}[{index}] is {_shown(value)}, expected 0 or 1")
+    mask = np.array(values, dtype=np.bool_)
+    if not mask.any():
+        raise BadLine(f"{key} has no 1, so that no token counts in the loss; leave the line out")
+    return None if mask.all() else mask
+
+
+def _routes(values: Any, num_tokens: int) -> npt.NDArray[np.uint16]:
+    """Experts per token, [tokens, MoE layers, k].
+
+    An engine does not run the last token that it sampled; the experts of the token before stand in,
+    which nothing that is trained depends on.
+    """
+    wanted = "expected one list [MoE layers][k] of expert numbers per token"
+    try:
+        routes = np.array(values)
+    except (ValueError, OverflowError):
+        raise BadLine(f"routed_experts is ragged, {wanted}") from None
+    if routes.ndim != 3 or routes.dtype.kind != "i" or routes.size == 0:
+        raise BadLine(f"routed_experts is {_shown(values)}, {wanted}")
+    if len(routes) not in (num_tokens, num_tokens - 1):
+        raise BadLine(
+            f"routed_experts has {len(routes)} tokens, the sample {num_tokens}; give all, or all "
+            "but the last"
+        )
+    if routes.min() < 0 or routes.max() > _MAX_EXPERT:
+        odd = routes.min() if routes.min() < 0 else routes.max()
+        raise BadLine(f"routed_experts has expert {odd}, expected 0 to {_MAX_EXPERT}")
+    missing = num_tokens - len(routes)
+    return np.concatenate([routes, routes[len(routes) - missing :]]).astype(np.uint16)
+
+
+def _extremes(values: Sequence[int]) -> list[int]:
+    """Positions of the smallest and the largest value, in order."""
+    if not values:
+        return []
+    return sorted({values.index(min(values)), values.index(max(values))})
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    cut_off = "" if line.endswith(b"\n") else "; the last line is cut off"
+    remedy = f"{cut_off}; write it again"
+    try:
+        row = strict_json(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine(f"byte {error.start} is not UTF-8{remedy}") from None
+    except json.JSONDecodeError as error:
+        raise BadLine(f"not JSON: {error.msg} at column {error.colno}{remedy}") from None
+    except ValueError as error:
+        raise BadLine(f"not JSON: {error}{remedy}") from None
+    if not isinstance(row, dict):
+        raise BadLine(f"is {_shown(row)}, expected an object with prompt and response")
+    return row
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadLine(f"{key} is {_shown(value)}, expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise BadLine(f"{key} is {_shown(value)}, expected a finite number")
+    return number
+
+
+def _identity(key: str, value: Any) -> int | str:
+    if not is_id(value):
+        raise BadLine(f"{key} is {_shown(value)}, expected an int64 or a string")
+    return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value, default=repr)
+    except RecursionError:
+        text = "nested brackets"
+    return text if len(text) <= 40 else text[:37] + "..."
