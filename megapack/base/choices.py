@@ -32,5 +32,5 @@ LossWeighting = Literal[
 ]
 KlKind = Literal["k1", "k2", "k3"]
 KlLevel = Literal["token", "sequence"]
-AdvantageNorm = Literal["group", "group-std", "none"]
+AdvantageNorm = Literal["group", "group-std", "rloo", "reinforce++", "reinforce++-baseline", "none"]
 Overlong = Literal["error", "truncate", "skip"]

@@ -402,6 +402,11 @@ class DataConfig:
     """Equal seeds generate equal rollouts."""
     shuffle: bool = False
     """Shuffle the prompt groups in each epoch, by `seed`."""
+    drop_equal_rewards: bool = False
+    """Leave out prompt groups whose rewards are all equal, as DAPO's dynamic sampling does
+    (arXiv 2503.14476): under `group` advantages they have no gradient. Batches are filled with the
+    groups that follow. Rewards count as they are in the file. Groups of one rollout, and groups
+    with given advantages, are kept."""
 
     def __post_init__(self) -> None:
         at_least(self, "data", 1, "prompts_per_batch", "max_length", "num_generated")
@@ -443,7 +448,7 @@ class ObjectiveConfig:
     """Weight of the entropy, which is subtracted from the loss; 0 = entropy is only reported."""
     advantage_norm: AdvantageNorm = "group"
     """How rewards become advantages without a critic, see
-    `megapack.data.rollouts.group_advantages`."""
+    `megapack.data.advantages.group_advantages`."""
     gamma: float = 1.0
     """With a critic: the factor of a reward one token later, in [0, 1]."""
     gae_lambda: float = 1.0
@@ -452,6 +457,14 @@ class ObjectiveConfig:
     kl_in_reward_coef: float = 0.0
     """With a critic: weight of the log-ratio to the reference policy (the initial weights) that is
     subtracted from each token's reward, as in InstructGPT; 0 = no reference pass."""
+    max_response_tokens: int | None = None
+    """The longest response that the rollouts could have, in tokens; null = not known. Only
+    `overlong_buffer_tokens` uses it."""
+    overlong_buffer_tokens: int | None = None
+    """Rewards fall linearly over this many tokens before `max_response_tokens`: DAPO's penalty of
+    overlong responses, see `megapack.data.advantages.penalize_overlong`. null = no penalty."""
+    overlong_penalty: float = 1.0
+    """What the reward of a response of `max_response_tokens` or more loses."""
     logprob_chunk_tokens: int | None = None
     """Tokens whose logits are in memory at once in the vocabulary head; fewer save memory. null =
     a power of two of at most 8,192 whose fp32 logits fit into 2.5 GiB on a GPU: 4,096 for 151,936
@@ -463,6 +476,7 @@ class ObjectiveConfig:
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"objective.{name} is {getattr(self, name)}; set it in [0, 1]")
+        self._check_overlong()
         if self.clip_low > 1:
             raise ConfigError(f"objective.clip_low is {self.clip_low}; set a number in [0, 1]")
         if self.dual_clip is not None and self.dual_clip <= 1:
@@ -488,3 +502,21 @@ class ObjectiveConfig:
     def has_reference(self) -> bool:
         """Whether log-probs of a reference policy are needed."""
         return bool(self.kl_coef or self.kl_in_reward_coef)
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether the loss needs rewards or advantages of samples."""
+        return self.kind in ("ppo", "grpo", "gspo")
+
+    def _check_overlong(self) -> None:
+        at_least(self, "objective", 1, "max_response_tokens", "overlong_buffer_tokens")
+        at_least(self, "objective", 0, "overlong_penalty")
+        if self.overlong_buffer_tokens is None:
+            return
+        longest = self.max_response_tokens
+        if longest is None or self.overlong_buffer_tokens > longest:
+            raise ConfigError(
+                f"objective.overlong_buffer_tokens={self.overlong_buffer_tokens} with objective."
+                f"max_response_tokens={longest}; set max_response_tokens to the limit that the "
+                "rollouts had, and a buffer of at most that"
+            )

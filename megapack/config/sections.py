@@ -301,6 +301,7 @@ class TrainConfig:
         self._check_division()
         self._check_retry()
         self._check_critic()
+        self._check_rewards()
         vocab_size = self.model.vocab_size
         if self.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
             raise ConfigError(
@@ -478,6 +479,20 @@ class TrainConfig:
                 "whose advantages are not relative to a prompt group; leave it out, or set "
                 "critic.enabled=false"
             )
+
+    def _check_rewards(self) -> None:
+        """Refuse what changes rewards under an objective that does not read them."""
+        kind = self.objective.kind
+        settings = {
+            "data.drop_equal_rewards=true": self.data.drop_equal_rewards,
+            "objective.overlong_buffer_tokens": self.objective.overlong_buffer_tokens is not None,
+        }
+        for name, is_set in settings.items():
+            if is_set and not self.objective.reads_rewards:
+                raise ConfigError(
+                    f"{name} has no effect under objective.kind={kind}, which reads no rewards; "
+                    "unset it"
+                )
 
     def _check_retry(self) -> None:
         reason = why_no_retry(tp=self.layout.tp, cp=self.layout.cp, ep=self.layout.ep)

@@ -2,7 +2,8 @@
 
 Modules:
     files, tokenizer: JSON Lines and Parquet -> checked samples
-    rollouts: batches of whole prompt groups, advantages
+    rollouts: batches of whole prompt groups
+    advantages: rewards of rollouts -> advantages
     index, dataset: random access to any sample
     lengths: lengths alone, for the planner's commands
     generated: toy rollouts

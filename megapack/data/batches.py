@@ -10,8 +10,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megapack.config.sections import PlanConfig, TrainConfig
+from megapack.config.sections import ObjectiveConfig, PlanConfig, TrainConfig
 from megapack.cost.model import CostModel
+from megapack.data.advantages import (
+    Floats,
+    SampleReward,
+    group_advantages,
+    penalize_overlong,
+)
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.data.generated import generate_rollouts
 from megapack.data.pieces import ReadSettings
@@ -21,7 +27,16 @@ from megapack.plan.plan import Plan
 
 
 def open_dataset(config: TrainConfig) -> Dataset:
-    """Open the file or folder that the config names, or generate rollouts."""
+    """Open the file or folder that the config names, or generate rollouts.
+
+    Raises:
+        DataError: a file cannot be read or has a bad sample, or no prompt group is left.
+    """
+    data = _all_samples(config)
+    return data.without_equal_rewards() if config.data.drop_equal_rewards else data
+
+
+def _all_samples(config: TrainConfig) -> Dataset:
     data = config.data
     if data.path is None:
         groups = data.num_generated // data.generated_group_size
@@ -60,6 +75,32 @@ def steps_in(config: TrainConfig, data: Dataset, numbers: SampleNumbers) -> int:
     if config.plan.global_batch_size is None:
         return 1
     return -(-data.num_rollouts(numbers) // config.plan.global_batch_size)
+
+
+def batch_rewards(
+    objective: ObjectiveConfig, data: Dataset, numbers: SampleNumbers
+) -> list[SampleReward]:
+    """The rewards of a batch's samples, less the objective's penalty of overlong responses."""
+    rewards = data.rewards(numbers)
+    if objective.overlong_buffer_tokens is None:
+        return rewards
+    assert objective.max_response_tokens is not None
+    return penalize_overlong(
+        rewards,
+        data.response_tokens(numbers),
+        max_response_tokens=objective.max_response_tokens,
+        buffer_tokens=objective.overlong_buffer_tokens,
+        penalty=objective.overlong_penalty,
+    )
+
+
+def batch_advantages(objective: ObjectiveConfig, data: Dataset, numbers: SampleNumbers) -> Floats:
+    """Advantages of a batch's samples from their rewards, float64 [samples].
+
+    Raises:
+        DataError: see `group_advantages`.
+    """
+    return group_advantages(batch_rewards(objective, data, numbers), objective.advantage_norm)
 
 
 def plan_steps(

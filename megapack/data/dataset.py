@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megapack.data.index import SampleTokens, StoredSamples, load_samples, store_in_memory
+from megapack.data.advantages import SampleReward
+from megapack.data.index import Index, SampleTokens, StoredSamples, load_samples, store_in_memory
 from megapack.data.pieces import ReadSettings
-from megapack.data.rollouts import Rollout, SampleReward, group_batches
+from megapack.data.rollouts import Rollout, group_batches
 from megapack.data.tokenizer import Ids, Mask
+from megapack.errors import DataError
 from megapack.plan.plan import Plan, own_samples
 
 SampleNumbers = npt.NDArray[np.int64]
@@ -37,6 +40,8 @@ class Dataset:
     def __init__(self, samples: StoredSamples) -> None:
         self._samples = samples
         self._index = samples.index
+        self.num_dropped_groups = 0
+        """Prompt groups that `without_equal_rewards` left out."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -56,6 +61,29 @@ class Dataset:
     def from_rollouts(cls, records: Sequence[Rollout]) -> Dataset:
         """A data set of samples that are in memory."""
         return cls(store_in_memory(records))
+
+    def without_equal_rewards(self) -> Dataset:
+        """The prompt groups whose samples do not all have the same reward, in the same order.
+
+        Groups of one rollout, and groups with an advantage or a missing reward, are kept.
+
+        Raises:
+            DataError: no group is left.
+        """
+        group = self._index["group"]
+        rows = self._index[~_with_equal_rewards(self._index)[group]]
+        num_groups = len(np.unique(group))
+        if len(rows) == 0:
+            raise DataError(
+                f"each of the {num_groups} prompt groups has equal rewards; set "
+                "data.drop_equal_rewards=false"
+            )
+        for name in ("group", "rollout"):
+            # The numbers of those that are left, by first appearance as before.
+            rows[name] = np.unique(rows[name], return_inverse=True)[1]
+        data = Dataset(dataclasses.replace(self._samples, index=rows))
+        data.num_dropped_groups = num_groups - len(np.unique(rows["group"]))
+        return data
 
     def digest(self) -> str:
         """A digest of what decides the plans and the loss weights: all samples' lengths, loss
@@ -142,3 +170,20 @@ class Dataset:
 
 def _none_if_nan(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def _with_equal_rewards(index: Index) -> npt.NDArray[np.bool_]:
+    """Per prompt group: whether it has several rollouts, and one reward for all its samples."""
+    group = index["group"]
+    num_groups = int(group.max()) + 1
+    lowest = np.full(num_groups, np.inf)
+    highest = np.full(num_groups, -np.inf)
+    # A reward that is not given is NaN, which no number equals.
+    np.minimum.at(lowest, group, index["reward"])
+    np.maximum.at(highest, group, index["reward"])
+    has_advantage = np.zeros(num_groups, dtype=bool)
+    np.logical_or.at(has_advantage, group, ~np.isnan(index["advantage"]))
+    _, first = np.unique(index["rollout"], return_index=True)
+    num_rollouts = np.bincount(group[first], minlength=num_groups)
+    equal: npt.NDArray[np.bool_] = (lowest == highest) & (num_rollouts > 1) & ~has_advantage
+    return equal

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megapack.data.rollouts import SampleReward
+from megapack.data.advantages import SampleReward
 from megapack.errors import DataError
 
 Floats = npt.NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Rollouts: their JSON Lines format, their batches and advantages.
+"""Rollouts: their JSON Lines format and their batches.
 
 One line is one sample:
 
@@ -19,21 +19,13 @@ One line is one sample:
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from megapack.base.choices import AdvantageNorm
 from megapack.data.tokenizer import Ids, Mask
-from megapack.errors import ConfigError, DataError
-
-# Keeps the division finite if all rewards of a prompt group are equal.
-_STD_EPS = 1e-6
-# Squared differences of such rewards are at most 4e200, so sums of them stay finite in fp64.
-_MAX_REWARD = 1e100
+from megapack.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,82 +115,3 @@ def group_batches(
     for first in range(0, len(order), prompts_per_batch):
         chosen = order[first : first + prompts_per_batch]
         yield np.concatenate([samples[starts[g] : starts[g + 1]] for g in chosen])
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleReward:
-    """The fields of `Rollout` that a sample's advantage is computed from."""
-
-    group: int | str
-    rollout: int | str
-    reward: float | None = None
-    advantage: float | None = None
-
-
-def group_advantages(
-    records: Sequence[SampleReward], mode: AdvantageNorm = "group"
-) -> npt.NDArray[np.float64]:
-    """Advantages, float64 [len(records)].
-
-    A given `advantage` is used unchanged. Otherwise it follows from the sample's reward R and the
-    mean and standard deviation (n - 1) over the rollouts of its prompt group. Each rollout counts
-    once, with the mean reward of its fan-out samples:
-
-    - "group": R - mean;
-    - "group-std": (R - mean) / (std + 1e-6);
-    - "none": R.
-
-    Rewards 1, 0, 0, 1 of one prompt group give 0.5, -0.5, -0.5, 0.5 under "group". A prompt group
-    of one rollout has no other to compare with: the mean is its own reward, and a single sample
-    gets 0. It is never divided by a standard deviation.
-
-    Raises:
-        DataError: a sample has neither reward nor advantage, only some samples of a prompt group
-            have an advantage, or a reward is so large that differences could overflow.
-    """
-    groups: dict[int | str, list[int]] = {}
-    for index, record in enumerate(records):
-        groups.setdefault(record.group, []).append(index)
-    advantages = np.zeros(len(records))
-    for group, members in groups.items():
-        given = [records[index].advantage for index in members]
-        if all(value is not None for value in given):
-            advantages[members] = cast("list[float]", given)
-            continue
-        if any(value is not None for value in given):
-            raise DataError(f"group {group!r} has samples with and without `advantage`; give all")
-        rewards = [records[index].reward for index in members]
-        if any(value is None for value in rewards):
-            raise DataError(
-                f"group {group!r} has a sample with neither `reward` nor `advantage`; give one"
-            )
-        values = np.array(rewards, dtype=np.float64)
-        if mode != "none" and np.abs(values).max() > _MAX_REWARD:
-            raise DataError(
-                f"group {group!r} has a reward of {values[np.abs(values).argmax()]:.3g}; give "
-                f"rewards of at most {_MAX_REWARD:.0e}"
-            )
-        advantages[members] = _centred(values, [records[i].rollout for i in members], mode)
-    return advantages
-
-
-def _centred(
-    rewards: npt.NDArray[np.float64], rollouts: Sequence[int | str], mode: AdvantageNorm
-) -> npt.NDArray[np.float64]:
-    if mode == "none":
-        return rewards
-    samples: dict[int | str, list[float]] = {}
-    for rollout, reward in zip(rollouts, rewards.tolist(), strict=True):
-        samples.setdefault(rollout, []).append(reward)
-    means = [_mean(values) for values in samples.values()]
-    centred = rewards - _mean(means)
-    if mode == "group" or len(means) == 1:
-        return centred
-    return centred / (np.std(means, ddof=1) + _STD_EPS)
-
-
-def _mean(values: Sequence[float]) -> float:
-    # Summing differences from the first value makes the mean of equal rewards exactly that reward,
-    # so that their advantages are exactly 0.
-    first = values[0]
-    return first + math.fsum(value - first for value in values) / len(values)

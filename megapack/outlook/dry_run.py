@@ -17,10 +17,16 @@ from megapack.config.model_checks import check_sizes
 from megapack.config.sections import TrainConfig, check_installed
 from megapack.cost.memory import GpuMemory
 from megapack.cost.model import CostModel
-from megapack.data.batches import all_batches, open_dataset, plan_logprobs, plan_steps
+from megapack.data.batches import (
+    all_batches,
+    batch_advantages,
+    batch_rewards,
+    open_dataset,
+    plan_logprobs,
+    plan_steps,
+)
 from megapack.data.gae import checked_rewards
 from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
-from megapack.data.rollouts import group_advantages
 from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, plan_report
 from megapack.plan.plan import Plan
@@ -109,9 +115,9 @@ def first_batch(config: TrainConfig) -> Batch:
     dataset = open_dataset(config)
     _, _, rows = next(all_batches(config, dataset))
     if config.critic.enabled:
-        checked_rewards(dataset.rewards(rows))
-    elif config.objective.kind != "sft":
-        group_advantages(dataset.rewards(rows), config.objective.advantage_norm)
+        checked_rewards(batch_rewards(config.objective, dataset, rows))
+    elif config.objective.reads_rewards:
+        batch_advantages(config.objective, dataset, rows)
     return Batch(
         lengths=np.array(dataset.prompt_tokens(rows)) + np.array(dataset.response_tokens(rows)),
         rollout_ids=dataset.rollout_ids(rows),

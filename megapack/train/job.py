@@ -26,10 +26,15 @@ from megapack.checkpoint.folders import Checkpoint, Position, drop_after
 from megapack.checkpoint.state import RunState
 from megapack.config.load import dump_yaml, to_dict
 from megapack.config.sections import TrainConfig, check_installed
-from megapack.data.batches import all_batches, open_dataset, steps_in
+from megapack.data.batches import (
+    all_batches,
+    batch_advantages,
+    batch_rewards,
+    open_dataset,
+    steps_in,
+)
 from megapack.data.dataset import SampleNumbers
 from megapack.data.gae import checked_rewards
-from megapack.data.rollouts import group_advantages
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.layout import Layout
@@ -191,6 +196,10 @@ class Trainer:
             active=dist.get_rank() == 0, log_interval=config.train.log_interval
         )
         self.progress.line(f"{len(self.data)} samples, {self.layout}")
+        if config.data.drop_equal_rewards:
+            self.progress.line(
+                f"{self.data.num_dropped_groups} prompt groups of equal rewards left out"
+            )
         self.progress.line(f"{self.kernels}; {self.adapter.vocabulary_head}")
         settings = layer_settings(config.model, self.kernels.attention)
         self.progress.line(describe(settings, self.reduction))
@@ -336,12 +345,12 @@ class Trainer:
         """Local work of a batch: tensors, advantages, and plans that are equal on all ranks."""
         fields: dict[str, Any] = {}
         if self.critic is not None:
-            fields[REWARDS] = checked_rewards(self.data.rewards(numbers))
+            fields[REWARDS] = checked_rewards(
+                batch_rewards(self.config.objective, self.data, numbers)
+            )
         elif "advantages" in self.passes.objective.required_fields:
-            norm = self.config.objective.advantage_norm
-            fields["advantages"] = torch.from_numpy(
-                group_advantages(self.data.rewards(numbers), norm)
-            ).float()
+            advantages = batch_advantages(self.config.objective, self.data, numbers)
+            fields["advantages"] = torch.from_numpy(advantages).float()
         batch = self.planner.plan(numbers, fields)
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.samples.lengths)
@@ -391,6 +400,7 @@ class Trainer:
                 "step": self.num_steps,
                 "plan_digest": plan.digest()[:12],
                 **training_metrics(ran.result),
+                **self._data_metrics(),
                 "grad_norm": float(grad_norm),
                 "updated": int(updated),
                 "lr": lr,
@@ -409,6 +419,11 @@ class Trainer:
         )
         self.tracer.finish(plan, index, self.num_steps, self.folder)
         self.garbage.after_step(self.num_steps)
+
+    def _data_metrics(self) -> dict[str, int]:
+        if not self.config.data.drop_equal_rewards:
+            return {}
+        return {"num_dropped_groups": self.data.num_dropped_groups}
 
     def _write(self, metrics: dict[str, Any]) -> None:
         """Write a line of metrics on rank 0, and complete a save whose files are on the disk.

@@ -94,7 +94,7 @@ def inject(trigger: Trigger, phase: str) -> None:
     if phase in ELSEWHERE:
         _inject_elsewhere(trigger, phase)
     elif phase == "plan" and is_nan:
-        _around(job, "group_advantages", after=lambda values: _poisoned(values, trigger))
+        _around(job, "batch_advantages", after=lambda values: _poisoned(values, trigger))
     elif phase == "plan":
         _around(job.Trainer, "_prepare", before=trigger)
     elif phase == "pack" and is_nan:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
@@ -29,12 +29,13 @@ from megapack import (
     check_plan,
     simulate,
 )
+from megapack.base.choices import AdvantageNorm
 from megapack.config import dump_yaml, parse_config
 from megapack.config.sections import TrainConfig
+from megapack.data.advantages import group_advantages
 from megapack.data.dataset import Dataset
 from megapack.data.lengths import Columns, read_length_file
 from megapack.data.pieces import ReadSettings
-from megapack.data.rollouts import group_advantages
 from megapack.plan.show import diff_plans
 from tools.fuzzing import seeds
 
@@ -141,7 +142,7 @@ def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
         lengths = (len(tokens.prompt_ids), len(tokens.response_ids))
         require(lengths == count, f"sample {row} differs in length from its index")
     rewards = dataset.rewards(rows)
-    for mode in ("group", "group-std", "none"):
+    for mode in get_args(AdvantageNorm):
         found = refused(lambda: group_advantages(rewards, mode), DataError)  # noqa: B023
         require(found is None or bool(np.isfinite(found).all()), "advantages are not finite")
     batches = list(dataset.batches(2, shuffle=True, seed=1))

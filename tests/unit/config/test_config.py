@@ -361,6 +361,12 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["objective.loss_weighting=seq-mean-token-sum-norm"], "set objective.norm_constant"),
     (["objective.kind=ppo", "objective.kl_coef=0.1"], "has no effect under kind=ppo"),
     (["objective.kind=grpo", "objective.kl_level=sequence"], "has no effect under kind=grpo"),
+    (["objective.overlong_buffer_tokens=9"], "objective.max_response_tokens=None; set"),
+    (
+        ["objective.overlong_buffer_tokens=9", "objective.max_response_tokens=8"],
+        "overlong_buffer_tokens=9 with objective.max_response_tokens=8; set",
+    ),
+    (["objective.kind=sft", "data.drop_equal_rewards=true"], "has no effect under objective.kind"),
     (["objective.dual_clip=1"], "objective.dual_clip is 1.0"),
     (["objective.clip_low=1.5"], "objective.clip_low is 1.5"),
     (["optim.adam_beta2=1"], "must be below 1"),

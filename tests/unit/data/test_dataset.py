@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 
 from megapack.data import files as data_files
 from megapack.data import index as data_index
+from megapack.data.advantages import SampleReward, group_advantages
 from megapack.data.dataset import Dataset
 from megapack.data.index import load_samples
 from megapack.data.pieces import ReadSettings
-from megapack.data.rollouts import Rollout, SampleReward, group_advantages, group_batches
+from megapack.data.rollouts import Rollout, group_batches
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import DataError
 
@@ -306,3 +308,60 @@ def test_small_blocks_give_the_same_samples(
     np.testing.assert_array_equal(again.all_tokens, tokens)
     for name in index.dtype.names or ():
         np.testing.assert_array_equal(again.index[name], index[name])
+
+
+def rewarded(rewards: Sequence[Sequence[float | None]], **more: Any) -> list[Rollout]:
+    """Prompt groups with these rewards; sample k has k + 1 response tokens."""
+    flat = [(g, r, reward) for g, group in enumerate(rewards) for r, reward in enumerate(group)]
+    ids = np.arange(1, dtype=np.int64)
+    return [
+        Rollout(
+            prompt_ids=ids,
+            response_ids=np.full(k + 1, k),
+            reward=reward,
+            group=group,
+            rollout=rollout,
+            **more,
+        )
+        for k, (group, rollout, reward) in enumerate(flat)
+    ]
+
+
+def test_prompt_groups_of_equal_rewards_are_left_out() -> None:
+    rewards = [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0, 0.0], [2.0], [1.0, 0.5]]
+    whole = Dataset.from_rollouts(rewarded(rewards))
+    data = whole.without_equal_rewards()
+    assert (len(whole), len(data), data.num_dropped_groups) == (10, 5, 2)
+    rows = np.arange(len(data))
+    # Samples 2, 3 (group 1), 7 (a group of one rollout) and 8, 9 (group 4) are left.
+    assert data.response_tokens(rows) == [3, 4, 8, 9, 10]
+    assert [int(data.tokens(row).response_ids[0]) for row in rows] == [2, 3, 7, 8, 9]
+    assert [one.reward for one in data.rewards(rows)] == [0.0, 1.0, 2.0, 1.0, 0.5]
+    # Batches are filled with the groups that follow.
+    assert [batch.tolist() for batch in data.batches(2)] == [[0, 1, 2], [3, 4]]
+    assert [data.num_rollouts(batch) for batch in data.batches(2)] == [3, 2]
+    shuffled = [batch.tolist() for batch in data.batches(2, shuffle=True, seed=1)]
+    assert sorted(row for batch in shuffled for row in batch) == rows.tolist()
+    assert data.digest() != whole.digest()
+    assert data.digest() == whole.without_equal_rewards().digest()
+
+
+def test_fan_out_given_advantages_and_missing_rewards_are_no_equal_rewards() -> None:
+    # One rollout of two samples: there is no other rollout to compare with.
+    fan_out = [replace(record, rollout="same") for record in rewarded([[1.0, 1.0]])]
+    given = [replace(record, group="given") for record in rewarded([[1.0, 1.0]], advantage=0.5)]
+    missing = [replace(record, group="missing") for record in rewarded([[1.0, None]])]
+    data = Dataset.from_rollouts([*fan_out, *given, *missing]).without_equal_rewards()
+    assert len(data) == 6
+    with pytest.raises(DataError, match="each of the 2 prompt groups has equal rewards; set"):
+        Dataset.from_rollouts(rewarded([[1.0, 1.0], [0.0, 0.0]])).without_equal_rewards()
+
+
+def test_files_without_equal_rewards_give_their_own_tokens(tmp_path: Path) -> None:
+    rows = [
+        {"prompt_ids": [1], "response_ids": [k] * (k + 1), "group": k // 2, "reward": float(k > 2)}
+        for k in range(8)
+    ]
+    data = dataset(write_lines(tmp_path / "data.jsonl", rows), tmp_path).without_equal_rewards()
+    assert data.num_dropped_groups == 3
+    assert [data.tokens(number).response_ids.tolist() for number in range(2)] == [[2] * 3, [3] * 4]

@@ -1,4 +1,4 @@
-"""Rollouts, from files and generated; their batches and advantages."""
+"""Rollouts, from files and generated, and their batches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megapack.data.advantages import SampleReward, group_advantages
 from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_rollouts
 from megapack.data.pieces import ReadSettings
-from megapack.data.rollouts import SampleReward, group_advantages, group_batches
+from megapack.data.rollouts import group_batches
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import ConfigError, DataError
 
@@ -175,48 +176,6 @@ def test_shuffled_batches_depend_on_seed_and_epoch_alone() -> None:
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
     # Another version of NumPy must not change the order of a resumed run.
     assert order(0, 0)[:4] == [11, 3, 20, 13]
-
-
-def test_advantages_within_prompt_groups() -> None:
-    rewards = [1.0, 0.0, 0.0, 1.0]
-    records = [SampleReward(0, i, reward) for i, reward in enumerate(rewards)] + [
-        SampleReward(1, 0, 3.0)
-    ]
-    assert group_advantages(records).tolist() == [0.5, -0.5, -0.5, 0.5, 0.0]
-    assert group_advantages(records, "none").tolist() == [*rewards, 3.0]
-    std = np.std(rewards, ddof=1) + 1e-6
-    expected = [0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std, 0.0]
-    assert group_advantages(records, "group-std") == pytest.approx(expected)
-
-
-def test_fan_out_samples_count_once() -> None:
-    # Rollout 0 has 3 samples of reward 1, rollout 1 has one of reward 0: the mean is 0.5, not 0.75.
-    records = [SampleReward(0, 0, 1.0)] * 3 + [SampleReward(0, 1, 0.0)]
-    assert group_advantages(records).tolist() == [0.5, 0.5, 0.5, -0.5]
-
-
-@pytest.mark.parametrize("mode", ["group", "group-std"])
-@given(reward=st.floats(-1e6, 1e6), count=st.integers(1, 9))
-def test_equal_rewards_give_exactly_zero(mode: Any, reward: float, count: int) -> None:
-    records = [SampleReward(0, index, reward) for index in range(count)]
-    assert group_advantages(records, mode).tolist() == [0.0] * count
-
-
-def test_given_advantages_are_used_and_not_mixed() -> None:
-    records = [SampleReward(0, 0, advantage=0.25, reward=9.0), SampleReward(0, 1, advantage=-2.0)]
-    assert group_advantages(records, "group-std").tolist() == [0.25, -2.0]
-    with pytest.raises(DataError, match="with and without `advantage`"):
-        group_advantages([*records, SampleReward(0, 2, reward=1.0)])
-    with pytest.raises(DataError, match="group 'g' has a sample with neither"):
-        group_advantages([SampleReward("g", 0, reward=1.0), SampleReward("g", 1)])
-
-
-@pytest.mark.parametrize("rewards", [[1e308, -1e308], [0.0, 1.7e308, 1.7e308], [0.0, -1e200]])
-def test_rewards_whose_differences_overflow_are_refused(rewards: list[float]) -> None:
-    records = [SampleReward(0, rollout, reward=reward) for rollout, reward in enumerate(rewards)]
-    with pytest.raises(DataError, match=r"group 0 has a reward of -?1.*; give rewards of at most"):
-        group_advantages(records, "group-std")
-    assert group_advantages(records, "none").tolist() == rewards
 
 
 def test_generated_rollouts_have_the_promised_lengths() -> None:
