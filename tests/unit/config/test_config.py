@@ -229,7 +229,10 @@ def test_defaults_are_valid_and_round_trip() -> None:
     assert parse_config(dump_yaml(config), [], TrainConfig) == config
 
 
-def test_every_shipped_config_loads(repo_root: Path) -> None:
+def test_every_shipped_config_loads(
+    repo_root: Path, public_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(public_models)
     paths = sorted((repo_root / "configs").glob("*.yaml"))
     assert paths
     for path in paths:

@@ -211,7 +211,10 @@ def test_sizes_follow_from_the_model_config() -> None:
         ("llama3_70b_dp2_tp8_pp4_vpp5_gpu64", 70.55),
     ],
 )
-def test_shipped_models_have_the_published_parameter_counts(config: str, billions: float) -> None:
+def test_shipped_models_have_the_published_parameter_counts(
+    config: str, billions: float, public_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(public_models)
     path = Path(__file__).parents[3] / "configs" / f"{config}.yaml"
     model = load_config(path, [], TrainConfig).model
     memory = MemoryModel(sizes=model.to_sizes(), untied_embeddings=model.untie_embeddings)

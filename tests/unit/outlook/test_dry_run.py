@@ -20,12 +20,19 @@ pytestmark = pytest.mark.unit
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 TINY = "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
+# It has its sizes in the config; the next two read them from a folder.
+SIZES = "llama3_70b_dp2_tp8_pp4_vpp5_gpu64.yaml"
 DENSE = "qwen3_4b_dp4_tp2_gpu8.yaml"
 EXPERTS = "qwen3_30b_a3b_dp32_pp2_vpp4_ep8_gpu64.yaml"
 # One rank has no NCCL buffers, and this model leaves no more.
 LIMITS_GIB = {"qwen3_4b_gpu1": 74}
 
 Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _with_models(public_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(public_models)
 
 
 @pytest.fixture
@@ -76,7 +83,8 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
     [
         (DENSE, 12, [], ["4 * 2 * 1 * 1 = 8 ranks", "the job has 12"]),
         (DENSE, 8, ["train.trackers=[wandb]"], ["wandb", "not installed"]),
-        (DENSE, 8, ["model.num_query_groups=1"], ["model.num_query_groups=1", "tp=2"]),
+        (SIZES, 64, ["model.num_query_groups=4"], ["model.num_query_groups=4", "tp=8"]),
+        (DENSE, 8, ["model.num_query_groups=1"], ["num_query_groups is 1", "Qwen3-4B", "gives 8"]),
         (DENSE, 8, ["plan.cost_model=none.yaml"], ["none.yaml", "cannot be read"]),
         (
             DENSE,
@@ -84,15 +92,21 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
             ["plan.oversize=error", "plan.max_tokens_per_gpu=99"],
             ["budget of 98"],
         ),
-        (DENSE, 8, ["model.fp8=mxfp8", "model.ffn_hidden_size=9760"], ["fp8=mxfp8", "9760", "64"]),
+        (
+            SIZES,
+            64,
+            ["model.fp8=mxfp8", "model.ffn_hidden_size=28688"],
+            ["fp8=mxfp8", "28688", "256"],
+        ),
         (EXPERTS, 2, ["layout.dp=1", "layout.ep=2"], ["ep=2"]),
         (EXPERTS, 8, ["layout.dp=2", "layout.tp=2", "layout.sequence_parallel=true"], ["ep=8"]),
         (
-            EXPERTS,
+            TINY,
             4,
             [
-                *("layout.dp=1", "layout.tp=2", "layout.ep=1", "layout.etp=2"),
-                *("layout.sequence_parallel=true", "model.moe_ffn_hidden_size=771"),
+                *("layout.dp=1", "layout.tp=2", "layout.vpp=1", "layout.etp=2"),
+                *("layout.sequence_parallel=true", "model.num_experts=4"),
+                "model.moe_ffn_hidden_size=771",
             ],
             ["771", "etp=2", "does not divide by 2"],
         ),
@@ -163,7 +177,7 @@ def test_the_first_batch_of_the_data_is_planned(call: Call, tmp_path: Path) -> N
         max_tokens_per_gpu=128,
         global_batch_size=64,
         rollout_ids=range(8),
-        cost=load_config(f"configs/{TINY}", [], TrainConfig).cost_model(layout),
+        cost=load_config(CONFIGS[0].parent / TINY, [], TrainConfig).cost_model(layout),
     )
     assert found["plan_digest"] == plan.digest()
     assert f"12 samples in {path}" in found["lengths"]

@@ -40,8 +40,13 @@ def test_flops_by_hand() -> None:
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3_1p7b_gpu1", 1.72), ("qwen3_4b_gpu1", 4.02)])
 def test_config_names_give_their_parameter_counts(
-    name: str, billions: float, repo_root: Path
+    name: str,
+    billions: float,
+    repo_root: Path,
+    public_models: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(public_models)
     config = load_config(repo_root / "configs" / f"{name}.yaml", [], TrainConfig)
     sizes = model_sizes(config.model)
     weights = sizes.num_layers * sizes.layer_flops_per_token() + sizes.head_flops_per_token()
