@@ -240,6 +240,25 @@ _FEW_PROCESSES: dict[str, Case] = {
     "moe_tp2_sp_pp2_vpp2_ep2": Case(
         layout=replace(TP2_SP, pp=2, vpp=2, ep=2), variant="moe", expect={"chunks": 2}
     ),
+    "moe_shared": Case(layout=Layout(), variant="moe_shared"),
+    "moe_shared_dp2_ep2": Case(layout=DP2_EP2, variant="moe_shared"),
+    "moe_shared_tp2_sp_ep2_recompute": Case(
+        layout=replace(TP2_SP, ep=2), variant="moe_shared", recompute="full"
+    ),
+    "moe_shared_cp2": Case(layout=Layout(cp=2), variant="moe_shared"),
+    "moe_shared_pp2_vpp2": Case(layout=PP2_VPP2, variant="moe_shared", expect={"chunks": 2}),
+    "moe_shared_pp2_vpp2_uneven": Case(
+        layout=PP2_VPP2,
+        split=_split("Et|t*4|t*2|tL"),
+        variant="moe_shared",
+        expect={"layers": _layers(1, 4, 2, 1)},
+    ),
+    "mla": Case(layout=Layout(), variant="mla"),
+    "mla_pp2_vpp2": Case(layout=PP2_VPP2, variant="mla", expect={"chunks": 2}),
+    "mla_tp2_sp": Case(layout=TP2_SP, variant="mla"),
+    "mla_tp2_sp_recompute": Case(layout=TP2_SP, variant="mla", recompute="selective"),
+    "mla_cp2": Case(layout=Layout(cp=2), variant="mla"),
+    "mla_cp2_recompute": Case(layout=Layout(cp=2), variant="mla", recompute="full"),
     "mtp": Case(layout=Layout(), variant="mtp"),
     "mtp_dp2": Case(layout=Layout(dp=2), variant="mtp", weighting="seq-mean-token-mean"),
     "mtp_pp2": Case(layout=PP2, variant="mtp"),
@@ -400,6 +419,8 @@ _ONLY_OF_THE_TOOL = {
     *("pp4", "cp4", "cp2_tp2_sp", "dp2_pp2_vpp2_bf16", "pp2_bf16", "pp2_other_model"),
     *("tp2_sp_recompute_full", "seq-mean-token-sum", "pp2_uneven", "moe_pp2_uneven_recompute"),
     *("moe_replay_cp2", "moe_replay_tp2_sp_ep2", "moe_bias_pp2_recompute"),
+    *("moe_shared", "moe_shared_cp2", "moe_shared_tp2_sp_ep2_recompute", "moe_shared_pp2_vpp2"),
+    *("mla", "mla_pp2_vpp2", "mla_tp2_sp_recompute", "mla_cp2_recompute"),
 }
 CASES = {
     name: case
