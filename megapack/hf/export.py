@@ -173,18 +173,17 @@ class Exporter:
 
         After an error this rank goes on to send and receive: the others would wait for it.
         """
-        files = OwnFiles(plan, output.part_path(self.folder))
         error: Exception | None = None
-        for one in plan.targets:
-            values = self._collect(one, sources)
-            if values is None or error is not None:
-                continue
-            try:
-                with output.writing(self.folder):
-                    files.write(one, values)
-            except Exception as caught:  # raised below, after the last tensor
-                error = caught
-        files.close()
+        with contextlib.closing(OwnFiles(plan, output.part_path(self.folder))) as files:
+            for one in plan.targets:
+                values = self._collect(one, sources)
+                if values is None or error is not None:
+                    continue
+                try:
+                    with output.writing(self.folder):
+                        files.write(one, values)
+                except Exception as caught:  # raised below, after the last tensor
+                    error = caught
         if error is not None:
             raise error
 
