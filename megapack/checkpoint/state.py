@@ -25,8 +25,6 @@ from megatron.core.dist_checkpointing.exchange_utils import (
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
-    ShardedTensor,
-    ShardedTensorFactory,
     apply_factory_merges,
     is_main_replica,
 )
@@ -45,14 +43,8 @@ from megapack.checkpoint.writer import StateWriter
 from megapack.errors import CheckpointError, one_line
 from megapack.model.head import unwrapped
 from megapack.model.overlap import finish_param_gathers
+from megapack.model.sharded import METADATA, is_tensor, sharded_tensors
 from megapack.ranks.agree import agree
-
-# Each layer is saved under its number in the whole model, and optimizer state by parameter, so the
-# saved names do not depend on the layout.
-_METADATA = {
-    "non_homogeneous_layers": True,
-    "chained_optim_avoid_prefix": True,
-}
 
 
 class RunState:
@@ -79,7 +71,7 @@ class RunState:
 
     def num_bytes(self) -> int:
         """About the bytes that this rank writes: those of tensors whose main copy it holds."""
-        model = [t for t in nested_values(self._model()) if _is_tensor(t)]
+        model = [t for t in nested_values(self._model()) if is_tensor(t)]
         written = [t.data for t in model if is_main_replica(t.replica_id)]
         weights = sum(data.nbytes for data in written)
         # Adam's two moments and the main weights, each in fp32: 3 * 4 bytes.
@@ -169,11 +161,7 @@ class RunState:
         distribute_main_replicas_with_precomputed_distribution(replicated, group, self._writers_of)
 
     def _model(self) -> dict[str, Any]:
-        states = [unwrapped(c).sharded_state_dict(metadata=dict(_METADATA)) for c in self._chunks]
-        return {
-            f"model{v}": {name: value for name, value in state.items() if _is_tensor(value)}
-            for v, state in enumerate(states)
-        }
+        return {f"model{v}": sharded_tensors(chunk) for v, chunk in enumerate(self._chunks)}
 
     def _reference_tensors(self, model: dict[str, Any] | None = None) -> dict[str, Tensor]:
         """The reference's tensors under the model's names."""
@@ -206,12 +194,8 @@ def _sharded_optimizer(inner: Any, model: dict[str, Any], is_loading: bool) -> A
     """An optimizer's sharded state dict; of a distributed one, its numbered blocks."""
     if _is_distributed(inner):
         return dict(enumerate(own_blocks(inner, model)))
-    state = inner.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
+    state = inner.sharded_state_dict(model, is_loading=is_loading, metadata=dict(METADATA))
     return dict_list_map_outplace(_tensors_only, state)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, ShardedTensor | ShardedTensorFactory)
 
 
 def _by_name(model: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +204,7 @@ def _by_name(model: dict[str, Any]) -> dict[str, Any]:
         f"{chunk}.{name}": value
         for chunk, state in model.items()
         for name, value in state.items()
-        if _is_tensor(value)
+        if is_tensor(value)
     }
 
 

@@ -2,6 +2,7 @@
 
 Modules:
     build, specs, init: config and model chunks, layer specs, weights and frozen parameters
+    sharded: a chunk's tensors with their names in the whole model
     settings: Megatron's settings for speed, chosen by device, model and layout
     head, logprobs, mtp: vocabulary or value head, log-probs in chunks, multi-token prediction
     products, liger: matrix products with fp32 results; Liger's kernel for log-probs

@@ -212,6 +212,7 @@ def build_model(
     value_head: bool = False,
     model_class: type[GPTModel] = GPTModel,
     reduction: Settings | None = None,
+    draws_weights: bool = True,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks, wrapped in Megatron's DDP; initial weights depend only on the seed.
 
@@ -222,12 +223,16 @@ def build_model(
         value_head: one fp32 value per token instead of logits; needs untied embeddings.
         model_class: GPTModel or a subclass, for example one whose forward has more inputs.
         reduction: settings of DDP; None = those that `reduction_settings` chooses by default.
+        draws_weights: False leaves matrices as they were allocated, for weights that are loaded
+            next: drawing 4 billion numbers takes minutes.
 
     Raises:
         ConfigError: the layout does not divide the sizes, or a value head has tied embeddings.
     """
     check_sizes(model, layout)
     config = transformer_config(model, layout, stage_layers)
+    if not draws_weights:
+        _draw_nothing(config)
     padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
     chunks = [
         _chunk(model_class, model, layout, config, v, padded_vocab) for v in range(layout.vpp)
@@ -237,14 +242,15 @@ def build_model(
     if value_head:
         for chunk in chunks:
             replace_output_layer(chunk)
-    initialize_by_name(
-        chunks,
-        seed=seed,
-        std=model.init_std,
-        num_layers=model.num_layers,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
-    )
+    if draws_weights:
+        initialize_by_name(
+            chunks,
+            seed=seed,
+            std=model.init_std,
+            num_layers=model.num_layers,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
+        )
     if layout.etp != layout.tp:
         mark_experts(chunks)
     freeze(chunks, model.freeze)
@@ -269,6 +275,20 @@ def build_model(
     ]
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped
+
+
+def _draw_nothing(config: TransformerConfig) -> None:
+    """Let Megatron's layers allocate their weights without drawing them.
+
+    `perform_initialization=False` would also leave out the marks of tensor-parallel weights.
+    """
+    for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
+        if hasattr(config, name):
+            setattr(config, name, _as_allocated)
+
+
+def _as_allocated(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def _in_dtype(config: TransformerConfig, chunk: GPTModel) -> torch.nn.Module:

@@ -55,6 +55,7 @@ MEGATRON = [
     "checkpoint.random_states",
     "checkpoint.state",
     "checkpoint.writer",
+    "hf.blocks",
     "ranks.cpu",
     "train",
     "doctor.probes",

@@ -1,0 +1,19 @@
+"""Weights from Hugging Face folders, and back into them, on any layout.
+
+Modules:
+    names: of which rows of which Hugging Face tensors each of Megatron's tensors is made
+    blocks: the blocks of tensors that a rank holds
+    folder: a folder of safetensors: its files, checked before any tensor is read
+    load: from a folder into a model's chunks
+    gather: a small object of each rank, on all ranks
+    export: out of a model's chunks into a folder
+    export_plan, shards, output: which rank writes what; safetensors files; the folder
+"""
+
+from megapack.hf.export import export_hf
+from megapack.hf.load import load_hf_weights
+
+__all__ = [
+    "export_hf",
+    "load_hf_weights",
+]

@@ -1,0 +1,128 @@
+"""The blocks of the whole model's tensors that a rank holds, and their rows in a folder.
+
+Megatron says of each parameter of a rank which block of which tensor of the whole model it is,
+whatever the layout, and whether layers are Transformer Engine's or local, experts grouped or one by
+one. So loading and exporting read this alone and know no layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from megapack.hf.names import TensorNames
+from megapack.model.sharded import sharded_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A rectangular part of a tensor of the whole model; a description without values."""
+
+    key: str
+    """Megatron's name of the tensor in the whole model."""
+    index: tuple[int, ...]
+    """The expert's number, if the tensor is one of a layer's experts; else empty."""
+    start: tuple[int, ...]
+    """The block's first row, and first column if the tensor has columns."""
+    shape: tuple[int, ...]
+    """The block's sizes."""
+    whole: tuple[int, ...]
+    """The whole tensor's sizes."""
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the block's values."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Rows of a block that are rows of one Hugging Face tensor."""
+
+    name: str
+    """The Hugging Face tensor."""
+    row: int
+    """Its first of these rows."""
+    block_row: int
+    """The block's first of these rows."""
+    count: int
+    """Number of rows."""
+    columns: tuple[slice, ...]
+    """The block's columns in the Hugging Face tensor; empty for a vector."""
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where the piece is in the Hugging Face tensor."""
+        return (slice(self.row, self.row + self.count), *self.columns)
+
+    def of(self, values: Tensor) -> Tensor:
+        """The piece's part of its block's values."""
+        return values[self.block_row : self.block_row + self.count]
+
+
+def pieces(block: Block, names: TensorNames) -> list[Piece]:
+    """The Hugging Face rows that a block holds; none for rows of the padded vocabulary.
+
+    Raises:
+        ConfigError: see `TensorNames.rows`.
+    """
+    first = block.start[0]
+    end = first + block.shape[0]
+    columns = tuple(
+        slice(start, start + size)
+        for start, size in zip(block.start[1:], block.shape[1:], strict=True)
+    )
+    found = []
+    at = 0
+    for rows in names.rows(block.key, block.index, block.whole[0]):
+        begin = max(first, at)
+        stop = min(end, at + rows.count)
+        if begin < stop:
+            row = rows.start + begin - at
+            found.append(Piece(rows.name, row, begin - first, stop - begin, columns))
+        at += rows.count
+    return found
+
+
+def hf_shapes(blocks: Iterable[Block], names: TensorNames) -> dict[str, tuple[int, ...]]:
+    """The Hugging Face tensors of which blocks are parts, with their whole shapes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, index, whole in dict.fromkeys((b.key, b.index, b.whole) for b in blocks):
+        counts: dict[str, int] = {}
+        for rows in names.rows(key, index, whole[0]):
+            counts[rows.name] = counts.get(rows.name, 0) + rows.count
+        shapes |= {name: (count, *whole[1:]) for name, count in counts.items()}
+    return shapes
+
+
+def own_blocks(chunks: Sequence[Any]) -> Iterator[tuple[Block, Tensor]]:
+    """This rank's blocks, each with its values as a view of the parameter or buffer."""
+    for chunk in chunks:
+        for value in sharded_tensors(chunk).values():
+            parts = [value] if isinstance(value, ShardedTensor) else _built(value)
+            for part in parts:
+                yield _block(part), part.data.detach()
+
+
+def _built(factory: Any) -> list[ShardedTensor]:
+    """The tensors as which a parameter is saved, such as a gate and an up projection."""
+    return list(nested_values({"parts": factory.build()}))
+
+
+def _block(part: ShardedTensor) -> Block:
+    leading = part.prepend_axis_num
+    return Block(
+        key=part.key,
+        index=tuple(part.global_offset[:leading]),
+        start=tuple(part.global_offset[leading:]),
+        shape=tuple(part.local_shape),
+        whole=tuple(part.global_shape[leading:]),
+        dtype=part.dtype,
+    )

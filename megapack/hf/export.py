@@ -1,0 +1,218 @@
+"""Weights out of a model's chunks or of a checkpoint, into a folder that transformers loads.
+
+Each tensor is written by one rank that holds it, or most of it; the other parts are sent to that
+rank one by one. No rank holds more than its share of the model and one tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapack.hf import output
+from megapack.hf.blocks import Block, own_blocks
+from megapack.hf.export_plan import ExportPlan, Part, Target, plan_export
+from megapack.hf.folder import HfFolder
+from megapack.hf.gather import gather_distinct
+from megapack.hf.load import check_tensors, names_of
+from megapack.hf.names import VALUE_HEAD
+from megapack.hf.shards import DTYPES, ShardWriter, write_index
+from megapack.model.overlap import finish_param_gathers
+from megapack.ranks.agree import agree
+
+SHARD_BYTES = 5_000_000_000
+"""Bytes of the largest file, as transformers has it."""
+
+ExportDtype = Literal["bf16", "fp32"]
+_TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Sources = Mapping[Block, Callable[[], Tensor]]
+"""How a rank gets the values of each block that it holds."""
+
+
+def export_hf(
+    chunks: Sequence[Any],
+    folder: str | Path,
+    *,
+    like: str | Path,
+    device: torch.device,
+    dtype: ExportDtype | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
+) -> Path:
+    """Write the model in a Hugging Face folder, whole or not at all; a collective of all ranks.
+
+    Args:
+        chunks: this rank's GPT models, wrapped in DDP or not.
+        folder: to write; all ranks see it. It is `FOLDER.part` until it is complete.
+        like: the folder that the model was loaded from: its names, config and tokenizer.
+        device: see `agree`; parts of tensors are sent from there.
+        dtype: of the weights; None = each tensor's in `like`. An expert bias keeps its type.
+        max_shard_bytes: a file holds at most this many bytes, or one tensor.
+        replace: replace a folder of that name.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError, CheckpointError, ScheduleError: on every rank; there is no folder then.
+    """
+    finish_param_gathers(chunks)
+    held = agree(
+        lambda: {block: functools.partial(_same, data) for block, data in own_blocks(chunks)},
+        device=device,
+    )
+    writer = Exporter(Path(folder), Path(like), dtype, max_shard_bytes, device)
+    return writer.export(held, replace=replace)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+class Exporter:
+    """Writes blocks, wherever they come from, into a folder.
+
+    Args: those of `export_hf`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        like: Path,
+        dtype: ExportDtype | None,
+        max_shard_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self.folder = folder
+        self.like = like
+        self.dtype = dtype
+        self.device = device
+        self._max_shard_bytes = max_shard_bytes
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def export(self, sources: Sources, *, replace: bool = False) -> Path:
+        """Write the blocks of all ranks; a collective."""
+        plan = self._plan(sources)
+        try:
+            self._on_first_rank(self._open, plan, replace)
+            agree(lambda: self._write(plan, sources), device=self.device)
+            self._on_first_rank(self._finish, plan)
+        except BaseException:
+            if self._rank == 0:
+                output.abandon(self.folder)
+            raise
+        return self.folder
+
+    def _on_first_rank(self, work: Callable[..., None], *args: Any) -> None:
+        def local() -> None:
+            if self._rank == 0:
+                with output.writing(self.folder):
+                    work(*args)
+
+        agree(local, device=self.device)
+
+    def _plan(self, sources: Sources) -> ExportPlan:
+        stored = agree(lambda: HfFolder(self.like), device=self.device)
+        blocks = gather_distinct(list(sources))
+
+        def planned() -> ExportPlan:
+            names = names_of(stored)
+            dtype_of = functools.partial(self._dtype_of, stored)
+            plan = plan_export(blocks, names, dtype_of, self._max_shard_bytes)
+            check_tensors({target.name: target.shape for target in plan.targets}, stored, names)
+            return plan
+
+        return agree(planned, device=self.device)
+
+    def _dtype_of(self, stored: HfFolder, name: str, own: torch.dtype) -> torch.dtype:
+        """The type in which a tensor is written."""
+        found = stored.tensors.get(name)
+        if self.dtype is None or name.endswith("e_score_correction_bias"):
+            return own if found is None else DTYPES[found.dtype]
+        return _TORCH[self.dtype]
+
+    def _open(self, plan: ExportPlan, replace: bool) -> None:
+        output.check_free(self.folder, replace=replace)
+        output.open_part(self.folder)
+        output.check_space(self.folder, plan.num_bytes)
+
+    def _write(self, plan: ExportPlan, sources: Sources) -> None:
+        """Write this rank's tensors, and send what others write.
+
+        After an error this rank goes on to send and receive: the others would wait for it.
+        """
+        files = OwnFiles(plan, output.part_path(self.folder))
+        error: Exception | None = None
+        for one in plan.targets:
+            values = self._collect(one, sources)
+            if values is None or error is not None:
+                continue
+            try:
+                with output.writing(self.folder):
+                    files.write(one, values)
+            except Exception as caught:  # raised below, after the last tensor
+                error = caught
+        files.close()
+        if error is not None:
+            raise error
+
+    def _collect(self, one: Target, sources: Sources) -> Tensor | None:
+        """A tensor's values on the rank that writes it; the others send their parts."""
+        if one.writer != self._rank:
+            for part in one.parts:
+                if part.holder == self._rank:
+                    dist.send(part.piece.of(sources[part.block]()).contiguous(), one.writer)
+            return None
+        whole = torch.empty(one.shape, dtype=one.dtype)
+        for part in one.parts:
+            whole[part.piece.place].copy_(self._values(part, sources))
+        return whole
+
+    def _values(self, part: Part, sources: Sources) -> Tensor:
+        if part.holder == self._rank:
+            return part.piece.of(sources[part.block]())
+        shape = (part.piece.count, *part.block.shape[1:])
+        values = torch.empty(shape, dtype=part.block.dtype, device=self.device)
+        dist.recv(values, part.holder)
+        return values
+
+    def _finish(self, plan: ExportPlan) -> None:
+        """Write the small files and give the folder its name."""
+        part = output.part_path(self.folder)
+        write_index(part, plan.weight_map, plan.num_bytes)
+        output.copy_small_files(self.like, self.folder)
+        dtype = None if self.dtype is None else str(_TORCH[self.dtype]).removeprefix("torch.")
+        is_value_model = VALUE_HEAD in plan.weight_map
+        output.write_config(self.like, self.folder, dtype=dtype, is_value_model=is_value_model)
+        output.finish(self.folder)
+
+
+class OwnFiles:
+    """The files that this rank writes, one after another."""
+
+    def __init__(self, plan: ExportPlan, folder: Path) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._open: ShardWriter | None = None
+
+    def write(self, one: Target, values: Tensor) -> None:
+        """Write a tensor into its file."""
+        path = self._folder / one.file
+        if self._open is None or self._open.path != path:
+            self.close()
+            self._open = ShardWriter(path, self._plan.of_file(one.file))
+        self._open.write(one.name, values)
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._open is not None:
+            with contextlib.suppress(OSError):
+                self._open.close()
+            self._open = None

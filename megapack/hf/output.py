@@ -1,0 +1,116 @@
+"""The folder of an export: written under another name, renamed when complete."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megapack.base.files import read_whole, strict_json, sync
+from megapack.errors import CheckpointError, ConfigError, MegapackError, first_line
+
+# What a model's folder has besides weights: generation config, tokenizer, chat template, and the
+# code of models and tokenizers that transformers does not have.
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
+_TEMPLATES = "additional_chat_templates"
+
+
+def check_free(folder: Path, *, replace: bool) -> None:
+    """Raise ConfigError if something is at the folder's place."""
+    if folder.exists() and not replace and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists; set another folder, or remove it")
+
+
+def part_path(folder: Path) -> Path:
+    """The name under which a folder is written."""
+    return folder.with_name(f"{folder.name}.part")
+
+
+def open_part(folder: Path) -> None:
+    """Make an empty folder to write into; what a killed export left there is removed."""
+    part = part_path(folder)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+
+
+def finish(folder: Path) -> None:
+    """Sync all files to the disk, and give the folder its name."""
+    part = part_path(folder)
+    for path in (*part.rglob("*"), part):
+        sync(path)
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(part, folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def abandon(folder: Path) -> None:
+    """Remove what was written of a folder."""
+    shutil.rmtree(part_path(folder), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn errors of writing within the block into a CheckpointError about the folder."""
+    try:
+        yield
+    except MegapackError:
+        raise
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise CheckpointError(
+            f"{folder} cannot be written ({reason}); make room, or set another folder"
+        ) from error
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raise CheckpointError if the disk of a folder has less room than this."""
+    free = shutil.disk_usage(part_path(folder)).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"an export of {num_bytes / 2**30:.1f} GiB does not fit into the "
+            f"{free / 2**30:.1f} GiB that are free at {folder}; make room, or set another folder"
+        )
+
+
+def copy_small_files(like: Path, folder: Path) -> None:
+    """Copy everything but weights and config.json, such as the tokenizer, into an open part."""
+    part = part_path(folder)
+    for pattern in _COPIED:
+        for file in sorted(like.glob(pattern)):
+            if file.name != "config.json" and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, part / file.name)
+    if (like / _TEMPLATES).is_dir():
+        shutil.copytree(like / _TEMPLATES, part / _TEMPLATES)
+
+
+def write_config(like: Path, folder: Path, *, dtype: str | None, is_value_model: bool) -> None:
+    """Write config.json: the one of `like` with what the export changes.
+
+    Args:
+        dtype: torch's name of the weights' type; None = as it was.
+        is_value_model: whether the model gives one value per token instead of logits.
+    """
+    config: dict[str, Any] = strict_json(read_whole(like / "config.json").decode())
+    if dtype is not None:
+        # transformers 5 writes `dtype`; published folders have `torch_dtype`.
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0
+    if is_value_model:
+        config["architectures"] = [
+            name.replace("ForCausalLM", "ForSequenceClassification")
+            for name in config.get("architectures", ())
+        ]
+        # One label is how transformers says that the output is a score.
+        config["id2label"] = {"0": "LABEL_0"}
+        config["label2id"] = {"LABEL_0": 0}
+    text = json.dumps(config, indent=2) + "\n"
+    (part_path(folder) / "config.json").write_text(text, encoding="utf-8")
