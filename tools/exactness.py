@@ -31,6 +31,9 @@ VARIANTS = {
     "moe": "4 experts, top 2, balance and z-loss",
     "moe_bias": "4 experts, sigmoid scores, expert bias",
     "moe_replay": "4 experts, routes replayed that are not the routers' own",
+    "moe_shared": "3 dense layers, then 8 experts in 4 groups and a gated shared one, QKV bias, "
+    "llama3 rope of half a head",
+    "mla": "multi-latent attention with yarn, temperature 0.9",
     "mtp": "multi-token prediction, 2 depths, temperature 0.8",
     "mtp_other": "multi-token prediction, 2 depths, untied, temperature 0.8",
     "mtp_moe": "multi-token prediction, 1 depth, and 4 experts",

@@ -17,7 +17,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megapack.base.choices import Kernel
@@ -57,7 +57,8 @@ def transformer_config(
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     pipelined = layout.pp > 1
-    return TransformerConfig(
+    latent = model.kv_lora_rank is not None
+    return (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -67,6 +68,7 @@ def transformer_config(
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_layernorm,
+        add_qkv_bias=model.qkv_bias,
         gated_linear_unit=model.gated_linear_unit,
         activation_func=torch.nn.functional.silu
         if model.gated_linear_unit
@@ -99,10 +101,13 @@ def transformer_config(
         # Not under interleaving, see schedule.runner.
         deallocate_pipeline_outputs=pipelined and layout.vpp == 1,
         calculate_per_token_loss=True,
-        apply_rope_fusion=has_rope_fusion(),
+        # Megatron's fused kernels of multi-latent attention take yarn only.
+        apply_rope_fusion=has_rope_fusion() and not latent,
+        transformer_impl="transformer_engine" if kernel == "te" else "local",
         mtp_num_layers=model.mtp_num_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss_coef,
         **values(FIXED),
+        **_latent_attention(model),
         **_experts(model),
         **_fp8(model, kernel),
         **_faster(model, kernel),
@@ -117,8 +122,32 @@ def attention_sizes(model: ModelConfig, layout: Layout) -> AttentionSizes:
         heads=model.num_attention_heads // layout.tp,
         groups=max(1, groups // layout.tp),
         head_width=model.head_width,
+        value_width=model.value_head_width,
         cp=layout.cp,
     )
+
+
+def _latent_attention(model: ModelConfig) -> dict[str, Any]:
+    if model.kv_lora_rank is None:
+        return {}
+    rope = model.rope_scaling
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "rope_type": "yarn" if rope.kind == "yarn" else "rope",
+        "rotary_base": model.rotary_base,
+        # Also without yarn Megatron scales the scores by the logarithm of this factor.
+        "rotary_scaling_factor": rope.factor if rope.kind == "yarn" else 1.0,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:
@@ -127,15 +156,25 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.moe_top_k,
-        # A softmax over the single chosen expert would always be 1.
-        "moe_router_pre_softmax": model.moe_top_k == 1 and model.moe_score_function == "softmax",
+        # Softmax over all experts instead of the chosen ones, whose scores then do not sum to 1. A
+        # softmax over a single chosen expert would always be 1.
+        "moe_router_pre_softmax": model.moe_score_function == "softmax"
+        and (model.moe_top_k == 1 or not model.moe_norm_top_k),
+        "moe_layer_freq": [int(not dense) for dense in model.dense_layers]
+        if model.moe_first_dense_layers
+        else 1,
+        "moe_shared_expert_intermediate_size": model.moe_shared_ffn_hidden_size,
+        "moe_shared_expert_gate": model.moe_shared_gate,
+        "moe_router_num_groups": model.moe_num_groups,
+        "moe_router_group_topk": model.moe_group_top_k,
+        "moe_router_topk_scaling_factor": model.moe_route_scale,
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
         "moe_router_score_function": model.moe_score_function,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": model.moe_balance_loss_coef,
         "moe_z_loss_coeff": model.moe_z_loss_coef or None,
-        "moe_router_enable_expert_bias": model.moe_bias_update_rate > 0,
+        "moe_router_enable_expert_bias": model.has_expert_bias,
         "moe_router_bias_update_rate": model.moe_bias_update_rate,
         # The default, allgather, needs rows of equal length on all ranks.
         "moe_token_dispatcher_type": "alltoall",
@@ -323,6 +362,9 @@ def _chunk(
             share_embeddings_and_output_weights=not model.untie_embeddings,
             position_embedding_type="rope",
             rotary_base=model.rotary_base,
+            rotary_percent=model.rotary_percent,
+            rope_scaling=model.rope_scaling.kind == "llama3",
+            rope_scaling_factor=model.rope_scaling.factor,
             vp_stage=vp_stage,
         )
     _drop_unused_weight(chunk)

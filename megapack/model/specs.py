@@ -10,16 +10,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megapack.base.choices import Kernel
+from megapack.errors import ConfigError
+from megapack.model.attention.latent import LatentAttention
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.varlen import PackedVarlen
-from megapack.model.experts.router import use_packed_router
+from megapack.model.experts.router import moe_layers, use_packed_router
 
 
 class PackedLayerNorm(torch.nn.LayerNorm):
@@ -52,56 +56,101 @@ def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) ->
 
 
 def packed_norm(config: TransformerConfig) -> type[PackedLayerNorm] | type[PackedRMSNorm]:
-    """The norm class of a config, for layer specs."""
+    """The norm class of a config, for layer specs.
+
+    Raises:
+        ConfigError: the config asks for norms with weights around 0.
+    """
+    if config.layernorm_zero_centered_gamma:
+        raise ConfigError(
+            "layernorm_zero_centered_gamma=True: the local spec's norms have weights around 1; set "
+            "it to False, or use Transformer Engine's spec"
+        )
     return PackedRMSNorm if config.normalization == "RMSNorm" else PackedLayerNorm
 
 
 def local_layer_spec(
-    config: TransformerConfig, attention: Literal["varlen", "sdpa"] = "sdpa"
+    config: TransformerConfig,
+    attention: Literal["varlen", "sdpa"] = "sdpa",
+    *,
+    experts: bool | None = None,
 ) -> ModuleSpec:
-    """Megatron's local layer spec, with attention in which packed samples do not see each other."""
+    """Megatron's local layer spec, with attention in which packed samples do not see each other.
+
+    Args:
+        experts: whether the layer has experts; None = if the model has.
+    """
+    has_experts = bool(config.num_moe_experts) if experts is None else experts
+    latent = config.multi_latent_attention
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=latent,
         normalization=config.normalization,
     )
     parts = spec.submodules.self_attention.submodules
     parts.core_attention = PackedVarlen if attention == "varlen" else PackedSDPA
-    if config.num_moe_experts:
+    if latent:
+        spec.submodules.self_attention.module = LatentAttention
+    if has_experts:
         use_packed_router(spec.submodules.mlp)
     norm = packed_norm(config)
     spec.submodules.input_layernorm = norm
     spec.submodules.pre_mlp_layernorm = norm
     if config.qk_layernorm:
         parts.q_layernorm = norm
-        parts.k_layernorm = norm
+        setattr(parts, "kv_layernorm" if latent else "k_layernorm", norm)
     return spec
 
 
-def _layer_spec(kernel: Kernel, config: TransformerConfig) -> ModuleSpec:
+def _layer_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> ModuleSpec:
     """One layer with this attention kernel."""
     if kernel != "te":
-        return local_layer_spec(config, kernel)
+        return local_layer_spec(config, kernel, experts=experts)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
-    if config.num_moe_experts:
+    if experts:
         use_packed_router(spec.submodules.mlp)
     return spec
 
 
 def block_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) -> Any:
     """The layers of a chunk with this attention kernel, as GPTModel expects them."""
-    spec = _layer_spec(kernel, config)
-    if kernel == "te":
-        return spec
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=packed_norm(config))
+    # One spec for each kind of layer: the first ones may be dense, the others have experts.
+    kinds = {kind: _layer_spec(kernel, config, kind) for kind in set(_has_experts(config))}
+    layers = [kinds[_has_experts(config)[layer]] for layer in _layers(config, vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm(kernel, config))
+
+
+def _has_experts(config: TransformerConfig) -> list[bool]:
+    """Of each layer of the whole model, whether it has experts."""
+    with_experts = moe_layers(config)
+    return [layer in with_experts for layer in range(config.num_layers)]
+
+
+def _layers(config: TransformerConfig, vp_stage: int | None) -> list[int]:
+    """The layers of a chunk, numbered from 0 over the whole model."""
+    split = config.pipeline_model_parallel_layout
+    if split is not None:
+        layers: list[int] = split.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
+        return layers
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+
+
+def _final_norm(kernel: Kernel, config: TransformerConfig) -> Any:
+    if kernel != "te":
+        return packed_norm(config)
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
 
 
 def mtp_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) -> Any:
@@ -110,8 +159,9 @@ def mtp_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) ->
         return None
     uses_te = kernel == "te"
     # The spec of a layer, not of the block: the last chunk may have no transformer layers.
+    layer_spec = _layer_spec(kernel, config, _has_experts(config)[-1])
     block = get_gpt_mtp_block_spec(
-        config, _layer_spec(kernel, config), use_transformer_engine=uses_te, vp_stage=vp_stage
+        config, layer_spec, use_transformer_engine=uses_te, vp_stage=vp_stage
     )
     if block is None or uses_te:
         return block

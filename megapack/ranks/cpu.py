@@ -68,7 +68,7 @@ def _redirect_cuda_module() -> None:
         "empty_cache": lambda: None,
         "current_stream": lambda device=None: _NoStream(),
         "default_stream": lambda device=None: _NoStream(),
-        "Stream": lambda *args, **kwargs: _NoStream(),
+        "Stream": _NoStream,
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -162,7 +162,13 @@ def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _NoStream:
-    """Stands in for a CUDA stream: the CPU runs everything in order."""
+    """Stands in for a CUDA stream: the CPU runs everything in order.
+
+    A class, because other packages subclass `torch.cuda.Stream` or name it in annotations.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes what a CUDA stream takes."""
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing to wait for."""
@@ -193,6 +199,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     def build(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
+        # Pinned memory, from which a GPU copies, needs one.
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return build

@@ -240,6 +240,25 @@ _FEW_PROCESSES: dict[str, Case] = {
     "moe_tp2_sp_pp2_vpp2_ep2": Case(
         layout=replace(TP2_SP, pp=2, vpp=2, ep=2), variant="moe", expect={"chunks": 2}
     ),
+    "moe_shared": Case(layout=Layout(), variant="moe_shared"),
+    "moe_shared_dp2_ep2": Case(layout=DP2_EP2, variant="moe_shared"),
+    "moe_shared_tp2_sp_ep2_recompute": Case(
+        layout=replace(TP2_SP, ep=2), variant="moe_shared", recompute="full"
+    ),
+    "moe_shared_cp2": Case(layout=Layout(cp=2), variant="moe_shared"),
+    "moe_shared_pp2_vpp2": Case(layout=PP2_VPP2, variant="moe_shared", expect={"chunks": 2}),
+    "moe_shared_pp2_vpp2_uneven": Case(
+        layout=PP2_VPP2,
+        split=_split("Et|t*4|t*2|tL"),
+        variant="moe_shared",
+        expect={"layers": _layers(1, 4, 2, 1)},
+    ),
+    "mla": Case(layout=Layout(), variant="mla"),
+    "mla_pp2_vpp2": Case(layout=PP2_VPP2, variant="mla", expect={"chunks": 2}),
+    "mla_tp2_sp": Case(layout=TP2_SP, variant="mla"),
+    "mla_tp2_sp_recompute": Case(layout=TP2_SP, variant="mla", recompute="selective"),
+    "mla_cp2": Case(layout=Layout(cp=2), variant="mla"),
+    "mla_cp2_recompute": Case(layout=Layout(cp=2), variant="mla", recompute="full"),
     "mtp": Case(layout=Layout(), variant="mtp"),
     "mtp_dp2": Case(layout=Layout(dp=2), variant="mtp", weighting="seq-mean-token-mean"),
     "mtp_pp2": Case(layout=PP2, variant="mtp"),
@@ -396,7 +415,9 @@ _ONLY_OF_THE_TOOL = {
     *("moe_dp2_cp2_ep2", "moe_dp2_pp2_ep2", "moe_dp2_tp2_sp", "moe_dp2_tp2_sp_ep2"),
     *("moe_dp2_tp2_sp_ep4", "moe_tp2_sp_pp2_ep2", "moe_tp2_sp_pp2_etp2"),
     *("moe_bias_pp2_loss_alone", "mtp_dp2", "mtp_pp2_uniform", "mtp_tp2_sp", "mtp_pp2_vpp2"),
-    *("mtp_pp2_layers_alone", "mtp_cp2_pp2_vpp2"),
+    *("mtp_pp2_layers_alone", "mtp_cp2_pp2_vpp2", "moe_shared", "moe_shared_cp2"),
+    *("moe_shared_tp2_sp_ep2_recompute", "moe_shared_pp2_vpp2", "mla", "mla_pp2_vpp2"),
+    *("mla_tp2_sp_recompute", "mla_cp2_recompute"),
 }
 CASES = {
     name: case

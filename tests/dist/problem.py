@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megapack.config.rope import RopeScaling
 from megapack.config.sections import ModelConfig
 from megapack.loss import GRPO
 from megapack.samples import SampleBatch
@@ -52,6 +53,32 @@ MOE_BIAS_MODEL = dataclasses.replace(
     moe_z_loss_coef=0.0,
     moe_bias_update_rate=0.01,
 )
+# What Hugging Face's families have and MOE_BIAS_MODEL lacks (Qwen2, DeepSeek-V3, GLM-4.5).
+MOE_SHARED_MODEL = dataclasses.replace(
+    MOE_BIAS_MODEL,
+    qkv_bias=True,
+    rotary_percent=0.5,
+    rope_scaling=RopeScaling(kind="llama3", factor=8.0),
+    num_experts=8,
+    moe_top_k=4,
+    moe_num_groups=4,
+    moe_group_top_k=2,
+    moe_route_scale=2.5,
+    moe_first_dense_layers=3,
+    moe_shared_ffn_hidden_size=20,
+    moe_shared_gate=True,
+)
+MLA_MODEL = dataclasses.replace(
+    MODEL,
+    num_query_groups=None,
+    kv_lora_rank=16,
+    q_lora_rank=24,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    qk_layernorm=True,
+    rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16),
+)
 MTP_MODEL = dataclasses.replace(MODEL, mtp_num_layers=2, mtp_loss_coef=0.6)
 MODELS = {
     "plain": (MODEL, 1.0),
@@ -60,6 +87,8 @@ MODELS = {
     "moe": (MOE_MODEL, 1.0),
     "moe_bias": (MOE_BIAS_MODEL, 1.0),
     "moe_replay": (MOE_MODEL, 1.0),
+    "moe_shared": (MOE_SHARED_MODEL, 1.0),
+    "mla": (MLA_MODEL, 0.9),
     "mtp": (MTP_MODEL, 0.8),
     "mtp_other": (dataclasses.replace(MTP_MODEL, untie_embeddings=True), 0.8),
     "mtp_moe": (dataclasses.replace(MOE_MODEL, mtp_num_layers=1), 1.0),

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -32,6 +33,17 @@ from megapack.samples import SampleBatch
 from tests.dist import problem
 
 
+class TwoWidths(DotProductAttention):
+    """Megatron's attention for MLA, whose values are not as wide as its keys."""
+
+    def __init__(
+        self, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        width = self.config.v_head_dim
+        self.hidden_size_per_partition = width * self.config.num_attention_heads
+
+
 def build(settings: ModelConfig) -> GPTModel:
     """The stock model, with the weights that megapack's model has."""
     config = transformer_config(settings, Layout())
@@ -43,12 +55,19 @@ def build(settings: ModelConfig) -> GPTModel:
     config.apply_rope_fusion = False
     config.bias_activation_fusion = False
     config.gradient_accumulation_fusion = False
-    spec = get_gpt_layer_local_spec(
-        num_experts=settings.num_experts,
-        qk_layernorm=settings.qk_layernorm,
-        normalization=config.normalization,
-    )
-    block = TransformerBlockSubmodules([spec] * settings.num_layers, layer_norm=WrappedTorchNorm)
+    specs = [
+        get_gpt_layer_local_spec(
+            num_experts=None if is_dense else settings.num_experts,
+            qk_layernorm=settings.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=config.normalization,
+        )
+        for is_dense in settings.dense_layers
+    ]
+    if config.multi_latent_attention:
+        for spec in specs:
+            spec.submodules.self_attention.submodules.core_attention = TwoWidths
+    block = TransformerBlockSubmodules(specs, layer_norm=WrappedTorchNorm)
     model = GPTModel(
         config=config,
         # The spec of the block, not of a layer: with the latter, the norm after the last layer
@@ -60,6 +79,9 @@ def build(settings: ModelConfig) -> GPTModel:
         share_embeddings_and_output_weights=not settings.untie_embeddings,
         position_embedding_type="rope",
         rotary_base=settings.rotary_base,
+        rotary_percent=settings.rotary_percent,
+        rope_scaling=settings.rope_scaling.kind == "llama3",
+        rope_scaling_factor=settings.rope_scaling.factor,
     )
     initialize_by_name(
         [model],
@@ -179,11 +201,13 @@ def run_auxiliary(model: GPTModel, tokens: Tensor, settings: ModelConfig) -> dic
     loss = settings.moe_balance_loss_coef * balance + settings.moe_z_loss_coef * z
     loss.backward()
     routers.remove()
+    num_layers = settings.dense_layers.count(False)
     return {
         "num_tokens": tokens.numel(),
-        "moe_balance_loss": float(balance.detach()) / problem.NUM_LAYERS,
-        "moe_z_loss": float(z.detach()) / problem.NUM_LAYERS,
-        "chosen": torch.stack(routers.chosen[: problem.NUM_LAYERS], 1),
+        "moe_balance_loss": float(balance.detach()) / num_layers,
+        "moe_z_loss": float(z.detach()) / num_layers,
+        # Without the layers of multi-token prediction, which follow.
+        "chosen": torch.stack(routers.chosen[:num_layers], 1),
         "grads": gradients(model),
     }
 

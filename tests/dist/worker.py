@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megapack import launch
 from megapack.loss import GRPO
+from megapack.model.experts.router import moe_layers
 from megapack.model.head import unwrapped
 from megapack.model.init import global_parameters, is_expert, local_slice
 from megapack.plan import Plan
@@ -142,10 +143,10 @@ def _bias_facts(chunks: list[Any], counts: Tensor) -> dict[str, int]:
     wrong = 0
     for chunk in chunks:
         for layer in unwrapped(chunk).decoder.layers:
-            router = layer.mlp.router
-            if router.expert_bias is None:
+            router = getattr(layer.mlp, "router", None)
+            if router is None or router.expert_bias is None:
                 continue
-            count = counts[layer.layer_number - 1].float()
+            count = counts[moe_layers(router.config).index(layer.layer_number - 1)].float()
             want = (count.mean() - count).sign() * router.config.moe_router_bias_update_rate
             moved += int(want.count_nonzero())
             wrong += int((router.expert_bias - want).abs().gt(1e-7).sum())

@@ -140,6 +140,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     packed are refused, because their samples would attend to each other. A kernel is a subclass
     that implements `attend`.
 
+    Args:
+        k_channels: width of a head's queries and keys; None = config.kv_channels. Megatron gives it
+            and `v_channels` to multi-latent attention; the width of values is seen in their shape.
+
     Context parallelism is Megatron's `cp_comm_type="all_gather"`: the forward gathers keys and
     values over the context-parallel ranks, the backward sums and scatters their gradients.
 
@@ -157,11 +161,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
+        self.head_width = k_channels or config.kv_channels
         self._refuse_unsupported(config, attn_mask_type, attention_type)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(self.head_width)
         self.cp_group = None
         if config.context_parallel_size > 1:
             self.cp_group = (
@@ -181,9 +188,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [T, heads, d]; key and value [T, groups, d] -> [T, heads * d].
+        """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads * v].
 
-        T is the number of this rank's tokens; the row has T * cp tokens.
+        T is the number of this rank's tokens; the row has T * cp tokens. Values are as wide as keys
+        but in multi-latent attention.
         """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ScheduleError(
@@ -193,7 +201,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return self.attend(query, key, value, packed_seq_params).flatten(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """As `forward`, but the result is [T, heads, d]."""
+        """As `forward`, but the result is [T, heads, v]."""
         raise NotImplementedError
 
     @property

@@ -21,7 +21,7 @@ class PackedSDPA(PackedAttention):
     """`PackedAttention` with torch's SDPA, one call per run of samples of equal length."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """query [T, heads, d]; key and value [T, groups, d] -> [T, heads, d]."""
+        """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
         cp, cp_rank = self.cp
         if self.cp_group is not None:
             order_T = _assembly_order(params, cp, query.device)

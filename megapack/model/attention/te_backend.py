@@ -31,7 +31,9 @@ class AttentionSizes:
     groups: int
     """Heads of keys and values of one tensor-parallel rank."""
     head_width: int
-    """Channels of a head."""
+    """Channels of a head's queries and keys."""
+    value_width: int | None = None
+    """Channels of a head's values; None = as many."""
     cp: int = 1
     """Number of context-parallel ranks."""
 
@@ -84,7 +86,7 @@ def _question(utils: Any, sizes: AttentionSizes, deterministic: bool) -> Any:
         "max_seqlen_q": tokens,
         "max_seqlen_kv": tokens,
         "head_dim_qk": sizes.head_width,
-        "head_dim_v": sizes.head_width,
+        "head_dim_v": sizes.value_width or sizes.head_width,
         "attn_mask_type": "padding_causal",
         "window_size": (-1, 0),
         "bottom_right_diagonal": False,

@@ -59,15 +59,19 @@ class PackedVarlen(PackedAttention):
         return super().forward(query, key, value, *args, **kw)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """query [T, heads, d]; key and value [T, groups, d] -> [T, heads, d]."""
+        """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
         spans = _spans(params, *self.cp, device=query.device)
         if spans.order_K is not None:
             key, value = gather_rows(key, value, spans.order_K, self.cp_group)
-        return varlen_causal_attention(query, key, value, spans, self.softmax_scale)
+        width = value.shape[-1]
+        # The kernel takes one width. Zeros as further channels of values are zeros in the result.
+        value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
+        out = varlen_causal_attention(query, key, value, spans, self.softmax_scale)
+        return out[..., :width]
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
         super()._refuse_unsupported(config, mask, attention_type)
-        width = config.kv_channels
+        width = self.head_width
         if config.attention_dropout:
             raise ConfigError(
                 f"attention_dropout={config.attention_dropout}: torch's varlen attention has none; "

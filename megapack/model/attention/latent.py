@@ -1,0 +1,63 @@
+"""Multi-latent attention with Megatron's local layers.
+
+Megatron's layer expects Transformer Engine's projections, which keep the two down projections whole
+on every tensor-parallel rank. Local ones are split and their results gathered; the gradient of the
+rotated keys, which all heads share, is then that of the rank's own heads alone. Here they are whole
+in both cases.
+
+With sequence parallelism each rank projects its own tokens, and Megatron sums the gradients of the
+marked weights over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+if not transformer_engine.HAVE_TE:
+    # Megatron-Core 0.16.1 takes the import of its wrappers for Transformer Engine itself.
+    multi_latent_attention.HAVE_TE = False
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Megatron's multi-latent self attention with whole down projections."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        rank = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config, rank)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+
+
+class WholeLinear(torch.nn.Linear):
+    """A projection of hidden states that every tensor-parallel rank has whole.
+
+    Weights are allocated and not drawn; see `model.init`.
+    """
+
+    def __init__(self, config: Any, out_features: int) -> None:
+        super().__init__(config.hidden_size, out_features, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """The product, and no bias."""
+        return super().forward(input), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """The weight as Megatron's checkpoints have it: the same on all tensor-parallel ranks."""
+        groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            sharded_offsets=sharded_offsets,
+            **groups,
+        )
