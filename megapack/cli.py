@@ -38,6 +38,7 @@ COMMANDS = {
     "report": "write a page about a plan or a run",
     "doctor": "check this machine's software and settings for what would break a run",
     "train": "train on rollouts; start it with torchrun, or --dry-run world=N alone",
+    "export": "write a run's weights as a Hugging Face folder",
     "run": "run a script of another framework with megapack's patches",
     "patch": "show what the patches for a framework replace, and whether they fit",
 }

@@ -219,6 +219,10 @@ class LoopConfig:
     resume: str | None = None
     """Resume from a checkpoint: its folder, the folder of a run (its latest checkpoint), or auto
     (the latest checkpoint of this run, or the start if it has none); null = from the start."""
+    export_hf: Literal["last", "checkpoints"] | None = None
+    """Write the weights as a Hugging Face folder `hf/step-N` in the run's folder: last = after the
+    last step; checkpoints = also with every checkpoint of `save_interval`. Needs model.hf_path;
+    null = never, `megapack export` does it later from a checkpoint."""
     on_oom: Literal["error", "replan"] = "error"
     """If a GPU runs out of memory: error ends the run, replan repeats the step once in rows of half
     the size. replan needs a layout whose ranks do not communicate inside layers (tp = cp = ep = 1);
@@ -295,6 +299,11 @@ class TrainConfig:
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         self._check_division()
         self._check_retry()
+        if self.train.export_hf is not None and self.model.hf_path is None:
+            raise ConfigError(
+                f"train.export_hf={self.train.export_hf} needs a model of a Hugging Face folder; "
+                "set model.hf_path, or train.export_hf=null"
+            )
         vocab_size = self.model.vocab_size
         if self.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
             raise ConfigError(

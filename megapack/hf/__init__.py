@@ -6,14 +6,17 @@ Modules:
     folder: a folder of safetensors: its files, checked before any tensor is read
     load: from a folder into a model's chunks
     gather: a small object of each rank, on all ranks
-    export: out of a model's chunks into a folder
+    export, checkpoint: out of a model's chunks, or of a checkpoint, into a folder
     export_plan, shards, output: which rank writes what; safetensors files; the folder
 """
 
+from megapack.hf.checkpoint import export_checkpoint
 from megapack.hf.export import export_hf
-from megapack.hf.load import load_hf_weights
+from megapack.hf.load import LoadedWeights, load_hf_weights
 
 __all__ = [
+    "LoadedWeights",
+    "export_checkpoint",
     "export_hf",
     "load_hf_weights",
 ]

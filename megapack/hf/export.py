@@ -7,7 +7,9 @@ rank one by one. No rank holds more than its share of the model and one tensor.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +38,25 @@ Sources = Mapping[Block, Callable[[], Tensor]]
 """How a rank gets the values of each block that it holds."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A complete export; prints as one line."""
+
+    folder: Path
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors."""
+    num_files: int
+    """Files of tensors."""
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.folder}: {self.num_tensors} tensors, {self.num_bytes / 1e6:,.0f} MB in "
+            f"{self.num_files} files, {self.seconds:.1f} s"
+        )
+
+
 def export_hf(
     chunks: Sequence[Any],
     folder: str | Path,
@@ -45,7 +66,7 @@ def export_hf(
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
-) -> Path:
+) -> Exported:
     """Write the model in a Hugging Face folder, whole or not at all; a collective of all ranks.
 
     Args:
@@ -57,9 +78,6 @@ def export_hf(
         max_shard_bytes: a file holds at most this many bytes, or one tensor.
         replace: replace a folder of that name.
 
-    Returns:
-        The folder.
-
     Raises:
         ConfigError, CheckpointError, ScheduleError: on every rank; there is no folder then.
     """
@@ -68,8 +86,8 @@ def export_hf(
         lambda: {block: functools.partial(_same, data) for block, data in own_blocks(chunks)},
         device=device,
     )
-    writer = Exporter(Path(folder), Path(like), dtype, max_shard_bytes, device)
-    return writer.export(held, replace=replace)
+    exporter = Exporter(Path(folder), Path(like), dtype, max_shard_bytes, device)
+    return exporter.export(held, replace=replace)
 
 
 def _same(values: Tensor) -> Tensor:
@@ -97,8 +115,9 @@ class Exporter:
         self._max_shard_bytes = max_shard_bytes
         self._rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def export(self, sources: Sources, *, replace: bool = False) -> Path:
+    def export(self, sources: Sources, *, replace: bool = False) -> Exported:
         """Write the blocks of all ranks; a collective."""
+        started = time.perf_counter()
         plan = self._plan(sources)
         try:
             self._on_first_rank(self._open, plan, replace)
@@ -108,7 +127,13 @@ class Exporter:
             if self._rank == 0:
                 output.abandon(self.folder)
             raise
-        return self.folder
+        return Exported(
+            folder=self.folder,
+            num_tensors=len(plan.targets),
+            num_bytes=plan.num_bytes,
+            num_files=len(set(plan.weight_map.values())),
+            seconds=time.perf_counter() - started,
+        )
 
     def _on_first_rank(self, work: Callable[..., None], *args: Any) -> None:
         def local() -> None:
@@ -148,18 +173,17 @@ class Exporter:
 
         After an error this rank goes on to send and receive: the others would wait for it.
         """
-        files = OwnFiles(plan, output.part_path(self.folder))
         error: Exception | None = None
-        for one in plan.targets:
-            values = self._collect(one, sources)
-            if values is None or error is not None:
-                continue
-            try:
-                with output.writing(self.folder):
-                    files.write(one, values)
-            except Exception as caught:  # raised below, after the last tensor
-                error = caught
-        files.close()
+        with contextlib.closing(OwnFiles(plan, output.part_path(self.folder))) as files:
+            for one in plan.targets:
+                values = self._collect(one, sources)
+                if values is None or error is not None:
+                    continue
+                try:
+                    with output.writing(self.folder):
+                        files.write(one, values)
+                except Exception as caught:  # raised below, after the last tensor
+                    error = caught
         if error is not None:
             raise error
 

@@ -79,7 +79,7 @@ class HfFolder:
         dtype = view.get_dtype()
         if dtype not in _FLOATS or name.endswith(("_scale_inv", ".qweight", ".weight_packed")):
             raise ConfigError(
-                f"{self}: {name} has type {dtype}, of quantized weights; make a folder of bf16 "
+                f"{self}: {name} ({dtype}) belongs to quantized weights; make a folder of bf16 "
                 "weights from it (DeepSeek publishes fp8_cast_bf16.py) and set that"
             )
         self.tensors[name] = StoredTensor(file, tuple(view.get_shape()), dtype)

@@ -49,7 +49,7 @@ class LoadedWeights:
             )
         return (
             f"{self.num_tensors} tensors of {self.folder} in {self.seconds:.1f} s, "
-            f"{self.num_bytes / 2**30:.2f} GiB on this rank{ignored}"
+            f"{self.num_bytes / 1e6:,.0f} MB on this rank{ignored}"
         )
 
 

@@ -50,11 +50,13 @@ class ShardWriter:
         self.path = path
         self._waiting = [tensor.name for tensor in tensors]
         self._file = open(path, "wb")  # noqa: SIM115 - closed by `write` and `close`
-        self._file.write(_header(tensors))
+        self._header = _header(tensors)
 
     def write(self, name: str, values: Tensor) -> None:
         """Write the next tensor; the file is closed and synced after the last one."""
         assert name == self._waiting.pop(0), f"{name} is not the next tensor of {self.path}"
+        self._file.write(self._header)
+        self._header = b""
         self._file.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
         if not self._waiting:
             self._file.flush()

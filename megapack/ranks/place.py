@@ -6,7 +6,7 @@ from typing import Literal
 
 Phase = Literal[
     "idle", "plan", "pack", "schedule", "forward", "backward", "reduction", "output",
-    "optimizer", "checkpoint",
+    "optimizer", "checkpoint", "export",
 ]  # fmt: skip
 """The last thing that began. `schedule` is the time between forwards and backwards."""
 

@@ -28,6 +28,7 @@ from megapack.data.dataset import SampleNumbers
 from megapack.data.rollouts import group_advantages
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
+from megapack.hf import LoadedWeights, export_hf, load_hf_weights
 from megapack.layout import Layout
 from megapack.model.attention.choice import Kernels, find_kernels
 from megapack.model.build import attention_sizes, build_model, initialize_parallel
@@ -103,6 +104,7 @@ class Trainer:
         )
         self.kernels = self._agreed_kernels()
         initialize_parallel(self.layout, config.seed)
+        hf_path = config.model.hf_path
         self.chunks = build_model(
             config.model,
             self.layout,
@@ -111,7 +113,13 @@ class Trainer:
             distributed_optimizer=config.optim.distributed_optimizer,
             reduction=self.reduction,
             stage_layers=config.stage_layers,
+            draws_weights=hf_path is None,
         )
+        # Before the optimizer and the reference copy the weights. A resumed run does so too: what
+        # follows from the initial weights, such as the head's kernel, must be as it was.
+        self.loaded: LoadedWeights | None = None
+        if hf_path is not None:
+            self.loaded = load_hf_weights(self.chunks, hf_path, device=device)
         self.optimizer = build_optimizer(config.optim, self.chunks, config.model.dtype == "bf16")
         self.adapter = ScheduleAdapter(
             self.chunks,
@@ -144,6 +152,8 @@ class Trainer:
         self.resumed: Checkpoint | None = None
         self._last: PlannedBatch | None = None
         self._stopping = False
+        # Steps at the last export; -1 = none yet.
+        self._exported_at = -1
         reference = self.passes.reference
         self.checkpoints = Checkpoints(
             config,
@@ -170,6 +180,8 @@ class Trainer:
         settings = layer_settings(config.model, self.kernels.attention)
         self.progress.line(describe(settings, self.reduction))
         self.progress.line(f"cost model {config.cost_basis}")
+        if self.loaded is not None:
+            self.progress.line(f"loaded {self.loaded}")
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
@@ -179,6 +191,8 @@ class Trainer:
             if config.train.save_interval is not None and self._last is not None:
                 self._save(self._last)
             self._finish_save()
+            if config.train.export_hf is not None:
+                self._export()
             agree(self._close_folder, device=self.device)
         finally:
             self.progress.close()
@@ -282,6 +296,8 @@ class Trainer:
             self._step(batch, index, batch_seconds)
             if self._stopping or self.checkpoints.due(self.num_steps):
                 self._save(batch)
+                if self.config.train.export_hf == "checkpoints" and not self._stopping:
+                    self._export()
             if self._stopping:
                 self._finish_save()
 
@@ -297,6 +313,21 @@ class Trainer:
         with self.ranks.guarded("the pending checkpoint"):
             self.ranks.place.enter("checkpoint")
             self.checkpoints.finish()
+
+    def _export(self) -> None:
+        """Write the weights as a Hugging Face folder, if that has not been done after this step."""
+        config = self.config
+        if self._exported_at == self.num_steps:
+            return
+        assert config.model.hf_path is not None
+        folder = Path(config.runs_dir) / config.name / "hf" / f"step-{self.num_steps:08d}"
+        with self.ranks.guarded(f"the export after step {self.num_steps}"):
+            self.ranks.place.enter("export")
+            exported = export_hf(
+                self.chunks, folder, like=config.model.hf_path, device=self.device, replace=True
+            )
+        self._exported_at = self.num_steps
+        self.progress.line(f"exported {exported}")
 
     def _prepare(self, numbers: SampleNumbers) -> PlannedBatch:
         """Local work of a batch: tensors, advantages, and plans that are equal on all ranks."""

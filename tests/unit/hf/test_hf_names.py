@@ -1,0 +1,127 @@
+"""Which Hugging Face rows Megatron's tensors consist of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapack.errors import ConfigError
+from megapack.hf.blocks import Block, hf_shapes, pieces
+from megapack.hf.names import LAYERS, Rows, TensorNames
+
+pytestmark = pytest.mark.unit
+
+VALUES = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "vocab_size": 5,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+}
+
+
+def rows(model_type: str, name: str, num_rows: int, *index: int) -> list[Rows]:
+    return TensorNames(model_type, VALUES).rows(f"decoder.layers.2.{name}", index, num_rows)
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_queries_keys_and_values_alternate_by_group(part: str) -> None:
+    """The example of the module's docstring."""
+    attention = "model.layers.2.self_attn"
+    q, k, v = (f"{attention}.{name}_proj.{part}" for name in "qkv")
+    assert rows("qwen2", f"self_attention.linear_qkv.{part}", 128) == [
+        *(Rows(q, 0, 32), Rows(k, 0, 16), Rows(v, 0, 16)),
+        *(Rows(q, 32, 32), Rows(k, 16, 16), Rows(v, 16, 16)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "first", "second"),
+    [
+        ("qwen3_moe", "mlp.experts.7.gate_proj", "mlp.experts.7.up_proj"),
+        ("mixtral", "block_sparse_moe.experts.7.w1", "block_sparse_moe.experts.7.w3"),
+    ],
+)
+def test_an_experts_gate_is_above_its_up_projection(
+    model_type: str, first: str, second: str
+) -> None:
+    assert rows(model_type, "mlp.experts.experts.linear_fc1.weight", 10, 7) == [
+        Rows(f"model.layers.2.{first}.weight", 0, 5),
+        Rows(f"model.layers.2.{second}.weight", 0, 5),
+    ]
+
+
+def test_rows_of_the_padded_vocabulary_have_no_name() -> None:
+    names = TensorNames("llama", VALUES)
+    for key, name in (
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ("output_layer.weight", "lm_head.weight"),
+    ):
+        assert names.rows(key, (), 128) == [Rows(name, 0, 5)]
+        second_half = Block(key, (), (64, 0), (64, 8), (128, 8), torch.float32)
+        assert pieces(second_half, names) == []
+
+
+def test_an_output_layer_of_one_row_is_a_score() -> None:
+    assert TensorNames("llama", VALUES).rows("output_layer.weight", (), 1) == [
+        Rows("score.weight", 0, 1)
+    ]
+
+
+def test_norms_have_one_name_whether_they_are_fused_or_not() -> None:
+    for fused, own in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ):
+        assert rows("qwen3", fused, 64) == rows("qwen3", own, 64)
+    up = "self_attention.linear_q_up_proj.layer_norm_weight"
+    assert rows("deepseek_v3", up, 48) == rows(
+        "deepseek_v3", "self_attention.q_layernorm.weight", 48
+    )
+
+
+def test_pieces_of_a_tensor_parallel_rank() -> None:
+    """The second of two has the second group, and in a row-parallel layer the last columns."""
+    names = TensorNames("llama", VALUES)
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+    block = Block(qkv, (), (64, 0), (64, 64), (128, 64), torch.float32)
+    found = {piece.name.split(".")[-2]: piece for piece in pieces(block, names)}
+    assert {name: (p.row, p.block_row, p.count) for name, p in found.items()} == {
+        "q_proj": (32, 0, 32),
+        "k_proj": (16, 32, 16),
+        "v_proj": (16, 48, 16),
+    }
+    proj = "decoder.layers.0.self_attention.linear_proj.weight"
+    (piece,) = pieces(Block(proj, (), (0, 32), (64, 32), (64, 64), torch.float32), names)
+    assert piece.place == (slice(0, 64), slice(32, 64))
+    shapes = hf_shapes([block], names)
+    assert {name.split(".")[-2]: shape for name, shape in shapes.items()} == {
+        "q_proj": (64, 64),
+        "k_proj": (32, 64),
+        "v_proj": (32, 64),
+    }
+
+
+def test_a_tensor_that_a_family_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mtp\.layers\.0.*qwen3.*mtp_num_layers"):
+        TensorNames("qwen3", VALUES).rows("mtp.layers.0.eh_proj.weight", (), 8)
+    with pytest.raises(ConfigError, match=r"router\.expert_bias"):
+        rows("llama", "mlp.router.expert_bias", 8)
+    with pytest.raises(ConfigError, match="'gpt2' has no table"):
+        TensorNames("gpt2", VALUES)
+
+
+def test_every_family_of_the_config_reader_has_a_table() -> None:
+    from megapack.config.hf_config import FAMILIES
+
+    assert FAMILIES.keys() <= LAYERS.keys()
+
+
+def test_what_a_folder_may_have_in_addition() -> None:
+    names = TensorNames("deepseek_v3", VALUES)
+    assert names.is_ignorable("model.layers.3.eh_proj.weight", has_own_head=True)
+    assert not names.is_ignorable("model.layers.2.eh_proj.weight", has_own_head=True)
+    assert names.is_ignorable("model.layers.0.self_attn.rotary_emb.inv_freq", has_own_head=True)
+    assert names.is_ignorable("lm_head.weight", has_own_head=False)
+    assert not names.is_ignorable("lm_head.weight", has_own_head=True)
