@@ -68,7 +68,7 @@ class HfTokenizer:
     @functools.cached_property
     def vocab_size(self) -> int:
         """See `Tokenizer`."""
-        return 1 + max(self._loaded.get_vocab().values())
+        return 1 + int(max(self._loaded.get_vocab().values()))
 
     def encode_prompt(self, text: str) -> Ids:
         """See `Tokenizer`."""

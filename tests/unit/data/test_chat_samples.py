@@ -116,10 +116,14 @@ def test_only_the_turns_from_a_message_on_count(tmp_path: Path) -> None:
 
 
 def test_templates_that_would_train_nothing_or_the_wrong_text_are_refused(tmp_path: Path) -> None:
-    unmarked = TEMPLATE.replace("message.role == 'assistant' %}{%- gen", "message.role == 'x' %}{%- gen")
+    unmarked = TEMPLATE.replace(
+        "message.role == 'assistant' %}{%- gen", "message.role == 'x' %}{%- gen"
+    )
     refusals = {
         unmarked: "generation marks leave no text",
-        PLAIN_TEMPLATE.replace("assistant\\n", "assistant\\n<think>"): "not write this turn after its",
+        PLAIN_TEMPLATE.replace(
+            "assistant\\n", "assistant\\n<think>"
+        ): "not write this turn after its",
         "{{- raise_exception('no system') }}": r"refused by the chat template \(no system\)",
         "{{- messages[0].nothing.more }}": "refused by the chat template",
     }
@@ -210,7 +214,9 @@ def test_chats_in_a_file_become_samples_of_one_rollout(tmp_path: Path) -> None:
     for number, sample in enumerate(samples):
         found = data.tokens(number)
         ids = [*found.prompt_ids.tolist(), *found.response_ids.tolist()]
-        mask = np.ones(len(found.response_ids), bool) if found.loss_mask is None else found.loss_mask
+        mask = (
+            np.ones(len(found.response_ids), bool) if found.loss_mask is None else found.loss_mask
+        )
         assert ids == sample.ids.tolist()
         assert mask.tolist() == sample.loss_mask.tolist()[len(found.prompt_ids) :]
         assert mask[0], "the response begins at the first token that counts"
@@ -246,7 +252,9 @@ def test_pairs_of_chats_train_what_differs(tmp_path: Path) -> None:
         assert tokens.loss_mask.tolist() == [True] * (len(tokens.response_ids) - 1) + [False]
     refusals = {
         json.dumps({**rows[2], "prompt": "other"}): "prompt is no user's turn of chosen",
-        json.dumps({"chosen": CHAT[:2], "rejected": CHAT[:3]}): "chosen has no turn of the assistant",
+        json.dumps(
+            {"chosen": CHAT[:2], "rejected": CHAT[:3]}
+        ): "chosen has no turn of the assistant",
         json.dumps({"chosen": [good], "rejected": []}): "rejected is [], expected a list of mess",
     }
     for line, says in refusals.items():
