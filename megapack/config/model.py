@@ -391,9 +391,15 @@ class DataConfig:
     overlong: Overlong = "error"
     """What happens to a sample above `max_length`: raise an error, truncate it to its first tokens,
     or skip it with a warning."""
-    tokenizer: Literal["bytes"] = "bytes"
-    """For text: one token per byte, 259 with the special tokens. Token ids in a file are used as
-    they are."""
+    tokenizer: Literal["bytes", "hf"] = "bytes"
+    """For text and chats: bytes (one token per byte, 259 with the special tokens; no chats), or hf
+    (the tokenizer and chat template of a Hugging Face folder; megapack[hf]). Token ids in a file
+    are used as they are."""
+    tokenizer_path: str | None = None
+    """The folder with `tokenizer.json` of tokenizer=hf; null = model.hf_path."""
+    workers: int | None = None
+    """Processes of a node that tokenize the data before its first run; null = one per core. The
+    result is the same with any number."""
     num_generated: int = 256
     """Rollouts to generate if `path` is null; a multiple of `generated_group_size`."""
     generated_group_size: int = 4
@@ -410,9 +416,18 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least(self, "data", 1, "prompts_per_batch", "max_length", "num_generated")
-        at_least(self, "data", 1, "generated_group_size")
+        at_least(self, "data", 1, "generated_group_size", "workers")
         if self.path == "":
             raise ConfigError("data.path is empty; set a file, or null for generated rollouts")
+        if self.tokenizer_path is not None and self.tokenizer != "hf":
+            raise ConfigError(
+                f"data.tokenizer_path={self.tokenizer_path} has no effect under data.tokenizer="
+                f"{self.tokenizer}; set data.tokenizer=hf"
+            )
+        if self.tokenizer == "hf" and self.path is None:
+            raise ConfigError(
+                "data.tokenizer=hf needs data.path, because generated rollouts are bytes; set it"
+            )
         if self.num_generated % self.generated_group_size:
             raise ConfigError(
                 f"data.num_generated={self.num_generated} is not a multiple of data."

@@ -317,6 +317,13 @@ class TrainConfig:
                 f"model.vocab_size={vocab_size} is less than the {BYTE_VOCAB_SIZE} of generated "
                 f"rollouts; set {BYTE_VOCAB_SIZE} or more, or data.path"
             )
+        if self.data.tokenizer == "hf":
+            _ = self.tokenizer_folder
+            if vocab_size is None:
+                raise ConfigError(
+                    "data.tokenizer=hf with model.vocab_size=null; set the model's vocabulary, or "
+                    "model.hf_path"
+                )
         longest = self.data.max_length
         positions = self.model.max_position_embeddings
         if longest is not None and longest > positions:
@@ -324,6 +331,20 @@ class TrainConfig:
                 f"data.max_length={longest} is above model.max_position_embeddings={positions}; "
                 f"set it to {positions} or less"
             )
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """The folder of the Hugging Face tokenizer.
+
+        Raises:
+            ConfigError: no key names one.
+        """
+        folder: str | None = self.data.tokenizer_path or getattr(self.model, "hf_path", None)
+        if folder is None:
+            raise ConfigError(
+                "data.tokenizer=hf needs a folder; set data.tokenizer_path or model.hf_path"
+            )
+        return folder
 
     @property
     def longest_sample(self) -> int:

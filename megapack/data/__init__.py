@@ -1,9 +1,11 @@
 """Rollouts from files to batches, without torch.
 
 Modules:
-    files, tokenizer: JSON Lines and Parquet -> checked samples
-    rollouts: batches of whole prompt groups
+    files, lines: JSON Lines and Parquet -> checked samples
+    tokenizer, hf_tokenizer, chats: text and chats -> token ids, and what counts in the loss
+    rollouts: the format of a line; batches of whole prompt groups
     advantages: rewards of rollouts -> advantages
+    pieces, workers: tokenization, by several processes
     index, dataset: random access to any sample
     lengths: lengths alone, for the planner's commands
     generated: toy rollouts

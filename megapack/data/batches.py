@@ -20,7 +20,9 @@ from megapack.data.advantages import (
 )
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.data.generated import generate_rollouts
+from megapack.data.hf_tokenizer import HfTokenizer
 from megapack.data.pieces import ReadSettings
+from megapack.data.tokenizer import ByteTokenizer, Tokenizer
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
@@ -43,12 +45,21 @@ def _all_samples(config: TrainConfig) -> Dataset:
         return Dataset.from_rollouts(
             generate_rollouts(groups, data.generated_group_size, data.generated_seed)
         )
-    settings = ReadSettings(
+    spare_folder = Path(config.runs_dir) / ".index"
+    return Dataset.from_files(data.path, read_settings(config), spare_folder, data.workers)
+
+
+def read_settings(config: TrainConfig) -> ReadSettings:
+    """How a config reads samples."""
+    tokenizer: Tokenizer = ByteTokenizer()
+    if config.data.tokenizer == "hf":
+        tokenizer = HfTokenizer(Path(config.tokenizer_folder))
+    return ReadSettings(
+        tokenizer=tokenizer,
         vocab_size=config.model.vocab_size,
         max_length=config.longest_sample,
-        overlong=data.overlong,
+        overlong=config.data.overlong,
     )
-    return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")
 
 
 def all_batches(config: TrainConfig, data: Dataset) -> Iterator[tuple[int, int, SampleNumbers]]:

@@ -446,6 +446,9 @@ class Trainer:
                 "tokens_per_second": ran.report.tokens / total_s,
                 "tokens_per_second_per_gpu": ran.report.tokens / total_s / dist.get_world_size(),
                 **packing_metrics(ran.report),
+                "loss_tokens": sum(
+                    batch.samples.num_loss_tokens[i] for i in plan.steps[index].kept_samples
+                ),
             }
         )
         self.tracer.finish(plan, index, self.num_steps, self.folder)

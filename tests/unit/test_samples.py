@@ -285,3 +285,37 @@ def test_tokens_can_be_set_after_from_lengths() -> None:
         batch.set_tokens(0, [1], [2])
     with pytest.raises(DataError, match="sample 1 has no tokens; leave it out"):
         SampleBatch.from_lengths([1, 0], [0, 0])
+
+
+def test_masks_can_be_set_after_from_lengths() -> None:
+    masks = [[0, 0, 1], [0, 1, 1], [1, 1]]
+    whole = SampleBatch([[1, 2, 3], [4, 5, 6], [7, 8]], {"response_mask": masks})
+    batch = SampleBatch.from_lengths([1, 1, 0], [2, 2, 2], loss_tokens=[1, 2, 1])
+    assert batch.num_loss_tokens == whole.num_loss_tokens == [1, 2, 1]
+    with pytest.raises(DataError, match="sample 0 has no mask on this rank; call set_tokens"):
+        batch.response_mask(0)
+    # All tokens of the others' responses count.
+    assert batch.response_mask(1).tolist() == [False, True, True]
+    for mask in (None, [1, 1], [0, 0]):
+        with pytest.raises(
+            DataError, match=r"sample 0: \d tokens count in the loss, in the batch 1"
+        ):
+            batch.set_tokens(0, [1], [2, 3], mask)
+    with pytest.raises(
+        DataError, match=r"sample 0: loss_mask has shape \(1,\) for a response of 2"
+    ):
+        batch.set_tokens(0, [1], [2, 3], [1])
+    batch.set_tokens(0, [1], [2, 3], [0, 1])
+    batch.set_tokens(1, [4], [5, 6])
+    batch.set_tokens(2, [], [7, 8], [1, 1])
+    for sample in range(3):
+        assert batch.tokens(sample).tolist() == whole.tokens(sample).tolist()
+        found = batch.response_mask(sample).tolist()
+        assert found[1:] == whole.response_mask(sample).tolist()[1:]
+    assert batch.num_loss_tokens == whole.num_loss_tokens
+
+
+@pytest.mark.parametrize("counts", [[1], [3, 0], [-1, 0], [1, 0.5], [1, 2]])
+def test_counts_that_do_not_fit_are_refused(counts: list[int]) -> None:
+    with pytest.raises(DataError, match="loss_tokens"):
+        SampleBatch.from_lengths([1, 0], [2, 2], loss_tokens=counts)

@@ -1,0 +1,155 @@
+"""Show a sample of a data file as it will be trained: its tokens, and which count in the loss."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megapack.commands.arguments import add_json, integer, print_json
+from megapack.config.load import find_config, load_config
+from megapack.config.sections import TrainConfig
+from megapack.data.batches import open_dataset, read_settings
+from megapack.data.files import list_files
+from megapack.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megapack.data.dataset import Dataset
+
+_WIDTH = 100
+_COLOUR = "\033[32m"
+_PLAIN = "\033[0m"
+_PAIR = {1: "preferred of a pair", -1: "other of a pair", 0: ""}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `show`, with FILE, a config, the values to change in it, and --sample."""
+    actions = parser.add_subparsers(required=True, metavar="show")
+    show = actions.add_parser("show", help=__doc__, description=__doc__, allow_abbrev=False)
+    show.add_argument("file", metavar="FILE", help="a data file, or a folder of them")
+    show.add_argument("overrides", nargs="*", metavar="section.key=value")
+    show.add_argument(
+        "--config",
+        required=True,
+        help="a YAML file, or the name of a config that megapack ships: its `data` and `model`",
+    )
+    show.add_argument(
+        "--sample", type=integer, default=0, metavar="N", help="number of the sample, from 0 (0)"
+    )
+    add_json(show)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the file as a run would, and print one sample."""
+    # JSON strings are YAML, so that any path is read as a text.
+    overrides = [*args.overrides, f"data.path={json.dumps(args.file)}"]
+    config = load_config(find_config(args.config), overrides, TrainConfig)
+    data = open_dataset(config)
+    if not 0 <= args.sample < len(data):
+        raise ConfigError(
+            f"sample {args.sample} of {len(data)}; set --sample from 0 to {len(data) - 1}"
+        )
+    sample = _described(data, args.sample, list_files(args.file))
+    ids = [token["id"] for token in sample["tokens"]]
+    for token, text in zip(
+        sample["tokens"], read_settings(config).tokenizer.token_texts(ids), strict=True
+    ):
+        token["text"] = text
+    if args.json:
+        print_json(sample)
+        return 0
+    _print(sample, data)
+    return 0
+
+
+def _described(data: Dataset, number: int, files: list[Path]) -> dict[str, Any]:
+    """What a run knows of a sample; its tokens without their texts."""
+    one = np.array([number])
+    (line,) = data.lines(one)
+    (reward,) = data.rewards(one)
+    tokens = data.tokens(number)
+    num_prompt = len(tokens.prompt_ids)
+    counts = np.zeros(num_prompt + len(tokens.response_ids), dtype=np.bool_)
+    counts[num_prompt:] = True if tokens.loss_mask is None else tokens.loss_mask
+    # Nothing predicts the first token.
+    counts[:1] = False
+    ids = np.concatenate([tokens.prompt_ids, tokens.response_ids])
+    routes = tokens.routed_experts
+    return {
+        "sample": number,
+        "num_samples": len(data),
+        "file": str(files[line[0]]),
+        "line": line[1],
+        "part": line[2],
+        "group": reward.group,
+        "rollout": reward.rollout,
+        "reward": reward.reward,
+        "advantage": reward.advantage,
+        "pair_sign": data.pair_signs(one)[0],
+        "prompt_tokens": num_prompt,
+        "response_tokens": len(tokens.response_ids),
+        "loss_tokens": int(counts.sum()),
+        "routed_experts": None if routes is None else list(routes.shape),
+        "tokens": [
+            {"id": token, "weight": int(count)}
+            for token, count in zip(ids.tolist(), counts.tolist(), strict=True)
+        ],
+    }
+
+
+def _print(sample: dict[str, Any], data: Dataset) -> None:
+    everything = np.arange(len(data))
+    num_tokens = sum(data.prompt_tokens(everything)) + sum(data.response_tokens(everything))
+    num_counting = sum(data.loss_tokens(everything))
+    print(f"{len(data)} samples, {num_tokens} tokens, {num_counting} count in the loss")
+    facts = [
+        f"{sample['file']}:{sample['line']}",
+        f"sample {sample['part']} of its line",
+        f"group {sample['group']}",
+        f"rollout {sample['rollout']}",
+        *(
+            f"{name} {sample[name]:g}"
+            for name in ("reward", "advantage")
+            if sample[name] is not None
+        ),
+        *filter(None, [_PAIR[sample["pair_sign"]]]),
+    ]
+    if sample["routed_experts"] is not None:
+        facts.append("experts of {} tokens in {} layers, {} each".format(*sample["routed_experts"]))
+    print(f"sample {sample['sample']}: {', '.join(facts)}")
+    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print(
+        f"{sample['prompt_tokens']} tokens of the prompt, {sample['response_tokens']} of the "
+        f"response; {sample['loss_tokens']} count in the loss"
+        f" ({'in colour' if in_colour else 'in brackets'})"
+    )
+    print(_cells(sample["tokens"], in_colour))
+
+
+def _cells(tokens: list[dict[str, Any]], in_colour: bool) -> str:
+    """Each token as text/id, those that count in brackets or in colour, in lines of `_WIDTH`."""
+    before, after = (_COLOUR, _PLAIN) if in_colour else ("[", "]")
+    lines = []
+    line: list[str] = []
+    width = 0
+    for token in tokens:
+        cell = f"{_visible(token['text'])}/{token['id']}"
+        if line and width + len(cell) + 3 > _WIDTH:
+            lines.append(" ".join(line))
+            line = []
+            width = 0
+        width += len(cell) + 3
+        line.append(f"{before}{cell}{after}" if token["weight"] else cell)
+    lines.append(" ".join(line))
+    return textwrap.indent("\n".join(lines), "  ")
+
+
+def _visible(text: str) -> str:
+    """A token's text on one line, with its spaces to be seen."""
+    return "".join("␣" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,0 +1,202 @@
+"""The tokenizer of a Hugging Face folder: `tokenizer.json` and its chat template.
+
+It is read by transformers, but for the model-specific classes, which need torch: the ids are those
+of `tokenizer.json`. Nothing is imported before a text is encoded; a run whose samples are stored
+already never imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapack.data.chats import ChatText, Span, chat_texts
+from megapack.data.tokenizer import ChatTokens, Ids, Message, TextError
+from megapack.errors import ConfigError, first_line
+
+_MAIN_FILE = "tokenizer.json"
+# What decides ids and chats, in the folder and in `additional_chat_templates`.
+_FILES = (
+    *(_MAIN_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+)
+# As transformers looks for it.
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class HfTokenizer:
+    """See `tokenizer.Tokenizer`. A prompt gets the BOS token if the tokenizer adds one to texts; a
+    response ends with the EOS token.
+
+    Args:
+        folder: a model's folder, or that of a tokenizer alone.
+
+    Raises:
+        ConfigError: the folder has no `tokenizer.json`.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        if not (self.folder / _MAIN_FILE).is_file():
+            raise ConfigError(
+                f"{self.folder} has no {_MAIN_FILE}; set data.tokenizer_path to a folder that has, "
+                "or save the tokenizer once with transformers' save_pretrained"
+            )
+
+    def __reduce__(self) -> tuple[type[HfTokenizer], tuple[Path]]:
+        # Without what has been loaded: another process loads it again.
+        return HfTokenizer, (self.folder,)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """See `Tokenizer`: of the files' names and contents."""
+        digest = hashlib.sha256()
+        for path in sorted(path for pattern in _FILES for path in self.folder.glob(pattern)):
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)} ".encode() + content)
+        return f"hf {digest.hexdigest()}"
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """See `Tokenizer`."""
+        return 1 + int(max(self._loaded.get_vocab().values()))
+
+    def encode_prompt(self, text: str) -> Ids:
+        """See `Tokenizer`."""
+        return np.concatenate([self._prefix, self._encode(text)])
+
+    def encode_response(self, text: str) -> Ids:
+        """See `Tokenizer`."""
+        eos = self._loaded.eos_token_id
+        if eos is None:
+            raise TextError(
+                f"must end with an EOS token, but the tokenizer of {self.folder} has none"
+            )
+        return np.concatenate([self._encode(text), np.array([eos])])
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
+    ) -> list[ChatTokens]:
+        """See `Tokenizer`."""
+        return [
+            self._chat_tokens(chat) for chat in chat_texts(messages, _Template(self, tools), first)
+        ]
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """See `Tokenizer`; a token that is a part of a character as the tokenizer names it."""
+        texts = [self._backend.decode([i], skip_special_tokens=False) for i in map(int, ids)]
+        names = (self._backend.id_to_token(int(i)) or f"<{i}>" for i in ids)
+        return [
+            name if not text or "\ufffd" in text else text
+            for text, name in zip(texts, names, strict=True)
+        ]
+
+    @functools.cached_property
+    def _loaded(self) -> Any:
+        try:
+            from transformers import PreTrainedTokenizerFast, logging
+        except ImportError:
+            raise ConfigError(
+                "data.tokenizer=hf needs transformers; install megapack[hf]"
+            ) from None
+        # It warns that the folder names a model-specific class.
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            loaded = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
+        except Exception as error:  # the libraries raise what they like for a damaged file
+            raise ConfigError(
+                f"{self.folder}: the tokenizer cannot be read ({first_line(error)}); set "
+                "data.tokenizer_path"
+            ) from None
+        finally:
+            logging.set_verbosity(verbosity)
+        loaded.backend_tokenizer.no_truncation()
+        loaded.backend_tokenizer.no_padding()
+        return loaded
+
+    @property
+    def _backend(self) -> Any:
+        return self._loaded.backend_tokenizer
+
+    @functools.cached_property
+    def _prefix(self) -> Ids:
+        """The BOS token, if the tokenizer puts it before texts."""
+        added = self._backend.encode("", add_special_tokens=True).ids
+        bos = self._loaded.bos_token_id
+        return np.array([bos] if bos is not None and added[:1] == [bos] else [], dtype=np.int64)
+
+    def _encode(self, text: str) -> Ids:
+        return np.array(self._encoding(text).ids, dtype=np.int64)
+
+    def _encoding(self, text: str) -> Any:
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):
+            raise TextError("has half of a surrogate pair; write it again") from None
+
+    def _chat_tokens(self, chat: ChatText) -> ChatTokens:
+        encoding = self._encoding(chat.text)
+        starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(starts), dtype=np.bool_)
+        for first, end in chat.spans:
+            # A token counts if a part of its text does.
+            mask |= (starts < end) & (stops > first) & (stops > starts)
+        return ChatTokens(np.array(encoding.ids, dtype=np.int64), mask)
+
+
+class _Template:
+    """The chat template of a tokenizer, with the tools of one chat; see `chats.ChatTemplate`."""
+
+    def __init__(self, tokenizer: HfTokenizer, tools: Sequence[Any] | None) -> None:
+        loaded = tokenizer._loaded
+        self._tools = tools
+        self._specials = loaded.special_tokens_map
+        self.special_texts = tuple(loaded.all_special_tokens) + tuple(
+            token.content for token in loaded.added_tokens_decoder.values() if token.special
+        )
+        try:
+            self._text: str = loaded.get_chat_template(tools=tools)
+        except ValueError:
+            raise TextError(
+                f"needs a chat template, the tokenizer of {tokenizer.folder} has none; set "
+                "data.tokenizer_path to a folder with one"
+            ) from None
+        self.has_marks = _MARK.search(self._text) is not None
+
+    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
+        """See `ChatTemplate`."""
+        return self._render(messages, asks=asks, marked=False)[0]
+
+    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """See `ChatTemplate`."""
+        return self._render(messages, asks=False, marked=True)
+
+    def _render(
+        self, messages: Sequence[Message], *, asks: bool, marked: bool
+    ) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=self._tools,
+                chat_template=self._text,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=asks,
+                **self._specials,
+            )
+        except ImportError:
+            raise ConfigError("chat templates need jinja2; install megapack[hf]") from None
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise TextError(f"is refused by the chat template ({first_line(error)})") from None
+        return texts[0], spans[0] if marked else []

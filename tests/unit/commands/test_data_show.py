@@ -1,0 +1,99 @@
+"""`megapack data show`: a sample as it will be trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+CONFIG = str(Path(__file__).resolve().parents[3] / "configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "a", "response": "b\n", "reward": 0.5},
+    {"prompt_ids": [97, 32], "response_ids": [98, 0xE9, 257], "loss_mask": [1, 0, 1]},
+    {"prompt": "q", "chosen": "y", "rejected": "n", "group": 3},
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def test_tokens_that_count_are_in_brackets(call: Any, data: str) -> None:
+    code, out, err = call("data", "show", data, "--config", CONFIG)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "4 samples, 18 tokens, 9 count in the loss",
+        f"sample 0: {data}:1, sample 0 of its line, group 0, rollout 0, reward 0.5",
+        "2 tokens of the prompt, 3 of the response; 3 count in the loss (in brackets)",
+        r"  <bos>/256 a/97 [b/98] [\n/10] [<eos>/257]",
+    ]
+    _, out, _ = call("data", "show", data, "--config", CONFIG, "--sample", "1")
+    assert out.splitlines()[-1] == r"  a/97 ␣/32 [b/98] \xe9/233 [<eos>/257]"
+    _, out, _ = call("data", "show", data, "--config", CONFIG, "--sample", "3")
+    assert f"{data}:3, sample 1 of its line, group 2, rollout 2, other of a pair" in out
+
+
+def test_overrides_are_those_of_a_run(call: Any, data: str) -> None:
+    settings = ("data.max_length=4", "data.overlong=truncate")
+    code, out, _ = call("data", "show", data, "--config", CONFIG, *settings)
+    assert code == 0
+    assert out.splitlines()[-1] == r"  <bos>/256 a/97 [b/98] [\n/10]"
+
+
+def test_tokens_that_count_are_in_colour_on_a_terminal(
+    call: Any, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    _, out, _ = call("data", "show", data, "--config", CONFIG)
+    assert "a/97 \033[32mb/98\033[0m" in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    _, out, _ = call("data", "show", data, "--config", CONFIG)
+    assert "a/97 [b/98]" in out
+
+
+def test_json_has_all_of_it(call: Any, data: str) -> None:
+    code, out, _ = call("data", "show", data, "--config", CONFIG, "--sample", "1", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert [token["id"] for token in found["tokens"]] == [97, 32, 98, 0xE9, 257]
+    assert [token["weight"] for token in found["tokens"]] == [0, 0, 1, 0, 1]
+    assert found["tokens"][2]["text"] == "b"
+    assert (found["line"], found["part"], found["loss_tokens"]) == (2, 0, 2)
+    assert (found["reward"], found["pair_sign"], found["routed_experts"]) == (None, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--sample", "4"], "sample 4 of 4; set --sample from 0 to 3"),
+        (["data.max_length=2", "data.overlong=error"], "data.jsonl:1: 5 tokens, max_length is 2"),
+        (["data.tokenizer=hf", "model.vocab_size=300"], "set data.tokenizer_path or model.hf_path"),
+        (["data.tokenizer=hf", "data.tokenizer_path=/nowhere"], "model.vocab_size=null; set"),
+        (
+            ["data.tokenizer=hf", "data.tokenizer_path=/nowhere", "model.vocab_size=300"],
+            "/nowhere has no tokenizer.json; set data.tokenizer_path",
+        ),
+        (["data.tokenizer_path=/nowhere"], "has no effect under data.tokenizer=bytes"),
+        (["data.workers=0"], "data.workers is 0; set 1 or more"),
+    ],
+)
+def test_errors_are_one_line(call: Any, data: str, args: list[str], says: str) -> None:
+    code, out, err = call("data", "show", data, "--config", CONFIG, *args)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_is_missing_is_an_error(call: Any, tmp_path: Path) -> None:
+    code, _, err = call("data", "show", str(tmp_path / "no.jsonl"), "--config", CONFIG)
+    assert code == 2
+    assert "no.jsonl: cannot be read" in err

@@ -1,0 +1,264 @@
+"""Texts and chats with a Hugging Face tokenizer: token ids, and what counts in the loss."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapack.data.dataset import Dataset
+from megapack.data.hf_tokenizer import HfTokenizer
+from megapack.data.index import index_key
+from megapack.data.pieces import ReadSettings
+from megapack.data.tokenizer import ChatTokens, TextError
+from megapack.errors import ConfigError, DataError
+
+pytest.importorskip("transformers")
+from tests.hf_models import PLAIN_TEMPLATE, TEMPLATE, make_tokenizer
+
+pytestmark = pytest.mark.unit
+
+# Like Qwen3's: what the assistant thought is left out of all turns before the user's last message.
+THINKING = """{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{%- set content = message.content %}
+{%- if message.role == 'assistant' and loop.index0 < ns.last and '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""  # noqa: E501
+MARKED_THINKING = THINKING.replace(
+    "{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}",
+    "{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.role == 'assistant' %}"
+    "{%- generation %}{{- content + '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}"
+    "{%- else %}{{- content + '<|im_end|>\\n' }}{%- endif %}",
+)
+
+CHAT = [
+    {"role": "system", "content": "answer"},
+    {"role": "user", "content": "a question"},
+    {"role": "assistant", "content": "<think>so</think>a sentence é"},
+    {"role": "user", "content": "the user asks"},
+    {"role": "assistant", "content": "<think>oh</think>the tool"},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "it answers"},
+    {"role": "user", "content": "thanks"},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+def make(folder: Path, template: str = TEMPLATE) -> HfTokenizer:
+    tokenizer = make_tokenizer(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return HfTokenizer(folder)
+
+
+def by_transformers(folder: Path, messages: list[Any], **options: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+
+
+def trained(tokenizer: HfTokenizer, sample: ChatTokens) -> list[str]:
+    """The texts of the runs of tokens that count."""
+    runs: list[list[int]] = [[]]
+    for token, counts in zip(sample.ids.tolist(), sample.loss_mask.tolist(), strict=True):
+        if counts:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer._backend.decode(run, skip_special_tokens=False) for run in runs if run]
+
+
+TURNS = [CHAT[i]["content"] + "<|im_end|>" for i in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
+def test_all_turns_of_the_assistant_count_in_one_sample(tmp_path: Path, template: str) -> None:
+    tokenizer = make(tmp_path, template)
+    (sample,) = tokenizer.encode_chat(CHAT, None)
+    # The last message is the user's: nothing in it would count.
+    marked = template == TEMPLATE
+    expected = by_transformers(tmp_path, CHAT[:-1], return_assistant_tokens_mask=marked)
+    assert sample.ids.tolist() == expected["input_ids"]
+    assert trained(tokenizer, sample) == TURNS
+    if marked:
+        assert sample.loss_mask.tolist() == [bool(x) for x in expected["assistant_masks"]]
+
+
+@pytest.mark.parametrize("template", [THINKING, MARKED_THINKING])
+def test_a_turn_that_is_rewritten_later_is_trained_as_it_was(tmp_path: Path, template: str) -> None:
+    tokenizer = make(tmp_path, template)
+    first, second = tokenizer.encode_chat(CHAT, TOOLS)
+    for sample, end in ((first, 3), (second, 7)):
+        expected = by_transformers(tmp_path, CHAT[:end], tools=TOOLS)["input_ids"]
+        assert sample.ids.tolist() == expected
+    assert trained(tokenizer, first) == TURNS[:1]
+    # No message of the user comes between them: both turns are in one sample, with their thoughts.
+    assert trained(tokenizer, second) == TURNS[1:]
+
+
+def test_only_the_turns_from_a_message_on_count(tmp_path: Path) -> None:
+    for template in (TEMPLATE, PLAIN_TEMPLATE, THINKING, MARKED_THINKING):
+        tokenizer = make(tmp_path, template)
+        (sample,) = tokenizer.encode_chat(CHAT, None, first=5)
+        assert trained(tokenizer, sample) == TURNS[2:], template
+
+
+def test_templates_that_would_train_nothing_or_the_wrong_text_are_refused(tmp_path: Path) -> None:
+    unmarked = TEMPLATE.replace(
+        "message.role == 'assistant' %}{%- gen", "message.role == 'x' %}{%- gen"
+    )
+    refusals = {
+        unmarked: "generation marks leave no text",
+        PLAIN_TEMPLATE.replace(
+            "assistant\\n", "assistant\\n<think>"
+        ): "not write this turn after its",
+        "{{- raise_exception('no system') }}": r"refused by the chat template \(no system\)",
+        "{{- messages[0].nothing.more }}": "refused by the chat template",
+    }
+    for template, says in refusals.items():
+        tokenizer = make(tmp_path, template)
+        with pytest.raises(TextError, match=says):
+            tokenizer.encode_chat(CHAT, None)
+    tokenizer = make(tmp_path)
+    with pytest.raises(TextError, match="no turn of the assistant"):
+        tokenizer.encode_chat(CHAT[:2], None)
+
+
+def test_prompts_get_the_bos_token_if_the_tokenizer_adds_one(tmp_path: Path) -> None:
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    plain = make(tmp_path / "plain")
+    assert plain.encode_prompt("a question")[0] == plain.encode_response("a question")[0]
+    tokenizer = make_tokenizer(tmp_path / "bos")
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>",
+        special_tokens=[("<|endoftext|>", 0), ("<|im_end|>", 2)],
+    )
+    tokenizer.save_pretrained(tmp_path / "bos")
+    found = HfTokenizer(tmp_path / "bos")
+    expected = AutoTokenizer.from_pretrained(tmp_path / "bos")("a question")["input_ids"]
+    # Without the end that the tokenizer would add: the response follows.
+    assert found.encode_prompt("a question").tolist() == expected[:-1]
+    assert found.encode_response("a question").tolist() == expected[1:]
+
+
+def test_a_tokenizer_is_named_by_the_content_of_its_files(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}")
+    digests = set()
+    keys = set()
+    for number, template in enumerate((TEMPLATE, PLAIN_TEMPLATE, TEMPLATE)):
+        tokenizer = make(tmp_path / str(number), template)
+        digests.add(tokenizer.digest)
+        keys.add(index_key([data], ReadSettings(tokenizer=tokenizer)))
+    assert len(digests) == len(keys) == 2
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.digest == tokenizer.digest
+    assert again.encode_prompt("so").tolist() == tokenizer.encode_prompt("so").tolist()
+
+
+def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json; set data\.tokenizer_path"):
+        HfTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"cannot be read .*; set data\.tokenizer_path"):
+        HfTokenizer(tmp_path).encode_prompt("a")
+    make(tmp_path, TEMPLATE)
+    for name in ("chat_template.jinja", "chat_template.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    with pytest.raises(TextError, match="needs a chat template"):
+        HfTokenizer(tmp_path).encode_chat(CHAT, None)
+
+
+def test_encoding_does_not_import_torch(tmp_path: Path) -> None:
+    make(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from megapack.data.hf_tokenizer import HfTokenizer\n"
+        f"tokenizer = HfTokenizer(Path({str(tmp_path)!r})); tokenizer.digest\n"
+        "assert 'transformers' not in sys.modules\n"
+        "tokenizer.encode_chat([{'role': 'assistant', 'content': 'a'}], None)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_chats_in_a_file_become_samples_of_one_rollout(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path / "model", THINKING)
+    path = tmp_path / "data.jsonl"
+    rows = [
+        {"messages": CHAT, "tools": TOOLS, "reward": 0.5, "group": "g"},
+        {"messages": CHAT[:3], "prompt": "a question", "tools": json.dumps(TOOLS)},
+        {"prompt": "a question", "response": "a sentence"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Dataset.from_files(path, ReadSettings(tokenizer=tokenizer), tmp_path)
+    numbers = np.arange(4)
+    assert data.lines(numbers) == [(0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 3, 0)]
+    assert data.rollout_ids(numbers) == [0, 0, 1, 2]
+    assert [one.reward for one in data.rewards(numbers)] == [0.5, 0.5, None, None]
+    samples = [*tokenizer.encode_chat(CHAT, TOOLS), *tokenizer.encode_chat(CHAT[:3], TOOLS)]
+    for number, sample in enumerate(samples):
+        found = data.tokens(number)
+        ids = [*found.prompt_ids.tolist(), *found.response_ids.tolist()]
+        mask = (
+            np.ones(len(found.response_ids), bool) if found.loss_mask is None else found.loss_mask
+        )
+        assert ids == sample.ids.tolist()
+        assert mask.tolist() == sample.loss_mask.tolist()[len(found.prompt_ids) :]
+        assert mask[0], "the response begins at the first token that counts"
+        assert data.loss_tokens(numbers)[number] == sample.loss_mask.sum()
+    last = data.tokens(3)
+    assert last.prompt_ids.tolist() == tokenizer.encode_prompt("a question").tolist()
+    assert last.response_ids.tolist() == tokenizer.encode_response("a sentence").tolist()
+
+
+def test_pairs_of_chats_train_what_differs(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path / "model", PLAIN_TEMPLATE)
+    path = tmp_path / "data.jsonl"
+    good = {"role": "assistant", "content": "yes"}
+    bad = {"role": "assistant", "content": "no"}
+    rows: list[dict[str, Any]] = [
+        {"chosen": [*CHAT[:4], good], "rejected": [*CHAT[:4], bad]},
+        {"prompt": CHAT[:4], "chosen": [good], "rejected": [bad]},
+        {"prompt": CHAT[1]["content"], "chosen": [CHAT[1], good], "rejected": [CHAT[1], bad]},
+        {"prompt": CHAT[1]["content"], "chosen": [good], "rejected": [bad]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Dataset.from_files(path, ReadSettings(tokenizer=tokenizer), tmp_path)
+    numbers = np.arange(8)
+    assert data.pair_signs(numbers) == [1, -1] * 4
+    assert data.rollout_ids(numbers) == [0, 0, 1, 1, 2, 2, 3, 3]
+    for number in range(8):
+        tokens = data.tokens(number)
+        chat = [*(CHAT[:4] if number < 4 else CHAT[1:2]), bad if number % 2 else good]
+        ids = by_transformers(tmp_path / "model", chat)["input_ids"]
+        assert [*tokens.prompt_ids.tolist(), *tokens.response_ids.tolist()] == ids
+        # The newline after the turn does not count.
+        assert tokens.loss_mask is not None
+        assert tokens.loss_mask.tolist() == [True] * (len(tokens.response_ids) - 1) + [False]
+    refusals = {
+        json.dumps({**rows[2], "prompt": "other"}): "prompt is no user's turn of chosen",
+        json.dumps(
+            {"chosen": CHAT[:2], "rejected": CHAT[:3]}
+        ): "chosen has no turn of the assistant",
+        json.dumps({"chosen": [good], "rejected": []}): "rejected is [], expected a list of mess",
+    }
+    for line, says in refusals.items():
+        path.write_text(line + "\n")
+        with pytest.raises(DataError) as caught:
+            Dataset.from_files(path, ReadSettings(tokenizer=tokenizer), tmp_path)
+        assert says in str(caught.value)
