@@ -33,4 +33,7 @@ LossWeighting = Literal[
 KlKind = Literal["k1", "k2", "k3"]
 KlLevel = Literal["token", "sequence"]
 AdvantageNorm = Literal["group", "group-std", "rloo", "reinforce++", "reinforce++-baseline", "none"]
+RoutingReplay = Literal["none", "rollout", "old_logprobs"]
+"""Whose choice of experts a step repeats: nobody's, the inference engine's in the rollouts, or that
+of the pass for old log-probs."""
 Overlong = Literal["error", "truncate", "skip"]

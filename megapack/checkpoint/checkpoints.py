@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megapack.base.files import sync
 from megapack.checkpoint import folders
@@ -44,6 +45,7 @@ _FREE = (
     *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
 )
 _BATCH_FILE = "batch.pt"
+_ROUTING = "routing-dp"
 
 
 class Checkpoints:
@@ -152,13 +154,50 @@ class Checkpoints:
         for name in field_names:
             batch.set_field(name, list(fields[name].split(batch.lengths)))
 
+    def load_routing(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        dp_rank: int,
+        routing: list[torch.Tensor | None],
+    ) -> None:
+        """Set the recorded experts of the samples that this rank has yet to train on.
+
+        Args:
+            plan: the plan of the batch in progress, which may be for another layout than the one
+                that saved.
+            dp_rank: this process's data-parallel rank.
+            routing: see `save`; filled in place.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a sample's experts.
+        """
+        steps = plan.steps[checkpoint.manifest.position.step_in_batch :]
+        missing = {i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples}
+        for name in sorted(checkpoint.manifest.files):
+            if name.startswith(_ROUTING) and missing:
+                found = _read_tensors(checkpoint.path / name)
+                for sample in [i for i in missing if str(i) in found]:
+                    routing[sample] = found[str(sample)]
+                    missing.discard(sample)
+        if missing:
+            raise CheckpointError(
+                f"{checkpoint.path} has no experts of sample {min(missing)} of the batch in "
+                "progress; resume from a checkpoint at a batch's end"
+            )
+
     def due(self, num_steps: int) -> bool:
         """Whether to save after this many steps."""
         interval = self.config.train.save_interval
         return interval is not None and num_steps % interval == 0
 
     def save(
-        self, position: Position, plan: Plan, batch: SampleBatch, field_names: Sequence[str]
+        self,
+        position: Position,
+        plan: Plan,
+        batch: SampleBatch,
+        field_names: Sequence[str],
+        routing: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """Write a checkpoint, with `train.async_save` on threads. A collective.
 
@@ -169,6 +208,8 @@ class Checkpoints:
             plan, batch: the plan and the samples of that step's batch.
             field_names: fields to save inside a batch, such as the log-probs that the weights at
                 the batch's start gave. All ranks have them.
+            routing: the experts recorded in that pass, of each sample that this rank packs, or None
+                if no pass records them.
 
         Raises:
             CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
@@ -186,7 +227,10 @@ class Checkpoints:
         fields = field_names if position.step_in_batch else ()
         with self._removing(path):
             self._write(path, self._on_first_rank, _open, path, self._num_bytes())
-            self._pending = self._start(path, manifest, _small_files(batch, fields))
+            small = _small_files(batch, fields)
+            if routing is not None and position.step_in_batch:
+                small |= _routing_file(plan, position.step_in_batch, routing)
+            self._pending = self._start(path, manifest, small)
         self._blocked_s += time.perf_counter() - started
         if not self.config.train.async_save:
             self.finish()
@@ -310,6 +354,12 @@ class Checkpoints:
                 f"which {', '.join(changed)} needs; set the section objective as it was, or resume "
                 "from a checkpoint at a batch's end"
             )
+        records = self.config.train.routing_replay == "old_logprobs"
+        if manifest.position.step_in_batch and records and not _has_routing(manifest):
+            raise CheckpointError(
+                f"{checkpoint.path} was saved inside a batch and has no recorded experts; set "
+                "train.routing_replay as it was, or resume from a checkpoint at a batch's end"
+            )
         return fields
 
     def _load_rng(self, checkpoint: Checkpoint) -> None:
@@ -374,6 +424,29 @@ def _small_files(
     if dist.get_rank() == 0 and field_names:
         files[_BATCH_FILE] = {name: _flat(batch, name) for name in field_names}
     return files
+
+
+def _routing_file(
+    plan: Plan, num_done: int, routing: Sequence[torch.Tensor | None]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The recorded experts of this data-parallel rank's samples in the steps that are left.
+
+    Its first rank writes them; the others have the same.
+    """
+    left = {i for step in plan.steps[num_done:] for i in step.kept_samples}
+    own = {str(i): value for i, value in enumerate(routing) if i in left and value is not None}
+    places = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    if any(places):
+        return {}
+    return {f"{_ROUTING}{parallel_state.get_data_parallel_rank()}.pt": own}
+
+
+def _has_routing(manifest: Manifest) -> bool:
+    return any(name.startswith(_ROUTING) for name in manifest.files)
 
 
 def _flat(batch: SampleBatch, name: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from megapack.base.choices import Device, Kernel
+from megapack.base.choices import Device, Kernel, RoutingReplay
 from megapack.config.cost_file import read_cost
 from megapack.config.critic import CriticConfig
 from megapack.config.model import (
@@ -230,6 +230,10 @@ class LoopConfig:
     """If a GPU runs out of memory: error ends the run, replan repeats the step once in rows of half
     the size. replan needs a layout whose ranks do not communicate inside layers (tp = cp = ep = 1);
     the metric `num_oom_replans` counts the repeated steps."""
+    routing_replay: RoutingReplay = "none"
+    """The experts that tokens go through in all steps of a batch: none: those that the routers
+    choose; rollout: those in the rollouts' `routed_experts`, also in the pass for old log-probs;
+    old_logprobs: those of that pass."""
     manual_gc_interval: int | None = 100
     """Collect Python's cyclic garbage every this many optimizer steps, on all ranks at the same
     step; ranks that collect at different times wait for each other. null = Python decides."""
@@ -311,6 +315,7 @@ class TrainConfig:
                 f"train.export_hf={self.train.export_hf} needs a model of a Hugging Face folder; "
                 "set model.hf_path, or train.export_hf=null"
             )
+        self._check_routing_replay()
         vocab_size = self.model.vocab_size
         if self.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
             raise ConfigError(
@@ -522,6 +527,35 @@ class TrainConfig:
                 raise ConfigError(
                     f"{name} has no effect under objective.kind={kind}, which reads no rewards; "
                     "unset it"
+                )
+
+    def _check_routing_replay(self) -> None:
+        replay = self.train.routing_replay
+        if replay == "none":
+            return
+        reasons = {
+            "the model has no experts; set model.num_experts": self.model.num_experts is None,
+        }
+        if replay == "rollout":
+            reasons["generated rollouts have no routed_experts; set data.path"] = (
+                self.data.path is None
+            )
+        else:
+            reasons |= {
+                f"objective.kind={self.objective.kind} has no pass for old log-probs; set grpo": (
+                    self.objective.kind not in ("ppo", "grpo", "gspo")
+                ),
+                # Each rank keeps the routes of its own samples only.
+                "that pass must run the rows of the steps; set plan.forward_max_tokens_per_gpu="
+                "null": self.plan.forward_max_tokens_per_gpu is not None,
+                "a replanned step has other samples on a rank; set train.on_oom=error": (
+                    self.train.on_oom == "replan"
+                ),
+            }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ConfigError(
+                    f"train.routing_replay={replay}: {reason}, or train.routing_replay=none"
                 )
 
     def _check_retry(self) -> None:

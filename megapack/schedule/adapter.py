@@ -265,6 +265,7 @@ class ScheduleAdapter:
         scope: Scope = "all",
         routing: Sequence[Tensor | None] | None = None,
         record_routing: bool = False,
+        routing_scope: Scope | None = None,
     ) -> dict[str, list[Tensor | None]]:
         """Log-probs (or values) of one step's responses without gradients, in sample order.
 
@@ -275,6 +276,7 @@ class ScheduleAdapter:
             scope: see `rows.outputs.scatter_to_samples`.
             routing: see `step`.
             record_routing: also return the experts that were used.
+            routing_scope: the scope of these; None = `scope`.
 
         Returns:
             "logprobs" (and "entropy"), or "values" if the model has a value head: per sample of the
@@ -295,6 +297,7 @@ class ScheduleAdapter:
             scope=scope,
             routing=routing,
             record_routing=record_routing,
+            routing_scope=scope if routing_scope is None else routing_scope,
         )
         name = f"forward pass {step} of plan {plan.digest()[:12]}"
         with (
@@ -330,14 +333,14 @@ class ScheduleAdapter:
         if call.record_routing:
             groups = [self._groups.pp, self._groups.cp]
             groups += [self._groups.tp] if self.layout.sequence_parallel else []
-            groups += [self._dp_group] if call.scope == "all" else []
+            groups += [self._dp_group] if call.routing_scope == "all" else []
             outputs["routing"] = collect_routing(
                 [row.routing for row in rows if row.routing is not None],
                 lengths,
                 call.step_plan,
                 self._routing.shape,
                 dp_rank=self.dp_rank,
-                scope=call.scope,
+                scope=call.routing_scope,
                 groups=groups,
                 device=self._device,
             )

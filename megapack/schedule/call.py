@@ -37,8 +37,9 @@ class StepCall:
     """Only used in training, like `norm_constant`."""
     norm_constant: float | None = None
     scope: Scope = "all"
-    """Only used in a forward pass, like `record_routing`."""
+    """Only used in a forward pass, like `record_routing` and `routing_scope`."""
     record_routing: bool = False
+    routing_scope: Scope = "all"
 
     @property
     def is_training(self) -> bool:
@@ -70,7 +71,8 @@ class StepCall:
         """The call as a text, the same on every rank."""
         replays = self.routing is not None
         if self.objective is None:
-            return f"forward {self.entropy} {self.scope} {replays} {self.record_routing}"
+            recorded = f"{self.record_routing} {self.routing_scope}"
+            return f"forward {self.entropy} {self.scope} {replays} {recorded}"
         objective = _described(self.objective)
         return f"train {self.weighting} {self.norm_constant} {self.entropy} {replays} {objective}"
 

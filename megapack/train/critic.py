@@ -110,6 +110,8 @@ class Critic:
         )
         self._ranks = ranks
         self._schedule: OptimizerParamScheduler | None = None
+        # The last batch and its explained variance, which is the same in all of its steps.
+        self._explained: tuple[PlannedBatch, float | None] | None = None
 
     def expect(self, total_steps: int, num_steps: int) -> None:
         """Set up the learning rate schedule of a run, of which some steps may have been taken."""
@@ -188,6 +190,11 @@ class Critic:
         _set_loss_tokens(samples, "returns", masks, returns)
 
     def _explained_variance(self, batch: PlannedBatch) -> float | None:
+        if self._explained is None or self._explained[0] is not batch:
+            self._explained = batch, self._explained_by_values(batch)
+        return self._explained[1]
+
+    def _explained_by_values(self, batch: PlannedBatch) -> float | None:
         masks = self._masks(batch)
         values = _loss_tokens(batch.samples, "old_values", masks)
         return explained_variance(values, _loss_tokens(batch.samples, "returns", masks))

@@ -141,13 +141,19 @@ class Trainer:
             ranks=ranks,
         )
         self.planner = BatchPlanner(
-            config.plan, self.layout, self.cost, self.data, self.adapter.dp_rank
+            config.plan,
+            self.layout,
+            self.cost,
+            self.data,
+            self.adapter.dp_rank,
+            replays_rollouts=config.train.routing_replay == "rollout",
         )
         self.passes = BatchPasses(
             config.objective,
             self.adapter,
             self.optimizer,
             self.planner,
+            routing_replay=config.train.routing_replay,
             entropy_interval=config.train.entropy_interval,
             device=device,
             on_oom=self._note_oom,
@@ -250,6 +256,10 @@ class Trainer:
         names = self.passes.logprob_fields
         return names if self.critic is None else [*names, *FIELDS]
 
+    @property
+    def _records_routing(self) -> bool:
+        return self.config.train.routing_replay == "old_logprobs"
+
     def _open_folder(self) -> RunFolder | None:
         """Open the run's folder on rank 0: the existing one if the run resumes its own checkpoint,
         else a new one."""
@@ -327,6 +337,13 @@ class Trainer:
                 lambda: self.checkpoints.load_batch(resumed, batch.samples, batch.plan, fields),
                 device=self.device,
             )
+            if self._records_routing:
+                agree(
+                    lambda: self.checkpoints.load_routing(
+                        resumed, batch.plan, self.adapter.dp_rank, batch.routing
+                    ),
+                    device=self.device,
+                )
         else:
             self.passes.add_logprobs(batch)
         passed = time.perf_counter()
@@ -349,7 +366,13 @@ class Trainer:
     def _save(self, batch: PlannedBatch) -> None:
         with self.ranks.guarded(f"the checkpoint after step {self.num_steps}"):
             self.ranks.place.enter("checkpoint")
-            self.checkpoints.save(self.position, batch.plan, batch.samples, self._saved_fields)
+            self.checkpoints.save(
+                self.position,
+                batch.plan,
+                batch.samples,
+                self._saved_fields,
+                batch.routing if self._records_routing else None,
+            )
 
     def _finish_save(self) -> None:
         """Complete the pending save, if there is one."""

@@ -16,20 +16,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
+from megapack.base.choices import RoutingReplay
 from megapack.config.model import ObjectiveConfig
 from megapack.config.sections import PlanConfig
 from megapack.cost.model import CostModel
 from megapack.data.batches import plan_logprobs, plan_steps
 from megapack.data.dataset import Dataset, SampleNumbers
-from megapack.errors import StepOutOfMemory
+from megapack.errors import DataError, StepOutOfMemory
 from megapack.layout import Layout
 from megapack.loss.sequence import GSPO, AnyObjective
 from megapack.loss.token import GRPO, PPO, SFT
 from megapack.model.overlap import finish_param_gathers
 from megapack.outlook.stats import StepReport, step_report
-from megapack.plan.plan import Plan, StepPlan
+from megapack.plan.plan import Plan, StepPlan, own_samples
 from megapack.ranks.agree import agree
 from megapack.samples import SampleBatch
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
@@ -93,6 +95,9 @@ class PlannedBatch:
     """The optimizer steps."""
     forward_plan: Plan
     """Plan of the log-prob passes; the same as `plan` if these use the rows of the steps."""
+    routing: list[torch.Tensor | None]
+    """Per sample the experts to replay in the policy, [tokens, MoE layers, experts per token]; None
+    for samples that this rank does not pack, or that no pass has recorded so far."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class BatchPlanner:
     Args:
         cost: what a row costs.
         dp_rank: this process's data-parallel rank.
+        replays_rollouts: read `routed_experts` of the data.
     """
 
     config: PlanConfig
@@ -109,6 +115,7 @@ class BatchPlanner:
     cost: CostModel
     data: Dataset
     dp_rank: int
+    replays_rollouts: bool = False
 
     def plan(self, numbers: SampleNumbers, fields: Mapping[str, Sequence[Any]]) -> PlannedBatch:
         """Plan a batch of these samples and read this rank's tokens; local work.
@@ -130,8 +137,36 @@ class BatchPlanner:
         rollout_ids = self.data.rollout_ids(numbers)
         plan = plan_steps(self.config, self.layout, self.cost, lengths, rollout_ids)
         forward_plan = plan_logprobs(self.config, self.layout, self.cost, lengths) or plan
-        self.data.give_tokens(samples, numbers, (plan, forward_plan), self.dp_rank)
-        return PlannedBatch(numbers=numbers, samples=samples, plan=plan, forward_plan=forward_plan)
+        batch = PlannedBatch(
+            numbers=numbers,
+            samples=samples,
+            plan=plan,
+            forward_plan=forward_plan,
+            routing=[None] * len(lengths),
+        )
+        self.give(batch, (plan, forward_plan))
+        return batch
+
+    def give(self, batch: PlannedBatch, plans: Sequence[Plan]) -> None:
+        """Give a batch the tokens and routes that this rank packs under any of the plans.
+
+        Raises:
+            DataError: routes are to be replayed and a sample has none.
+        """
+        numbers = batch.numbers
+        self.data.give_tokens(batch.samples, numbers, plans, self.dp_rank)
+        if not self.replays_rollouts:
+            return
+        for sample in own_samples(plans, self.dp_rank):
+            routes = self.data.tokens(int(numbers[sample])).routed_experts
+            if routes is None:
+                ((file, line, _),) = self.data.lines(numbers[sample : sample + 1])
+                raise DataError(
+                    f"data.path, file {file + 1}, line {line}: the sample has no `routed_experts`, "
+                    "which train.routing_replay=rollout repeats; give them, or set it to none or "
+                    "old_logprobs"
+                )
+            batch.routing[sample] = torch.from_numpy(routes.astype(np.int32))
 
 
 def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> PlannedBatch:
@@ -173,7 +208,7 @@ def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
         # Rows are limited by their number of samples: plan all samples as one step.
         rollout_ids = planner.data.rollout_ids(batch.numbers)
         plan = plan_steps(config, planner.layout, planner.cost, lengths, rollout_ids)
-    planner.data.give_tokens(batch.samples, batch.numbers, (plan,), planner.dp_rank)
+    planner.give(batch, (plan,))
     return plan
 
 
@@ -208,6 +243,7 @@ def halved(config: PlanConfig, steps: Sequence[StepPlan]) -> PlanConfig:
 
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +265,7 @@ class BatchPasses:
     Args:
         config: names the objective.
         objective: trains another model than the policy, without a reference; None: the config's.
+        routing_replay: see `LoopConfig`.
         entropy_interval: see `LoopConfig`.
         adapter: runs the model. If the config needs a reference policy, the adapter's current
             weights become that.
@@ -252,6 +289,7 @@ class BatchPasses:
         planner: BatchPlanner,
         *,
         objective: AnyObjective | None = None,
+        routing_replay: RoutingReplay = "none",
         entropy_interval: int,
         device: torch.device,
         on_oom: Callable[[StepOutOfMemory], None],
@@ -261,6 +299,7 @@ class BatchPasses:
         self.reference = Reference(adapter.chunks) if has_reference else None
         self.num_oom_replans = 0
         self._config = config
+        self._routing_replay = routing_replay
         self._entropy_interval = entropy_interval
         self._adapter = adapter
         self._optimizer = optimizer
@@ -281,17 +320,23 @@ class BatchPasses:
         return [name for name in names if name in read]
 
     def add_logprobs(self, batch: PlannedBatch) -> None:
-        """Fill in the log-probs that the objective reads."""
+        """Fill in the log-probs that the objective reads, and the routes that its steps replay."""
         names = self.logprob_fields
         samples = batch.samples
         if "old_logprobs" in names:
-            samples.set_field("old_logprobs", self.outputs(batch, "logprobs"))
+            samples.set_field("old_logprobs", self.outputs(batch, "logprobs", of_policy=True))
         if self.reference is not None and "ref_logprobs" in names:
             with self.reference.weights():
                 samples.set_field("ref_logprobs", self.outputs(batch, "logprobs"))
 
-    def outputs(self, batch: PlannedBatch, name: str) -> list[torch.Tensor]:
+    def outputs(
+        self, batch: PlannedBatch, name: str, *, of_policy: bool = False
+    ) -> list[torch.Tensor]:
         """An output of `ScheduleAdapter.forward`: "logprobs", or "values" of a value head.
+
+        Args:
+            of_policy: replay or record routes as `routing_replay` says. The reference and a critic
+                choose their own experts.
 
         Returns:
             Per sample one value per token; a single 0 for samples that the plan drops.
@@ -300,10 +345,10 @@ class BatchPasses:
             StepOutOfMemory, PlanError: as `gradients` does.
         """
         try:
-            return self._outputs_of(batch.samples, batch.forward_plan, name)
+            return self._outputs_of(batch, batch.forward_plan, name, of_policy)
         except StepOutOfMemory as error:
             smaller = self._replanned(error, lambda: replan_logprobs(self._planner, batch))
-        return self._outputs_of(batch.samples, smaller, name)
+        return self._outputs_of(batch, smaller, name, of_policy)
 
     def gradients(
         self, batch: PlannedBatch, index: int, report: StepReport, *, num_steps: int
@@ -354,6 +399,7 @@ class BatchPasses:
             weighting=self._config.loss_weighting,
             norm_constant=self._config.norm_constant,
             entropy=self._reports_entropy(num_steps),
+            routing=None if self._routing_replay == "none" else batch.routing,
             next_step=index + 1 if index + 1 < len(plan.steps) else None,
             next_entropy=self._reports_entropy(num_steps + 1),
         )
@@ -365,17 +411,37 @@ class BatchPasses:
             failed_s=failed_s,
         )
 
-    def _outputs_of(self, samples: SampleBatch, plan: Plan, name: str) -> list[torch.Tensor]:
-        merged = [torch.zeros(())] * len(samples)
+    def _outputs_of(
+        self, batch: PlannedBatch, plan: Plan, name: str, of_policy: bool
+    ) -> list[torch.Tensor]:
+        merged = [torch.zeros(())] * len(batch.samples)
+        replay = self._routing_replay if of_policy else "none"
         for index in range(len(plan.steps)):
-            of_step = self._adapter.forward(plan, samples, step=index)[name]
-            merged = [old if new is None else new for old, new in zip(merged, of_step, strict=True)]
+            found = self._adapter.forward(
+                plan,
+                batch.samples,
+                step=index,
+                routing=batch.routing if replay == "rollout" else None,
+                record_routing=replay == "old_logprobs",
+                # Routes are large: 48 layers of 8 experts are 384 bytes a token.
+                routing_scope="dp_rank",
+            )
+            merged = [new if new is not None else old for old, new in _pairs(merged, found[name])]
+            if replay == "old_logprobs":
+                batch.routing[:] = [
+                    new if new is not None else old
+                    for old, new in _pairs(batch.routing, found["routing"])
+                ]
         return merged
 
     def _replanned(self, error: StepOutOfMemory, replan: Callable[[], T]) -> T:
         self.num_oom_replans += 1
         self._on_oom(error)
         return agree(replan, device=self._device)
+
+
+def _pairs(old: Sequence[T], new: Sequence[U]) -> Iterator[tuple[T, U]]:
+    return zip(old, new, strict=True)
 
 
 def make_objective(config: ObjectiveConfig) -> AnyObjective:

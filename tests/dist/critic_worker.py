@@ -89,9 +89,7 @@ class Judge:
     def __init__(self, config: TrainConfig, numbers: list[int]) -> None:
         self.config = config
         data = open_dataset(config)
-        tokens = [data.tokens(number) for number in numbers]
-        self.tokens = [torch.tensor([*one.prompt_ids, *one.response_ids]) for one in tokens]
-        self.masks = [_mask(one) for one in tokens]
+        self.tokens, self.masks = sample_tokens(config, numbers)
         self.rewards = [data.rewards(numbers)[i].reward for i in range(len(numbers))]  # type: ignore[arg-type]
         self.policy = reference.build(config.model)
         self.critic = reference.build(critic_model(config.model))
@@ -144,9 +142,7 @@ class Judge:
         total.backward()  # type: ignore[no-untyped-call]
         own = {name: p.grad.double() for name, p in global_parameters(model)}
         assert own.keys() == grads.keys()
-        error = torch.stack([(grads[name] - want).norm() for name, want in own.items()]).norm()
-        norm = torch.stack([want.norm() for want in own.values()]).norm()
-        return float(total), float(error / norm)
+        return float(total), relative_error(grads, own)
 
     def policy_loss(self, i: int) -> Tensor:
         first = self.first[i]
@@ -176,6 +172,20 @@ class Judge:
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         values: Tensor = self.critic(tokens[None], torch.arange(length)[None], mask)[0, :, 0]
         return values[:-1][self.masks[i][1:]]
+
+
+def relative_error(found: Weights, expected: Weights) -> float:
+    """The norm of the difference over the norm of what is expected."""
+    error = torch.stack([(found[name] - want).norm() for name, want in expected.items()]).norm()
+    return float(error / torch.stack([want.norm() for want in expected.values()]).norm())
+
+
+def sample_tokens(config: TrainConfig, numbers: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Token ids of samples of the data, and which of them count in the loss."""
+    data = open_dataset(config)
+    read = [data.tokens(number) for number in numbers]
+    tokens = [torch.tensor([*one.prompt_ids, *one.response_ids]) for one in read]
+    return tokens, [_mask(one) for one in read]
 
 
 def _mask(tokens: Any) -> Tensor:

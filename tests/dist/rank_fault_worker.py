@@ -91,6 +91,8 @@ def inject(trigger: Trigger, phase: str) -> None:
     """Put the fault into one phase of the job, into its losses, or before a whole step."""
     _count_steps(trigger)
     is_nan = trigger.fault == "nan"
+    if phase == "none":
+        return
     if phase in ELSEWHERE:
         _inject_elsewhere(trigger, phase)
     elif phase == "plan" and is_nan:
@@ -111,6 +113,8 @@ def inject(trigger: Trigger, phase: str) -> None:
         _around(ForwardStep, "run_row", after=lambda result: _poisoned_backward(result, trigger))
     elif phase in ("forward", "backward", "log-probs"):
         _around(ScheduleRunner, "run", before=lambda *call: _listen(call[0], phase, trigger))
+    elif phase == "critic":
+        _around(job.Critic, "step", before=_listen_to_critic(trigger))
     elif phase == "loss":
         _around(LastStage, "__call__", before=lambda *_: torch.is_grad_enabled() and trigger())
     elif phase == "step":
@@ -201,6 +205,10 @@ def _poisoned_loss(sums: dict[str, float], trigger: Trigger) -> dict[str, float]
 def _listen(runner: ScheduleRunner, phase: str, trigger: Trigger) -> None:
     if not any(isinstance(listener, _Faulty) for listener in runner.listeners):
         runner.listeners.append(_Faulty(phase, trigger))
+
+
+def _listen_to_critic(trigger: Trigger) -> Callable[..., None]:
+    return lambda critic, *_: _listen(critic.passes._adapter.runner, "backward", trigger)
 
 
 class _Faulty(Listener):

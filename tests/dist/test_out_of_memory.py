@@ -74,3 +74,25 @@ def test_rows_of_one_sample_cannot_be_split(tmp_path: Path) -> None:
     assert code == 1
     report = json.loads((tmp_path / "rank2.json").read_text())
     assert "though each row holds one sample" in report["error"]
+
+
+def test_a_critics_step_is_run_again(tmp_path: Path) -> None:
+    """The policy's step before it is not repeated, and both models take the steps they would."""
+    settings = ["layout.dp=2", "layout.pp=1", "layout.vpp=1", "critic.enabled=true"]
+    settings += ["objective.kind=ppo", "objective.advantage_norm=group", "critic.lr=0.01"]
+    settings += ["plan.max_tokens_per_gpu=512"]
+    found = []
+    for fault, phase in (("out_of_memory", "critic"), ("out_of_memory", "none")):
+        folder = tmp_path / phase
+        folder.mkdir()
+        done = run_job(
+            2, WORKER, [str(folder), fault, phase, "1", REPLAN, *settings], timeout_s=150
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        found.append(metrics(folder))
+    failed, undisturbed = found
+    assert [line["num_oom_replans"] for line in failed] == [0, 0, 1, 1]
+    assert [line["num_oom_replans"] for line in undisturbed] == [0, 0, 0, 0]
+    for one, other in zip(failed, undisturbed, strict=True):
+        for key in ("loss", "grad_norm", "critic_loss", "critic_grad_norm", "critic_value"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key

@@ -318,6 +318,8 @@ def test_uneven_stages_weigh_as_their_layers(tmp_path: Path) -> None:
     assert even.stage_weights is None
 
 
+EXPERTS = ("model.num_experts=4",)
+REPLAY = (*EXPERTS, "train.routing_replay=old_logprobs")
 BAD_JOBS: list[tuple[list[str], str]] = [
     (["name=a/b"], "name is 'a/b'"),
     (["name=.."], "name is '..'"),
@@ -372,6 +374,18 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["objective.kind=sft", "data.drop_equal_rewards=true"], "has no effect under objective.kind"),
     (["objective.dual_clip=1"], "objective.dual_clip is 1.0"),
     (["objective.clip_low=1.5"], "objective.clip_low is 1.5"),
+    (["objective.gae_lambda=0.9"], "objective.gae_lambda=0.9 has no effect without a critic"),
+    (["objective.gamma=1.5"], "objective.gamma is 1.5; set it in [0, 1]"),
+    (["objective.kl_in_reward_coef=0.1"], "has no effect without a critic"),
+    (["critic.enabled=true", "objective.kind=gspo"], "which objective.kind=gspo does not use"),
+    (["critic.enabled=true", "objective.advantage_norm=group-std"], "has no effect with a critic"),
+    (["critic.clip=0"], "critic.clip is 0.0; set a number above 0, or null"),
+    (["critic.lr=-1"], "critic.lr is -1.0; set 0 or more"),
+    (["train.routing_replay=rollout"], "the model has no experts; set model.num_experts, or"),
+    ([*EXPERTS, "train.routing_replay=rollout"], "generated rollouts have no routed_experts"),
+    ([*REPLAY, "objective.kind=sft"], "objective.kind=sft has no pass for old log-probs"),
+    ([*REPLAY, "plan.forward_max_tokens_per_gpu=99"], "set plan.forward_max_tokens_per_gpu=null"),
+    ([*REPLAY, "train.on_oom=replan"], "set train.on_oom=error, or train.routing_replay=none"),
     (["optim.adam_beta2=1"], "must be below 1"),
     (["optim.min_lr=1"], "optim.min_lr=1.0 is above optim.lr"),
     (["train.epochs=0"], "train.epochs is 0"),

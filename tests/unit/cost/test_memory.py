@@ -55,6 +55,19 @@ def test_the_first_and_last_stage_also_have_the_vocabulary() -> None:
     assert one == 2 * (DENSE - 32000 * H)
 
 
+def test_a_critic_has_all_weights_but_the_output_matrix_and_a_head() -> None:
+    """On one GPU, a bf16 weight takes 18 bytes; activations are not counted twice."""
+    model = MemoryModel(sizes=GPT, critic=True, distributed_optimizer=False)
+    found = model.stage(Layout(), 0, live_tokens=100, row_tokens=100)
+    alone = replace(model, critic=False).stage(Layout(), 0, live_tokens=100, row_tokens=100)
+    assert found.critic == 18 * (DENSE - 32000 * H + H)
+    assert found.total == alone.total + found.critic
+    assert (alone.critic, "critic" in alone.parts) == (0, False)
+    assert "critic" in str(found)
+    stages = [model.stage(Layout(pp=2), s, live_tokens=0, row_tokens=0).critic for s in range(2)]
+    assert stages[0] - stages[1] == 18 * (32000 * H - 2 * H)
+
+
 def test_experts_are_split_over_ep_their_optimizer_over_dp() -> None:
     model = MemoryModel(sizes=EXPERTS)
     layout = Layout(dp=8, ep=4)

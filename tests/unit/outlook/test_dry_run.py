@@ -27,6 +27,8 @@ EXPERTS = "qwen3_30b_a3b_dp32_pp2_vpp4_ep8_gpu64.yaml"
 # One rank has no NCCL buffers, and this model leaves no more.
 LIMITS_GIB = {"qwen3_4b_gpu1": 74}
 
+ADV = ("objective.advantage_norm=group", "objective.kl_coef=0")
+
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -231,3 +233,37 @@ def test_memory_counts_a_sample_over_the_budget(call: Call) -> None:
     longest = max(stage["activations"] for stage in at[99]["memory_bytes"]) / GIB
     most = max(stage["activations"] for stage in at[24576]["memory_bytes"]) / GIB
     assert most / 2 < longest < most
+
+
+def test_a_critics_steps_and_memory_are_counted(call: Call, tmp_path: Path) -> None:
+    policy = output_of(call(DENSE, 8, "--json"))
+    with_critic = ["critic.enabled=true", "objective.kind=ppo", *ADV, "--gpu-memory-gib", "141"]
+    critic = output_of(call(DENSE, 8, *with_critic, "--json"))
+    assert policy["critic_steps"] is policy["value_pass"] is None
+    parts = ("steps", "logprob_pass", "critic_steps", "value_pass")
+    assert critic["seconds"] == pytest.approx(sum(critic[part]["seconds"] for part in parts))
+    # The value head takes no time; the vocabulary head a tenth of a step here.
+    assert 0.8 < critic["critic_steps"]["seconds"] / critic["steps"]["seconds"] < 0.99
+    assert 0.8 < critic["value_pass"]["seconds"] / critic["logprob_pass"]["seconds"] < 1
+    for one, other in zip(critic["memory_bytes"], policy["memory_bytes"], strict=True):
+        state = one["parameters"] + one["gradients"] + one["optimizer"]
+        # The policy's embedding is tied, so it has no output matrix that the critic lacks.
+        assert one["critic"] == pytest.approx(state, rel=1e-3)
+        assert one["total"] == other["total"] + one["critic"]
+    assert "critic's steps" in call(DENSE, 8, *with_critic)[1]
+    both = [*with_critic, "objective.kl_in_reward_coef=0.1"]
+    assert output_of(call(DENSE, 8, *both, "--json"))["num_logprob_passes"] == 2
+    cost = tmp_path / "cost.yaml"
+    cost.write_text("cost: {per_token: 1.0e-6}\n")
+    measured = output_of(call(DENSE, 8, *both, f"plan.cost_model={cost}", "--json"))
+    assert measured["critic_steps"]["seconds"] == measured["steps"]["seconds"]
+
+
+def test_a_critic_needs_rewards(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    rows = [{"prompt": "a", "response": "b", "advantage": 1.0}] * 4
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["critic.enabled=true", "objective.kind=ppo", *ADV, f"data.path={path}"]
+    code, _, err = call(TINY, 4, *settings)
+    assert code != 0
+    assert "a critic's advantages need; give `reward`" in err
