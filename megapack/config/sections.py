@@ -296,6 +296,7 @@ class TrainConfig:
         self._check_division()
         self._check_retry()
         self._check_rewards()
+        self._check_value_head()
         vocab_size = self.model.vocab_size
         if self.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
             raise ConfigError(
@@ -364,14 +365,19 @@ class TrainConfig:
         weights = self.cost_from_sizes(layout).stage_weights
         return dataclasses.replace(measured, stage_weights=weights)
 
-    def cost_from_sizes(self, layout: Layout, speed: GpuSpeed | None = None) -> CostModel:
+    def cost_from_sizes(
+        self, layout: Layout, speed: GpuSpeed | None = None, *, value_head: bool = False
+    ) -> CostModel:
         """The cost model of the model's sizes.
 
         Args:
             speed: of a GPU; None for `assumed_speed`.
+            value_head: a value head, of one row, replaces the vocabulary's projection.
         """
+        sizes = self.model.to_sizes()
+        value_head = value_head or self.objective.has_value_head
         return cost_from_sizes(
-            self.model.to_sizes(),
+            dataclasses.replace(sizes, vocab_size=1) if value_head else sizes,
             layout,
             speed or self.assumed_speed,
             recompute=self.model.recompute,
@@ -399,6 +405,7 @@ class TrainConfig:
             attention=preferred if model.attention == "auto" else model.attention,
             fused_swiglu=on_gpu if fused_swiglu is None else fused_swiglu,
             composite_norms=not on_gpu and model.normalization == "RMSNorm",
+            value_head=self.objective.has_value_head,
         )
 
     def _check_division(self) -> None:
@@ -451,6 +458,22 @@ class TrainConfig:
                     f"{name} has no effect under objective.kind={kind}, which reads no rewards; "
                     "unset it"
                 )
+
+    def _check_value_head(self) -> None:
+        """Refuse models whose output layer a value head cannot replace."""
+        if not self.objective.has_value_head:
+            return
+        kind = self.objective.kind
+        if not self.model.untie_embeddings:
+            raise ConfigError(
+                f"objective.kind={kind} replaces the output layer, which model.untie_embeddings="
+                "false ties to the embedding; set model.untie_embeddings=true"
+            )
+        if self.model.mtp_num_layers:
+            raise ConfigError(
+                f"model.mtp_num_layers={self.model.mtp_num_layers} predicts tokens, which objective"
+                f".kind={kind} does not; set model.mtp_num_layers=0"
+            )
 
     def _check_retry(self) -> None:
         reason = why_no_retry(tp=self.layout.tp, cp=self.layout.cp, ep=self.layout.ep)

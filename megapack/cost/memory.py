@@ -80,6 +80,8 @@ class MemoryModel:
     """Tokens whose logits are in memory at once; None = `head.default_chunk_tokens`."""
     stage_layers: StageLayers | None = None
     """Layers of each chunk; None = equally many."""
+    value_head: bool = False
+    """Whether the trained model has a value head, of one row, instead of the output matrix."""
 
     def stage(
         self, layout: Layout, stage: int, *, live_tokens: float, row_tokens: float
@@ -96,7 +98,7 @@ class MemoryModel:
                 later stages hold a share of it, by their chunks in flight.
             row_tokens: tokens of the longest row per GPU, after CP.
         """
-        dense, experts = self._parameters(layout, stage)
+        dense, experts = self._parameters(layout, stage, value_head=self.value_head)
         weight, optimizer = (2, 12) if self.dtype == "bf16" else (4, 8)
         split = layout.dp * layout.cp if self.distributed_optimizer else 1
         expert_split = layout.expert_dp if self.distributed_optimizer else 1
@@ -108,7 +110,7 @@ class MemoryModel:
             gradients=4 * (dense + experts),
             optimizer=optimizer * dense // split + optimizer * experts // expert_split,
             activations=self._activations(layout, stage, live_tokens * share, row_tokens),
-            head=self._head(layout, row_tokens) if last else 0,
+            head=self._head(layout, row_tokens) if last and not self.value_head else 0,
         )
 
     def fullest_stage(self, layout: Layout, *, live_tokens: float, row_tokens: float) -> GpuMemory:
@@ -163,19 +165,26 @@ class MemoryModel:
         """Transformer layers of each chunk of a stage."""
         return stage_layers_of(self.sizes.num_layers, layout, self.stage_layers).of_stage(stage)
 
-    def _parameters(self, layout: Layout, stage: int) -> tuple[int, int]:
-        """Numbers of weights on one GPU: all but the experts', and the experts'."""
+    def _parameters(
+        self, layout: Layout, stage: int, *, value_head: bool = False
+    ) -> tuple[int, int]:
+        """Numbers of weights on one GPU: all but the experts', and the experts'.
+
+        Args:
+            value_head: the last stage has a value head instead of the vocabulary's output matrix.
+        """
         sizes = self.sizes
         layer = sizes.layer_parameters()
         layers = sum(self._layers(layout, stage))
         vocabulary = sizes.vocab_size * sizes.hidden_size // layout.tp
         first = stage == 0
         last = stage == layout.pp - 1
-        matrices = int(first) + int(last)
+        matrices = int(first) + int(last and not value_head)
         if first and last and not self.untied_embeddings:
             matrices = 1
         dense = layers * (layer.split // layout.tp + layer.whole) + matrices * vocabulary
         dense += sizes.hidden_size if last else 0  # the final norm
+        dense += sizes.hidden_size if last and value_head else 0
         experts = layers * layer.experts // (layout.ep * layout.etp)
         return dense, experts
 

@@ -10,13 +10,16 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megapack.config.sections import ObjectiveConfig, PlanConfig, TrainConfig
 from megapack.cost.model import CostModel
 from megapack.data.advantages import Floats, group_advantages, penalize_overlong
 from megapack.data.dataset import Dataset, SampleNumbers
-from megapack.data.generated import generate_rollouts
+from megapack.data.generated import generate_pairs, generate_rollouts
 from megapack.data.pieces import ReadSettings
 from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
 
@@ -25,9 +28,11 @@ def open_dataset(config: TrainConfig) -> Dataset:
     """Open the file or folder that the config names, or generate rollouts.
 
     Raises:
-        DataError: a file cannot be read or has a bad sample, or no prompt group is left.
+        DataError: a file cannot be read or has a bad sample, no prompt group is left, or the
+            objective needs pairs and a sample is in none, or the reverse.
     """
     data = _all_samples(config)
+    _check_pairs(config, data)
     return data.without_equal_rewards() if config.data.drop_equal_rewards else data
 
 
@@ -35,8 +40,9 @@ def _all_samples(config: TrainConfig) -> Dataset:
     data = config.data
     if data.path is None:
         groups = data.num_generated // data.generated_group_size
+        generate = generate_pairs if config.objective.reads_pairs else generate_rollouts
         return Dataset.from_rollouts(
-            generate_rollouts(groups, data.generated_group_size, data.generated_seed)
+            generate(groups, data.generated_group_size, data.generated_seed)
         )
     settings = ReadSettings(
         vocab_size=config.model.vocab_size,
@@ -44,6 +50,25 @@ def _all_samples(config: TrainConfig) -> Dataset:
         overlong=data.overlong,
     )
     return Dataset.from_files(data.path, settings, Path(config.runs_dir) / ".index")
+
+
+def _check_pairs(config: TrainConfig, data: Dataset) -> None:
+    kind = config.objective.kind
+    is_paired = np.array(data.pair_signs(np.arange(len(data)))) != 0
+    unfit = np.flatnonzero(is_paired != config.objective.reads_pairs)
+    if unfit.size == 0:
+        return
+    _, line, _ = data.lines(unfit[:1])[0]
+    what = f"{config.data.path}: {unfit.size} of {len(data)} samples (the first is of line {line})"
+    if config.objective.reads_pairs:
+        raise DataError(
+            f"{what} are in no preference pair; objective.kind={kind} needs the columns chosen and "
+            "rejected"
+        )
+    raise DataError(
+        f"{what} are in preference pairs, which objective.kind={kind} does not read; set dpo or "
+        "reward, or give prompt and response"
+    )
 
 
 def all_batches(config: TrainConfig, data: Dataset) -> Iterator[tuple[int, int, SampleNumbers]]:
@@ -97,14 +122,20 @@ def plan_steps(
     cost: CostModel | None,
     lengths: Sequence[int],
     rollout_ids: Sequence[int],
+    pair_ids: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan the optimizer steps of a batch; arguments and errors as for `build_dp_schedule`."""
+    """Plan the optimizer steps of a batch; arguments and errors as for `build_dp_schedule`.
+
+    Args:
+        pair_ids: `Dataset.pair_ids`; a pair stays in one micro-batch.
+    """
     return build_dp_schedule(
         lengths,
         layout=layout,
         max_tokens_per_gpu=plan.max_tokens_per_gpu,
         micro_batch_size=plan.micro_batch_size,
         rollout_ids=rollout_ids,
+        colocate_ids=pair_ids,
         global_batch_size=plan.global_batch_size,
         num_steps=plan.num_steps,
         cost=cost,

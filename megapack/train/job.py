@@ -28,6 +28,7 @@ from megapack.data.dataset import SampleNumbers
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.layout import Layout
+from megapack.loss.preference import PAIR_SIGN
 from megapack.model.attention.choice import Kernels, find_kernels
 from megapack.model.build import attention_sizes, build_model, initialize_parallel
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
@@ -102,6 +103,7 @@ class Trainer:
         )
         self.kernels = self._agreed_kernels()
         initialize_parallel(self.layout, config.seed)
+        has_value_head = config.objective.has_value_head
         self.chunks = build_model(
             config.model,
             self.layout,
@@ -110,6 +112,7 @@ class Trainer:
             distributed_optimizer=config.optim.distributed_optimizer,
             reduction=self.reduction,
             stage_layers=config.stage_layers,
+            value_head=has_value_head,
         )
         self.optimizer = build_optimizer(config.optim, self.chunks, config.model.dtype == "bf16")
         self.adapter = ScheduleAdapter(
@@ -117,6 +120,7 @@ class Trainer:
             layout=self.layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
             head_kernel=config.model.head_kernel,
+            head="value" if has_value_head else "vocabulary",
             retries_oom=replans,
             ranks=ranks,
         )
@@ -128,7 +132,10 @@ class Trainer:
             self.adapter,
             self.optimizer,
             self.planner,
-            entropy_interval=config.train.entropy_interval,
+            # A value head has no entropy.
+            entropy_interval=0
+            if config.objective.has_value_head
+            else config.train.entropy_interval,
             device=device,
             on_oom=self._note_oom,
         )
@@ -307,6 +314,8 @@ class Trainer:
         if "advantages" in self.passes.objective.required_fields:
             advantages = batch_advantages(self.config.objective, self.data, numbers)
             fields["advantages"] = torch.from_numpy(advantages).float()
+        if PAIR_SIGN in self.passes.objective.required_fields:
+            fields[PAIR_SIGN] = torch.tensor(self.data.pair_signs(numbers)).float()
         batch = self.planner.plan(numbers, fields)
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.samples.lengths)

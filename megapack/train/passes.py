@@ -25,6 +25,7 @@ from megapack.data.batches import plan_logprobs, plan_steps
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.errors import StepOutOfMemory
 from megapack.layout import Layout
+from megapack.loss.preference import DPO, PairwiseReward
 from megapack.loss.sequence import GSPO, AnyObjective
 from megapack.loss.token import GRPO, PPO, SFT
 from megapack.model.overlap import finish_param_gathers
@@ -128,7 +129,8 @@ class BatchPlanner:
         )
         lengths = samples.lengths
         rollout_ids = self.data.rollout_ids(numbers)
-        plan = plan_steps(self.config, self.layout, self.cost, lengths, rollout_ids)
+        pair_ids = self.data.pair_ids(numbers)
+        plan = plan_steps(self.config, self.layout, self.cost, lengths, rollout_ids, pair_ids)
         forward_plan = plan_logprobs(self.config, self.layout, self.cost, lengths) or plan
         self.data.give_tokens(samples, numbers, (plan, forward_plan), self.dp_rank)
         return PlannedBatch(numbers=numbers, samples=samples, plan=plan, forward_plan=forward_plan)
@@ -141,7 +143,7 @@ def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> Plann
         batch, index: the step that ran out of memory.
 
     Raises:
-        StepOutOfMemory: every row already holds a single sample.
+        StepOutOfMemory: every row already holds a single sample, or a single pair.
         PlanError, ConfigError: there is no plan with such rows.
     """
     step = batch.plan.steps[index]
@@ -150,7 +152,7 @@ def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> Plann
     fields = {n: [samples.field(n, i) for i in kept] for n in samples.field_names}
     # "pad", not "drop": the step must keep its samples even if splitting rows reaches no legal M.
     config = dataclasses.replace(
-        halved(planner.config, (step,)),
+        halved(planner.config, (step,), inseparable=1 if batch.plan.colocate_ids is None else 2),
         forward_max_tokens_per_gpu=None,
         unreachable="pad",
         oversize="alone",
@@ -177,21 +179,26 @@ def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
     return plan
 
 
-def halved(config: PlanConfig, steps: Sequence[StepPlan]) -> PlanConfig:
+def halved(config: PlanConfig, steps: Sequence[StepPlan], *, inseparable: int = 1) -> PlanConfig:
     """Settings that plan all samples as one step, with half of these steps' largest row as budget.
 
     The largest row counts, not the budget: two rows of 30 and 40 tokens under a budget of 1000 give
     a budget of 20. Rows limited by `micro_batch_size` get half the number of samples.
 
+    Args:
+        inseparable: samples that stay in one row: 2 for pairs.
+
     Raises:
-        StepOutOfMemory: every row already holds a single sample. All ranks raise it.
+        StepOutOfMemory: every row already holds a single sample, or a single pair. All ranks raise
+            it.
     """
     microbatches = [mb for step in steps for mb in step.microbatches]
     tokens = max(mb.padded_tokens for mb in microbatches)
     num_samples = max(len(mb.samples) for mb in microbatches)
-    if num_samples < 2:
+    if num_samples < 2 * inseparable:
+        held = "sample" if inseparable == 1 else "pair"
         raise StepOutOfMemory(
-            f"a GPU ran out of memory though each row holds one sample, of up to {tokens} padded "
+            f"a GPU ran out of memory though each row holds one {held}, of up to {tokens} padded "
             "tokens; set data.max_length, model.recompute, or a layout with more stages"
         )
     is_counted = config.max_tokens_per_gpu is None
@@ -230,7 +237,7 @@ class BatchPasses:
         config: names the objective.
         entropy_interval: see `LoopConfig`.
         adapter: runs the model. If `kl_coef` is not 0, its current weights become the reference
-            policy.
+            policy, as it does under dpo.
         optimizer: Megatron's; only its gradients are touched.
         planner: the planner of the batches.
         device: see `agree`.
@@ -239,7 +246,7 @@ class BatchPasses:
 
     Attributes:
         objective: the training objective.
-        reference: the reference policy; None without a KL penalty.
+        reference: the reference policy; None if it is not needed.
         num_oom_replans: number of passes that were replanned.
     """
 
@@ -255,7 +262,7 @@ class BatchPasses:
         on_oom: Callable[[StepOutOfMemory], None],
     ) -> None:
         self.objective = make_objective(config)
-        self.reference = Reference(adapter.chunks) if config.kl_coef else None
+        self.reference = Reference(adapter.chunks) if config.has_reference else None
         self.num_oom_replans = 0
         self._config = config
         self._entropy_interval = entropy_interval
@@ -369,6 +376,10 @@ def make_objective(config: ObjectiveConfig) -> AnyObjective:
     """The objective that a config names."""
     if config.kind == "sft":
         return SFT()
+    if config.kind == "dpo":
+        return DPO(beta=config.dpo_beta, label_smoothing=config.dpo_label_smoothing)
+    if config.kind == "reward":
+        return PairwiseReward()
     clip: dict[str, Any] = {
         "clip_low": config.clip_low,
         "clip_high": config.clip_high,
