@@ -402,6 +402,9 @@ class Checkpoints:
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Descriptions of the settings that differ from a checkpoint's and must not."""
     found = folders.differences(saved, now, _FIXED)
+    kinds = folders.differences(saved, now, ("objective.kind",))
+    # A value head does not fit a model with a vocabulary head.
+    found += [text for text in kinds if '"reward"' in text]
     return [text for text in found if not text.startswith(_FREE)]
 
 

@@ -401,9 +401,10 @@ class DataConfig:
     """Processes of a node that tokenize the data before its first run; null = one per core. The
     result is the same with any number."""
     num_generated: int = 256
-    """Rollouts to generate if `path` is null; a multiple of `generated_group_size`."""
+    """Rollouts, or under dpo and reward preference pairs, to generate if `path` is null; a multiple
+    of `generated_group_size`."""
     generated_group_size: int = 4
-    """Generated rollouts per prompt."""
+    """Generated rollouts or pairs per prompt."""
     generated_seed: int = 0
     """Equal seeds generate equal rollouts."""
     shuffle: bool = False
@@ -439,10 +440,12 @@ class DataConfig:
 class ObjectiveConfig:
     """The loss, and how tokens are weighted in it."""
 
-    kind: Literal["sft", "ppo", "grpo", "gspo"] = "grpo"
+    kind: Literal["sft", "ppo", "grpo", "gspo", "dpo", "reward"] = "grpo"
     """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: the same with a KL penalty
     in the loss. gspo: the same with one ratio per sample (set seq-mean-token-mean, and clips near
-    3e-4)."""
+    3e-4). dpo: direct preference optimization of pairs, against the initial weights as the
+    reference. reward: a reward model, trained on pairs; a value head replaces the vocabulary's
+    projection. Both need seq-mean-token-mean, which makes their loss the mean over pairs."""
     loss_weighting: LossWeighting = "token-mean"
     """The weight of a response token in a step's loss, see `megapack.loss`."""
     norm_constant: float | None = None
@@ -480,6 +483,10 @@ class ObjectiveConfig:
     overlong responses, see `megapack.data.advantages.penalize_overlong`. null = no penalty."""
     overlong_penalty: float = 1.0
     """What the reward of a response of `max_response_tokens` or more loses."""
+    dpo_beta: float = 0.1
+    """For dpo: factor of the log-ratio between policy and reference, above 0."""
+    dpo_label_smoothing: float = 0.0
+    """For dpo: assumed share of pairs whose label is wrong, in [0, 0.5)."""
     logprob_chunk_tokens: int | None = None
     """Tokens whose logits are in memory at once in the vocabulary head; fewer save memory. null =
     a power of two of at most 8,192 whose fp32 logits fit into 2.5 GiB on a GPU: 4,096 for 151,936
@@ -492,6 +499,7 @@ class ObjectiveConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"objective.{name} is {getattr(self, name)}; set it in [0, 1]")
         self._check_overlong()
+        self._check_pairs()
         if self.clip_low > 1:
             raise ConfigError(f"objective.clip_low is {self.clip_low}; set a number in [0, 1]")
         if self.dual_clip is not None and self.dual_clip <= 1:
@@ -513,10 +521,37 @@ class ObjectiveConfig:
                 "objective.kind=grpo or kl_coef=0"
             )
 
+    def _check_pairs(self) -> None:
+        if not 0 < self.dpo_beta < float("inf") or not 0 <= self.dpo_label_smoothing < 0.5:
+            raise ConfigError(
+                f"objective.dpo_beta={self.dpo_beta} and objective.dpo_label_smoothing="
+                f"{self.dpo_label_smoothing}; set them above 0 and in [0, 0.5)"
+            )
+        if self.reads_pairs and self.loss_weighting != "seq-mean-token-mean":
+            raise ConfigError(
+                f"objective.loss_weighting={self.loss_weighting} would weight pairs by their "
+                f"tokens under kind={self.kind}; set objective.loss_weighting=seq-mean-token-mean"
+            )
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the loss is of pairs of a preferred and another response."""
+        return self.kind in ("dpo", "reward")
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the trained model gives one number per token in place of log-probs."""
+        return self.kind == "reward"
+
     @property
     def has_reference(self) -> bool:
         """Whether log-probs of a reference policy are needed."""
-        return bool(self.kl_coef or self.kl_in_reward_coef)
+        return bool(self.kl_coef or self.kl_in_reward_coef) or self.kind == "dpo"
+
+    @property
+    def num_logprob_passes(self) -> int:
+        """Passes over a batch before its steps: with its first weights, and with the reference."""
+        return int(self.reads_rewards) + int(self.has_reference)
 
     @property
     def reads_rewards(self) -> bool:

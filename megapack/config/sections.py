@@ -316,6 +316,7 @@ class TrainConfig:
                 "set model.hf_path, or train.export_hf=null"
             )
         self._check_routing_replay()
+        self._check_value_head()
         vocab_size = self.model.vocab_size
         if self.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
             raise ConfigError(
@@ -415,6 +416,7 @@ class TrainConfig:
             value_head: a value head, of one row, replaces the vocabulary's projection.
         """
         sizes = self.model.to_sizes()
+        value_head = value_head or self.objective.has_value_head
         return cost_from_sizes(
             dataclasses.replace(sizes, vocab_size=1) if value_head else sizes,
             layout,
@@ -445,6 +447,7 @@ class TrainConfig:
             fused_swiglu=on_gpu if fused_swiglu is None else fused_swiglu,
             composite_norms=not on_gpu and model.normalization == "RMSNorm",
             critic=self.critic.enabled,
+            value_head=self.objective.has_value_head,
         )
 
     def _check_division(self) -> None:
@@ -557,6 +560,22 @@ class TrainConfig:
                 raise ConfigError(
                     f"train.routing_replay={replay}: {reason}, or train.routing_replay=none"
                 )
+
+    def _check_value_head(self) -> None:
+        """Refuse models whose output layer a value head cannot replace."""
+        if not self.objective.has_value_head:
+            return
+        kind = self.objective.kind
+        if not self.model.untie_embeddings:
+            raise ConfigError(
+                f"objective.kind={kind} replaces the output layer, which model.untie_embeddings="
+                "false ties to the embedding; set model.untie_embeddings=true"
+            )
+        if self.model.mtp_num_layers:
+            raise ConfigError(
+                f"model.mtp_num_layers={self.model.mtp_num_layers} predicts tokens, which objective"
+                f".kind={kind} does not; set model.mtp_num_layers=0"
+            )
 
     def _check_retry(self) -> None:
         reason = why_no_retry(tp=self.layout.tp, cp=self.layout.cp, ep=self.layout.ep)

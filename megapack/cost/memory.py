@@ -91,6 +91,8 @@ class MemoryModel:
     """Layers of each chunk; None = equally many."""
     critic: bool = False
     """Whether a second model of these sizes, with a value head, is trained too."""
+    value_head: bool = False
+    """Whether the trained model has a value head, of one row, instead of the output matrix."""
 
     def stage(
         self, layout: Layout, stage: int, *, live_tokens: float, row_tokens: float
@@ -107,7 +109,7 @@ class MemoryModel:
                 later stages hold a share of it, by their chunks in flight.
             row_tokens: tokens of the longest row per GPU, after CP.
         """
-        dense, experts = self._parameters(layout, stage)
+        dense, experts = self._parameters(layout, stage, value_head=self.value_head)
         weights, gradients, optimizer = self._state(layout, dense, experts)
         critic = 0
         if self.critic:
@@ -121,7 +123,7 @@ class MemoryModel:
             gradients=gradients,
             optimizer=optimizer,
             activations=self._activations(layout, stage, live_tokens * share, row_tokens),
-            head=self._head(layout, row_tokens) if last else 0,
+            head=self._head(layout, row_tokens) if last and not self.value_head else 0,
             critic=critic,
         )
 

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megapack.config.sections import ObjectiveConfig, PlanConfig, TrainConfig
 from megapack.cost.model import CostModel
 from megapack.data.advantages import (
@@ -19,11 +21,12 @@ from megapack.data.advantages import (
     penalize_overlong,
 )
 from megapack.data.dataset import Dataset, SampleNumbers
-from megapack.data.generated import generate_rollouts
+from megapack.data.generated import generate_pairs, generate_rollouts
 from megapack.data.hf_tokenizer import HfTokenizer
 from megapack.data.pieces import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, Tokenizer
 from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
 
@@ -32,9 +35,11 @@ def open_dataset(config: TrainConfig) -> Dataset:
     """Open the file or folder that the config names, or generate rollouts.
 
     Raises:
-        DataError: a file cannot be read or has a bad sample, or no prompt group is left.
+        DataError: a file cannot be read or has a bad sample, no prompt group is left, or the
+            objective needs pairs and a sample is in none, or the reverse.
     """
     data = _all_samples(config)
+    _check_pairs(config, data)
     return data.without_equal_rewards() if config.data.drop_equal_rewards else data
 
 
@@ -42,8 +47,9 @@ def _all_samples(config: TrainConfig) -> Dataset:
     data = config.data
     if data.path is None:
         groups = data.num_generated // data.generated_group_size
+        generate = generate_pairs if config.objective.reads_pairs else generate_rollouts
         return Dataset.from_rollouts(
-            generate_rollouts(groups, data.generated_group_size, data.generated_seed)
+            generate(groups, data.generated_group_size, data.generated_seed)
         )
     spare_folder = Path(config.runs_dir) / ".index"
     return Dataset.from_files(data.path, read_settings(config), spare_folder, data.workers)
@@ -59,6 +65,25 @@ def read_settings(config: TrainConfig) -> ReadSettings:
         vocab_size=config.model.vocab_size,
         max_length=config.longest_sample,
         overlong=config.data.overlong,
+    )
+
+
+def _check_pairs(config: TrainConfig, data: Dataset) -> None:
+    kind = config.objective.kind
+    is_paired = np.array(data.pair_signs(np.arange(len(data)))) != 0
+    unfit = np.flatnonzero(is_paired != config.objective.reads_pairs)
+    if unfit.size == 0:
+        return
+    _, line, _ = data.lines(unfit[:1])[0]
+    what = f"{config.data.path}: {unfit.size} of {len(data)} samples (the first is of line {line})"
+    if config.objective.reads_pairs:
+        raise DataError(
+            f"{what} are in no preference pair; objective.kind={kind} needs the columns chosen and "
+            "rejected"
+        )
+    raise DataError(
+        f"{what} are in preference pairs, which objective.kind={kind} does not read; set dpo or "
+        "reward, or give prompt and response"
     )
 
 
@@ -120,14 +145,20 @@ def plan_steps(
     cost: CostModel | None,
     lengths: Sequence[int],
     rollout_ids: Sequence[int],
+    pair_ids: Sequence[int] | None = None,
 ) -> Plan:
-    """Plan the optimizer steps of a batch; arguments and errors as for `build_dp_schedule`."""
+    """Plan the optimizer steps of a batch; arguments and errors as for `build_dp_schedule`.
+
+    Args:
+        pair_ids: `Dataset.pair_ids`; a pair stays in one micro-batch.
+    """
     return build_dp_schedule(
         lengths,
         layout=layout,
         max_tokens_per_gpu=plan.max_tokens_per_gpu,
         micro_batch_size=plan.micro_batch_size,
         rollout_ids=rollout_ids,
+        colocate_ids=pair_ids,
         global_batch_size=plan.global_batch_size,
         num_steps=plan.num_steps,
         cost=cost,

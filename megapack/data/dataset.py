@@ -126,6 +126,19 @@ class Dataset:
         """
         return self._index["pair_sign"][numbers].tolist()  # type: ignore[no-any-return]
 
+    def pair_ids(self, numbers: SampleNumbers) -> list[int] | None:
+        """Each sample's pair, numbered from 0 by first appearance among these samples.
+
+        None if the samples are in no pairs. A pair's preferred sample comes right before the other
+        one in the data set.
+        """
+        signs = self._index["pair_sign"][numbers]
+        if not signs.any():
+            return None
+        ids: dict[int, int] = {}
+        preferred = np.where(signs < 0, numbers - 1, numbers).tolist()
+        return [ids.setdefault(number, len(ids)) for number in preferred]
+
     def lines(self, numbers: SampleNumbers) -> list[tuple[int, int, int]]:
         """Where each sample comes from: number of the file from 0, line or row from 1, and number
         of the sample within it from 0."""

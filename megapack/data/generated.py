@@ -1,19 +1,22 @@
-"""Generated rollouts that a small model can learn: counting.
+"""Generated rollouts and preference pairs that a small model can learn: counting.
 
     prompt   "Count from 7 by 3:"
     response " 7 10 13 16 19 22"
 
 The answers to one prompt have different lengths, lognormal like those of real responses. Most are
-right (reward 1.0). The others slip once, and all numbers after the slip are off (reward 0.0).
+right (reward 1.0). The others slip once, and all numbers after the slip are off (reward 0.0). Of a
+preference pair, the right answer is preferred to one with a slip.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+from collections.abc import Iterator
 
 from megapack.data.rollouts import Rollout
-from megapack.data.tokenizer import ByteTokenizer
+from megapack.data.tokenizer import ByteTokenizer, Ids
 from megapack.errors import ConfigError
 
 # Chosen by hand. A prompt has about 20 tokens, so a sample has about 120, and 600 at most.
@@ -33,29 +36,80 @@ def generate_rollouts(
     num_groups: int, group_size: int, seed: int, tokenizer: ByteTokenizer | None = None
 ) -> list[Rollout]:
     """`group_size` rollouts for each of `num_groups` prompts; equal arguments, equal rollouts."""
-    if num_groups < 1 or group_size < 1:
-        raise ConfigError(f"{num_groups} groups of {group_size} rollouts; set both to 1 or more")
-    tokenizer = tokenizer or ByteTokenizer()
     rng = random.Random(seed)
     records = []
-    for group in range(num_groups):
-        start = rng.randrange(100)
-        step = rng.randrange(1, 10)
-        prompt_ids = tokenizer.encode_prompt(f"Count from {start} by {step}:")
+    for prompt in _prompts(rng, num_groups, group_size, tokenizer or ByteTokenizer()):
         for rollout in range(group_size):
-            num_bytes = _tokens(rng, _MEAN_RESPONSE, 8, _MAX_TOKENS - len(prompt_ids) - 1)
+            num_bytes = prompt.draw_bytes(rng)
             right = rng.random() >= _SLIP_SHARE
-            text = _count(rng, start, step, num_bytes, right)
             records.append(
                 Rollout(
-                    prompt_ids=prompt_ids,
-                    response_ids=tokenizer.encode_response(text),
+                    prompt_ids=prompt.ids,
+                    response_ids=prompt.answer(rng, num_bytes, right),
                     reward=1.0 if right else 0.0,
-                    group=group,
+                    group=prompt.group,
                     rollout=rollout,
                 )
             )
     return records
+
+
+def generate_pairs(
+    num_groups: int, group_size: int, seed: int, tokenizer: ByteTokenizer | None = None
+) -> list[Rollout]:
+    """`group_size` preference pairs for each of `num_groups` prompts, the preferred sample first.
+
+    Equal arguments, equal pairs.
+    """
+    rng = random.Random(seed)
+    records = []
+    for prompt in _prompts(rng, num_groups, group_size, tokenizer or ByteTokenizer()):
+        for pair in range(group_size):
+            num_bytes = prompt.draw_bytes(rng)
+            for part, sign in enumerate((1, -1)):
+                records.append(
+                    Rollout(
+                        prompt_ids=prompt.ids,
+                        response_ids=prompt.answer(rng, num_bytes, right=sign > 0),
+                        group=prompt.group,
+                        rollout=pair,
+                        part=part,
+                        pair_sign=sign,
+                    )
+                )
+    return records
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """A prompt and how its answers begin."""
+
+    group: int
+    start: int
+    step: int
+    ids: Ids
+    tokenizer: ByteTokenizer
+
+    def draw_bytes(self, rng: random.Random) -> int:
+        """The most bytes of an answer."""
+        return _tokens(rng, _MEAN_RESPONSE, 8, _MAX_TOKENS - len(self.ids) - 1)
+
+    def answer(self, rng: random.Random, num_bytes: int, right: bool) -> Ids:
+        """Token ids of an answer, with one slip unless `right`."""
+        text = _count(rng, self.start, self.step, num_bytes, right)
+        return self.tokenizer.encode_response(text)
+
+
+def _prompts(
+    rng: random.Random, num_groups: int, group_size: int, tokenizer: ByteTokenizer
+) -> Iterator[_Prompt]:
+    if num_groups < 1 or group_size < 1:
+        raise ConfigError(f"{num_groups} groups of {group_size} rollouts; set both to 1 or more")
+    for group in range(num_groups):
+        start = rng.randrange(100)
+        step = rng.randrange(1, 10)
+        ids = tokenizer.encode_prompt(f"Count from {start} by {step}:")
+        yield _Prompt(group, start, step, ids, tokenizer)
 
 
 def generate_lengths(num_samples: int, longest: int, seed: int) -> list[int]:

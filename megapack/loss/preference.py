@@ -99,16 +99,18 @@ class DPO(_Pairs):
         fields: Mapping[str, Tensor],
         segments: Segments,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`; metrics: preferred_fraction, margin (nats)."""
+        """See `Objective`; metrics: preferred_fraction, margin (nats), and preferred_reward and
+        other_reward, beta times the gain of each response."""
         if "ref_logprobs" in segments.fields:
             gain_n = segments.sum(logprobs_R) - segments.fields["ref_logprobs"]
         else:
             gain_n = segments.sum(logprobs_R - fields["ref_logprobs"])
-        margin_n = segments.sum_sets(segments.fields[PAIR_SIGN] * gain_n)
+        sign_n = segments.fields[PAIR_SIGN]
+        margin_n = segments.sum_sets(sign_n * gain_n)
         right_n = logsigmoid(self.beta * margin_n)
         wrong_n = logsigmoid(-self.beta * margin_n)
         loss_n = -(1 - self.label_smoothing) * right_n - self.label_smoothing * wrong_n
-        return _spread(segments, loss_n, margin_n)
+        return _spread(segments, loss_n, margin_n, self.beta * gain_n)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,18 +130,30 @@ class PairwiseReward(_Pairs):
         fields: Mapping[str, Tensor],
         segments: Segments,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`; metrics: preferred_fraction, margin."""
+        """See `Objective`; metrics: preferred_fraction, margin, and preferred_reward and
+        other_reward, the scores."""
         if segments.scores_n is None:
             raise ConfigError("PairwiseReward reads scores; give the model a value head")
         margin_n = segments.sum_sets(segments.fields[PAIR_SIGN] * segments.scores_n)
-        return _spread(segments, -logsigmoid(margin_n), margin_n)
+        return _spread(segments, -logsigmoid(margin_n), margin_n, segments.scores_n)
 
 
 def _spread(
-    segments: Segments, loss_n: Tensor, margin_n: Tensor
+    segments: Segments, loss_n: Tensor, margin_n: Tensor, reward_n: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses and metrics of pairs at the response positions of both samples."""
-    metrics_n = {"preferred_fraction": (margin_n > 0).float(), "margin": margin_n.detach()}
+    """Losses and metrics of pairs at the response positions of both samples.
+
+    Args:
+        reward_n: of each sample; both samples of a pair report the rewards of both.
+    """
+    reward_n = reward_n.detach()
+    is_preferred_n = segments.fields[PAIR_SIGN] > 0
+    metrics_n = {
+        "preferred_fraction": (margin_n > 0).float(),
+        "margin": margin_n.detach(),
+        "preferred_reward": segments.sum_sets(reward_n * is_preferred_n),
+        "other_reward": segments.sum_sets(reward_n * ~is_preferred_n),
+    }
     metrics = {name: segments.spread(value_n) for name, value_n in metrics_n.items()}
     return segments.spread(loss_n), metrics
 

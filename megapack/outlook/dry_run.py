@@ -40,6 +40,8 @@ class Batch:
     lengths: Ints
     """int64 [samples]."""
     rollout_ids: list[int]
+    pair_ids: list[int] | None
+    """See `Dataset.pair_ids`."""
     source: str
     """Where the lengths come from, in one line for people."""
 
@@ -104,11 +106,15 @@ def first_batch(config: TrainConfig) -> Batch:
     data = config.data
     if data.path is None:
         longest = config.longest_sample
-        num_samples = _rollouts_per_batch(config)
+        num_rollouts = _rollouts_per_batch(config)
+        rollouts = list(range(num_rollouts))
+        pairs = sorted(rollouts * 2) if config.objective.reads_pairs else None
+        num_samples = num_rollouts if pairs is None else len(pairs)
         lengths = generate_lengths(num_samples, longest, data.generated_seed)
         return Batch(
             lengths=np.array(lengths),
-            rollout_ids=list(range(num_samples)),
+            rollout_ids=rollouts if pairs is None else pairs,
+            pair_ids=pairs,
             source=f"data.path is null: lengths drawn, lognormal of mean {longest} / "
             f"{LONGEST_OVER_MEAN}, at most {longest}",
         )
@@ -121,6 +127,7 @@ def first_batch(config: TrainConfig) -> Batch:
     return Batch(
         lengths=np.array(dataset.prompt_tokens(rows)) + np.array(dataset.response_tokens(rows)),
         rollout_ids=dataset.rollout_ids(rows),
+        pair_ids=dataset.pair_ids(rows),
         source=f"the first batch of {len(dataset)} samples in {data.path}",
     )
 
@@ -144,9 +151,11 @@ def predict(
     """
     planning_cost = config.cost_model(layout)
     lengths = batch.lengths.tolist()
-    plan = plan_steps(config.plan, layout, planning_cost, lengths, batch.rollout_ids)
+    plan = plan_steps(
+        config.plan, layout, planning_cost, lengths, batch.rollout_ids, batch.pair_ids
+    )
     logprobs = critic_steps = values = None
-    if config.objective.kind != "sft":
+    if config.objective.num_logprob_passes:
         forward_plan = plan_logprobs(config.plan, layout, planning_cost, lengths)
         forward_plan = forward_plan or dataclasses.replace(plan, forward_only=True)
         logprobs = plan_report(forward_plan, batch.lengths, cost)
@@ -157,7 +166,7 @@ def predict(
         plan=plan,
         steps=plan_report(plan, batch.lengths, cost),
         logprobs=logprobs,
-        num_logprob_passes=0 if logprobs is None else 1 + config.objective.has_reference,
+        num_logprob_passes=config.objective.num_logprob_passes,
         critic_steps=critic_steps,
         values=values,
         memory=_memory(config, plan),

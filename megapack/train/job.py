@@ -39,6 +39,7 @@ from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.hf import LoadedWeights, export_hf, load_hf_weights
 from megapack.layout import Layout
+from megapack.loss.preference import PAIR_SIGN
 from megapack.model.attention.choice import Kernels, find_kernels
 from megapack.model.build import attention_sizes, build_model, initialize_parallel
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
@@ -116,6 +117,7 @@ class Trainer:
         initialize_parallel(self.layout, config.seed)
         vocab_size = config.model.vocab_size or tokenizer_size
         hf_path = config.model.hf_path
+        has_value_head = config.objective.has_value_head
         self.chunks = build_model(
             config.model,
             self.layout,
@@ -125,6 +127,7 @@ class Trainer:
             reduction=self.reduction,
             stage_layers=config.stage_layers,
             draws_weights=hf_path is None,
+            value_head=has_value_head,
         )
         # Before the optimizer and the reference copy the weights. A resumed run does so too: what
         # follows from the initial weights, such as the head's kernel, must be as it was.
@@ -137,6 +140,7 @@ class Trainer:
             layout=self.layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
             head_kernel=config.model.head_kernel,
+            head="value" if has_value_head else "vocabulary",
             retries_oom=replans,
             ranks=ranks,
         )
@@ -154,7 +158,8 @@ class Trainer:
             self.optimizer,
             self.planner,
             routing_replay=config.train.routing_replay,
-            entropy_interval=config.train.entropy_interval,
+            # A value head has no entropy.
+            entropy_interval=0 if has_value_head else config.train.entropy_interval,
             device=device,
             on_oom=self._note_oom,
         )
@@ -405,6 +410,8 @@ class Trainer:
         elif "advantages" in self.passes.objective.required_fields:
             advantages = batch_advantages(self.config.objective, self.data, numbers)
             fields["advantages"] = torch.from_numpy(advantages).float()
+        if PAIR_SIGN in self.passes.objective.required_fields:
+            fields[PAIR_SIGN] = torch.tensor(self.data.pair_signs(numbers)).float()
         batch = self.planner.plan(numbers, fields)
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.samples.lengths)

@@ -27,6 +27,7 @@ from megapack.data.batches import plan_logprobs, plan_steps
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.errors import DataError, StepOutOfMemory
 from megapack.layout import Layout
+from megapack.loss.preference import DPO, PairwiseReward
 from megapack.loss.sequence import GSPO, AnyObjective
 from megapack.loss.token import GRPO, PPO, SFT
 from megapack.model.overlap import finish_param_gathers
@@ -135,7 +136,8 @@ class BatchPlanner:
         )
         lengths = samples.lengths
         rollout_ids = self.data.rollout_ids(numbers)
-        plan = plan_steps(self.config, self.layout, self.cost, lengths, rollout_ids)
+        pair_ids = self.data.pair_ids(numbers)
+        plan = plan_steps(self.config, self.layout, self.cost, lengths, rollout_ids, pair_ids)
         forward_plan = plan_logprobs(self.config, self.layout, self.cost, lengths) or plan
         batch = PlannedBatch(
             numbers=numbers,
@@ -176,7 +178,7 @@ def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> Plann
         batch, index: the step that ran out of memory.
 
     Raises:
-        StepOutOfMemory: every row already holds a single sample.
+        StepOutOfMemory: every row already holds a single sample, or a single pair.
         PlanError, ConfigError: there is no plan with such rows.
     """
     step = batch.plan.steps[index]
@@ -185,7 +187,7 @@ def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> Plann
     fields = {n: [samples.field(n, i) for i in kept] for n in samples.field_names}
     # "pad", not "drop": the step must keep its samples even if splitting rows reaches no legal M.
     config = dataclasses.replace(
-        halved(planner.config, (step,)),
+        halved(planner.config, (step,), inseparable=1 if batch.plan.colocate_ids is None else 2),
         forward_max_tokens_per_gpu=None,
         unreachable="pad",
         oversize="alone",
@@ -212,21 +214,26 @@ def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
     return plan
 
 
-def halved(config: PlanConfig, steps: Sequence[StepPlan]) -> PlanConfig:
+def halved(config: PlanConfig, steps: Sequence[StepPlan], *, inseparable: int = 1) -> PlanConfig:
     """Settings that plan all samples as one step, with half of these steps' largest row as budget.
 
     The largest row counts, not the budget: two rows of 30 and 40 tokens under a budget of 1000 give
     a budget of 20. Rows limited by `micro_batch_size` get half the number of samples.
 
+    Args:
+        inseparable: samples that stay in one row: 2 for pairs.
+
     Raises:
-        StepOutOfMemory: every row already holds a single sample. All ranks raise it.
+        StepOutOfMemory: every row already holds a single sample, or a single pair. All ranks raise
+            it.
     """
     microbatches = [mb for step in steps for mb in step.microbatches]
     tokens = max(mb.padded_tokens for mb in microbatches)
     num_samples = max(len(mb.samples) for mb in microbatches)
-    if num_samples < 2:
+    if num_samples < 2 * inseparable:
+        held = "sample" if inseparable == 1 else "pair"
         raise StepOutOfMemory(
-            f"a GPU ran out of memory though each row holds one sample, of up to {tokens} padded "
+            f"a GPU ran out of memory though each row holds one {held}, of up to {tokens} padded "
             "tokens; set data.max_length, model.recompute, or a layout with more stages"
         )
     is_counted = config.max_tokens_per_gpu is None
@@ -448,6 +455,10 @@ def make_objective(config: ObjectiveConfig) -> AnyObjective:
     """The objective that a config names."""
     if config.kind == "sft":
         return SFT()
+    if config.kind == "dpo":
+        return DPO(beta=config.dpo_beta, label_smoothing=config.dpo_label_smoothing)
+    if config.kind == "reward":
+        return PairwiseReward()
     clip: dict[str, Any] = {
         "clip_low": config.clip_low,
         "clip_high": config.clip_high,

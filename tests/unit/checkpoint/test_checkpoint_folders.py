@@ -194,3 +194,11 @@ def test_checkpoints_of_before_a_kernel_was_a_setting_fit() -> None:
     saved["model"]["hidden_size"] += 1
     (text,) = changed_settings(saved, now)
     assert text.startswith("model.hidden_size=")
+
+
+def test_a_reward_model_and_a_policy_do_not_resume_each_other() -> None:
+    kinds = {kind: {"objective": {"kind": kind}} for kind in ("dpo", "sft", "reward")}
+    assert changed_settings(kinds["sft"], kinds["dpo"]) == []
+    assert changed_settings(kinds["reward"], kinds["reward"]) == []
+    assert changed_settings(kinds["dpo"], kinds["reward"]) == ['objective.kind="reward", was "dpo"']
+    assert changed_settings(kinds["reward"], kinds["sft"]) == ['objective.kind="sft", was "reward"']

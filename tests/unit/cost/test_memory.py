@@ -233,3 +233,15 @@ def test_shipped_models_have_the_published_parameter_counts(
     memory = MemoryModel(sizes=model.to_sizes(), untied_embeddings=model.untie_embeddings)
     stage = memory.stage(Layout(), 0, live_tokens=0, row_tokens=0)
     assert stage.parameters / 2e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_a_value_head_needs_no_output_matrix_and_no_logits() -> None:
+    model = MemoryModel(sizes=GPT)
+    head = replace(model, value_head=True)
+    for layout in (Layout(), Layout(pp=2)):
+        plain, own = (
+            one.stage(layout, layout.pp - 1, live_tokens=0, row_tokens=1000)
+            for one in (model, head)
+        )
+        assert plain.parameters - own.parameters == 2 * (32000 - 1) * H
+        assert (plain.head > 0, own.head) == (True, 0)

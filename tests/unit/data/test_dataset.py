@@ -16,6 +16,7 @@ from megapack.data import files as data_files
 from megapack.data import index as data_index
 from megapack.data.advantages import SampleReward, group_advantages
 from megapack.data.dataset import Dataset
+from megapack.data.generated import generate_pairs
 from megapack.data.index import load_samples
 from megapack.data.pieces import ReadSettings
 from megapack.data.rollouts import Rollout, group_batches
@@ -365,3 +366,14 @@ def test_files_without_equal_rewards_give_their_own_tokens(tmp_path: Path) -> No
     data = dataset(write_lines(tmp_path / "data.jsonl", rows), tmp_path).without_equal_rewards()
     assert data.num_dropped_groups == 3
     assert [data.tokens(number).response_ids.tolist() for number in range(2)] == [[2] * 3, [3] * 4]
+
+
+def test_a_pair_has_one_id_and_two_signs() -> None:
+    data = Dataset.from_rollouts(generate_pairs(3, 2, seed=0))
+    (first, second) = data.batches(2)
+    assert data.pair_signs(first) == [1, -1] * 4
+    assert data.pair_ids(first) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert data.pair_ids(second) == [0, 0, 1, 1]
+    assert data.pair_ids(first[::-1]) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert data.num_rollouts(first) == 4
+    assert Dataset.from_rollouts(rewarded([[1.0, 0.0]])).pair_ids(np.arange(2)) is None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megapack.data.advantages import SampleReward, group_advantages
 from megapack.data.dataset import Dataset
-from megapack.data.generated import generate_rollouts
+from megapack.data.generated import generate_pairs, generate_rollouts
 from megapack.data.pieces import ReadSettings
 from megapack.data.rollouts import group_batches
 from megapack.data.tokenizer import ByteTokenizer
@@ -221,3 +221,26 @@ def test_real_rollouts_are_read(shared_dir: Path, tmp_path: Path) -> None:
     advantages = group_advantages(rewards)
     assert abs(advantages.sum()) < 1e-9
     assert np.abs(advantages).max() <= 0.75
+
+
+def test_generated_pairs_prefer_the_right_count() -> None:
+    records = generate_pairs(16, 2, seed=1)
+    assert len(records) == 64
+    for better, other in zip(records[::2], records[1::2], strict=True):
+        assert better.key == other.key
+        assert (better.pair_sign, other.pair_sign) == (1, -1)
+        assert better.prompt_ids is other.prompt_ids
+        assert max(better.num_tokens, other.num_tokens) <= 600
+        words = TOKENIZER.decode(better.prompt_ids).rstrip(":").split()
+        start = int(words[2])
+        step = int(words[4])
+        numbers, slipped = (
+            [int(word) for word in TOKENIZER.decode(one.response_ids).split()]
+            for one in (better, other)
+        )
+        assert numbers == list(range(start, start + step * len(numbers), step))
+        assert slipped != list(range(start, start + step * len(slipped), step))
+    again = generate_pairs(16, 2, seed=1)
+    assert all(
+        (a.response_ids == b.response_ids).all() for a, b in zip(records, again, strict=True)
+    )

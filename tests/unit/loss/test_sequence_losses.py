@@ -124,6 +124,9 @@ def test_dpo_is_the_formula_of_the_margin() -> None:
     assert found.tolist() == pytest.approx([0.9 * right + 0.1 * wrong] * 5)
     assert metrics["margin"].tolist() == pytest.approx([margin] * 5)
     assert metrics["preferred_fraction"].tolist() == [float(margin > 0)] * 5
+    # The second sample is the preferred one; all positions have the rewards of both.
+    assert metrics["preferred_reward"].tolist() == pytest.approx([0.5 * gains[1]] * 5)
+    assert metrics["other_reward"].tolist() == pytest.approx([0.5 * gains[0]] * 5)
 
 
 def test_dpo_accepts_reference_sums_per_sample() -> None:
@@ -138,8 +141,10 @@ def test_dpo_accepts_reference_sums_per_sample() -> None:
 def test_a_pairwise_reward_reads_scores() -> None:
     signs = {"pair_sign": torch.tensor([1.0, -1.0])}
     scored = segments(fields=signs, scores_n=torch.tensor([0.2, 0.9]))
-    found, _ = PairwiseReward()(torch.zeros(5), None, {}, scored)
+    found, metrics = PairwiseReward()(torch.zeros(5), None, {}, scored)
     assert found.tolist() == pytest.approx([math.log1p(math.exp(0.7))] * 5)
+    assert metrics["preferred_reward"].tolist() == pytest.approx([0.2] * 5)
+    assert metrics["other_reward"].tolist() == pytest.approx([0.9] * 5)
     with pytest.raises(ConfigError, match="value head"):
         PairwiseReward()(torch.zeros(5), None, {}, segments(fields=signs))
 
@@ -178,8 +183,9 @@ def test_pair_signs_gives_ids_and_signs() -> None:
 
 
 def test_metric_names_need_no_samples() -> None:
-    assert metric_names(DPO(), True) == ["loss", "entropy", "margin", "preferred_fraction"]
-    assert metric_names(PairwiseReward(), False) == ["loss", "margin", "preferred_fraction"]
+    of_pairs = ["margin", "other_reward", "preferred_fraction", "preferred_reward"]
+    assert metric_names(DPO(), True) == ["loss", "entropy", *of_pairs]
+    assert metric_names(PairwiseReward(), False) == ["loss", *of_pairs]
     assert "kl_ref" in metric_names(GSPO(kl_coef=0.1), False)
     assert metric_names(SFT(), False) == ["loss"]
 

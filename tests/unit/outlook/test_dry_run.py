@@ -198,6 +198,16 @@ def test_passes_recomputation_and_cost_models_change_seconds(call: Call, tmp_pat
     assert kl["num_logprob_passes"] == 2
     sft = output_of(call(DENSE, 8, "objective.kind=sft", "--json"))
     assert (sft["num_logprob_passes"], sft["logprob_pass"]) == (0, None)
+    pairs = ["objective.loss_weighting=seq-mean-token-mean", "model.untie_embeddings=true"]
+    dpo = output_of(call(DENSE, 8, *pairs, "objective.kind=dpo", "--json"))
+    # One pass, with the reference; each generated rollout is a pair of two samples.
+    assert (dpo["num_logprob_passes"], dpo["num_samples"]) == (1, 2 * base["num_samples"])
+    assert dpo["logprob_pass"]["num_samples"] == dpo["num_samples"]
+    reward = output_of(call(DENSE, 8, *pairs, "objective.kind=reward", "--json"))
+    assert (reward["num_logprob_passes"], reward["logprob_pass"]) == (0, None)
+    # No vocabulary is projected to: less time, and less memory on the last stage.
+    assert reward["steps"]["seconds"] < dpo["steps"]["seconds"]
+    assert reward["memory_bytes"][-1]["head"] == 0 < dpo["memory_bytes"][-1]["head"]
     full = output_of(call(DENSE, 8, "model.recompute=full", "--json"))
     # Recomputation adds a forward to the work of three, and half as much traffic again. The head,
     # a tenth of the work here, is not recomputed.

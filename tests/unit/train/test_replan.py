@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megapack import Layout, build_dp_schedule
 from megapack.config.sections import PlanConfig
+from megapack.cost.model import CostModel
+from megapack.data.dataset import Dataset
+from megapack.data.generated import generate_pairs
 from megapack.errors import StepOutOfMemory
-from megapack.train.passes import halved
+from megapack.plan.plan import Plan
+from megapack.train.passes import BatchPlanner, halved, replan_step
 
 pytestmark = pytest.mark.unit
 
@@ -43,3 +48,45 @@ def test_rows_of_one_sample_cannot_be_halved() -> None:
     ) as raised:
         halved(PlanConfig(max_tokens_per_gpu=64), plan.steps)
     assert raised.value.on_all_ranks
+
+
+SIZES = {"tokens": {"max_tokens_per_gpu": 1500}, "count": {"micro_batch_size": 6}}
+
+
+def planner_of_pairs(config: PlanConfig) -> BatchPlanner:
+    data = Dataset.from_rollouts(generate_pairs(6, 2, seed=3))
+    return BatchPlanner(config, Layout(dp=2), CostModel(0, 1e-6, 0, 0), data, dp_rank=0)
+
+
+def rows_of(plan: Plan) -> list[tuple[int, ...]]:
+    return [mb.samples for step in plan.steps for mb in step.microbatches if mb.samples]
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_replanned_rows_keep_pairs_and_fields(sizes: dict[str, int]) -> None:
+    planner = planner_of_pairs(PlanConfig(**sizes, num_steps=2))
+    numbers = np.arange(24)
+    signs = planner.data.pair_signs(numbers)
+    batch = planner.plan(numbers, {"pair_sign": signs, "number": numbers.tolist()})
+    assert max(len(row) for row in rows_of(batch.plan)) >= 6
+    smaller = replan_step(planner, batch, 1)
+    kept = list(batch.plan.steps[1].kept_samples)
+    assert smaller.numbers.tolist() == numbers[kept].tolist()
+    rows = rows_of(smaller.plan)
+    assert max(map(len, rows)) < max(len(row) for row in rows_of(batch.plan))
+    field = smaller.samples.field
+    for row in rows:
+        # Samples 2k and 2k + 1 of the data are a pair, the first of them preferred.
+        of_pair = sorted(int(field("number", i)) for i in row)
+        assert of_pair[1::2] == [first + 1 for first in of_pair[::2]]
+        for i in row:
+            assert field("pair_sign", i) == (-1 if int(field("number", i)) % 2 else 1)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_rows_of_one_pair_cannot_be_halved(sizes: dict[str, int]) -> None:
+    planner = planner_of_pairs(PlanConfig(**dict.fromkeys(sizes, 2)))
+    batch = planner.plan(np.arange(24), {})
+    assert {len(row) for row in rows_of(batch.plan)} == {2}
+    with pytest.raises(StepOutOfMemory, match="each row holds one pair, of up to"):
+        replan_step(planner, batch, 0)
