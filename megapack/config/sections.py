@@ -562,19 +562,13 @@ class TrainConfig:
                 )
 
     def _check_value_head(self) -> None:
-        """Refuse models whose output layer a value head cannot replace."""
+        """Refuse layers that predict tokens beside a value head."""
         if not self.objective.has_value_head:
             return
-        kind = self.objective.kind
-        if not self.model.untie_embeddings:
-            raise ConfigError(
-                f"objective.kind={kind} replaces the output layer, which model.untie_embeddings="
-                "false ties to the embedding; set model.untie_embeddings=true"
-            )
         if self.model.mtp_num_layers:
             raise ConfigError(
                 f"model.mtp_num_layers={self.model.mtp_num_layers} predicts tokens, which objective"
-                f".kind={kind} does not; set model.mtp_num_layers=0"
+                f".kind={self.objective.kind} does not; set model.mtp_num_layers=0"
             )
 
     def _check_retry(self) -> None:

@@ -118,8 +118,12 @@ class Trainer:
         vocab_size = config.model.vocab_size or tokenizer_size
         hf_path = config.model.hf_path
         has_value_head = config.objective.has_value_head
+        model = config.model
+        if has_value_head:
+            # The head replaces an output layer of its own, also where the folder's model is tied.
+            model = dataclasses.replace(model, untie_embeddings=True)
         self.chunks = build_model(
-            config.model,
+            model,
             self.layout,
             vocab_size=vocab_size,
             seed=config.seed,

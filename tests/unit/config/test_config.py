@@ -321,7 +321,6 @@ def test_uneven_stages_weigh_as_their_layers(tmp_path: Path) -> None:
 EXPERTS = ("model.num_experts=4",)
 REPLAY = (*EXPERTS, "train.routing_replay=old_logprobs")
 REWARD = ["objective.kind=reward", "objective.loss_weighting=seq-mean-token-mean"]
-REWARD += ["model.untie_embeddings=true"]
 BAD_JOBS: list[tuple[list[str], str]] = [
     (["name=a/b"], "name is 'a/b'"),
     (["name=.."], "name is '..'"),
@@ -371,7 +370,6 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["objective.kind=dpo"], "loss_weighting=token-mean would weight pairs by their tokens"),
     (["objective.dpo_beta=0"], "objective.dpo_beta=0.0 and objective.dpo_label_smoothing=0.0; set"),
     (["objective.dpo_label_smoothing=0.5"], "above 0 and in [0, 0.5)"),
-    ([*REWARD, "model.untie_embeddings=false"], "set model.untie_embeddings=true"),
     ([*REWARD, "model.mtp_num_layers=1"], "set model.mtp_num_layers=0"),
     (["objective.overlong_buffer_tokens=9"], "objective.max_response_tokens=None; set"),
     (
