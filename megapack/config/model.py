@@ -171,6 +171,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.hf_path is not None:
+            # Not the keys that a file leaves out: `resolve` has taken those from the folder.
             _check_folder(read_hf_config(self.hf_path), vars(self))
         check_experts(self)
         check_routing(self)
@@ -360,7 +361,7 @@ def _check_folder(
         if name in keys and keys[name] != found:
             raise ConfigError(
                 f"{_position(name, where)}model.{name} is {keys[name]}, but {folder.file} gives "
-                f"{found}; leave the key out"
+                f"{found}; leave the key out (in Python: ModelConfig.from_hf)"
             )
 
 
