@@ -56,8 +56,7 @@ class HfCase:
 
 
 HF_CASES = {
-    case.name: case
-    for case in (HfCase(family, name) for name in LAYOUTS for family in FAMILIES)
+    case.name: case for case in (HfCase(family, name) for name in LAYOUTS for family in FAMILIES)
 }
 """All cases; those of a layout run in one job."""
 
