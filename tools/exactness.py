@@ -1,8 +1,10 @@
 """Compare every layout and feature with one unpadded sample at a time; writes docs/exactness.md.
 
-    python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN]
+    python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN] [--models PATTERN]
 
-Runs the reference and then each case of `tests/dist/cases.py` on 1, 2, 4 and 8 processes over gloo.
+Runs the reference and then each case of `tests/dist/cases.py` on 1, 2, 4 and 8 processes over gloo;
+and models of Hugging Face folders, the cases of `tests/dist/hf_cases.py`, beside transformers. With
+one of the patterns, only those.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import platform
+import shlex
 import sys
 import tempfile
 from importlib.metadata import version
@@ -21,9 +24,29 @@ sys.path.insert(0, str(ROOT))
 
 from tests.dist import problem  # noqa: E402
 from tests.dist.cases import ALL_CASES, Case  # noqa: E402
+from tests.dist.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
 from tests.dist.run_cases import make_reference, run_cases  # noqa: E402
 
 MARKS = ("<!-- measured -->", "<!-- end -->")
+MODEL_MARKS = ("<!-- models -->", "<!-- end of models -->")
+MODELS = {
+    "llama3_rope": "Llama 3.1: rope scaling",
+    "qwen2": "Qwen2: biases of queries, keys and values",
+    "qwen3": "Qwen3: norms of queries and keys",
+    "qwen3_tied": "Qwen3, tied",
+    "qwen2_moe": "Qwen2-MoE: gated shared expert",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v3": "DeepSeek-V3: MLA, yarn, first layer dense, shared experts, groups, expert bias",
+    "glm4_moe": "GLM-4.5: half of a head rotated, biases, first layer dense, shared expert",
+}
+MODEL_LAYOUTS = {
+    "single": "one process",
+    "tp2_sp": "tp2 SP",
+    "pp2_vpp2": "pp2 vpp2",
+    "cp2": "cp2",
+    "dp2": "dp2, with experts ep2",
+}
 VARIANTS = {
     "plain": "tied, RMSNorm, SwiGLU",
     "other": "untied, LayerNorm, GELU, wide heads, query norms, temperature 0.7",
@@ -122,17 +145,37 @@ def rounded_table(results: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "exactness.md")
-    parser.add_argument("--cases", default="*", help="glob of the cases to run")
-    options = parser.parse_args()
-    results = measure(fnmatch.filter(ALL_CASES, options.cases))
+def model_table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Per family and layout: gradient error, and the largest log-prob or entropy error."""
+    layouts = [name for name in LAYOUTS if any(name == key.split("-")[1] for key in results)]
+    lines = ["| model | " + " | ".join(MODEL_LAYOUTS[name] for name in layouts) + " |"]
+    lines.append("|---" * (1 + len(layouts)) + "|")
+    for family in FAMILIES:
+        found = [results.get(f"{family}-{name}") for name in layouts]
+        cells = ["-" if one is None else _model_errors(one) for one in found]
+        if any(found):
+            lines.append(f"| {MODELS[family]} | {' | '.join(cells)} |")
+    return lines
+
+
+def _model_errors(result: dict[str, Any]) -> str:
+    largest = max(result["logprobs_max_error"], result["entropy_max_error"])
+    return f"{result['gradient_error']:.1e}, {largest:.1e}"
+
+
+def measured_with(*packages: str) -> str:
+    """The command, and the versions of what it ran."""
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    command = shlex.join(["tools/exactness.py", *sys.argv[1:]])
+    return f"Measured with `python {command}`: {versions}, Python {platform.python_version()}, gloo"
+
+
+def case_lines(names: list[str]) -> list[str]:
+    """The section of the one-sample reference."""
+    results = measure(names)
     exact = [r for name, r in results.items() if ALL_CASES[name].variant not in problem.PRECISE]
-    packages = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "torch"))
     lines = [
-        f"Measured with `python {' '.join(['tools/exactness.py', *sys.argv[1:]])}`: {packages}, "
-        f"Python {platform.python_version()}, gloo. {len(exact)} cases in fp32; largest gradient "
+        f"{measured_with('megatron-core', 'torch')}. {len(exact)} cases in fp32; largest gradient "
         f"error {max(r['gradient_error'] for r in exact):.1e}, largest log-prob error "
         f"{max(r['logprob_max_error'] for r in exact):.1e} nats.",
         "",
@@ -140,12 +183,45 @@ def main() -> None:
     ]
     if len(exact) < len(results):
         lines += ["", "In bf16, against the same fp32 reference:", "", *rounded_table(results)]
-    print("\n".join(lines))
-    text = options.out.read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
+    return lines
+
+
+def model_lines(names: list[str]) -> list[str]:
+    """The section of Hugging Face models."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_hf_cases(names, Path(folder))
+    values = results.values()
+    return [
+        f"{measured_with('transformers', 'megatron-core', 'torch')}. {len(results)} cases; largest "
+        f"error of a tensor's gradient {max(r['worst_tensor_error'] for r in values):.1e}, largest "
+        f"mean error of log-probs {max(r['logprobs_mean_error'] for r in values):.1e} nats.",
+        "",
+        *model_table(results),
+    ]
+
+
+def write(page: Path, marks: tuple[str, str], lines: list[str]) -> None:
+    """Replace the part of the page between two marks."""
     body = "\n".join(lines)
-    after = rest.partition(MARKS[1])[2]
-    options.out.write_text(f"{before}{MARKS[0]}\n{body}\n{MARKS[1]}{after}", encoding="utf-8")
+    print(body)
+    before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
+    after = rest.partition(marks[1])[2]
+    page.write_text(f"{before}{marks[0]}\n{body}\n{marks[1]}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "exactness.md")
+    parser.add_argument("--cases", help="glob of the cases to run")
+    parser.add_argument("--models", help="glob of the cases of Hugging Face models to run")
+    options = parser.parse_args()
+    everything = options.cases is None and options.models is None
+    if everything or options.models is not None:
+        names = fnmatch.filter(HF_CASES, options.models or "*")
+        write(options.out, MODEL_MARKS, model_lines(names))
+    if everything or options.cases is not None:
+        names = fnmatch.filter(ALL_CASES, options.cases or "*")
+        write(options.out, MARKS, case_lines(names))
 
 
 if __name__ == "__main__":
