@@ -1,8 +1,11 @@
 """Measure the time from launch to the first step on a large data file, and each rank's memory.
 
     python tools/bench_data.py [--rows 1000000] [--ranks 2] [--folder /tmp/megapack_bench_data]
+    python tools/bench_data.py --chats [--rows 1000000] [--tokenizer FOLDER]
 
-The main job runs twice: the first run builds the index of the file, the second one loads it.
+The main job runs twice: the first run tokenizes the file and stores the samples, the second one
+loads them. With --chats, no job runs: a file of chats is tokenized by one process and by two, with
+a tokenizer that is trained on the spot, or that of a model's folder.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 NUM_STEPS = 3
@@ -27,8 +32,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/megapack_bench_data"))
+    parser.add_argument("--chats", action="store_true", help="measure tokenization alone")
+    parser.add_argument("--tokenizer", type=Path, help="a Hugging Face folder; one with a template")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
+    if args.chats:
+        tokenize_chats(args.folder, args.rows, args.tokenizer)
+        return
     path = args.folder / f"{args.rows}.jsonl"
     if not path.exists():
         write_rows(path, args.rows)
@@ -58,6 +68,76 @@ def write_rows(path: Path, num_rows: int) -> None:
                 "reward": rng.random(),
             }
             file.write(json.dumps(sample) + "\n")
+
+
+def tokenize_chats(folder: Path, num_rows: int, tokenizer_folder: Path | None) -> None:
+    """Print the rows per second of one process and of two."""
+    from megapack.data.dataset import Dataset
+    from megapack.data.hf_tokenizer import HfTokenizer
+    from megapack.data.pieces import ReadSettings
+
+    path = folder / f"chats_{num_rows}.jsonl"
+    if not path.exists():
+        write_chats(path, num_rows)
+    settings = ReadSettings(tokenizer=HfTokenizer(tokenizer_folder or make_tokenizer(folder)))
+    rates = []
+    for num_workers in (1, 2):
+        for stored in folder.glob(f".{path.name}.*.npy"):
+            stored.unlink()
+        started = time.monotonic()
+        data = Dataset.from_files(path, settings, folder, num_workers)
+        rates.append(num_rows / (time.monotonic() - started))
+        numbers = np.arange(len(data))
+        num_tokens = sum(data.prompt_tokens(numbers)) + sum(data.response_tokens(numbers))
+        print(
+            f"{num_workers} process(es): {rates[-1]:.0f} rows/s; {num_rows} chats of "
+            f"{path.stat().st_size / num_rows:.0f} bytes and {num_tokens / num_rows:.0f} tokens",
+            flush=True,
+        )
+    print(f"two processes are {rates[1] / rates[0]:.2f} times as fast as one")
+
+
+def write_chats(path: Path, num_rows: int) -> None:
+    """Write chats of a system message, and two turns of a user and an assistant each."""
+    rng = random.Random(0)
+    words = ("add", "the", "number", "and", "then", "answer", "with", "a", "short", "sentence")
+
+    def text(length: int) -> str:
+        return " ".join(rng.choices(words, k=length))
+
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(num_rows):
+            messages = [{"role": "system", "content": "You are a helpful assistant."}]
+            for _ in range(2):
+                messages.append({"role": "user", "content": text(rng.randrange(5, 40))})
+                messages.append({"role": "assistant", "content": text(rng.randrange(5, 60))})
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """Write a byte-level BPE tokenizer with a ChatML template without generation marks."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "add the number and then answer with a short sentence; you are a helpful assistant"
+    bpe.train_from_iterator([text] * 50, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
+    tokenizer.chat_template = (
+        "{%- for one in messages %}"
+        "{{- '<|im_start|>' + one.role + '\\n' + one.content + '<|im_end|>\\n' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    )
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
 
 
 def run(path: Path, ranks: int, folder: Path) -> tuple[float, float, list[float]]:

@@ -175,6 +175,32 @@ BATCH_ROWS = [
         *("sample 0", "2 tokens", "3", "give"),
     ),
     row(
+        "a mask of another count",
+        lambda: SampleBatch.from_lengths([2], [2], loss_tokens=[1]).set_tokens(0, [1, 2], [3, 4]),
+        DataError,
+        *("sample 0", "2 tokens count", "1 do", "give the mask"),
+    ),
+    row(
+        "a mask of another length",
+        lambda: SampleBatch.from_lengths([2], [2], loss_tokens=[1]).set_tokens(
+            0, [1, 2], [3, 4], [1]
+        ),
+        DataError,
+        *("sample 0", "(1,)", "2 tokens", "give"),
+    ),
+    row(
+        "more loss tokens than tokens",
+        partial(SampleBatch.from_lengths, [2], [2], loss_tokens=[3]),
+        DataError,
+        *("sample 0", "3 loss_tokens", "give 0 to 2"),
+    ),
+    row(
+        "loss tokens of other samples",
+        partial(SampleBatch.from_lengths, [2], [2], loss_tokens=[1, 1]),
+        DataError,
+        *("2 loss_tokens", "1 samples", "give"),
+    ),
+    row(
         "a mask with a hole",
         lambda: SampleBatch.from_padded(torch.ones(1, 3).long(), torch.tensor([[1, 0, 1]])),
         DataError,

@@ -76,6 +76,14 @@ def rollouts() -> list[bytes]:
     ids = {"prompt_ids": [5, 6], "response_ids": [7]}
     rows = [{**text, "group": 0, "rollout": r, "reward": r * 0.5} for r in range(3)]
     rows += [{**ids, "group": "a", "advantage": -0.5}, {**ids, "reward": 1, "length": 3}]
+    rows += [{**ids, "loss_mask": [1], "routed_experts": [[[0, 1]], [[2, 3]]]}]
+    rows += [{"prompt": "a", "chosen": "b", "rejected": "c", "reward": 3}]
+    rows += [{"prompt_ids": [], "chosen_ids": [1, 2], "rejected_ids": [3, 4]}]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows += [
+        {"messages": turns * 2, "tools": "[]"},
+        {"chosen": turns, "rejected": [turns[0], {**turns[1], "content": "cdd"}]},
+    ]
     lines = [json.dumps(row) for row in rows]
     return [
         "\n".join(lines[:3]).encode(),

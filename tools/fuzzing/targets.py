@@ -33,9 +33,11 @@ from megapack.base.choices import AdvantageNorm
 from megapack.config import dump_yaml, parse_config
 from megapack.config.sections import TrainConfig
 from megapack.data.advantages import group_advantages
+from megapack.data.chats import chat_texts
 from megapack.data.dataset import Dataset
 from megapack.data.lengths import Columns, read_length_file
 from megapack.data.pieces import ReadSettings
+from megapack.data.tokenizer import ByteTokenizer, ChatTokens, Message
 from megapack.plan.show import diff_plans
 from tools.fuzzing import seeds
 
@@ -112,10 +114,41 @@ def hold_config(data: bytes) -> bool:
     return True
 
 
+class ChatBytes(ByteTokenizer):
+    """Bytes with a chat template that, like Qwen3's, shortens the turns before the user's last."""
+
+    has_marks = False
+    special_texts = ("|",)
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
+    ) -> list[ChatTokens]:
+        """See `Tokenizer`."""
+        samples = []
+        for chat in chat_texts(messages, self, first):
+            mask = np.zeros(len(self.encode(chat.text)), dtype=np.bool_)
+            for start, stop in chat.spans:
+                before, own = chat.text[:start], chat.text[start:stop]
+                mask[len(self.encode(before)) :][: len(self.encode(own))] = True
+            samples.append(ChatTokens(self.encode(chat.text), mask))
+        return samples
+
+    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
+        """See `ChatTemplate`."""
+        last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=0)
+        texts = [str(one.get("content"))[0 if i > last else 1 :] for i, one in enumerate(messages)]
+        turns = (f"{one['role']}:{text}|\n" for one, text in zip(messages, texts, strict=True))
+        return "".join(turns) + ("assistant:" if asks else "")
+
+    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """See `ChatTemplate`."""
+        raise AssertionError("the template has no marks")
+
+
 READ_SETTINGS = (
-    ReadSettings(),
-    ReadSettings(vocab_size=300, max_length=6, overlong="truncate"),
-    ReadSettings(vocab_size=100, max_length=4, overlong="skip"),
+    ReadSettings(tokenizer=ChatBytes()),
+    ReadSettings(tokenizer=ChatBytes(), vocab_size=300, max_length=6, overlong="truncate"),
+    ReadSettings(tokenizer=ChatBytes(), vocab_size=100, max_length=4, overlong="skip"),
 )
 
 
@@ -141,6 +174,14 @@ def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
         tokens = dataset.tokens(row)
         lengths = (len(tokens.prompt_ids), len(tokens.response_ids))
         require(lengths == count, f"sample {row} differs in length from its index")
+        mask = tokens.loss_mask
+        counting = np.ones(lengths[1], dtype=np.bool_) if mask is None else mask
+        own = int(counting[0 if lengths[0] else 1 :].sum())
+        require(own == dataset.loss_tokens(rows)[row], f"sample {row} differs in its loss tokens")
+    signs = np.array(dataset.pair_signs(rows))
+    of_rollout = np.array(dataset.rollout_ids(rows))
+    for rollout in set(of_rollout[signs != 0].tolist()):
+        require(signs[of_rollout == rollout].sum() == 0, "a pair lacks one of its samples")
     rewards = dataset.rewards(rows)
     for mode in get_args(AdvantageNorm):
         found = refused(lambda: group_advantages(rewards, mode), DataError)  # noqa: B023
