@@ -41,10 +41,12 @@ def own_blocks(optimizer: Any, model: Mapping[str, Any]) -> Iterator[ShardedTens
         CheckpointError: a parameter is saved in another shape than slices of its elements.
     """
     named = {id(one.data): one for one in nested_values(dict(model))}
+    mains = _main_slices(optimizer)
     for param, start, end in _slices(optimizer):
-        values = optimizer._get_main_param_and_optimizer_states(param)
+        main = mains[param]
+        values = {"param": main, **optimizer.optimizer.state[main]}
         # Adam's count of updates has no elements to slice; it follows from the manifest.
-        values = {name: value for name, value in values.items() if name != "step"}
+        values.pop("step", None)
         for part, offset in _parts(named[id(param)]):
             for name, value in values.items():
                 yield from _blocks_of(part, offset, name, value.detach(), start, end)
@@ -85,6 +87,23 @@ def _slices(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
             for bucket in buckets:
                 for param, ranges in bucket["param_map"].items():
                     yield param, ranges["param"].start, ranges["param"].end
+
+
+def _main_slices(optimizer: Any) -> dict[Tensor, Tensor]:
+    """The fp32 slice that Adam updates, of each parameter of which this rank holds a part.
+
+    Megatron's own look-up counts parameters in the order of the buffers. In a group of bf16 and
+    fp32 parameters (a value head) Adam's order is another, so it would find the wrong one.
+    """
+    return {
+        param: main
+        for params, mains in (
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        )
+        for group, main_group in zip(params, mains, strict=True)
+        for param, main in zip(group, main_group, strict=True)
+    }
 
 
 def _parts(saved: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]]:

@@ -72,6 +72,13 @@ def test_resumed_inside_a_batch_bit_by_bit(
     assert finished(tmp_path, "train.resume=auto") == lines
 
 
+def test_a_bf16_critic_with_its_fp32_head_is_resumed_bit_by_bit(tmp_path: Path) -> None:
+    """The head and some bf16 weights are in one group of the distributed optimizer."""
+    lines = finished(tmp_path, "model.dtype=bf16")
+    copy_until_step_3(tmp_path, tmp_path / "other")
+    assert finished(tmp_path / "other", "model.dtype=bf16", "train.resume=auto") == lines
+
+
 def test_resumed_on_two_stages(whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     """The policy's embedding is tied, so the last stage has a copy; the critic's is not."""
     folder, lines = whole

@@ -38,12 +38,14 @@ class _Optimizer:
     """Holds elements 3 to 9 of one parameter, as Megatron's distributed optimizer does."""
 
     def __init__(self, param: torch.Tensor) -> None:
-        self.values = {"param": torch.arange(3.0, 9.0), "step": torch.tensor(1.0)}
         of_param = type("Range", (), {"start": 3, "end": 9})
         self.gbuf_ranges = [{"dtype": [{"param_map": {param: {"param": of_param}}}]}]
-
-    def _get_main_param_and_optimizer_states(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.values
+        main = torch.arange(3.0, 9.0)
+        self.model_float16_groups: list[list[torch.Tensor]] = [[]]
+        self.shard_fp32_from_float16_groups: list[list[torch.Tensor]] = [[]]
+        self.model_fp32_groups = [[param]]
+        self.shard_fp32_groups = [[main]]
+        self.optimizer = type("Adam", (), {"state": {main: {"step": torch.tensor(1.0)}}})
 
 
 def _halves(param: torch.Tensor, axis: int) -> ShardedTensorFactory:
