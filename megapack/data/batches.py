@@ -14,7 +14,7 @@ import numpy as np
 
 from megapack.config.sections import ObjectiveConfig, PlanConfig, TrainConfig
 from megapack.cost.model import CostModel
-from megapack.data.advantages import Floats, group_advantages, penalize_overlong
+from megapack.data.advantages import Floats, SampleReward, group_advantages, penalize_overlong
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.data.generated import generate_pairs, generate_rollouts
 from megapack.data.pieces import ReadSettings
@@ -103,17 +103,24 @@ def batch_advantages(objective: ObjectiveConfig, data: Dataset, numbers: SampleN
     Raises:
         DataError: see `group_advantages`.
     """
+    return group_advantages(batch_rewards(objective, data, numbers), objective.advantage_norm)
+
+
+def batch_rewards(
+    objective: ObjectiveConfig, data: Dataset, numbers: SampleNumbers
+) -> list[SampleReward]:
+    """Rewards of a batch's samples, those of overlong responses penalized."""
     rewards = data.rewards(numbers)
-    if objective.overlong_buffer_tokens is not None:
-        assert objective.max_response_tokens is not None
-        rewards = penalize_overlong(
-            rewards,
-            data.response_tokens(numbers),
-            max_response_tokens=objective.max_response_tokens,
-            buffer_tokens=objective.overlong_buffer_tokens,
-            penalty=objective.overlong_penalty,
-        )
-    return group_advantages(rewards, objective.advantage_norm)
+    if objective.overlong_buffer_tokens is None:
+        return rewards
+    assert objective.max_response_tokens is not None
+    return penalize_overlong(
+        rewards,
+        data.response_tokens(numbers),
+        max_response_tokens=objective.max_response_tokens,
+        buffer_tokens=objective.overlong_buffer_tokens,
+        penalty=objective.overlong_penalty,
+    )
 
 
 def plan_steps(
