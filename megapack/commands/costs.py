@@ -80,7 +80,9 @@ def read_sizes(args: argparse.Namespace) -> ModelSizes | None:
     if config is not None:
         if given:
             raise ConfigError(f"--config and {flags} given; set the config or the sizes")
-        return config.model.to_sizes()
+        sizes = config.model.to_sizes()
+        # Only seconds are priced by these sizes; `memory_model` knows the head itself.
+        return replace(sizes, vocab_size=1) if config.objective.has_value_head else sizes
     if not given:
         return None
     needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")

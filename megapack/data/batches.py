@@ -14,12 +14,7 @@ import numpy as np
 
 from megapack.config.sections import ObjectiveConfig, PlanConfig, TrainConfig
 from megapack.cost.model import CostModel
-from megapack.data.advantages import (
-    Floats,
-    SampleReward,
-    group_advantages,
-    penalize_overlong,
-)
+from megapack.data.advantages import Floats, SampleReward, group_advantages, penalize_overlong
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.data.generated import generate_pairs, generate_rollouts
 from megapack.data.hf_tokenizer import HfTokenizer
