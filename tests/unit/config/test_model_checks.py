@@ -64,7 +64,7 @@ def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], message: str) ->
 def test_the_scaling_of_llama_3_is_megatrons() -> None:
     with pytest.raises(ConfigError, match="original_max_position_embeddings is 4096"):
         RopeScaling(kind="llama3", original_max_position_embeddings=4096)
-    with pytest.raises(ConfigError, match="factor is 0.5; set 1 or more"):
+    with pytest.raises(ConfigError, match=r"factor is 0\.5; set 1 or more"):
         RopeScaling(kind="yarn", factor=0.5)
 
 
