@@ -86,16 +86,6 @@ def test_the_first_layers_are_dense() -> None:
     [
         (LATENT, Layout(tp=2), "needs layout.sequence_parallel=true"),
         ({**LATENT, "num_attention_heads": 3}, TP2, "model.num_attention_heads=3"),
-        (
-            {
-                **EXPERTS,
-                "moe_first_dense_layers": 1,
-                "ffn_hidden_size": 33,
-                "moe_ffn_hidden_size": 4,
-            },
-            TP2,
-            "the dense layers' width 33",
-        ),
         ({**EXPERTS, "moe_shared_ffn_hidden_size": 33}, TP2, "moe_shared_ffn_hidden_size=33"),
     ],
 )
