@@ -70,13 +70,19 @@ def test_a_resumed_run_goes_on_from_its_checkpoint(
 ) -> None:
     folder, _ = trained
     checkpoint = folder / "runs/run/checkpoints/step-00000002"
-    output = train(tmp_path, *PP2_TP2, f"train.resume={checkpoint}")
+    often = ("train.save_interval=1", "train.export_hf=checkpoints")
+    output = train(tmp_path, *PP2_TP2, f"train.resume={checkpoint}", *often)
     assert "resumed after step 2" in output
     rest = metrics(tmp_path)
     names = ("loss", "grad_norm", "kl_ref_nats")
     assert [[line[n] for n in names] for line in rest] == [
         [line[n] for n in names] for line in metrics(folder)[2:]
     ]
+    exports = tmp_path / "runs/run/hf"
+    assert {path.name for path in exports.iterdir()} == {"step-00000003", "step-00000004"}
+    found = read_folder(exports / "step-00000004")
+    expected = read_folder(folder / "runs/run/hf/step-00000004")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_exports_of_a_run_and_of_its_checkpoint_are_the_same(
