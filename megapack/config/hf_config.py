@@ -219,6 +219,9 @@ _DEFAULTS: Values = {
     "qk_rope_head_dim": None,
     "v_head_dim": None,
     "num_experts": None,
+    # Without experts it has no effect; this is its default.
+    "moe_top_k": 2,
+    "moe_ffn_hidden_size": None,
     "moe_first_dense_layers": 0,
     "moe_shared_ffn_hidden_size": None,
     "moe_shared_gate": False,

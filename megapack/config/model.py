@@ -171,7 +171,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.hf_path is not None:
+            # Not the keys that a file leaves out: `resolve` has taken those from the folder.
             _check_folder(read_hf_config(self.hf_path), vars(self))
+            if self.mtp_num_layers:
+                raise ConfigError(
+                    f"model.mtp_num_layers={self.mtp_num_layers} with model.hf_path: weights of "
+                    "multi-token prediction are not loaded; set mtp_num_layers=0"
+                )
         check_experts(self)
         check_routing(self)
         check_latent_attention(self)
@@ -369,7 +375,7 @@ def _check_folder(
         if name in keys and keys[name] != found:
             raise ConfigError(
                 f"{_position(name, where)}model.{name} is {keys[name]}, but {folder.file} gives "
-                f"{found}; leave the key out"
+                f"{found}; leave the key out (in Python: ModelConfig.from_hf)"
             )
 
 

@@ -187,15 +187,23 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
     """Widths of the FP8 matrix products, each with the number that it must be a multiple of."""
     if model.fp8 is None:
         return {}
-    unit = layout.fp8_unit_tokens * layout.tp
+    whole = layout.fp8_unit_tokens
+    unit = whole * layout.tp
+    heads = model.num_attention_heads
     widths = {
-        "hidden_size": (model.hidden_size, layout.fp8_unit_tokens),
-        "num_attention_heads * head width": (model.num_attention_heads * model.head_width, unit),
+        "hidden_size": (model.hidden_size, whole),
+        "num_attention_heads * head width": (heads * model.head_width, unit),
     }
+    if model.kv_lora_rank is not None:
+        keys = model.kv_lora_rank + (model.qk_rope_head_dim or 0)
+        widths["kv_lora_rank + qk_rope_head_dim"] = (keys, whole)
+        widths["q_lora_rank"] = (model.q_lora_rank or 0, whole)
+        widths["num_attention_heads * v_head_dim"] = (heads * model.value_head_width, unit)
     if model.num_experts is not None:
-        expert_unit = layout.fp8_unit_tokens * layout.etp
-        widths["moe_ffn_hidden_size"] = (model.expert_ffn_hidden_size, expert_unit)
-    else:
+        widths["moe_ffn_hidden_size"] = (model.expert_ffn_hidden_size, whole * layout.etp)
+    if model.moe_shared_ffn_hidden_size is not None:
+        widths["moe_shared_ffn_hidden_size"] = (model.moe_shared_ffn_hidden_size, unit)
+    if any(model.dense_layers):
         widths["ffn_hidden_size"] = (model.ffn_hidden_size or 4 * model.hidden_size, unit)
     return {
         f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp}, etp={layout.etp})": (

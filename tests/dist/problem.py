@@ -59,6 +59,7 @@ MOE_SHARED_MODEL = dataclasses.replace(
     qkv_bias=True,
     rotary_percent=0.5,
     rope_scaling=RopeScaling(kind="llama3", factor=8.0),
+    moe_balance_loss_coef=0.6,
     num_experts=8,
     moe_top_k=4,
     moe_num_groups=4,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist import problem
 from tests.dist.cases import CASES
 from tests.dist.problem import PRECISE
 
@@ -56,12 +57,14 @@ def test_packing_adds_little_to_the_error_of_bf16(name: str, case_results: Resul
     assert result["logprob_mean_error"] < 0.02
 
 
+BIASED = [name for name, (model, _) in problem.MODELS.items() if model.has_expert_bias]
+
 # A forward pass over the plan's own rows equals the training step's forward, so the first ratios
-# are 1. Not for "moe_bias": a step changes the expert bias, so the second step has another model.
+# are 1. Not with an expert bias: a step changes it, so the second step has another model.
 SAME_ROWS = [
     name
     for name, case in CASES.items()
-    if case.forward_budget is None and case.variant != "moe_bias"
+    if case.forward_budget is None and case.variant not in BIASED
 ]
 
 
@@ -93,7 +96,7 @@ def test_auxiliary_losses_equal_the_one_sample_reference(name: str, case_results
         assert result["metrics"]["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in MOE if CASES[name].variant == "moe_bias"])
+@pytest.mark.parametrize("name", [name for name in MOE if CASES[name].variant in BIASED])
 def test_the_expert_bias_follows_real_tokens_only(name: str, case_results: Results) -> None:
     assert case_results[name]["num_biases"] > 0
     assert case_results[name]["wrong_biases"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -59,6 +60,34 @@ def test_help_imports_no_torch(repo_root: Path, args: tuple[str, ...]) -> None:
     assert lines(done) == []
     assert "usage: megapack" in done.stdout
     assert "train" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("train", "CONFIG", "--dry-run", "world=2"),
+        ("tune", "LENGTHS", "--config", "CONFIG", "--gpus", "2"),
+        ("plan", "LENGTHS", "--config", "CONFIG", "--dp", "2", "--max-tokens-per-gpu", "99"),
+    ],
+)
+def test_the_sizes_of_a_hugging_face_folder_need_no_torch(
+    repo_root: Path, args: tuple[str, ...], tmp_path: Path
+) -> None:
+    sizes = {
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        **{"model_type": "qwen3", "vocab_size": 320, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = tmp_path / "job.yaml"
+    model = f"model: {{hf_path: {tmp_path}}}\n"
+    config.write_text(f"name: x\ndevice: cpu\nplan: {{max_tokens_per_gpu: 4096}}\n{model}")
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("5\n7\n9\n")
+    paths = {"CONFIG": str(config), "LENGTHS": str(lengths)}
+    speed = () if args[0] == "train" else ("--peak-tflops", "100")
+    done = run(repo_root, *(paths.get(arg, arg) for arg in args), *speed)
+    assert (done.returncode, lines(done)) == (0, [])
 
 
 def test_an_unknown_config_prints_the_shipped_ones(repo_root: Path) -> None:

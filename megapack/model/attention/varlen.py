@@ -64,8 +64,9 @@ class PackedVarlen(PackedAttention):
         if spans.order_K is not None:
             key, value = gather_rows(key, value, spans.order_K, self.cp_group)
         width = value.shape[-1]
-        # The kernel takes one width. Zeros as further channels of values are zeros in the result.
-        value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
+        if width < key.shape[-1]:
+            # The kernel takes one width. Further channels of zeros are zeros in the result.
+            value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
         out = varlen_causal_attention(query, key, value, spans, self.softmax_scale)
         return out[..., :width]
 

@@ -383,6 +383,12 @@ try:
     found["unpacked"] = None
 except ScheduleError as error:
     found["unpacked"] = str(error)
+config.layernorm_zero_centered_gamma = True
+try:
+    local_layer_spec(config)
+    found["zero_centered"] = None
+except ConfigError as error:
+    found["zero_centered"] = str(error)
 launch.stop()
 print(json.dumps(found))
 """
@@ -413,3 +419,7 @@ def test_megatrons_local_attention_is_refused_by_name(gpt: dict[str, Any]) -> No
 
 def test_a_gpt_without_packed_params_raises(gpt: dict[str, Any]) -> None:
     assert "without packed_seq_params" in gpt["unpacked"]
+
+
+def test_norms_with_weights_around_zero_are_refused(gpt: dict[str, Any]) -> None:
+    assert gpt["zero_centered"].startswith("layernorm_zero_centered_gamma=True: the local spec's")

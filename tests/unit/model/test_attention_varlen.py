@@ -153,6 +153,29 @@ def test_each_sample_gets_its_own_causal_attention(kernel: Callable[..., Tensor]
     torch.testing.assert_close(found, expected)
 
 
+def test_values_may_be_narrower_than_keys(
+    kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in multi-latent attention. The real kernel takes one width."""
+
+    def one_width(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+        return kernel(query, key, value, *args, **options)
+
+    one_width.__signature__ = inspect.signature(kernel)  # type: ignore[attr-defined]
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: one_width)
+    q, k, v = qkv()
+    narrow = v[..., : D - 2]
+    out = core().attend(q, k, narrow, params())
+    assert out.shape == (sum(LENGTHS), HEADS, D - 2)
+    torch.testing.assert_close(out, packed_causal_attention(q, k, narrow, LENGTHS, SCALE))
+
+
+def test_the_width_of_keys_may_be_given() -> None:
+    with pytest.raises(ConfigError, match="heads of 20 channels"):
+        PackedVarlen(config(), 1, AttnMaskType.causal, "self", k_channels=20, v_channels=16)
+
+
 def test_the_module_accepts_bf16_and_flattens_heads(kernel: Callable[..., Tensor]) -> None:
     out = core()(*qkv(torch.bfloat16), packed_seq_params=params())
     assert out.shape == (sum(LENGTHS), HEADS * D)

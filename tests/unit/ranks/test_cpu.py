@@ -60,6 +60,10 @@ results["plain"] = [torch.ones(2).device.type, x.to(torch.float64).device.type]
 results["meta"] = torch.empty(2, device="meta").device.type
 torch.cuda.synchronize(); torch.cuda.empty_cache(); torch.cuda.set_device(0)
 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+class OwnStream(torch.cuda.Stream): pass
+OwnStream(priority=-1).wait_stream(torch.cuda.Stream())
+results["streams"] = isinstance(OwnStream(), torch.cuda.Stream)
+results["pinned"] = torch.empty(2, pin_memory=True).is_pinned()
 torch.cuda.manual_seed(3)
 state = torch.cuda.get_rng_state()
 first = torch.rand(4)
@@ -103,6 +107,14 @@ def test_tensor_types_are_those_that_optimizers_compare(
 ) -> None:
     assert in_torch["types"] == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor"]
     assert in_torch["type_casts"] == [True, True]
+
+
+def test_streams_are_a_class_that_packages_can_subclass(in_torch: dict[str, Any]) -> None:
+    assert in_torch["streams"]
+
+
+def test_memory_is_not_pinned_without_a_gpu(in_torch: dict[str, Any]) -> None:
+    assert not in_torch["pinned"]
 
 
 def test_cudas_random_state_is_that_of_the_cpu(in_torch: dict[str, Any]) -> None:

@@ -1,0 +1,456 @@
+"""config.json of every family, as published and as transformers 5 writes it, and all refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack import ConfigError
+from megapack.config import dump_yaml, parse_config
+from megapack.config.hf_config import FAMILIES, read_hf_config
+from megapack.config.rope import RopeScaling
+from megapack.config.sections import ModelConfig, TrainConfig
+
+pytestmark = pytest.mark.unit
+
+_ANY: dict[str, Any] = {
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rope_scaling": None,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+}
+_QWEN = {"attention_dropout": 0.0, "sliding_window": None, "use_sliding_window": False}
+_LLAMA3 = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+
+
+def _sizes(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, positions: int
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+    }
+
+
+_DEEPSEEK: dict[str, Any] = {
+    **_ANY,
+    **_sizes(61, 7168, 18432, 128, 128, 129280, 163840),
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": _YARN,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama": {
+        **_ANY,
+        **_sizes(32, 4096, 14336, 32, 8, 128256, 131072),
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": _LLAMA3,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
+    "mistral": {
+        **_ANY,
+        **_sizes(32, 4096, 14336, 32, 8, 32768, 32768),
+        "architectures": ["MistralForCausalLM"],
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "model_type": "mistral",
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "mixtral": {
+        **_ANY,
+        **_sizes(32, 4096, 14336, 32, 8, 32000, 32768),
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "model_type": "mixtral",
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "qwen2": {
+        **_ANY,
+        **_QWEN,
+        **_sizes(24, 896, 4864, 14, 2, 151936, 32768),
+        "architectures": ["Qwen2ForCausalLM"],
+        "max_window_layers": 21,
+        "model_type": "qwen2",
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+    },
+    "qwen2_moe": {
+        **_ANY,
+        **_QWEN,
+        **_sizes(24, 2048, 5632, 16, 16, 151936, 8192),
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632,
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {
+        **_ANY,
+        **_QWEN,
+        **_sizes(36, 2560, 9728, 32, 8, 151936, 40960),
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "max_window_layers": 36,
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {
+        **_ANY,
+        **_QWEN,
+        **_sizes(48, 2048, 6144, 32, 4, 151936, 40960),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": {
+        **_DEEPSEEK,
+        "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 131072,
+        "model_type": "kimi_k2",
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "rope_scaling": {**_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+        "routed_scaling_factor": 2.827,
+        "seq_aux": True,
+        "topk_group": 1,
+    },
+    "glm4_moe": {
+        **_ANY,
+        **_sizes(46, 4096, 10944, 96, 8, 151552, 131072),
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    },
+}
+"""Keys and values of published folders: Llama-3.1-8B, Mistral-7B-v0.3, Mixtral-8x7B, Qwen2-0.5B,
+Qwen1.5-MoE-A2.7B, Qwen3-4B, Qwen3-30B-A3B, DeepSeek-V3 and Kimi-K2 (in bf16) and GLM-4.5-Air."""
+
+# What each family has that the others lack.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0), "kv_channels": 128},
+    "mistral": {"num_query_groups": 8, "qkv_bias": False, "rotary_base": 1000000},
+    "mixtral": {"num_experts": 8, "moe_ffn_hidden_size": 14336, "moe_norm_top_k": True},
+    "qwen2": {"qkv_bias": True, "untie_embeddings": False, "kv_channels": 64},
+    "qwen2_moe": {
+        "moe_norm_top_k": False,
+        "moe_shared_ffn_hidden_size": 5632,
+        "moe_shared_gate": True,
+        "qkv_bias": True,
+    },
+    "qwen3": {"qk_layernorm": True, "kv_channels": 128, "norm_epsilon": 1e-6},
+    "qwen3_moe": {"num_experts": 128, "moe_top_k": 8, "moe_ffn_hidden_size": 768},
+    "deepseek_v3": {
+        "kv_lora_rank": 512,
+        "kv_channels": None,
+        "moe_expert_bias": True,
+        "moe_first_dense_layers": 3,
+        "moe_group_top_k": 4,
+        "moe_num_groups": 8,
+        "moe_route_scale": 2.5,
+        "moe_score_function": "sigmoid",
+        "moe_shared_ffn_hidden_size": 2048,
+        "rope_scaling": RopeScaling(
+            kind="yarn", factor=40.0, original_max_position_embeddings=4096
+        ),
+    },
+    "kimi_k2": {"moe_num_groups": None, "moe_group_top_k": None, "moe_first_dense_layers": 1},
+    "glm4_moe": {"rotary_percent": 0.5, "qkv_bias": True, "qk_layernorm": False},
+}
+
+
+def folder(path: Path, keys: dict[str, Any]) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(keys))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_published_config_of_a_family(name: str, tmp_path: Path) -> None:
+    path = folder(tmp_path, PUBLISHED[name])
+    found = read_hf_config(path)
+    assert (found.model_type, [found.architecture]) == (name, PUBLISHED[name]["architectures"])
+    assert {key: found.values[key] for key in SPECIAL[name]} == SPECIAL[name]
+    model = ModelConfig.from_hf(path, dtype="bf16")
+    assert {key: getattr(model, key) for key in found.values} == dict(found.values)
+    assert model.dtype == "bf16"
+    assert found.num_mtp_layers == PUBLISHED[name].get("num_nextn_predict_layers", 0)
+
+
+def as_transformers_5(keys: dict[str, Any]) -> dict[str, Any]:
+    """The same config as transformers 5 writes it: all of the rotary embedding in one object."""
+    new = dict(keys)
+    rope = {"rope_type": "default", **(new.pop("rope_scaling") or {})}
+    if "type" in rope:
+        rope["rope_type"] = rope["type"]
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in new:
+            rope[key] = new.pop(key)
+    new["dtype"] = new.pop("torch_dtype")
+    if "num_experts" in new:
+        new["num_local_experts"] = new.pop("num_experts")
+    return {**new, "rope_parameters": rope, "_name_or_path": ""}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_5_writes_the_same_model(name: str, tmp_path: Path) -> None:
+    old = read_hf_config(folder(tmp_path / "old", PUBLISHED[name]))
+    new = read_hf_config(folder(tmp_path / "new", as_transformers_5(PUBLISHED[name])))
+    assert new.values == old.values
+
+
+def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path) -> None:
+    """Otherwise a key in YAML could change the model without a contradiction."""
+    first, *others = (
+        set(read_hf_config(folder(tmp_path / name, keys)).values)
+        for name, keys in PUBLISHED.items()
+    )
+    assert all(keys == first for keys in others)
+    choices = {"hf_path", "attention", "head_kernel", "dtype", "fp8", "init_std", "freeze"}
+    choices |= {"bias_activation_fusion", "gradient_accumulation_fusion", "moe_grouped_gemm"}
+    choices |= {"moe_permute_fusion", "moe_balance_loss_coef", "moe_z_loss_coef"}
+    choices |= {"moe_bias_update_rate", "mtp_num_layers", "mtp_loss_coef"}
+    choices |= {"recompute", "recompute_modules"}
+    assert first == set(vars(ModelConfig())) - choices
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3", {"model_type": "gpt_oss"}, 'model_type="gpt_oss"; megapack trains llama,'),
+        ("qwen3", {"model_type": None}, "model_type=null"),
+        ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForCausalLM only"),
+        ("qwen3", {"head_gate": True}, "head_gate=true; megapack does not know this key"),
+        ("qwen3", {"hidden_size": None}, "hidden_size=null; expected a whole number"),
+        ("qwen3", {"hidden_size": 2560.0}, "hidden_size=2560.0; expected a whole number"),
+        ("qwen3", {"hidden_act": "gelu"}, 'hidden_act="gelu"; megapack trains "silu" only'),
+        ("qwen3", {"attention_bias": True}, "attention_bias=true; megapack trains false only"),
+        ("qwen3", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("qwen3", {"tie_word_embeddings": "yes"}, "expected true or false"),
+        ("qwen3", {"rms_norm_eps": 0}, "rms_norm_eps=0; expected a number above 0"),
+        ("qwen3", {"rope_theta": 10000.5}, "rope_theta=10000.5; expected a whole number"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("qwen3", {"layer_types": ["sliding_attention"]}, "full_attention only"),
+        ("qwen3", {"rope_scaling": {**_YARN}}, "megapack trains default and llama3 for"),
+        ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
+        ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling="),
+        ("qwen3", {"rope_scaling": "llama3"}, "expected an object or null"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 5}}, "rope_parameters says otherwise"),
+        ("qwen3", {"quantization_config": {"bits": 4}}, "convert the folder to bf16 first"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=true"),
+        (
+            "llama",
+            {"rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 128}},
+            "original_max_position_embeddings=128; Megatron-Core's llama3 scaling has 8192 only",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {**_LLAMA3, "low_freq_factor": 2.0}},
+            "low_freq_factor is 2.0, Megatron-Core's llama3 scaling has 1 only",
+        ),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor=null"),
+        ("llama", {"rope_scaling": {**_LLAMA3, "extra": 1}}, "rope_scaling.extra=1"),
+        ("mistral", {"sliding_window": 4096}, "set max_position_embeddings, now 32768, to 4096"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("mixtral", {"num_experts_per_tok": 1}, "a normalised score of one expert is 1"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "only the first layers can be dense"),
+        ("qwen3_moe", {"num_local_experts": 64}, "num_local_experts differs"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax"'),
+        ("deepseek_v3", {"topk_method": "greedy"}, 'topk_method="greedy"'),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"num_experts_per_tok": 4}, "they agree at 2 only"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "Megatron-Core normalises sigmoid scores"),
+        ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads=8"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
+        ("deepseek_v3", {"rope_scaling": _LLAMA3}, "megapack trains default and yarn for"),
+        ("deepseek_v3", {"rope_scaling": {**_YARN, "mscale": None}}, "rope_scaling.mscale=null"),
+        ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm=1; expected true or false"),
+    ],
+)
+def test_what_is_not_exact_is_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path, {**PUBLISHED[name], **changes})
+    with pytest.raises(ConfigError) as caught:
+        read_hf_config(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: config.json")
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_missing_size_is_not_guessed(name: str, tmp_path: Path) -> None:
+    for key in ("num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps"):
+        keys = {name: value for name, value in PUBLISHED[name].items() if name != key}
+        with pytest.raises(ConfigError, match=f"has no {key}; transformers would assume a value"):
+            read_hf_config(folder(tmp_path, keys))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("{", "not JSON"), ("[1]", "expected an object"), ("", "not JSON")],
+)
+def test_other_folders_are_one_line(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_hf_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def job(text: str, *overrides: str) -> TrainConfig:
+    return parse_config(
+        f"name: x\nplan: {{max_tokens_per_gpu: 99}}\n{text}", overrides, TrainConfig, "a.yaml"
+    )
+
+
+def test_a_resolved_config_loads_again(tmp_path: Path) -> None:
+    path = folder(tmp_path, PUBLISHED["deepseek_v3"])
+    config = job(f"model: {{hf_path: {path}, dtype: bf16}}")
+    assert config.model.kv_lora_rank == 512
+    assert parse_config(dump_yaml(config), [], TrainConfig) == config
+
+
+def test_keys_that_contradict_the_folder_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path, PUBLISHED["qwen3"])
+    model = f"model:\n  hf_path: {path}\n"
+    with pytest.raises(ConfigError) as caught:
+        job(f"{model}  hidden_size: 64")
+    assert str(caught.value) == (
+        f"a.yaml:5: model.hidden_size is 64, but {path}/config.json gives 2560; leave the key out "
+        "(in Python: ModelConfig.from_hf)"
+    )
+    with pytest.raises(ConfigError, match=r"model.moe_top_k is 4, but .* gives 2"):
+        job(model, "model.moe_top_k=4")
+    with pytest.raises(ConfigError, match=r"override .*model.rotary_base is 1, but"):
+        job(model, "model.rotary_base=1")
+    with pytest.raises(ConfigError, match="weights of multi-token prediction are not loaded"):
+        ModelConfig.from_hf(path, mtp_num_layers=1)
+    with pytest.raises(ConfigError, match=r"model.num_layers is 2, but"):
+        ModelConfig.from_hf(path, num_layers=2)
+    with pytest.raises(ConfigError, match=r"ModelConfig\.from_hf"):
+        ModelConfig(hf_path=path)
+    same = job(f"{model}  hidden_size: 2560")
+    assert same.model == job(model).model
+
+
+def test_a_bad_folder_names_the_line_of_hf_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^a.yaml:3: {tmp_path}: config.json cannot be read"):
+        job(f"model: {{hf_path: {tmp_path}}}")

@@ -1,0 +1,115 @@
+"""Keys of attention, rotary embeddings and experts that do not fit together, or not the layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megapack import ConfigError, Layout
+from megapack.config import parse_config
+from megapack.config.model_checks import check_sizes
+from megapack.config.rope import RopeScaling
+from megapack.config.sections import ModelConfig, TrainConfig
+
+pytestmark = pytest.mark.unit
+
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 16, "moe_top_k": 4}
+TP2 = Layout(tp=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rotary_percent": 0.0}, "rotary_percent=0.0 of 16 channels is not an even number"),
+        ({"rotary_percent": 0.2}, "rotary_percent=0.2 of 16 channels is not an even number"),
+        ({"rope_scaling": RopeScaling(kind="yarn")}, "kind=yarn needs multi-latent attention"),
+        ({"v_head_dim": 16}, "v_head_dim=16 needs model.kv_lora_rank"),
+        ({"kv_lora_rank": 32}, "model.qk_nope_head_dim must be"),
+        ({**LATENT, "qkv_bias": True}, "qkv_bias=true does not run with multi-latent attention"),
+        ({**LATENT, "kv_channels": 16}, "kv_channels=16 does not run with multi-latent"),
+        ({**LATENT, "num_query_groups": 2}, "num_query_groups=2 does not run with multi-latent"),
+        ({**LATENT, "qk_rope_head_dim": 15}, "qk_rope_head_dim=15 does not run with"),
+        ({**LATENT, "rope_scaling": RopeScaling(kind="llama3")}, "kind=llama3 does not run with"),
+        ({"moe_first_dense_layers": 1}, "moe_first_dense_layers=1 needs experts"),
+        ({"moe_shared_ffn_hidden_size": 8}, "moe_shared_ffn_hidden_size=8 needs experts"),
+        ({**EXPERTS, "moe_first_dense_layers": 4}, "leaves no layer of model.num_layers=4"),
+        ({**EXPERTS, "moe_shared_gate": True}, "moe_shared_gate=true without a shared expert"),
+        ({**EXPERTS, "moe_expert_bias": True}, "moe_expert_bias=true needs"),
+        (
+            {**EXPERTS, "moe_norm_top_k": False, "moe_score_function": "sigmoid"},
+            "moe_norm_top_k=false needs model.moe_score_function=softmax",
+        ),
+        ({**EXPERTS, "moe_route_scale": 0.0}, "moe_route_scale is 0.0"),
+        ({**EXPERTS, "moe_num_groups": 4}, "moe_num_groups=4 and model.moe_group_top_k=None"),
+        ({**EXPERTS, "moe_num_groups": 3, "moe_group_top_k": 2}, "set a divisor of 16"),
+        ({**EXPERTS, "moe_num_groups": 4, "moe_group_top_k": 3}, "not a multiple of"),
+        ({**EXPERTS, "moe_num_groups": 8, "moe_group_top_k": 1}, "of at most 2"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(**keys)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_scaling_of_llama_3_is_megatrons() -> None:
+    with pytest.raises(ConfigError, match="original_max_position_embeddings is 4096"):
+        RopeScaling(kind="llama3", original_max_position_embeddings=4096)
+    with pytest.raises(ConfigError, match=r"factor is 0.5; set 1 or more"):
+        RopeScaling(kind="yarn", factor=0.5)
+
+
+def test_widths_of_latent_attention() -> None:
+    model = ModelConfig(**LATENT)
+    assert (model.head_width, model.value_head_width) == (40, 20)
+    plain = ModelConfig()
+    assert (plain.head_width, plain.value_head_width) == (16, 16)
+
+
+def test_the_first_layers_are_dense() -> None:
+    model = ModelConfig(**EXPERTS, moe_first_dense_layers=1)
+    assert model.dense_layers == (True, False, False, False)
+    assert ModelConfig().dense_layers == (True,) * 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout", "message"),
+    [
+        (LATENT, Layout(tp=2), "needs layout.sequence_parallel=true"),
+        ({**LATENT, "num_attention_heads": 3}, TP2, "model.num_attention_heads=3"),
+        ({**EXPERTS, "moe_shared_ffn_hidden_size": 33}, TP2, "moe_shared_ffn_hidden_size=33"),
+    ],
+)
+def test_layouts_that_do_not_divide_the_sizes_are_refused(
+    keys: dict[str, Any], layout: Layout, message: str
+) -> None:
+    model = ModelConfig(**keys)
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(model, layout)
+    check_sizes(model, Layout())
+
+
+def test_a_dense_width_beside_experts_is_not_that_of_an_expert() -> None:
+    """Without dense layers nothing has this width, so that it need not divide."""
+    model = ModelConfig(**EXPERTS, ffn_hidden_size=33, moe_ffn_hidden_size=32)
+    check_sizes(model, TP2)
+    with pytest.raises(ConfigError, match="33"):
+        check_sizes(dataclasses.replace(model, moe_first_dense_layers=1), TP2)
+
+
+def test_a_job_with_latent_attention_needs_sequence_parallelism() -> None:
+    keys = ", ".join(f"{name}: {value}" for name, value in LATENT.items())
+    text = f"name: x\nplan: {{max_tokens_per_gpu: 99}}\nlayout: {{tp: 2}}\nmodel: {{{keys}}}\n"
+    with pytest.raises(ConfigError, match=r"layout.tp=2 needs layout.sequence_parallel=true"):
+        parse_config(text, [], TrainConfig)
+    job = parse_config(text, ["layout.sequence_parallel=true"], TrainConfig)
+    assert job.model == ModelConfig(**LATENT)
