@@ -141,9 +141,9 @@ class TensorNames:
         Raises:
             ConfigError: this kind of model has no such tensor.
         """
+        if key == "output_layer.weight" and num_rows == 1:
+            return [Rows(VALUE_HEAD, 0, 1)]
         if key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            if num_rows == 1:
-                return [Rows(VALUE_HEAD, 0, 1)]
             return [Rows(_OUTER[key][0], 0, min(self.vocab_size, num_rows))]
         names = self._names(key, index)
         if key.endswith(("linear_qkv.weight", "linear_qkv.bias")):

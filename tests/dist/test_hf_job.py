@@ -1,0 +1,133 @@
+"""The main job from a Hugging Face folder and back into one; `megapack export`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.spawn import run_job
+from tests.hf_models import cached_folder, load
+from tests.unit.hf.tiny_llama import read_folder
+
+pytestmark = pytest.mark.dist
+
+# Two batches of two steps each.
+CONFIG = """
+name: run
+device: cpu
+plan: {max_tokens_per_gpu: 1024, global_batch_size: 8}
+data: {num_generated: 32, prompts_per_batch: 4, max_length: 256, overlong: truncate}
+objective: {kind: grpo, kl_coef: 0.1}
+optim: {lr: 1.0e-3, distributed_optimizer: true}
+train: {save_interval: 2, export_hf: last}
+"""
+PP2_TP2 = ("layout.tp=2", "layout.pp=2", "layout.sequence_parallel=true")
+
+
+def job(folder: Path, command: str, *args: str, world: int) -> tuple[int, str]:
+    """Exit code and output of a command in `folder`."""
+    (folder / "config.yaml").write_text(CONFIG)
+    done = run_job(world, "megapack", [command, *args], timeout_s=200, cwd=folder)
+    return done.returncode, done.stdout
+
+
+def train(folder: Path, *overrides: str, world: int = 4) -> str:
+    """The output of a run that must succeed."""
+    model = f"model.hf_path={cached_folder('qwen3_tied')}"
+    code, output = job(folder, "train", "config.yaml", model, *overrides, world=world)
+    assert code == 0, output
+    return output
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "runs/run/metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished run's working folder and its output."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train(folder, *PP2_TP2)
+
+
+def test_a_run_starts_from_the_folder(trained: tuple[Path, str]) -> None:
+    folder, output = trained
+    assert f"loaded 46 tensors of {cached_folder('qwen3_tied')} in" in output
+    lines = metrics(folder)
+    assert len(lines) == 4
+    # The reference is the folder's model, which the first step still is.
+    assert lines[0]["kl_ref_nats"] == pytest.approx(0, abs=1e-6)
+    assert lines[-1]["kl_ref_nats"] > 1e-4
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint(
+    trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, _ = trained
+    checkpoint = folder / "runs/run/checkpoints/step-00000002"
+    output = train(tmp_path, *PP2_TP2, f"train.resume={checkpoint}")
+    assert "resumed after step 2" in output
+    rest = metrics(tmp_path)
+    names = ("loss", "grad_norm", "kl_ref_nats")
+    assert [[line[n] for n in names] for line in rest] == [
+        [line[n] for n in names] for line in metrics(folder)[2:]
+    ]
+
+
+def test_exports_of_a_run_and_of_its_checkpoint_are_the_same(
+    trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, output = trained
+    exported = folder / "runs/run/hf/step-00000004"
+    assert [path.name for path in exported.parent.iterdir()] == [exported.name]
+    assert "exported runs/run/hf/step-00000004: 46 tensors" in output
+    expected = read_folder(exported)
+    start = read_folder(cached_folder("qwen3_tied"))
+    assert expected.keys() == start.keys()
+    assert not any(torch.equal(expected[name], start[name]) for name in start)
+    for world, options in ((1, ()), (2, ("--max-shard-bytes", "100000"))):
+        out = tmp_path / f"out{world}"
+        code, printed = job(folder, "export", "runs/run", "-o", str(out), *options, world=world)
+        assert code == 0, printed
+        assert f"{out}: 46 tensors" in printed
+        found = read_folder(out)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # transformers finds all weights in it, and the tokenizer beside them.
+    state = load(tmp_path / "out1").state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        copied = (tmp_path / "out1" / name).read_bytes()
+        assert copied == (cached_folder("qwen3_tied") / name).read_bytes()
+
+
+def test_what_cannot_be_exported_is_one_line(trained: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = trained
+    checkpoint = folder / "runs/run/checkpoints/step-00000004"
+    for source, options, message in (
+        (folder / "runs/none", (), "is neither a checkpoint nor a run's folder with a complete"),
+        (checkpoint, ("--like", str(tmp_path / "gone")), "is not here; give its place with --like"),
+        (checkpoint, ("--like", str(cached_folder("llama"))), "lacks"),
+        (checkpoint, ("--max-shard-bytes", "0"), "set 1 or more"),
+    ):
+        out = ("-o", str(tmp_path / "out"))
+        code, printed = job(folder, "export", str(source), *out, *options, world=1)
+        assert code == 2, printed
+        (line,) = [one for one in printed.splitlines() if one.startswith("megapack: ")]
+        assert message in line
+        assert not (tmp_path / "out").exists()
+    random = ("model.num_layers=2", "layout.dp=1", "train.export_hf=null", "objective.kl_coef=0")
+    code, printed = job(tmp_path, "train", "config.yaml", *random, world=1)
+    assert code == 0, printed
+    code, printed = job(tmp_path, "export", "runs/run", "-o", "out", world=1)
+    assert code == 2
+    assert "is of a run from random weights (model.hf_path=null)" in printed
+    random = ("model.num_layers=2", "train.export_hf=last")
+    code, printed = job(tmp_path, "train", "config.yaml", *random, world=1)
+    assert code == 2
+    assert "train.export_hf=last needs a model of a Hugging Face folder" in printed
