@@ -75,9 +75,11 @@ class SavedActivations:
     def rotary_table(self) -> float:
         """The row's rotary table in fp32, once per chunk, where autograd or a checkpoint keeps it.
 
-        Without Transformer Engine's kernel a layer keeps its own cosines and sines instead.
+        Without Transformer Engine's kernel a layer keeps its own cosines and sines instead. Layers
+        with MLA have tables of their own, which no checkpoint keeps.
         """
         keeps = self.attention == "te" or self.recompute == "full"
+        keeps = keeps and not self.sizes.uses_mla
         return _FP32_BYTES * self.sizes.rotary_width if keeps else 0.0
 
     @property
@@ -124,6 +126,8 @@ class SavedActivations:
     @property
     def _attention(self) -> float:
         """Rotated queries and keys, values, the output and the softmax statistic."""
+        if self.sizes.uses_mla:
+            return self._latent_attention
         head = self.sizes.head_width
         queries = self._heads * head
         keys = self._groups * head
@@ -140,6 +144,40 @@ class SavedActivations:
                 kept += queries
         rotary = 0.0 if self.attention == "te" else 4 * self._width * head
         return self._width * kept + scalars + rotary + self._qk_norms(queries, keys)
+
+    @property
+    def _latent_attention(self) -> float:
+        """The same of multi-latent attention, and the latents.
+
+        `MLASelfAttention` joins both parts of queries and of keys, and copies values: all three are
+        kept as they enter core attention, and what the up projections made of them is not.
+        """
+        queries = self._heads * self.sizes.head_width
+        values = self._heads * self.sizes.value_width
+        kept = 2 * queries + 2 * values
+        scalars = 0.0
+        if not self._recomputes("core_attn"):
+            scalars = _FP32_BYTES * self._heads
+            kept += values if self.attention == "sdpa" else 0.0
+        rotary = 0.0 if self.attention == "te" else 4 * self._width * self.sizes.rotary_width
+        return self._width * kept + scalars + rotary + self._scatter * self._latents
+
+    @property
+    def _latents(self) -> float:
+        """Inputs of the up projections, and what the norms before them keep.
+
+        The latent of keys and values is a view into the output of a down projection, which also has
+        the keys to be rotated.
+        """
+        sizes = self.sizes
+        latents = (sizes.q_lora_rank or 0) + (sizes.kv_lora_rank or 0)
+        outputs = self._width * latents
+        beside = 0.0 if self._is_upcast else self._width * sizes.rotary_width
+        if not sizes.qk_layernorm:
+            return outputs + beside
+        norms = 1 if sizes.q_lora_rank is None else 2
+        width = 2 * _FP32_BYTES if self.composite_norms else self._width
+        return outputs + beside + width * latents + _FP32_BYTES * norms
 
     @property
     def _keeps_qkv(self) -> bool:
@@ -206,6 +244,8 @@ class SavedActivations:
         expert = self._width * (sizes.hidden_size + ffn)
         routes = sizes.experts_per_token * self.layout.etp / self.layout.tp
         shared = self._mlp_channels * sizes.shared_expert_ffn_hidden_size / self.layout.tp
+        # The gate multiplies the shared expert's output.
+        shared += self._hidden + self._scatter if sizes.shared_expert_gate else 0.0
         return self._router + routes * (expert + _FP32_BYTES) + self._width * shared
 
     @property

@@ -74,6 +74,26 @@ FUSED = {"bias_activation_fusion": True}
 GQA = {"num_query_groups": 2, "qk_layernorm": True}
 LAYER_NORM = {"normalization": "LayerNorm"}
 EXPERTS = {"num_experts": 8, "moe_top_k": 2, "moe_ffn_hidden_size": 192}
+SHARED = EXPERTS | {"moe_shared_ffn_hidden_size": 96}
+MLA = {
+    "kv_channels": None,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+    "qk_layernorm": True,
+}
+NARROW_VALUES = {"v_head_dim": 20}
+DEEPSEEK = {
+    **MLA,
+    **SHARED,
+    "moe_first_dense_layers": 1,
+    "moe_score_function": "sigmoid",
+    "moe_num_groups": 4,
+    "moe_group_top_k": 1,
+    "moe_expert_bias": True,
+}
 SP = Layout(tp=2, sequence_parallel=True)
 CASES: dict[int, dict[str, Case]] = {
     1: {
@@ -99,6 +119,16 @@ CASES: dict[int, dict[str, Case]] = {
         "selective_moe": Case(
             model=EXPERTS | BF16 | {"recompute": "selective", "recompute_modules": ("moe",)}
         ),
+        "qkv_bias": Case(model=GQA | {"qkv_bias": True}),
+        "shared_experts": Case(model=SHARED),
+        "gated_shared_experts_bf16": Case(model=SHARED | BF16 | {"moe_shared_gate": True}),
+        "mla": Case(model=MLA),
+        "mla_narrow_values": Case(model=MLA | NARROW_VALUES),
+        "mla_bf16": Case(model=MLA | BF16),
+        "mla_direct_queries": Case(model=MLA | {"q_lora_rank": None}),
+        "mla_full": Case(model=MLA | {"recompute": "full"}),
+        "mla_layer_norm_bf16": Case(model=MLA | BF16 | LAYER_NORM),
+        "deepseek": Case(model=DEEPSEEK),
         "full": Case(model=GQA | {"recompute": "full"}),
         "full_bf16": Case(model=GQA | BF16 | {"recompute": "full"}),
         "full_experts": Case(model=EXPERTS | BF16 | {"recompute": "full"}),
@@ -111,6 +141,8 @@ CASES: dict[int, dict[str, Case]] = {
         "tp2_sp_fused": Case(model=LAYER_NORM | FUSED, layout=SP),
         "tp2_sp_full": Case(model=GQA | {"recompute": "full"}, layout=SP),
         "tp2_sp_experts": Case(model=EXPERTS | BF16, layout=SP),
+        "tp2_sp_mla": Case(model=MLA, layout=SP),
+        "tp2_sp_deepseek": Case(model=DEEPSEEK | BF16, layout=SP),
         "dp2_ep2_experts": Case(model=EXPERTS | BF16, layout=Layout(dp=2, ep=2)),
     },
 }
@@ -118,9 +150,14 @@ CASES: dict[int, dict[str, Case]] = {
 
 OPERATIONS = [
     *("dense", "dense_gelu", "gqa", "experts", "full", "full_experts"),
-    *("selective_mlp", "selective_moe"),
+    *("selective_mlp", "selective_moe", "qkv_bias", "shared_experts", "mla", "mla_narrow_values"),
+    *("mla_direct_queries", "deepseek"),
 ]
 """Cases whose operations are counted."""
+
+
+KEEPS_SCORES = ["mla_narrow_values"]
+"""Cases of which a CPU keeps all scores: torch's flash attention there needs equal widths."""
 
 
 class SavedTensors:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.layer_counts_worker import CASES, OPERATIONS
+from tests.dist.layer_counts_worker import CASES, KEEPS_SCORES, OPERATIONS
 from tests.dist.spawn import checked_job
 
 pytestmark = pytest.mark.dist
@@ -29,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in KEEPS_SCORES])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_predicted_activations_are_within_5_percent(
     name: str, when: str, results: dict[str, list[dict[str, Any]]]

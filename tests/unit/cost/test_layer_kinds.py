@@ -1,0 +1,83 @@
+"""Models whose first layers are dense: the split over stages, their costs and their memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
+from megapack.cost.memory import MemoryModel
+from megapack.cost.sizes import ModelSizes
+from megapack.errors import ConfigError
+from megapack.layout import Layout
+
+pytestmark = pytest.mark.unit
+
+SIZES = ModelSizes(
+    num_layers=8,
+    hidden_size=256,
+    ffn_hidden_size=1024,
+    num_attention_heads=4,
+    vocab_size=128,
+    num_experts=8,
+    experts_per_token=4,
+    shared_expert_ffn_hidden_size=512,
+    first_dense_layers=4,
+    dense_ffn_hidden_size=64,
+)
+PP2 = Layout(pp=2)
+
+
+def test_cheap_dense_layers_move_the_split() -> None:
+    assert SIZES.balanced_stage_layers(PP2, 100.0).num_layers == (6, 2)
+    alike = replace(SIZES, first_dense_layers=0)
+    assert alike.balanced_stage_layers(PP2, 100.0).num_layers == (4, 4)
+
+
+def test_weights_of_chunks_follow_their_layers() -> None:
+    (dense, _), (experts, _) = SIZES.layer_kinds()
+    first, last = SIZES.stage_weights(PP2, 100.0)
+    want = (4 * dense.layer_cost(100.0) + 256) / (
+        4 * experts.layer_cost(100.0) + SIZES.head_flops_per_token()
+    )
+    assert first / last == pytest.approx(want)
+    assert first < last / 4
+
+
+def test_stages_keep_what_their_layers_keep() -> None:
+    memory = MemoryModel(sizes=SIZES)
+    stages = [memory.stage(PP2, s, live_tokens=1000.0, row_tokens=1000.0) for s in (0, 1)]
+    assert stages[0].activations < stages[1].activations / 2
+    assert stages[0].parameters < stages[1].parameters / 10
+
+
+def test_recomputed_experts_cost_only_where_there_are_experts() -> None:
+    def backward_ratio(*modules: str) -> float:
+        return cost_from_sizes(
+            SIZES,
+            Layout(),
+            GpuSpeed(peak_tflops=1.0),
+            recompute="selective",
+            recompute_modules=modules,  # type: ignore[arg-type]
+            mean_length=100.0,
+        ).backward_ratio
+
+    assert backward_ratio("core_attn") == 2.0
+    mlp = backward_ratio("mlp") - 2.0
+    experts = backward_ratio("moe") - 2.0
+    assert 0 < mlp < experts / 10
+    assert backward_ratio("mlp", "moe") == pytest.approx(2.0 + mlp + experts)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"kv_lora_rank": 8}, "kv_lora_rank=8 without qk_nope_head_dim"),
+        ({"dense_ffn_hidden_size": None}, "first_dense_layers=4 needs num_experts and dense_ffn"),
+        ({"first_dense_layers": -1}, "first_dense_layers=-1; set an integer of at least 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_together(keys: dict[str, int | None], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SIZES, **keys)  # type: ignore[arg-type]
