@@ -36,6 +36,7 @@ ALLOWED_CALLS = {
     ("cli", "importlib.import_module"): "commands of this package, from a table",
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
+    ("data.workers", "subprocess.Popen"): "this Python, with `data.workers.serve`",
     ("doctor.runner", "subprocess.Popen"): "this Python, with the probes of this package",
     (
         "doctor.probes",
