@@ -84,14 +84,18 @@ def tokenize_chats(folder: Path, num_rows: int, tokenizer_folder: Path | None) -
     for num_workers in (1, 2):
         for stored in folder.glob(f".{path.name}.*.npy"):
             stored.unlink()
+        before = sum(os.times()[:4])
         started = time.monotonic()
         data = Dataset.from_files(path, settings, folder, num_workers)
         rates.append(num_rows / (time.monotonic() - started))
+        # Of this process and those that it started.
+        cpu_rate = num_rows / (sum(os.times()[:4]) - before)
         numbers = np.arange(len(data))
         num_tokens = sum(data.prompt_tokens(numbers)) + sum(data.response_tokens(numbers))
         print(
-            f"{num_workers} process(es): {rates[-1]:.0f} rows/s; {num_rows} chats of "
-            f"{path.stat().st_size / num_rows:.0f} bytes and {num_tokens / num_rows:.0f} tokens",
+            f"{num_workers} process(es): {rates[-1]:.0f} rows/s, {cpu_rate:.0f} per second of CPU; "
+            f"{num_rows} chats of {path.stat().st_size / num_rows:.0f} bytes and "
+            f"{num_tokens / num_rows:.0f} tokens",
             flush=True,
         )
     print(f"two processes are {rates[1] / rates[0]:.2f} times as fast as one")

@@ -1,19 +1,37 @@
 """Rollouts: their JSON Lines format and their batches.
 
-One line is one sample:
+A line is one sample, or several. Its tokens come from one of these sets of columns:
 
-    {"group": 0, "rollout": 1, "prompt": "2+2=", "response": "4", "reward": 1.0}
-    {"group": 0, "rollout": 2, "prompt_ids": [5, 6], "response_ids": [7], "advantage": -0.5}
+    {"prompt": "2+2=", "response": "4"}
+    {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "response_mask": [1, 0, 1]}
+    {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}
+    {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    {"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8]}
 
-- `prompt` and `response`: text, encoded by the byte tokenizer;
+- `prompt` and `response`: text, each encoded by itself (`data.tokenizer`). The prompt gets the
+  token that begins a sample, if the tokenizer has one (BOS), the response the one that ends it
+  (EOS);
 - `prompt_ids` and `response_ids`: token ids, used unchanged;
+- `response_mask` or `loss_mask`: one 0 or 1 per response id, whether it counts in the loss: 0 for
+  what a tool or the environment wrote. Without it all count;
+- `routed_experts`: per token id of prompt and response, or of all but the last, the experts that
+  the router chose, [MoE layers][k];
+- `messages`, and `tools` (a list, or its JSON): a chat, written by the tokenizer's chat template.
+  What the assistant's turns say counts; see `chats`. A template that rewrites earlier turns gives
+  one sample for each turn that is rewritten later;
+- `chosen` and `rejected`: a preference pair, two samples of one rollout, the preferred one first.
+  Text after a text `prompt`, or messages: whole chats, or the turns after `prompt` (messages, or
+  the text of the user's turn). Of chats only the turns from the first difference on count.
+
+Beside them, for all samples of the line:
+
 - `group`: the prompt's identity (int or string, 1 and "1" differ). Samples of one prompt group
   answer the same prompt. Without it the line is a prompt group by itself;
 - `rollout`: the rollout's identity inside its prompt group. Lines with the same group and rollout
   are fan-out samples of one rollout and stay in one optimizer step. Without it the line is a
   rollout by itself;
 - `reward` or `advantage`: finite numbers; supervised training needs neither;
-- other keys are ignored.
+- other keys, and null, are ignored.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ ALLOWED_CALLS = {
     ("data.workers", "subprocess.Popen"): "this Python, with `serve` of the same module",
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
+    ("data.workers", "subprocess.Popen"): "this Python, with `data.workers.serve`",
     ("doctor.runner", "subprocess.Popen"): "this Python, with the probes of this package",
     (
         "doctor.probes",
