@@ -133,9 +133,7 @@ class Trainer:
             self.optimizer,
             self.planner,
             # A value head has no entropy.
-            entropy_interval=0
-            if config.objective.has_value_head
-            else config.train.entropy_interval,
+            entropy_interval=0 if has_value_head else config.train.entropy_interval,
             device=device,
             on_oom=self._note_oom,
         )
