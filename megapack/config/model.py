@@ -397,12 +397,13 @@ class DataConfig:
     overlong: Overlong = "error"
     """What happens to a sample above `max_length`: raise an error, truncate it to its first tokens,
     or skip it with a warning."""
-    tokenizer: Literal["bytes", "hf"] = "bytes"
+    tokenizer: Literal["bytes", "hf"] | None = None
     """For text and chats: bytes (one token per byte, 259 with the special tokens; no chats), or hf
     (the tokenizer and chat template of a Hugging Face folder; megapack[hf]). Token ids in a file
-    are used as they are."""
+    are used as they are. null = hf if `tokenizer_path` or model.hf_path is set, else bytes.
+    Generated rollouts are bytes."""
     tokenizer_path: str | None = None
-    """The folder with `tokenizer.json` of tokenizer=hf; null = model.hf_path."""
+    """The folder with `tokenizer.json` for the text of `path`; null = model.hf_path."""
     workers: int | None = None
     """Processes of a node that tokenize the data before its first run; null = one per core. The
     result is the same with any number."""
@@ -426,10 +427,10 @@ class DataConfig:
         at_least(self, "data", 1, "generated_group_size", "workers")
         if self.path == "":
             raise ConfigError("data.path is empty; set a file, or null for generated rollouts")
-        if self.tokenizer_path is not None and self.tokenizer != "hf":
+        if self.tokenizer_path is not None and self.tokenizer == "bytes":
             raise ConfigError(
                 f"data.tokenizer_path={self.tokenizer_path} has no effect under data.tokenizer="
-                f"{self.tokenizer}; set data.tokenizer=hf"
+                "bytes; set data.tokenizer=hf"
             )
         if self.tokenizer == "hf" and self.path is None:
             raise ConfigError(

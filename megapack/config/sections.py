@@ -323,13 +323,11 @@ class TrainConfig:
                 f"model.vocab_size={vocab_size} is less than the {BYTE_VOCAB_SIZE} of generated "
                 f"rollouts; set {BYTE_VOCAB_SIZE} or more, or data.path"
             )
-        if self.data.tokenizer == "hf":
-            _ = self.tokenizer_folder
-            if vocab_size is None:
-                raise ConfigError(
-                    "data.tokenizer=hf with model.vocab_size=null; set the model's vocabulary, or "
-                    "model.hf_path"
-                )
+        if self.tokenizer_folder is not None and vocab_size is None:
+            raise ConfigError(
+                f"the tokenizer of {self.tokenizer_folder} with model.vocab_size=null; set the "
+                "model's vocabulary, or model.hf_path"
+            )
         longest = self.data.max_length
         positions = self.model.max_position_embeddings
         if longest is not None and longest > positions:
@@ -339,14 +337,17 @@ class TrainConfig:
             )
 
     @property
-    def tokenizer_folder(self) -> str:
-        """The folder of the Hugging Face tokenizer.
+    def tokenizer_folder(self) -> str | None:
+        """The folder of the Hugging Face tokenizer; None = text is bytes.
 
         Raises:
-            ConfigError: no key names one.
+            ConfigError: data.tokenizer=hf, and no key names a folder.
         """
-        folder: str | None = self.data.tokenizer_path or getattr(self.model, "hf_path", None)
-        if folder is None:
+        data = self.data
+        if data.path is None or data.tokenizer == "bytes":
+            return None
+        folder = data.tokenizer_path or self.model.hf_path
+        if folder is None and data.tokenizer == "hf":
             raise ConfigError(
                 "data.tokenizer=hf needs a folder; set data.tokenizer_path or model.hf_path"
             )

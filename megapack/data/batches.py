@@ -52,9 +52,8 @@ def _all_samples(config: TrainConfig) -> Dataset:
 
 def read_settings(config: TrainConfig) -> ReadSettings:
     """How a config reads samples."""
-    tokenizer: Tokenizer = ByteTokenizer()
-    if config.data.tokenizer == "hf":
-        tokenizer = HfTokenizer(Path(config.tokenizer_folder))
+    folder = config.tokenizer_folder
+    tokenizer: Tokenizer = ByteTokenizer() if folder is None else HfTokenizer(Path(folder))
     return ReadSettings(
         tokenizer=tokenizer,
         vocab_size=config.model.vocab_size,

@@ -49,7 +49,8 @@ class HfTokenizer:
         if not (self.folder / _MAIN_FILE).is_file():
             raise ConfigError(
                 f"{self.folder} has no {_MAIN_FILE}; set data.tokenizer_path to a folder that has, "
-                "or save the tokenizer once with transformers' save_pretrained"
+                "save the tokenizer once with transformers' save_pretrained, or set data.tokenizer="
+                "bytes for data of token ids"
             )
 
     def __reduce__(self) -> tuple[type[HfTokenizer], tuple[Path]]:
