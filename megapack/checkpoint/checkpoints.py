@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megapack.base.files import sync
 from megapack.checkpoint import folders
@@ -28,7 +27,7 @@ from megapack.checkpoint.folders import Checkpoint, Manifest, Position
 from megapack.checkpoint.index import check_index
 from megapack.checkpoint.pending import PendingSave
 from megapack.checkpoint.random_states import rng_state, set_rng_state
-from megapack.checkpoint.state import RunState
+from megapack.checkpoint.state import RunState, is_first_of_data_parallel_rank
 from megapack.config.load import to_dict
 from megapack.config.sections import TrainConfig
 from megapack.errors import CheckpointError, first_line
@@ -198,6 +197,7 @@ class Checkpoints:
         batch: SampleBatch,
         field_names: Sequence[str],
         routing: Sequence[torch.Tensor | None] | None = None,
+        dp_rank: int = 0,
     ) -> None:
         """Write a checkpoint, with `train.async_save` on threads. A collective.
 
@@ -210,6 +210,7 @@ class Checkpoints:
                 the batch's start gave. All ranks have them.
             routing: the experts recorded in that pass, of each sample that this rank packs, or None
                 if no pass records them.
+            dp_rank: this process's data-parallel rank.
 
         Raises:
             CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
@@ -229,7 +230,7 @@ class Checkpoints:
             self._write(path, self._on_first_rank, _open, path, self._num_bytes())
             small = _small_files(batch, fields)
             if routing is not None and position.step_in_batch:
-                small |= _routing_file(plan, position.step_in_batch, routing)
+                small |= _routing_file(plan, position.step_in_batch, dp_rank, routing)
             self._pending = self._start(path, manifest, small)
         self._blocked_s += time.perf_counter() - started
         if not self.config.train.async_save:
@@ -430,7 +431,7 @@ def _small_files(
 
 
 def _routing_file(
-    plan: Plan, num_done: int, routing: Sequence[torch.Tensor | None]
+    plan: Plan, num_done: int, dp_rank: int, routing: Sequence[torch.Tensor | None]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The recorded experts of this data-parallel rank's samples in the steps that are left.
 
@@ -438,14 +439,7 @@ def _routing_file(
     """
     left = {i for step in plan.steps[num_done:] for i in step.kept_samples}
     own = {str(i): value for i, value in enumerate(routing) if i in left and value is not None}
-    places = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-    )
-    if any(places):
-        return {}
-    return {f"{_ROUTING}{parallel_state.get_data_parallel_rank()}.pt": own}
+    return {f"{_ROUTING}{dp_rank}.pt": own} if is_first_of_data_parallel_rank() else {}
 
 
 def _has_routing(manifest: Manifest) -> bool:

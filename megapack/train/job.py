@@ -381,6 +381,7 @@ class Trainer:
                 batch.samples,
                 self._saved_fields,
                 batch.routing if self._records_routing else None,
+                self.adapter.dp_rank,
             )
 
     def _finish_save(self) -> None:
