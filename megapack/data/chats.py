@@ -96,11 +96,15 @@ def _marked(
             raise _rewritten(chain[0])
         begin = len(before)
     found = [(max(start, begin), stop) for start, stop in spans if stop > max(start, begin)]
-    if not found:
-        raise TextError(
-            f"[{chain[0]}]: the template's generation marks leave no text of this turn; correct "
-            "the template"
-        )
+    # A turn without a mark would go untrained in silence.
+    for turn in chain:
+        end = len(rendered[turn])
+        if not any(start < end and stop > begin for start, stop in found):
+            raise TextError(
+                f"[{turn}]: the template's generation marks leave no text of this turn; correct "
+                "the template"
+            )
+        begin = end
     return found
 
 
@@ -116,8 +120,9 @@ def _added(
             raise _rewritten(turn)
         end = text.rstrip()
         stop = len(end) if end.endswith(template.special_texts) else len(text)
-        if stop > len(before):
-            spans.append((len(before), stop))
+        if stop == len(before):
+            raise TextError(f"[{turn}]: the template writes nothing for this turn; leave it out")
+        spans.append((len(before), stop))
     return spans
 
 

@@ -119,7 +119,9 @@ def test_templates_that_would_train_nothing_or_the_wrong_text_are_refused(tmp_pa
     unmarked = TEMPLATE.replace(
         "message.role == 'assistant' %}{%- gen", "message.role == 'x' %}{%- gen"
     )
+    last = TEMPLATE.replace("== 'assistant' %}", "== 'assistant' and loop.index0 == 6 %}", 1)
     refusals = {
+        last: r"\[2\]: the template's generation marks leave no text",
         unmarked: "generation marks leave no text",
         PLAIN_TEMPLATE.replace(
             "assistant\\n", "assistant\\n<think>"
