@@ -405,6 +405,8 @@ ALL_CASES = _FEW_PROCESSES | {
 
 # Each of these combines what other cases of the tests have.
 _ONLY_OF_THE_TOOL = {
+    *("mla", "mla_pp2_vpp2", "mla_tp2_sp_recompute", "mla_cp2_recompute", "moe_shared"),
+    *("moe_shared_cp2", "moe_shared_pp2_vpp2", "moe_shared_tp2_sp_ep2_recompute"),
     *("pp2_vpp2_uniform", "pp2_vpp2_staged", "pp2_vpp2_pad_uniform", "pp2_vpp2_frozen_chunks"),
     *("tp2", "tp2_other_model", "tp2_sp_recompute", "cp2_uniform", "cp2_recompute", "cp2_tp2"),
     *("dp2_cp2", "dp2_pp2", "dp2_pp2_uniform_pad", "pp4_vpp2_uniform", "tp2_pp2_vpp2"),
@@ -415,9 +417,7 @@ _ONLY_OF_THE_TOOL = {
     *("moe_dp2_cp2_ep2", "moe_dp2_pp2_ep2", "moe_dp2_tp2_sp", "moe_dp2_tp2_sp_ep2"),
     *("moe_dp2_tp2_sp_ep4", "moe_tp2_sp_pp2_ep2", "moe_tp2_sp_pp2_etp2"),
     *("moe_bias_pp2_loss_alone", "mtp_dp2", "mtp_pp2_uniform", "mtp_tp2_sp", "mtp_pp2_vpp2"),
-    *("mtp_pp2_layers_alone", "mtp_cp2_pp2_vpp2", "moe_shared", "moe_shared_cp2"),
-    *("moe_shared_tp2_sp_ep2_recompute", "moe_shared_pp2_vpp2", "mla", "mla_pp2_vpp2"),
-    *("mla_tp2_sp_recompute", "mla_cp2_recompute"),
+    *("mtp_pp2_layers_alone", "mtp_cp2_pp2_vpp2"),
 }
 CASES = {
     name: case
