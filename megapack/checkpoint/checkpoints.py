@@ -42,6 +42,8 @@ _FIXED = ("seed", "model", "data.prompts_per_batch", "data.shuffle", "optim.dist
 _FREE = (
     *("model.recompute", "model.attention", "model.head_kernel", "model.bias_activation_fusion"),
     *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
+    # The folder may have moved; its sizes are keys of their own.
+    "model.hf_path",
 )
 _BATCH_FILE = "batch.pt"
 _ROUTING = "routing-dp"

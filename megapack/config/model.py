@@ -265,11 +265,6 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
-    def value_head_width(self) -> int:
-        """Channels of one head's values."""
-        return self.v_head_dim or self.head_width
-
-    @property
     def has_expert_bias(self) -> bool:
         """Whether experts are chosen by scores plus a bias."""
         return self.moe_expert_bias or self.moe_bias_update_rate > 0

@@ -198,7 +198,7 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
         keys = model.kv_lora_rank + (model.qk_rope_head_dim or 0)
         widths["kv_lora_rank + qk_rope_head_dim"] = (keys, whole)
         widths["q_lora_rank"] = (model.q_lora_rank or 0, whole)
-        widths["num_attention_heads * v_head_dim"] = (heads * model.value_head_width, unit)
+        widths["num_attention_heads * v_head_dim"] = (heads * (model.v_head_dim or 0), unit)
     if model.num_experts is not None:
         widths["moe_ffn_hidden_size"] = (model.expert_ffn_hidden_size, whole * layout.etp)
     if model.moe_shared_ffn_hidden_size is not None:

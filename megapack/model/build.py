@@ -122,7 +122,7 @@ def attention_sizes(model: ModelConfig, layout: Layout) -> AttentionSizes:
         heads=model.num_attention_heads // layout.tp,
         groups=max(1, groups // layout.tp),
         head_width=model.head_width,
-        value_width=model.value_head_width,
+        value_width=model.v_head_dim,
         cp=layout.cp,
     )
 

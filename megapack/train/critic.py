@@ -87,6 +87,8 @@ class Critic:
             distributed_optimizer=config.optim.distributed_optimizer,
             reduction=reduction,
             stage_layers=config.stage_layers,
+            # A folder's weights come with the copy, and its value head begins with zeros.
+            draws_weights=config.model.hf_path is None,
             value_head=True,
         )
         agree(lambda: copy_weights(policy, self.chunks), device=device)

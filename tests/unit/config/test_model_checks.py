@@ -68,11 +68,9 @@ def test_the_scaling_of_llama_3_is_megatrons() -> None:
         RopeScaling(kind="yarn", factor=0.5)
 
 
-def test_widths_of_latent_attention() -> None:
-    model = ModelConfig(**LATENT)
-    assert (model.head_width, model.value_head_width) == (40, 20)
-    plain = ModelConfig()
-    assert (plain.head_width, plain.value_head_width) == (16, 16)
+def test_keys_of_latent_attention_have_channels_with_and_without_rotation() -> None:
+    assert ModelConfig(**LATENT).head_width == 24 + 16
+    assert ModelConfig().head_width == 16
 
 
 def test_the_first_layers_are_dense() -> None:

@@ -194,6 +194,14 @@ def test_it_is_asked_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
             Layout(tp=2),
             AttentionSizes(heads=4, groups=1, head_width=64),
         ),
+        (
+            {
+                **{"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16},
+                "v_head_dim": 20,
+            },
+            Layout(tp=2, sequence_parallel=True),
+            AttentionSizes(heads=4, groups=4, head_width=40, value_width=20),
+        ),
     ],
 )
 def test_sizes_are_those_of_one_tensor_parallel_rank(
