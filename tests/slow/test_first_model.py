@@ -33,9 +33,7 @@ def script(page: str) -> str:
 
 def test_every_command_of_the_page_runs(tmp_path: Path, repo_root: Path) -> None:
     pytest.importorskip("transformers")
-    make_folder(
-        tmp_path / "models" / "Qwen3-0.6B", "qwen3_tied", max_position_embeddings=4096
-    )
+    make_folder(tmp_path / "models" / "Qwen3-0.6B", "qwen3_tied", max_position_embeddings=4096)
     (tmp_path / "tools").symlink_to(repo_root / "tools")
     environment = {
         **os.environ,
