@@ -34,7 +34,6 @@ ALLOWED_IMPORTS = {
 ALLOWED_CALLS = {
     ("__init__", "importlib.import_module"): "names of this package, from a table",
     ("cli", "importlib.import_module"): "commands of this package, from a table",
-    ("data.workers", "subprocess.Popen"): "this Python, with `serve` of the same module",
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
     ("data.workers", "subprocess.Popen"): "this Python, with `data.workers.serve`",
