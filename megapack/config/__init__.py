@@ -2,8 +2,8 @@
 
 Modules:
     yaml, typed, load: text -> plain values -> typed dataclasses, and back
-    model, critic, rope, sections: the dataclasses, from ModelConfig to TrainConfig
-    model_checks: what the model's keys must fulfil, alone and on a layout
+    model, rope, data, objective, critic, sections: the dataclasses, up to TrainConfig
+    model_checks, run_checks: what keys must fulfil, of the model alone and of all sections
     hf_config: the model's keys from a Hugging Face folder
     cost_file: reads a cost model from its file
 """

@@ -15,19 +15,17 @@ from typing import Literal
 from megapack.base.choices import Device, Kernel, RoutingReplay
 from megapack.config.cost_file import read_cost
 from megapack.config.critic import CriticConfig
-from megapack.config.model import (
-    BYTE_VOCAB_SIZE,
-    DataConfig,
-    ModelConfig,
-    ObjectiveConfig,
-)
+from megapack.config.data import DataConfig
+from megapack.config.model import ModelConfig
 from megapack.config.model_checks import at_least
+from megapack.config.objective import ObjectiveConfig
+from megapack.config.run_checks import check_run
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.cost.model import CostModel
 from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError
-from megapack.layout import Fp8, Layout, ParallelSizes, why_no_retry
+from megapack.layout import Fp8, Layout, ParallelSizes
 from megapack.policy import Policy
 
 __all__ = [
@@ -306,35 +304,7 @@ class TrainConfig:
         at_least(self, "", 0, "seed")
         if self.name in ("", ".", "..") or any(c in self.name for c in "/\\\0\n"):
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
-        self._check_division()
-        self._check_retry()
-        self._check_critic()
-        self._check_rewards()
-        if self.train.export_hf is not None and self.model.hf_path is None:
-            raise ConfigError(
-                f"train.export_hf={self.train.export_hf} needs a model of a Hugging Face folder; "
-                "set model.hf_path, or train.export_hf=null"
-            )
-        self._check_routing_replay()
-        self._check_value_head()
-        vocab_size = self.model.vocab_size
-        if self.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
-            raise ConfigError(
-                f"model.vocab_size={vocab_size} is less than the {BYTE_VOCAB_SIZE} of generated "
-                f"rollouts; set {BYTE_VOCAB_SIZE} or more, or data.path"
-            )
-        if self.tokenizer_folder is not None and vocab_size is None:
-            raise ConfigError(
-                f"the tokenizer of {self.tokenizer_folder} with model.vocab_size=null; set the "
-                "model's vocabulary, or model.hf_path"
-            )
-        longest = self.data.max_length
-        positions = self.model.max_position_embeddings
-        if longest is not None and longest > positions:
-            raise ConfigError(
-                f"data.max_length={longest} is above model.max_position_embeddings={positions}; "
-                f"set it to {positions} or less"
-            )
+        check_run(self)
 
     @property
     def tokenizer_folder(self) -> str | None:
@@ -450,145 +420,6 @@ class TrainConfig:
             critic=self.critic.enabled,
             value_head=self.objective.has_value_head,
         )
-
-    def _check_division(self) -> None:
-        """Check what the layout has to divide, before a job fails on it on a cluster."""
-        layout = self.layout
-        model = self.model
-        try:
-            _ = self.stage_layers
-        except ConfigError as error:
-            raise ConfigError(f"layout: {error}") from None
-        split = ["num_attention_heads", "num_query_groups"]
-        if any(model.dense_layers):
-            split.append("ffn_hidden_size")
-        if model.moe_shared_ffn_hidden_size is not None:
-            split.append("moe_shared_ffn_hidden_size")
-        for name in split:
-            value = getattr(model, name)
-            if value is not None and value % layout.tp:
-                raise ConfigError(
-                    f"model.{name}={value} does not divide over layout.tp={layout.tp}; set a "
-                    f"multiple of {layout.tp}"
-                )
-        if (model.num_experts or 1) % layout.ep:
-            raise ConfigError(
-                f"model.num_experts={model.num_experts} does not divide over layout.ep="
-                f"{layout.ep}; set a multiple of {layout.ep}"
-            )
-        if model.num_experts is None and (layout.etp or 1) > 1:
-            raise ConfigError(
-                f"layout.etp={layout.etp} splits experts, but model.num_experts is null; set "
-                "layout.etp=1"
-            )
-        if model.num_experts and layout.tp > 1 and not layout.sequence_parallel:
-            raise ConfigError(
-                f"model.num_experts={model.num_experts} with layout.tp={layout.tp} needs "
-                "layout.sequence_parallel=true, because Megatron routes each token on one rank; "
-                "set it"
-            )
-        if model.kv_lora_rank is not None and layout.tp > 1 and not layout.sequence_parallel:
-            raise ConfigError(
-                f"model.kv_lora_rank={model.kv_lora_rank} with layout.tp={layout.tp} needs "
-                "layout.sequence_parallel=true, because Megatron-Core sums the gradients of the "
-                "shared rotated keys only with it; set it"
-            )
-        if layout.sequence_parallel and layout.tp == 1:
-            raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
-
-    def _check_critic(self) -> None:
-        objective = self.objective
-        if not self.critic.enabled:
-            for name in ("gamma", "gae_lambda", "kl_in_reward_coef"):
-                default = getattr(ObjectiveConfig, name)
-                if getattr(objective, name) != default:
-                    raise ConfigError(
-                        f"objective.{name}={getattr(objective, name)} has no effect without a "
-                        f"critic; set critic.enabled=true or objective.{name}={default}"
-                    )
-            return
-        if objective.kind not in ("ppo", "grpo"):
-            raise ConfigError(
-                f"critic.enabled=true gives advantages per token, which objective.kind="
-                f"{objective.kind} does not use; set objective.kind=ppo or critic.enabled=false"
-            )
-        if objective.advantage_norm != ObjectiveConfig.advantage_norm:
-            raise ConfigError(
-                f"objective.advantage_norm={objective.advantage_norm} has no effect with a critic, "
-                "whose advantages are not relative to a prompt group; leave it out, or set "
-                "critic.enabled=false"
-            )
-
-    def _check_rewards(self) -> None:
-        """Refuse what changes rewards under an objective that does not read them."""
-        kind = self.objective.kind
-        settings = {
-            "data.drop_equal_rewards=true": self.data.drop_equal_rewards,
-            "objective.overlong_buffer_tokens": self.objective.overlong_buffer_tokens is not None,
-        }
-        for name, is_set in settings.items():
-            if is_set and not self.objective.reads_rewards:
-                raise ConfigError(
-                    f"{name} has no effect under objective.kind={kind}, which reads no rewards; "
-                    "unset it"
-                )
-
-    def _check_routing_replay(self) -> None:
-        replay = self.train.routing_replay
-        if replay == "none":
-            return
-        reasons = {
-            "the model has no experts; set model.num_experts": self.model.num_experts is None,
-        }
-        if replay == "rollout":
-            reasons["generated rollouts have no routed_experts; set data.path"] = (
-                self.data.path is None
-            )
-        else:
-            reasons |= {
-                f"objective.kind={self.objective.kind} has no pass for old log-probs; set grpo": (
-                    self.objective.kind not in ("ppo", "grpo", "gspo")
-                ),
-                # Each rank keeps the routes of its own samples only.
-                "that pass must run the rows of the steps; set plan.forward_max_tokens_per_gpu="
-                "null": self.plan.forward_max_tokens_per_gpu is not None,
-                "a replanned step has other samples on a rank; set train.on_oom=error": (
-                    self.train.on_oom == "replan"
-                ),
-            }
-        for reason, holds in reasons.items():
-            if holds:
-                raise ConfigError(
-                    f"train.routing_replay={replay}: {reason}, or train.routing_replay=none"
-                )
-
-    def _check_value_head(self) -> None:
-        """Refuse layers that predict tokens beside a value head."""
-        if not self.objective.has_value_head:
-            return
-        if self.model.mtp_num_layers:
-            raise ConfigError(
-                f"model.mtp_num_layers={self.model.mtp_num_layers} predicts tokens, which objective"
-                f".kind={self.objective.kind} does not; set model.mtp_num_layers=0"
-            )
-
-    def _check_retry(self) -> None:
-        reason = why_no_retry(tp=self.layout.tp, cp=self.layout.cp, ep=self.layout.ep)
-        if self.train.on_oom == "replan" and reason:
-            raise ConfigError(
-                f"train.on_oom=replan cannot run with this layout ({reason}); set "
-                "train.on_oom=error"
-            )
-        overlaps = [
-            f"optim.{name}=true"
-            for name in ("overlap_grad_reduce", "overlap_param_gather")
-            if getattr(self.optim, name)
-        ]
-        if self.train.on_oom == "replan" and overlaps:
-            raise ConfigError(
-                f"train.on_oom=replan cannot run with {overlaps[0]}, because a step is repeated "
-                "before it is reduced; set one of them otherwise"
-            )
 
 
 def check_installed(names: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megapack.base.choices import RoutingReplay
-from megapack.config.model import ObjectiveConfig
+from megapack.config.objective import ObjectiveConfig
 from megapack.config.sections import PlanConfig
 from megapack.cost.model import CostModel
 from megapack.data.batches import plan_logprobs, plan_steps

@@ -15,8 +15,9 @@ CONFIG = str(Path(__file__).resolve().parents[3] / "configs/gpt_tiny_dp2_pp2_vpp
 ROWS: list[dict[str, Any]] = [
     {"prompt": "a", "response": "b\n", "reward": 0.5},
     {"prompt_ids": [97, 32], "response_ids": [98, 0xE9, 257], "loss_mask": [1, 0, 1]},
-    {"prompt": "q", "chosen": "y", "rejected": "n", "group": 3},
 ]
+PAIRS = [{"prompt": "q", "chosen": "y", "rejected": "n", "group": 3}]
+DPO = ("objective.kind=dpo", "objective.loss_weighting=seq-mean-token-mean")
 
 
 @pytest.fixture
@@ -30,15 +31,29 @@ def test_tokens_that_count_are_in_brackets(call: Any, data: str) -> None:
     code, out, err = call("data", "show", data, "--config", CONFIG)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "4 samples, 18 tokens, 9 count in the loss",
+        "2 samples, 10 tokens, 5 count in the loss",
         f"sample 0: {data}:1, sample 0 of its line, group 0, rollout 0, reward 0.5",
         "2 tokens of the prompt, 3 of the response; 3 count in the loss (in brackets)",
         r"  <bos>/256 a/97 [b/98] [\n/10] [<eos>/257]",
     ]
     _, out, _ = call("data", "show", data, "--config", CONFIG, "--sample", "1")
     assert out.splitlines()[-1] == r"  a/97 ␣/32 [b/98] \xe9/233 [<eos>/257]"
-    _, out, _ = call("data", "show", data, "--config", CONFIG, "--sample", "3")
-    assert f"{data}:3, sample 1 of its line, group 2, rollout 2, other of a pair" in out
+
+
+def test_the_samples_of_a_pair_are_named(call: Any, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    code, out, err = call("data", "show", str(path), "--config", CONFIG, *DPO, "--sample", "1")
+    assert (code, err) == (0, "")
+    assert f"{path}:1, sample 1 of its line, group 0, rollout 0, other of a pair" in out
+
+
+def test_pairs_are_refused_by_objectives_that_do_not_read_them(call: Any, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    code, _, err = call("data", "show", str(path), "--config", CONFIG)
+    assert code == 2
+    assert "are in preference pairs, which objective.kind=grpo does not read" in err
 
 
 def test_overrides_are_those_of_a_run(call: Any, data: str) -> None:
@@ -74,7 +89,7 @@ def test_json_has_all_of_it(call: Any, data: str) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--sample", "4"], "sample 4 of 4; set --sample from 0 to 3"),
+        (["--sample", "4"], "sample 4 of 2; set --sample from 0 to 1"),
         (["data.max_length=2", "data.overlong=error"], "data.jsonl:1: 5 tokens, max_length is 2"),
         (["data.tokenizer=hf", "model.vocab_size=300"], "set data.tokenizer_path or model.hf_path"),
         (["data.tokenizer=hf", "data.tokenizer_path=/nowhere"], "model.vocab_size=null; set"),
@@ -82,7 +97,10 @@ def test_json_has_all_of_it(call: Any, data: str) -> None:
             ["data.tokenizer=hf", "data.tokenizer_path=/nowhere", "model.vocab_size=300"],
             "/nowhere has no tokenizer.json; set data.tokenizer_path",
         ),
-        (["data.tokenizer_path=/nowhere"], "has no effect under data.tokenizer=bytes"),
+        (
+            ["data.tokenizer=bytes", "data.tokenizer_path=/nowhere"],
+            "has no effect under data.tokenizer=bytes",
+        ),
         (["data.workers=0"], "data.workers is 0; set 1 or more"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapack.config.model import ObjectiveConfig
+from megapack.config.objective import ObjectiveConfig
 from megapack.config.sections import DataConfig, PlanConfig, TrainConfig
 from megapack.data.batches import all_batches, batch_advantages, open_dataset, steps_in
 from megapack.errors import DataError

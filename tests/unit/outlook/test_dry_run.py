@@ -198,7 +198,7 @@ def test_passes_recomputation_and_cost_models_change_seconds(call: Call, tmp_pat
     assert kl["num_logprob_passes"] == 2
     sft = output_of(call(DENSE, 8, "objective.kind=sft", "--json"))
     assert (sft["num_logprob_passes"], sft["logprob_pass"]) == (0, None)
-    pairs = ["objective.loss_weighting=seq-mean-token-mean", "model.untie_embeddings=true"]
+    pairs = ["objective.loss_weighting=seq-mean-token-mean"]
     dpo = output_of(call(DENSE, 8, *pairs, "objective.kind=dpo", "--json"))
     # One pass, with the reference; each generated rollout is a pair of two samples.
     assert (dpo["num_logprob_passes"], dpo["num_samples"]) == (1, 2 * base["num_samples"])

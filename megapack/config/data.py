@@ -1,0 +1,70 @@
+"""The config's section `data`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from megapack.base.choices import Overlong
+from megapack.config.model_checks import at_least
+from megapack.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where rollouts come from."""
+
+    path: str | None = None
+    """A file of JSON Lines (see `megapack.data.rollouts`) or Parquet with the same columns, or a
+    folder of such files, read as one; null = generated rollouts."""
+    prompts_per_batch: int = 32
+    """Prompt groups (prompts with all their rollouts) per batch; a batch is planned as a whole."""
+    max_length: int | None = None
+    """Tokens that a sample may have, prompt and response; null = model.max_position_embeddings."""
+    overlong: Overlong = "error"
+    """What happens to a sample above `max_length`: raise an error, truncate it to its first tokens,
+    or skip it with a warning."""
+    tokenizer: Literal["bytes", "hf"] | None = None
+    """For text and chats: bytes (one token per byte, 259 with the special tokens; no chats), or hf
+    (the tokenizer and chat template of a Hugging Face folder; megapack[hf]). Token ids in a file
+    are used as they are. null = hf if `tokenizer_path` or model.hf_path is set, else bytes.
+    Generated rollouts are bytes."""
+    tokenizer_path: str | None = None
+    """The folder with `tokenizer.json` for the text of `path`; null = model.hf_path."""
+    workers: int | None = None
+    """Processes of a node that tokenize the data before its first run; null = one per core. The
+    result is the same with any number."""
+    num_generated: int = 256
+    """Rollouts, or under dpo and reward preference pairs, to generate if `path` is null; a multiple
+    of `generated_group_size`."""
+    generated_group_size: int = 4
+    """Generated rollouts or pairs per prompt."""
+    generated_seed: int = 0
+    """Equal seeds generate equal rollouts."""
+    shuffle: bool = False
+    """Shuffle the prompt groups in each epoch, by `seed`."""
+    drop_equal_rewards: bool = False
+    """Leave out prompt groups whose rewards are all equal, as DAPO's dynamic sampling does
+    (arXiv 2503.14476): under `group` advantages they have no gradient. Batches are filled with the
+    groups that follow. Rewards count as they are in the file. Groups of one rollout, and groups
+    with given advantages, are kept."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "data", 1, "prompts_per_batch", "max_length", "num_generated")
+        at_least(self, "data", 1, "generated_group_size", "workers")
+        if self.path == "":
+            raise ConfigError("data.path is empty; set a file, or null for generated rollouts")
+        if self.tokenizer_path is not None and self.tokenizer == "bytes":
+            raise ConfigError(
+                f"data.tokenizer_path={self.tokenizer_path} has no effect under data.tokenizer="
+                "bytes; set data.tokenizer=hf"
+            )
+        if self.tokenizer == "hf" and self.path is None:
+            raise ConfigError(
+                "data.tokenizer=hf needs data.path, because generated rollouts are bytes; set it"
+            )
+        if self.num_generated % self.generated_group_size:
+            raise ConfigError(
+                f"data.num_generated={self.num_generated} is not a multiple of data."
+                f"generated_group_size={self.generated_group_size}; set one"
+            )

@@ -1,0 +1,146 @@
+"""The config's section `objective`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from megapack.base.choices import AdvantageNorm, KlKind, KlLevel, LossWeighting
+from megapack.config.model_checks import at_least
+from megapack.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """The loss, and how tokens are weighted in it."""
+
+    kind: Literal["sft", "ppo", "grpo", "gspo", "dpo", "reward"] = "grpo"
+    """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: the same with a KL penalty
+    in the loss. gspo: the same with one ratio per sample (set seq-mean-token-mean, and clips near
+    3e-4). dpo: direct preference optimization of pairs, against the initial weights as the
+    reference. reward: a reward model, trained on pairs; a value head replaces the vocabulary's
+    projection. Both need seq-mean-token-mean, which makes their loss the mean over pairs."""
+    loss_weighting: LossWeighting = "token-mean"
+    """The weight of a response token in a step's loss, see `megapack.loss`."""
+    norm_constant: float | None = None
+    """The divisor of seq-mean-token-sum-norm, in tokens; null for the other weightings."""
+    clip_low: float = 0.2
+    """The probability ratio is clipped below at 1 - clip_low; in [0, 1]."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bound on the loss of tokens with negative advantages, above 1; null = no bound."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference policy (the initial weights); 0 = no reference pass."""
+    kl_kind: KlKind = "k3"
+    """The estimator of the KL."""
+    kl_level: KlLevel = "token"
+    """For gspo: apply the estimator to each token's log-ratio, or to the mean over a sample."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy, which is subtracted from the loss; 0 = entropy is only reported."""
+    advantage_norm: AdvantageNorm = "group"
+    """How rewards become advantages without a critic, see
+    `megapack.data.advantages.group_advantages`."""
+    gamma: float = 1.0
+    """With a critic: the factor of a reward one token later, in [0, 1]."""
+    gae_lambda: float = 1.0
+    """With a critic: lambda of GAE (arXiv 1506.02438), in [0, 1]. 1 uses rewards alone, less relies
+    on the critic's values instead."""
+    kl_in_reward_coef: float = 0.0
+    """With a critic: weight of the log-ratio to the reference policy (the initial weights) that is
+    subtracted from each token's reward, as in InstructGPT; 0 = no reference pass."""
+    max_response_tokens: int | None = None
+    """The longest response that the rollouts could have, in tokens; null = not known. Only
+    `overlong_buffer_tokens` uses it."""
+    overlong_buffer_tokens: int | None = None
+    """Rewards fall linearly over this many tokens before `max_response_tokens`: DAPO's penalty of
+    overlong responses, see `megapack.data.advantages.penalize_overlong`. null = no penalty."""
+    overlong_penalty: float = 1.0
+    """What the reward of a response of `max_response_tokens` or more loses."""
+    dpo_beta: float = 0.1
+    """For dpo: factor of the log-ratio between policy and reference, above 0."""
+    dpo_label_smoothing: float = 0.0
+    """For dpo: assumed share of pairs whose label is wrong, in [0, 0.5)."""
+    logprob_chunk_tokens: int | None = None
+    """Tokens whose logits are in memory at once in the vocabulary head; fewer save memory. null =
+    a power of two of at most 8,192 whose fp32 logits fit into 2.5 GiB on a GPU: 4,096 for 151,936
+    vocabulary rows at tp=1."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "objective", 0, "clip_low", "clip_high", "kl_coef", "kl_in_reward_coef")
+        at_least(self, "objective", 1, "logprob_chunk_tokens")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"objective.{name} is {getattr(self, name)}; set it in [0, 1]")
+        self._check_overlong()
+        self._check_pairs()
+        if self.clip_low > 1:
+            raise ConfigError(f"objective.clip_low is {self.clip_low}; set a number in [0, 1]")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"objective.dual_clip is {self.dual_clip}; set above 1, or null")
+        normed = self.loss_weighting == "seq-mean-token-sum-norm"
+        if normed and (self.norm_constant is None or self.norm_constant <= 0):
+            raise ConfigError(
+                f"objective.loss_weighting={self.loss_weighting} with norm_constant="
+                f"{self.norm_constant}; set objective.norm_constant above 0"
+            )
+        if self.kl_level != "token" and self.kind != "gspo":
+            raise ConfigError(
+                f"objective.kl_level={self.kl_level} has no effect under kind={self.kind}; set "
+                "objective.kind=gspo or kl_level=token"
+            )
+        if self.kl_coef and self.kind not in ("grpo", "gspo"):
+            raise ConfigError(
+                f"objective.kl_coef={self.kl_coef} has no effect under kind={self.kind}; set "
+                "objective.kind=grpo or kl_coef=0"
+            )
+
+    def _check_pairs(self) -> None:
+        if not 0 < self.dpo_beta < float("inf") or not 0 <= self.dpo_label_smoothing < 0.5:
+            raise ConfigError(
+                f"objective.dpo_beta={self.dpo_beta} and objective.dpo_label_smoothing="
+                f"{self.dpo_label_smoothing}; set them above 0 and in [0, 0.5)"
+            )
+        if self.reads_pairs and self.loss_weighting != "seq-mean-token-mean":
+            raise ConfigError(
+                f"objective.loss_weighting={self.loss_weighting} would weight pairs by their "
+                f"tokens under kind={self.kind}; set objective.loss_weighting=seq-mean-token-mean"
+            )
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the loss is of pairs of a preferred and another response."""
+        return self.kind in ("dpo", "reward")
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the trained model gives one number per token in place of log-probs."""
+        return self.kind == "reward"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether log-probs of a reference policy are needed."""
+        return bool(self.kl_coef or self.kl_in_reward_coef) or self.kind == "dpo"
+
+    @property
+    def num_logprob_passes(self) -> int:
+        """Passes over a batch before its steps: with its first weights, and with the reference."""
+        return int(self.reads_rewards) + int(self.has_reference)
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether the loss needs rewards or advantages of samples."""
+        return self.kind in ("ppo", "grpo", "gspo")
+
+    def _check_overlong(self) -> None:
+        at_least(self, "objective", 1, "max_response_tokens", "overlong_buffer_tokens")
+        at_least(self, "objective", 0, "overlong_penalty")
+        if self.overlong_buffer_tokens is None:
+            return
+        longest = self.max_response_tokens
+        if longest is None or self.overlong_buffer_tokens > longest:
+            raise ConfigError(
+                f"objective.overlong_buffer_tokens={self.overlong_buffer_tokens} with objective."
+                f"max_response_tokens={longest}; set max_response_tokens to the limit that the "
+                "rollouts had, and a buffer of at most that"
+            )
