@@ -10,6 +10,7 @@ import inspect
 import json
 import sys
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,21 @@ def page() -> str:
 
 
 def _table(cls: Any, names: set[str] | None = None) -> str:
-    rows = ["| key | value | default | |", "|---|---|---|---|"]
+    rows = ["| key | value | default | |", "|---|---|---|---|", *_rows(cls, names)]
+    return "\n".join(rows) + "\n"
+
+
+def _rows(cls: Any, names: set[str] | None = None, prefix: str = "") -> Iterator[str]:
+    """A row per key; a section within a section has rows for its own keys."""
     hints = typing.get_type_hints(cls)
     docs = field_docs(cls)
     for field in dataclasses.fields(cls):
-        if names is None or field.name in names:
-            cells = (f"`{field.name}`", describe(hints[field.name]), default(field))
-            rows.append(f"| {' | '.join((*cells, _cell(docs[field.name])))} |")
-    return "\n".join(rows) + "\n"
+        key = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(hints[field.name]) and names is None:
+            yield from _rows(hints[field.name], prefix=f"{key}.")
+        elif names is None or field.name in names:
+            cells = (f"`{key}`", describe(hints[field.name]), default(field))
+            yield f"| {' | '.join((*cells, _cell(docs[field.name])))} |"
 
 
 def default(field: dataclasses.Field[Any]) -> str:

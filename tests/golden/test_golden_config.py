@@ -27,7 +27,7 @@ def lines(cls: Any, section: str = "") -> Iterator[str]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from lines(hints[field.name], f"{field.name}.")
+            yield from lines(hints[field.name], f"{section}{field.name}.")
             continue
         default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
         yield f"{section}{field.name}: {describe(hints[field.name])}{default}"

@@ -17,7 +17,7 @@ ROWS: list[dict[str, Any]] = [
     {"prompt_ids": [97, 32], "response_ids": [98, 0xE9, 257], "loss_mask": [1, 0, 1]},
 ]
 PAIRS = [{"prompt": "q", "chosen": "y", "rejected": "n", "group": 3}]
-DPO = ("objective.kind=dpo", "objective.loss_weighting=seq-mean-token-mean")
+DPO = ("objective.kind=dpo", "objective.kl_coef=0", "objective.loss_weighting=seq-mean-token-mean")
 
 
 @pytest.fixture
