@@ -422,7 +422,10 @@ _ONLY_OF_THE_TOOL = {
     *("tp2_sp_recompute_full", "seq-mean-token-sum", "pp2_uneven", "moe_pp2_uneven_recompute"),
     *("moe_replay_cp2", "moe_replay_tp2_sp_ep2", "moe_bias_pp2_recompute"),
     *("moe_shared", "moe_shared_cp2", "moe_shared_tp2_sp_ep2_recompute", "moe_shared_pp2_vpp2"),
-    *("mla", "mla_pp2_vpp2", "mla_tp2_sp_recompute", "mla_cp2_recompute"),
+    *("mla", "mla_pp2_vpp2", "mla_tp2_sp_recompute", "mla_cp2_recompute", "dp2", "mtp_pp2"),
+    *("seq-mean-token-mean", "tp2_sp_other_model", "cp2_recompute_attention", "pp2_recompute"),
+    *("moe_tp2_sp_ep2", "pp2_vpp2_pad", "dp2_pp2_vpp2_pad", "moe_dp2_tp2_sp_ep2_etp2"),
+    *("moe_replay_tp2_sp_cp2", "tp2_sp_pp2_loss_alone"),
 }
 CASES = {
     name: case
