@@ -60,7 +60,7 @@ setup(
         "parquet": ["pyarrow>=15"],
         "plot": ["matplotlib>=3.8"],
         # Weights, tokenizers and chat templates of Hugging Face folders.
-        "hf": ["transformers>=4.51", "safetensors>=0.4.3", "jinja2>=3.1"],
+        "hf": ["transformers>=4.52.1", "safetensors>=0.4.3", "jinja2>=3.1"],
         "dev": [
             "hypothesis>=6.100",
             "matplotlib>=3.8",

@@ -330,6 +330,13 @@ class Checkpoints:
                 f"{found.path} is of a run with other settings: {', '.join(changed)}; set them as "
                 "they were, or train.resume=null"
             )
+        if self._has_reference and not manifest.has_reference:
+            moved = folders.differences(manifest.config, to_dict(self.config), ("model.hf_path",))
+            if moved:
+                raise CheckpointError(
+                    f"{found.path} has no reference policy, and the folder of the initial weights "
+                    f"is another one: {moved[0]}; set it as it was, or objective.kl_coef=0"
+                )
         if self.state.has_critic and not manifest.has_critic:
             raise CheckpointError(
                 f"{found.path} has no critic; set critic.enabled=false, or train.resume=null"

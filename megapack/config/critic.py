@@ -38,4 +38,7 @@ def critic_model(policy: ModelConfig) -> ModelConfig:
 
     A value head replaces the vocabulary projection, so this must not be the embedding too.
     """
-    return dataclasses.replace(policy, untie_embeddings=True, freeze=(), mtp_num_layers=0)
+    # Untied it is not the model of the policy's folder any more.
+    return dataclasses.replace(
+        policy, hf_path=None, untie_embeddings=True, freeze=(), mtp_num_layers=0
+    )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from megapack.errors import ConfigError, brief
 
 FILE = "config.json"
 
+# ORGANISATION/MODEL, as the hub names them.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # The longest published config has 40 KB (quantization by layer).
 _MAX_BYTES = 1 << 20
 _MISSING = object()
@@ -68,6 +71,8 @@ class Family:
     """Keys without effect on training, in addition to `_UNUSED`."""
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keys of `ModelConfig` that all models of the family have."""
+    is_partly_rotated: bool = False
+    """Whether transformers reads `partial_rotary_factor`."""
     parts: tuple[Callable[[_Reader], Values], ...] = ()
     """Functions that take several keys together."""
 
@@ -175,9 +180,10 @@ def _read(folder: str) -> Mapping[str, Any]:
         data = read_whole(path, _MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"{folder}: {FILE} cannot be read ({reason}); give the folder of a Hugging Face model"
-        ) from None
+        advice = "give the folder of a Hugging Face model"
+        if _HUB_NAME.fullmatch(folder) and not Path(folder).exists():
+            advice += f"; for one of the hub: hf download {folder} --local-dir FOLDER"
+        raise ConfigError(f"{folder}: {FILE} cannot be read ({reason}); {advice}") from None
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path}: longer than {_MAX_BYTES} bytes; give a model's {FILE}")
     try:
@@ -191,14 +197,28 @@ def _read(folder: str) -> Mapping[str, Any]:
     return keys
 
 
+def value_architecture(architecture: str) -> str:
+    """The class of transformers for a model with one value in place of logits.
+
+    >>> value_architecture("Qwen3ForCausalLM")
+    'Qwen3ForSequenceClassification'
+    """
+    return architecture.replace("ForCausalLM", "ForSequenceClassification")
+
+
 def _check_class(reader: _Reader) -> None:
     """Refuse classifiers, quantized weights and remote code that is not the family's."""
     names = reader.get("architectures", None)
     reader.known.add("model_type")
-    if names is not None and names != [reader.family.architecture]:
-        raise reader.error(
-            "architectures", names, f"megapack trains {reader.family.architecture} only"
-        )
+    own = reader.family.architecture
+    scores = value_architecture(own)
+    if names is not None and names not in ([own], [scores]):
+        raise reader.error("architectures", names, f"megapack trains {own} and {scores} only")
+    if names == [scores]:
+        labels = reader.get("id2label", None)
+        if not isinstance(labels, dict) or len(labels) != 1:
+            raise reader.error("id2label", labels, "megapack trains classifiers of one label only")
+        reader.known.add("label2id")
     reader.require(
         "quantization_config",
         None,
@@ -297,6 +317,12 @@ def _rope(reader: _Reader) -> Values:
     percent = merged["partial_rotary_factor"]
     if percent is not None and type(percent) not in (int, float):
         raise reader.error("partial_rotary_factor", percent, "expected a number")
+    if percent not in (None, 1) and not reader.family.is_partly_rotated:
+        raise reader.error(
+            "partial_rotary_factor",
+            percent,
+            "transformers rotates whole heads of this family whatever it says: remove the key",
+        )
     return {
         "rotary_base": int(base),
         "rotary_percent": 1.0 if percent is None else float(percent),
@@ -380,6 +406,12 @@ def _switched_window(reader: _Reader) -> Values:
     return {}
 
 
+def _own_head_width(reader: _Reader) -> Values:
+    """Heads whose width does not follow from the hidden size, so that null is no width."""
+    reader.count("head_dim", 1)
+    return {}
+
+
 def _top_k(reader: _Reader, *names: str) -> Values:
     """The number of experts by one of these names, and how many a token uses."""
     present = [name for name in names if name in reader.keys] or [names[0]]
@@ -458,7 +490,7 @@ def _latent_attention(reader: _Reader) -> Values:
     rank = reader.get("q_lora_rank")
     reader.require("head_dim", None, rope)
     reader.require("qk_head_dim", nope + rope)
-    reader.require("num_key_value_heads", reader.count("num_attention_heads", 1))
+    reader.require("num_key_value_heads", reader.count("num_attention_heads", 1), None)
     # transformers normalises the compressed queries and keys with 1e-6 whatever the layers have.
     reader.require("rms_norm_eps", 1e-6)
     return {
@@ -491,11 +523,14 @@ _MIXTRAL = Family(
     parts=(_window, _mixtral_experts),
 )
 _QWEN2 = Family(
-    architecture="Qwen2ForCausalLM", values={"qkv_bias": True}, parts=(_switched_window,)
+    architecture="Qwen2ForCausalLM",
+    only={"use_mrope": (False,)},
+    values={"qkv_bias": True},
+    parts=(_switched_window,),
 )
 _QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
-    only={"qkv_bias": (True,)},
+    only={"qkv_bias": (True,), "use_mrope": (False,)},
     values={"qkv_bias": True},
     parts=(_switched_window, _qwen_experts, _qwen2_shared_expert),
 )
@@ -504,7 +539,7 @@ _QWEN3 = Family(
     defaults={"head_dim": 128},
     only={"attention_bias": (False,)},
     values={"qk_layernorm": True},
-    parts=(_switched_window,),
+    parts=(_switched_window, _own_head_width),
 )
 _QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
@@ -528,6 +563,7 @@ _GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
     defaults={"partial_rotary_factor": 0.5},
+    is_partly_rotated=True,
     parts=(_deepseek_experts, _mtp),
 )
 FAMILIES: Mapping[str, Family] = {

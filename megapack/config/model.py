@@ -173,9 +173,12 @@ class ModelConfig:
                     f"model.mtp_num_layers={self.mtp_num_layers} with model.hf_path: weights of "
                     "multi-token prediction are not loaded; set mtp_num_layers=0"
                 )
-        check_experts(self)
-        check_routing(self)
-        check_latent_attention(self)
+        try:
+            self._check_architecture()
+        except ConfigError as error:
+            if self.hf_path is None:
+                raise
+            raise ConfigError(f"with the sizes of {self.hf_path}: {error}") from None
         self._check_recompute()
         self._check_kernels()
         at_least(self, "model", 0, "mtp_num_layers", "mtp_loss_coef")
@@ -184,36 +187,7 @@ class ModelConfig:
                 f"model.mtp_num_layers={self.mtp_num_layers} does not run with model.recompute="
                 "full; set model.recompute=selective"
             )
-        sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
-        at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
-        at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
-        at_least(self, "model", 0, "init_std")
-        at_least(self, "model", 0, "norm_epsilon")
-        heads = self.num_attention_heads
-        groups = self.num_query_groups
-        has_own_width = self.kv_channels is not None or self.kv_lora_rank is not None
-        if not has_own_width and self.hidden_size % (2 * heads):
-            raise ConfigError(
-                f"model.hidden_size={self.hidden_size} does not give model.num_attention_heads="
-                f"{heads} heads of an even width; set a multiple of {2 * heads}, or "
-                "model.kv_channels"
-            )
-        if self.kv_lora_rank is None and self.head_width % 2:
-            raise ConfigError(
-                f"model.kv_channels={self.kv_channels} is odd; rotary embeddings rotate pairs of "
-                f"channels: set {self.head_width + 1}"
-            )
-        if not 0 < self.rotary_percent <= 1 or int(self.head_width * self.rotary_percent) % 2:
-            raise ConfigError(
-                f"model.rotary_percent={self.rotary_percent} of {self.head_width} channels is not "
-                "an even number in (0, 1]; set 1 or 0.5"
-            )
         self._check_fp8()
-        if groups is not None and heads % groups:
-            raise ConfigError(
-                f"model.num_attention_heads={heads} does not divide over model.num_query_groups="
-                f"{groups}; set a divisor of {heads}"
-            )
 
     @classmethod
     def from_hf(cls, folder: str, **keys: Any) -> ModelConfig:
@@ -307,6 +281,40 @@ class ModelConfig:
             first_dense_layers=first_dense,
             dense_ffn_hidden_size=dense_width if first_dense else None,
         )
+
+    def _check_architecture(self) -> None:
+        check_experts(self)
+        check_routing(self)
+        check_latent_attention(self)
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
+        at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
+        at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
+        at_least(self, "model", 0, "init_std")
+        at_least(self, "model", 0, "norm_epsilon")
+        heads = self.num_attention_heads
+        groups = self.num_query_groups
+        has_own_width = self.kv_channels is not None or self.kv_lora_rank is not None
+        if not has_own_width and self.hidden_size % (2 * heads):
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size} does not give model.num_attention_heads="
+                f"{heads} heads of an even width; set a multiple of {2 * heads}, or "
+                "model.kv_channels"
+            )
+        if self.kv_lora_rank is None and self.head_width % 2:
+            raise ConfigError(
+                f"model.kv_channels={self.kv_channels} is odd; rotary embeddings rotate pairs of "
+                f"channels: set {self.head_width + 1}"
+            )
+        if not 0 < self.rotary_percent <= 1 or int(self.head_width * self.rotary_percent) % 2:
+            raise ConfigError(
+                f"model.rotary_percent={self.rotary_percent} of {self.head_width} channels is not "
+                "an even number in (0, 1]; set 1 or 0.5"
+            )
+        if groups is not None and heads % groups:
+            raise ConfigError(
+                f"model.num_attention_heads={heads} does not divide over model.num_query_groups="
+                f"{groups}; set a divisor of {heads}"
+            )
 
     def _check_recompute(self) -> None:
         modules = self.recompute_modules

@@ -122,5 +122,7 @@ def explained_variance(values: Floats, returns: Floats) -> float | None:
     >>> explained_variance(np.array([0.0, 2.0]), np.array([0.0, 4.0]))
     0.75
     """
-    total = float(np.var(returns))
-    return 1 - float(np.var(returns - values)) / total if total else None
+    # Not by the variance, which rounding makes positive for equal numbers such as 0.1.
+    if not returns.size or returns.max() == returns.min():
+        return None
+    return 1 - float(np.var(returns - values)) / float(np.var(returns))

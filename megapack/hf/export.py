@@ -108,7 +108,7 @@ class Exporter:
         max_shard_bytes: int,
         device: torch.device,
     ) -> None:
-        self.folder = folder
+        self.folder = output.target(folder)
         self.like = like
         self.dtype = dtype
         self.device = device
@@ -122,7 +122,7 @@ class Exporter:
         try:
             self._on_first_rank(self._open, plan, replace)
             agree(lambda: self._write(plan, sources), device=self.device)
-            self._on_first_rank(self._finish, plan)
+            self._on_first_rank(self._finish, plan, replace)
         except BaseException:
             if self._rank == 0:
                 output.abandon(self.folder)
@@ -207,7 +207,7 @@ class Exporter:
         dist.recv(values, part.holder)
         return values
 
-    def _finish(self, plan: ExportPlan) -> None:
+    def _finish(self, plan: ExportPlan, replace: bool) -> None:
         """Write the small files and give the folder its name."""
         part = output.part_path(self.folder)
         write_index(part, plan.weight_map, plan.num_bytes)
@@ -215,7 +215,7 @@ class Exporter:
         dtype = None if self.dtype is None else str(_TORCH[self.dtype]).removeprefix("torch.")
         is_value_model = VALUE_HEAD in plan.weight_map
         output.write_config(self.like, self.folder, dtype=dtype, is_value_model=is_value_model)
-        output.finish(self.folder)
+        output.finish(self.folder, replace=replace)
 
 
 class OwnFiles:

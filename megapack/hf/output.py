@@ -11,12 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from megapack.base.files import read_whole, strict_json, sync
+from megapack.config.hf_config import read_hf_config, value_architecture
 from megapack.errors import CheckpointError, ConfigError, MegapackError, first_line
 
 # What a model's folder has besides weights: generation config, tokenizer, chat template, and the
 # code of models and tokenizers that transformers does not have.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _TEMPLATES = "additional_chat_templates"
+
+
+def target(folder: str | Path) -> Path:
+    """The folder of an export, without `..` after a name.
+
+    Raises:
+        ConfigError: it is the root of the file system.
+    """
+    path = Path(os.path.normpath(folder))
+    if path.name in ("", ".."):
+        path = Path(os.path.abspath(folder))
+    if not path.name:
+        raise ConfigError(f"{path} is no folder of its own; set one below it")
+    return path
 
 
 def check_free(folder: Path, *, replace: bool) -> None:
@@ -37,8 +52,13 @@ def open_part(folder: Path) -> None:
     part.mkdir(parents=True)
 
 
-def finish(folder: Path) -> None:
-    """Sync all files to the disk, and give the folder its name."""
+def finish(folder: Path, *, replace: bool) -> None:
+    """Sync all files to the disk, and give the folder its name.
+
+    Raises:
+        ConfigError: see `check_free`; something came to its place meanwhile.
+    """
+    check_free(folder, replace=replace)
     part = part_path(folder)
     for path in (*part.rglob("*"), part):
         sync(path)
@@ -105,10 +125,7 @@ def write_config(like: Path, folder: Path, *, dtype: str | None, is_value_model:
     if config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0
     if is_value_model:
-        config["architectures"] = [
-            name.replace("ForCausalLM", "ForSequenceClassification")
-            for name in config.get("architectures", ())
-        ]
+        config["architectures"] = [value_architecture(read_hf_config(like).architecture)]
         # One label is how transformers says that the output is a score.
         config["id2label"] = {"0": "LABEL_0"}
         config["label2id"] = {"LABEL_0": 0}

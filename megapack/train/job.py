@@ -120,8 +120,9 @@ class Trainer:
         has_value_head = config.objective.has_value_head
         model = config.model
         if has_value_head:
-            # The head replaces an output layer of its own, also where the folder's model is tied.
-            model = dataclasses.replace(model, untie_embeddings=True)
+            # The head replaces an output layer of its own. A folder's tied model is untied for it,
+            # and is not its folder's model any more.
+            model = dataclasses.replace(model, hf_path=None, untie_embeddings=True)
         self.chunks = build_model(
             model,
             self.layout,

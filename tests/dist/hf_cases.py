@@ -16,7 +16,17 @@ from tests import hf_models
 from tests.dist.spawn import checked_job
 
 FAMILIES = (
-    *("llama3_rope", "qwen2", "qwen3", "qwen3_tied", "qwen2_moe", "mixtral", "qwen3_moe"),
+    *(
+        "llama",
+        "llama3_rope",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_tied",
+        "qwen2_moe",
+        "mixtral",
+        "qwen3_moe",
+    ),
     *("deepseek_v3", "glm4_moe"),
 )
 EXPERTS = ("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")

@@ -137,3 +137,36 @@ def test_what_cannot_be_exported_is_one_line(trained: tuple[Path, str], tmp_path
     code, printed = job(tmp_path, "train", "config.yaml", *random, world=1)
     assert code == 2
     assert "train.export_hf=last needs a model of a Hugging Face folder" in printed
+
+
+def test_a_reward_model_of_a_tied_folder_is_exported_and_goes_on(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    kind = ("objective.kind=reward", "objective.loss_weighting=seq-mean-token-mean")
+    options = (*kind, "objective.kl_coef=0", "data.overlong=skip", "train.save_interval=null")
+    output = train(tmp_path, *options, world=1)
+    assert "exported runs/run/hf/step-00000004" in output
+    exported = tmp_path / "runs/run/hf/step-00000004"
+    model = AutoModelForSequenceClassification.from_pretrained(exported)
+    assert model.config.num_labels == 1
+    score = read_folder(exported)["score.weight"]
+    assert torch.equal(model.score.weight.float(), score.float())
+    assert score.abs().max() > 0
+    code, output = job(
+        tmp_path,
+        "train",
+        "config.yaml",
+        f"model.hf_path={exported}",
+        "name=more",
+        *options,
+        world=1,
+    )
+    assert code == 0, output
+
+
+def test_a_critic_of_a_tied_folder(tmp_path: Path) -> None:
+    options = ("objective.kind=ppo", "objective.kl_coef=0", "critic.enabled=true")
+    train(tmp_path, *options, "train.save_interval=null", world=1)
+    values = [line["critic_loss"] for line in metrics(tmp_path)]
+    assert len(values) == 4
+    assert values[-1] < values[0]

@@ -333,7 +333,11 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
     [
         ("qwen3", {"model_type": "gpt_oss"}, 'model_type="gpt_oss"; megapack trains llama,'),
         ("qwen3", {"model_type": None}, "model_type=null"),
-        ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForCausalLM only"),
+        ("qwen3", {"architectures": ["Qwen3Model"]}, "Qwen3ForSequenceClassification only"),
+        ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "id2label=null"),
+        ("qwen3", {"head_dim": None}, "head_dim=null; expected a whole number of at least 1"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "rotates whole heads of this family"),
+        ("qwen2", {"use_mrope": True}, "use_mrope=true; megapack trains false only"),
         ("qwen3", {"head_gate": True}, "head_gate=true; megapack does not know this key"),
         ("qwen3", {"hidden_size": None}, "hidden_size=null; expected a whole number"),
         ("qwen3", {"hidden_size": 2560.0}, "hidden_size=2560.0; expected a whole number"),
@@ -413,6 +417,30 @@ def test_other_folders_are_one_line(content: str | None, message: str, tmp_path:
     with pytest.raises(ConfigError, match=message) as caught:
         read_hf_config(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_without_effect_are_read(tmp_path: Path) -> None:
+    assert read_hf_config(folder(tmp_path, {**PUBLISHED["qwen2"], "use_mrope": False}))
+    latent = {**PUBLISHED["deepseek_v3"], "num_key_value_heads": None}
+    assert read_hf_config(folder(tmp_path, latent)).values["kv_lora_rank"] == 512
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    names = {"architectures": ["Qwen3ForSequenceClassification"]}
+    assert read_hf_config(folder(tmp_path, {**PUBLISHED["qwen3"], **names, **labels}))
+
+
+def test_the_name_of_a_model_of_the_hub_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-4B --local-dir FOLDER"):
+        read_hf_config("Qwen/Qwen3-4B")
+
+
+def test_sizes_of_a_folder_that_do_not_fit_name_it(tmp_path: Path) -> None:
+    path = folder(tmp_path, {**PUBLISHED["qwen3"], "num_key_value_heads": 3})
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_hf(str(path))
+    assert str(caught.value).startswith(f"with the sizes of {path}: model.num_attention_heads=32")
 
 
 def job(text: str, *overrides: str) -> TrainConfig:
