@@ -18,6 +18,7 @@ pytestmark = pytest.mark.unit
 
 IDS: dict[str, Any] = {"prompt_ids": [1, 0], "response_ids": [0, 4, 5]}
 ROUTES = [[[token, 1], [2, 3], [0, token]] for token in range(5)]
+USER = {"role": "user", "content": "a"}
 PAIR = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [6]}
 
 
@@ -152,9 +153,28 @@ BAD = [
     ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, 'rejected is ["c"], expected a string'),
     ({"messages": []}, "messages is [], expected a list of messages"),
     ({"messages": ["a"]}, 'messages[0] is "a", expected an object with role and content'),
-    ({"messages": [{"role": "user"}], "tools": "{"}, "tools is text and not JSON"),
-    ({"messages": [{"role": "user"}], "tools": [1]}, "tools is [1], expected a list of objects"),
-    ({"messages": [{"role": "user"}], "response": "a"}, "has messages and response; give"),
+    ({"messages": [USER], "tools": "{"}, "tools is text and not JSON"),
+    ({"messages": [USER], "tools": [1]}, "tools is [1], expected a list of objects"),
+    ({"messages": [USER], "response": "a"}, "has messages and response; give"),
+    ({"messages": [USER, {"role": "user", "text": "a"}]}, "messages[1] has neither content nor"),
+    ({"messages": [{**USER, "content": 1}]}, "messages[0].content is 1, expected a string"),
+    ({"messages": [{**USER, "content": []}]}, "messages[0].content is [], expected a string"),
+    (
+        {"messages": [{**USER, "content": [{"type": "image"}]}]},
+        'messages[0].content[0] is {"type": "image"}, expected an object of type "text"',
+    ),
+    ({"messages": [{**USER, "tool_calls": "[]"}]}, 'tool_calls is "[]", expected a list of obj'),
+    (
+        {"messages": [{**USER, "tool_calls": [{"function": {"arguments": "[1]"}}]}]},
+        'messages[0].tool_calls[0]: arguments is "[1]", expected an object, or the JSON of one',
+    ),
+    ({"messages": [USER], "prompt": "b"}, "prompt is no user's turn of messages; leave prompt out"),
+    (
+        {"messages": [USER], "prompt": [{"role": "system", "content": "b"}]},
+        "messages begins neither with the messages of prompt nor with a turn of the assistant",
+    ),
+    ({**PAIR, "rejected_ids": PAIR["chosen_ids"]}, "chosen and rejected have the same tokens"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected have the same tokens"),
 ]
 
 
