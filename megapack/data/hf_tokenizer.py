@@ -7,6 +7,7 @@ already never imports it.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import itertools
@@ -30,6 +31,10 @@ _FILES = (
 )
 # As transformers looks for it.
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+# Today for templates that write the date: that of Llama's templates where there is no clock.
+_TODAY = datetime.datetime(2024, 7, 26)
+_DIRECTIVES = "aAbBcdfHIjmMpSuUVwWxXyY"
 
 
 @dataclass(frozen=True)
@@ -180,13 +185,14 @@ class _Template:
             token.content for token in loaded.added_tokens_decoder.values() if token.special
         )
         try:
-            self._text: str = loaded.get_chat_template(tools=tools)
+            text: str = loaded.get_chat_template(tools=tools)
         except ValueError:
             raise TextError(
                 f"needs a chat template, the tokenizer of {tokenizer.folder} has none; set "
                 "data.tokenizer_path to a folder with one"
             ) from None
-        self.has_marks = _MARK.search(self._text) is not None
+        self.has_marks = _MARK.search(text) is not None
+        self._text = _fixed_clock() + text if "strftime_now" in text else text
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         """See `ChatTemplate`."""
@@ -215,3 +221,15 @@ class _Template:
         except Exception as error:  # a template is a program: it may fail in any way
             raise TextError(f"is refused by the chat template ({first_line(error)})") from None
         return texts[0], spans[0] if marked else []
+
+
+@functools.cache
+def _fixed_clock() -> str:
+    """`strftime_now` as a macro that stands before a template, at `_TODAY`.
+
+    transformers passes no functions to a template, and its own would change the ids from day to
+    day. The line break at the end is not written.
+    """
+    directives = [f"%{sign}{key}" for key in _DIRECTIVES for sign in ("-", "")]
+    steps = "".join(f" | replace({one!r}, {_TODAY.strftime(one)!r})" for one in directives)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{steps} }}}}{{% endmacro %}}\n"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapack.data.chats import chat_texts
 from megapack.data.dataset import Dataset
 from megapack.data.hf_tokenizer import HfTokenizer
 from megapack.data.index import index_key
@@ -125,7 +126,7 @@ def test_templates_that_would_train_nothing_or_the_wrong_text_are_refused(tmp_pa
         unmarked: "generation marks leave no text",
         PLAIN_TEMPLATE.replace(
             "assistant\\n", "assistant\\n<think>"
-        ): "not write this turn after its",
+        ): r"prompt, '<think>' there and 'it answers<\|im_e' here, so that",
         "{{- raise_exception('no system') }}": r"refused by the chat template \(no system\)",
         "{{- messages[0].nothing.more }}": "refused by the chat template",
     }
@@ -136,6 +137,46 @@ def test_templates_that_would_train_nothing_or_the_wrong_text_are_refused(tmp_pa
     tokenizer = make(tmp_path)
     with pytest.raises(TextError, match="no turn of the assistant"):
         tokenizer.encode_chat(CHAT[:2], None)
+
+
+def test_a_template_that_needs_a_message_before_the_assistant_says_so(tmp_path: Path) -> None:
+    # As Qwen's, which asks who speaks first.
+    needs = "{%- if messages[0].role == 'system' %}{%- endif %}"
+    answer = [CHAT[2]]
+    with pytest.raises(TextError, match=r"begins with a turn of the assistant, .* put a system or"):
+        make(tmp_path / "qwen", needs + PLAIN_TEMPLATE).encode_chat(answer, None)
+    for template in (PLAIN_TEMPLATE, needs + TEMPLATE):
+        tokenizer = make(tmp_path / "other", template)
+        (sample,) = tokenizer.encode_chat(answer, None)
+        assert trained(tokenizer, sample) == TURNS[:1]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
+def test_templates_write_one_date(tmp_path: Path, template: str) -> None:
+    writes = " \n {%- if strftime_now is defined %}{%- set now = strftime_now('%d %b %Y %-m') %}"
+    writes += "{{- now }}{%- endif %}{{ strftime_now('%H:%M:%S.%f') }}\n"
+    tokenizer = make(tmp_path / "clock", writes + template)
+    (sample,) = tokenizer.encode_chat(CHAT[:3], None)
+    fixed = make(tmp_path / "fixed", "{{ '26 Jul 2024 700:00:00.000000' }}" + template)
+    (expected,) = fixed.encode_chat(CHAT[:3], None)
+    assert tokenizer._backend.decode(sample.ids) == tokenizer._backend.decode(expected.ids)
+    assert sample.loss_mask.tolist() == expected.loss_mask.tolist()
+
+
+class TwoWays:
+    has_marks = True
+    special_texts = ()
+
+    def render(self, messages: Any, *, asks: bool = False) -> str:
+        return "one text"
+
+    def render_marked(self, messages: Any) -> tuple[str, list[Any]]:
+        return "one line", [(0, 8)]
+
+
+def test_a_template_that_writes_a_chat_in_two_ways_is_refused() -> None:
+    with pytest.raises(TextError, match="two ways by the template, 'text' there and 'line' here"):
+        chat_texts(CHAT[:3], TwoWays())
 
 
 def test_prompts_get_the_bos_token_if_the_tokenizer_adds_one(tmp_path: Path) -> None:

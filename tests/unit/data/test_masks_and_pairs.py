@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from megapack.data.dataset import Dataset
+from megapack.data.files import open_file
 from megapack.data.pieces import ReadSettings
 from megapack.errors import DataError
 from megapack.layout import Layout
@@ -71,6 +73,27 @@ def test_parquet_has_the_same_columns(tmp_path: Path) -> None:
         Dataset.from_files(tmp_path / "data.parquet", settings, tmp_path)
 
 
+def test_parquet_routes_are_read_in_small_parts(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    routes = np.random.default_rng(0).integers(0, 200, (128, 16, 8))
+    rows = [{"prompt_ids": [1], "response_ids": [2] * 127, "routed_experts": routes.tolist()}] * 128
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, use_dictionary=False)
+    blocks = list(open_file(path).blocks())
+    # 128 rows of 16384 experts, 8 bytes each: 16 MiB.
+    assert 16 <= len(blocks) <= 32
+    assert [number for block in blocks for number, _ in block.rows()] == list(range(1, 129))
+    tracemalloc.start()
+    for _, row in blocks[0].rows():
+        assert len(row["routed_experts"]) == 128
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # A row's lists take 0.3 MB; those of the whole block took ten times as much.
+    assert peak < 1.2e6
+
+
 def test_routes_are_returned_per_token(tmp_path: Path) -> None:
     data = read(
         tmp_path / "data.jsonl",
@@ -125,7 +148,7 @@ def test_both_samples_of_an_overlong_pair_are_left_out(
     assert "1 samples truncated to 4 tokens" in caplog.text
     caplog.clear()
     # The prompt alone fills the samples: no token would count.
-    kept = read(path, PAIR, IDS, max_length=2, overlong="truncate")
+    kept = read(path, PAIR, {**IDS, "prompt_ids": [1]}, max_length=2, overlong="truncate")
     assert kept.pair_signs(np.arange(len(kept))) == [0]
     assert "2 samples above 2 tokens skipped" in caplog.text
 
