@@ -192,7 +192,7 @@ class ParquetFile:
                 for part in parts
                 if part.path_in_schema.split(".")[0] in columns
             )
-        fitting = _BLOCK_BYTES * metadata.num_rows // max(1, num_bytes)
+        fitting: int = _BLOCK_BYTES * metadata.num_rows // max(1, num_bytes)
         return min(max(1, fitting), _BLOCK_ROWS)
 
 

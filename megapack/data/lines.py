@@ -280,18 +280,18 @@ def _message(name: str, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadLine(f"{name} is {_shown(message)}, expected an object with role and content")
     # Templates ask whether a message has a key at all, but whether its `content` is null.
-    message = {key: one for key, one in message.items() if one is not None or key == "content"}
-    content = message.get("content")
-    calls = message.get("tool_calls")
+    found = {key: one for key, one in message.items() if one is not None or key == "content"}
+    content = found.get("content")
+    calls = found.get("tool_calls")
     if content is None and not calls:
         raise BadLine(f"{name} has neither content nor tool_calls; give its text as content")
     if isinstance(content, list):
-        message["content"] = _joined(f"{name}.content", content)
+        found["content"] = _joined(f"{name}.content", content)
     elif content is not None and not isinstance(content, str):
         raise BadLine(f"{name}.content is {_shown(content)}, expected a string")
     if calls is not None:
-        message["tool_calls"] = _calls(f"{name}.tool_calls", calls)
-    return message
+        found["tool_calls"] = _calls(f"{name}.tool_calls", calls)
+    return found
 
 
 def _joined(name: str, parts: list[Any]) -> str:
