@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the file as a run would, and print one sample."""
+    """Read the file as a run would, and print one sample.
+
+    Samples, prompt groups and rollouts are numbered from 0 in the order of the files, whatever the
+    columns `group` and `rollout` say.
+    """
     # JSON strings are YAML, so that any path is read as a text.
     overrides = [*args.overrides, f"data.path={json.dumps(args.file)}"]
     config = load_config(find_config(args.config), overrides, TrainConfig)
@@ -71,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _described(data: Dataset, number: int, files: list[Path]) -> dict[str, Any]:
     """What a run knows of a sample; its tokens without their texts."""
     one = np.array([number])
+    everything = np.arange(len(data))
     (line,) = data.lines(one)
     (reward,) = data.rewards(one)
     tokens = data.tokens(number)
@@ -88,7 +93,9 @@ def _described(data: Dataset, number: int, files: list[Path]) -> dict[str, Any]:
         "line": line[1],
         "part": line[2],
         "group": reward.group,
+        "num_groups": data.num_groups(everything),
         "rollout": reward.rollout,
+        "num_rollouts": data.num_rollouts(everything),
         "reward": reward.reward,
         "advantage": reward.advantage,
         "pair_sign": data.pair_signs(one)[0],
@@ -111,8 +118,8 @@ def _print(sample: dict[str, Any], data: Dataset) -> None:
     facts = [
         f"{sample['file']}:{sample['line']}",
         f"sample {sample['part']} of its line",
-        f"group {sample['group']}",
-        f"rollout {sample['rollout']}",
+        f"prompt group {sample['group']} of {sample['num_groups']}",
+        f"rollout {sample['rollout']} of {sample['num_rollouts']}",
         *(
             f"{name} {sample[name]:g}"
             for name in ("reward", "advantage")

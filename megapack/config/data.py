@@ -23,7 +23,8 @@ class DataConfig:
     """Tokens that a sample may have, prompt and response; null = model.max_position_embeddings."""
     overlong: Overlong = "error"
     """What happens to a sample above `max_length`: raise an error, truncate it to its first tokens,
-    or skip it with a warning."""
+    or skip it with a warning. A truncated sample with no token left that counts in the loss is
+    skipped."""
     tokenizer: Literal["bytes", "hf"] | None = None
     """For text and chats: bytes (one token per byte, 259 with the special tokens; no chats), or hf
     (the tokenizer and chat template of a Hugging Face folder; megapack[hf]). Token ids in a file
@@ -45,9 +46,10 @@ class DataConfig:
     """Shuffle the prompt groups in each epoch, by `seed`."""
     drop_equal_rewards: bool = False
     """Leave out prompt groups whose rewards are all equal, as DAPO's dynamic sampling does
-    (arXiv 2503.14476): under `group` advantages they have no gradient. Batches are filled with the
-    groups that follow. Rewards count as they are in the file. Groups of one rollout, and groups
-    with given advantages, are kept."""
+    (arXiv 2503.14476): advantages relative to the group give them no gradient. Under advantage_norm
+    reinforce++, which is relative to the batch, they would have one and change that of others; with
+    none or a critic it is refused. Batches are filled with the groups that follow. Rewards count as
+    they are in the file. Groups of one rollout, and groups with given advantages, are kept."""
 
     def __post_init__(self) -> None:
         at_least(self, "data", 1, "prompts_per_batch", "max_length", "num_generated")

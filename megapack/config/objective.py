@@ -54,9 +54,11 @@ class ObjectiveConfig:
     `overlong_buffer_tokens` uses it."""
     overlong_buffer_tokens: int | None = None
     """Rewards fall linearly over this many tokens before `max_response_tokens`: DAPO's penalty of
-    overlong responses, see `megapack.data.advantages.penalize_overlong`. null = no penalty."""
+    overlong responses, see `megapack.data.advantages.penalize_overlong`. null = no penalty. Not
+    with data.overlong=truncate, which would hide the lengths."""
     overlong_penalty: float = 1.0
-    """What the reward of a response of `max_response_tokens` or more loses."""
+    """What the reward of a response of `max_response_tokens` or more loses. Needs
+    `overlong_buffer_tokens`."""
     dpo_beta: float = 0.1
     """For dpo: factor of the log-ratio between policy and reference, above 0."""
     dpo_label_smoothing: float = 0.0
@@ -136,6 +138,11 @@ class ObjectiveConfig:
         at_least(self, "objective", 1, "max_response_tokens", "overlong_buffer_tokens")
         at_least(self, "objective", 0, "overlong_penalty")
         if self.overlong_buffer_tokens is None:
+            if self.overlong_penalty != ObjectiveConfig.overlong_penalty:
+                raise ConfigError(
+                    f"objective.overlong_penalty={self.overlong_penalty} has no effect without "
+                    "objective.overlong_buffer_tokens; set it, or leave the penalty out"
+                )
             return
         longest = self.max_response_tokens
         if longest is None or self.overlong_buffer_tokens > longest:

@@ -96,7 +96,7 @@ def _check_critic(config: TrainConfig) -> None:
 
 
 def _check_rewards(config: TrainConfig) -> None:
-    """Refuse what changes rewards under an objective that does not read them."""
+    """Refuse what changes rewards where they are not read, or would be read wrongly."""
     kind = config.objective.kind
     settings = {
         "data.drop_equal_rewards=true": config.data.drop_equal_rewards,
@@ -107,6 +107,27 @@ def _check_rewards(config: TrainConfig) -> None:
             raise ConfigError(
                 f"{name} has no effect under objective.kind={kind}, which reads no rewards; "
                 "unset it"
+            )
+    if config.objective.overlong_buffer_tokens is not None and config.data.overlong == "truncate":
+        raise ConfigError(
+            "objective.overlong_buffer_tokens with data.overlong=truncate would read the lengths "
+            "after truncation; set data.overlong=skip or error, or leave the buffer out"
+        )
+    if config.data.drop_equal_rewards:
+        _check_dropped_groups(config)
+
+
+def _check_dropped_groups(config: TrainConfig) -> None:
+    """Refuse to leave out groups whose equal rewards do have a gradient."""
+    settings = {
+        "critic.enabled=true": config.critic.enabled,
+        "objective.advantage_norm=none": config.objective.advantage_norm == "none",
+    }
+    for name, is_set in settings.items():
+        if is_set:
+            raise ConfigError(
+                f"data.drop_equal_rewards=true with {name} would leave out prompt groups that have "
+                "a gradient; set data.drop_equal_rewards=false"
             )
 
 

@@ -20,6 +20,9 @@ from typing import Protocol
 
 from megapack.data.tokenizer import Message, TextError
 
+# Characters of each text where two differ.
+_SHOWN = 16
+
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
@@ -88,12 +91,16 @@ def _marked(
 ) -> list[Span]:
     """The marked spans of these turns."""
     text, spans = template.render_marked(messages[: chain[-1] + 1])
-    assert text == rendered[chain[-1]], "the template writes a chat in two ways"
+    if text != rendered[chain[-1]]:
+        raise TextError(
+            f"is written in two ways by the template, {_difference(rendered[chain[-1]], text)}; "
+            "correct the template"
+        )
     begin = 0
     if any(message["role"] == "assistant" for message in messages[: chain[0]]):
         before = template.render(messages[: chain[0]])
         if not text.startswith(before):
-            raise _rewritten(chain[0])
+            raise _rewritten(chain[0], before, text)
         begin = len(before)
     found = [(max(start, begin), stop) for start, stop in spans if stop > max(start, begin)]
     # A turn without a mark would go untrained in silence.
@@ -114,10 +121,18 @@ def _added(
     """What each of these turns adds to the chat before it with its generation prompt."""
     spans = []
     for turn in chain:
-        before = template.render(messages[:turn], asks=True)
+        try:
+            before = template.render(messages[:turn], asks=True)
+        except TextError:
+            if turn:
+                raise
+            raise TextError(
+                "begins with a turn of the assistant, before which the template writes no "
+                "generation prompt; put a system or user message first, or leave it out"
+            ) from None
         text = rendered[turn]
         if not text.startswith(before):
-            raise _rewritten(turn)
+            raise _rewritten(turn, before, text)
         end = text.rstrip()
         stop = len(end) if end.endswith(template.special_texts) else len(text)
         if stop == len(before):
@@ -126,8 +141,16 @@ def _added(
     return spans
 
 
-def _rewritten(turn: int) -> TextError:
+def _rewritten(turn: int, before: str, text: str) -> TextError:
     return TextError(
-        f"[{turn}]: the template does not write this turn after its generation prompt, so that its "
-        "beginning is unknown; give a template with generation marks, or token ids"
+        f"[{turn}]: the template does not write this turn after its generation prompt, "
+        f"{_difference(before, text)}, so that its beginning is unknown; give a template with "
+        "generation marks, or token ids"
     )
+
+
+def _difference(one: str, other: str) -> str:
+    """A few characters of two texts from where they differ."""
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    first = sum(1 for _ in shared)
+    return f"{one[first : first + _SHOWN]!r} there and {other[first : first + _SHOWN]!r} here"

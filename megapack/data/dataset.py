@@ -151,6 +151,10 @@ class Dataset:
         rollouts = self._index["rollout"][numbers].tolist()
         return [ids.setdefault(rollout, len(ids)) for rollout in rollouts]
 
+    def num_groups(self, numbers: SampleNumbers) -> int:
+        """Number of prompt groups among these samples."""
+        return len(np.unique(self._index["group"][numbers]))
+
     def num_rollouts(self, numbers: SampleNumbers) -> int:
         """Number of rollouts among these samples."""
         return len(np.unique(self._index["rollout"][numbers]))

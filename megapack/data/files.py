@@ -132,9 +132,14 @@ class TableRows:
         import pyarrow
 
         with pyarrow.ipc.open_stream(self.data) as stream:
-            rows = stream.read_all().to_pylist()
-        for number, row in enumerate(rows, start=self.first):
-            yield number, {name: value for name, value in row.items() if value is not None}
+            table = stream.read_all()
+        # Row by row: as Python lists, the experts of a token take kilobytes.
+        for index in range(table.num_rows):
+            (row,) = table.slice(index, 1).to_pylist()
+            yield (
+                self.first + index,
+                {name: value for name, value in row.items() if value is not None},
+            )
 
 
 class ParquetFile:
@@ -165,7 +170,7 @@ class ParquetFile:
         columns = [name for name in self._file.schema_arrow.names if name in COLUMNS]
         num_rows = self._file.metadata.num_rows
         try:
-            for batch in self._file.iter_batches(_BLOCK_ROWS, columns=columns):
+            for batch in self._file.iter_batches(self._rows_per_block(columns), columns=columns):
                 out = pyarrow.BufferOutputStream()
                 with pyarrow.ipc.new_stream(out, batch.schema) as stream:
                     stream.write_batch(batch)
@@ -174,6 +179,21 @@ class ParquetFile:
                 first += batch.num_rows
         except self._errors as error:
             raise unreadable(self._path, error) from None
+
+    def _rows_per_block(self, columns: list[str]) -> int:
+        """So many that a block has about `_BLOCK_BYTES` before compression, as the file says."""
+        metadata = self._file.metadata
+        num_bytes = 0
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            parts = map(group.column, range(group.num_columns))
+            # A nested column has a path: messages.list.element.role.
+            num_bytes += sum(
+                part.total_uncompressed_size
+                for part in parts
+                if part.path_in_schema.split(".")[0] in columns
+            )
+        fitting: int = _BLOCK_BYTES * metadata.num_rows // max(1, num_bytes)
+        return min(max(1, fitting), _BLOCK_ROWS)
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

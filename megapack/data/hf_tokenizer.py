@@ -7,8 +7,10 @@ already never imports it.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,11 +32,15 @@ _FILES = (
 # As transformers looks for it.
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+# Today for templates that write the date: that of Llama's templates where there is no clock.
+_TODAY = datetime.datetime(2024, 7, 26)
+_DIRECTIVES = "aAbBcdfHIjmMpSuUVwWxXyY"
+
 
 @dataclass(frozen=True)
 class HfTokenizer:
-    """See `tokenizer.Tokenizer`. A prompt gets the BOS token if the tokenizer adds one to texts; a
-    response ends with the EOS token.
+    """See `tokenizer.Tokenizer`. A prompt begins with the special tokens that the tokenizer puts
+    before texts, a response ends with the EOS token; a text that has them already gets no second.
 
     Args:
         folder: a model's folder, or that of a tokenizer alone.
@@ -73,7 +79,11 @@ class HfTokenizer:
 
     def encode_prompt(self, text: str) -> Ids:
         """See `Tokenizer`."""
-        return np.concatenate([self._prefix, self._encode(text)])
+        ids = self._encode(text)
+        prefix = self._prefix
+        if np.array_equal(ids[: len(prefix)], prefix):
+            return ids
+        return np.concatenate([prefix, ids])
 
     def encode_response(self, text: str) -> Ids:
         """See `Tokenizer`."""
@@ -82,7 +92,8 @@ class HfTokenizer:
             raise TextError(
                 f"must end with an EOS token, but the tokenizer of {self.folder} has none"
             )
-        return np.concatenate([self._encode(text), np.array([eos])])
+        ids = self._encode(text)
+        return ids if ids[-1:].tolist() == [eos] else np.concatenate([ids, np.array([eos])])
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
@@ -131,10 +142,12 @@ class HfTokenizer:
 
     @functools.cached_property
     def _prefix(self) -> Ids:
-        """The BOS token, if the tokenizer puts it before texts."""
-        added = self._backend.encode("", add_special_tokens=True).ids
-        bos = self._loaded.bos_token_id
-        return np.array([bos] if bos is not None and added[:1] == [bos] else [], dtype=np.int64)
+        """The special tokens that the tokenizer puts before texts: none, BOS, or several."""
+        encoding = self._backend.encode("x", add_special_tokens=True)
+        added = itertools.takewhile(
+            lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        )
+        return np.array([token for token, _ in added], dtype=np.int64)
 
     def _encode(self, text: str) -> Ids:
         return np.array(self._encoding(text).ids, dtype=np.int64)
@@ -146,12 +159,18 @@ class HfTokenizer:
             raise TextError("has half of a surrogate pair; write it again") from None
 
     def _chat_tokens(self, chat: ChatText) -> ChatTokens:
+        _ = self._prefix
+        # It adds nothing here, but byte-level ones cut white space off a token's offsets: all of
+        # "\n\n", which then would be of no text.
+        self._backend.post_processor = None
         encoding = self._encoding(chat.text)
         starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         mask = np.zeros(len(starts), dtype=np.bool_)
         for first, end in chat.spans:
-            # A token counts if a part of its text does.
-            mask |= (starts < end) & (stops > first) & (stops > starts)
+            # A token counts if a part of its text does, and so does what lies between two that do.
+            touched = np.flatnonzero((starts < end) & (stops > first) & (stops > starts))
+            if touched.size:
+                mask[touched[0] : touched[-1] + 1] = True
         return ChatTokens(np.array(encoding.ids, dtype=np.int64), mask)
 
 
@@ -166,13 +185,14 @@ class _Template:
             token.content for token in loaded.added_tokens_decoder.values() if token.special
         )
         try:
-            self._text: str = loaded.get_chat_template(tools=tools)
+            text: str = loaded.get_chat_template(tools=tools)
         except ValueError:
             raise TextError(
                 f"needs a chat template, the tokenizer of {tokenizer.folder} has none; set "
                 "data.tokenizer_path to a folder with one"
             ) from None
-        self.has_marks = _MARK.search(self._text) is not None
+        self.has_marks = _MARK.search(text) is not None
+        self._text = _fixed_clock() + text if "strftime_now" in text else text
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         """See `ChatTemplate`."""
@@ -201,3 +221,15 @@ class _Template:
         except Exception as error:  # a template is a program: it may fail in any way
             raise TextError(f"is refused by the chat template ({first_line(error)})") from None
         return texts[0], spans[0] if marked else []
+
+
+@functools.cache
+def _fixed_clock() -> str:
+    """`strftime_now` as a macro that stands before a template, at `_TODAY`.
+
+    transformers passes no functions to a template, and its own would change the ids from day to
+    day. The line break at the end is not written.
+    """
+    directives = [f"%{sign}{key}" for key in _DIRECTIVES for sign in ("-", "")]
+    steps = "".join(f" | replace({one!r}, {_TODAY.strftime(one)!r})" for one in directives)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{steps} }}}}{{% endmacro %}}\n"

@@ -57,7 +57,7 @@ INDEX_DTYPE = np.dtype(
 Index = npt.NDArray[np.void]
 
 # Part of the key. Increase it when INDEX_DTYPE or the meaning of a column changes.
-_FORMAT = 2
+_FORMAT = 3
 # Hexadecimal digits: 64 bits of the digest.
 _KEY_CHARS = 16
 _INDEX = ".megapack-index.npy"

@@ -28,9 +28,11 @@ _FORMS = {
     "pair": ("chosen", "rejected"),
     "pair_ids": ("prompt_ids", "chosen_ids", "rejected_ids"),
 }
-# A data set of chats often repeats its first message as `prompt`.
+# A data set of chats often repeats its first message as `prompt`; it is checked.
 _ALSO = {"chat": {"prompt"}, "pair": {"prompt"}}
 _TOKEN_COLUMNS = tuple(dict.fromkeys(name for names in _FORMS.values() for name in names))
+# Columns that may have messages or tools.
+_CHATS = ("prompt", "messages", "chosen", "rejected", "tools")
 _MASKS = ("response_mask", "loss_mask")
 _MAX_EXPERT = 2**16 - 1
 
@@ -56,7 +58,10 @@ class LineParser:
         Raises:
             BadLine: the line is not such an object.
         """
-        row = _json_object(line) if isinstance(line, bytes) else line
+        if isinstance(line, bytes):
+            row = _json_object(line)
+        else:
+            row = {key: _filled(value) if key in _CHATS else value for key, value in line.items()}
         # null and absent are the same.
         row = {key: value for key, value in row.items() if value is not None}
         form = _form(row)
@@ -104,7 +109,7 @@ class LineParser:
         return [fields]
 
     def _chat(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        messages = _messages("messages", row["messages"])
+        messages = _conversation(row.get("prompt"), "messages", row["messages"])
         return [_split(one) for one in self._chat_tokens("messages", messages, _tools(row))]
 
     def _pair(self, row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -228,21 +233,36 @@ def _pair(sides: Any) -> list[dict[str, Any]]:
         counts = len(fields["response_ids"]) if mask is None else int(mask.sum())
         if counts - (len(fields["prompt_ids"]) == 0) < 1:
             raise BadLine(f"{name} has no token that counts in the loss; leave the pair out")
+    chosen, rejected = (np.concatenate([one["prompt_ids"], one["response_ids"]]) for one in samples)
+    if np.array_equal(chosen, rejected):
+        raise BadLine(
+            "chosen and rejected have the same tokens (a template may leave out what differs, such "
+            "as thoughts); leave the pair out"
+        )
     return samples
 
 
 def _conversation(prompt: Any, key: str, value: Any) -> list[Message]:
-    """The whole chat of one side of a pair.
+    """The whole chat of the column `key`.
 
-    `prompt` may be the messages before it, or the text of the user's turn; a chat that has its own
-    user's turn is whole, and then `prompt` must be one of them.
+    `prompt` may be the messages before it, or the text of the user's turn. A chat that has them
+    itself is whole.
     """
     messages = _messages(key, value)
+    begins_with_answer = messages[0]["role"] == "assistant"
     if prompt is None:
         return messages
     if not isinstance(prompt, str):
-        return [*_messages("prompt", prompt), *messages]
-    if messages[0]["role"] == "assistant":
+        before = _messages("prompt", prompt)
+        if messages[: len(before)] == before:
+            return messages
+        if not begins_with_answer:
+            raise BadLine(
+                f"{key} begins neither with the messages of prompt nor with a turn of the "
+                "assistant; leave prompt out"
+            )
+        return [*before, *messages]
+    if begins_with_answer:
         return [{"role": "user", "content": prompt}, *messages]
     if not any(one["role"] == "user" and one.get("content") == prompt for one in messages):
         raise BadLine(f"prompt is no user's turn of {key}; leave prompt out")
@@ -252,13 +272,80 @@ def _conversation(prompt: Any, key: str, value: Any) -> list[Message]:
 def _messages(key: str, value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise BadLine(f"{key} is {_shown(value)}, expected a list of messages")
-    for index, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    return [_message(f"{key}[{index}]", message) for index, message in enumerate(value)]
+
+
+def _message(name: str, message: Any) -> Message:
+    """A message as templates read it: its content as text, the arguments of calls as objects."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadLine(f"{name} is {_shown(message)}, expected an object with role and content")
+    # Templates ask whether a message has a key at all, but whether its `content` is null.
+    found = {key: one for key, one in message.items() if one is not None or key == "content"}
+    content = found.get("content")
+    calls = found.get("tool_calls")
+    if content is None and not calls:
+        raise BadLine(f"{name} has neither content nor tool_calls; give its text as content")
+    if isinstance(content, list):
+        found["content"] = _joined(f"{name}.content", content)
+    elif content is not None and not isinstance(content, str):
+        raise BadLine(f"{name}.content is {_shown(content)}, expected a string")
+    if calls is not None:
+        found["tool_calls"] = _calls(f"{name}.tool_calls", calls)
+    return found
+
+
+def _joined(name: str, parts: list[Any]) -> str:
+    """The text of a content that is given in parts, as OpenAI's messages may be."""
+    for index, part in enumerate(parts):
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
             raise BadLine(
-                f"{key}[{index}] is {_shown(message)}, expected an object with role and content"
+                f'{name}[{index}] is {_shown(part)}, expected an object of type "text" with text'
             )
-    # Parquet gives all messages the keys that one of them has.
-    return [{name: part for name, part in one.items() if part is not None} for one in value]
+    if not parts:
+        raise BadLine(f"{name} is [], expected a string or parts of text")
+    return "".join(part["text"] for part in parts)
+
+
+def _calls(name: str, calls: Any) -> list[Any]:
+    """Tool calls whose arguments are objects. OpenAI's are JSON, which many templates would encode
+    a second time."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadLine(f"{name} is {_shown(calls)}, expected a list of objects")
+    found = []
+    for index, call in enumerate(calls):
+        function = call.get("function", call)
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            where = f"{name}[{index}]: arguments"
+            function = {**function, "arguments": _arguments(where, function["arguments"])}
+        found.append({**call, "function": function} if "function" in call else function)
+    return found
+
+
+def _arguments(name: str, text: str) -> dict[str, Any]:
+    try:
+        arguments = strict_json(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise BadLine(f"{name} is {_shown(text)}, expected an object, or the JSON of one")
+    return arguments
+
+
+def _filled(value: Any) -> Any:
+    """Without the keys that are null: Parquet gives all rows the keys that one of them has.
+
+    A message's `content` stays, as in `_message`.
+    """
+    if isinstance(value, list):
+        return [_filled(one) for one in value]
+    if isinstance(value, dict):
+        return {
+            name: _filled(one)
+            for name, one in value.items()
+            if one is not None or (name == "content" and "role" in value)
+        }
+    return value
 
 
 def _tools(row: dict[str, Any]) -> list[Any] | None:

@@ -36,8 +36,8 @@ class ReadSettings:
     """Largest length of a sample in tokens; None = no limit."""
     overlong: Overlong = "error"
     """How a sample above `max_length` is treated: "error" refuses it, "truncate" keeps its first
-    `max_length` tokens, "skip" leaves it out. Of a preference pair both samples are left out, also
-    if truncation leaves one of them no token that counts in the loss. A warning says how many were
+    `max_length` tokens, "skip" leaves it out, as "truncate" does if no token would be left that
+    counts in the loss. Of a preference pair both samples are left out. A warning says how many were
     truncated or skipped."""
 
     def parser(self) -> LineParser:
@@ -60,12 +60,16 @@ class ReadSettings:
                 f"{longest} tokens, max_length is {most}; raise it, or set overlong to truncate or "
                 "skip"
             )
+        kept = [sample for sample in samples if sample.num_tokens <= most]
+        if self.overlong == "truncate":
+            cut = [sample.cut(most) for sample in samples]
+            kept = [
+                after
+                for after, before in zip(cut, samples, strict=True)
+                if before.num_tokens <= most or after.num_loss_tokens
+            ]
         is_pair = any(sample.pair_sign for sample in samples)
-        if self.overlong == "skip":
-            kept = [sample for sample in samples if sample.num_tokens <= most]
-            return kept if len(kept) == len(samples) or not is_pair else []
-        kept = [sample.cut(most) for sample in samples]
-        return [] if is_pair and not all(one.num_loss_tokens for one in kept) else kept
+        return [] if is_pair and len(kept) < len(samples) else kept
 
 
 class IndexRow(NamedTuple):
@@ -118,10 +122,8 @@ def read_block(block: Block, file: int, settings: ReadSettings, parser: LinePars
             error = f"{number}: {bad}"
             break
         num_skipped += len(whole) - len(kept)
-        if settings.overlong == "truncate" and kept:
-            num_truncated += sum(
-                one.num_tokens < all_.num_tokens for one, all_ in zip(kept, whole, strict=True)
-            )
+        before = {sample.part: sample.num_tokens for sample in whole}
+        num_truncated += sum(sample.num_tokens < before[sample.part] for sample in kept)
         samples += [(number, sample) for sample in kept]
     piece = make_piece(samples)
     piece.num_skipped = num_skipped

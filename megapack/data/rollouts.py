@@ -9,14 +9,15 @@ A line is one sample, or several. Its tokens come from one of these sets of colu
     {"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8]}
 
 - `prompt` and `response`: text, each encoded by itself (`data.tokenizer`). The prompt gets the
-  token that begins a sample, if the tokenizer has one (BOS), the response the one that ends it
-  (EOS);
+  tokens that begin a sample, if the tokenizer has any (BOS), the response the one that ends it
+  (EOS); a text that has them already gets no second;
 - `prompt_ids` and `response_ids`: token ids, used unchanged;
 - `response_mask` or `loss_mask`: one 0 or 1 per response id, whether it counts in the loss: 0 for
   what a tool or the environment wrote. Without it all count;
 - `routed_experts`: per token id of prompt and response, or of all but the last, the experts that
   the router chose, [MoE layers][k];
-- `messages`, and `tools` (a list, or its JSON): a chat, written by the tokenizer's chat template.
+- `messages`, and `tools` (a list, or its JSON): a chat, written by the tokenizer's chat template,
+  after `prompt` if it is given and not repeated.
   What the assistant's turns say counts; see `chats`. A template that rewrites earlier turns gives
   one sample for each turn that is rewritten later;
 - `chosen` and `rejected`: a preference pair, two samples of one rollout, the preferred one first.

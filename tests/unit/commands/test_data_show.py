@@ -32,7 +32,8 @@ def test_tokens_that_count_are_in_brackets(call: Any, data: str) -> None:
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "2 samples, 10 tokens, 5 count in the loss",
-        f"sample 0: {data}:1, sample 0 of its line, group 0, rollout 0, reward 0.5",
+        f"sample 0: {data}:1, sample 0 of its line, prompt group 0 of 2, "
+        "rollout 0 of 2, reward 0.5",
         "2 tokens of the prompt, 3 of the response; 3 count in the loss (in brackets)",
         r"  <bos>/256 a/97 [b/98] [\n/10] [<eos>/257]",
     ]
@@ -45,7 +46,10 @@ def test_the_samples_of_a_pair_are_named(call: Any, tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     code, out, err = call("data", "show", str(path), "--config", CONFIG, *DPO, "--sample", "1")
     assert (code, err) == (0, "")
-    assert f"{path}:1, sample 1 of its line, group 0, rollout 0, other of a pair" in out
+    assert (
+        f"{path}:1, sample 1 of its line, prompt group 0 of 1, rollout 0 of 1, other of a pair"
+        in out
+    )
 
 
 def test_pairs_are_refused_by_objectives_that_do_not_read_them(call: Any, tmp_path: Path) -> None:
@@ -82,6 +86,12 @@ def test_json_has_all_of_it(call: Any, data: str) -> None:
     assert [token["id"] for token in found["tokens"]] == [97, 32, 98, 0xE9, 257]
     assert [token["weight"] for token in found["tokens"]] == [0, 0, 1, 0, 1]
     assert found["tokens"][2]["text"] == "b"
+    assert [found[key] for key in ("group", "num_groups", "rollout", "num_rollouts")] == [
+        1,
+        2,
+        1,
+        2,
+    ]
     assert (found["line"], found["part"], found["loss_tokens"]) == (2, 0, 2)
     assert (found["reward"], found["pair_sign"], found["routed_experts"]) == (None, 0, None)
 

@@ -376,6 +376,22 @@ BAD_JOBS: list[tuple[list[str], str]] = [
         ["objective.overlong_buffer_tokens=9", "objective.max_response_tokens=8"],
         "overlong_buffer_tokens=9 with objective.max_response_tokens=8; set",
     ),
+    (["objective.overlong_penalty=0.5"], "has no effect without objective.overlong_buffer_tokens"),
+    (
+        [
+            *("objective.overlong_buffer_tokens=8", "objective.max_response_tokens=8"),
+            "data.overlong=truncate",
+        ],
+        "would read the lengths after truncation; set data.overlong=skip",
+    ),
+    (
+        ["data.drop_equal_rewards=true", "objective.advantage_norm=none"],
+        "drop_equal_rewards=true with objective.advantage_norm=none would leave out",
+    ),
+    (
+        ["data.drop_equal_rewards=true", "critic.enabled=true", "objective.kind=ppo"],
+        "data.drop_equal_rewards=true with critic.enabled=true would leave out",
+    ),
     (["objective.kind=sft", "data.drop_equal_rewards=true"], "has no effect under objective.kind"),
     (["objective.dual_clip=1"], "objective.dual_clip is 1.0"),
     (["objective.clip_low=1.5"], "objective.clip_low is 1.5"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapack.data.chats import chat_texts
 from megapack.data.dataset import Dataset
 from megapack.data.hf_tokenizer import HfTokenizer
 from megapack.data.index import index_key
@@ -125,7 +126,7 @@ def test_templates_that_would_train_nothing_or_the_wrong_text_are_refused(tmp_pa
         unmarked: "generation marks leave no text",
         PLAIN_TEMPLATE.replace(
             "assistant\\n", "assistant\\n<think>"
-        ): "not write this turn after its",
+        ): r"prompt, '<think>' there and 'it answers<\|im_e' here, so that",
         "{{- raise_exception('no system') }}": r"refused by the chat template \(no system\)",
         "{{- messages[0].nothing.more }}": "refused by the chat template",
     }
@@ -136,6 +137,46 @@ def test_templates_that_would_train_nothing_or_the_wrong_text_are_refused(tmp_pa
     tokenizer = make(tmp_path)
     with pytest.raises(TextError, match="no turn of the assistant"):
         tokenizer.encode_chat(CHAT[:2], None)
+
+
+def test_a_template_that_needs_a_message_before_the_assistant_says_so(tmp_path: Path) -> None:
+    # As Qwen's, which asks who speaks first.
+    needs = "{%- if messages[0].role == 'system' %}{%- endif %}"
+    answer = [CHAT[2]]
+    with pytest.raises(TextError, match=r"begins with a turn of the assistant, .* put a system or"):
+        make(tmp_path / "qwen", needs + PLAIN_TEMPLATE).encode_chat(answer, None)
+    for template in (PLAIN_TEMPLATE, needs + TEMPLATE):
+        tokenizer = make(tmp_path / "other", template)
+        (sample,) = tokenizer.encode_chat(answer, None)
+        assert trained(tokenizer, sample) == TURNS[:1]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
+def test_templates_write_one_date(tmp_path: Path, template: str) -> None:
+    writes = " \n {%- if strftime_now is defined %}{%- set now = strftime_now('%d %b %Y %-m') %}"
+    writes += "{{- now }}{%- endif %}{{ strftime_now('%H:%M:%S.%f') }}\n"
+    tokenizer = make(tmp_path / "clock", writes + template)
+    (sample,) = tokenizer.encode_chat(CHAT[:3], None)
+    fixed = make(tmp_path / "fixed", "{{ '26 Jul 2024 700:00:00.000000' }}" + template)
+    (expected,) = fixed.encode_chat(CHAT[:3], None)
+    assert tokenizer._backend.decode(sample.ids) == tokenizer._backend.decode(expected.ids)
+    assert sample.loss_mask.tolist() == expected.loss_mask.tolist()
+
+
+class TwoWays:
+    has_marks = True
+    special_texts = ()
+
+    def render(self, messages: Any, *, asks: bool = False) -> str:
+        return "one text"
+
+    def render_marked(self, messages: Any) -> tuple[str, list[Any]]:
+        return "one line", [(0, 8)]
+
+
+def test_a_template_that_writes_a_chat_in_two_ways_is_refused() -> None:
+    with pytest.raises(TextError, match="two ways by the template, 'text' there and 'line' here"):
+        chat_texts(CHAT[:3], TwoWays())
 
 
 def test_prompts_get_the_bos_token_if_the_tokenizer_adds_one(tmp_path: Path) -> None:
@@ -156,6 +197,48 @@ def test_prompts_get_the_bos_token_if_the_tokenizer_adds_one(tmp_path: Path) -> 
     # Without the end that the tokenizer would add: the response follows.
     assert found.encode_prompt("a question").tolist() == expected[:-1]
     assert found.encode_response("a question").tolist() == expected[1:]
+
+
+def test_special_tokens_that_a_text_has_are_not_added_again(tmp_path: Path) -> None:
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    # As GLM's: two tokens, none of which is the BOS token.
+    tokenizer = make_tokenizer(tmp_path)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> <|im_start|> $A",
+        special_tokens=[("<|endoftext|>", 0), ("<|im_start|>", 1)],
+    )
+    tokenizer.save_pretrained(tmp_path)
+    found = HfTokenizer(tmp_path)
+    expected = AutoTokenizer.from_pretrained(tmp_path)("a question")["input_ids"]
+    assert expected[:2] == [0, 1]
+    assert found.encode_prompt("a question").tolist() == expected
+    assert found.encode_prompt("<|endoftext|><|im_start|>a question").tolist() == expected
+    ended = found.encode_response("a sentence").tolist()
+    assert ended[-1] == 2
+    assert found.encode_response("a sentence<|im_end|>").tolist() == ended
+    # A prompt that is encoded after a chat begins as one before it.
+    found.encode_chat(CHAT[:3], None)
+    assert found.encode_prompt("a question").tolist() == expected
+    assert HfTokenizer(tmp_path).encode_chat(CHAT[:3], None)[0].ids[0] == 1
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
+def test_white_space_counts_where_the_tokenizer_trims_offsets(
+    tmp_path: Path, template: str
+) -> None:
+    from tokenizers import processors
+
+    tokenizer = make_tokenizer(tmp_path)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    code = "\n\ndef f(x):\n\n    return x\n\n  "
+    chat = [CHAT[1], {"role": "assistant", "content": code}]
+    (sample,) = HfTokenizer(tmp_path).encode_chat(chat, None)
+    assert sample.ids.tolist() == by_transformers(tmp_path, chat)["input_ids"]
+    assert trained(HfTokenizer(tmp_path), sample) == [code + "<|im_end|>"]
 
 
 def test_a_tokenizer_is_named_by_the_content_of_its_files(tmp_path: Path) -> None:
@@ -238,13 +321,14 @@ def test_pairs_of_chats_train_what_differs(tmp_path: Path) -> None:
         {"prompt": CHAT[:4], "chosen": [good], "rejected": [bad]},
         {"prompt": CHAT[1]["content"], "chosen": [CHAT[1], good], "rejected": [CHAT[1], bad]},
         {"prompt": CHAT[1]["content"], "chosen": [good], "rejected": [bad]},
+        {"prompt": CHAT[1:2], "chosen": [CHAT[1], good], "rejected": [CHAT[1], bad]},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = Dataset.from_files(path, ReadSettings(tokenizer=tokenizer), tmp_path)
-    numbers = np.arange(8)
-    assert data.pair_signs(numbers) == [1, -1] * 4
-    assert data.rollout_ids(numbers) == [0, 0, 1, 1, 2, 2, 3, 3]
-    for number in range(8):
+    numbers = np.arange(10)
+    assert data.pair_signs(numbers) == [1, -1] * 5
+    assert data.rollout_ids(numbers) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    for number in range(10):
         tokens = data.tokens(number)
         chat = [*(CHAT[:4] if number < 4 else CHAT[1:2]), bad if number % 2 else good]
         ids = by_transformers(tmp_path / "model", chat)["input_ids"]
@@ -252,7 +336,9 @@ def test_pairs_of_chats_train_what_differs(tmp_path: Path) -> None:
         # The newline after the turn does not count.
         assert tokens.loss_mask is not None
         assert tokens.loss_mask.tolist() == [True] * (len(tokens.response_ids) - 1) + [False]
+    twin = {**good, "content": "yes", "reasoning_content": "so"}
     refusals = {
+        json.dumps({"chosen": [CHAT[1], good], "rejected": [CHAT[1], twin]}): "the same tokens",
         json.dumps({**rows[2], "prompt": "other"}): "prompt is no user's turn of chosen",
         json.dumps(
             {"chosen": CHAT[:2], "rejected": CHAT[:3]}
@@ -264,3 +350,73 @@ def test_pairs_of_chats_train_what_differs(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             Dataset.from_files(path, ReadSettings(tokenizer=tokenizer), tmp_path)
         assert says in str(caught.value)
+
+
+# What it calls is written by tojson, as Qwen's and Llama's templates do.
+CALLING = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in (message.tool_calls if 'tool_calls' in message else []) %}
+{{- call.function.arguments | tojson }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+{%- if tools %}{{- raise_exception(tools | tojson) }}{%- endif %}"""
+
+
+def texts(tokenizer: HfTokenizer, path: Path) -> list[str]:
+    """The text of each sample of a file."""
+    data = Dataset.from_files(path, ReadSettings(tokenizer=tokenizer), path.parent)
+    samples = [data.tokens(number) for number in range(len(data))]
+    joined = [np.concatenate([one.prompt_ids, one.response_ids]) for one in samples]
+    return [tokenizer._backend.decode(ids, skip_special_tokens=False) for ids in joined]
+
+
+def calling(arguments: Any) -> list[Any]:
+    function = {"name": "add", "arguments": arguments}
+    calls = [{"type": "function", "function": function}]
+    return [CHAT[1], {"role": "assistant", "content": None, "tool_calls": calls}]
+
+
+def test_messages_in_the_form_of_openai_are_read(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path / "model", CALLING)
+    path = tmp_path / "data.jsonl"
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "question"}]
+    chats = [
+        calling({"a": 1}),
+        calling('{"a": 1}'),
+        [{**CHAT[1], "tool_calls": None}, *calling({"a": 1})[1:]],
+        [{"role": "user", "content": parts}, *calling({"a": 1})[1:]],
+    ]
+    rows = [{"messages": chat} for chat in chats]
+    rows += [
+        {"messages": chats[0], "prompt": "a question"},
+        {"messages": chats[0], "prompt": chats[0][:1]},
+        {"messages": chats[0][1:], "prompt": "a question"},
+        {"messages": chats[0][1:], "prompt": chats[0][:1]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    user = "<|im_start|>user\na question<|im_end|>\n"
+    assert texts(tokenizer, path) == [
+        user + '<|im_start|>assistant\n{"a": 1}<|im_end|>\n',
+    ] * len(rows)
+
+
+def test_parquet_rows_do_not_get_keys_of_others(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    tokenizer = make(tmp_path / "model", CALLING)
+    rows = [{"messages": calling({"a": [1, None]})}, {"messages": calling({"b": 2})}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    found = [text.split("assistant\n")[1] for text in texts(tokenizer, tmp_path / "data.parquet")]
+    assert found == ['{"a": [1, null]}<|im_end|>\n', '{"b": 2}<|im_end|>\n']
+    tools = [{"name": "add", "of": {"a": "int"}}, {"name": "sub", "of": {"b": "int"}}]
+    rows = [{"messages": CHAT[1:3], "tools": [tool]} for tool in tools]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    with pytest.raises(DataError) as caught:
+        texts(tokenizer, tmp_path / "data.parquet")
+    assert "null" not in str(caught.value)
+    # In JSON Lines a null was written by hand.
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": calling({"a": None})}) + "\n")
+    assert '{"a": null}' in texts(tokenizer, path)[0]

@@ -159,10 +159,13 @@ def test_overlong_samples_are_refused_truncated_or_skipped(
     assert "1 samples truncated to 4 tokens" in caplog.text
     assert_holds(dataset(path, tmp_path, max_length=4, overlong="skip"), as_rollouts([short]))
     assert "1 samples above 4 tokens skipped" in caplog.text
-    prompts = as_rollouts(
-        [{**short, "response_ids": []}, {"prompt_ids": [1, 2], "response_ids": []}]
-    )
-    assert_holds(dataset(path, tmp_path, max_length=2, overlong="truncate"), prompts)
+    caplog.clear()
+    # Of the long one only its prompt would be left, in which nothing counts.
+    assert_holds(dataset(path, tmp_path, max_length=3, overlong="truncate"), as_rollouts([short]))
+    assert "1 samples above 3 tokens skipped" in caplog.text
+    assert "truncated" not in caplog.text
+    with pytest.raises(DataError, match=r"has no sample \(2 were above max_length=2\)"):
+        dataset(path, tmp_path, max_length=2, overlong="truncate")
     with pytest.raises(DataError, match=r"2 were above max_length=1"):
         dataset(path, tmp_path, max_length=1, overlong="skip")
 

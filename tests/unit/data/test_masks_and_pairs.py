@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from megapack.data.dataset import Dataset
+from megapack.data.files import open_file
 from megapack.data.pieces import ReadSettings
 from megapack.errors import DataError
 from megapack.layout import Layout
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.unit
 
 IDS: dict[str, Any] = {"prompt_ids": [1, 0], "response_ids": [0, 4, 5]}
 ROUTES = [[[token, 1], [2, 3], [0, token]] for token in range(5)]
+USER = {"role": "user", "content": "a"}
 PAIR = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [6]}
 
 
@@ -68,6 +71,27 @@ def test_parquet_has_the_same_columns(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "data.parquet")
     with pytest.raises(DataError, match=r"data\.parquet:3: messages needs a chat template, bytes"):
         Dataset.from_files(tmp_path / "data.parquet", settings, tmp_path)
+
+
+def test_parquet_routes_are_read_in_small_parts(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    routes = np.random.default_rng(0).integers(0, 200, (128, 16, 8))
+    rows = [{"prompt_ids": [1], "response_ids": [2] * 127, "routed_experts": routes.tolist()}] * 128
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, use_dictionary=False)
+    blocks = list(open_file(path).blocks())
+    # 128 rows of 16384 experts, 8 bytes each: 16 MiB.
+    assert 16 <= len(blocks) <= 32
+    assert [number for block in blocks for number, _ in block.rows()] == list(range(1, 129))
+    tracemalloc.start()
+    for _, row in blocks[0].rows():
+        assert len(row["routed_experts"]) == 128
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # A row's lists take 0.3 MB; those of the whole block took ten times as much.
+    assert peak < 1.2e6
 
 
 def test_routes_are_returned_per_token(tmp_path: Path) -> None:
@@ -124,7 +148,7 @@ def test_both_samples_of_an_overlong_pair_are_left_out(
     assert "1 samples truncated to 4 tokens" in caplog.text
     caplog.clear()
     # The prompt alone fills the samples: no token would count.
-    kept = read(path, PAIR, IDS, max_length=2, overlong="truncate")
+    kept = read(path, PAIR, {**IDS, "prompt_ids": [1]}, max_length=2, overlong="truncate")
     assert kept.pair_signs(np.arange(len(kept))) == [0]
     assert "2 samples above 2 tokens skipped" in caplog.text
 
@@ -152,9 +176,28 @@ BAD = [
     ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, 'rejected is ["c"], expected a string'),
     ({"messages": []}, "messages is [], expected a list of messages"),
     ({"messages": ["a"]}, 'messages[0] is "a", expected an object with role and content'),
-    ({"messages": [{"role": "user"}], "tools": "{"}, "tools is text and not JSON"),
-    ({"messages": [{"role": "user"}], "tools": [1]}, "tools is [1], expected a list of objects"),
-    ({"messages": [{"role": "user"}], "response": "a"}, "has messages and response; give"),
+    ({"messages": [USER], "tools": "{"}, "tools is text and not JSON"),
+    ({"messages": [USER], "tools": [1]}, "tools is [1], expected a list of objects"),
+    ({"messages": [USER], "response": "a"}, "has messages and response; give"),
+    ({"messages": [USER, {"role": "user", "text": "a"}]}, "messages[1] has neither content nor"),
+    ({"messages": [{**USER, "content": 1}]}, "messages[0].content is 1, expected a string"),
+    ({"messages": [{**USER, "content": []}]}, "messages[0].content is [], expected a string"),
+    (
+        {"messages": [{**USER, "content": [{"type": "image"}]}]},
+        'messages[0].content[0] is {"type": "image"}, expected an object of type "text"',
+    ),
+    ({"messages": [{**USER, "tool_calls": "[]"}]}, 'tool_calls is "[]", expected a list of obj'),
+    (
+        {"messages": [{**USER, "tool_calls": [{"function": {"arguments": "[1]"}}]}]},
+        'messages[0].tool_calls[0]: arguments is "[1]", expected an object, or the JSON of one',
+    ),
+    ({"messages": [USER], "prompt": "b"}, "prompt is no user's turn of messages; leave prompt out"),
+    (
+        {"messages": [USER], "prompt": [{"role": "system", "content": "b"}]},
+        "messages begins neither with the messages of prompt nor with a turn of the assistant",
+    ),
+    ({**PAIR, "rejected_ids": PAIR["chosen_ids"]}, "chosen and rejected have the same tokens"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected have the same tokens"),
 ]
 
 
