@@ -30,6 +30,8 @@ from tests.dist.run_cases import make_reference, run_cases  # noqa: E402
 MARKS = ("<!-- measured -->", "<!-- end -->")
 MODEL_MARKS = ("<!-- models -->", "<!-- end of models -->")
 MODELS = {
+    "llama": "Llama",
+    "mistral": "Mistral: heads wider than hidden size / heads",
     "llama3_rope": "Llama 3.1: rope scaling",
     "qwen2": "Qwen2: biases of queries, keys and values",
     "qwen3": "Qwen3: norms of queries and keys",
