@@ -4,7 +4,7 @@ Modules:
     yaml, typed, load: text -> plain values -> typed dataclasses, and back
     model, rope, data, objective, critic, sections: the dataclasses, up to TrainConfig
     model_checks, run_checks: what keys must fulfil, of the model alone and of all sections
-    hf_config: the model's keys from a Hugging Face folder
+    hf_reader, hf_config: the model's keys from a Hugging Face folder, family by family
     cost_file: reads a cost model from its file
 """
 

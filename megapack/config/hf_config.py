@@ -16,23 +16,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megapack.base.files import read_whole
+from megapack.config.hf_reader import FILE, MISSING, Family, Reader, Values, shown
 from megapack.config.rope import LLAMA3_POSITIONS, RopeScaling
 from megapack.errors import ConfigError, brief
-
-FILE = "config.json"
 
 # ORGANISATION/MODEL, as the hub names them.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # The longest published config has 40 KB (quantization by layer).
 _MAX_BYTES = 1 << 20
-_MISSING = object()
-
-Values = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,87 +51,6 @@ class HfConfig:
         return str(Path(self.folder) / FILE)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """What config.json may say of the models of one `model_type`."""
-
-    architecture: str
-    """The only class of transformers."""
-    flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Key of config.json, true or false -> key of `ModelConfig`."""
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Key of config.json -> what transformers assumes if the key is missing."""
-    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Key of config.json -> its only values; it may be missing."""
-    unused: tuple[str, ...] = ()
-    """Keys without effect on training, in addition to `_UNUSED`."""
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Keys of `ModelConfig` that all models of the family have."""
-    is_partly_rotated: bool = False
-    """Whether transformers reads `partial_rotary_factor`."""
-    parts: tuple[Callable[[_Reader], Values], ...] = ()
-    """Functions that take several keys together."""
-
-
-class _Reader:
-    """The keys of one config.json; it notes which have been read."""
-
-    def __init__(self, folder: str, keys: Mapping[str, Any], family: Family) -> None:
-        self.folder = folder
-        self.keys = keys
-        self.family = family
-        self.known: set[str] = set()
-
-    def get(self, key: str, default: Any = _MISSING) -> Any:
-        """The value of a key; its default, or the family's, if it is missing."""
-        self.known.add(key)
-        default = {**_OPTIONAL, **self.family.defaults}.get(key, default)
-        value = self.keys.get(key, default)
-        if value is _MISSING:
-            raise ConfigError(
-                f"{self.folder}: {FILE} has no {key}; transformers would assume a value: write it "
-                "into the file"
-            )
-        return value
-
-    def count(self, key: str, least: int = 0, default: Any = _MISSING) -> int:
-        """A whole number."""
-        value = self.get(key, default)
-        if type(value) is not int or value < least:
-            raise self.error(key, value, f"expected a whole number of at least {least}")
-        return value
-
-    def optional_count(self, key: str, default: Any = _MISSING) -> int | None:
-        """A whole number of at least 1, or null."""
-        return None if self.get(key, default) is None else self.count(key, 1)
-
-    def number(self, key: str, default: Any = _MISSING) -> float:
-        """A number above 0."""
-        value = self.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise self.error(key, value, "expected a number above 0")
-        return float(value)
-
-    def flag(self, key: str, default: Any = _MISSING) -> bool:
-        """True or false."""
-        value = self.get(key, default)
-        if type(value) is not bool:
-            raise self.error(key, value, "expected true or false")
-        return value
-
-    def require(self, key: str, *values: Any, why: str = "") -> None:
-        """Check that a key is missing or has one of these values."""
-        value = self.get(key, values[0])
-        # By type too, because 1 == True in Python.
-        if not any(type(value) is type(one) and value == one for one in values):
-            shown = " or ".join(json.dumps(one) for one in values)
-            raise self.error(key, value, why or f"megapack trains {shown} only")
-
-    def error(self, key: str, value: Any, advice: str) -> ConfigError:
-        """The error of a key."""
-        return ConfigError(f"{self.folder}: {FILE} has {key}={_shown(value)}; {advice}")
-
-
 def read_hf_config(folder: str | Path) -> HfConfig:
     """Read a folder's config.json.
 
@@ -152,10 +67,10 @@ def read_hf_config(folder: str | Path) -> HfConfig:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ConfigError(
-            f"{name}: {FILE} has model_type={_shown(model_type)}; megapack trains "
+            f"{name}: {FILE} has model_type={shown(model_type)}; megapack trains "
             f"{', '.join(FAMILIES)}"
         )
-    reader = _Reader(name, keys, family)
+    reader = Reader(name, keys, family)
     _check_class(reader)
     values = {**_DEFAULTS, **_common(reader), **family.values}
     for key, own in family.flags.items():
@@ -206,7 +121,7 @@ def value_architecture(architecture: str) -> str:
     return architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
-def _check_class(reader: _Reader) -> None:
+def _check_class(reader: Reader) -> None:
     """Refuse classifiers, quantized weights and remote code that is not the family's."""
     names = reader.get("architectures", None)
     reader.known.add("model_type")
@@ -252,14 +167,6 @@ _DEFAULTS: Values = {
     "moe_route_scale": None,
     "moe_expert_bias": False,
 }
-# What transformers assumes in most families if a key is missing.
-_OPTIONAL: Values = {
-    "head_dim": None,
-    "tie_word_embeddings": False,
-    "rope_parameters": None,
-    "rope_scaling": None,
-    "partial_rotary_factor": None,
-}
 # Keys that have no effect on training, in all families.
 _UNUSED = (
     *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"),
@@ -269,7 +176,7 @@ _UNUSED = (
 )
 
 
-def _common(reader: _Reader) -> Values:
+def _common(reader: Reader) -> Values:
     """The keys of all families."""
     hidden = reader.count("hidden_size", 1)
     heads = reader.count("num_attention_heads", 1)
@@ -293,7 +200,7 @@ def _common(reader: _Reader) -> Values:
     }
 
 
-def _rope(reader: _Reader) -> Values:
+def _rope(reader: Reader) -> Values:
     """The rotary embedding, from the keys of transformers 4 and 5."""
     given = reader.get("rope_parameters")
     scaling = reader.get("rope_scaling")
@@ -307,7 +214,7 @@ def _rope(reader: _Reader) -> Values:
     merged = {}
     for key in ("rope_theta", "partial_rotary_factor"):
         inside = rope.pop(key, None)
-        outside = reader.get(key, None if inside is not None else _MISSING)
+        outside = reader.get(key, None if inside is not None else MISSING)
         if inside is not None and key in reader.keys and outside != inside:
             raise reader.error(key, outside, "rope_parameters says otherwise: keep one")
         merged[key] = outside if inside is None else inside
@@ -343,7 +250,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _rope_scaling(reader: _Reader, rope: Values) -> RopeScaling:
+def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
     names = {rope.pop(name) for name in ("rope_type", "type") if name in rope}
     kind = names.pop() if len(names) == 1 else None if names else "default"
     if kind == "default" and not rope:
@@ -382,7 +289,7 @@ def _rope_scaling(reader: _Reader, rope: Values) -> RopeScaling:
         raise ConfigError(f"{reader.folder}: {FILE}: {error}") from None
 
 
-def _window(reader: _Reader) -> Values:
+def _window(reader: Reader) -> Values:
     """No sliding window, or one that no sample reaches (Mistral)."""
     window = reader.get("sliding_window")
     positions = reader.count("max_position_embeddings", 1)
@@ -391,12 +298,12 @@ def _window(reader: _Reader) -> Values:
             "sliding_window",
             window,
             f"attention here has no window: set max_position_embeddings, now {positions}, to "
-            f"{_shown(window)} to train shorter samples exactly",
+            f"{shown(window)} to train shorter samples exactly",
         )
     return {}
 
 
-def _switched_window(reader: _Reader) -> Values:
+def _switched_window(reader: Reader) -> Values:
     """The windows of Qwen, which `use_sliding_window` switches on; and the kinds of layers."""
     reader.require("use_sliding_window", False)
     reader.known |= {"sliding_window", "max_window_layers"}
@@ -406,13 +313,13 @@ def _switched_window(reader: _Reader) -> Values:
     return {}
 
 
-def _own_head_width(reader: _Reader) -> Values:
+def _own_head_width(reader: Reader) -> Values:
     """Heads whose width does not follow from the hidden size, so that null is no width."""
     reader.count("head_dim", 1)
     return {}
 
 
-def _top_k(reader: _Reader, *names: str) -> Values:
+def _top_k(reader: Reader, *names: str) -> Values:
     """The number of experts by one of these names, and how many a token uses."""
     present = [name for name in names if name in reader.keys] or [names[0]]
     counts = {reader.count(name, 1) for name in present}
@@ -421,7 +328,7 @@ def _top_k(reader: _Reader, *names: str) -> Values:
     return {"num_experts": counts.pop(), "moe_top_k": reader.count("num_experts_per_tok", 1)}
 
 
-def _normed(reader: _Reader, top_k: int, normed: bool) -> Values:
+def _normed(reader: Reader, top_k: int, normed: bool) -> Values:
     if normed and top_k == 1:
         raise reader.error(
             "num_experts_per_tok",
@@ -431,13 +338,13 @@ def _normed(reader: _Reader, top_k: int, normed: bool) -> Values:
     return {"moe_norm_top_k": normed}
 
 
-def _mixtral_experts(reader: _Reader) -> Values:
+def _mixtral_experts(reader: Reader) -> Values:
     values = _top_k(reader, "num_local_experts")
     values["moe_ffn_hidden_size"] = reader.count("intermediate_size", 1)
     return values | _normed(reader, values["moe_top_k"], True)
 
 
-def _qwen_experts(reader: _Reader) -> Values:
+def _qwen_experts(reader: Reader) -> Values:
     """Experts after the first dense layers, with softmax scores."""
     values = _top_k(reader, "num_experts", "num_local_experts")
     values["moe_ffn_hidden_size"] = reader.count("moe_intermediate_size", 1)
@@ -449,12 +356,12 @@ def _qwen_experts(reader: _Reader) -> Values:
     return values | _normed(reader, values["moe_top_k"], reader.flag("norm_topk_prob"))
 
 
-def _qwen2_shared_expert(reader: _Reader) -> Values:
+def _qwen2_shared_expert(reader: Reader) -> Values:
     width = reader.count("shared_expert_intermediate_size", 1)
     return {"moe_shared_ffn_hidden_size": width, "moe_shared_gate": True}
 
 
-def _deepseek_experts(reader: _Reader) -> Values:
+def _deepseek_experts(reader: Reader) -> Values:
     """Experts after the first dense layers, sigmoid scores, groups and shared experts."""
     values = _top_k(reader, "n_routed_experts")
     width = reader.count("moe_intermediate_size", 1)
@@ -484,7 +391,7 @@ def _deepseek_experts(reader: _Reader) -> Values:
     }
 
 
-def _latent_attention(reader: _Reader) -> Values:
+def _latent_attention(reader: Reader) -> Values:
     nope = reader.count("qk_nope_head_dim", 1)
     rope = reader.count("qk_rope_head_dim", 1)
     rank = reader.get("q_lora_rank")
@@ -504,7 +411,7 @@ def _latent_attention(reader: _Reader) -> Values:
     }
 
 
-def _mtp(reader: _Reader) -> Values:
+def _mtp(reader: Reader) -> Values:
     reader.count("num_nextn_predict_layers", 0, 0)
     return {}
 
@@ -582,7 +489,7 @@ FAMILIES: Mapping[str, Family] = {
 """Families by `model_type`."""
 
 
-def _check_all_known(reader: _Reader) -> None:
+def _check_all_known(reader: Reader) -> None:
     known = {*reader.known, *_UNUSED, *reader.family.unused}
     for key, value in reader.keys.items():
         if key not in known:
@@ -592,10 +499,3 @@ def _check_all_known(reader: _Reader) -> None:
                 f"megapack does not know this key of {reader.family.architecture}: remove it from "
                 "the file if it has no effect on the model",
             )
-
-
-def _shown(value: Any) -> str:
-    try:
-        return brief(value) if isinstance(value, dict | list) else json.dumps(value)[:80]
-    except TypeError:
-        return brief(value)

@@ -14,6 +14,7 @@ from tests.run_folder import LENGTHS, make_plan
 
 CONFIG = "name: x\ndevice: cpu\nplan: {max_tokens_per_gpu: 64}\n"
 CSV = "length\n5\n9\n3\n"
+CHAT = [{"role": "user", "content": "a"}]
 SAMPLE = {"prompt_ids": [1, 2], "response_ids": [3]}
 
 
@@ -89,7 +90,11 @@ DATA_LINES = [
     _rows({**SAMPLE, "routed_experts": [[[0]]]}, "has 1 tokens, the sample 3", "give all"),
     _rows({"prompt": "a", "chosen": "b"}, "has prompt and chosen", "give"),
     _rows({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": []}, "rejected has no token"),
-    _rows({"messages": [{"role": "user"}]}, "needs a chat template", "set data.tokenizer=hf"),
+    _rows(
+        {"messages": [{"role": "user", "content": "a"}]},
+        "needs a chat template",
+        "set data.tokenizer=hf",
+    ),
     _rows({"messages": "hello"}, 'messages is "hello"', "expected a list of messages"),
     _rows(SAMPLE, "needs a folder", "set data.tokenizer_path", overrides="data.tokenizer=hf"),
     _rows({**SAMPLE, "advantage": float("inf")}, "advantage is Infinity", "finite"),
