@@ -12,6 +12,8 @@ pytestmark = pytest.mark.dist
 
 # One process, and a second layout of each family; tools/exactness.py runs all cases.
 SECOND = {
+    "llama": "cp2",
+    "mistral": "tp2_sp",
     "llama3_rope": "tp2_sp",
     "qwen2": "pp2_vpp2",
     "qwen3": "cp2",

@@ -20,7 +20,10 @@ SAFE_WITH = {
     "np.load": ("allow_pickle", False),
     "numpy.load": ("allow_pickle", False),
 }
-UNPICKLES = {"checkpoint.index": "reads torch's pickled index; allows only names of a list"}
+UNPICKLES = {
+    "checkpoint.index": "reads torch's pickled index; allows only names of a list",
+    "data.workers": "pipes between a process and the processes that it started itself",
+}
 
 # Files are written by `files.write_whole`. The exceptions, each with its reason.
 WRITERS = {
@@ -34,6 +37,16 @@ WRITERS = {
     ("data.index", "open"): "written in pieces; synced and renamed when complete",
     ("data.index", "os.replace"): "the same",
     ("data.index", "tempfile.TemporaryFile"): "checks that a folder is writable; has no name",
+    ("data.workers", "os.fdopen"): "a pipe to the parent",
+    ("data.workers", "pickle.dump"): "into that pipe",
+    ("hf.folder", "self.open"): "reads safetensors",
+    ("hf.load", "stored.open"): "reads safetensors",
+    ("hf.output", "write_text"): "in a folder that is renamed when all is on the disk",
+    ("hf.output", "shutil.copyfile"): "the same",
+    ("hf.output", "shutil.copytree"): "the same",
+    ("hf.shards", "open"): "the same",
+    ("hf.shards", "write_text"): "the same",
+    ("hf.output", "os.rename"): "renames a complete folder, or one to be removed",
     ("checkpoint.checkpoints", "torch.save"): "in a folder that is renamed when all is on the disk",
     ("checkpoint.folders", "write_text"): "the same",
     ("checkpoint.folders", "os.rename"): "renames a complete folder, or one to be removed",
