@@ -426,6 +426,8 @@ _ONLY_OF_THE_TOOL = {
     *("seq-mean-token-mean", "tp2_sp_other_model", "cp2_recompute_attention", "pp2_recompute"),
     *("moe_tp2_sp_ep2", "pp2_vpp2_pad", "dp2_pp2_vpp2_pad", "moe_dp2_tp2_sp_ep2_etp2"),
     *("moe_replay_tp2_sp_cp2", "tp2_sp_pp2_loss_alone"),
+    *("moe_bias_tp2_sp_ep2_recompute", "moe_replay_pp2_vpp2_uneven", "dp2_pp2_per_rank"),
+    *("pp3_uneven_loss_counts", "moe_dp2_pp2_vpp2_ep2_pad"),
 }
 CASES = {
     name: case
