@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
+_WRITE_ADVICE = "earlier checkpoints are untouched: make room, and resume with train.resume=auto"
 _REMEDY = "set train.resume to another checkpoint"
 _NAME = re.compile(r"step-\d{8,}")
 
@@ -229,7 +230,7 @@ def find_checkpoint(resume: str, own_folder: Path) -> Checkpoint | None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, advice: str = _WRITE_ADVICE) -> Iterator[None]:
     """Turn errors of writing within the block into a CheckpointError about `path`."""
     try:
         yield
@@ -237,10 +238,7 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
         reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{path} cannot be written ({reason}); earlier checkpoints are untouched: make room, "
-            "and resume with train.resume=auto"
-        ) from error
+        raise CheckpointError(f"{path} cannot be written ({reason}); {advice}") from error
 
 
 def open_part(path: Path) -> Path:

@@ -79,11 +79,7 @@ def _described(data: Dataset, number: int, files: list[Path]) -> dict[str, Any]:
     (line,) = data.lines(one)
     (reward,) = data.rewards(one)
     tokens = data.tokens(number)
-    num_prompt = len(tokens.prompt_ids)
-    counts = np.zeros(num_prompt + len(tokens.response_ids), dtype=np.bool_)
-    counts[num_prompt:] = True if tokens.loss_mask is None else tokens.loss_mask
-    # Nothing predicts the first token.
-    counts[:1] = False
+    counts = tokens.counts
     ids = np.concatenate([tokens.prompt_ids, tokens.response_ids])
     routes = tokens.routed_experts
     return {
@@ -99,7 +95,7 @@ def _described(data: Dataset, number: int, files: list[Path]) -> dict[str, Any]:
         "reward": reward.reward,
         "advantage": reward.advantage,
         "pair_sign": data.pair_signs(one)[0],
-        "prompt_tokens": num_prompt,
+        "prompt_tokens": len(tokens.prompt_ids),
         "response_tokens": len(tokens.response_ids),
         "loss_tokens": int(counts.sum()),
         "routed_experts": None if routes is None else list(routes.shape),

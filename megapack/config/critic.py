@@ -34,11 +34,5 @@ class CriticConfig:
 
 
 def critic_model(policy: ModelConfig) -> ModelConfig:
-    """The critic's model: the policy's with an untied head, all weights trained, and no MTP layers.
-
-    A value head replaces the vocabulary projection, so this must not be the embedding too.
-    """
-    # Untied it is not the model of the policy's folder any more.
-    return dataclasses.replace(
-        policy, hf_path=None, untie_embeddings=True, freeze=(), mtp_num_layers=0
-    )
+    """The critic's model: the policy's with a value head, all weights trained, no MTP layers."""
+    return dataclasses.replace(policy.with_value_head(), freeze=(), mtp_num_layers=0)

@@ -226,6 +226,14 @@ class ModelConfig:
         _check_folder(found, keys, where)
         return {**found.values, **keys}
 
+    def with_value_head(self) -> ModelConfig:
+        """The same model with a value head in place of its output layer.
+
+        The head must not be the embedding, so a tied model is untied. It is not the model of its
+        Hugging Face folder any more.
+        """
+        return dataclasses.replace(self, hf_path=None, untie_embeddings=True)
+
     @property
     def head_width(self) -> int:
         """Channels of one head's queries and keys."""

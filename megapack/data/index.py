@@ -74,8 +74,17 @@ class SampleTokens:
     response_ids: Ids
     loss_mask: Mask | None = None
     """Per token of the response: whether it counts in the loss; None = all do."""
-    routed_experts: npt.NDArray[np.int64] | None = None
-    """The experts that each token was routed to, [tokens, MoE layers, k]; None = not given."""
+    routed_experts: Routes | None = None
+    """The experts that each token was routed to, [tokens, MoE layers, k]; None = not given. Mapped:
+    read only where it is used."""
+
+    @property
+    def counts(self) -> Mask:
+        """Per token of the sample: whether it counts in the loss; the first one never does."""
+        counts = np.zeros(len(self.prompt_ids) + len(self.response_ids), dtype=np.bool_)
+        counts[len(self.prompt_ids) :] = True if self.loss_mask is None else self.loss_mask
+        counts[:1] = False
+        return counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +107,7 @@ class StoredSamples:
         routes = None
         if self.all_routes is not None and entry["route_start"] >= 0:
             row = int(entry["route_start"])
-            routes = self.all_routes[row : row + stop - start].astype(np.int64)
+            routes = self.all_routes[row : row + stop - start]
         return SampleTokens(
             prompt_ids=self.all_tokens[start:first].astype(np.int64),
             response_ids=np.where(counts, response, -1 - response),

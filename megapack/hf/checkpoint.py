@@ -163,7 +163,11 @@ class CheckpointTensors:
 
 
 class _Into(LoadPlanner):
-    """Puts what torch reads into one tensor."""
+    """Puts what torch reads into one tensor.
+
+    The reader calls the first two methods alone. It calls the next for what is no tensor, which
+    is never asked for; the rest make plans, which are made already, and are abstract in torch.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self._values = values

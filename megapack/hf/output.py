@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megapack.base.files import read_whole, strict_json, sync
+from megapack.checkpoint import folders
 from megapack.config.hf_config import read_hf_config, value_architecture
-from megapack.errors import CheckpointError, ConfigError, MegapackError, first_line
+from megapack.errors import CheckpointError, ConfigError
 
 # What a model's folder has besides weights: generation config, tokenizer, chat template, and the
 # code of models and tokenizers that transformers does not have.
@@ -76,18 +76,9 @@ def abandon(folder: Path) -> None:
     shutil.rmtree(part_path(folder), ignore_errors=True)
 
 
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Turn errors of writing within the block into a CheckpointError about the folder."""
-    try:
-        yield
-    except MegapackError:
-        raise
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        raise CheckpointError(
-            f"{folder} cannot be written ({reason}); make room, or set another folder"
-        ) from error
+    return folders.writing(folder, "make room, or set another folder")
 
 
 def check_space(folder: Path, num_bytes: int) -> None:

@@ -206,19 +206,8 @@ class Critic:
 
         The batch holds the masks of this rank's samples, but whitening needs all samples.
         """
-        samples = batch.samples
         kept = sorted(i for step in batch.plan.steps for i in step.kept_samples)
-        masks = {}
-        for i in kept:
-            tokens = self._data.tokens(int(batch.numbers[i]))
-            num_prompt = len(tokens.prompt_ids)
-            mask = torch.zeros(samples.length(i), dtype=torch.bool)
-            mask[num_prompt:] = (
-                True if tokens.loss_mask is None else torch.as_tensor(tokens.loss_mask != 0)
-            )
-            mask[0] = False
-            masks[i] = mask
-        return masks
+        return {i: torch.from_numpy(self._data.tokens(int(batch.numbers[i])).counts) for i in kept}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -118,13 +118,8 @@ class Trainer:
         vocab_size = config.model.vocab_size or tokenizer_size
         hf_path = config.model.hf_path
         has_value_head = config.objective.has_value_head
-        model = config.model
-        if has_value_head:
-            # The head replaces an output layer of its own. A folder's tied model is untied for it,
-            # and is not its folder's model any more.
-            model = dataclasses.replace(model, hf_path=None, untie_embeddings=True)
         self.chunks = build_model(
-            model,
+            config.model.with_value_head() if has_value_head else config.model,
             self.layout,
             vocab_size=vocab_size,
             seed=config.seed,
@@ -340,8 +335,9 @@ class Trainer:
         self.progress.line(plan_line(batch.plan))
         batch_seconds = {"plan_s": planned - started}
         first_step = self.position.step_in_batch
-        if first_step and self.resumed is not None:
-            resumed = self.resumed
+        # Not 0 only in the batch inside which the checkpoint was saved.
+        resumed = self.resumed if first_step else None
+        if resumed is not None:
             fields = self._saved_fields
             agree(
                 lambda: self.checkpoints.load_batch(resumed, batch.samples, batch.plan, fields),
@@ -359,7 +355,7 @@ class Trainer:
         passed = time.perf_counter()
         batch_seconds["logprob_pass_s"] = passed - planned
         if self.critic is not None:
-            if not (first_step and self.resumed is not None):
+            if resumed is None:
                 self.critic.add_advantages(batch)
             batch_seconds["value_pass_s"] = time.perf_counter() - passed
         self._last = batch
