@@ -80,7 +80,7 @@ class HfTokenizer:
     def encode_prompt(self, text: str) -> Ids:
         """See `Tokenizer`."""
         ids = self._encode(text)
-        prefix = self._prefix
+        _, prefix = self._encoder
         if np.array_equal(ids[: len(prefix)], prefix):
             return ids
         return np.concatenate([prefix, ids])
@@ -136,18 +136,25 @@ class HfTokenizer:
         loaded.backend_tokenizer.no_padding()
         return loaded
 
-    @property
-    def _backend(self) -> Any:
-        return self._loaded.backend_tokenizer
-
     @functools.cached_property
-    def _prefix(self) -> Ids:
-        """The special tokens that the tokenizer puts before texts: none, BOS, or several."""
-        encoding = self._backend.encode("x", add_special_tokens=True)
+    def _encoder(self) -> tuple[Any, Ids]:
+        """The tokenizer without its post-processor, and the special tokens that this put first.
+
+        Those are none, BOS, or several. It adds nothing to what is encoded here, but byte-level
+        ones cut white space off a token's offsets: all of "\n\n", which then would be of no text.
+        """
+        backend = self._loaded.backend_tokenizer
+        encoding = backend.encode("x", add_special_tokens=True)
         added = itertools.takewhile(
             lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         )
-        return np.array([token for token, _ in added], dtype=np.int64)
+        prefix = np.array([token for token, _ in added], dtype=np.int64)
+        backend.post_processor = None
+        return backend, prefix
+
+    @property
+    def _backend(self) -> Any:
+        return self._encoder[0]
 
     def _encode(self, text: str) -> Ids:
         return np.array(self._encoding(text).ids, dtype=np.int64)
@@ -159,10 +166,6 @@ class HfTokenizer:
             raise TextError("has half of a surrogate pair; write it again") from None
 
     def _chat_tokens(self, chat: ChatText) -> ChatTokens:
-        _ = self._prefix
-        # It adds nothing here, but byte-level ones cut white space off a token's offsets: all of
-        # "\n\n", which then would be of no text.
-        self._backend.post_processor = None
         encoding = self._encoding(chat.text)
         starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         mask = np.zeros(len(starts), dtype=np.bool_)
