@@ -13,6 +13,7 @@ from megapack.config import dump_yaml, parse_config
 from megapack.config.hf_config import FAMILIES, read_hf_config
 from megapack.config.rope import RopeScaling
 from megapack.config.sections import ModelConfig, TrainConfig
+from tools.benching.hf_configs import HF_CONFIGS
 
 pytestmark = pytest.mark.unit
 
@@ -59,53 +60,9 @@ def _sizes(
     }
 
 
-_DEEPSEEK: dict[str, Any] = {
-    **_ANY,
-    **_sizes(61, 7168, 18432, 128, 128, 129280, 163840),
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "kv_lora_rank": 512,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_experts_per_tok": 8,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": _YARN,
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-}
+_DEEPSEEK = HF_CONFIGS["DeepSeek-V3-bf16"]
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama": {
-        **_ANY,
-        **_sizes(32, 4096, 14336, 32, 8, 128256, 131072),
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": _LLAMA3,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-    },
+    "llama": HF_CONFIGS["Llama-3.1-8B"],
     "mistral": {
         **_ANY,
         **_sizes(32, 4096, 14336, 32, 8, 32768, 32768),
@@ -163,39 +120,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 5632,
         "tie_word_embeddings": False,
     },
-    "qwen3": {
-        **_ANY,
-        **_QWEN,
-        **_sizes(36, 2560, 9728, 32, 8, 151936, 40960),
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "head_dim": 128,
-        "max_window_layers": 36,
-        "model_type": "qwen3",
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": True,
-    },
-    "qwen3_moe": {
-        **_ANY,
-        **_QWEN,
-        **_sizes(48, 2048, 6144, 32, 4, 151936, 40960),
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "max_window_layers": 48,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001,
-        "tie_word_embeddings": False,
-    },
+    "qwen3": HF_CONFIGS["Qwen3-4B"],
+    "qwen3_moe": HF_CONFIGS["Qwen3-30B-A3B"],
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": {
         **_DEEPSEEK,
