@@ -104,8 +104,13 @@ def running(
 
 
 def killed(folder: Path, *overrides: str, after_steps: int, world: int = 2) -> None:
-    """Run until some steps are written, then SIGKILL every rank."""
+    """Run until some steps and a checkpoint are written, then SIGKILL every rank."""
     with running(folder, *overrides, after_steps=after_steps, world=world) as launcher:
+        deadline = time.monotonic() + 60
+        # With async_save the steps after a checkpoint may be written before it is complete.
+        while not [name for name in names(folder) if not name.endswith(".part")]:
+            assert time.monotonic() < deadline, "the job saves no checkpoint"
+            time.sleep(0.01)
         for pid in children(launcher.pid):
             os.kill(pid, signal.SIGKILL)
         assert launcher.wait(60) != 0
