@@ -11,9 +11,9 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from megapack import cpu
 from megapack.base.choices import Device
 from megapack.errors import ConfigError
-from megapack.ranks import cpu
 from megapack.ranks.links import close_all
 from megapack.ranks.watchdog import abort_nccl
 

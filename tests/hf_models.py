@@ -5,7 +5,7 @@ sharded safetensors and a tokenizer. `logprobs_and_entropies` and `sft_gradients
 own results, one unpadded sample at a time in fp32: the second, independent reference.
 
 transformers is imported inside of functions, so that a module that only needs `FAMILIES` starts
-quickly. It must be imported before `ranks.cpu.enable`, which replaces names that it subclasses.
+quickly. It must be imported before `cpu.enable`, which replaces names that it subclasses.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from megapack import (
     Policy,
     StepPlan,
     build_dp_schedule,
+    cpu,
     launch,
 )
 from megapack.config import dump_yaml, find_config, load_config
@@ -44,7 +45,6 @@ from megapack.errors import ConfigError
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
 from megapack.model.experts.rows import SchedulePass
-from megapack.ranks import cpu
 from megapack.rows.packed import PackedRow
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megapack import cpu
 from megapack.base.choices import Kernel
 from megapack.config.model_checks import check_sizes
 from megapack.config.sections import ModelConfig, OptimConfig
@@ -38,7 +39,6 @@ from megapack.model.init import (
 )
 from megapack.model.settings import FIXED, Settings, layer_settings, reduction_settings, values
 from megapack.model.specs import block_spec, mtp_spec
-from megapack.ranks import cpu
 
 
 def transformer_config(

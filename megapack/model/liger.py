@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapack import cpu
 from megapack.base.choices import HeadChoice, HeadKernel
 from megapack.cost.head import default_chunk_tokens
 from megapack.errors import ConfigError, one_line
@@ -36,7 +37,6 @@ from megapack.model.logprobs import (
     rest_of_gradient,
     vocab_parallel_logprobs,
 )
-from megapack.ranks import cpu
 from megapack.ranks.agree import agree
 
 logger = logging.getLogger(__name__)

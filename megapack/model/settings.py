@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megapack import cpu
 from megapack.base.choices import Kernel
 from megapack.config.sections import ModelConfig, OptimConfig
 from megapack.errors import ConfigError
 from megapack.layout import Layout
-from megapack.ranks import cpu
 
 _NOT_CUDA = "the device is not CUDA"
 

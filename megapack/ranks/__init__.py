@@ -6,5 +6,5 @@ Modules:
     links: Ranks: starts and owns all of this; one rank's error becomes every rank's
     executor: runs calls on a daemon thread
     place: what a rank is doing, for messages
-    interrupt, cpu: signals; Megatron on a machine without CUDA
+    interrupt: signals
 """

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
+from megapack import cpu
 from megapack.errors import ConfigError, ScheduleError, StepOutOfMemory
 from megapack.layout import Layout, why_no_retry
-from megapack.ranks import cpu
 from megapack.ranks.agree import agree, on_any_rank
 from megapack.schedule import checks
 from megapack.schedule.forward import Listener

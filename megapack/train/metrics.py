@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megapack import cpu
 from megapack.outlook.stats import StepReport
 from megapack.plan.plan import Plan
-from megapack.ranks import cpu
 from megapack.schedule.adapter import StepResult
 from megapack.train.trackers import Metrics
 

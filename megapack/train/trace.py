@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megapack import cpu
 from megapack.cost.model import CostModel
 from megapack.plan.plan import Plan
-from megapack.ranks import cpu
 from megapack.ranks.agree import agree
 from megapack.schedule.adapter import ScheduleAdapter
 from megapack.schedule.forward import Kind, Listener

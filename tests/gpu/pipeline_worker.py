@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megapack import Layout, launch
+from megapack import Layout, cpu, launch
 from megapack.model import initialize_parallel
-from megapack.ranks import cpu
 from tests.dist.problem import SEED
 from tests.dist.staged import StagedAdapter
 from tests.gpu import problem

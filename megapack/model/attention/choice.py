@@ -12,11 +12,11 @@ from typing import Literal, get_args
 
 import torch
 
+from megapack import cpu
 from megapack.base.apex import Apex, find_apex
 from megapack.base.choices import Attention, Dtype, Kernel
 from megapack.errors import ConfigError
 from megapack.model.attention.te_backend import AttentionSizes, te_obstacle
-from megapack.ranks import cpu
 
 Library = Literal["te", "apex", "torch"]
 

@@ -29,7 +29,7 @@ DP2 = Layout(dp=2)
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: True)
+    monkeypatch.setattr("megapack.cpu.uses_cuda", lambda: True)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_megatrons_layers_fuse_with_apexs_extension(monkeypatch: pytest.MonkeyPa
     extension.__spec__ = importlib.machinery.ModuleSpec(extension.__name__, None)
     monkeypatch.setitem(sys.modules, extension.__name__, extension)
     assert "gradient_accumulation_fusion" in on(layer_settings(DENSE, "varlen"))
-    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: False)
+    monkeypatch.setattr("megapack.cpu.uses_cuda", lambda: False)
     assert "gradient_accumulation_fusion" not in on(layer_settings(DENSE, "varlen"))
 
 

@@ -165,7 +165,7 @@ def test_doctor_reports_a_gpu_without_a_packed_kernel(
 
 
 def test_doctor_without_a_gpu_reports_no_attention_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: False)
+    monkeypatch.setattr("megapack.cpu.uses_cuda", lambda: False)
     diagnosis = run_probe("attention")
     assert diagnosis.found.startswith("sdpa in bf16")
     assert diagnosis.faults == []
@@ -218,7 +218,7 @@ def test_the_fused_rotary_kernel_is_used_with_every_attention(
 
     kernel: Callable[..., Any] = lambda *args: None  # noqa: E731
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel)
-    monkeypatch.setattr("megapack.ranks.cpu.uses_cuda", lambda: True)
+    monkeypatch.setattr("megapack.cpu.uses_cuda", lambda: True)
     assert find_kernels("sdpa", "fp32").rope_fusion
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
     assert not find_kernels("sdpa", "fp32").rope_fusion

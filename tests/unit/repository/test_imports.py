@@ -56,7 +56,7 @@ MEGATRON = [
     "checkpoint.state",
     "checkpoint.writer",
     "hf.blocks",
-    "ranks.cpu",
+    "cpu",
     "train",
     "doctor.probes",
     "hosts.megatron_lm",

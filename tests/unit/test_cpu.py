@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megapack import launch
+from megapack import cpu, launch
 from megapack.errors import ConfigError
-from megapack.ranks import cpu
 from tests.child import child
 
 pytestmark = pytest.mark.unit
@@ -19,7 +18,7 @@ TORCH = """
 import json, logging, torch
 results = {}
 import megapack.model, megapack.schedule
-from megapack.ranks import cpu
+from megapack import cpu
 results["enabled_by_import"] = cpu.enabled()
 before = torch.empty
 cpu.enable()

@@ -49,10 +49,10 @@ def enable() -> None:
         logger.warning("device: cpu was asked for, so the CUDA device of this machine stays unused")
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = _identity  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = _identity  # type: ignore[method-assign]
     torch.Tensor.to = _to_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]
-    torch.nn.Module.cuda = _identity  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = _identity  # type: ignore[method-assign]
     dist.all_gather = _padded_all_gather(dist.all_gather)
     dist.reduce_scatter = _padded_reduce_scatter(dist.reduce_scatter)
     _redirect_cuda_module()

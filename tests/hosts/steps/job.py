@@ -1,0 +1,156 @@
+"""What the workers of hosts' steps share.
+
+A worker runs one host's own training step (and forward-only pass) on a layout, with some patches:
+
+    torchrun --nproc-per-node 2 -m tests.hosts.steps.NAME OUT --layout dp=1,pp=2,vpp=2 \
+        --patches NAME,megatron_core --steps 2
+
+and each rank writes OUT/rank0.json, OUT/rank1.json, ...: a `Report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from megapack import Layout
+from tests.dist.spawn import checked_job, rank_reports
+from tools.hosting.sources import NoSource, source
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What one rank saw. Lists have one entry per step."""
+
+    losses: list[float] = field(default_factory=list)
+    """The loss that the host logs; empty on ranks where the host has none."""
+    grad_norms: list[float] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    """Of the forward-only pass, in sample order; empty on ranks where the host has none."""
+    num_microbatches: list[int] = field(default_factory=list)
+    row_tokens: list[list[int]] = field(default_factory=list)
+    """Tokens of this rank's rows, as the host's model is given them."""
+    step_seconds: list[float] = field(default_factory=list)
+    num_shape_exchanges: int = 0
+    """Exchanges of tensor shapes between pipeline stages, in all steps."""
+    params_sum: float = 0.0
+    """Sum of the absolute values of this rank's parameters after the last step, in float64."""
+    patched: list[str] = field(default_factory=list)
+    """Names that a patch replaced."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """What only this host has."""
+
+
+class Arguments(argparse.Namespace):
+    """A worker's command line."""
+
+    folder: Path
+    layout: Layout
+    patches: list[str]
+    steps: int
+    case: str
+
+
+def parse_arguments() -> Arguments:
+    """Read the command line, before anything of the host is imported."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layout", type=parse_layout, default=Layout())
+    parser.add_argument(
+        "--patches", type=lambda text: list(filter(None, text.split(","))), default=[]
+    )
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--case", default="", help="what only this host has")
+    return parser.parse_args(namespace=Arguments())
+
+
+def parse_layout(text: str) -> Layout:
+    """`dp=2,pp=2` as a layout.
+
+    >>> parse_layout("pp=2,vpp=2").pp
+    2
+    """
+    parts = (part.split("=") for part in filter(None, text.split(",")))
+    return Layout(**{name: int(value) for name, value in parts})
+
+
+def count_shape_exchanges(report: Report) -> None:
+    """From here on, count the exchanges of shapes in the report."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    exchange = P2PCommunicator._communicate_shapes
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        report.num_shape_exchanges += 1
+        return exchange(self, *args, **kwargs)
+
+    P2PCommunicator._communicate_shapes = counted
+
+
+def timed(report: Report, step: Callable[[], T]) -> T:
+    """Run a step on all ranks at once, and add its seconds to the report."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.perf_counter()
+    result = step()
+    dist.barrier()
+    report.step_seconds.append(time.perf_counter() - start)
+    return result
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write this rank's report."""
+    import torch.distributed as dist
+
+    from megapack import patching
+
+    report.patched = [status.target for status in patching.status() if status.state == "applied"]
+    text = json.dumps(dataclasses.asdict(report))
+    (folder / f"rank{dist.get_rank()}.json").write_text(text, encoding="utf-8")
+
+
+def import_host(host: str) -> Path:
+    """Put the host's source, and nothing else of it, on the import path; skips without one."""
+    folder = source(host)
+    sys.path.insert(0, str(folder))
+    return folder
+
+
+def run_step(
+    host: str,
+    folder: Path,
+    *,
+    layout: str,
+    world: int,
+    patches: Sequence[str] = (),
+    steps: int = 2,
+    case: str = "",
+    timeout_s: float = 300,
+    worker: str = "",
+) -> list[Report]:
+    """Run a host's worker, and return the reports of its ranks; skips where its source is absent.
+
+    Args:
+        worker: the module below `tests.hosts.steps`; "" = the host's name.
+    """
+    try:
+        source(host)
+    except NoSource as error:
+        pytest.skip(str(error))
+    folder.mkdir(parents=True, exist_ok=True)
+    args = [str(folder), "--layout", layout, "--patches", ",".join(patches)]
+    args += ["--steps", str(steps), "--case", case]
+    checked_job(world, f"tests.hosts.steps.{worker or host}", args, timeout_s=timeout_s)
+    return [Report(**report) for report in rank_reports(folder, world)]

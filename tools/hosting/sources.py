@@ -1,0 +1,80 @@
+"""Where a host's own code is: a source tree that the user names, or a release of the package index.
+
+    MEGAPACK_HOST_SOURCES=/somewhere    a folder with source trees: slime/, miles/, nemo-rl/, ...
+
+Releases are installed without their dependencies, some of which are whole training stacks, each
+into a folder of its own; hosts are then imported from there with `import_stubs` for the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+VARIABLE = "MEGAPACK_HOST_SOURCES"
+
+# Host -> its release on the package index that the patches are tested with.
+RELEASES = {
+    "verl": "verl==0.9.1",
+    "areal": "areal==1.0.4",
+    "ms_swift": "ms-swift==4.6.0",
+    "mcore_bridge": "mcore-bridge==1.6.5",
+    "megatron_bridge": "megatron-bridge==0.3.1",
+    "skyrl": "skyrl==0.3.0",
+}
+# Host -> the name of its folder below MEGAPACK_HOST_SOURCES.
+FOLDERS = {
+    "slime": "slime",
+    "miles": "miles",
+    "nemo_rl": "nemo-rl",
+    "skyrl": "skyrl",
+    "verl": "verl",
+    "areal": "areal",
+    "roll": "roll",
+    "ms_swift": "ms-swift",
+    "megatron_bridge": "megatron-bridge",
+    "megatron_lm": "megatron-lm",
+}
+
+
+class NoSource(Exception):
+    """A host's code is not here; says how to get it."""
+
+
+def source(host: str) -> Path:
+    """The folder that has the host's packages, for `sys.path`.
+
+    A source tree below MEGAPACK_HOST_SOURCES comes first, then the release.
+
+    Raises:
+        NoSource: neither is there, or the release cannot be installed.
+    """
+    tree = Path(os.environ.get(VARIABLE, "")) / FOLDERS.get(host, host)
+    if os.environ.get(VARIABLE) and tree.is_dir():
+        return tree
+    if host not in RELEASES:
+        raise NoSource(
+            f"{host} has no usable release; put its sources into ${VARIABLE}/{tree.name}"
+        )
+    return installed(RELEASES[host])
+
+
+def installed(requirement: str) -> Path:
+    """The folder of a release, installed without dependencies on the first call."""
+    folder = Path(tempfile.gettempdir()) / "megapack-hosts" / requirement
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when complete, so that an interrupted installation is not taken for one.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--target", f"{partial}/new", requirement]
+        outcome = subprocess.run(command, check=False, capture_output=True, text=True)
+        if outcome.returncode:
+            last = outcome.stderr.strip().splitlines()[-1:]
+            raise NoSource(f"{requirement} cannot be installed: {' '.join(last)}")
+        os.rename(f"{partial}/new", folder)
+    return folder
