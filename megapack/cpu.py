@@ -265,9 +265,8 @@ class _WithoutTriton(importlib.abc.MetaPathFinder):
 
 
 def _execute_without_triton(execute: Callable[[Any], None], module: Any) -> None:
-    stand_in = _NoTriton("triton")
-    stand_in.language = _NoTriton("triton.language")
-    names = {"triton": stand_in, "triton.language": stand_in.language}
+    names = {name: _NoTriton(name) for name in ("triton", "triton.language")}
+    vars(names["triton"])["language"] = names["triton.language"]
     sys.modules.update(names)
     try:
         execute(module)
