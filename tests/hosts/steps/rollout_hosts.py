@@ -8,8 +8,8 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     ppo         the advantages of PPO, from random values
     experts     the model has experts with a balancing loss, and only that loss trains
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
-    whole       one row per sample: the reference of the normalization
-    resplit     the host packs the same samples with half of the budget
+    narrow      half of the budget: the same samples in more rows
+    reference   also run `one_sample_step`, on one rank
 """
 
 from __future__ import annotations
@@ -117,12 +117,10 @@ def host_arguments(arguments: Arguments) -> HostArguments:
     layout = arguments.layout
     case = words(arguments)
     num_rollouts = ROLLOUTS_PER_STEP * arguments.steps
-    budget = BUDGET // 2 if "resplit" in case else BUDGET
     return HostArguments(
         **_sizes(problem.MOE_MODEL if "experts" in case else problem.MODEL),
         micro_batch_size=1,
-        # A sample above the budget stands alone.
-        max_tokens_per_gpu=1 if "whole" in case else budget,
+        max_tokens_per_gpu=BUDGET // 2 if "narrow" in case else BUDGET,
         use_dynamic_batch_size=True,
         use_dynamic_global_batch_size=False,
         balance_data=False,
@@ -318,6 +316,29 @@ def note_logprobs(
     parts = zip(rollout_data["sample_indices"], *fields, strict=True)
     for index, values, total, response in parts:
         report.logprobs[int(index)] = gather(values, total, response).tolist()
+
+
+def note_reference(
+    report: Report, args: Any, chunks: Sequence[Any], samples: Sequence[Any], part: Any
+) -> None:
+    """Run the reference of the first step on the only rank's samples.
+
+    Args:
+        part: what the host hands to this rank.
+    """
+    from tests.hosts.steps.one_sample import one_sample_step
+
+    rewards = dict(zip(part["sample_indices"], part["rewards"], strict=True))
+    first = [sample for sample in samples if sample.rollout_id < args.global_batch_size]
+    loss, grad_norm = one_sample_step(
+        chunks[0],
+        first,
+        [float(rewards[sample.index]) for sample in first],
+        per_token=args.calculate_per_token_loss,
+        entropy_coef=args.entropy_coef,
+    )
+    report.more["reference_loss"] = loss
+    report.more["reference_grad_norm"] = grad_norm
 
 
 def note_result(report: Report, chunks: Sequence[Any], logged: Sequence[dict[str, Any]]) -> None:

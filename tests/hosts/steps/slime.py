@@ -17,6 +17,8 @@ def main() -> None:
     args = rollout_hosts.host_arguments(arguments)
     actor = make_actor(args, chunks)
     samples, refs = split_rollout(arguments, args)
+    if "reference" in rollout_hosts.words(arguments):
+        rollout_hosts.note_reference(report, args, chunks, samples, refs[0].inner)
     train(report, actor, refs, num_samples=len(samples))
     job.write(report, arguments.folder)
     launch.stop()
