@@ -8,7 +8,8 @@ step is called once per micro-batch on copies of the batches, and left when it c
     shapes[3]          # (tokens, batch size) of micro-batch 3, or None if it has no input_ids
 
 Afterwards the host's iterators give the same batches again. What a forward step does before it
-calls the model happens twice; environment variables that it sets are restored.
+calls the model happens twice; environment variables that it sets are restored, and so is the state
+that `keeping` names.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch import Tensor
 
 RowShape = tuple[int, int]
 """Tokens and batch size of a micro-batch's hidden states on this GPU."""
+Keeping = Callable[[], contextlib.AbstractContextManager[None]]
+"""Makes a context that keeps a framework's state over the reading."""
 
 
 class _Left(BaseException):
@@ -66,6 +69,7 @@ def read_row_shapes(
     num_microbatches: int,
     *,
     sequence_shards: int,
+    keeping: Keeping = contextlib.nullcontext,
 ) -> tuple[list[RowShape | None], Any]:
     """The shapes of this rank's rows, and the iterators to run with.
 
@@ -74,6 +78,7 @@ def read_row_shapes(
             object with a position of its own (slime's `get_next`) is copied.
         sequence_shards: GPUs that hidden states are sliced over, and ids are not: tp under sequence
             parallelism.
+        keeping: a context that restores at its end what the forward step sets before the model.
 
     Returns:
         A shape per micro-batch, None where the forward step does not give the model `input_ids`;
@@ -88,7 +93,7 @@ def read_row_shapes(
     else:
         replayed = None
         reader = copy.copy(own)
-    with torch.no_grad(), _leaving(chunks[0]), _same_environment():
+    with torch.no_grad(), _leaving(chunks[0]), _same_environment(), keeping():
         ids = [_input_ids(forward_step_func, reader, chunks[0]) for _ in range(num_microbatches)]
     if replayed is not None:
         replayed.is_reading = False

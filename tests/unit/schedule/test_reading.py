@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -130,3 +131,23 @@ def test_an_iterator_keeps_its_other_attributes() -> None:
             return {"ids": torch.zeros(1, 4, dtype=torch.long)}
 
     assert read(step, Loader(), Chunk(), 1)[1].name == "loader"
+
+
+def test_state_that_a_step_sets_is_restored_by_what_keeps_it() -> None:
+    """The stage of a replay, which a step sets before the model and resets after it."""
+    stage = {"name": "backward"}
+
+    @contextlib.contextmanager
+    def keeping() -> Iterator[None]:
+        before = dict(stage)
+        yield
+        stage.update(before)
+
+    def replaying(iterator: Any, model: Any) -> Any:
+        stage["name"] = "forward"
+        return step(iterator, model)
+
+    read_row_shapes(replaying, batches(4), [Chunk()], 1, sequence_shards=1, keeping=keeping)
+    assert stage == {"name": "backward"}
+    read_row_shapes(replaying, batches(4), [Chunk()], 1, sequence_shards=1)
+    assert stage == {"name": "forward"}
