@@ -130,3 +130,10 @@ def test_an_iterator_keeps_its_other_attributes() -> None:
             return {"ids": torch.zeros(1, 4, dtype=torch.long)}
 
     assert read(step, Loader(), Chunk(), 1)[1].name == "loader"
+
+
+def test_samples_in_a_nested_tensor_are_not_taken_for_a_row() -> None:
+    # verl's later stages: the first one, which packs, knows the length of the row.
+    samples = [torch.zeros(5, dtype=torch.long), torch.zeros(3, dtype=torch.long)]
+    nested = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    assert read(step, iter([{"ids": nested}]), Chunk(), 1)[0] == [None]
