@@ -147,5 +147,8 @@ def _row_shape(input_ids: Any, sequence_shards: int) -> RowShape | None:
     """(tokens, batch size) of hidden states, from ids [batch size, tokens]."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         return None
+    # verl packs samples into a row on the first stage only; later ones are given the samples.
+    if input_ids.is_nested:
+        return None
     batch_size, num_tokens = input_ids.shape
     return num_tokens // sequence_shards, batch_size
