@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from megapack.config.load import load_config
 from megapack.errors import ConfigError
@@ -34,6 +35,11 @@ class Replacement:
     """`module:name` below megapack.hosts."""
     why: str
     """What the user gains, one line."""
+    rebinds: Literal["host", "everywhere"] = "host"
+    """Copies that are rebound, too: those in the host's own modules, if the target's module defines
+    the name; or every loaded module's global, for a name that a library's package re-exports and
+    other frameworks import. The module that defines the name keeps its own, and so does
+    megapack."""
 
     def __post_init__(self) -> None:
         if not _TARGET.fullmatch(self.target):

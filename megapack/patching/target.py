@@ -33,7 +33,8 @@ class Status:
     state: State
     """"waiting" for its module's import; "lost": other code has replaced the name since."""
     stale: tuple[str, ...]
-    """Names outside the host that still hold the original, imported before the patch."""
+    """Names that still hold the original: outside the host, imported before the patch. With
+    `rebinds: everywhere`, imported after the patch from the module that defines the name."""
 
 
 class Patch:
@@ -44,6 +45,8 @@ class Patch:
         self.entry = entry
         self._original: Any = None
         self._replacement: Any = None
+        self._own_copies: list[tuple[ModuleType, str]] = []
+        """Globals that held the replacement before this patch: imported from megapack."""
         parts = entry.module.split(".")
         self.module_chain = [".".join(parts[: end + 1]) for end in range(len(parts))]
         """The target's module after the packages that contain it: a, a.b, a.b.c."""
@@ -81,7 +84,7 @@ class Patch:
         expected = " or ".join(self.entry.signatures)
         try:
             owner, attribute = self._owner_and_attribute()
-            target = vars(owner)[attribute]
+            target = _hosts_own(vars(owner)[attribute])
         except KeyError:
             raise self._mismatch(f"expected {expected}, found no such name") from None
         if not callable(target):
@@ -119,10 +122,12 @@ class Patch:
         if self.is_replaced:
             return
         owner, attribute = self._owner_and_attribute()
-        self._original = vars(owner)[attribute]
+        self._original = _hosts_own(vars(owner)[attribute])
         replacement = self._import_replacement()
+        self._own_copies = self._bindings(replacement)
         setattr(owner, attribute, replacement)
         self._replacement = replacement
+        _REPLACED.append(self)
         logger.info(
             "%s: %s is now %s (%s)",
             self.file.host,
@@ -140,9 +145,10 @@ class Patch:
 
     def restore(self) -> None:
         """Restore the original, also in the host's modules that imported the replacement."""
+        _REPLACED.remove(self)
         owner, attribute = self._owner_and_attribute()
         if vars(owner).get(attribute) is self._replacement:
-            setattr(owner, attribute, self._original)
+            setattr(owner, attribute, self._value_without())
             logger.info("%s: %s is the host's own again", self.file.host, self.entry.dotted)
         else:
             logger.warning("%s: other code replaced it since; left as it is", self.entry.dotted)
@@ -170,24 +176,29 @@ class Patch:
             owner = vars(owner)[name]
         return owner, attribute
 
+    def _value_without(self) -> Any:
+        """What the name holds without this patch: the host's own object, or what another patch of
+        that object puts into this module."""
+        module = sys.modules[self.entry.module]
+        others = [patch for patch in _REPLACED if patch._original is self._original]
+        values = [patch._replacement for patch in others if patch._covers(module)]
+        return values[0] if values else self._original
+
     def _rebind(self, old: Any, new: Any) -> None:
         for module, name in self._bindings(old):
-            if self._belongs_to_host(module):
+            if self._covers(module) and (module, name) not in self._own_copies:
                 setattr(module, name, new)
 
     def _stale(self) -> tuple[str, ...]:
         bindings = self._bindings(self._original) if self.is_replaced else []
-        names = (f"{m.__name__}.{name}" for m, name in bindings if not self._belongs_to_host(m))
-        return tuple(sorted(names))
+        # The host's modules are covered, and what is left is outside of it; where every module is
+        # covered, what is left is inside: imported since, from the module that defines the name.
+        left = self.entry.rebinds == "everywhere"
+        return tuple(sorted({f"{m.__name__}.{n}" for m, n in bindings if self._covers(m) is left}))
 
     def _bindings(self, value: Any) -> list[tuple[ModuleType, str]]:
-        """Every global of a loaded module that is this object, imported from the target's module.
-
-        Empty for methods, and for names that the target's module itself imported: other modules
-        imported those from elsewhere.
-        """
-        made_here = getattr(self._original, "__module__", None) == self.entry.module
-        if "." in self.entry.name or not made_here:
+        """Every global of a loaded module that is this object; empty if copies are not rebound."""
+        if not self._has_copies():
             return []
         return [
             (module, name)
@@ -198,8 +209,38 @@ class Patch:
             if held is value
         ]
 
-    def _belongs_to_host(self, module: ModuleType) -> bool:
-        return module.__name__.partition(".")[0] == self.module_chain[0]
+    def _has_copies(self) -> bool:
+        """Whether globals of other modules count as copies of the name.
+
+        Never for methods. For a name that the target's module itself imported only with
+        `everywhere`: others imported it from elsewhere.
+        """
+        if "." in self.entry.name:
+            return False
+        return self.entry.rebinds == "everywhere" or self._definer() == self.entry.module
+
+    def _covers(self, module: ModuleType) -> bool:
+        """Whether copies in this module are rebound."""
+        root = module.__name__.partition(".")[0]
+        if not self._has_copies():
+            return False
+        if self.entry.rebinds == "host":
+            return root == self.module_chain[0]
+        return root != "megapack" and module.__name__ != self._definer()
+
+    def _definer(self) -> str | None:
+        """The module that defines the original."""
+        return getattr(self._original, "__module__", None)
+
+
+# Patches whose names are replaced now.
+_REPLACED: list[Patch] = []
+
+
+def _hosts_own(value: Any) -> Any:
+    """The host's own object, where another patch's replacement of it is what is found."""
+    originals = (patch._original for patch in _REPLACED if patch._replacement is value)
+    return next(originals, value)
 
 
 def parse_signature(text: str) -> inspect.Signature:

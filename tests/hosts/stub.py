@@ -17,6 +17,7 @@ ENTRY = """\
     signatures: ["{signature}"]
     replacement: megapack.hosts.stub:{replacement}
     why: a test
+    rebinds: {rebinds}
 """
 
 
@@ -25,12 +26,17 @@ def pack(lengths: object, *, budget: object = None) -> str:
     return "megapack"
 
 
+def pack_steps(*args: object, **kwargs: object) -> str:
+    """The replacement of a second patch; its signature is not the host's."""
+    return "steps"
+
+
 def pack_method(self: object, lengths: object) -> str:
     """The replacement of a method."""
     return "megapack"
 
 
-for replacement in (pack, pack_method):
+for replacement in (pack, pack_steps, pack_method):
     replacement.__module__ = "megapack.hosts.stub"
 
 
@@ -43,6 +49,7 @@ class Host:
         monkeypatch.syspath_prepend(str(folder))
         ours = types.ModuleType("megapack.hosts.stub")
         ours.pack = pack  # type: ignore[attr-defined]
+        ours.pack_steps = pack_steps  # type: ignore[attr-defined]
         ours.pack_method = pack_method  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "megapack.hosts.stub", ours)
         self.write("stubhost/__init__.py", "")
@@ -64,10 +71,13 @@ class Host:
         signature: str = "(lengths, *, budget=None)",
         replacement: str = "pack",
         host: str = "stubhost",
+        rebinds: str = "host",
     ) -> str:
         """Write a patch file for these targets; returns its path."""
         entries = [
-            ENTRY.format(target=target, signature=signature, replacement=replacement)
+            ENTRY.format(
+                target=target, signature=signature, replacement=replacement, rebinds=rebinds
+            )
             for target in targets
         ]
         path = self.folder / f"{host}.yaml"

@@ -15,7 +15,7 @@ from megapack import patching
 from megapack.errors import ConfigError, PatchError
 from megapack.patching.files import PatchFile, Replacement, load_patches, shipped_hosts
 from megapack.patching.target import is_like, parse_signature, signature_of
-from tests.hosts.stub import PACK, Host, pack
+from tests.hosts.stub import PACK, Host, pack, pack_steps
 
 pytestmark = pytest.mark.hosts
 
@@ -145,6 +145,106 @@ def test_an_imported_name_is_replaced_in_its_module_only(host: Host) -> None:
     assert status.stale == ()
 
 
+LIBRARY = "stubhost.utils:pack"
+TRAINER = "stubhost.trainer:pack"
+
+
+@pytest.fixture
+def library(host: Host) -> str:
+    """A patch of a name that the package `stubhost.utils` re-exports and two modules import."""
+    host.write("stubhost/utils/__init__.py", "from .packing import pack\n")
+    for user in ("stubhost/trainer.py", "stubscript.py"):
+        host.write(user, "from stubhost.utils import pack\n")
+    return host.patch(LIBRARY, rebinds="everywhere")
+
+
+@pytest.mark.parametrize("imported", [(), ("stubscript",), ("stubscript", "stubhost.trainer")])
+def test_a_re_exported_name_is_rebound_everywhere(
+    host: Host, library: str, imported: tuple[str, ...]
+) -> None:
+    early = [host.load(name) for name in imported]
+    patching.apply(library)
+    users = [host.load(name) for name in ("stubscript", "stubhost.trainer")]
+    assert [user.pack for user in users] == [pack, pack]
+    # The module that defines the name keeps it: the replacement may call it.
+    original = host.load("stubhost.utils.packing").pack
+    assert original([1]) == "host"
+    assert patching.status()[0].stale == ()
+    patching.revert(library)
+    assert [user.pack for user in (*early, *users)] == [original] * (len(early) + 2)
+    assert host.load("stubhost.utils").pack is original
+
+
+def test_a_re_exported_name_stays_in_others_unless_everywhere(host: Host, library: str) -> None:
+    script = host.load("stubscript")
+    patching.apply(host.patch(LIBRARY))
+    assert (script.pack([1]), host.load("stubhost.utils").pack([1])) == ("host", "megapack")
+
+
+def test_what_everywhere_misses_is_stale(host: Host, library: str) -> None:
+    """An import from the module that defines the name, after the patch."""
+    script = host.load("stubscript")
+    patching.apply(library)
+    host.write("stublate.py", "from stubhost.utils.packing import pack\n")
+    host.load("stublate")
+    assert patching.status()[0].stale == ("stublate.pack",)
+    assert script.pack is pack
+
+
+def test_megapacks_own_modules_are_never_rebound(host: Host, library: str) -> None:
+    ours = sys.modules["megapack.hosts.stub"]
+    original = host.load("stubhost.utils").pack
+    ours.original = original  # type: ignore[attr-defined]
+    (status,) = patching.apply(library)
+    assert (ours.original, status.stale) == (original, ())
+    patching.revert(library)
+    # Modules that imported the replacement itself keep it, like this one.
+    assert ours.pack is globals()["pack"] is pack
+
+
+@pytest.mark.parametrize("imported_first", [False, True])
+@pytest.mark.parametrize("trainer_first", [False, True])
+@pytest.mark.parametrize("revert_trainer_first", [False, True])
+def test_a_patch_everywhere_and_one_of_a_copy_in_any_order(
+    host: Host, library: str, imported_first: bool, trainer_first: bool, revert_trainer_first: bool
+) -> None:
+    """As megatron_core's patch and megatron_lm's, of the copy in megatron.training.training."""
+    trainer_only = host.patch(TRAINER, replacement="pack_steps", host="stublm")
+    if imported_first:
+        host.load("stubhost.trainer")
+    pair = [trainer_only, library] if trainer_first else [library, trainer_only]
+    for path in pair:
+        patching.apply(path)
+    trainer = host.load("stubhost.trainer")
+    script = host.load("stubscript")
+    assert (trainer.pack, script.pack) == (pack_steps, pack)
+    assert [(status.state, status.stale) for status in patching.status()] == [("applied", ())] * 2
+    if revert_trainer_first:
+        patching.revert(trainer_only)
+        assert (trainer.pack, script.pack) == (pack, pack)
+        patching.revert(library)
+    else:
+        patching.revert(library)
+        assert (trainer.pack, script.pack([1])) == (pack_steps, "host")
+        patching.revert(trainer_only)
+    assert (trainer.pack([1]), script.pack([1])) == ("host", "host")
+
+
+@pytest.mark.parametrize("signature", ["(lengths, *, budget=None)", "(*args, **kwargs)"])
+def test_a_second_patch_is_verified_against_the_hosts_signature(
+    host: Host, library: str, signature: str
+) -> None:
+    """Not against the signature of the replacement that it finds, `(*args, **kwargs)`."""
+    patching.apply(host.patch(LIBRARY, replacement="pack_steps", rebinds="everywhere"))
+    host.load("stubhost.trainer")
+    second = host.patch(TRAINER, signature=signature, host="stublm")
+    if signature == "(*args, **kwargs)":
+        with pytest.raises(PatchError, match=r"found \(lengths, \*, budget=None\)"):
+            patching.apply(second)
+    else:
+        assert [status.state for status in patching.apply(second)] == ["applied"]
+
+
 def test_two_hosts_do_not_replace_the_same_name(host: Host) -> None:
     patching.apply(host.patches)
     other = host.patch("stubhost.utils.packing:pack", host="stubother")
@@ -226,6 +326,11 @@ def test_bad_entries_are_refused(change: dict[str, object]) -> None:
         ("host: a\nseen: b\npatches: !!python/name:os.system\n", "tags are refused"),
         ("host: a\nseen: b\n", "patches has no default"),
         ("host: a\nsene: b\npatches: []\n", "did you mean seen"),
+        (
+            "host: a\nseen: b\npatches: [{target: a:b, signatures: [()], rebinds: nowhere, "
+            "replacement: megapack.hosts.slime:build_dp_schedule, why: c}]\n",
+            "rebinds is 'nowhere', expected host or everywhere",
+        ),
         ("host: A b\nseen: b\npatches: [{}]\n", "target has no default"),
     ],
 )
