@@ -6,13 +6,19 @@ Modules:
     checks: refuses settings with which Megatron would hang or train wrongly
     runner: one run of Megatron's schedule over the packed rows
     forward: Megatron's forward step, and the loss on the last stage
+    listeners: who is told of each forward and backward
+    overrides: settings of Megatron's config during a call of its schedule
     p2p: sends rows between stages with the lengths that the plan knows
     faults: a step that runs out of memory or has a NaN
+    planned: PlannedSchedule: a framework's own step on planned shapes
+    reading: the shapes of a framework's rows, read from its batches
 """
 
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
+from megapack.schedule.planned import PlannedSchedule
 
 __all__ = [
+    "PlannedSchedule",
     "ScheduleAdapter",
     "StepResult",
 ]

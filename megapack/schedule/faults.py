@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,9 @@ from megapack.errors import ConfigError, ScheduleError, StepOutOfMemory
 from megapack.layout import Layout, why_no_retry
 from megapack.ranks.agree import agree, on_any_rank
 from megapack.schedule import checks
-from megapack.schedule.forward import Listener
+from megapack.schedule.listeners import Listener
+
+logger = logging.getLogger(__name__)
 
 # Limit on the samples of a micro-batch that an error names.
 _MAX_SAMPLES = 8
@@ -160,26 +163,42 @@ class FiniteFlags(Listener):
             (chunk, _is_finite(buffer)) for chunk, own in enumerate(chunks) for buffer in own
         ]
 
-    def refuse(self, row_samples: Sequence[tuple[int, ...]], *, device: torch.device) -> None:
+    def refuse(self, describe: Callable[[int], str], *, device: torch.device) -> None:
         """Raise on all ranks if any rank has a NaN or an infinity. A collective of all ranks.
 
         Args:
-            row_samples: the samples of each micro-batch of this rank.
+            describe: what is in a micro-batch of this rank, such as "samples 3, 5".
 
         Raises:
             ScheduleError: names the ranks where the values appeared first, and the micro-batches
                 with their samples.
         """
+        first = self._origins_on_all(device)
+
+        def raise_own() -> None:
+            for message in self._own_errors(first, describe):
+                raise ScheduleError(message)
+
+        if first:
+            agree(raise_own, device=device)
+
+    def warn(self, describe: Callable[[int], str], *, device: torch.device) -> None:
+        """Log a warning on the ranks where a NaN or an infinity appeared first. A collective."""
+        for message in self._own_errors(self._origins_on_all(device), describe):
+            logger.warning("%s", message)
+
+    def _origins_on_all(self, device: torch.device) -> set[Spot]:
+        """The first spots of all ranks; empty if every value is finite."""
         flags = [flag for flag, _ in self._outputs.values()]
         flags += [flag for _, flag in self._gradients]
         is_fine = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool)
         is_bad = (~is_fine).to(device=device, dtype=torch.int32)
         dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
-        if is_bad.item():
-            spots: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(spots, list(self._spots()))
-            first = origins(itertools.chain.from_iterable(spots))
-            agree(lambda: self._raise_own(first, row_samples), device=device)
+        if not is_bad.item():
+            return set()
+        spots: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(spots, list(self._spots()))
+        return origins(itertools.chain.from_iterable(spots))
 
     def _spots(self) -> Iterator[Spot]:
         for (chunk, microbatch), (is_finite, _) in self._outputs.items():
@@ -195,24 +214,31 @@ class FiniteFlags(Listener):
     def _gradient_spot(self, chunk: int) -> Spot:
         return Spot(self._replica, None, -self._stages[chunk])
 
-    def _raise_own(self, first: set[Spot], row_samples: Sequence[tuple[int, ...]]) -> None:
+    def _own_errors(self, first: set[Spot], describe: Callable[[int], str]) -> Iterator[str]:
         # Tensor and context-parallel ranks of one stage have the same spots.
         for (chunk, microbatch), (is_finite, is_loss) in self._outputs.items():
             if not is_finite and self._output_spot(chunk, microbatch) in first:
-                samples = row_samples[microbatch]
-                few = ", ".join(map(str, samples[:_MAX_SAMPLES]))
-                more = ", ..." if len(samples) > _MAX_SAMPLES else ""
                 what = "loss" if is_loss else f"output of chunk {chunk}"
-                raise ScheduleError(
-                    f"the {what} of micro-batch {microbatch} (samples {few}{more}) holds a NaN or "
-                    "an infinity; discard the gradients of this step, and check these samples' "
+                yield (
+                    f"the {what} of micro-batch {microbatch} ({describe(microbatch)}) holds a NaN "
+                    "or an infinity; discard the gradients of this step, and check these samples' "
                     "fields, the weights, and the learning rate"
                 )
         if any(not fine and self._gradient_spot(chunk) in first for chunk, fine in self._gradients):
-            raise ScheduleError(
+            yield (
                 "the gradients hold a NaN or an infinity, though the losses do not; discard "
                 "them, and check the model's precision and the learning rate"
             )
+
+
+def samples_text(samples: Sequence[int]) -> str:
+    """A micro-batch's samples, for an error.
+
+    >>> samples_text((3, 5))
+    'samples 3, 5'
+    """
+    few = ", ".join(map(str, samples[:_MAX_SAMPLES]))
+    return f"samples {few}{', ...' if len(samples) > _MAX_SAMPLES else ''}"
 
 
 def origins(spots: Iterable[Spot]) -> set[Spot]:

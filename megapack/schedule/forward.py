@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -22,11 +22,9 @@ from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name
 from megapack.rows.packed import PackedRow, unpack_row
 from megapack.rows.segments import row_segments
+from megapack.schedule.listeners import Listener, Listeners
 
 T = TypeVar("T")
-
-Kind = Literal["F", "B"]
-"""Forward or backward."""
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 """What Megatron's loss function returns: loss sum, token count, report.
@@ -181,22 +179,6 @@ class LastStage:
                 self._pass.outputs[name][sample] = value
 
 
-class Listener:
-    """Called at each forward and backward, on the thread that runs it, where it may raise.
-
-    Chunks and micro-batches are numbered on this rank.
-    """
-
-    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        """A forward or backward begins."""
-
-    def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        """A forward or backward has ended: all its work is queued on the device."""
-
-    def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
-        """The result of a forward: hidden states, or on the last chunk the loss."""
-
-
 def _run(work: Callable[[], T]) -> T | None:
     return work()
 
@@ -225,7 +207,7 @@ class ForwardStep:
         self._chunks = chunks
         self._last_stage = last_stage
         self._pass = schedule_pass
-        self._listeners = listeners
+        self._listeners = Listeners(listeners)
         self._attempt = attempt
         self._num_forwards: Counter[int] = Counter()
 
@@ -273,11 +255,11 @@ class ForwardStep:
     def _forward(
         self, row: PackedRow, model: Any, chunk: int, microbatch: int
     ) -> tuple[Tensor, DeferredHead | None]:
-        self._begin("F", chunk, microbatch)
+        self._listeners.begin("F", chunk, microbatch)
         output, head = self.run_row(row, model)
         # Megatron calls the loss function right after, which ends the forward of the last chunk.
         if head is None:
-            self._end_forward(chunk, microbatch, output)
+            self._listeners.end_forward(chunk, microbatch, output)
         return output, head
 
     def _loss(
@@ -291,37 +273,12 @@ class ForwardStep:
         def work() -> LossReport:
             assert head is not None
             report = self._last_stage(row, head, hidden)
-            self._end_forward(chunk, microbatch, report[0])
+            self._listeners.end_forward(chunk, microbatch, report[0])
             return report
 
         report: LossReport | None = self._attempt(work)
         # The backward sends zeros through this loss.
         return _report(hidden.sum(dtype=torch.float32) * 0.0) if report is None else report
-
-    def _end_forward(self, chunk: int, microbatch: int, output: Tensor) -> None:
-        for listener in self._listeners:
-            listener.on_output(chunk, microbatch, output)
-        self._end("F", chunk, microbatch)
-        if not output.requires_grad:
-            return
-
-        # The backward begins with the gradient of the forward's output.
-        def begin_backward(_: Tensor) -> None:
-            self._begin("B", chunk, microbatch)
-            # The engine calls this at the end of the whole backward, including recomputed forwards.
-            torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: self._end("B", chunk, microbatch)
-            )
-
-        output.register_hook(begin_backward)
-
-    def _begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        for listener in self._listeners:
-            listener.on_begin(kind, chunk, microbatch)
-
-    def _end(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        for listener in self._listeners:
-            listener.on_end(kind, chunk, microbatch)
 
 
 def accepted_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:

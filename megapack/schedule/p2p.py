@@ -39,8 +39,9 @@ class PlannedP2PCommunicator(RecordingP2PCommunicator):
     Args:
         pp_group: the pipeline-parallel process group.
         config: the model's `ModelParallelConfig`, with `variable_seq_lengths=True` while it runs.
-        row_lengths: tokens of each micro-batch's hidden states on this GPU, in execution order
-            (after context and sequence parallel slicing).
+        row_shapes: (tokens, batch size) of each micro-batch's hidden states on this GPU, in
+            execution order, after context and sequence parallel slicing. A packed row has batch
+            size 1.
         vpp: model chunks per pipeline rank.
         group_size: `microbatch_group_size_per_vp_stage`; None without interleaving.
         forward_only: no gradients will be received.
@@ -55,7 +56,7 @@ class PlannedP2PCommunicator(RecordingP2PCommunicator):
         pp_group: Any,
         config: Any,
         *,
-        row_lengths: Sequence[int],
+        row_shapes: Sequence[tuple[int, int]],
         vpp: int = 1,
         group_size: int | None = None,
         forward_only: bool = False,
@@ -63,7 +64,7 @@ class PlannedP2PCommunicator(RecordingP2PCommunicator):
         super().__init__(pp_group, config)
         stage = pp_group.rank()
         last = pp_group.size() - 1
-        order = receive_order(len(row_lengths), vpp, group_size)
+        order = receive_order(len(row_shapes), vpp, group_size)
         # The first stage receives no activations for its chunk 0, and the last stage no gradients
         # for its last chunk. Gradients run through the chunks in reverse, so in both directions
         # this is chunk 0 of the order.
@@ -71,7 +72,7 @@ class PlannedP2PCommunicator(RecordingP2PCommunicator):
         self._backward = deque(m for m, chunk in order if stage < last or chunk > 0)
         if forward_only:
             self._backward.clear()
-        self._row_lengths = tuple(row_lengths)
+        self._row_shapes = tuple(row_shapes)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -84,10 +85,10 @@ class PlannedP2PCommunicator(RecordingP2PCommunicator):
     def _next_shape(self, pending: deque[int], kind: str) -> list[int]:
         if not pending:
             raise ScheduleError(
-                f"Megatron asks for one more {kind} than the plan's {len(self._row_lengths)} "
+                f"Megatron asks for one more {kind} than the plan's {len(self._row_shapes)} "
                 "micro-batches have; the schedule's settings changed under the adapter"
             )
-        return [self._row_lengths[pending.popleft()], 1, self.config.hidden_size]
+        return [*self._row_shapes[pending.popleft()], self.config.hidden_size]
 
     @property
     def num_pending(self) -> int:

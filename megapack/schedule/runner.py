@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -27,8 +27,10 @@ from megapack.ranks.place import Place
 from megapack.rows.packed import PackedRow
 from megapack.schedule import checks
 from megapack.schedule.call import StepCall
-from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard
-from megapack.schedule.forward import ForwardStep, HeadOptions, Kind, LastStage, Listener
+from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard, samples_text
+from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage
+from megapack.schedule.listeners import Listener, PlaceKeeper
+from megapack.schedule.overrides import config_with, pipeline_settings
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
 
 
@@ -71,7 +73,7 @@ class ScheduleRunner:
         self.device = device
         self.routing = routing
         self.place = place
-        self.listeners: list[Listener] = [_PlaceKeeper(place)]
+        self.listeners: list[Listener] = [PlaceKeeper(place)]
         self._groups = groups
         self._retries_oom = retries_oom
 
@@ -98,7 +100,7 @@ class ScheduleRunner:
             gradients = [[p.grad for p in own if p.grad is not None] for own in params]
             self._check_gradients(flags, gradients)
         self.place.enter("output")
-        flags.refuse([row.samples for row in rows], device=self.device)
+        flags.refuse(lambda k: samples_text(rows[k].samples), device=self.device)
         return schedule_pass
 
     def run_schedule(
@@ -119,7 +121,7 @@ class ScheduleRunner:
             contextlib.nullcontext() if memory is None else memory.backwards(),
             contextlib.nullcontext() if memory is None else without_overlap(self.chunks),
             dropping_reductions(self.chunks),
-            _config_with(self.config, self._overrides(call, flags, memory)),
+            config_with(self.config, self._overrides(call, flags, memory)),
             self.routing.following(schedule_pass),
         ):
             get_forward_backward_func()(
@@ -176,7 +178,7 @@ class ScheduleRunner:
             communicator = self.communicator_class(
                 self._groups.pp,
                 self.config,
-                row_lengths=[row.row_tokens // shards for row in rows],
+                row_shapes=[(row.row_tokens // shards, 1) for row in rows],
                 vpp=layout.vpp,
                 group_size=call.step_plan.group_size,
                 forward_only=not call.is_training,
@@ -187,20 +189,12 @@ class ScheduleRunner:
     def _overrides(
         self, call: StepCall, flags: FiniteFlags, memory: OutOfMemoryGuard | None
     ) -> dict[str, Any]:
-        overrides: dict[str, Any] = {
-            "variable_seq_lengths": call.has_planned_rows and self.layout.pp > 1,
-            # After an exchange Megatron also synchronizes the device, against a race in old
-            # versions of torch. Waiting for the requests already orders the streams.
-            "batch_p2p_sync": False,
-        }
+        layout = self.layout
+        overrides = pipeline_settings(pp=layout.pp, vpp=layout.vpp, planned=call.has_planned_rows)
         if call.is_training:
             overrides |= sync_functions(self.chunks, self.config)
-        if self.layout.vpp > 1:
+        if layout.vpp > 1:
             overrides["microbatch_group_size_per_vp_stage"] = call.step_plan.group_size
-            # Sends overlap with the next forward. Megatron-Core before 0.19 frees a stage's output
-            # while its send still reads it; later versions wait for the send, which ends the
-            # overlap. Without interleaving each send is waited for, and the setting is the user's.
-            overrides["deallocate_pipeline_outputs"] = False
         finalize = self.config.finalize_model_grads_func
         if finalize is None and checks.reduces(self.chunks):
             finalize = finalize_model_grads
@@ -242,16 +236,6 @@ class ScheduleRunner:
             flags.check_gradients(gradients)
 
 
-class _PlaceKeeper(Listener):
-    """Records the forward or backward that began last in this rank's place."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-
-    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        self._place.enter("forward" if kind == "F" else "backward", chunk, microbatch)
-
-
 def process_groups() -> ProcessGroupCollection:
     """The groups that Megatron's schedules need in addition to a communicator."""
     groups = ProcessGroupCollection()
@@ -265,19 +249,6 @@ def process_groups() -> ProcessGroupCollection:
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return groups
-
-
-@contextlib.contextmanager
-def _config_with(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
-    """Within the block, Megatron's config has the step's settings instead of the user's."""
-    before = {name: getattr(config, name) for name in overrides}
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
 
 
 @contextlib.contextmanager

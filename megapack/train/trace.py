@@ -22,7 +22,7 @@ from megapack.cost.model import CostModel
 from megapack.plan.plan import Plan
 from megapack.ranks.agree import agree
 from megapack.schedule.adapter import ScheduleAdapter
-from megapack.schedule.forward import Kind, Listener
+from megapack.schedule.listeners import Kind, Listener
 from megapack.train.folder import RunFolder
 from megapack.view.records import TRACE_FILE
 

@@ -26,7 +26,8 @@ from megapack.ranks.interrupt import Interrupt
 from megapack.schedule import adapter
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import FiniteFlags
-from megapack.schedule.forward import ForwardStep, Kind, LastStage, Listener
+from megapack.schedule.forward import ForwardStep, LastStage
+from megapack.schedule.listeners import Kind, Listener
 from megapack.schedule.runner import ScheduleRunner
 from megapack.train import job
 from megapack.train.folder import RunFolder

@@ -11,7 +11,14 @@ import torch
 
 from megapack import Layout
 from megapack.errors import ConfigError, ScheduleError, StepOutOfMemory
-from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard, Spot, check_retry, origins
+from megapack.schedule.faults import (
+    FiniteFlags,
+    OutOfMemoryGuard,
+    Spot,
+    check_retry,
+    origins,
+    samples_text,
+)
 from tests.job_in_process import job_of_one
 
 pytestmark = pytest.mark.unit
@@ -26,6 +33,10 @@ def job() -> Iterator[None]:
         yield
 
 
+def in_row(microbatch: int) -> str:
+    return samples_text(ROWS[microbatch])
+
+
 def hidden(value: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     values = torch.ones(3, 1, 2, dtype=dtype)
     values[1, 0, 1] = value
@@ -34,11 +45,11 @@ def hidden(value: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 def test_finite_values_pass() -> None:
     flags = FiniteFlags(stages=(0, 1))
-    flags.refuse([], device=CPU)
+    flags.refuse(str, device=CPU)
     flags.on_output(0, 0, hidden())
     flags.on_output(1, 0, torch.tensor(2.5))
     flags.check_gradients([[torch.zeros(4), torch.ones(2)], []])
-    flags.refuse(ROWS, device=CPU)
+    flags.refuse(in_row, device=CPU)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -48,7 +59,7 @@ def test_the_error_names_the_output_and_its_samples(value: float) -> None:
     flags.on_output(1, 0, hidden(value))
     message = r"the output of chunk 1 of micro-batch 0 \(samples 4, 1\) holds a NaN or an infinity"
     with pytest.raises(ScheduleError, match=message):
-        flags.refuse(ROWS, device=CPU)
+        flags.refuse(in_row, device=CPU)
 
 
 def test_the_error_names_a_loss_and_at_most_eight_samples() -> None:
@@ -56,7 +67,7 @@ def test_the_error_names_a_loss_and_at_most_eight_samples() -> None:
     flags.on_output(0, 2, torch.tensor(math.nan, requires_grad=True))
     message = r"the loss of micro-batch 2 \(samples 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\) holds"
     with pytest.raises(ScheduleError, match=message):
-        flags.refuse(ROWS, device=CPU)
+        flags.refuse(in_row, device=CPU)
 
 
 def test_infinities_of_both_signs_are_found() -> None:
@@ -65,14 +76,14 @@ def test_infinities_of_both_signs_are_found() -> None:
     values[0, 0, 0] = -math.inf
     flags.on_output(0, 0, values)
     with pytest.raises(ScheduleError, match="micro-batch 0"):
-        flags.refuse(ROWS, device=CPU)
+        flags.refuse(in_row, device=CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_sum_beyond_the_range_of_the_dtype_is_fine(dtype: torch.dtype) -> None:
     flags = FiniteFlags()
     flags.on_output(0, 0, torch.full((4096,), 60000.0, dtype=dtype))
-    flags.refuse([(0,)], device=CPU)
+    flags.refuse(in_row, device=CPU)
 
 
 # (replica, micro-batch or None for gradients, stage) where a value is not finite.
@@ -105,7 +116,7 @@ def test_the_error_names_gradients_if_outputs_are_finite() -> None:
     flags.on_output(0, 0, hidden())
     flags.check_gradients([[torch.zeros(4)], [torch.tensor([1.0, math.nan])]])
     with pytest.raises(ScheduleError, match="the gradients hold a NaN or an infinity, though"):
-        flags.refuse(ROWS, device=CPU)
+        flags.refuse(in_row, device=CPU)
 
 
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}])

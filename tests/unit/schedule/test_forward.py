@@ -19,7 +19,8 @@ from megapack.model.head import deferred_head
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.samples import SampleBatch
 from megapack.schedule.faults import OutOfMemoryGuard
-from megapack.schedule.forward import ForwardStep, Kind, Listener, LossReport
+from megapack.schedule.forward import ForwardStep, LossReport
+from megapack.schedule.listeners import Kind, Listener
 from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit

@@ -40,7 +40,7 @@ def communicator(
     return PlannedP2PCommunicator(
         RankOf(rank, size),
         config,
-        row_lengths=lengths,
+        row_shapes=[(length, 1) for length in lengths],
         vpp=vpp,
         group_size=group_size,
         forward_only=forward_only,

@@ -1,0 +1,46 @@
+"""Megatron-Core's schedule, for every framework that asks `get_forward_backward_func` for it.
+
+MEGAPACK_PATCH=slime,megatron_core          # the planner's patch, and this one
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megapack.hosts.shared.options import HostOptions
+
+if TYPE_CHECKING:
+    from megapack.schedule.planned import Lengths, NonFinite, PlannedSchedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """Options of the schedule; see `PlannedSchedule`."""
+
+    lengths: Lengths = "read"
+    non_finite: NonFinite = "warn"
+
+
+_OPTIONS = HostOptions(ScheduleOptions())
+configure = _OPTIONS.configure
+
+
+def get_forward_backward_func(
+    pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+) -> PlannedSchedule:
+    """Megatron's schedule for these sizes as a `PlannedSchedule`."""
+    # Megatron's own function stays in the module that defines it.
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as megatron_func
+
+    from megapack.schedule.planned import PlannedSchedule
+
+    given = {
+        "pp_size": pp_size,
+        "vp_size": vp_size,
+        "schedule_pg_collection": schedule_pg_collection,
+    }
+    # Megatron-Core before 0.17 takes no arguments.
+    schedule = megatron_func(**{name: value for name, value in given.items() if value is not None})
+    options = _OPTIONS.current
+    return PlannedSchedule(schedule, lengths=options.lengths, non_finite=options.non_finite)

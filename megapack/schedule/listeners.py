@@ -1,0 +1,74 @@
+"""Who is told of each forward and backward that this rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megapack.ranks.place import Place
+
+Kind = Literal["F", "B"]
+"""Forward or backward."""
+
+
+class Listener:
+    """Called at each forward and backward, on the thread that runs it, where it may raise.
+
+    Chunks and micro-batches are numbered on this rank.
+    """
+
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """A forward or backward begins."""
+
+    def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """A forward or backward has ended: all its work is queued on the device."""
+
+    def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
+        """The result of a forward: hidden states, or on the last chunk the loss."""
+
+
+class Listeners:
+    """The listeners of one pass over a step's micro-batches."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = listeners
+
+    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """A forward or backward begins."""
+        for listener in self._listeners:
+            listener.on_begin(kind, chunk, microbatch)
+
+    def end_forward(self, chunk: int, microbatch: int, output: Tensor) -> None:
+        """A forward has ended; its backward will be noticed by its output's gradient."""
+        for listener in self._listeners:
+            listener.on_output(chunk, microbatch, output)
+        self._end("F", chunk, microbatch)
+        if not output.requires_grad:
+            return
+
+        # The backward begins with the gradient of the forward's output.
+        def begin_backward(_: Tensor) -> None:
+            self.begin("B", chunk, microbatch)
+            # The engine calls this at the end of the whole backward, including recomputed forwards.
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._end("B", chunk, microbatch)
+            )
+
+        output.register_hook(begin_backward)
+
+    def _end(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        for listener in self._listeners:
+            listener.on_end(kind, chunk, microbatch)
+
+
+class PlaceKeeper(Listener):
+    """Records the forward or backward that began last in this rank's place."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        self._place.enter("forward" if kind == "F" else "backward", chunk, microbatch)

@@ -1,0 +1,498 @@
+"""A host's own step on planned shapes: a drop-in for Megatron's `forward_backward_func`.
+
+    forward_backward_func = PlannedSchedule()        # for get_forward_backward_func()
+    losses = forward_backward_func(forward_step_func=..., data_iterator=..., model=..., ...)
+
+The host keeps its batches, its forward step, its loss function and its normalization; no weights
+are touched. What changes is how stages exchange rows, and how a fault of one rank reaches the
+others. The patch `megatron_core` puts it into every framework that asks Megatron for its schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from packaging.version import Version
+from torch import Tensor
+
+from megapack.errors import ConfigError, ScheduleError
+from megapack.layout import Layout
+from megapack.model.overlap import dropping_reductions, overlaps_reduction, sync_functions
+from megapack.ranks.links import Ranks, shared_ranks
+from megapack.schedule import checks
+from megapack.schedule.faults import FiniteFlags
+from megapack.schedule.listeners import Listeners, PlaceKeeper
+from megapack.schedule.overrides import config_with, pipeline_settings
+from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
+from megapack.schedule.reading import RowShape, read_row_shapes
+from megapack.schedule.runner import process_groups
+
+logger = logging.getLogger(__name__)
+
+Lengths = Literal["read", "exchange"]
+"""Where row lengths come from: the host's batches, or Megatron's exchange of shapes."""
+NonFinite = Literal["warn", "error", "ignore"]
+"""What happens on a NaN or an infinity in hidden states, losses or gradients."""
+
+# Settings of Megatron's config under which its schedule takes other forward steps or sends other
+# tensors than these calls can follow.
+_OTHER_SCHEDULES = ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel")
+# The arguments of Megatron's schedule that ask for shapes or groups of the caller's own.
+_OWN_SHAPES = "adjust_tensor_shapes_fn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One call of a host, and what the ranks of a model must agree on."""
+
+    forward_step_func: Callable[..., Any]
+    chunks: list[Any]
+    num_microbatches: int
+    forward_only: bool
+
+    @property
+    def kind(self) -> str:
+        """The call in errors and logs."""
+        return "forward pass" if self.forward_only else "step"
+
+
+class PlannedSchedule:
+    """Megatron's schedule for a host's own step, with planned shapes and errors on all ranks.
+
+    Call it like the function that Megatron's `get_forward_backward_func()` returns, on all ranks of
+    the default process group together. For each call:
+
+    1. The lengths of this rank's rows are read from the host's batches (`reading`), if the config
+       says that they differ (`variable_seq_lengths`) and the model has several stages.
+    2. The ranks agree: all make the same call, the ranks of one pipeline have the same M and row
+       lengths, and M is one that Megatron runs. A difference raises on every rank.
+    3. Megatron's schedule runs with planned shapes instead of an exchange of shapes per tensor,
+       and with settings under which interleaved stages do not confuse tensors.
+    4. A NaN is reported with its rank and micro-batch. An error of one rank, or its death, is
+       raised on all ranks; late calls are logged (`ranks.watchdog`).
+
+    Args:
+        schedule: the function to run; None asks Megatron for it at each call.
+        lengths: "exchange" leaves the exchange of shapes to Megatron: for a model that changes the
+            number of tokens between its inputs and its hidden states, such as one with images.
+        non_finite: "warn" logs where a NaN began and leaves the rest to the host; "error" raises on
+            every rank; "ignore" does not look.
+        ranks: see `ScheduleAdapter`.
+    """
+
+    def __init__(
+        self,
+        schedule: Callable[..., Any] | None = None,
+        *,
+        lengths: Lengths = "read",
+        non_finite: NonFinite = "warn",
+        ranks: Ranks | None = None,
+    ) -> None:
+        _refuse_unknown("lengths", lengths, get_args(Lengths))
+        _refuse_unknown("non_finite", non_finite, get_args(NonFinite))
+        self._schedule = schedule
+        self._lengths = lengths
+        self._non_finite = non_finite
+        self._ranks = ranks
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        forward_only: bool = False,
+        **others: Any,
+    ) -> Any:
+        """Run Megatron's schedule; takes and returns what that takes and returns.
+
+        Raises:
+            ConfigError: Megatron does not run this M; on every rank.
+            ScheduleError: ranks differ in the call, M or row lengths; a NaN under
+                `non_finite="error"`. On every rank.
+            RankError: on every rank, if one failed or ended inside the call. The process groups
+                cannot be used any more.
+        """
+        call = _Call(
+            forward_step_func=forward_step_func,
+            chunks=list(model) if isinstance(model, Sequence) else [model],
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+        )
+        schedule = self._schedule or get_forward_backward_func()
+        ranks = shared_ranks() if self._ranks is None else self._ranks
+        run = _Run(call, ranks, self._lengths, self._non_finite)
+        with ranks.guarded(_next_name(call.kind)):
+            return run.run(schedule, data_iterator, model, **others)
+
+
+class _Run:
+    """One call on this rank."""
+
+    def __init__(self, call: _Call, ranks: Ranks, lengths: Lengths, non_finite: NonFinite) -> None:
+        self._call = call
+        self._ranks = ranks
+        self._non_finite = non_finite
+        self._config = get_model_config(call.chunks[0])
+        self._pp = parallel_state.get_pipeline_model_parallel_world_size()
+        self._tp: int = parallel_state.get_tensor_model_parallel_world_size()
+        self._device = torch.device(torch.cuda.current_device())
+        self._reads = lengths == "read" and self._pp > 1 and bool(self._config.variable_seq_lengths)
+        self._shapes: list[RowShape] | None = None
+        self._num_forwards = [0] * len(call.chunks)
+        self._flags = self._new_flags()
+        self._listeners = Listeners([PlaceKeeper(ranks.place), self._flags])
+
+    def run(
+        self, schedule: Callable[..., Any], data_iterator: Any, model: Any, **others: Any
+    ) -> Any:
+        """Read, agree, and run Megatron's schedule."""
+        call = self._call
+        if reason := self._why_not(others):
+            _log_once(f"this {call.kind} runs on Megatron's own schedule: {reason}")
+            return schedule(
+                forward_step_func=call.forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=call.num_microbatches,
+                forward_only=call.forward_only,
+                **others,
+            )
+        data_iterator = self._agree(data_iterator)
+        self._ranks.place.enter("schedule")
+        communication = self._communication(others)
+        with dropping_reductions(call.chunks), config_with(self._config, self._overrides()):
+            result = schedule(
+                forward_step_func=self._forward_step(),
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=call.num_microbatches,
+                forward_only=call.forward_only,
+                **{**others, **communication},
+            )
+        self._ranks.place.enter("output")
+        self._report_non_finite()
+        return result
+
+    def _why_not(self, others: Mapping[str, Any]) -> str:
+        """Why the call cannot be planned; "" if it can."""
+        for name in _OTHER_SCHEDULES:
+            if getattr(self._config, name, False):
+                return f"config.{name} is set, which takes another forward step"
+        if others.get(_OWN_SHAPES) is not None:
+            return f"its caller passes {_OWN_SHAPES}"
+        communicator = others.get("p2p_communicator")
+        if communicator is not None and type(communicator) is not P2PCommunicator:
+            return f"its caller passes a {type(communicator).__name__}"
+        return ""
+
+    def _agree(self, data_iterator: Any) -> Any:
+        """Agree with all ranks on the call, M and row shapes; returns the iterators to run with."""
+        call = self._call
+        self._ranks.place.enter("pack")
+        read: list[RowShape | None] = []
+        error: Exception | None = None
+        try:
+            self._check_count()
+            if self._reads:
+                read, data_iterator = read_row_shapes(
+                    call.forward_step_func,
+                    data_iterator,
+                    call.chunks,
+                    call.num_microbatches,
+                    sequence_shards=self._sequence_shards,
+                )
+        except Exception as caught:  # raised below, on all ranks
+            error = caught
+        group = _model_group() if self._tp * self._pp > 1 else None
+        agreement = self._ranks.prepare(
+            lambda: self._agree_in_model(read, error, group), self._same
+        )
+        self._shapes = agreement.result()
+        if self._reads and self._shapes is None:
+            _log_once(
+                "row lengths are exchanged by Megatron: the host's forward step calls the model "
+                "without input_ids [batch size, tokens]"
+            )
+        return data_iterator
+
+    def _check_count(self) -> None:
+        """Raise ConfigError for an M that Megatron does not run."""
+        count = self._call.num_microbatches
+        vpp = len(self._call.chunks)
+        group = self._config.microbatch_group_size_per_vp_stage if vpp > 1 else None
+        layout = Layout(pp=self._pp, vpp=vpp, microbatch_group_size=group)
+        if count < 1 or not layout.is_legal_count(count):
+            raise ConfigError(
+                f"M={count} micro-batches cannot run with pp={self._pp}, vpp={vpp}, G={group}; "
+                "Megatron wants at least 1, and with vpp > 1 at least G, where M % G is 0 or at "
+                f"least pp: the next count is {layout.next_legal_count(max(count, 1))}"
+            )
+
+    @property
+    def _sequence_shards(self) -> int:
+        return self._tp if self._config.sequence_parallel else 1
+
+    def _same(self) -> Mapping[str, str]:
+        """Values that must be equal on all ranks."""
+        config = self._config
+        # Experts and delayed scales make data-parallel ranks meet in every micro-batch.
+        meets = checks.shares_fp8_scales(config) or (
+            bool(config.num_moe_experts)
+            and parallel_state.get_expert_model_parallel_world_size() > 1
+        )
+        return {
+            "call": f"{self._call.kind}, {len(self._call.chunks)} chunk(s)",
+            "M": str(self._call.num_microbatches) if meets else "",
+        }
+
+    def _agree_in_model(
+        self, read: Sequence[RowShape | None], error: Exception | None, group: Any
+    ) -> list[RowShape] | None:
+        """The row shapes of this model replica; None if they are not known."""
+        own = (error is None, self._call.num_microbatches, list(read))
+        reports = [own]
+        if group is not None:
+            reports *= dist.get_world_size(group)
+            dist.all_gather_object(reports, own, group=group)
+        # Raised after the exchange: the other ranks of the replica wait in it. The agreement of all
+        # ranks, which runs this, shows the error to them.
+        if error is not None:
+            raise error
+        fine = [report for report in reports if report[0]]
+        check_equal_counts([count for _, count, _ in fine])
+        return common_shapes([shapes for _, _, shapes in fine]) if self._reads else None
+
+    def _communication(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """The communicator of a pipeline, and the groups that Megatron wants with it."""
+        if self._pp == 1:
+            return {}
+        given = others.get("p2p_communicator")
+        groups = process_groups() if given is None else others["pg_collection"]
+        pp_group = groups.pp if given is None else given.pp_group
+        communicator = RecordingP2PCommunicator(pp_group, self._config)
+        vpp = len(self._call.chunks)
+        if self._shapes is not None:
+            communicator = PlannedP2PCommunicator(
+                pp_group,
+                self._config,
+                row_shapes=self._shapes,
+                vpp=vpp,
+                group_size=self._config.microbatch_group_size_per_vp_stage if vpp > 1 else None,
+                forward_only=self._call.forward_only,
+            )
+        communicator.place = self._ranks.place
+        return {"p2p_communicator": communicator, "pg_collection": groups}
+
+    def _overrides(self) -> dict[str, Any]:
+        config = self._config
+        vpp = len(self._call.chunks)
+        settings = pipeline_settings(
+            pp=self._pp, vpp=vpp, planned=bool(config.variable_seq_lengths)
+        )
+        if vpp > 1:
+            # Else interleaved stages take one tensor for another, see docs/hosts/megatron_lm.md.
+            settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+            _warn_of(config, settings)
+        if not self._call.forward_only:
+            settings |= sync_functions(self._call.chunks, config)
+        if config.finalize_model_grads_func is not None:
+            settings["finalize_model_grads_func"] = self._finalize(config.finalize_model_grads_func)
+        return settings
+
+    def _finalize(self, finalize: Callable[..., None]) -> Callable[..., None]:
+        """A `finalize` that looks at gradients before their reduction; see `FiniteFlags`."""
+        chunks = self._call.chunks
+        are_running = any(map(overlaps_reduction, chunks))
+
+        def look() -> None:
+            # Under fp16 the loss scaler handles an overflow.
+            if self._non_finite != "ignore" and not self._config.fp16:
+                buffers = [checks.gradient_buffers(chunk) for chunk in chunks]
+                self._flags.check_gradients([[b.grad_data for b in own] for own in buffers])
+
+        @functools.wraps(finalize)
+        def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
+            self._ranks.place.enter("reduction")
+            if not are_running:
+                look()
+            finalize(*args, **kwargs)
+            if are_running:
+                look()
+
+        return finalize_model_grads
+
+    def _forward_step(self) -> Callable[..., Any]:
+        """The host's forward step, which also calls the listeners."""
+        forward_step_func = self._call.forward_step_func
+
+        @functools.wraps(forward_step_func)
+        def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            chunk = next(i for i, own in enumerate(self._call.chunks) if own is model)
+            # Each chunk runs the micro-batches in their order.
+            microbatch = self._num_forwards[chunk]
+            self._num_forwards[chunk] += 1
+            self._listeners.begin("F", chunk, microbatch)
+            output, loss_func = forward_step_func(data_iterator, model, *args, **kwargs)
+            if self._is_last(chunk):
+                return output, self._with_listeners(loss_func, chunk, microbatch)
+            self._check_shape(output, chunk, microbatch)
+            self._listeners.end_forward(chunk, microbatch, output)
+            return output, loss_func
+
+        return forward_step
+
+    def _is_last(self, chunk: int) -> bool:
+        """Whether a chunk is the model's last one, for which Megatron calls the loss function."""
+        is_last_stage = parallel_state.get_pipeline_model_parallel_rank() == self._pp - 1
+        return is_last_stage and chunk == len(self._call.chunks) - 1
+
+    def _with_listeners(self, loss_func: Any, chunk: int, microbatch: int) -> Any:
+        """The host's loss function; the forward of the last chunk ends with it."""
+        if loss_func is None:
+            return None
+
+        @functools.wraps(loss_func)
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            result = loss_func(*args, **kwargs)
+            value = result[0] if isinstance(result, tuple) else None
+            if isinstance(value, Tensor) and value.numel() == 1:
+                self._listeners.end_forward(chunk, microbatch, value)
+            return result
+
+        return loss
+
+    def _check_shape(self, output: Any, chunk: int, microbatch: int) -> None:
+        if self._shapes is None or not isinstance(output, Tensor):
+            return
+        planned = self._shapes[microbatch]
+        found = tuple(output.shape[:2])
+        if found != planned:
+            raise ScheduleError(
+                f"hidden states of micro-batch {microbatch} on chunk {chunk} have (tokens, batch "
+                f"size) {found}, its input_ids give {planned}; set lengths='exchange' "
+                "(megapack.hosts.megatron_core.configure) for models that add or remove tokens"
+            )
+
+    def _new_flags(self) -> FiniteFlags:
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        # Megatron assigns the model's stages to the pipeline ranks in turn.
+        stages = [chunk * self._pp + rank for chunk in range(len(self._call.chunks))]
+        return FiniteFlags(stages, parallel_state.get_data_parallel_rank())
+
+    def _report_non_finite(self) -> None:
+        if self._non_finite == "ignore":
+            return
+        # Collecting other data than losses gives outputs that are not the call's result.
+        report = self._flags.refuse if self._non_finite == "error" else self._flags.warn
+        report(self._describe, device=self._device)
+
+    def _describe(self, microbatch: int) -> str:
+        if self._shapes is None:
+            return f"{microbatch + 1} of {self._call.num_microbatches}"
+        tokens, batch_size = self._shapes[microbatch]
+        return f"{tokens * self._sequence_shards * batch_size} tokens on this GPU"
+
+
+def _refuse_unknown(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name}={value!r}; set one of {', '.join(known)}")
+
+
+def common_shapes(reports: Sequence[Sequence[RowShape | None]]) -> list[RowShape] | None:
+    """The shape of each micro-batch, from what the ranks of a model replica have read.
+
+    >>> common_shapes([[(8, 1), (6, 1)], [None, None]])
+    [(8, 1), (6, 1)]
+
+    Returns:
+        None if no rank knows the shape of one of them.
+
+    Raises:
+        ScheduleError: ranks have read different shapes of one micro-batch.
+    """
+    common: list[RowShape] = []
+    for microbatch, shapes in enumerate(zip(*reports, strict=True)):
+        known = sorted({shape for shape in shapes if shape is not None})
+        if not known:
+            return None
+        if len(known) > 1:
+            raise ScheduleError(
+                f"the ranks of one pipeline have read (tokens, batch size) {known[0]} and "
+                f"{known[-1]} of micro-batch {microbatch}; give all of them the same batches"
+            )
+        common += known
+    return common
+
+
+def check_equal_counts(counts: Sequence[int]) -> None:
+    """Raise ScheduleError if the ranks of a model replica have different M."""
+    if len(set(counts)) > 1:
+        raise ScheduleError(
+            f"the ranks of one pipeline have M={min(counts)} and M={max(counts)} micro-batches; "
+            "give all of them the same batches"
+        )
+
+
+_model_groups: list[tuple[Any, Any]] = []
+
+
+def _model_group() -> Any:
+    """A gloo group of the tensor and pipeline-parallel ranks of this rank's model replica.
+
+    The first call in a job is a collective of all ranks.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    if not _model_groups or _model_groups[0][0] is not default:
+        replicas: list[Any] = [None] * dist.get_world_size()
+        own = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+        dist.all_gather_object(replicas, own)
+        different = sorted({tuple(ranks) for ranks in replicas})
+        group, _ = dist.new_subgroups_by_enumeration([*map(list, different)], backend="gloo")
+        _model_groups[:] = [(default, group)]
+    return _model_groups[0][1]
+
+
+_counts: dict[str, int] = {}
+
+
+def _next_name(kind: str) -> str:
+    """The name of the next call of this kind: "step 3"."""
+    _counts[kind] = _counts.get(kind, 0) + 1
+    return f"{kind} {_counts[kind]}"
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.info("%s", message)
+
+
+def _warn_of(config: Any, settings: Mapping[str, Any]) -> None:
+    """Warn once of the host's settings that give wrong gradients or hang under interleaving."""
+    names = ["overlap_p2p_comm", "batch_p2p_comm"]
+    if Version(megatron.core.__version__) < Version("0.19"):
+        names.append("deallocate_pipeline_outputs")
+    wrong = [name for name in names if getattr(config, name) != settings[name]]
+    if wrong:
+        _warn_once(
+            f"{', '.join(f'{name}={getattr(config, name)}' for name in wrong)} can give wrong "
+            "gradients or hang with virtual pipeline stages; the call runs with "
+            f"{', '.join(f'{name}={settings[name]}' for name in wrong)}"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)

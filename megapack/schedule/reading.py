@@ -1,0 +1,146 @@
+"""The shapes of a host's rows, read from its own batches before its schedule runs.
+
+A stage must know the length of a row before it can receive it, and the host's forward step is where
+the length becomes known: it draws a batch, pads and slices it, and calls the model. So the forward
+step is called once per micro-batch on copies of the batches, and left when it calls the model:
+
+    shapes, iterators = read_row_shapes(forward_step_func, data_iterator, chunks, 8, ...)
+    shapes[3]          # (tokens, batch size) of micro-batch 3, or None if it has no input_ids
+
+Afterwards the host's iterators give the same batches again. What a forward step does before it
+calls the model happens twice; environment variables that it sets are restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RowShape = tuple[int, int]
+"""Tokens and batch size of a micro-batch's hidden states on this GPU."""
+
+
+class _Left(BaseException):
+    """The forward step was left at its call of the model."""
+
+    def __init__(self, input_ids: Any) -> None:
+        super().__init__()
+        self.input_ids = input_ids
+
+
+class ReplayedIterator:
+    """An iterator that is read ahead, and then gives its items from the first one on again.
+
+    Reading gives shallow copies: a forward step may remove keys from a batch.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._items: list[Any] = []
+        self.is_reading = True
+
+    def __iter__(self) -> ReplayedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self.is_reading:
+            self._items.append(next(self._iterator))
+            return copy.copy(self._items[-1])
+        return self._items.pop(0) if self._items else next(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        # Hosts ask their iterators for more than items.
+        return getattr(self._iterator, name)
+
+
+def read_row_shapes(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    chunks: Sequence[torch.nn.Module],
+    num_microbatches: int,
+    *,
+    sequence_shards: int,
+) -> tuple[list[RowShape | None], Any]:
+    """The shapes of this rank's rows, and the iterators to run with.
+
+    Args:
+        data_iterator: the host's, or a list with one per chunk. A plain iterator is read ahead; an
+            object with a position of its own (slime's `get_next`) is copied.
+        sequence_shards: GPUs that hidden states are sliced over, and ids are not: tp under sequence
+            parallelism.
+
+    Returns:
+        A shape per micro-batch, None where the forward step does not give the model `input_ids`;
+        and `data_iterator` or its replacement.
+    """
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    own = iterators[0]
+    if hasattr(own, "__next__"):
+        replayed = ReplayedIterator(own)
+        reader: Any = replayed
+        iterators = [replayed, *iterators[1:]]
+    else:
+        replayed = None
+        reader = copy.copy(own)
+    with torch.no_grad(), _leaving(chunks[0]), _same_environment():
+        ids = [_input_ids(forward_step_func, reader, chunks[0]) for _ in range(num_microbatches)]
+    if replayed is not None:
+        replayed.is_reading = False
+    shapes = [_row_shape(tensor, sequence_shards) for tensor in ids]
+    return shapes, iterators if isinstance(data_iterator, list) else iterators[0]
+
+
+def _input_ids(forward_step_func: Callable[..., Any], reader: Any, chunk: Any) -> Any:
+    try:
+        forward_step_func(reader, chunk)
+    except _Left as left:
+        return left.input_ids
+    return None
+
+
+@contextlib.contextmanager
+def _leaving(chunk: torch.nn.Module) -> Iterator[None]:
+    """Within the block, a call of the chunk, or of what it wraps, raises `_Left`."""
+
+    def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Left(kwargs.get("input_ids", args[0] if args else None))
+
+    wrappers = [chunk]
+    while isinstance(inner := getattr(wrappers[-1], "module", None), torch.nn.Module):
+        wrappers.append(inner)
+    # First of all hooks: DDP's own start to gather parameters.
+    hooks = [
+        module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
+        for module in wrappers
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _same_environment() -> Iterator[None]:
+    # slime keeps the stage of a routing replay in a variable, which it resets after the model.
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        if os.environ != before:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _row_shape(input_ids: Any, sequence_shards: int) -> RowShape | None:
+    """(tokens, batch size) of hidden states, from ids [batch size, tokens]."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        return None
+    batch_size, num_tokens = input_ids.shape
+    return num_tokens // sequence_shards, batch_size

@@ -1,0 +1,171 @@
+"""A host's own step on Megatron's schedule and on `PlannedSchedule`; each rank writes what it saw.
+
+torchrun --nproc-per-node N -m tests.dist.planned_worker OUT LAYOUT FAULT
+
+The host draws batches, packs them in its forward step, sums its own loss, and lets Megatron divide
+by the tokens of the step. LAYOUT is JSON. FAULT is what goes wrong, "" for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megapack import Layout, build_dp_schedule, launch
+from megapack.loss import SFT
+from megapack.model.attention.packed import with_params
+from megapack.model.head import unwrapped
+from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.slices import slice_row
+from megapack.schedule import PlannedSchedule, ScheduleAdapter
+from tests.dist import problem
+from tests.dist.setup import build_chunks, error_of
+
+BUDGET = 64
+
+
+class HostStep:
+    """A host's forward step: it takes a row out of each batch, and removes it from the batch."""
+
+    def __init__(self, chunks: list[Any], fault: str) -> None:
+        self._chunks = chunks
+        self._fault = fault
+        self._num_losses = 0
+
+    def __call__(self, batches: Iterator[dict[str, PackedRow]], model: Any) -> Any:
+        row = with_params(next(batches).pop("row"))
+        if self._fault == "unequal lengths" and dist.get_rank() == 1:
+            row.tokens_T = torch.cat([row.tokens_T, row.tokens_T])
+        inputs: dict[str, Any] = {
+            "input_ids": row.tokens_T[None],
+            "position_ids": row.position_ids_T[None],
+            "attention_mask": None,
+            "packed_seq_params": row.params,
+            "labels": row.labels_T[None],
+        }
+        mask_T = torch.zeros_like(row.labels_T, dtype=torch.float32)
+        mask_T[row.loss_positions_R] = 1.0
+        return model(**inputs), partial(self._loss, mask_T)
+
+    def _loss(self, mask_T: Tensor, losses: Tensor) -> Any:
+        if self._fault == "error" and dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("the host's own loss failed")
+        self._num_losses += 1
+        loss = (losses.view(-1) * mask_T).sum()
+        if self._fault == "nan" and self._num_losses == 2:
+            loss = loss * math.nan
+        return loss, mask_T.sum().int(), {"loss": loss.detach().clone()}
+
+
+def main(folder: str, layout_text: str, fault: str) -> None:
+    """Run the host's step on each schedule, and the adapter's on the same plan."""
+    launch.start("cpu")
+    layout = Layout(**json.loads(layout_text))
+    chunks = build_chunks(layout)
+    # The host's loss knows nothing of rows that pad the vocabulary.
+    adapter = ScheduleAdapter(chunks, layout=layout, vocab_size=unwrapped(chunks[0]).vocab_size)
+    batch = problem.make_batch()
+    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=BUDGET)
+    cp = parallel_state.get_context_parallel_rank()
+
+    def batches() -> Any:
+        rows = [
+            slice_row(
+                pack_row(batch, microbatch, layout, None, (), None, None),
+                layout.cp,
+                cp,
+            )
+            for microbatch in plan.steps[0].ranks[adapter.dp_rank]
+        ]
+        if fault == "fewer micro-batches" and dist.get_rank() == 1:
+            rows.pop()
+        iterators = [iter([{"row": row} for row in rows]) for _ in chunks]
+        return iterators, len(rows)
+
+    def run(schedule: Callable[..., Any], forward_only: bool = False) -> list[Any]:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        iterators, count = batches()
+        return schedule(
+            forward_step_func=HostStep(chunks, fault),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=count,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    config = get_model_config(chunks[0])
+    adapter.step(plan, batch, objective=SFT())
+    expected = gradients(chunks)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.variable_seq_lengths = layout.pp > 1
+    exchanges = count_exchanges()
+    report: dict[str, Any] = {"fault": ""}
+    if not fault and layout.vpp == 1:
+        run(get_forward_backward_func())
+        report["host_error"] = distance(gradients(chunks), expected)
+        report["host_exchanges"] = exchanges[0]
+    exchanges[0] = 0
+    # What Megatron's config has if nobody sets it.
+    config.overlap_p2p_comm = False
+    config.batch_p2p_comm = True
+    config.deallocate_pipeline_outputs = True
+    schedule = PlannedSchedule(non_finite="error" if fault else "warn")
+    results: list[Any] = []
+    report["fault"] = error_of(lambda: results.extend(run(schedule)))
+    if not report["fault"]:
+        report["error"] = distance(gradients(chunks), expected)
+        report["losses"] = [float(result["loss"]) for result in results]
+        with torch.no_grad():
+            report["forward_losses"] = [float(r["loss"]) for r in run(schedule, forward_only=True)]
+        report["settings"] = [config.overlap_p2p_comm, config.deallocate_pipeline_outputs]
+        report["num_microbatches"] = len(plan.steps[0].ranks[adapter.dp_rank])
+    report["exchanges"] = exchanges[0]
+    path = Path(folder) / f"rank{dist.get_rank()}.json"
+    path.write_text(json.dumps(report), encoding="utf-8")
+    launch.stop(broken=bool(fault))
+
+
+def gradients(chunks: list[Any]) -> list[Tensor]:
+    """This rank's reduced gradients."""
+    return [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()]
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference, relative to the largest gradient."""
+    largest = max(float(grad.abs().max()) for grad in expected)
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs) / largest
+
+
+def count_exchanges() -> list[int]:
+    """A counter of Megatron's exchanges of shapes, from here on."""
+    count = [0]
+    exchange = P2PCommunicator._communicate_shapes
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return exchange(self, *args, **kwargs)
+
+    P2PCommunicator._communicate_shapes = counted
+    return count
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
