@@ -89,10 +89,15 @@ def rows_of(source: Source, files: Sequence[PatchFile]) -> list[Row]:
                 _row(source, host, entry, *_verdict(code, source, host, entry)) for entry in entries
             ]
         else:
-            ranges = " or ".join(f"{f.since or 'any'} to before {f.before or 'any'}" for f in own)
-            text = f"no patch file for this version; there is one for {ranges}"
-            rows.append(_row(source, host, own[0].patches[0], text, True))
+            rows.append(_row(source, host, own[0].patches[0], *_out_of_range(source, own)))
     return rows
+
+
+def _out_of_range(source: Source, own: Sequence[PatchFile]) -> tuple[str, bool]:
+    """What the table says of a version that no patch file is for; an old one has not moved."""
+    ranges = [f"from {f.since or 'any'}{f' to before {f.before}' if f.before else ''}" for f in own]
+    old = all(file.since and _numbers(source.version) < _numbers(file.since) for file in own)
+    return f"the patches are for versions {' and '.join(ranges)}", not old
 
 
 def _is_in(code: Sources, file: PatchFile) -> bool:
@@ -197,8 +202,8 @@ def version_of(tree: Path) -> str | None:
     return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+def _numbers(version: str | None) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version or "")[:3])
 
 
 def as_text(rows: Sequence[Row]) -> str:

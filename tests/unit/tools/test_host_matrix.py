@@ -219,8 +219,10 @@ def test_the_patch_file_of_the_sources_version_counts(write: Write, tmp_path: Pa
     write("lib/a.py", "def pack(lengths, *, budget=None): pass")
     file = patch_file("lib.a:pack", distribution="lib", since="1.0", before="2.0")
     assert verdicts(tmp_path, file, "1.5") == ["False: fits"]
-    (verdict,) = verdicts(tmp_path, file, "2.1")
-    assert verdict == "True: no patch file for this version; there is one for 1.0 to before 2.0"
+    says = "the patches are for versions from 1.0 to before 2.0"
+    assert verdicts(tmp_path, file, "2.1") == [f"True: {says}"]
+    # An old one has not moved.
+    assert verdicts(tmp_path, file, "0.9") == [f"False: {says}"]
 
 
 VERSIONS = {
