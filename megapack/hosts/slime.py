@@ -12,6 +12,7 @@ from megapack.hosts.shared.balancing import (
     get_seqlen_balanced_partitions,
 )
 from megapack.hosts.shared.flops import sample_flops
+from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rollout_schedule import (
     RolloutOptions,
@@ -28,6 +29,7 @@ __all__ = [
     "expand_bins_by_splitting",
     "first_fit_pack",
     "get_seqlen_balanced_partitions",
+    "loss_function",
 ]
 
 _OPTIONS = HostOptions(RolloutOptions())
@@ -104,3 +106,23 @@ def _one_of(
 
 def _flag(args: Any, name: str) -> bool:
     return bool(getattr(args, name, False))
+
+
+def loss_function(
+    args: Any,
+    batch: Any,
+    num_microbatches: int,
+    step_global_batch_size: int,
+    logits: Any,
+) -> Any:
+    """slime's loss of one micro-batch, whose mean per token leaves removed samples out.
+
+    The patch `slime_loss` puts it into the training step. Only `calculate_per_token_loss` changes,
+    and only micro-batches with a sample that has no loss token; see `without_empty_samples`.
+    """
+    from slime.backends.megatron_utils.loss import loss_function as host_function
+
+    result = host_function(args, batch, num_microbatches, step_global_batch_size, logits)
+    if not args.calculate_per_token_loss:
+        return result
+    return without_empty_samples(result, batch["loss_masks"])

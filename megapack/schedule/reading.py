@@ -8,7 +8,8 @@ step is called once per micro-batch on copies of the batches, and left when it c
     shapes[3]          # (tokens, batch size) of micro-batch 3, or None if it has no input_ids
 
 Afterwards the host's iterators give the same batches again. What a forward step does before it
-calls the model happens twice; environment variables that it sets are restored.
+calls the model happens twice; environment variables that it sets are restored, and so is the state
+that `keeping` names.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch import Tensor
 
 RowShape = tuple[int, int]
 """Tokens and batch size of a micro-batch's hidden states on this GPU."""
+Keeping = Callable[[], contextlib.AbstractContextManager[None]]
+"""Makes a context that keeps a framework's state over the reading."""
 
 
 class _Left(BaseException):
@@ -66,6 +69,7 @@ def read_row_shapes(
     num_microbatches: int,
     *,
     sequence_shards: int,
+    keeping: Keeping = contextlib.nullcontext,
 ) -> tuple[list[RowShape | None], Any]:
     """The shapes of this rank's rows, and the iterators to run with.
 
@@ -74,10 +78,11 @@ def read_row_shapes(
             object with a position of its own (slime's `get_next`) is copied.
         sequence_shards: GPUs that hidden states are sliced over, and ids are not: tp under sequence
             parallelism.
+        keeping: a context that restores at its end what the forward step sets before the model.
 
     Returns:
-        A shape per micro-batch, None where the forward step does not give the model `input_ids`;
-        and `data_iterator` or its replacement.
+        A shape per micro-batch, None where the forward step does not give the model `input_ids` and
+        on stages without an embedding; and `data_iterator` or its replacement.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     own = iterators[0]
@@ -88,7 +93,7 @@ def read_row_shapes(
     else:
         replayed = None
         reader = copy.copy(own)
-    with torch.no_grad(), _leaving(chunks[0]), _same_environment():
+    with torch.no_grad(), _leaving(chunks[0]), _same_environment(), keeping():
         ids = [_input_ids(forward_step_func, reader, chunks[0]) for _ in range(num_microbatches)]
     if replayed is not None:
         replayed.is_reading = False
@@ -108,12 +113,17 @@ def _input_ids(forward_step_func: Callable[..., Any], reader: Any, chunk: Any) -
 def _leaving(chunk: torch.nn.Module) -> Iterator[None]:
     """Within the block, a call of the chunk, or of what it wraps, raises `_Left`."""
 
-    def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Left(kwargs.get("input_ids", args[0] if args else None))
-
     wrappers = [chunk]
     while isinstance(inner := getattr(wrappers[-1], "module", None), torch.nn.Module):
         wrappers.append(inner)
+    # Later stages ignore the ids, so that hosts may leave them as they were before packing there:
+    # SkyRL gives two samples of 64 positions, [2, 64], for a row of 86 tokens, [1, 86].
+    has_embedding = getattr(wrappers[-1], "pre_process", True)
+
+    def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        raise _Left(ids if has_embedding else None)
+
     # First of all hooks: DDP's own start to gather parameters.
     hooks = [
         module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
@@ -141,6 +151,9 @@ def _same_environment() -> Iterator[None]:
 def _row_shape(input_ids: Any, sequence_shards: int) -> RowShape | None:
     """(tokens, batch size) of hidden states, from ids [batch size, tokens]."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        return None
+    # verl packs samples into a row on the first stage only; later ones are given the samples.
+    if input_ids.is_nested:
         return None
     batch_size, num_tokens = input_ids.shape
     return num_tokens // sequence_shards, batch_size

@@ -48,8 +48,6 @@ class HostStep:
 
     def __call__(self, batches: Iterator[dict[str, PackedRow]], model: Any) -> Any:
         row = with_params(next(batches).pop("row"))
-        if self._fault == "unequal lengths" and dist.get_rank() == 1:
-            row.tokens_T = torch.cat([row.tokens_T, row.tokens_T])
         inputs: dict[str, Any] = {
             "input_ids": row.tokens_T[None],
             "position_ids": row.position_ids_T[None],
@@ -57,6 +55,8 @@ class HostStep:
             "packed_seq_params": row.params,
             "labels": row.labels_T[None],
         }
+        if self._fault == "unequal lengths" and dist.get_rank() == 1:
+            inputs["input_ids"] = row.tokens_T.repeat(1, 2)
         mask_T = torch.zeros_like(row.labels_T, dtype=torch.float32)
         mask_T[row.loss_positions_R] = 1.0
         return model(**inputs), partial(self._loss, mask_T)

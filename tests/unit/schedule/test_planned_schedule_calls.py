@@ -1,0 +1,85 @@
+"""What the ranks of a pipeline must agree on, and the options of the schedule."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.pipeline_parallel import schedules
+
+from megapack.errors import ConfigError, ScheduleError
+from megapack.hosts import megatron_core
+from megapack.schedule import PlannedSchedule, planned
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_shape_that_one_rank_knows_is_every_ranks() -> None:
+    assert planned.common_shapes([[(8, 1), None], [None, (6, 2)]]) == [(8, 1), (6, 2)]
+
+
+def test_a_shape_that_no_rank_knows_leaves_the_exchange_to_megatron() -> None:
+    assert planned.common_shapes([[(8, 1), None], [(8, 1), None]]) is None
+
+
+def test_different_shapes_are_refused_with_both() -> None:
+    with pytest.raises(ScheduleError, match=r"\(6, 1\) and \(8, 1\) of micro-batch 1"):
+        planned.common_shapes([[(4, 1), (8, 1)], [(4, 1), (6, 1)]])
+
+
+def test_different_counts_are_refused_with_both() -> None:
+    with pytest.raises(ScheduleError, match="M=3 and M=4"):
+        planned.check_equal_counts([4, 3, 4])
+
+
+@pytest.mark.parametrize("option", [{"lengths": "guess"}, {"non_finite": "fatal"}])
+def test_unknown_options_are_refused(option: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="set one of"):
+        PlannedSchedule(**option)  # type: ignore[arg-type]
+
+
+def test_the_patch_reads_its_options_and_passes_sizes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(**sizes: int) -> dict[str, int]:
+        return sizes
+
+    monkeypatch.setattr(schedules, "get_forward_backward_func", chosen)
+    try:
+        megatron_core.configure(lengths="exchange", non_finite="error")
+        schedule = megatron_core.get_forward_backward_func(pp_size=2)
+        assert (schedule._lengths, schedule._non_finite) == ("exchange", "error")
+        assert schedule._schedule == {"pp_size": 2}
+    finally:
+        megatron_core.configure()
+
+
+def test_wrong_settings_under_interleaving_are_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+        "deallocate_pipeline_outputs": False,
+    }
+    config = SimpleNamespace(**{**settings, "batch_p2p_comm": True})
+    planned._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        planned._warn_of(config, settings)
+        planned._warn_of(config, settings)
+        planned._warn_of(SimpleNamespace(**settings), settings)
+    assert [record.message for record in caplog.records] == [
+        "batch_p2p_comm=True can give wrong gradients or hang with virtual pipeline stages; the "
+        "call runs with batch_p2p_comm=False"
+    ]
+
+
+def test_the_stages_of_miles_replays_survive_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = types.SimpleNamespace(stage="replay_backward")
+    replays = types.ModuleType("miles.utils.replay_base")
+    replays.all_replay_managers = [manager]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "miles.utils.replay_base", replays)
+    with megatron_core._same_replay_stages():
+        manager.stage = "replay_forward"
+    assert manager.stage == "replay_backward"

@@ -1,0 +1,160 @@
+"""Row shapes are read from a host's batches, which its step then gets again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megapack.schedule.reading import read_row_shapes
+
+pytestmark = pytest.mark.unit
+
+
+class Chunk(torch.nn.Module):
+    """A model chunk that must not run while shapes are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, input_ids: Any = None, extra: Any = None) -> Any:
+        self.num_calls += 1
+        return input_ids
+
+
+class Wrapper(torch.nn.Module):
+    """DDP, as hosts wrap their chunks."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def batches(*lengths: int) -> Iterator[dict[str, torch.Tensor]]:
+    return iter([{"ids": torch.zeros(1, length, dtype=torch.long)} for length in lengths])
+
+
+def step(iterator: Any, model: Any) -> Any:
+    """A host's forward step, which takes its batch apart."""
+    return model(input_ids=next(iterator).pop("ids"), extra=1), None
+
+
+def read(step_func: Any, iterator: Any, chunk: Any, count: int, shards: int = 1) -> Any:
+    return read_row_shapes(step_func, iterator, [chunk], count, sequence_shards=shards)
+
+
+def test_the_step_gets_the_same_batches_after_reading() -> None:
+    chunk = Chunk()
+    shapes, iterator = read(step, batches(8, 6, 4), Wrapper(chunk), 2)
+    assert shapes == [(8, 1), (6, 1)]
+    assert chunk.num_calls == 0
+    assert [step(iterator, chunk)[0].shape[1] for _ in range(3)] == [8, 6, 4]
+
+
+def test_only_the_first_of_several_iterators_is_read() -> None:
+    second = batches(8)
+    _, iterators = read(step, [batches(8), second], Chunk(), 1)
+    assert iterators[1] is second
+    assert next(iterators[0])["ids"].shape == (1, 8)
+
+
+def test_a_model_called_below_its_wrapper_is_left_as_well() -> None:
+    chunk = Chunk()
+
+    def below(iterator: Any, model: Any) -> Any:
+        return model.module(next(iterator)["ids"]), None
+
+    assert read(below, batches(12), Wrapper(chunk), 1, shards=2)[0] == [(6, 1)]
+    assert chunk.num_calls == 0
+
+
+def test_an_object_with_its_own_position_keeps_it() -> None:
+    class Batches:
+        def __init__(self) -> None:
+            self.offset = 0
+
+        def get_next(self) -> Any:
+            self.offset += 1
+            return torch.zeros(2, 10 * self.offset, dtype=torch.long)
+
+    own = Batches()
+    shapes, iterator = read(lambda data, model: model(data.get_next()), own, Chunk(), 2)
+    assert shapes == [(10, 2), (20, 2)]
+    assert iterator is own
+    assert own.offset == 0
+
+
+def test_a_step_without_ids_gives_no_shape() -> None:
+    embeddings = torch.zeros(1, 4, 8)
+    assert read(lambda data, model: model(None), iter([1]), Chunk(), 1)[0] == [None]
+    assert read(lambda data, model: model(embeddings), iter([1]), Chunk(), 1)[0] == [None]
+    assert read(lambda data, model: (next(data), None), iter([1]), Chunk(), 1)[0] == [None]
+
+
+def test_variables_that_a_step_sets_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGE", "record")
+
+    def replaying(iterator: Any, model: Any) -> Any:
+        os.environ["STAGE"] = "replay"
+        output = step(iterator, model)
+        os.environ["STAGE"] = "record"
+        return output
+
+    read(replaying, batches(4), Chunk(), 1)
+    assert os.environ["STAGE"] == "record"
+
+
+def test_an_error_of_the_step_is_not_hidden_and_hooks_are_gone() -> None:
+    chunk = Chunk()
+    with pytest.raises(StopIteration):
+        read(step, batches(4), chunk, 2)
+    chunk(None)
+    assert chunk.num_calls == 1
+
+
+def test_an_iterator_keeps_its_other_attributes() -> None:
+    class Loader:
+        name = "loader"
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            return {"ids": torch.zeros(1, 4, dtype=torch.long)}
+
+    assert read(step, Loader(), Chunk(), 1)[1].name == "loader"
+
+
+def test_state_that_a_step_sets_is_restored_by_what_keeps_it() -> None:
+    """The stage of a replay, which a step sets before the model and resets after it."""
+    stage = {"name": "backward"}
+
+    @contextlib.contextmanager
+    def keeping() -> Iterator[None]:
+        before = dict(stage)
+        yield
+        stage.update(before)
+
+    def replaying(iterator: Any, model: Any) -> Any:
+        stage["name"] = "forward"
+        return step(iterator, model)
+
+    read_row_shapes(replaying, batches(4), [Chunk()], 1, sequence_shards=1, keeping=keeping)
+    assert stage == {"name": "backward"}
+    read_row_shapes(replaying, batches(4), [Chunk()], 1, sequence_shards=1)
+    assert stage == {"name": "forward"}
+
+
+def test_samples_in_a_nested_tensor_are_not_taken_for_a_row() -> None:
+    # verl's later stages: the first one, which packs, knows the length of the row.
+    samples = [torch.zeros(5, dtype=torch.long), torch.zeros(3, dtype=torch.long)]
+    nested = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    assert read(step, iter([{"ids": nested}]), Chunk(), 1)[0] == [None]
