@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megapack.errors import DataError
 from megapack.hosts.shared.balancing import (
     expand_bins_by_splitting,
     first_fit_pack,
@@ -41,7 +42,8 @@ def build_dp_schedule(
     total_lengths: Sequence[int],
     *,
     global_batch_size: int,
-    rollout_indices: Sequence[Any],
+    rollout_indices: Sequence[Any] | None = None,
+    group_indices: Sequence[Any] | None = None,
 ) -> Schedule:
     """slime's schedule of one generation's samples.
 
@@ -60,6 +62,7 @@ def build_dp_schedule(
         total_lengths: tokens per sample.
         global_batch_size: rollouts per step; rollouts that do not fill a step are left out.
         rollout_indices: the rollout of each sample; samples of one rollout stay in one step.
+        group_indices: the same by the name that slime 0.3.0 has for it.
 
     Returns:
         partitions: `[dp][sample]`: the samples of each rank.
@@ -69,11 +72,12 @@ def build_dp_schedule(
         global_batch_sizes: rollouts that each step kept.
 
     Raises:
+        DataError: neither or both of `rollout_indices` and `group_indices`.
         ValueError: no prefix of a step's rollouts can be aligned. This error, like the other
             refusals, is an AssertionError too.
     """
     layout = layout_of(args, train_parallel_config)
-    rollouts = Rollouts.read(rollout_indices, global_batch_size)
+    rollouts = Rollouts.read(_one_of(rollout_indices, group_indices), global_batch_size)
     if not args.use_dynamic_batch_size:
         weights = sample_flops(args, total_lengths) if _flag(args, "balance_data") else None
         return plan_static(args, layout, rollouts, weights)
@@ -86,6 +90,18 @@ def build_dp_schedule(
         options=_OPTIONS.current,
         host="slime",
     )
+
+
+def _one_of(
+    rollout_indices: Sequence[Any] | None, group_indices: Sequence[Any] | None
+) -> Sequence[Any]:
+    given = [ids for ids in (rollout_indices, group_indices) if ids is not None]
+    if len(given) != 1:
+        raise DataError(
+            f"{len(given)} of rollout_indices and group_indices were given; pass one, "
+            "the rollout of each sample"
+        )
+    return given[0]
 
 
 def _flag(args: Any, name: str) -> bool:

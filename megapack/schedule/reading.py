@@ -81,8 +81,8 @@ def read_row_shapes(
         keeping: a context that restores at its end what the forward step sets before the model.
 
     Returns:
-        A shape per micro-batch, None where the forward step does not give the model `input_ids`;
-        and `data_iterator` or its replacement.
+        A shape per micro-batch, None where the forward step does not give the model `input_ids` and
+        on stages without an embedding; and `data_iterator` or its replacement.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     own = iterators[0]
@@ -113,12 +113,17 @@ def _input_ids(forward_step_func: Callable[..., Any], reader: Any, chunk: Any) -
 def _leaving(chunk: torch.nn.Module) -> Iterator[None]:
     """Within the block, a call of the chunk, or of what it wraps, raises `_Left`."""
 
-    def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Left(kwargs.get("input_ids", args[0] if args else None))
-
     wrappers = [chunk]
     while isinstance(inner := getattr(wrappers[-1], "module", None), torch.nn.Module):
         wrappers.append(inner)
+    # Later stages ignore the ids, so that hosts may leave them as they were before packing there:
+    # SkyRL gives two samples of 64 positions, [2, 64], for a row of 86 tokens, [1, 86].
+    has_embedding = getattr(wrappers[-1], "pre_process", True)
+
+    def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        raise _Left(ids if has_embedding else None)
+
     # First of all hooks: DDP's own start to gather parameters.
     hooks = [
         module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
@@ -146,6 +151,9 @@ def _same_environment() -> Iterator[None]:
 def _row_shape(input_ids: Any, sequence_shards: int) -> RowShape | None:
     """(tokens, batch size) of hidden states, from ids [batch size, tokens]."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        return None
+    # verl packs samples into a row on the first stage only; later ones are given the samples.
+    if input_ids.is_nested:
         return None
     batch_size, num_tokens = input_ids.shape
     return num_tokens // sequence_shards, batch_size

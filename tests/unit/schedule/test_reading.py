@@ -151,3 +151,10 @@ def test_state_that_a_step_sets_is_restored_by_what_keeps_it() -> None:
     assert stage == {"name": "backward"}
     read_row_shapes(replaying, batches(4), [Chunk()], 1, sequence_shards=1)
     assert stage == {"name": "forward"}
+
+
+def test_samples_in_a_nested_tensor_are_not_taken_for_a_row() -> None:
+    # verl's later stages: the first one, which packs, knows the length of the row.
+    samples = [torch.zeros(5, dtype=torch.long), torch.zeros(3, dtype=torch.long)]
+    nested = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    assert read(step, iter([{"ids": nested}]), Chunk(), 1)[0] == [None]

@@ -1,0 +1,44 @@
+"""The toy model's chunks with the settings that a host gives Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer import TransformerConfig
+
+from megapack import Layout
+from megapack.config.sections import ModelConfig
+from megapack.model import build
+from tests.dist import problem
+
+
+def host_chunks(
+    layout: Layout,
+    settings: dict[str, Any],
+    *,
+    model: ModelConfig = problem.MODEL,
+) -> list[DistributedDataParallel]:
+    """This rank's chunks; the host has made Megatron's groups.
+
+    Args:
+        settings: of the config; they are there before DDP reads `calculate_per_token_loss`, by
+            which it averages gradients over data-parallel ranks or sums them.
+    """
+
+    def configured(*args: Any, **kwargs: Any) -> TransformerConfig:
+        config = transformer_config(*args, **kwargs)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        return config
+
+    transformer_config = build.transformer_config
+    with mock.patch.object(build, "transformer_config", configured):
+        return build.build_model(
+            model,
+            layout,
+            vocab_size=problem.VOCAB_SIZE,
+            seed=problem.SEED,
+            distributed_optimizer=False,
+        )

@@ -1,0 +1,50 @@
+"""A toy rollout for hosts that train on prompts and responses: groups of samples with rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.dist import problem
+
+GROUP = 4
+"""Samples of one prompt, which GRPO compares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One response to a prompt."""
+
+    prompt: Tensor
+    response: Tensor
+    mask: Tensor
+    """Which response tokens have a loss, int64: turns of a tool have none."""
+    reward: float
+    group: int
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.cat([self.prompt, self.response])
+
+
+def draw(num_samples: int, seed: int = 5, longest: int = 44) -> list[Sample]:
+    """The same samples on every rank: prompts of 2 to 11 tokens, responses of 2 to `longest`.
+
+    Response lengths are skewed, as rollouts are: most are short, few are long.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(num_samples):
+        share = float(torch.rand((), generator=generator)) ** 2
+        sizes = (int(torch.randint(2, 12, (), generator=generator)), 2 + int(share * (longest - 2)))
+        prompt = torch.randint(1, problem.VOCAB_SIZE, (sizes[0],), generator=generator)
+        response = torch.randint(1, problem.VOCAB_SIZE, (sizes[1],), generator=generator)
+        mask = (torch.rand(sizes[1], generator=generator) < 0.7).long()
+        mask[0] = 1
+        reward = float(torch.rand((), generator=generator))
+        samples.append(
+            Sample(prompt=prompt, response=response, mask=mask, reward=reward, group=i // GROUP)
+        )
+    return samples

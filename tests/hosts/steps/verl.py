@@ -1,0 +1,251 @@
+"""verl's Megatron engine on a CPU: its own train_batch and infer_batch, losses and optimizer.
+
+    torchrun --nproc-per-node 2 -m tests.hosts.steps.verl OUT --layout pp=2,vpp=2 \
+        --patches verl,megatron_core --steps 2 --case ppo
+
+Ours are the model, in place of what a Hugging Face bridge makes, and the toy rollout.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapack import Layout, launch, patching
+from tests.dist import problem
+from tests.hosts.steps.chunks import host_chunks
+from tests.hosts.steps.job import (
+    Report,
+    count_shape_exchanges,
+    import_host,
+    parse_arguments,
+    timed,
+    write,
+)
+from tests.hosts.steps.rl_samples import Sample, draw
+from tools.hosting import import_stubs
+
+NUM_SAMPLES = 16
+BUDGET = 90
+STUBS = (
+    *("ray", "omegaconf", "hydra", "codetiming", "megatron.bridge", "mbridge", "peft"),
+    *("accelerate", "datasets", "pandas", "torchdata", "wandb", "orjson", "cloudpickle"),
+    *("PIL", "torchvision", "pyarrow", "qwen_vl_utils", "flash_attn", "vllm", "sglang"),
+)
+
+
+def import_verl() -> None:
+    """Import verl's engine; what is real must be imported before the stand-ins."""
+    import transformers
+
+    for name in ("AutoConfig", "AutoModelForCausalLM", "PreTrainedModel", "PreTrainedTokenizer"):
+        getattr(transformers, name)
+    import_host("verl")
+    import_stubs.install(*STUBS)
+    from verl.workers.engine.megatron import transformer_impl
+
+    transformer_impl.MegatronCheckpointManager = types.SimpleNamespace
+    transformer_impl.log_gpu_memory_usage = lambda *args, **kwargs: None
+
+
+def make_engine(layout: Layout, overrides: dict[str, Any]) -> Any:
+    """verl's engine with a language-model head, with our chunks where a bridge's would be."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    class Engine(MegatronEngineWithLMHead):  # type: ignore[misc]
+        def _build_tf_config(self) -> None:
+            self.param_dtype = torch.float32
+            self.is_value_model = False
+            self.share_embeddings_and_output_weights = True
+            self.tf_config = self.bridge = self.provider = self.peft_cls = None
+
+        def _build_megatron_module(self) -> Any:
+            model_parallel_cuda_manual_seed(problem.SEED)
+            chunks = host_chunks(layout, {**bridge_settings(layout), **overrides})
+            self.tf_config = chunks[0].config
+            return chunks
+
+    engine = Engine(
+        model_config=types.SimpleNamespace(
+            model_type="language_model",
+            hf_config=types.SimpleNamespace(architectures=["Qwen2ForCausalLM"], model_type="qwen2"),
+            local_path="",
+            mtp=types.SimpleNamespace(enable=False, enable_train=False),
+            tokenizer=types.SimpleNamespace(pad_token_id=0),
+            architectures=["Qwen2ForCausalLM"],
+            get_processor=lambda: None,
+        ),
+        engine_config=McoreEngineConfig(
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            tensor_model_parallel_size=layout.tp,
+            use_distributed_optimizer=False,
+            use_dynamic_bsz=True,
+            max_token_len_per_gpu=BUDGET // layout.cp,
+        ),
+        optimizer_config=McoreOptimizerConfig(
+            lr=1e-2, clip_grad=1.0, weight_decay=0.0, total_training_steps=100
+        ),
+        checkpoint_config=None,
+    )
+    engine.initialize()
+    return engine
+
+
+def bridge_settings(layout: Layout) -> dict[str, Any]:
+    """What verl, and Megatron-Bridge's providers, set of Megatron's config."""
+    return {
+        "variable_seq_lengths": True,
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+        "calculate_per_token_loss": False,
+    }
+
+
+def make_batch(samples: list[Sample], dp_rank: int, dp_size: int) -> Any:
+    """This rank's samples as verl's trainer hands them out: without padding, in nested tensors."""
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+    from verl.utils import tensordict_utils as tu
+
+    rewards = torch.zeros(len(samples), max(s.response.numel() for s in samples))
+    masks = torch.zeros_like(rewards)
+    for i, sample in enumerate(samples):
+        rewards[i, sample.response.numel() - 1] = sample.reward
+        masks[i, : sample.response.numel()] = sample.mask
+    groups = _objects([sample.group for sample in samples])
+    advantages, _ = compute_grpo_outcome_advantage(rewards, masks, groups)
+    own = range(dp_rank, len(samples), dp_size)
+    fields = {
+        "input_ids": [samples[i].tokens for i in own],
+        "prompts": [samples[i].prompt for i in own],
+        "responses": [samples[i].response for i in own],
+        "response_mask": [samples[i].mask for i in own],
+        "loss_mask": [samples[i].mask for i in own],
+        "advantages": [advantages[i, : samples[i].response.numel()] for i in own],
+    }
+    return tu.get_tensordict(
+        {name: nested(values) for name, values in fields.items()},
+        {"temperature": 1.0, "global_batch_size": len(samples), "use_dynamic_bsz": True},
+    )
+
+
+def nested(values: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+
+def _objects(values: list[int]) -> Any:
+    import numpy as np
+
+    return np.array(values, dtype=object)
+
+
+def log_probs(engine: Any, batch: Any) -> list[Tensor]:
+    """The log-probs of every response by verl's infer_batch, on every rank of the pipeline."""
+    from megatron.core import parallel_state
+    from verl.utils import tensordict_utils as tu
+
+    with engine.eval_mode():
+        output = engine.infer_batch(copy_of(batch, engine), loss_function=None)
+    found: list[Any] = [None]
+    if output:
+        values = output["model_output"]["log_probs"].unbind()
+        sizes = [(len(p), len(r)) for p, r in _pairs(batch)]
+        # The log-prob of a token is at the position before it.
+        found = [[v[p - 1 : p + r - 1] for v, (p, r) in zip(values, sizes, strict=True)]]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast_object_list(
+        found, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group
+    )
+    del tu
+    return list(found[0])
+
+
+def _pairs(batch: Any) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(batch["prompts"].unbind(), batch["responses"].unbind(), strict=True))
+
+
+def copy_of(batch: Any, engine: Any) -> Any:
+    """A batch for one call, with what verl's worker adds; the call changes it."""
+    from verl.utils import tensordict_utils as tu
+
+    copy = batch.copy()
+    tu.assign_non_tensor(copy, max_token_len_per_gpu=engine.engine_config.max_token_len_per_gpu)
+    return copy
+
+
+def watch_rows(engine: Any, report: Report) -> None:
+    """Note the rows that the engine's forward step is given on its first chunk, per training step."""
+    forward = engine.module[0].module.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if engine.mode == "train" and report.row_tokens:
+            # Later stages are given the samples, not the row.
+            ends = kwargs["packed_seq_params"].cu_seqlens_q_padded
+            report.row_tokens[-1].append(int(ends[-1]))
+        return forward(*args, **kwargs)
+
+    engine.module[0].module.forward = noted
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    warnings.simplefilter("ignore")
+    launch.start("cpu")
+    import_verl()
+    for name in arguments.patches:
+        patching.apply(name)
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    report = Report()
+    layout = arguments.layout
+    engine = make_engine(layout, {})
+    count_shape_exchanges(report)
+    actor = ActorConfig(
+        strategy="megatron", rollout_n=4, use_dynamic_bsz=True, loss_agg_mode="token-mean"
+    )
+    samples = draw(NUM_SAMPLES)
+    batch = make_batch(samples, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
+    old = log_probs(engine, batch)
+    batch["old_log_probs"] = nested(old)
+    report.logprobs.append(torch.cat(old).tolist())
+    watch_rows(engine, report)
+    for _ in range(arguments.steps):
+        report.row_tokens.append([])
+        with engine.train_mode():
+            output = timed(
+                report,
+                lambda: engine.train_batch(
+                    copy_of(batch, engine), functools.partial(ppo_loss, actor)
+                ),
+            )
+        engine.lr_scheduler_step()
+        note(report, output)
+        report.logprobs.append(torch.cat(log_probs(engine, batch)).tolist())
+    params = [p for chunk in engine.module for p in chunk.parameters()]
+    report.params_sum = sum(float(p.detach().double().abs().sum()) for p in params)
+    write(report, arguments.folder)
+
+
+def note(report: Report, output: Any) -> None:
+    """What verl reports of a step, on the ranks where it does."""
+    if not output:
+        return
+    report.losses.append(float(output["metrics"]["actor/pg_loss"].aggregate()))
+    report.num_microbatches.append(len(output["loss"]))
+    if "grad_norm" in output["metrics"]:
+        report.grad_norms.append(float(output["metrics"]["grad_norm"]))
+
+
+if __name__ == "__main__":
+    main()
