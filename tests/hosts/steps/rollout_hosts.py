@@ -5,7 +5,8 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     tokens      calculate_per_token_loss: every token of a step counts the same
     fanout      rollouts have 1 to 3 samples
     removed     every seventh sample has remove_sample set: none of its tokens counts
-    ppo         the advantages of PPO, from random values
+    short       samples have 6 to 16 tokens
+    ppo         PPO's advantages, from made-up values of a critic
     experts     the model has experts with a balancing loss, and only that loss trains
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
     narrow      half of the budget: the same samples in more rows
@@ -204,6 +205,8 @@ def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
         reward = 0.0 if "experts" in case else rng.gauss(0.0, 1.0)
         for _ in range(count):
             length = min(120, max(6, int(rng.lognormvariate(3.2, 0.7))))
+            if "short" in case:
+                length = rng.randint(6, 16)
             response = rng.randint(1, length - 2)
             sample = sample_class(
                 group_index=rollout // 4,
@@ -316,6 +319,36 @@ def note_logprobs(
     parts = zip(rollout_data["sample_indices"], *fields, strict=True)
     for index, values, total, response in parts:
         report.logprobs[int(index)] = gather(values, total, response).tolist()
+
+
+def add_values(rollout_data: Any, cut: Callable[..., Any]) -> None:
+    """What a critic would have said of each response token: numbers that the sample decides.
+
+    Args:
+        cut: the host's function that takes a context-parallel rank's part of a response.
+    """
+    import torch
+
+    if "log_probs" not in rollout_data:
+        return
+    fields = (rollout_data[name] for name in ("total_lengths", "response_lengths"))
+    rollout_data["values"] = [
+        cut(torch.sin(torch.arange(response) + float(index)), total, response)
+        for index, total, response in zip(rollout_data["sample_indices"], *fields, strict=True)
+    ]
+
+
+def note_advantages(report: Report, rollout_data: Any, gather: Callable[..., Any]) -> None:
+    """The sum of each sample's advantages, by sample."""
+    if "advantages" not in rollout_data:
+        return
+    fields = (rollout_data[name] for name in ("advantages", "total_lengths", "response_lengths"))
+    report.more["advantages"] = {
+        int(index): float(gather(values, total, response).sum())
+        for index, values, total, response in zip(
+            rollout_data["sample_indices"], *fields, strict=True
+        )
+    }
 
 
 def note_reference(
