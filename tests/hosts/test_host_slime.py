@@ -64,7 +64,11 @@ def test_slime_0_3_0_names_the_rollouts_otherwise() -> None:
 
     def schedule(**indices: Any) -> Schedule:
         return slime.build_dp_schedule(
-            make_args(max_tokens_per_gpu=1024), config, [700, 500, 300, 200], global_batch_size=3, **indices
+            make_args(max_tokens_per_gpu=1024),
+            config,
+            [700, 500, 300, 200],
+            global_batch_size=3,
+            **indices,
         )
 
     assert schedule(group_indices=ids) == schedule(rollout_indices=ids)
