@@ -15,6 +15,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import warnings
@@ -70,6 +71,9 @@ def start(host: str) -> Arguments:
     # Behind the installed Megatron-Core: from the source tree only `megatron.training` is taken.
     sys.path.append(str(source("megatron_lm")))
     import_host(host)
+    # Its compiled functions ask torch for triton when they are imported, which must not find a
+    # stand-in.
+    importlib.import_module("megatron.core.pipeline_parallel")
     import_stubs.install(*_ABSENT)
     _replace_ray()
     _replace_cuda_queries()
