@@ -13,7 +13,6 @@ from typing import Any
 
 from megapack import Layout, launch, patching
 from tests.hosts.steps.job import (
-    Arguments,
     Report,
     count_shape_exchanges,
     import_host,
@@ -62,7 +61,6 @@ def main() -> None:
 
 
 def _import_swift(folder: str) -> None:
-    import megatron.core.models.gpt
     import transformers  # noqa: F401 - both before the stubs, which they take for packages
 
     import_host("ms_swift")

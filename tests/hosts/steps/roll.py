@@ -185,7 +185,6 @@ def make_models(layout: Layout, report: Report) -> Any:
     import torch
     from mcore_adapter.models.model_config import McaModelConfig
     from mcore_adapter.models.model_factory import McaGPTModel, VirtualModels
-
     from megatron.core import parallel_state
 
     from megapack.model import initialize_parallel
