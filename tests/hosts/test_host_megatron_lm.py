@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megapack.errors import ConfigError, DataError, PlanError, ScheduleError
 from megapack.hosts import megatron_lm
 from megapack.hosts.shared.megatron_lm_data import read_item
+from megapack.hosts.shared.megatron_lm_model import per_sequence
 from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.hosts
@@ -128,13 +129,58 @@ def test_packed_items_are_cut_into_samples() -> None:
         ({"labels": None}, "no labels; its keys are tokens"),
         ({"loss_mask": torch.full((1, 6), 0.5)}, "other values than 0 and 1"),
         ({"labels": torch.tensor([[2, 9, 4, 5, 6, 7]])}, "not the next tokens"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "--reset-position-ids"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6]])}, "not 0 to 4 but end with 5"),
         ({"cu_seqlens": torch.tensor([0, 2, 4])}, "leaves loss tokens out"),
     ],
 )
 def test_bad_items_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(DataError, match=says):
         read_item(item(**changes))
+
+
+def causal_mask(*documents: int) -> torch.Tensor:
+    """True where a token does not see another, [1, 1, S, S]: those of other documents and later."""
+    seen = torch.block_diag(*(torch.ones(n, n).tril() for n in documents))
+    return seen[None, None] == 0
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_rows_are_cut_where_positions_start_again(masked: bool) -> None:
+    mask = {"attention_mask": causal_mask(3, 3)} if masked else {}
+    first, second = read_item(item(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), **mask))
+    # The label of a document's last token is the next document's first token.
+    assert (first["tokens"].tolist(), second["tokens"].tolist()) == ([1, 2, 3, 4], [4, 5, 6])
+    assert first["response_mask"].tolist() == [False, False, True, True]
+    assert second["response_mask"].tolist() == [False, False, True]
+
+
+def test_each_row_of_an_item_has_documents_of_its_own() -> None:
+    two = {name: values.repeat(2, 1) for name, values in item().items()}
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 0]])
+    mask = torch.cat([causal_mask(6), causal_mask(2, 3, 1)])
+    samples = read_item({**two, "position_ids": positions, "attention_mask": mask})
+    assert [len(sample["tokens"]) for sample in samples] == [6, 3, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("positions", "documents"), [([0, 1, 2, 0, 1, 2], (6,)), ([0, 1, 2, 3, 4, 5], (3, 3))]
+)
+def test_one_reset_without_the_other_is_refused(
+    positions: list[int], documents: tuple[int, ...]
+) -> None:
+    bad = item(position_ids=torch.tensor([positions]), attention_mask=causal_mask(*documents))
+    with pytest.raises(DataError, match=r"set --reset-position-ids and\n?.*together, or neither"):
+        read_item(bad)
+
+
+def test_the_balance_of_experts_can_be_that_of_each_sample() -> None:
+    assert per_sequence("aux_loss") == per_sequence("global_aux_loss") == "seq_aux_loss"
+    assert per_sequence("none") == "none"
+    assert per_sequence(["global_aux_loss", "sinkhorn"]) == ["seq_aux_loss", "sinkhorn"]
+    with pytest.raises(ConfigError, match="keep one of them"):
+        per_sequence(["aux_loss", "seq_aux_loss"])
+    with pytest.raises(ConfigError, match="set 'as_set' or 'per_sequence'"):
+        megatron_lm.PlannedStep(max_tokens_per_gpu=64, aux_loss="each")  # type: ignore[arg-type]
 
 
 @settings(max_examples=25)

@@ -81,6 +81,15 @@ def test_a_script_runs_as_under_python(folder: Path) -> None:
     )
 
 
+def test_a_script_runs_on_the_cpu(folder: Path) -> None:
+    script = folder / "scripts" / "cuda.py"
+    script.write_text("import sys, torch\nprint(torch.ones(2).cuda().device, sys.argv[1:])")
+    done = python(folder, "-m", "megapack", "run", "--cpu", script, "--cpu")
+    assert done.stdout == "cpu ['--cpu']\n", done.stderr
+    script.write_text("import sys; print('torch' in sys.modules)")
+    assert python(folder, "-m", "megapack", "run", script).stdout == "False\n"
+
+
 def test_two_dashes_end_the_options(folder: Path) -> None:
     (folder / "scripts" / "bare.py").write_text("import sys; print(sys.argv)")
     given = [*("-m", "megapack", "run"), "--", "scripts/bare.py", "--", "-x"]

@@ -5,6 +5,8 @@ Cases, joined by +:
     (none)      mock data
     experts     four experts with aux_loss
     sequence    the same with seq_aux_loss in place of aux_loss
+    free        experts without that loss
+    single      rows of one item in place of two: --micro-batch-size 1
     each        experts balance their load over each sample (PlannedStep's aux_loss)
     documents   documents shorter than a row, --reset-position-ids and --reset-attention-mask
     sft         conversations packed into rows, with cu_seqlens
@@ -17,6 +19,7 @@ Cases, joined by +:
 
 from __future__ import annotations
 
+import itertools
 import os
 import runpy
 import shutil
@@ -37,19 +40,22 @@ BUDGET = 200
 NUM_LAYERS = 4
 VOCAB_SIZE = 127
 ARGUMENTS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --use-cpu-initialization "
-    "--max-position-embeddings 1024 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant "
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--use-cpu-initialization --max-position-embeddings 1024 --global-batch-size 16 "
+    "--lr 1e-3 --lr-decay-style constant "
     "--weight-decay 0 --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 127 "
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm "
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion "
-    "--attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope --normalization RMSNorm "
-    "--swiglu --no-bias-swiglu-fusion --disable-bias-linear --log-interval 1 --eval-iters 1 "
+    "--attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --no-bias-swiglu-fusion --disable-bias-linear "
+    "--log-interval 1 --eval-iters 1 "
     "--eval-interval 100 --num-workers 0 --calculate-per-token-loss --split 900,50,50"
 )
 CASES = {
     "experts": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --ffn-hidden-size 64",
     "sequence": "--moe-router-load-balancing-type seq_aux_loss",
+    "free": "--moe-aux-loss-coeff 0",
     "documents": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
     "sft": "--sft --no-create-attention-mask-in-dataloader",
     "mtp": "--mtp-num-layers 1",
@@ -62,7 +68,7 @@ def arguments(layout: Layout, cases: list[str], steps: int, folder: Path) -> lis
     given = [*ARGUMENTS.split(), "--train-iters", str(steps)]
     for case in cases:
         given += CASES.get(case, "").split()
-    given += ["--micro-batch-size", "1" if "sft" in cases else "2"]
+    given += ["--micro-batch-size", "1" if {"sft", "single"} & {*cases} else "2"]
     given += ["--tensor-model-parallel-size", str(layout.tp)]
     given += ["--pipeline-model-parallel-size", str(layout.pp)]
     if layout.vpp > 1:
@@ -120,11 +126,11 @@ def tokenize_conversation(self: Any, messages: Any, *_: Any, **__: Any) -> Any:
         part if message["role"] == "assistant" else [-100] * len(part)
         for part, message in zip(tokens, messages, strict=True)
     ]
-    return torch.tensor(sum(tokens, [])), torch.tensor(sum(targets, []))
+    return tuple(torch.tensor([*itertools.chain(*parts)]) for parts in (tokens, targets))
 
 
 def stub_conversations() -> None:
-    """Hugging Face's loader, and a tokenizer with a chat template, of which Megatron-LM has none."""
+    """Hugging Face's loader and a tokenizer with a chat template need packages of their own."""
     from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
 
     rows = conversations()
@@ -256,13 +262,13 @@ def main() -> None:
     cases = [case for case in given.case.split("+") if case]
     import_stubs.install("six")
     cpu.enable()
-    for host in given.patches:
-        patching.apply(host)
     planned = planned_lines(cases) if "megatron_lm" in given.patches else ""
     source = job.import_host("megatron_lm")
     sys.path.remove(str(source))
     path = script(source, given.folder, planned)
     sys.path.insert(0, str(path.parent))
+    for host in given.patches:
+        patching.apply(host)
     report = job.Report()
     watch(report)
     job.count_shape_exchanges(report)
