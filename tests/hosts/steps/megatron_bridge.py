@@ -5,7 +5,7 @@
 The recipe is Bridge's `qwen2_500m_sft_config`; its model, paths and sizes are set as a user would.
 What only this host has, in `--case`, separated by commas:
 
-    planned     the forward step is a `PlannedStep`
+    planned     with the patch, the forward step is a `PlannedStep`
     hostpacks   the patched host packs with its own packer, so that steps have the same samples
     unpacked    the samples are not packed
     short       rows are padded to a step's longest one, instead of to the pack size
@@ -308,7 +308,7 @@ def main() -> None:
     record(report)
     cfg = recipe(folder, arguments.layout, arguments.steps, case)
     step: Any = forward_step
-    if "planned" in case:
+    if "planned" in case and "megatron_bridge" in arguments.patches:
         step = megatron_bridge.PlannedStep(max_tokens_per_gpu=BUDGET)
     (finetune if "finetune" in case else pretrain)(cfg, step)
     report.more["saved"] = sorted(path.name for path in folder.glob("saved/*"))
