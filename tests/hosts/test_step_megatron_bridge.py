@@ -139,6 +139,12 @@ def test_middle_stages_need_their_samples_bounds(run: Run) -> None:
     assert_same(patched, run("dp=2"))
 
 
+def test_finetune_from_an_imported_checkpoint_trains_as_the_folder_does(run: Run) -> None:
+    planned = run("", "finetune,planned,hostpacks", PATCHES, world=1)
+    assert_same(planned, run("dp=2"))
+    assert "iter_0000002" in planned[0].more["saved"]
+
+
 def test_the_packer_makes_fewer_packs_of_the_same_samples(run: Run) -> None:
     own = run("dp=2")[0].more["packs"][0]
     planned = run("dp=2", "planned", PATCHES)[0].more["packs"][0]

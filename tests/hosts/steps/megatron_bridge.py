@@ -5,7 +5,7 @@
 The recipe is Bridge's `qwen2_500m_sft_config`; its model, paths and sizes are set as a user would.
 What only this host has, in `--case`, separated by commas:
 
-    planned     the forward step is a `PlannedStep`
+    planned     with the patch, the forward step is a `PlannedStep`
     hostpacks   the patched host packs with its own packer, so that steps have the same samples
     unpacked    the samples are not packed
     short       rows are padded to a step's longest one, instead of to the pack size
@@ -41,8 +41,11 @@ NUM_SAMPLES = {"training": 96, "validation": 24}
 # A planned sample has one token more than a packed one: its last label.
 BUDGET = 80
 
-# Pure Python that Bridge needs, beside the release itself.
-_PACKAGES = ("einops==0.8.1", "omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3")
+# What Bridge imports beside its release, and psutil for the checkpoints of Megatron-Core.
+_PACKAGES = (
+    *("einops==0.8.1", "omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3"),
+    "psutil==7.1.0",
+)
 _STUBS = (
     *("transformer_engine", "transformer_engine_torch", "mamba_ssm", "causal_conv1d", "fla"),
     *("modelopt", "nvidia_resiliency_ext", "nvdlfw_inspect", "nemo_run", "megatron.energon"),
@@ -113,6 +116,7 @@ def import_checkpoint(folder: Path) -> None:
     provider = bridge.to_megatron_provider()
     provider.transformer_layer_spec = _spec(crosses=False)
     provider.cross_entropy_loss_fusion = False
+    provider.finalize()
     model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
     bridge.save_megatron_model(model, folder / "imported")
 
@@ -231,7 +235,10 @@ def record(report: job.Report) -> None:
 
     def note_row(module: Any, args: Any, kwargs: Any) -> None:
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        rows.append(0 if tokens is None else int(tokens.numel()))
+        params = kwargs.get("packed_seq_params")
+        # The last stage of a pipeline is given no tokens.
+        length = 0 if params is None else int(params.cu_seqlens_q[-1])
+        rows.append(length if tokens is None else int(tokens.numel()))
 
     def step(forward_step_func: Any, data_iterator: Any, model: Any, *others: Any) -> Any:
         hook = model[0].register_forward_pre_hook(note_row, with_kwargs=True)
@@ -301,7 +308,7 @@ def main() -> None:
     record(report)
     cfg = recipe(folder, arguments.layout, arguments.steps, case)
     step: Any = forward_step
-    if "planned" in case:
+    if "planned" in case and "megatron_bridge" in arguments.patches:
         step = megatron_bridge.PlannedStep(max_tokens_per_gpu=BUDGET)
     (finetune if "finetune" in case else pretrain)(cfg, step)
     report.more["saved"] = sorted(path.name for path in folder.glob("saved/*"))

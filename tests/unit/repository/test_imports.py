@@ -59,6 +59,7 @@ MEGATRON = [
     "cpu",
     "train",
     "doctor.probes",
+    "hosts.megatron_bridge",
     "hosts.megatron_lm",
     "hosts.shared.megatron_lm_data",
 ]
