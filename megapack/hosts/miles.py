@@ -33,6 +33,7 @@ __all__ = [
     "first_fit_pack",
     "get_seqlen_balanced_partitions",
     "loss_function",
+    "normalize_advantages",
 ]
 
 logger = logging.getLogger(__name__)
@@ -127,3 +128,49 @@ def loss_function(
     if not args.calculate_per_token_loss:
         return result
     return without_empty_samples(result, batch["loss_masks"])
+
+
+def normalize_advantages(
+    args: Any,
+    advantages: list[Any],
+    loss_masks: list[Any],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    max_seq_lens: list[int] | None = None,
+) -> list[Any]:
+    """miles' whitened advantages, by one mean and variance for all context-parallel ranks.
+
+    miles takes those of the tokens that one context-parallel rank has, so that two parts of a
+    sample are scaled differently; and a rank without response tokens leaves out the reduction that
+    the others wait in. The patch `miles_loss` puts this in its place. Independent data-parallel
+    replicas (fault tolerance) keep miles' own.
+
+    Args:
+        advantages: of the response tokens that this rank has, per sample.
+        loss_masks: of whole responses, per sample.
+
+    Returns:
+        As `advantages`.
+    """
+    import torch
+    from miles.backends.training_utils import cp_utils
+    from miles.backends.training_utils.loss_hub.advantages import (
+        normalize_advantages as host_function,
+    )
+    from miles.backends.training_utils.parallel import get_parallel_state
+    from miles.utils.distributed_utils import distributed_masked_whiten
+
+    state = get_parallel_state()
+    sizes = (total_lengths, response_lengths)
+    if state.cp.size == 1 or state.indep_dp.size > 1:
+        return host_function(args, advantages, loss_masks, *sizes, max_seq_lens)  # type: ignore[no-any-return]
+    masks = cp_utils.get_local_response_loss_masks(
+        *sizes, loss_masks, args.qkv_format, max_seq_lens
+    )
+    whitened = distributed_masked_whiten(
+        torch.cat(advantages),
+        torch.cat(masks),
+        process_group=state.intra_dp_cp.group,
+        shift_mean=True,
+    )
+    return list(whitened.split([len(values) for values in advantages]))

@@ -70,6 +70,6 @@ def test_a_step_without_any_loss_token_can_be_reported(loss_of: Callable[..., An
 def test_the_patch_is_one_of_its_own(host: str) -> None:
     """The planner's patch leaves the loss as it is."""
     targets = {entry.target for entry in load_patches(host).patches}
-    (own,) = load_patches(f"{host}_loss").patches
-    assert own.target == f"{host}.backends.megatron_utils.model:loss_function"
-    assert own.target not in targets
+    own = {entry.target for entry in load_patches(f"{host}_loss").patches}
+    assert f"{host}.backends.megatron_utils.model:loss_function" in own
+    assert not own & targets

@@ -55,3 +55,14 @@ def test_a_mean_per_token_and_the_patch_for_removed_samples(runs: Runs) -> None:
     share = alone.more["removed_share"]
     assert share < 0.99
     assert own.losses[0] / alone.losses[0] == pytest.approx(share, abs=2e-6)
+
+
+def test_advantages_are_normalized_over_context_parallel_ranks_with_the_patch(runs: Runs) -> None:
+    case = "fanout+normalize"
+    alone = runs("", "", case)
+    patched = runs("cp=2", f"{BOTH},miles_loss", case)
+    check_equal(patched, alone)
+    wanted = alone[0].more["advantages"]
+    assert patched[0].more["advantages"] == pytest.approx(wanted, abs=1e-4)
+    own = runs("cp=2", "", case)[0].more["advantages"]
+    assert max(abs(own[sample] - wanted[sample]) for sample in wanted) > 0.05

@@ -6,6 +6,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     fanout      rollouts have 1 to 3 samples
     removed     every seventh sample has remove_sample set: none of its tokens counts
     short       samples have 6 to 16 tokens
+    normalize   normalize_advantages: mean 0 and variance 1 over all loss tokens
     ppo         PPO's advantages, from made-up values of a critic
     experts     the model has experts with a balancing loss, and only that loss trains
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
@@ -170,6 +171,7 @@ def _loss(case: set[str]) -> dict[str, Any]:
     return {
         "loss_type": "policy_loss",
         "compute_advantages_and_returns": True,
+        "normalize_advantages": "normalize" in case,
         "advantage_estimator": "ppo" if "ppo" in case else "grpo",
         "rollout_temperature": 1.0,
         "rollout_top_p": 1.0,
