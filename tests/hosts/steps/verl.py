@@ -9,6 +9,7 @@ Ours are the model, in place of what a Hugging Face bridge makes, and the toy ro
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import warnings
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from tests.hosts.steps.job import (
 )
 from tests.hosts.steps.rl_samples import Sample, draw
 from tools.hosting import import_stubs
+from tools.hosting.sources import installed
 
 NUM_SAMPLES = 16
 BUDGET = 90
@@ -53,6 +55,8 @@ CASES = {
     "dr_grpo_factor": Case(loss={**DR_GRPO, "loss_scale_factor": 44}),
     "dr_grpo_factor_whole": Case(budget=4000, loss={**DR_GRPO, "loss_scale_factor": 44}),
 }
+# Small packages that verl's batches are made of.
+REQUIREMENTS = ("tensordict==0.15.3", "pyvers==0.2.3")
 STUBS = (
     *("ray", "omegaconf", "hydra", "codetiming", "megatron.bridge", "mbridge", "peft"),
     *("accelerate", "datasets", "pandas", "torchdata", "wandb", "orjson", "cloudpickle"),
@@ -67,6 +71,7 @@ def import_verl() -> None:
     for name in ("AutoConfig", "AutoModelForCausalLM", "PreTrainedModel", "PreTrainedTokenizer"):
         getattr(transformers, name)
     import_host("verl")
+    sys.path += [str(installed(requirement)) for requirement in REQUIREMENTS]
     import_stubs.install(*STUBS)
     from verl.workers.engine.megatron import transformer_impl
 
@@ -253,6 +258,7 @@ def main() -> None:
     params = [p for chunk in engine.module for p in chunk.parameters()]
     report.params_sum = sum(float(p.detach().double().abs().sum()) for p in params)
     write(report, arguments.folder)
+    launch.stop()
 
 
 def note(report: Report, output: Any) -> None:
