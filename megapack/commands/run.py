@@ -1,6 +1,7 @@
-"""Run a script or module as python does, with megapack's patches for its framework.
+"""Run a script or module as python does, with megapack's patches for its framework, or on the CPU.
 
 torchrun ... -m megapack run --patch slime train.py ARGS
+torchrun ... -m megapack run --cpu pretrain_gpt.py ARGS
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a framework (see `megapack patch list`) or a patch file, *.yaml; may be repeated. "
         "Child processes inherit frameworks, by MEGAPACK_PATCH, but no files",
     )
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="run a Megatron recipe without CUDA, over gloo. Processes that the program starts "
+        "do not inherit it",
+    )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ARGS")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS")
 
@@ -44,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.module and not os.path.exists(command[0]):
         raise ConfigError(f"{command[0]}: no such script; give its path, or -m and a module")
     log_to_stderr()
+    if args.cpu:
+        _use_cpu()
     for host in args.patch:
         apply(host)
     _patch_children(args.patch)
@@ -56,6 +65,13 @@ def run(args: argparse.Namespace) -> int:
     if os.path.isfile(command[0]) and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
     return _exit_code(lambda: runpy.run_path(command[0], run_name="__main__"))
+
+
+def _use_cpu() -> None:
+    # Imported here: without --cpu the command needs no torch.
+    from megapack import cpu
+
+    cpu.enable()
 
 
 def _patch_children(hosts: list[str]) -> None:

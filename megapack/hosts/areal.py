@@ -151,7 +151,7 @@ def allocate_balanced_mbs_synced(
     return rank.rows(need)
 
 
-def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, Any]) -> Any:
     """Log-probs of next tokens, or a critic's values, of one micro-batch: [real tokens].
 
     Method of AReaL's MegatronEngine. With cp > 1 it is given this CP rank's share of the outputs:
@@ -177,11 +177,11 @@ def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, An
         labels = inputs["_cp_local_labels"] if restores else inputs["input_ids"].roll(-1, -1)
         values = host.gather_logprobs(output, labels, **_softmax_options(host, self))
     if not restores:
-        return values  # type: ignore[no-any-return]
+        return values
     ends = inputs["_cp_padded_cu_seqlens"]
     whole = host.reassemble_cp_packed_logprobs(values, ends)
     padding = inputs.get("_cp_padding_length", 0)
-    return host.unpad_logits(whole, padding, ends, inputs.get("_cp_old_cu_seqlens"))  # type: ignore[no-any-return]
+    return host.unpad_logits(whole, padding, ends, inputs.get("_cp_old_cu_seqlens"))
 
 
 def _tree_log_probs(host: Any, engine: Any, output: Any, inputs: dict[str, Any]) -> Any:

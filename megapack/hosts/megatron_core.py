@@ -5,6 +5,9 @@ MEGAPACK_PATCH=slime,megatron_core          # the planner's patch, and this one
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,4 +46,25 @@ def get_forward_backward_func(
     # Megatron-Core before 0.17 takes no arguments.
     schedule = megatron_func(**{name: value for name, value in given.items() if value is not None})
     options = _OPTIONS.current
-    return PlannedSchedule(schedule, lengths=options.lengths, non_finite=options.non_finite)
+    return PlannedSchedule(
+        schedule,
+        lengths=options.lengths,
+        non_finite=options.non_finite,
+        keeping=_same_replay_stages,
+    )
+
+
+@contextlib.contextmanager
+def _same_replay_stages() -> Iterator[None]:
+    """Keep the stages of miles' routing replays, if miles is loaded.
+
+    Its forward step sets them before the model, and resets them after it.
+    """
+    replays = sys.modules.get("miles.utils.replay_base")
+    managers = getattr(replays, "all_replay_managers", ())
+    stages = [manager.stage for manager in managers]
+    try:
+        yield
+    finally:
+        for manager, stage in zip(managers, stages, strict=True):
+            manager.stage = stage

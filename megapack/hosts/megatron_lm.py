@@ -26,6 +26,7 @@ from megapack.policy import Policy
 
 if TYPE_CHECKING:
     from megapack.cost.model import CostModel
+    from megapack.hosts.shared.megatron_lm_model import AuxLoss
     from megapack.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ class PlannedStep:
         norm_constant: see `loss.sample_weights`; only seq-mean-token-sum-norm uses it.
         cost: see `build_dp_schedule`.
         policy: see `build_dp_schedule`.
+        aux_loss: "per_sequence" balances the experts' load over each sample (`seq_aux_loss`) where
+            the recipe sets `aux_loss` or `global_aux_loss`, which balance the tokens that are
+            packed together; "as_set" refuses these.
     """
 
     def __init__(
@@ -66,8 +70,12 @@ class PlannedStep:
         norm_constant: float | None = None,
         cost: CostModel | None = None,
         policy: Policy | None = None,
+        aux_loss: AuxLoss = "as_set",
     ) -> None:
+        if aux_loss not in ("as_set", "per_sequence"):
+            raise ConfigError(f"aux_loss={aux_loss!r}; set 'as_set' or 'per_sequence'")
         self._budget = max_tokens_per_gpu
+        self._aux_loss: AuxLoss = aux_loss
         self._cost = cost
         self._policy = policy
         self._objective = objective
@@ -146,12 +154,14 @@ class PlannedStep:
         return -float(weights @ sums)
 
     def _adapter_of(self, model: Any) -> Any:
+        from megapack.hosts.shared.megatron_lm_model import use_packed_parts
         from megapack.schedule.adapter import ScheduleAdapter
 
         chunks = list(model) if isinstance(model, Sequence) else [model]
         if self._adapter is None or self._adapter.chunks != chunks:
             layout = megatron_layout(chunks[0])
             logger.info("planned steps on %s, %d tokens per GPU", layout, self._budget)
+            use_packed_parts(chunks, self._aux_loss)
             self._adapter = ScheduleAdapter(chunks, layout=layout)
         return self._adapter
 

@@ -14,6 +14,7 @@ from megapack.hosts.shared.balancing import (
     get_seqlen_balanced_partitions,
 )
 from megapack.hosts.shared.flops import sample_flops
+from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rollout_schedule import (
     RolloutOptions,
@@ -31,6 +32,7 @@ __all__ = [
     "first_fit_decreasing_pack",
     "first_fit_pack",
     "get_seqlen_balanced_partitions",
+    "loss_function",
 ]
 
 logger = logging.getLogger(__name__)
@@ -97,3 +99,31 @@ def build_dp_schedule(
             layout.dp,
         )
         return schedule
+
+
+def loss_function(
+    args: Any,
+    batch: Any,
+    num_microbatches: int,
+    logits: Any,
+    apply_megatron_loss_scaling: bool = False,
+    num_rollouts: int | None = None,
+) -> Any:
+    """miles' loss of one micro-batch, whose mean per token leaves removed samples out.
+
+    The patch `miles_loss` puts it into the training step. Only `calculate_per_token_loss` changes,
+    and only micro-batches with a sample that has no loss token; see `without_empty_samples`.
+    """
+    from miles.backends.training_utils.loss import loss_function as host_function
+
+    result = host_function(
+        args,
+        batch,
+        num_microbatches,
+        logits,
+        apply_megatron_loss_scaling=apply_megatron_loss_scaling,
+        num_rollouts=num_rollouts,
+    )
+    if not args.calculate_per_token_loss:
+        return result
+    return without_empty_samples(result, batch["loss_masks"])

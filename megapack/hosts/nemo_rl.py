@@ -31,6 +31,13 @@ _RULES: dict[str, bin_packers.Rule] = {
     "FIRST_FIT_SHUFFLE": bin_packers.first_fit_shuffle,
     "MODIFIED_FIRST_FIT_DECREASING": bin_packers.modified_first_fit_decreasing,
 }
+_HOST_MODULE = "nemo_rl.data.packing.algorithms"
+_HOST_CLASSES = {
+    "CONCATENATIVE": "ConcatenativePacker",
+    "FIRST_FIT_DECREASING": "FirstFitDecreasingPacker",
+    "FIRST_FIT_SHUFFLE": "FirstFitShufflePacker",
+    "MODIFIED_FIRST_FIT_DECREASING": "ModifiedFirstFitDecreasingPacker",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +152,15 @@ def get_packer(
         min_bin_count: least number of bins, none of them empty.
         bin_count_multiple: the number of bins is a multiple of it.
 
+    Returns:
+        a packer; where NeMo-RL is loaded, an instance of its class for the algorithm too.
+
     Raises:
         ConfigError: an unknown name, or a number out of range.
     """
-    _, rule = bin_packers.find_rule(algorithm, _RULES)
-    packer = Packer(rule, bin_capacity, min_bin_count, bin_count_multiple)
+    name, rule = bin_packers.find_rule(algorithm, _RULES)
+    packer_class = bin_packers.class_for_host(Packer, _HOST_MODULE, _HOST_CLASSES[name])
+    packer = packer_class(rule, bin_capacity, min_bin_count, bin_count_multiple)
     if collect_metrics:
         packer.metrics = PackingMetrics()
     return packer

@@ -48,6 +48,8 @@ _RULES: dict[str, bin_packers.Rule] = {
     "FIRST_FIT_DECREASING": bin_packers.first_fit_decreasing,
     "BALANCED": bin_packers.least_loaded,
 }
+_HOST_MODULE = "skyrl.train.dataset.bin_packing"
+_HOST_CLASSES = {"FIRST_FIT_DECREASING": "FirstFitDecreasing", "BALANCED": "Balanced"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +209,17 @@ def make_seq_packer(
     "first_fit_decreasing" refuses a sequence over the capacity; "balanced" fills the emptiest bin
     and puts such a sequence alone into a bin. If more bins are required, the heaviest are split.
 
+    Returns:
+        a packer; where SkyRL is loaded, an instance of its class for the algorithm too.
+
     Raises:
         ConfigError: an unknown name, or a number out of range.
     """
     name, rule = bin_packers.find_rule(algorithm, _RULES)
-    return bin_packers.SequencePacker(
+    packer_class = bin_packers.class_for_host(
+        bin_packers.SequencePacker, _HOST_MODULE, _HOST_CLASSES[name]
+    )
+    return packer_class(
         rule, bin_capacity, min_bin_count, bin_count_multiple, oversize_alone=name == "BALANCED"
     )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megapack.errors import DataError
 from megapack.hosts.shared.balancing import (
     expand_bins_by_splitting,
     first_fit_pack,
     get_seqlen_balanced_partitions,
 )
 from megapack.hosts.shared.flops import sample_flops
+from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rollout_schedule import (
     RolloutOptions,
@@ -27,6 +29,7 @@ __all__ = [
     "expand_bins_by_splitting",
     "first_fit_pack",
     "get_seqlen_balanced_partitions",
+    "loss_function",
 ]
 
 _OPTIONS = HostOptions(RolloutOptions())
@@ -39,7 +42,8 @@ def build_dp_schedule(
     total_lengths: Sequence[int],
     *,
     global_batch_size: int,
-    rollout_indices: Sequence[Any],
+    rollout_indices: Sequence[Any] | None = None,
+    group_indices: Sequence[Any] | None = None,
 ) -> Schedule:
     """slime's schedule of one generation's samples.
 
@@ -58,6 +62,7 @@ def build_dp_schedule(
         total_lengths: tokens per sample.
         global_batch_size: rollouts per step; rollouts that do not fill a step are left out.
         rollout_indices: the rollout of each sample; samples of one rollout stay in one step.
+        group_indices: the same by the name that slime 0.3.0 has for it.
 
     Returns:
         partitions: `[dp][sample]`: the samples of each rank.
@@ -67,11 +72,12 @@ def build_dp_schedule(
         global_batch_sizes: rollouts that each step kept.
 
     Raises:
+        DataError: neither or both of `rollout_indices` and `group_indices`.
         ValueError: no prefix of a step's rollouts can be aligned. This error, like the other
             refusals, is an AssertionError too.
     """
     layout = layout_of(args, train_parallel_config)
-    rollouts = Rollouts.read(rollout_indices, global_batch_size)
+    rollouts = Rollouts.read(_one_of(rollout_indices, group_indices), global_batch_size)
     if not args.use_dynamic_batch_size:
         weights = sample_flops(args, total_lengths) if _flag(args, "balance_data") else None
         return plan_static(args, layout, rollouts, weights)
@@ -86,5 +92,37 @@ def build_dp_schedule(
     )
 
 
+def _one_of(
+    rollout_indices: Sequence[Any] | None, group_indices: Sequence[Any] | None
+) -> Sequence[Any]:
+    given = [ids for ids in (rollout_indices, group_indices) if ids is not None]
+    if len(given) != 1:
+        raise DataError(
+            f"{len(given)} of rollout_indices and group_indices were given; pass one, "
+            "the rollout of each sample"
+        )
+    return given[0]
+
+
 def _flag(args: Any, name: str) -> bool:
     return bool(getattr(args, name, False))
+
+
+def loss_function(
+    args: Any,
+    batch: Any,
+    num_microbatches: int,
+    step_global_batch_size: int,
+    logits: Any,
+) -> Any:
+    """slime's loss of one micro-batch, whose mean per token leaves removed samples out.
+
+    The patch `slime_loss` puts it into the training step. Only `calculate_per_token_loss` changes,
+    and only micro-batches with a sample that has no loss token; see `without_empty_samples`.
+    """
+    from slime.backends.megatron_utils.loss import loss_function as host_function
+
+    result = host_function(args, batch, num_microbatches, step_global_batch_size, logits)
+    if not args.calculate_per_token_loss:
+        return result
+    return without_empty_samples(result, batch["loss_masks"])

@@ -16,10 +16,14 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 
 from megapack.base.choices import Kernel
 from megapack.errors import ConfigError
+from megapack.model.attention.choice import choose_attention
 from megapack.model.attention.latent import LatentAttention
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.varlen import PackedVarlen
@@ -127,6 +131,32 @@ def block_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) 
     kinds = {kind: _layer_spec(kernel, config, kind) for kind in set(_has_experts(config))}
     layers = [kinds[_has_experts(config)[layer]] for layer in _layers(config, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm(kernel, config))
+
+
+class PackedTransformerLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer that chooses its own parts by the config and the machine; see `packed_layer`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any = None,
+        layer_number: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Takes what a TransformerLayer takes; `submodules` is not read.
+
+        Args:
+            layer_number: counts from 1 within the chunk.
+        """
+        first = get_transformer_layer_offset(config, vp_stage=kwargs.get("vp_stage"))
+        has_experts = _has_experts(config)[first + layer_number - 1]
+        kernel = choose_attention("auto", "bf16" if config.bf16 else "fp32")
+        parts = _layer_spec(kernel, config, has_experts).submodules
+        super().__init__(config, parts, layer_number, **kwargs)
+
+
+packed_layer = ModuleSpec(module=PackedTransformerLayer)
+"""A layer spec for packed rows that needs no config: `--spec megapack.model.specs packed_layer`."""
 
 
 def _has_experts(config: TransformerConfig) -> list[bool]:

@@ -108,11 +108,15 @@ class PatchFile:
     def fits(self) -> bool:
         """Whether the installed version is in range. An unknown version is in every range without
         an upper end; then the signatures alone decide."""
-        if self.version is None:
+        return self.is_for(self.version)
+
+    def is_for(self, version: str | None) -> bool:
+        """Whether a version of the host is in range; None: it is not known."""
+        if version is None:
             return self.before is None
-        installed = _release(self.version)
-        return (self.since is None or installed >= _release(self.since)) and (
-            self.before is None or installed < _release(self.before)
+        release = _release(version)
+        return (self.since is None or release >= _release(self.since)) and (
+            self.before is None or release < _release(self.before)
         )
 
 
@@ -141,6 +145,11 @@ def load_patches(host: str) -> PatchFile:
 def shipped_hosts() -> tuple[str, ...]:
     """Names of the hosts that megapack has patches for."""
     return tuple(sorted({_host_of(path) for path in _shipped()}))
+
+
+def shipped_files() -> tuple[PatchFile, ...]:
+    """Every patch file of megapack, whatever is installed."""
+    return tuple(_load(path) for path in _shipped())
 
 
 def _shipped() -> list[Path]:

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import Parameter
 from types import ModuleType
@@ -252,7 +253,7 @@ def parse_signature(text: str) -> inspect.Signature:
     try:
         (function,) = ast.parse(f"def f{text}: pass").body
         assert isinstance(function, ast.FunctionDef)
-        return inspect.Signature(_parameters(function.args))
+        return inspect.Signature(parameters_of(function.args))
     except (SyntaxError, ValueError, AssertionError):
         raise ConfigError(f"{text!r:.80} is not a signature; write (a, b=None, *, c)") from None
 
@@ -284,25 +285,29 @@ def _same(found: Parameter, expected: Parameter) -> bool:
     return repr(found.default) == repr(expected.default)
 
 
-def _parameters(args: ast.arguments) -> list[Parameter]:
+def parameters_of(
+    args: ast.arguments, value: Callable[[ast.expr], Any] = ast.literal_eval
+) -> list[Parameter]:
+    """The parameters that a function's source lists, without annotations.
+
+    Args:
+        args: of a parsed function.
+        value: what a default's source means.
+    """
     positional: list[tuple[ast.arg, Any]] = [
         (arg, Parameter.POSITIONAL_ONLY) for arg in args.posonlyargs
     ]
     positional += [(arg, Parameter.POSITIONAL_OR_KEYWORD) for arg in args.args]
-    first_default = len(positional) - len(args.defaults)
-    parameters = [
-        _parameter(arg, kind, args.defaults[i - first_default] if i >= first_default else None)
-        for i, (arg, kind) in enumerate(positional)
-    ]
+    no_default: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults))
+    listed = [*zip(positional, [*no_default, *args.defaults], strict=True)]
+    found = [(arg, kind, default) for (arg, kind), default in listed]
     if args.vararg:
-        parameters.append(_parameter(args.vararg, Parameter.VAR_POSITIONAL, None))
+        found.append((args.vararg, Parameter.VAR_POSITIONAL, None))
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        parameters.append(_parameter(arg, Parameter.KEYWORD_ONLY, default))
+        found.append((arg, Parameter.KEYWORD_ONLY, default))
     if args.kwarg:
-        parameters.append(_parameter(args.kwarg, Parameter.VAR_KEYWORD, None))
-    return parameters
-
-
-def _parameter(arg: ast.arg, kind: Any, default: ast.expr | None) -> Parameter:
-    value = Parameter.empty if default is None else ast.literal_eval(default)
-    return Parameter(arg.arg, kind, default=value)
+        found.append((args.kwarg, Parameter.VAR_KEYWORD, None))
+    return [
+        Parameter(arg.arg, kind, default=Parameter.empty if default is None else value(default))
+        for arg, kind, default in found
+    ]

@@ -10,6 +10,7 @@ others. The patch `megatron_core` puts it into every framework that asks Megatro
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from megapack.schedule.faults import FiniteFlags
 from megapack.schedule.listeners import Listeners, PlaceKeeper
 from megapack.schedule.overrides import config_with, pipeline_settings
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
-from megapack.schedule.reading import RowShape, read_row_shapes
+from megapack.schedule.reading import Keeping, RowShape, read_row_shapes
 from megapack.schedule.runner import process_groups
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class PlannedSchedule:
         non_finite: "warn" logs where a NaN began and leaves the rest to the host; "error" raises on
             every rank; "ignore" does not look.
         ranks: see `ScheduleAdapter`.
+        keeping: see `read_row_shapes`.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class PlannedSchedule:
         lengths: Lengths = "read",
         non_finite: NonFinite = "warn",
         ranks: Ranks | None = None,
+        keeping: Keeping = contextlib.nullcontext,
     ) -> None:
         _refuse_unknown("lengths", lengths, get_args(Lengths))
         _refuse_unknown("non_finite", non_finite, get_args(NonFinite))
@@ -105,6 +108,7 @@ class PlannedSchedule:
         self._lengths = lengths
         self._non_finite = non_finite
         self._ranks = ranks
+        self._keeping = keeping
 
     def __call__(
         self,
@@ -133,7 +137,7 @@ class PlannedSchedule:
         )
         schedule = self._schedule or get_forward_backward_func()
         ranks = shared_ranks() if self._ranks is None else self._ranks
-        run = _Run(call, ranks, self._lengths, self._non_finite)
+        run = _Run(call, ranks, self._lengths, self._non_finite, self._keeping)
         with ranks.guarded(_next_name(call.kind)):
             return run.run(schedule, data_iterator, model, **others)
 
@@ -141,8 +145,16 @@ class PlannedSchedule:
 class _Run:
     """One call on this rank."""
 
-    def __init__(self, call: _Call, ranks: Ranks, lengths: Lengths, non_finite: NonFinite) -> None:
+    def __init__(
+        self,
+        call: _Call,
+        ranks: Ranks,
+        lengths: Lengths,
+        non_finite: NonFinite,
+        keeping: Keeping,
+    ) -> None:
         self._call = call
+        self._keeping = keeping
         self._ranks = ranks
         self._non_finite = non_finite
         self._config = get_model_config(call.chunks[0])
@@ -213,6 +225,7 @@ class _Run:
                     call.chunks,
                     call.num_microbatches,
                     sequence_shards=self._sequence_shards,
+                    keeping=self._keeping,
                 )
         except Exception as caught:  # raised below, on all ranks
             error = caught

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack import ConfigError, Layout
+from megapack.errors import DataError
 from megapack.hosts import slime
 from megapack.hosts.shared import flops
 from megapack.hosts.shared.rollout_schedule import layout_of
@@ -54,6 +55,26 @@ def planned(
         max_tokens_per_gpu=args.max_tokens_per_gpu,
     )
     return schedule
+
+
+def test_slime_0_3_0_names_the_rollouts_otherwise() -> None:
+    """Its `group_indices` are what 0.3.1 calls `rollout_indices`."""
+    ids = rollouts_of([2, 1, 1])
+    config = make_config(dp=2)
+
+    def schedule(**indices: Any) -> Schedule:
+        return slime.build_dp_schedule(
+            make_args(max_tokens_per_gpu=1024),
+            config,
+            [700, 500, 300, 200],
+            global_batch_size=3,
+            **indices,
+        )
+
+    assert schedule(group_indices=ids) == schedule(rollout_indices=ids)
+    for wrong in ({}, {"rollout_indices": ids, "group_indices": ids}):
+        with pytest.raises(DataError, match=f"{len(wrong)} of rollout_indices and group_indices"):
+            schedule(**wrong)
 
 
 @pytest.mark.parametrize(

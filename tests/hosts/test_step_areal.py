@@ -52,12 +52,15 @@ def test_data_parallel_ranks_have_one_count(folder: Path, alone: Report) -> None
 
 
 def test_log_probs_under_cp_are_right_with_the_option_only(folder: Path, alone: Report) -> None:
-    cp2 = {"layout": "cp=2", "world": 2}
-    plain = run_step("areal", folder / "cp_plain", **cp2)
+    def run(name: str, patches: tuple[str, ...] = (), case: str = "") -> list[Report]:
+        where = folder / name
+        return run_step("areal", where, layout="cp=2", world=2, patches=patches, case=case)
+
+    plain = run("cp_plain")
     # Each rank compares its own half of the logits with the first labels of the row.
     assert plain[0].logprobs[0] != pytest.approx(alone.logprobs[0], abs=0.1)
     assert plain[0].logprobs[0] != pytest.approx(plain[1].logprobs[0], abs=0.1)
-    off = run_step("areal", folder / "cp_off", **cp2, patches=PATCHES)
+    off = run("cp_off", PATCHES)
     assert off[0].logprobs[0] != pytest.approx(alone.logprobs[0], abs=0.1)
-    for report in run_step("areal", folder / "cp_on", **cp2, patches=PATCHES, case="restored"):
+    for report in run("cp_on", PATCHES, "restored"):
         assert_like_one_rank(report, alone)

@@ -8,6 +8,7 @@ into a folder of its own; hosts are then imported from there with `import_stubs`
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -62,19 +63,57 @@ def source(host: str) -> Path:
     return installed(RELEASES[host])
 
 
-def installed(requirement: str) -> Path:
-    """The folder of a release, installed without dependencies on the first call."""
+def installed(requirement: str, *, python: str | None = None) -> Path:
+    """The folder of a release, installed without dependencies on the first call.
+
+    Args:
+        python: a version like "3.12", to read a release that this Python cannot run; None: this
+            one.
+    """
     folder = Path(tempfile.gettempdir()) / "megapack-hosts" / requirement
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Renamed when complete, so that an interrupted installation is not taken for one.
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        command += ["--disable-pip-version-check", "--target", f"{partial}/new", requirement]
-        outcome = subprocess.run(command, check=False, capture_output=True, text=True)
-        if outcome.returncode:
-            last = outcome.stderr.strip().splitlines()[-1:]
-            raise NoSource(f"{requirement} cannot be installed: {' '.join(last)}")
-        os.rename(f"{partial}/new", folder)
+        _pip("--quiet", "--target", f"{partial}/new", *_for_python(python), requirement)
+        try:
+            os.rename(f"{partial}/new", folder)
+        except OSError:
+            # Another process was first.
+            if not folder.is_dir():
+                raise
     return folder
+
+
+def newest(name: str, *, python: str | None = None) -> str:
+    """The newest release of a package on the index: `verl==0.9.1`.
+
+    Raises:
+        NoSource: there is none for this Python.
+    """
+    with tempfile.TemporaryDirectory() as empty:
+        # --target: what is installed here does not count.
+        options = ("--quiet", "--dry-run", "--report", "-", "--target", empty)
+        report = json.loads(_pip(*options, *_for_python(python), name))
+    return f"{name}=={report['install'][0]['metadata']['version']}"
+
+
+def _for_python(version: str | None) -> list[str]:
+    """Options for wheels of another Python, on a Linux with glibc 2.28 or newer."""
+    if version is None:
+        return []
+    # pip would compare what a package requires with the Python that runs pip.
+    options = ["--python-version", version, "--only-binary=:all:", "--ignore-requires-python"]
+    for tag in ("manylinux_2_28_x86_64", "manylinux2014_x86_64"):
+        options += ["--platform", tag]
+    return options
+
+
+def _pip(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check"]
+    outcome = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True)
+    if outcome.returncode:
+        last = outcome.stderr.strip().splitlines()[-1:]
+        raise NoSource(f"{arguments[-1]} cannot be installed: {' '.join(last)}")
+    return outcome.stdout

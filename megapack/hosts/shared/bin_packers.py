@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import bisect
 import enum
+import functools
 import heapq
+import sys
+import types
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -72,7 +76,7 @@ class SequencePacker:
                 f"Sequence length {lengths.max()} exceeds bin capacity {self.bin_capacity}; raise "
                 "it or leave the sequence out"
             )
-        bins = self._rule(lengths, self.bin_capacity) if lengths.size else []
+        bins = self._pack_implementation(lengths)
         count = round_up(max(len(bins), self.min_bin_count or 0), self.bin_count_multiple or 1)
         if count > lengths.size:
             raise PlanError(
@@ -80,6 +84,41 @@ class SequencePacker:
                 "min_bin_count or bin_count_multiple, or give more sequences"
             )
         return split_rows(bins, count, lengths)
+
+    def _pack_implementation(self, sequence_lengths: Sequence[int]) -> Rows:
+        """Bins in the number that the rule makes; hosts' classes have a method of this name."""
+        lengths = np.asarray(sequence_lengths, dtype=np.int64)
+        return self._rule(lengths, self.bin_capacity) if lengths.size else []
+
+
+P = TypeVar("P", bound=SequencePacker)
+
+
+def class_for_host(packer: type[P], module: str, name: str) -> type[P]:
+    """`packer` as a subclass of the host's class too, which hosts' code asks for by `isinstance`.
+
+    All methods and attributes are those of `packer`: nothing of the host's class is initialized.
+
+    Args:
+        packer: the class of the replacement.
+        module: the host's module of the class, `nemo_rl.data.packing.algorithms`.
+        name: the class in it, `ConcatenativePacker`.
+
+    Returns:
+        `packer` itself where the module is not loaded, or has no such class.
+    """
+    host_class = getattr(sys.modules.get(module), name, None)
+    return _joined_class(packer, host_class) if isinstance(host_class, type) else packer
+
+
+@functools.cache
+def _joined_class(packer: type[P], host_class: type[Any]) -> type[P]:
+    # types.new_class finds the metaclass: the hosts' base classes are abstract ones.
+    body = {"__module__": packer.__module__, "__doc__": packer.__doc__}
+    joined = types.new_class(
+        packer.__name__, (packer, host_class), exec_body=lambda ns: ns.update(body)
+    )
+    return cast(type[P], joined)
 
 
 def find_rule(name: enum.Enum | str, rules: dict[str, Rule]) -> tuple[str, Rule]:

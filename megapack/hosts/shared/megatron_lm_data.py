@@ -72,13 +72,15 @@ def _draw(data_iterator: Any, num_items: int, field_names: Sequence[str]) -> lis
 
 
 def read_item(item: Mapping[str, Any], field_names: Sequence[str] = ()) -> list[Sample]:
-    """The samples of one item: each row is a sample, packed rows are cut into their samples.
+    """The samples of one item: a row is a sample, or is cut into its samples where it has several.
 
-    A sample ends behind its last token with a loss.
+    A sample starts where `cu_seqlens` says so, or where position_ids start again from 0
+    (`--reset-position-ids`). It ends behind its last token with a loss.
 
     Args:
         item: `tokens`, `labels` (the next token of each), `loss_mask` and fields, [B, S] or [S];
-            `cu_seqlens` (or `cu_seqlens_padded`) if rows are packed.
+            `cu_seqlens` (or `cu_seqlens_padded`) if rows are packed; `attention_mask` [B, 1, S, S],
+            true where a token does not see another, is compared with the position_ids.
 
     Raises:
         DataError: a key is missing, or the item needs other training than causal attention over
@@ -91,16 +93,17 @@ def read_item(item: Mapping[str, Any], field_names: Sequence[str] = ()) -> list[
     rows = {name: np.atleast_2d(torch.as_tensor(item[name]).cpu().numpy()) for name in names}
     if item.get("position_ids") is not None:
         rows["position_ids"] = np.atleast_2d(torch.as_tensor(item["position_ids"]).cpu().numpy())
-    bounds = _bounds(item, rows["loss_mask"])
+    all_bounds = _bounds(item, rows)
     return [
         _sample({name: values[b, start:stop] for name, values in rows.items()}, field_names)
-        for b in range(len(rows["tokens"]))
+        for b, bounds in enumerate(all_bounds)
         for start, stop in itertools.pairwise(bounds)
     ]
 
 
-def _bounds(item: Mapping[str, Any], loss_mask: np.ndarray[Any, Any]) -> list[int]:
-    """Where samples start and end in a row."""
+def _bounds(item: Mapping[str, Any], rows: Sample) -> list[list[int]]:
+    """Where the samples of each row start, and where the last one ends."""
+    loss_mask = rows["loss_mask"]
     for name in ("cu_seqlens_padded", "cu_seqlens"):
         if item.get(name) is None:
             continue
@@ -111,8 +114,38 @@ def _bounds(item: Mapping[str, Any], loss_mask: np.ndarray[Any, Any]) -> list[in
                 f"{name} leaves loss tokens out: it runs from {bounds[0]} to {bounds[-1]} in "
                 f"{len(loss_mask)} row(s) of {loss_mask.shape[1]}; set --micro-batch-size 1"
             )
-        return bounds
-    return [0, loss_mask.shape[1]]
+        return [bounds]
+    num_rows, num_tokens = loss_mask.shape
+    if "position_ids" not in rows:
+        starts = [[0]] * num_rows
+    else:
+        starts = [_restarts(positions) for positions in rows["position_ids"]]
+        _check_attention_mask(item.get("attention_mask"), starts)
+    return [[*row_starts, num_tokens] for row_starts in starts]
+
+
+def _restarts(positions: np.ndarray[Any, Any]) -> list[int]:
+    """Where positions start from 0: [0, 1, 2, 0, 1] -> [0, 3]. The first token starts a sample."""
+    return [0, *(int(i) for i in np.flatnonzero(positions[1:] == 0) + 1)]
+
+
+def _check_attention_mask(attention_mask: Any, starts: list[list[int]]) -> None:
+    """Raise DataError unless documents that restart their positions are those that are masked."""
+    if attention_mask is None:
+        return
+    mask = torch.as_tensor(attention_mask)
+    # One mask for all rows, or one per row; a token that does not see the one before starts a
+    # document.
+    hidden = mask.reshape(-1, *mask.shape[-2:]).diagonal(-1, dim1=1, dim2=2)
+    hidden = hidden.expand(len(starts), -1)
+    for row, row_starts in enumerate(starts):
+        masked = [int(i) for i in (hidden[row].nonzero()[:, 0] + 1).tolist()]
+        if masked != row_starts[1:]:
+            raise DataError(
+                f"in row {row} positions start again at {row_starts[1:][:4]}, the attention mask "
+                f"separates documents at {masked[:4]}; set --reset-position-ids and "
+                "--reset-attention-mask together, or neither"
+            )
 
 
 def _sample(row: Sample, field_names: Sequence[str]) -> Sample:
@@ -128,7 +161,10 @@ def _sample(row: Sample, field_names: Sequence[str]) -> Sample:
         raise DataError("labels are not the next tokens; megapack predicts a row's own next token")
     positions = row.get("position_ids")
     if positions is not None and (positions[:n] != np.arange(n)).any():
-        raise DataError("position_ids restart inside a sample; turn off --reset-position-ids")
+        raise DataError(
+            f"position_ids of a sample of {n} tokens are not 0 to {n - 1} but end with "
+            f"{positions[n - 1]}; megapack numbers a sample's tokens from 0"
+        )
     # A label without a loss may be any number, such as -100.
     last = labels[-1] if has_loss[-1] else tokens[-1]
     # Values of a label stand at the label's own position, one further than in the item.

@@ -39,6 +39,15 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._follow_no_pass()
+
+    @classmethod
+    def adopt(cls, router: TopKRouter) -> None:
+        """Make a router that was built by someone else a `PackedRouter`; its weights stay."""
+        router.__class__ = cls
+        router._follow_no_pass()
+
+    def _follow_no_pass(self) -> None:
         self._pass: SchedulePass | None = None
         self._row: RoutingRow | None = None
         self._checkpointed: deque[RoutingRow | None] = deque()

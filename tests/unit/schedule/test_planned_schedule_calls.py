@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -71,3 +73,13 @@ def test_wrong_settings_under_interleaving_are_named_once(
         "batch_p2p_comm=True can give wrong gradients or hang with virtual pipeline stages; the "
         "call runs with batch_p2p_comm=False"
     ]
+
+
+def test_the_stages_of_miles_replays_survive_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = types.SimpleNamespace(stage="replay_backward")
+    replays = types.ModuleType("miles.utils.replay_base")
+    replays.all_replay_managers = [manager]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "miles.utils.replay_base", replays)
+    with megatron_core._same_replay_stages():
+        manager.stage = "replay_forward"
+    assert manager.stage == "replay_backward"

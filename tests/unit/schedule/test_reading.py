@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -75,6 +76,14 @@ def test_a_model_called_below_its_wrapper_is_left_as_well() -> None:
     assert chunk.num_calls == 0
 
 
+def test_a_stage_without_an_embedding_reads_nothing() -> None:
+    chunk = Chunk()
+    chunk.pre_process = False  # type: ignore[assignment]
+    own = batches(8)
+    assert read(step, own, Wrapper(chunk), 1) == ([None], own)
+    assert next(own)["ids"].shape == (1, 8)
+
+
 def test_an_object_with_its_own_position_keeps_it() -> None:
     class Batches:
         def __init__(self) -> None:
@@ -130,6 +139,26 @@ def test_an_iterator_keeps_its_other_attributes() -> None:
             return {"ids": torch.zeros(1, 4, dtype=torch.long)}
 
     assert read(step, Loader(), Chunk(), 1)[1].name == "loader"
+
+
+def test_state_that_a_step_sets_is_restored_by_what_keeps_it() -> None:
+    """The stage of a replay, which a step sets before the model and resets after it."""
+    stage = {"name": "backward"}
+
+    @contextlib.contextmanager
+    def keeping() -> Iterator[None]:
+        before = dict(stage)
+        yield
+        stage.update(before)
+
+    def replaying(iterator: Any, model: Any) -> Any:
+        stage["name"] = "forward"
+        return step(iterator, model)
+
+    read_row_shapes(replaying, batches(4), [Chunk()], 1, sequence_shards=1, keeping=keeping)
+    assert stage == {"name": "backward"}
+    read_row_shapes(replaying, batches(4), [Chunk()], 1, sequence_shards=1)
+    assert stage == {"name": "forward"}
 
 
 def test_samples_in_a_nested_tensor_are_not_taken_for_a_row() -> None:

@@ -1,0 +1,98 @@
+"""miles' own step: rollout split, data path, log-probs, advantages and `train()`; see `job`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.hosts.steps import job, rollout_hosts
+
+
+def main() -> None:
+    """Run miles on one rollout, and report."""
+    arguments = rollout_hosts.start("miles")
+    from megapack import launch
+
+    report = job.Report()
+    chunks = rollout_hosts.build_host_chunks(arguments)
+    args = rollout_hosts.host_arguments(arguments)
+    actor = make_actor(args, chunks)
+    samples, refs = split_rollout(arguments, args)
+    if "reference" in rollout_hosts.words(arguments):
+        rollout_hosts.note_reference(report, args, chunks, samples, refs[0].inner)
+    train(report, actor, refs, num_samples=len(samples))
+    job.write(report, arguments.folder)
+    launch.stop()
+
+
+def split_rollout(arguments: job.Arguments, args: Any) -> tuple[list[Any], list[Any]]:
+    """The samples, and each data-parallel rank's part of them, made by miles' own functions."""
+    from miles.ray.rollout import train_data_conversion
+    from miles.utils.types import Sample
+
+    samples = rollout_hosts.make_samples(Sample, arguments)
+    data = train_data_conversion.convert_samples_to_train_data(args, samples, {}, None, None)
+    config = rollout_hosts.parallel_config(arguments)
+    return samples, train_data_conversion.split_train_data_by_dp(args, data, config)
+
+
+def make_actor(args: Any, chunks: list[Any]) -> Any:
+    """miles' training actor around these chunks, without the engines that it updates."""
+    from megatron.training import global_vars
+
+    global_vars.set_args(args)
+    from miles.backends.megatron_utils import model
+    from miles.backends.megatron_utils.actor import MegatronTrainRayActor
+    from miles.backends.megatron_utils.parallel import (
+        create_megatron_parallel_state,
+        verify_megatron_parallel_state,
+    )
+    from miles.backends.training_utils.parallel import set_parallel_state
+    from miles.utils import dumper_utils, object_store
+    from miles.utils.ft_utils.process_group_utils import GroupInfo
+
+    # miles' tensor dumps are sglang's, and off.
+    dumper_utils._get_phase_override_configs = lambda args, phase: {}
+    object_store._INSTANCE = object_store.RayObjectStore()
+    set_parallel_state(create_megatron_parallel_state(GroupInfo(rank=0, size=1, group=None)))
+    verify_megatron_parallel_state(chunks)
+    actor = MegatronTrainRayActor.__new__(MegatronTrainRayActor)
+    actor.args = args
+    actor.model = chunks
+    actor.optimizer = rollout_hosts.make_optimizer(chunks)
+    actor.opt_param_scheduler = model.get_optimizer_param_scheduler(args, actor.optimizer)
+    return actor
+
+
+def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) -> None:
+    """The log-probs, the advantages and the optimizer steps of one rollout."""
+    from miles.backends.megatron_utils import model
+    from miles.backends.training_utils import data, log_utils
+    from miles.backends.training_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
+    from miles.backends.training_utils.loss import compute_advantages_and_returns
+
+    rollout_data, _ = data.get_rollout_data(actor.args, refs)
+    iterators, counts = data.get_data_iterator(actor.args, actor.model, rollout_data)
+    rollouts = data.get_num_rollouts(actor.args, rollout_data, len(counts))
+    logged: list[dict[str, Any]] = []
+    log_utils.tracking.log = lambda args, metrics, step_key=None: logged.append(metrics)
+    rollout_hosts.observe(report, actor.model, model)
+    outputs = rollout_hosts.note_forward(
+        report, lambda: actor.compute_log_prob(iterators, counts, rollout_id=0)
+    )
+    rollout_data.update(outputs)
+    rollout_hosts.note_logprobs(report, rollout_data, num_samples, all_gather_with_cp)
+    if actor.args.advantage_estimator == "ppo":
+        rollout_hosts.add_values(rollout_data, slice_log_prob_with_cp)
+    compute_advantages_and_returns(actor.args, rollout_data)
+    rollout_hosts.note_advantages(report, rollout_data, all_gather_with_cp)
+    model.train(
+        *(0, actor.model, actor.optimizer, actor.opt_param_scheduler, iterators, counts, rollouts),
+        witness_info=None,
+        attempt=0,
+    )
+    report.num_microbatches = list(counts)
+    rollout_hosts.note_result(report, actor.model, logged)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""What the workers of slime and miles share: the rollout, the arguments, the model, the report.
+
+A case is a list of words, joined by `+`: `tokens+fanout+removed`.
+
+    tokens      calculate_per_token_loss: every token of a step counts the same
+    fanout      rollouts have 1 to 3 samples
+    removed     every seventh sample has remove_sample set: none of its tokens counts
+    short       samples have 6 to 16 tokens
+    ppo         PPO's advantages, from made-up values of a critic
+    experts     the model has experts with a balancing loss, and only that loss trains
+    nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
+    narrow      half of the budget: the same samples in more rows
+    reference   also run `one_sample_step`, on one rank
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from tests.hosts.steps.job import (
+    Arguments,
+    Report,
+    count_shape_exchanges,
+    import_host,
+    parse_arguments,
+    timed,
+)
+from tools.hosting import import_stubs
+from tools.hosting.sources import source
+
+ROLLOUTS_PER_STEP = 16
+BUDGET = 128
+LEARNING_RATE = 1e-3
+PAD_MULTIPLE = 16
+
+# What a CPU run of the step does not need: engines, trackers, servers, kernels, converters.
+_ABSENT = (
+    *("ray", "sglang", "sglang_router", "megatron.bridge", "mbridge", "torch_memory_saver"),
+    *("triton", "wandb", "tensorboard", "omegaconf", "six", "pylatexenc", "psutil", "polars"),
+    *("httpx", "aiohttp", "requests", "urllib3", "uvicorn", "fastapi", "starlette", "blobfile"),
+    *("msgspec", "zstandard", "cachetools", "plotly", "memray", "torchft", "mooncake"),
+)
+
+
+class HostArguments(SimpleNamespace):
+    """A host's arguments. Those that nothing sets are None, which these hosts read as off."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def start(host: str) -> Arguments:
+    """Read the command line, patch, join the job, and make the host importable."""
+    arguments = parse_arguments()
+    warnings.simplefilter("ignore")
+    import torch._dynamo
+
+    from megapack import launch, patching
+
+    for patch in arguments.patches:
+        patching.apply(patch)
+    launch.start("cpu")
+    # Behind the installed Megatron-Core: from the source tree only `megatron.training` is taken.
+    sys.path.append(str(source("megatron_lm")))
+    import_host(host)
+    # Its compiled functions ask torch for triton when they are imported, which must not find a
+    # stand-in.
+    importlib.import_module("megatron.core.pipeline_parallel")
+    import_stubs.install(*_ABSENT)
+    _replace_ray()
+    _replace_cuda_queries()
+    # Compiling the losses for a CPU takes longer than all steps together.
+    torch._dynamo.config.disable = True
+    return arguments
+
+
+def _replace_ray() -> None:
+    """Actors are plain classes, and the object store hands out what it was given."""
+    import ray
+
+    ray.remote = lambda *args, **kwargs: args[0] if args else (lambda actor: actor)
+    ray.put = lambda value, **kwargs: value
+    ray.get = lambda value, **kwargs: value
+
+
+def _replace_cuda_queries() -> None:
+    import torch
+
+    class Event:
+        """An event of a device that runs everything in order."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            """Takes what a CUDA event takes."""
+
+        def record(self, stream: Any = None) -> None:
+            """Nothing to record."""
+
+        def synchronize(self) -> None:
+            """Nothing to wait for."""
+
+    torch.cuda.Event = Event
+    torch.cuda.mem_get_info = lambda device=None: (1, 1)
+
+
+def words(arguments: Arguments) -> set[str]:
+    """The words of the case."""
+    return set(filter(None, arguments.case.split("+")))
+
+
+def host_arguments(arguments: Arguments) -> HostArguments:
+    """The arguments that a launch script of slime or miles would give."""
+    from tests.dist import problem
+
+    layout = arguments.layout
+    case = words(arguments)
+    num_rollouts = ROLLOUTS_PER_STEP * arguments.steps
+    return HostArguments(
+        **_sizes(problem.MOE_MODEL if "experts" in case else problem.MODEL),
+        micro_batch_size=1,
+        max_tokens_per_gpu=BUDGET // 2 if "narrow" in case else BUDGET,
+        use_dynamic_batch_size=True,
+        use_dynamic_global_batch_size=False,
+        balance_data=False,
+        balance_by_flops=False,
+        global_batch_size=ROLLOUTS_PER_STEP,
+        rollout_batch_size=num_rollouts // 4,
+        n_samples_per_prompt=4,
+        num_rollout=1,
+        pipeline_model_parallel_size=layout.pp,
+        tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
+        data_pad_size_multiplier=PAD_MULTIPLE,
+        qkv_format="thd",
+        seq_length=4096,
+        rollout_data_transport="object-store",
+        rewards_normalization=True,
+        grpo_std_normalization=True,
+        calculate_per_token_loss="tokens" in case,
+        check_for_nan_in_loss_and_grad=True,
+        log_probs_chunk_size=-1,
+        **_loss(case),
+        **_learning_rates(),
+    )
+
+
+def _sizes(model: Any) -> dict[str, Any]:
+    from tests.dist import problem
+
+    return {
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.head_width,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_layers": model.num_layers,
+        "vocab_size": problem.VOCAB_SIZE,
+        "num_experts": None,
+    }
+
+
+def _loss(case: set[str]) -> dict[str, Any]:
+    return {
+        "loss_type": "policy_loss",
+        "compute_advantages_and_returns": True,
+        "advantage_estimator": "ppo" if "ppo" in case else "grpo",
+        "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "kl_coef": 0.0,
+        "kl_loss_type": "k1",
+        "entropy_coef": 0.0 if "experts" in case else 0.01,
+        "gamma": 1.0,
+        "lambd": 0.95,
+    }
+
+
+def _learning_rates() -> dict[str, Any]:
+    return {
+        "lr": LEARNING_RATE,
+        "min_lr": LEARNING_RATE,
+        "lr_decay_style": "constant",
+        "lr_warmup_init": 0.0,
+        "lr_warmup_iters": 0,
+        "start_weight_decay": 0.0,
+        "end_weight_decay": 0.0,
+        "weight_decay_incr_style": "constant",
+    }
+
+
+def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
+    """What an engine would have generated: samples of the host's own class, with random tokens."""
+    from tests.dist import problem
+
+    case = words(arguments)
+    rng = random.Random(problem.SEED)
+    num_rollouts = ROLLOUTS_PER_STEP * arguments.steps
+    siblings = [rng.choice([1, 1, 2, 3]) if "fanout" in case else 1 for _ in range(num_rollouts)]
+    samples: list[Any] = []
+    for rollout, count in enumerate(siblings):
+        reward = 0.0 if "experts" in case else rng.gauss(0.0, 1.0)
+        for _ in range(count):
+            length = min(120, max(6, int(rng.lognormvariate(3.2, 0.7))))
+            if "short" in case:
+                length = rng.randint(6, 16)
+            response = rng.randint(1, length - 2)
+            sample = sample_class(
+                group_index=rollout // 4,
+                index=len(samples),
+                rollout_id=rollout,
+                tokens=[rng.randrange(problem.VOCAB_SIZE) for _ in range(length)],
+                response_length=response,
+                reward=reward,
+                # The answers of tools inside a response do not count; its last token does.
+                loss_mask=[int(rng.random() < 0.8) for _ in range(response - 1)] + [1],
+                status=sample_class.Status.COMPLETED,
+                remove_sample="removed" in case and len(samples) % 7 == 3,
+            )
+            samples.append(sample)
+    return samples
+
+
+def build_host_chunks(arguments: Arguments) -> list[Any]:
+    """This rank's chunks, with the settings that Megatron-LM's arguments give to the hosts."""
+    from megapack.model import build
+    from tests.dist import problem
+    from tests.dist.setup import build_chunks
+
+    case = words(arguments)
+    overlaps = arguments.layout.vpp > 1 and "nooverlap" not in case
+    settings = {
+        "calculate_per_token_loss": "tokens" in case,
+        "variable_seq_lengths": True,
+        "overlap_p2p_comm": overlaps,
+        "batch_p2p_comm": not overlaps,
+        "deallocate_pipeline_outputs": True,
+    }
+    own = build.transformer_config
+
+    def host_config(*args: Any, **kwargs: Any) -> Any:
+        config = own(*args, **kwargs)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        return config
+
+    build.transformer_config = host_config
+    model = problem.MOE_MODEL if "experts" in case else problem.MODEL
+    return build_chunks(arguments.layout, model=model)
+
+
+def parallel_config(arguments: Arguments) -> dict[str, int]:
+    """What these hosts tell the process that splits a rollout."""
+    layout = arguments.layout
+    return {
+        "dp_size": layout.dp,
+        "cp_size": layout.cp,
+        "vpp_size": layout.vpp,
+        "microbatch_group_size_per_vp_stage": layout.group_size if layout.vpp > 1 else 1,
+    }
+
+
+def make_optimizer(chunks: Sequence[Any]) -> Any:
+    """Megatron's Adam, as the hosts make it."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=LEARNING_RATE,
+        min_lr=LEARNING_RATE,
+        weight_decay=0.0,
+        clip_grad=1.0,
+        use_distributed_optimizer=False,
+    )
+    return get_megatron_optimizer(config, list(chunks))
+
+
+def observe(report: Report, chunks: Sequence[Any], model_module: Any) -> None:
+    """Count exchanges of shapes, note the rows that the model trains on, and time the steps."""
+    count_shape_exchanges(report)
+
+    def note(chunk: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if chunk.training:
+            report.row_tokens[-1].append(kwargs["input_ids"].shape[1])
+
+    chunks[0].register_forward_hook(note, with_kwargs=True)
+    train_one_step = model_module.train_one_step
+
+    def timed_step(*args: Any, **kwargs: Any) -> Any:
+        report.row_tokens.append([])
+        return timed(report, lambda: train_one_step(*args, **kwargs))
+
+    model_module.train_one_step = timed_step
+
+
+def note_forward(report: Report, run: Callable[[], Any]) -> Any:
+    """Run the forward-only pass; notes its exchanges of shapes on their own."""
+    result = run()
+    report.more["forward_exchanges"] = report.num_shape_exchanges
+    report.num_shape_exchanges = 0
+    return result
+
+
+def note_logprobs(
+    report: Report, rollout_data: Any, num_samples: int, gather: Callable[..., Any]
+) -> None:
+    """Put the log-probs of this rank's samples in sample order; [] for those of other ranks.
+
+    Args:
+        gather: the host's function that joins the parts of context-parallel ranks.
+    """
+    if "log_probs" not in rollout_data:
+        return
+    report.logprobs = [[] for _ in range(num_samples)]
+    fields = (rollout_data[name] for name in ("log_probs", "total_lengths", "response_lengths"))
+    parts = zip(rollout_data["sample_indices"], *fields, strict=True)
+    for index, values, total, response in parts:
+        report.logprobs[int(index)] = gather(values, total, response).tolist()
+
+
+def add_values(rollout_data: Any, cut: Callable[..., Any]) -> None:
+    """What a critic would have said of each response token: numbers that the sample decides.
+
+    Args:
+        cut: the host's function that takes a context-parallel rank's part of a response.
+    """
+    import torch
+
+    if "log_probs" not in rollout_data:
+        return
+    fields = (rollout_data[name] for name in ("total_lengths", "response_lengths"))
+    rollout_data["values"] = [
+        cut(torch.sin(torch.arange(response) + float(index)), total, response)
+        for index, total, response in zip(rollout_data["sample_indices"], *fields, strict=True)
+    ]
+
+
+def note_advantages(report: Report, rollout_data: Any, gather: Callable[..., Any]) -> None:
+    """The sum of each sample's advantages, by sample."""
+    if "advantages" not in rollout_data:
+        return
+    fields = (rollout_data[name] for name in ("advantages", "total_lengths", "response_lengths"))
+    report.more["advantages"] = {
+        int(index): float(gather(values, total, response).sum())
+        for index, values, total, response in zip(
+            rollout_data["sample_indices"], *fields, strict=True
+        )
+    }
+
+
+def note_reference(
+    report: Report, args: Any, chunks: Sequence[Any], samples: Sequence[Any], part: Any
+) -> None:
+    """Run the reference of the first step on the only rank's samples.
+
+    Args:
+        part: what the host hands to this rank.
+    """
+    from tests.hosts.steps.one_sample import one_sample_step
+
+    rewards = dict(zip(part["sample_indices"], part["rewards"], strict=True))
+    first = [sample for sample in samples if sample.rollout_id < args.global_batch_size]
+    loss, grad_norm = one_sample_step(
+        chunks[0],
+        first,
+        [float(rewards[sample.index]) for sample in first],
+        per_token=args.calculate_per_token_loss,
+        entropy_coef=args.entropy_coef,
+    )
+    report.more["reference_loss"] = loss
+    report.more["reference_grad_norm"] = grad_norm
+    # What the hosts divide by under `tokens`, over what they should divide by.
+    num_tokens = sum(sum(sample.loss_mask) for sample in first)
+    num_removed = sum(sample.remove_sample for sample in first)
+    report.more["removed_share"] = num_tokens / (num_tokens + num_removed)
+
+
+def note_result(report: Report, chunks: Sequence[Any], logged: Sequence[dict[str, Any]]) -> None:
+    """What training left: the logged losses and gradient norms, the weights, the gradients."""
+    report.losses = [float(step["train/loss"]) for step in logged]
+    report.grad_norms = [float(step["train/grad_norm"]) for step in logged]
+    params = [param for chunk in chunks for param in chunk.parameters()]
+    report.params_sum = sum(param.double().abs().sum().item() for param in params)

@@ -1,0 +1,246 @@
+"""SkyRL's Megatron policy worker: `forward_backward`, `optim_step` and the log-probs of `forward`.
+
+    torchrun --nproc-per-node 2 -m tests.hosts.steps.skyrl OUT --layout pp=2 --patches skyrl
+
+SkyRL's are the worker class, its iterators, `MegatronModelWrapper`, packing, losses, log-probs, DDP
+settings and optimizer. The worker is made without Ray and without a Megatron-Bridge model: its
+chunks are the tests' tiny GPT. `--case padded` turns packing off: rows are rectangles of samples.
+
+The module is a plugin of pytest too, which prepares SkyRL's imports for SkyRL's own tests.
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import typing_extensions
+
+from tests.hosts.steps import job
+from tools.hosting import import_stubs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megapack import Layout
+
+ABSENT = (
+    *("aiohttp", "cloudpathlib", "datasets", "jaxtyping", "loguru", "megatron.bridge", "omegaconf"),
+    *("orjson", "pybase64", "ray", "requests", "skyrl_gym", "vllm", "zstandard"),
+)
+NUM_SAMPLES = 12
+WIDTH = 64
+NUM_ACTIONS = 24
+BUDGET = 96
+OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.0}
+
+
+def prepare() -> None:
+    """Make SkyRL importable here."""
+    # SkyRL wants Python 3.12: in 3.11 pydantic takes the TypedDict of typing_extensions only.
+    typing.TypedDict = typing_extensions.TypedDict
+    if "ray" in import_stubs.install(*ABSENT):
+        import ray
+
+        ray.is_initialized = lambda: False
+    job.import_host("skyrl")
+
+
+def pytest_configure() -> None:
+    prepare()
+
+
+def main() -> None:
+    arguments = job.parse_arguments()
+    from megapack import launch, patching
+
+    launch.quiet_known_warnings()
+    launch.start("cpu")
+    prepare()
+    for host in arguments.patches:
+        patching.apply(host)
+    if "skyrl" in arguments.patches:
+        from megapack.hosts import skyrl
+
+        skyrl.configure(layout=arguments.layout)
+    run(arguments)
+    launch.stop()
+
+
+def run(arguments: job.Arguments) -> None:
+    worker = make_worker(arguments.layout, packed=arguments.case != "padded")
+    report = job.Report()
+    job.count_shape_exchanges(report)
+    record_rows(worker, report)
+    data = make_batch(arguments.layout)
+    outputs = worker.forward(data).loss_fn_outputs
+    if is_last_stage():
+        report.logprobs = [output["logprobs"] for output in outputs]
+    report.more["forward_exchanges"] = report.num_shape_exchanges
+    for _ in range(arguments.steps):
+        job.timed(report, lambda: one_step(worker, data, report))
+    report.params_sum = sum(
+        p.double().abs().sum().item() for chunk in worker.actor_module for p in chunk.parameters()
+    )
+    job.write(report, arguments.folder)
+
+
+def one_step(worker: Any, data: Any, report: job.Report) -> None:
+    report.row_tokens.append([])
+    status = worker.forward_backward(data).metrics
+    report.losses.append(status["policy_loss"])
+    report.num_microbatches.append(int(status["num_microbatches"]))
+    report.grad_norms.append(float(worker.optim_step()))
+
+
+def make_worker(layout: Layout, *, packed: bool) -> Any:
+    """SkyRL's policy worker with what its `init_model` sets, on the tests' chunks."""
+    import torch
+    from skyrl.backends.skyrl_train.distributed.megatron import (
+        megatron_strategy,
+        megatron_utils,
+        optimizer,
+    )
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+    from skyrl.backends.skyrl_train.workers.megatron import megatron_worker
+
+    megatron_utils.PackedSeqParams = packed_seq_params
+    worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
+    worker.cfg = make_config(packed=packed)
+    worker.actor_module = build_chunks(layout)
+    worker.strategy = object.__new__(megatron_strategy.MegatronStrategy)
+    worker.enable_router_replay = False
+    worker.empty_cuda_cache = False
+    settings = optimizer.init_megatron_optim_config(
+        worker.cfg.policy.optimizer_config, {"bf16": False, "params_dtype": torch.float32}
+    )
+    worker.optimizer = optimizer.get_megatron_optimizer(worker.actor_module, settings)
+    worker.scheduler = optimizer.get_megatron_optimizer_param_scheduler(
+        worker.optimizer, worker.cfg.policy.optimizer_config, num_training_steps=1000
+    )
+    worker.model = megatron_worker.MegatronModelWrapper(
+        config=worker.cfg,
+        actor_module=worker.actor_module,
+        actor_optimizer=worker.optimizer,
+        policy_loss_fn=PolicyLossRegistry.get(worker.cfg.algorithm.policy_loss_type),
+    )
+    return worker
+
+
+def make_config(*, packed: bool) -> Any:
+    from skyrl.train.config import TrainerConfig
+
+    config = TrainerConfig()
+    config.strategy = "megatron"
+    config.max_tokens_per_microbatch = BUDGET
+    config.remove_microbatch_padding = packed
+    config.algorithm.temperature = 1.0
+    # The KL term is a mean over micro-batches, so it depends on how samples are packed.
+    config.algorithm.use_kl_loss = False
+    for name, value in OPTIMIZER.items():
+        setattr(config.policy.optimizer_config, name, value)
+    return config
+
+
+def build_chunks(layout: Layout) -> list[Any]:
+    """The tests' chunks with the settings that SkyRL gives to its models and to DDP."""
+    from skyrl.train.config.config import MegatronDDPConfig
+
+    from megapack.model import build
+    from megapack.model.settings import Setting
+    from tests.dist import setup
+
+    own_config = build.transformer_config
+
+    def transformer_config(*args: Any) -> Any:
+        config = own_config(*args)
+        config.calculate_per_token_loss = False
+        config.variable_seq_lengths = True
+        # Megatron's defaults, which SkyRL keeps.
+        config.overlap_p2p_comm = False
+        config.batch_p2p_comm = True
+        config.deallocate_pipeline_outputs = False
+        return config
+
+    average = MegatronDDPConfig().average_in_collective
+    with mock.patch.object(build, "transformer_config", transformer_config):
+        return list(
+            setup.build_chunks(
+                layout,
+                distributed_optimizer=True,
+                reduction={"average_in_collective": Setting(average)},
+            )
+        )
+
+
+def make_batch(layout: Layout) -> Any:
+    """This data-parallel rank's samples of one batch, which is the same on every layout."""
+    import torch
+    from megatron.core import parallel_state
+    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+
+    from tests.dist import problem
+
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(8, WIDTH + 1, (NUM_SAMPLES,), generator=generator)
+    responses = torch.minimum(
+        torch.randint(2, NUM_ACTIONS + 1, (NUM_SAMPLES,), generator=generator), lengths - 2
+    )
+    attention_mask = left_padded_mask(lengths, WIDTH)
+    response_mask = left_padded_mask(responses, NUM_ACTIONS)
+    drawn = torch.rand(NUM_SAMPLES, NUM_ACTIONS, generator=generator) < 0.8
+    loss_mask = (response_mask * drawn).float()
+    shape = (NUM_SAMPLES, NUM_ACTIONS)
+    advantages = torch.randn(NUM_SAMPLES, 1, generator=generator).expand(shape)
+    tokens = torch.randint(0, problem.VOCAB_SIZE, (NUM_SAMPLES, WIDTH), generator=generator)
+    fields = {
+        "sequences": tokens * attention_mask,
+        "attention_mask": attention_mask,
+        "response_mask": response_mask,
+        "loss_mask": loss_mask,
+        # SkyRL's driver scales advantages, so that the sum over all tokens is the token mean.
+        "advantages": advantages / loss_mask.sum(),
+        "action_log_probs": torch.randn(shape, generator=generator) - 4.6,
+        "base_action_log_probs": torch.randn(shape, generator=generator) - 4.6,
+        "rollout_logprobs": torch.randn(shape, generator=generator) - 4.6,
+    }
+    mine = slice(parallel_state.get_data_parallel_rank(), None, layout.dp)
+    batch = TrainingInputBatch({name: value[mine] for name, value in fields.items()})
+    batch.metadata = {"response_length": NUM_ACTIONS}
+    return batch
+
+
+def left_padded_mask(lengths: Tensor, width: int) -> Tensor:
+    import torch
+
+    return (torch.arange(width) >= width - lengths[:, None]).long()
+
+
+def packed_seq_params(total_tokens: int | None = None, **fields: Any) -> Any:
+    """Megatron-Core 0.16.1's class, which has no `total_tokens` yet; Mamba layers read it."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(**fields)
+
+
+def record_rows(worker: Any, report: job.Report) -> None:
+    """Add the tokens of each row of a training step on the first stage to the report."""
+    from megatron.core import parallel_state
+
+    def record(module: Any, args: tuple[Any, ...]) -> None:
+        if module.training and report.row_tokens:
+            report.row_tokens[-1].append(args[0].numel())
+
+    if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        worker.actor_module[0].register_forward_pre_hook(record)
+
+
+def is_last_stage() -> bool:
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""slime's own step: rollout split, data path, log-probs, advantages and `train()`; see `job`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.hosts.steps import job, rollout_hosts
+
+
+def main() -> None:
+    """Run slime on one rollout, and report."""
+    arguments = rollout_hosts.start("slime")
+    from megapack import launch
+
+    report = job.Report()
+    chunks = rollout_hosts.build_host_chunks(arguments)
+    args = rollout_hosts.host_arguments(arguments)
+    actor = make_actor(args, chunks)
+    samples, refs = split_rollout(arguments, args)
+    if "reference" in rollout_hosts.words(arguments):
+        rollout_hosts.note_reference(report, args, chunks, samples, refs[0].inner)
+    train(report, actor, refs, num_samples=len(samples))
+    job.write(report, arguments.folder)
+    launch.stop()
+
+
+def split_rollout(arguments: job.Arguments, args: Any) -> tuple[list[Any], list[Any]]:
+    """The samples, and each data-parallel rank's part of them, made by slime's rollout manager."""
+    from slime.ray.rollout import RolloutManager
+    from slime.utils.types import Sample
+
+    manager = RolloutManager.__new__(RolloutManager)
+    manager.args = args
+    manager.custom_reward_post_process_func = None
+    manager.custom_convert_samples_to_train_data_func = None
+    manager.set_train_parallel_config(rollout_hosts.parallel_config(arguments))
+    samples = rollout_hosts.make_samples(Sample, arguments)
+    return samples, manager._split_train_data_by_dp(manager._convert_samples_to_train_data(samples))
+
+
+def make_actor(args: Any, chunks: list[Any]) -> Any:
+    """slime's training actor around these chunks, without the engines that it updates."""
+    import torch
+    from megatron.training import global_vars
+
+    global_vars.set_args(args)
+    from slime.backends.megatron_utils import data, model
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.utils import accelerator
+
+    for module in (accelerator, data.accelerator):
+        module.current_device = lambda: torch.device("cpu")
+        module.device = lambda *index: torch.device("cpu")
+    actor = MegatronTrainRayActor.__new__(MegatronTrainRayActor)
+    actor.args = args
+    actor.model = chunks
+    actor.optimizer = rollout_hosts.make_optimizer(chunks)
+    actor.opt_param_scheduler = model.get_optimizer_param_scheduler(args, actor.optimizer)
+    return actor
+
+
+def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) -> None:
+    """The log-probs, the advantages and the optimizer steps of one rollout."""
+    from slime.backends.megatron_utils import model
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
+    from slime.backends.megatron_utils.data import get_data_iterator
+    from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+
+    rollout_data = actor._get_rollout_data(refs)
+    iterators = get_data_iterator(rollout_data)
+    counts = rollout_data["num_microbatches"]
+    rollouts = rollout_data["global_batch_sizes"]
+    logged: list[dict[str, Any]] = []
+    model.logging_utils.log = lambda args, metrics, step_key=None: logged.append(metrics)
+    rollout_hosts.observe(report, actor.model, model)
+    outputs = rollout_hosts.note_forward(report, lambda: actor.compute_log_prob(iterators, counts))
+    rollout_data.update(outputs)
+    rollout_hosts.note_logprobs(report, rollout_data, num_samples, all_gather_with_cp)
+    if actor.args.advantage_estimator == "ppo":
+        rollout_hosts.add_values(rollout_data, slice_log_prob_with_cp)
+    compute_advantages_and_returns(actor.args, rollout_data)
+    rollout_hosts.note_advantages(report, rollout_data, all_gather_with_cp)
+    model.train(
+        0, actor.model, actor.optimizer, actor.opt_param_scheduler, iterators, counts, rollouts
+    )
+    report.num_microbatches = list(counts)
+    rollout_hosts.note_result(report, actor.model, logged)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""The matrix of hosts reads signatures as `inspect` shows them, and tells what moved."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from pathlib import Path
+
+import pytest
+
+from megapack.patching.files import PatchFile, Replacement, shipped_files
+from megapack.patching.target import is_like, signature_of
+from tools.host_matrix import Source, as_markdown, main, rows_of, trees, version_of
+from tools.hosting.read_signature import signatures
+from tools.hosting.read_source import NotRead, Sources
+
+pytestmark = pytest.mark.unit
+
+Write = Callable[[str, str], None]
+STDLIB = Sources([Path(sysconfig.get_path("stdlib"))])
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a file below the folder of a source tree."""
+
+    def written(path: str, text: str) -> None:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+
+    return written
+
+
+def read(tmp_path: Path, name: str, module: str = "lib.a") -> list[str]:
+    return [str(found) for found in signatures(Sources([tmp_path]), module, name)]
+
+
+SHAPES = {
+    "def f(a, /, b=1, *c, d, e=None, **g): pass": "(a, /, b=1, *c, d, e=None, **g)",
+    "async def f(a: int = -1) -> str: pass": "(a=-1)",
+    "@cached\n@other(3)\ndef f(a): pass": "(a)",
+    "SIZE = 8\ndef f(a=SIZE, b=other.SIZE): pass": "(a=8, b=other.SIZE)",
+    "def g(a): pass\nf = g": "(a)",
+    "def f(a): pass\ndef f(b): pass": "(b)",
+    "try:\n    from lib.c import f\nexcept ImportError:\n    f = None": "(in_c)",
+    "try:\n    from absent import f\nexcept ImportError:\n    def f(a): pass": "(a)",
+    "import sys\nif sys.platform == 'x':\n    def f(a): pass\nelse:\n    def f(a): pass": "(a)",
+    "if TYPE_CHECKING:\n    from lib.c import f\ndef f(a): pass": "(a)",
+    "from .c import *": "(in_c)",
+    "from . import f": "(in_c)",
+    "from lib.c import g as f": "(in_c)",
+    "class f:\n    def __init__(self, a, *, b=2): pass": "(a, *, b=2)",
+    "class f:\n    def __new__(cls, a): pass": "(a)",
+    "class f: pass": "()",
+    "from .c import Base\nclass f(Base, Generic[T]): pass": "(in_base)",
+    "@dataclass\nclass f:\n    a: int\n    b: int = 2\n    c: ClassVar[int] = 3": "(a, b=2)",
+    "@dataclass(kw_only=True)\nclass f:\n    a: int = field(default=1)": "(*, a=1)",
+    "from .c import Fields\n@dataclass\nclass f(Fields):\n"
+    "    b: list = field(default_factory=list)\n    c: int = field(init=False)": "(a, b=<factory>)",
+}
+
+
+@pytest.mark.parametrize("source", SHAPES)
+def test_a_signature_is_read_from_its_source(source: str, write: Write, tmp_path: Path) -> None:
+    write("lib/__init__.py", "from .c import f")
+    write(
+        "lib/c.py",
+        """
+        def g(in_c): pass
+        f = g
+        class Base:
+            def __init__(self, in_base): pass
+        @dataclass
+        class Fields:
+            a: int
+        """,
+    )
+    write("lib/a.py", source)
+    assert set(read(tmp_path, "f")) == {SHAPES[source]}
+
+
+UNREAD = {
+    "f = functools.partial(g, 1)": "whose signature is not in the source",
+    "f = 7": "an object of type int",
+    "from absent import f": "an import from absent, which is not here",
+    "from lib.a import f": "more than 20 re-exports",
+    "class f(nn.Module): pass": "a constructor of nn.Module, which is not here",
+    "def g(a): pass": "no such name",
+    "def f(:": "a.py, line 1: invalid syntax",
+}
+
+
+@pytest.mark.parametrize("source", UNREAD)
+def test_what_the_source_does_not_tell_is_said(source: str, write: Write, tmp_path: Path) -> None:
+    write("lib/a.py", source)
+    with pytest.raises(NotRead, match=UNREAD[source]):
+        read(tmp_path, "f")
+
+
+def test_methods_are_read_in_their_own_class(write: Write, tmp_path: Path) -> None:
+    """A patch replaces what the class itself holds, so an inherited method does not count."""
+    write(
+        "lib/a.py",
+        """
+        class Base:
+            def old(self, a): pass
+        class Packer(Base):
+            @staticmethod
+            def pack(a, b=0): pass
+            @property
+            def size(self): pass
+        """,
+    )
+    assert read(tmp_path, "Packer.pack") == ["(a, b=0)"]
+    with pytest.raises(NotRead, match="no old in class Packer"):
+        read(tmp_path, "Packer.old")
+    with pytest.raises(NotRead, match="an object of type property"):
+        read(tmp_path, "Packer.size")
+
+
+def test_an_installed_release_does_not_stand_in_for_what_moved(
+    write: Write, tmp_path: Path
+) -> None:
+    write("tree/lib/a.py", "from lib.b import f\nfrom other.b import g")
+    write("site/lib/b.py", "def f(a): pass")
+    write("site/other/b.py", "def g(a): pass")
+    sources = Sources([tmp_path / "tree"], beside=[tmp_path / "site"])
+    assert [str(found) for found in signatures(sources, "lib.a", "g")] == ["(a)"]
+    with pytest.raises(NotRead, match=r"import from lib\.b, which is not"):
+        signatures(sources, "lib.a", "f")
+
+
+def comparable(signature: Signature) -> list[tuple[str, object, bool]]:
+    return [(p.name, p.kind, p.default is Parameter.empty) for p in signature.parameters.values()]
+
+
+@pytest.mark.parametrize(
+    ("module", "least"),
+    [("argparse", 10), ("subprocess", 6), ("logging", 20), ("tempfile", 8), ("asyncio", 60)],
+)
+def test_the_standard_library_is_read_as_inspect_shows_it(module: str, least: int) -> None:
+    """Real code: re-exports, `import *`, `try`, constructors, decorators."""
+    compared = 0
+    for name, value in vars(importlib.import_module(module)).items():
+        try:
+            shown = signature_of(value)
+            found = signatures(STDLIB, module, name)
+        except (NotRead, TypeError, ValueError):
+            continue
+        assert comparable(shown) in [comparable(signature) for signature in found], name
+        compared += 1
+    assert compared >= least
+
+
+def patch_file(
+    *targets: str, signature: str = "(lengths, *, budget=None)", **more: str
+) -> PatchFile:
+    entries = tuple(
+        Replacement(
+            target=target,
+            signatures=(signature,),
+            replacement="megapack.hosts.slime:build_dp_schedule",
+            why="a test",
+        )
+        for target in targets
+    )
+    return PatchFile(host="lib", seen="now", patches=entries, **more)  # type: ignore[arg-type]
+
+
+def verdicts(tmp_path: Path, file: PatchFile, version: str | None = None) -> list[str]:
+    source = Source(label="lib", folders=(tmp_path,), version=version)
+    return [f"{row.moved}: {row.verdict}" for row in rows_of(source, [file])]
+
+
+def test_what_moved_is_told_in_one_line(write: Write, tmp_path: Path) -> None:
+    write("lib/__init__.py", "")
+    write("lib/a.py", "def pack(lengths, *, budget=None): pass\ndef cut(lengths, budget): pass")
+    write("lib/new/b.py", "def gone(lengths, *, budget=None): pass")
+    file = patch_file("lib.a:pack", "lib.a:cut", "lib.a:gone", "lib.old:gone", "other.a:pack")
+    expected = "expected (lengths, *, budget=None), found"
+    assert verdicts(tmp_path, file) == [
+        "False: fits",
+        f"True: {expected} (lengths, budget)",
+        f"True: {expected} no such name; gone is in lib.new.b",
+        f"True: {expected} no module lib.old; gone is in lib.new.b",
+        "False: without other",
+    ]
+
+
+def test_a_branch_with_another_signature_has_moved(write: Write, tmp_path: Path) -> None:
+    write(
+        "lib/a.py",
+        """
+        try:
+            def pack(lengths, *, budget=None): pass
+        except ImportError:
+            def pack(lengths): pass
+        """,
+    )
+    (verdict,) = verdicts(tmp_path, patch_file("lib.a:pack"))
+    assert verdict.endswith("found (lengths)")
+
+
+def test_a_source_without_the_host_has_no_row(write: Write, tmp_path: Path) -> None:
+    write("megatron/core/a.py", "def pack(lengths, *, budget=None): pass")
+    assert verdicts(tmp_path, patch_file("lib.a:pack")) == []
+    # Packages below `megatron` come from several distributions.
+    assert verdicts(tmp_path, patch_file("megatron.training.a:pack")) == []
+    assert verdicts(tmp_path, patch_file("megatron.core.a:pack")) == ["False: fits"]
+
+
+def test_the_patch_file_of_the_sources_version_counts(write: Write, tmp_path: Path) -> None:
+    write("lib/a.py", "def pack(lengths, *, budget=None): pass")
+    file = patch_file("lib.a:pack", distribution="lib", since="1.0", before="2.0")
+    assert verdicts(tmp_path, file, "1.5") == ["False: fits"]
+    says = "the patches are for versions from 1.0 to before 2.0"
+    assert verdicts(tmp_path, file, "2.1") == [f"True: {says}"]
+    # An old one has not moved.
+    assert verdicts(tmp_path, file, "0.9") == [f"False: {says}"]
+
+
+VERSIONS = {
+    "pyproject.toml": '[project]\nversion = "1.2"\n[tool.other]\nversion = "9"\n',
+    "lib-1.2.dist-info/METADATA": "Name: lib\nVersion: 1.2\n",
+    "lib/package_info.py": "MAJOR = 1\nMINOR = 2\nPATCH = 0\n",
+    "lib/version/version": "1.2\n",
+    "setup.py": 'setup(\n    version="1.2",\n)\n',
+    "lib/__init__.py": '__version__ = "1.2"\n',
+}
+
+
+@pytest.mark.parametrize("path", VERSIONS)
+def test_the_version_of_a_tree_is_found(path: str, write: Write, tmp_path: Path) -> None:
+    assert version_of(tmp_path) is None
+    write(path, VERSIONS[path])
+    assert str(version_of(tmp_path)).startswith("1.2")
+
+
+def test_trees_have_packages_at_the_top_or_below_src(write: Write, tmp_path: Path) -> None:
+    write("one/lib/a.py", "def pack(lengths, *, budget=None): pass")
+    write("two/src/lib/a.py", "def pack(lengths): pass")
+    rows = [row for tree in trees(tmp_path) for row in rows_of(tree, [patch_file("lib.a:pack")])]
+    assert [(row.source, row.moved) for row in rows] == [("one", False), ("two", True)]
+    table = as_markdown(rows)
+    assert "| lib | one | ? | fits |" in table
+    assert "| lib | two | ? | 0 of 1 fit; `lib.a.pack`: expected (lengths" in table
+
+
+def test_the_command_says_what_moved(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("slime/slime/utils/dp_schedule.py", "def build_dp_schedule(args): pass")
+    assert main(["--trees", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "slime.utils.dp_schedule.build_dp_schedule: expected (args," in printed.out
+    assert "1 names, 1 moved; no source of " in printed.err
+    (tmp_path / "empty").mkdir()
+    assert main(["--trees", str(tmp_path / "empty")]) == 2
+
+
+def test_the_patches_fit_the_installed_megatron_core() -> None:
+    """All that is here without the package index: it is read, never imported."""
+    site = Path(sysconfig.get_path("purelib"))
+    version = importlib.metadata.version("megatron-core")
+    source = Source(label="installed", folders=(site,), version=version)
+    rows = rows_of(source, shipped_files())
+    assert any(row.target.startswith("megatron.core.") for row in rows)
+    assert [row for row in rows if row.moved] == []
+
+
+def test_a_signature_that_is_read_is_compared_like_one_that_is_imported() -> None:
+    (read_one,) = signatures(STDLIB, "textwrap", "wrap")
+    assert is_like(read_one, signature_of(textwrap.wrap))
+    assert "slime" not in sys.modules

@@ -1,0 +1,277 @@
+"""Check every patch file against the sources of hosts: what fits, and what has moved.
+
+    tools/host_matrix.py --trees FOLDER            # every source tree in a folder
+    tools/host_matrix.py --releases                # the releases that the patches are tested with
+    tools/host_matrix.py --latest --markdown       # the newest ones, as the table of the documents
+
+Nothing of a host is imported: signatures are read from its source (`hosting/read_signature.py`), so
+no GPU and none of a host's dependencies are needed. Releases come from the package index as wheels
+without dependencies. Exit code: 0 if everything fits, 1 if something has moved, 2 if there is
+nothing to check. Without arguments: --trees $MEGAPACK_HOST_SOURCES if it is set, and --releases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megapack.patching.files import PatchFile, Replacement, shipped_files
+from megapack.patching.target import is_like, parse_signature
+from tools.hosting.read_signature import signatures
+from tools.hosting.read_source import NotRead, Outside, Sources, package_of
+from tools.hosting.sources import VARIABLE, NoSource, installed, newest
+
+# Package on the index -> releases that the patches are tested with, and the Python of the newest.
+RELEASES = {
+    "verl": ("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
+    "areal": ("1.0.4",),
+    "ms-swift": ("4.6.0",),
+    "mcore-bridge": ("1.6.5",),
+    "skyrl": ("0.3.0",),
+    "megatron-bridge": ("0.3.1",),
+    "megatron-core": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+}
+# Megatron-Core's newer wheels are for it; a wheel for every Python is found as well.
+PYTHON = "3.12"
+
+# Host -> the first version that has the name, and what stands in older ones' row.
+FIRST = {"megatron_packing": ("0.20", "Megatron-Core has DpBalancedScheduler since 0.20")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A host's code in a folder."""
+
+    label: str
+    """Folder or release, for the table."""
+    folders: tuple[Path, ...]
+    """As on `sys.path`."""
+    version: str | None
+    """None: the source does not tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One patch and one source."""
+
+    host: str
+    source: str
+    version: str
+    target: str
+    verdict: str
+    moved: bool
+
+
+def rows_of(source: Source, files: Sequence[PatchFile]) -> list[Row]:
+    """One row for each name that patches replace in packages which the source has."""
+    site = Path(sysconfig.get_path("purelib"))
+    code = Sources(source.folders, beside=[site])
+    rows = []
+    for host in sorted({file.host for file in files}):
+        own = [file for file in files if file.host == host and _is_in(code, file)]
+        if not own:
+            continue
+        fitting = [file for file in own if file.is_for(source.version)]
+        if fitting:
+            entries = fitting[0].patches
+            rows += [
+                _row(source, host, entry, *_verdict(code, source, host, entry)) for entry in entries
+            ]
+        else:
+            rows.append(_row(source, host, own[0].patches[0], *_out_of_range(source, own)))
+    return rows
+
+
+def _out_of_range(source: Source, own: Sequence[PatchFile]) -> tuple[str, bool]:
+    """What the table says of a version that no patch file is for; an old one has not moved."""
+    ranges = [f"from {f.since or 'any'}{f' to before {f.before}' if f.before else ''}" for f in own]
+    old = all(file.since and _numbers(source.version) < _numbers(file.since) for file in own)
+    return f"the patches are for versions {' and '.join(ranges)}", not old
+
+
+def _is_in(code: Sources, file: PatchFile) -> bool:
+    return any(code.has(package_of(entry.module)) for entry in file.patches)
+
+
+def _row(source: Source, host: str, entry: Replacement, verdict: str, moved: bool) -> Row:
+    return Row(
+        host=host,
+        source=source.label,
+        version=source.version or "?",
+        target=entry.dotted,
+        verdict=verdict,
+        moved=moved,
+    )
+
+
+def _verdict(code: Sources, source: Source, host: str, entry: Replacement) -> tuple[str, bool]:
+    """What the table says of one name, and whether it has moved."""
+    package = package_of(entry.module)
+    if not code.has(package):
+        return f"without {package}", False
+    first, text = FIRST.get(host, ("", ""))
+    if first and source.version and _numbers(source.version) < _numbers(first):
+        return text, False
+    try:
+        found = signatures(code, entry.module, entry.name)
+    except Outside as error:
+        return f"not told: {error}", False
+    except NotRead as error:
+        return _moved(code, package, entry, str(error)), True
+    accepted = [parse_signature(text) for text in entry.signatures]
+    for signature in found:
+        if not any(is_like(signature, expected) for expected in accepted):
+            return _moved(code, package, entry, str(signature)), True
+    return "fits", False
+
+
+def _moved(code: Sources, package: str, entry: Replacement, found: str) -> str:
+    text = f"expected {' or '.join(entry.signatures)}, found {found}"
+    name = entry.name.rpartition(".")[2]
+    others = [name for name in code.modules_with(package, name) if name != entry.module]
+    if others and not found.startswith("("):
+        text += f"; {name} is in {', '.join(others[:3])}"
+    return text
+
+
+def trees(folder: Path) -> Iterator[Source]:
+    """The source trees in a folder, each with its packages at the top or below `src`."""
+    for tree in sorted(path for path in folder.iterdir() if path.is_dir()):
+        folders = tuple(path for path in (tree, tree / "src") if path.is_dir())
+        yield Source(label=tree.name, folders=folders, version=version_of(tree))
+
+
+def releases(requirements: Sequence[str]) -> Iterator[Source]:
+    """Releases from the package index, such as `verl==0.9.1`.
+
+    Raises:
+        NoSource: one cannot be installed.
+    """
+    for requirement in requirements:
+        folder = installed(requirement, python=PYTHON)
+        version = requirement.partition("==")[2]
+        yield Source(label=f"`{requirement}`", folders=(folder,), version=version)
+
+
+# Files that state a version, the surest first.
+_VERSIONS = (
+    ("*.dist-info/METADATA", r"^Version: (\S+)"),
+    ("*/version/version", r"^(\d\S*)"),
+    ("setup.py", r"""^\s*version=["']([^"']+)"""),
+    ("*/__init__.py", r"""^__version__ = ["']([^"']+)"""),
+    ("*/version.py", r"""^__version__ = ["']([^"']+)"""),
+)
+# NVIDIA's files have MAJOR = 0, MINOR = 16, PATCH = 1, one a line.
+_PARTS = (
+    "megatron/core/package_info.py",
+    "*/package_info.py",
+    "src/megatron/bridge/package_info.py",
+)
+
+
+def version_of(tree: Path) -> str | None:
+    """The version that a source tree states; None if none of its files does."""
+    project = tree / "pyproject.toml"
+    if project.is_file():
+        stated = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        if "version" in stated:
+            return str(stated["version"])
+    for pattern in _PARTS:
+        for path in sorted(tree.glob(pattern)):
+            parts = dict(
+                re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", path.read_text(), re.MULTILINE)
+            )
+            if len(parts) == 3:
+                return "{MAJOR}.{MINOR}.{PATCH}".format(**parts)
+    for pattern, version in _VERSIONS:
+        for path in sorted(tree.glob(pattern)):
+            found = re.search(version, path.read_text(encoding="utf-8"), re.MULTILINE)
+            if found:
+                return found[1]
+    return None
+
+
+def _numbers(version: str | None) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version or "")[:3])
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """One line per name."""
+    return "\n".join(f"{r.host}  {r.source}  {r.version}  {r.target}: {r.verdict}" for r in rows)
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """One line per host and source: how many names fit, and each that does not."""
+    lines = ["| host | source | version | |", "|---|---|---|---|"]
+    for (host, source, version), group in itertools.groupby(rows, _source_of):
+        names = list(group)
+        others = [f"`{row.target}`: {row.verdict}" for row in names if row.verdict != "fits"]
+        fitting = len(names) - len(others)
+        parts = [f"{fitting} of {len(names)} fit" if others else "fits", *others]
+        verdict = "; ".join(parts).replace("|", "\\|")
+        lines.append(f"| {host} | {source} | {version} | {verdict} |")
+    return "\n".join(lines)
+
+
+def _source_of(row: Row) -> tuple[str, str, str]:
+    return row.host, row.source, row.version
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    args = _arguments(argv)
+    files = shipped_files()
+    rows = []
+    for source in _sources(args):
+        rows += rows_of(source, files)
+    if not rows:
+        print("nothing to check: give --trees FOLDER, --releases or --latest", file=sys.stderr)
+        return 2
+    rows.sort(key=lambda row: row.host)
+    print(as_markdown(rows) if args.markdown else as_text(rows))
+    moved = sum(row.moved for row in rows)
+    hosts = {file.host for file in files} - {row.host for row in rows}
+    without = f"; no source of {', '.join(sorted(hosts))}" if hosts else ""
+    print(f"{len(rows)} names, {moved} moved{without}", file=sys.stderr)
+    return 1 if moved else 0
+
+
+def _sources(args: argparse.Namespace) -> Iterator[Source]:
+    for folder in args.trees:
+        yield from trees(folder)
+    wanted = [f"{name}=={v}" for name, versions in RELEASES.items() for v in versions]
+    requirements = wanted if args.releases else []
+    if args.latest:
+        requirements += [newest(name, python=PYTHON) for name in RELEASES]
+    yield from releases(sorted(set(requirements)))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trees", type=Path, action="append", default=[], metavar="FOLDER")
+    parser.add_argument("--releases", action="store_true", help="that the patches are tested with")
+    parser.add_argument("--latest", action="store_true", help="the newest release of each host")
+    parser.add_argument("--markdown", action="store_true")
+    args = parser.parse_args(argv)
+    if not (args.trees or args.releases or args.latest):
+        args.releases = True
+        args.trees = [Path(os.environ[VARIABLE])] if os.environ.get(VARIABLE) else []
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except NoSource as problem:
+        sys.exit(f"{problem}")

@@ -1,0 +1,98 @@
+"""Which tests of a host's own run on megapack's functions, and what they need.
+
+A suite is run unchanged, from the host's source tree, by `tools/host_suites.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Test files of a host."""
+
+    host: str
+    """Name of its patches, and in `sources.FOLDERS`."""
+    tests: tuple[str, ...]
+    """Test files below the source tree."""
+    num_tests: int
+    """How many there are, in the versions that the patches are for."""
+    stubs: tuple[str, ...] = ()
+    """Packages that its modules import and these tests do not need, if they are absent."""
+    requirements: tuple[str, ...] = ()
+    """Small releases of the package index that its modules need; installed without dependencies."""
+    python_312: bool = False
+    """Whether the host wants Python 3.12: below it, pydantic takes no `typing.TypedDict`."""
+
+
+SUITES = (
+    Suite(host="slime", tests=("tests/test_dp_schedule.py",), num_tests=9),
+    Suite(host="miles", tests=("tests/fast/utils/test_dp_schedule.py",), num_tests=18),
+    Suite(
+        host="nemo_rl",
+        tests=(
+            "tests/unit/data/packing/test_algorithms.py",
+            "tests/unit/distributed/test_batched_data_dict.py",
+        ),
+        num_tests=99,
+        stubs=(
+            "ray",
+            "requests",
+            "PIL",
+            "decord",
+            "omegaconf",
+            "datasets",
+            "torchdata",
+            "jaxtyping",
+        ),
+    ),
+    Suite(
+        host="skyrl",
+        tests=(
+            "tests/backends/skyrl_train/test_token_based_batching_utils.py",
+            "tests/backends/skyrl_train/distributed/test_bin_packing.py",
+        ),
+        num_tests=32,
+        stubs=(
+            *("aiohttp", "cloudpathlib", "datasets", "hydra", "jaxtyping", "loguru", "omegaconf"),
+            *("orjson", "peft", "pybase64", "ray", "requests", "skyrl_gym", "vllm", "zstandard"),
+        ),
+        python_312=True,
+    ),
+    Suite(
+        host="areal",
+        tests=("tests/test_seqpack.py",),
+        num_tests=161,
+        stubs=(
+            *("aiofiles", "aiohttp", "aiohttp_retry", "anthropic", "cloudpickle", "colorlog"),
+            *("datasets", "einops", "fastapi", "flask", "httpx", "hydra", "litellm", "mbridge"),
+            *("megatron.bridge", "nltk", "nvtx", "omegaconf", "openai", "orjson", "pandas"),
+            *("peft", "PIL", "psutil", "pyarrow", "pybase64", "pydantic", "pynvml", "ray"),
+            *("redis", "requests", "rich", "setproctitle", "sglang", "starlette", "swanlab"),
+            *("tenacity", "tensorboardX", "torchdata", "torchvision", "trackio", "uvicorn"),
+            *("uvloop", "vllm", "wandb", "werkzeug", "zmq"),
+        ),
+    ),
+    Suite(
+        host="verl",
+        tests=("tests/utils/test_seqlen_balancing.py",),
+        num_tests=7,
+        stubs=("ray", "codetiming", "hydra", "omegaconf", "datasets", "pandas", "PIL", "peft"),
+        requirements=(
+            "tensordict==0.15.3",
+            "pyvers==0.2.3",
+            "orjson==3.11.4",
+            "cloudpickle==3.1.2",
+        ),
+    ),
+)
+
+
+def suite_of(host: str) -> Suite:
+    """The suite of a host.
+
+    Raises:
+        KeyError: it has none.
+    """
+    return {suite.host: suite for suite in SUITES}[host]
