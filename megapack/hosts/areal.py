@@ -7,6 +7,7 @@ equal tokens. Checked against AReaL 1.0.4.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, An
         output: logits [tokens, vocabulary], or values [tokens, 1].
         inputs: AReaL's micro-batch; under CP with `_cp_` fields about the row before its split.
     """
-    from areal.engine import megatron_engine as host
+    host = importlib.import_module("areal.engine.megatron_engine")
 
     if self.enable_tree_training:
         return _tree_log_probs(host, self, output, inputs)
