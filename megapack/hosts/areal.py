@@ -7,6 +7,7 @@ equal tokens. Checked against AReaL 1.0.4.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def allocate_balanced_mbs_synced(
     return rank.rows(need)
 
 
-def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, Any]) -> Any:
     """Log-probs of next tokens, or a critic's values, of one micro-batch: [real tokens].
 
     Method of AReaL's MegatronEngine. With cp > 1 it is given this CP rank's share of the outputs:
@@ -163,7 +164,7 @@ def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, An
         output: logits [tokens, vocabulary], or values [tokens, 1].
         inputs: AReaL's micro-batch; under CP with `_cp_` fields about the row before its split.
     """
-    from areal.engine import megatron_engine as host
+    host = importlib.import_module("areal.engine.megatron_engine")
 
     if self.enable_tree_training:
         return _tree_log_probs(host, self, output, inputs)
@@ -177,11 +178,11 @@ def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, An
         labels = inputs["_cp_local_labels"] if restores else inputs["input_ids"].roll(-1, -1)
         values = host.gather_logprobs(output, labels, **_softmax_options(host, self))
     if not restores:
-        return values  # type: ignore[no-any-return]
+        return values
     ends = inputs["_cp_padded_cu_seqlens"]
     whole = host.reassemble_cp_packed_logprobs(values, ends)
     padding = inputs.get("_cp_padding_length", 0)
-    return host.unpad_logits(whole, padding, ends, inputs.get("_cp_old_cu_seqlens"))  # type: ignore[no-any-return]
+    return host.unpad_logits(whole, padding, ends, inputs.get("_cp_old_cu_seqlens"))
 
 
 def _tree_log_probs(host: Any, engine: Any, output: Any, inputs: dict[str, Any]) -> Any:

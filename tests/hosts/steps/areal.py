@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack import Layout, cpu, patching
+from megapack import Layout, cpu, launch, patching
 from megapack.hosts import areal
 from tests.hosts.steps.chunks import host_chunks
 from tests.hosts.steps.job import (
@@ -185,6 +185,7 @@ def main() -> None:
     params = [p for chunk in engine.model for p in chunk.parameters()]
     report.params_sum = sum(float(p.detach().double().abs().sum()) for p in params)
     write(report, arguments.folder)
+    launch.stop()
 
 
 def log_probs(engine: Any, batch: dict[str, Tensor], report: Report) -> Tensor:

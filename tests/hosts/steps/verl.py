@@ -9,8 +9,10 @@ Ours are the model, in place of what a Hugging Face bridge makes, and the toy ro
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,9 +32,31 @@ from tests.hosts.steps.job import (
 )
 from tests.hosts.steps.rl_samples import Sample, draw
 from tools.hosting import import_stubs
+from tools.hosting.sources import installed
 
 NUM_SAMPLES = 16
 BUDGET = 90
+
+
+@dataclass(frozen=True)
+class Case:
+    """A budget in tokens per micro-batch, and settings of verl's loss."""
+
+    budget: int = BUDGET
+    loss: dict[str, Any] = field(default_factory=dict)
+
+
+DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm"}
+CASES = {
+    "": Case(),
+    "whole": Case(budget=4000),
+    "dr_grpo": Case(loss=DR_GRPO),
+    "dr_grpo_whole": Case(budget=4000, loss=DR_GRPO),
+    "dr_grpo_factor": Case(loss={**DR_GRPO, "loss_scale_factor": 44}),
+    "dr_grpo_factor_whole": Case(budget=4000, loss={**DR_GRPO, "loss_scale_factor": 44}),
+}
+# Small packages that verl's batches are made of.
+REQUIREMENTS = ("tensordict==0.15.3", "pyvers==0.2.3")
 STUBS = (
     *("ray", "omegaconf", "hydra", "codetiming", "megatron.bridge", "mbridge", "peft"),
     *("accelerate", "datasets", "pandas", "torchdata", "wandb", "orjson", "cloudpickle"),
@@ -47,6 +71,7 @@ def import_verl() -> None:
     for name in ("AutoConfig", "AutoModelForCausalLM", "PreTrainedModel", "PreTrainedTokenizer"):
         getattr(transformers, name)
     import_host("verl")
+    sys.path += [str(installed(requirement)) for requirement in REQUIREMENTS]
     import_stubs.install(*STUBS)
     from verl.workers.engine.megatron import transformer_impl
 
@@ -54,7 +79,7 @@ def import_verl() -> None:
     transformer_impl.log_gpu_memory_usage = lambda *args, **kwargs: None
 
 
-def make_engine(layout: Layout, overrides: dict[str, Any]) -> Any:
+def make_engine(layout: Layout, budget: int) -> Any:
     """verl's engine with a language-model head, with our chunks where a bridge's would be."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
@@ -69,7 +94,7 @@ def make_engine(layout: Layout, overrides: dict[str, Any]) -> Any:
 
         def _build_megatron_module(self) -> Any:
             model_parallel_cuda_manual_seed(problem.SEED)
-            chunks = host_chunks(layout, {**bridge_settings(layout), **overrides})
+            chunks = host_chunks(layout, bridge_settings(layout))
             self.tf_config = chunks[0].config
             return chunks
 
@@ -90,7 +115,7 @@ def make_engine(layout: Layout, overrides: dict[str, Any]) -> Any:
             tensor_model_parallel_size=layout.tp,
             use_distributed_optimizer=False,
             use_dynamic_bsz=True,
-            max_token_len_per_gpu=BUDGET // layout.cp,
+            max_token_len_per_gpu=budget // layout.cp,
         ),
         optimizer_config=McoreOptimizerConfig(
             lr=1e-2, clip_grad=1.0, weight_decay=0.0, total_training_steps=100
@@ -152,7 +177,6 @@ def _objects(values: list[int]) -> Any:
 def log_probs(engine: Any, batch: Any) -> list[Tensor]:
     """The log-probs of every response by verl's infer_batch, on every rank of the pipeline."""
     from megatron.core import parallel_state
-    from verl.utils import tensordict_utils as tu
 
     with engine.eval_mode():
         output = engine.infer_batch(copy_of(batch, engine), loss_function=None)
@@ -166,7 +190,6 @@ def log_probs(engine: Any, batch: Any) -> list[Tensor]:
     dist.broadcast_object_list(
         found, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group
     )
-    del tu
     return list(found[0])
 
 
@@ -209,12 +232,12 @@ def main() -> None:
 
     report = Report()
     layout = arguments.layout
-    engine = make_engine(layout, {})
+    engine = make_engine(layout, CASES[arguments.case].budget)
     count_shape_exchanges(report)
-    actor = ActorConfig(
-        strategy="megatron", rollout_n=4, use_dynamic_bsz=True, loss_agg_mode="token-mean"
-    )
     samples = draw(NUM_SAMPLES)
+    actor = ActorConfig(
+        strategy="megatron", rollout_n=4, use_dynamic_bsz=True, **CASES[arguments.case].loss
+    )
     batch = make_batch(samples, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
     old = log_probs(engine, batch)
     batch["old_log_probs"] = nested(old)
@@ -235,6 +258,7 @@ def main() -> None:
     params = [p for chunk in engine.module for p in chunk.parameters()]
     report.params_sum = sum(float(p.detach().double().abs().sum()) for p in params)
     write(report, arguments.folder)
+    launch.stop()
 
 
 def note(report: Report, output: Any) -> None:

@@ -1,0 +1,177 @@
+"""megapack.hosts.areal through AReaL's own signatures, on one rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack import ConfigError, CostModel, Layout, PlanError
+from megapack.hosts import areal
+
+pytestmark = pytest.mark.hosts
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@pytest.fixture(autouse=True)
+def default_options() -> Iterator[None]:
+    yield
+    areal.configure()
+
+
+def spec(max_tokens: int, n_mbs: int = 1, divisor: int = 1) -> Any:
+    """AReaL's MicroBatchSpec."""
+    return types.SimpleNamespace(
+        max_tokens_per_mb=max_tokens, n_mbs=n_mbs, n_mbs_divisor=divisor, granularity=1
+    )
+
+
+def sums(values: list[int], groups: list[list[int]]) -> list[int]:
+    return [sum(values[i] for i in group) for group in groups]
+
+
+def test_the_import_loads_neither_torch_nor_areal() -> None:
+    code = "import sys, megapack.hosts.areal; print({'torch', 'areal'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("allocate", [areal.ffd_allocate, areal.kk_allocate])
+@given(values=LENGTHS, capacity=st.integers(60, 200), least=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_groups_hold_every_sequence_once_within_the_capacity(
+    allocate: Any, values: list[int], capacity: int, least: int
+) -> None:
+    least = min(least, len(values))
+    groups = allocate(values, capacity, least)
+    assert sorted(i for group in groups for i in group) == list(range(len(values)))
+    assert max(sums(values, groups)) <= capacity
+    assert len(groups) >= least
+    assert all(groups)
+
+
+def test_a_number_of_groups_that_first_fit_misses() -> None:
+    # By hand: 6 + 4, 5 + 5, 4 + 3 + 3 fill three groups of 10; first-fit-decreasing needs four.
+    values = [6, 5, 5, 4, 4, 3, 3]
+    assert len(areal.ffd_allocate(values, 10, 1)) == 3
+
+
+def test_counts_are_multiples() -> None:
+    assert len(areal.ffd_allocate([10] * 9, 30, 1, n_groups_divisor=4)) == 4
+    with pytest.raises(RuntimeError, match="multiple of n_mbs_divisor=4"):
+        areal.ffd_allocate([10] * 5, 10, 1, n_groups_divisor=4)
+
+
+def test_kk_puts_each_sequence_alone_where_a_multiple_needs_more() -> None:
+    assert areal.kk_allocate([100] * 10, 120, 1, n_groups_divisor=8) == [[i] for i in range(10)]
+
+
+def test_equal_sizes() -> None:
+    groups = areal.kk_allocate([1, 2, 3, 4], 100, 2, equal_size=True)
+    assert sorted(map(sorted, groups)) == [[0, 3], [1, 2]]
+    with pytest.raises(RuntimeError, match="equal size"):
+        areal.kk_allocate([1, 2, 3], 100, 2, equal_size=True)
+
+
+def test_what_areal_refuses_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="larger than capacity 50"):
+        areal.ffd_allocate([60], 50, 1)
+    with pytest.raises(RuntimeError, match="smaller than min_groups=3"):
+        areal.kk_allocate([1, 2], 50, 3)
+    with pytest.raises(PlanError):
+        areal.ffd_allocate([60], 50, 1)
+
+
+def test_balanced_partition_has_equal_sizes() -> None:
+    assert sorted(map(sorted, areal.balanced_greedy_partition([1, 2, 3, 4], 2))) == [[0, 3], [1, 2]]
+    with pytest.raises(ValueError, match="must be >= K"):
+        areal.balanced_greedy_partition([1], 2)
+    with pytest.raises(ValueError, match="must be divisible by K"):
+        areal.balanced_greedy_partition([1, 2, 3], 2)
+
+
+def test_micro_batches_are_ordered_by_their_first_sequence() -> None:
+    rows = areal.allocate_balanced_mbs_synced(spec(10), [6, 4, 5, 5])
+    assert rows == sorted(sorted(row) for row in rows)
+    assert sums([6, 4, 5, 5], rows) == [10, 10]
+
+
+def test_with_a_layout_m_is_one_that_megatron_runs() -> None:
+    # G=4 and vpp=2: AReaL's multiples of pp=2 give M=6 as well as 4 and 8.
+    areal.configure(layout=Layout(pp=2, vpp=2, microbatch_group_size=4))
+    rows = areal.allocate_balanced_mbs_synced(spec(10, divisor=2), [10] * 5 + [2, 3, 4])
+    assert Layout(pp=2, vpp=2, microbatch_group_size=4).is_legal_count(len(rows))
+    assert max(sums([10] * 5 + [2, 3, 4], rows)) <= 10
+
+
+def test_too_long_and_too_few_are_refused_together() -> None:
+    with pytest.raises(RuntimeError, match="over max_tokens_per_mb=10"):
+        areal.allocate_balanced_mbs_synced(spec(10), [11, 1])
+    with pytest.raises(RuntimeError, match="a rank has 2 sequences"):
+        areal.allocate_balanced_mbs_synced(spec(10, n_mbs=4), [5, 5])
+
+
+def test_cost_needs_a_layout() -> None:
+    with pytest.raises(ConfigError, match="layout"):
+        areal.configure(cost=CostModel(per_token=1.0))
+
+
+class _Mpu(types.SimpleNamespace):
+    """megatron.core.parallel_state without tensor parallelism."""
+
+    get_tensor_model_parallel_world_size = staticmethod(lambda: 1)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """AReaL's engine module with the functions that the replacement calls."""
+    module = types.ModuleType("areal.engine.megatron_engine")
+    module.mpu = _Mpu()  # type: ignore[attr-defined]
+    module.gather_logprobs = lambda logits, labels, **_: logits[: len(labels), 0] + labels  # type: ignore[attr-defined]
+    module.reassemble_cp_packed_logprobs = lambda values, ends: values.repeat(2)  # type: ignore[attr-defined]
+    module.unpad_logits = lambda values, padding, ends, old: values[: len(values) - padding]  # type: ignore[attr-defined]
+    package = types.ModuleType("areal.engine")
+    package.megatron_engine = module  # type: ignore[attr-defined]
+    for name, value in {
+        "areal": types.ModuleType("areal"),
+        "areal.engine": package,
+        "areal.engine.megatron_engine": module,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, value)
+    config = types.SimpleNamespace(is_critic=False, temperature=1.0)
+    return types.SimpleNamespace(enable_tree_training=False, config=config)
+
+
+def test_outputs_of_cp_ranks_are_restored_with_the_option_only(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    logits = torch.zeros(3, 1)
+    inputs = {
+        "input_ids": torch.tensor([7, 8, 9]),
+        "_cp_local_labels": torch.tensor([1, 2, 3]),
+        "_cp_padded_cu_seqlens": torch.tensor([0, 6]),
+        "_cp_padding_length": 1,
+    }
+    areal._warn_of_positions.cache_clear()
+    found = areal.compute_forward_result(engine, logits, inputs)
+    assert found.tolist() == [8, 9, 7]
+    assert "restore_cp_outputs=True" in caplog.text
+    areal.configure(restore_cp_outputs=True)
+    assert areal.compute_forward_result(engine, logits, inputs).tolist() == [1, 2, 3, 1, 2]
+
+
+def test_outputs_without_cp_are_the_hosts(engine: Any) -> None:
+    areal.configure(restore_cp_outputs=True)
+    inputs = {"input_ids": torch.tensor([7, 8, 9])}
+    assert areal.compute_forward_result(engine, torch.zeros(3, 1), inputs).tolist() == [8, 9, 7]
+    engine.config.is_critic = True
+    values = torch.tensor([[1.0], [2.0]])
+    assert areal.compute_forward_result(engine, values, inputs).tolist() == [1.0, 2.0]

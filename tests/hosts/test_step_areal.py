@@ -1,0 +1,66 @@
+"""AReaL's own training step and forward passes, with and without the patches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.steps.job import Report, run_step
+
+pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
+
+PATCHES = ("areal", "megatron_core")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("areal")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Report:
+    """AReaL without patches on one rank."""
+    return run_step("areal", folder / "alone", layout="", world=1)[0]
+
+
+def assert_like_one_rank(report: Report, alone: Report) -> None:
+    assert report.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)
+    for found, expected in zip(report.logprobs, alone.logprobs, strict=True):
+        assert found == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2,vpp=2"])
+def test_a_pipeline_without_exchanges_trains_as_one_rank(
+    layout: str, folder: Path, alone: Report
+) -> None:
+    plain = run_step("areal", folder / f"{layout}_plain", layout=layout, world=2)
+    assert plain[0].num_shape_exchanges > 0
+    patched = run_step(
+        "areal", folder / f"{layout}_patched", layout=layout, world=2, patches=PATCHES
+    )
+    for report in patched:
+        assert report.num_shape_exchanges == 0
+        assert_like_one_rank(report, alone)
+
+
+def test_data_parallel_ranks_have_one_count(folder: Path, alone: Report) -> None:
+    reports = run_step("areal", folder / "dp", layout="dp=2", world=2, patches=PATCHES)
+    assert reports[0].num_microbatches == reports[1].num_microbatches
+    for report in reports:
+        assert report.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)
+
+
+def test_log_probs_under_cp_are_right_with_the_option_only(folder: Path, alone: Report) -> None:
+    def run(name: str, patches: tuple[str, ...] = (), case: str = "") -> list[Report]:
+        where = folder / name
+        return run_step("areal", where, layout="cp=2", world=2, patches=patches, case=case)
+
+    plain = run("cp_plain")
+    # Each rank compares its own half of the logits with the first labels of the row.
+    assert plain[0].logprobs[0] != pytest.approx(alone.logprobs[0], abs=0.1)
+    assert plain[0].logprobs[0] != pytest.approx(plain[1].logprobs[0], abs=0.1)
+    off = run("cp_off", PATCHES)
+    assert off[0].logprobs[0] != pytest.approx(alone.logprobs[0], abs=0.1)
+    for report in run("cp_on", PATCHES, "restored"):
+        assert_like_one_rank(report, alone)

@@ -1,0 +1,75 @@
+"""verl's own training step and forward-only passes, with and without the patches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.verl import REQUIREMENTS
+from tools.hosting.sources import NoSource, installed
+
+pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
+
+PATCHES = ("verl", "megatron_core")
+LAYOUTS = {"dp=2": 2, "pp=2": 2, "cp=2": 2, "pp=2,vpp=2": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        for requirement in REQUIREMENTS:
+            installed(requirement)
+    except NoSource as error:
+        pytest.skip(str(error))
+    return tmp_path_factory.mktemp("verl")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Report:
+    """verl without patches on one rank."""
+    return run_step("verl", folder / "alone", layout="", world=1)[0]
+
+
+def last(reports: list[Report]) -> Report:
+    """The rank where verl has a loss; with pp it is on the last stage."""
+    return [report for report in reports if report.grad_norms][-1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_patched_step_is_the_unpatched_one(layout: str, folder: Path, alone: Report) -> None:
+    world = LAYOUTS[layout]
+    plain = run_step("verl", folder / f"{layout}_plain", layout=layout, world=world)
+    patched = run_step(
+        "verl", folder / f"{layout}_patched", layout=layout, world=world, patches=PATCHES
+    )
+    for before, after in zip(plain, patched, strict=True):
+        assert after.losses == pytest.approx(before.losses, rel=1e-6)
+        assert after.grad_norms == pytest.approx(before.grad_norms, rel=1e-6)
+        assert after.row_tokens == before.row_tokens
+        for old, new in zip(before.logprobs, after.logprobs, strict=True):
+            assert new == pytest.approx(old, abs=1e-5)
+        assert after.num_shape_exchanges == 0
+        assert after.params_sum == pytest.approx(before.params_sum, rel=1e-7)
+        assert any("get_forward_backward_func" in name for name in after.patched)
+    # A rank of two has other samples. cp=2 pads them to multiples of 4, and adds in another order.
+    if "dp" not in layout:
+        rel = 1e-3 if "cp" in layout else 1e-5
+        report = last(patched)
+        assert report.losses == pytest.approx(alone.losses, rel=rel)
+        assert report.grad_norms == pytest.approx(alone.grad_norms, rel=rel)
+        assert report.logprobs[0] == pytest.approx(alone.logprobs[0], abs=1e-4)
+    # The other side of "no exchanges": without the patch there are some where stages meet.
+    assert bool(plain[0].num_shape_exchanges) == ("pp" in layout)
+
+
+def test_the_horizon_of_dr_grpo_is_that_of_a_micro_batch(folder: Path) -> None:
+    def grad_norm(case: str) -> float:
+        report = run_step("verl", folder / case, layout="", world=1, steps=1, case=case)[0]
+        return report.grad_norms[0]
+
+    # Longest response of the batch and longest of a micro-batch: another gradient.
+    assert grad_norm("dr_grpo") != pytest.approx(grad_norm("dr_grpo_whole"), rel=0.05)
+    exact = grad_norm("dr_grpo_factor_whole")
+    assert grad_norm("dr_grpo_factor") == pytest.approx(exact, rel=1e-5)
