@@ -110,16 +110,16 @@ def class_for_host(packer: type[P], module: str, name: str) -> type[P]:
     host_class = getattr(sys.modules.get(module), name, None)
     if not isinstance(host_class, type):
         return packer
-    return cast(type[P], _joined_class(packer, host_class))
+    return cast(type[P], _joined_class(cast(Any, packer), host_class))
 
 
 @functools.cache
 def _joined_class(packer: Any, host_class: Any) -> Any:
-    body = {"__module__": packer.__module__, "__doc__": packer.__doc__}
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace.update(__module__=packer.__module__, __doc__=packer.__doc__)
+
     # This finds the metaclass: the hosts' base classes are abstract ones.
-    return types.new_class(
-        packer.__name__, (packer, host_class), exec_body=lambda n: n.update(body)
-    )
+    return types.new_class(packer.__name__, (packer, host_class), exec_body=fill)
 
 
 def find_rule(name: enum.Enum | str, rules: dict[str, Rule]) -> tuple[str, Rule]:
