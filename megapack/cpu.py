@@ -118,6 +118,8 @@ def _redirect_device_facts() -> None:
     properties = types.SimpleNamespace(
         name="cpu",
         major=_CAPABILITY[0],
+        # torch.compile reads the name of the architecture where torch is built without CUDA.
+        gcnArchName="cpu",
         minor=_CAPABILITY[1],
         total_memory=memory,
         multi_processor_count=os.cpu_count(),

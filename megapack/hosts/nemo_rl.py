@@ -1,4 +1,4 @@
-"""NeMo-RL: `nemo_rl.data.packing.get_packer`, and `BatchedDataDict.shard_by_batch_size`.
+"""NeMo-RL: packers, `BatchedDataDict.shard_by_batch_size`, and the padding of its pipeline's rows.
 
 The packers keep NeMo-RL's rules; if it requires more bins than a rule makes, the heaviest bins are
 split. With a layout configured, batches are planned for its pipeline instead. Written for NeMo-RL's
@@ -8,12 +8,14 @@ commit 7ea279a.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megapack import patching
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts.shared import bin_packers, nemo_rl_shards
@@ -23,7 +25,15 @@ from megapack.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["NemoRLOptions", "PackingMetrics", "configure", "get_packer", "shard_by_batch_size"]
+__all__ = [
+    "NemoRLOptions",
+    "PackingMetrics",
+    "configure",
+    "get_packer",
+    "megatron_forward_backward",
+    "pack_sequence_parameters",
+    "shard_by_batch_size",
+]
 
 _RULES: dict[str, bin_packers.Rule] = {
     "CONCATENATIVE": bin_packers.next_fit,
@@ -31,6 +41,7 @@ _RULES: dict[str, bin_packers.Rule] = {
     "FIRST_FIT_SHUFFLE": bin_packers.first_fit_shuffle,
     "MODIFIED_FIRST_FIT_DECREASING": bin_packers.modified_first_fit_decreasing,
 }
+_WORKER_MODULES = "nemo_rl.models.megatron"
 _HOST_MODULE = "nemo_rl.data.packing.algorithms"
 _HOST_CLASSES = {
     "CONCATENATIVE": "ConcatenativePacker",
@@ -50,6 +61,10 @@ class NemoRLOptions:
     the packer's bins in turn, without regard to the pipeline."""
     cost: CostModel | None = None
     """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
+    pad_rows: bool = True
+    """With pipeline stages NeMo-RL pads every row of a step to the longest one of its rank. False
+    leaves rows as long as they are. The workers read it; patch `megatron_core` there as well, or
+    Megatron exchanges the shape of every tensor."""
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.layout is None:
@@ -219,11 +234,78 @@ def shard_by_batch_size(
             plan = [nemo_rl_shards.pack_step(packer, packing, rows, shards) for rows in steps]
         else:
             cost = _OPTIONS.current.cost
+            if layout.pp > 1 and _OPTIONS.current.pad_rows:
+                _warn_of_padding()
             plan = nemo_rl_shards.plan_steps(packing, steps, shards, layout, cost)
         return nemo_rl_shards.packed_shards(data, packing, plan, shards)
     if dynamic_batching_args is not None:
         return nemo_rl_shards.dynamic_shards(data, steps, shards, dynamic_batching_args)
     return nemo_rl_shards.plain_shards(data, steps, shards)
+
+
+@functools.cache
+def _warn_of_padding() -> None:
+    logger.warning(
+        "NeMo-RL's workers pad each row to the longest one of their step, which these plans do not "
+        "count: set pad_rows=False (megapack.hosts.nemo_rl.configure) here and in the workers"
+    )
+
+
+def pack_sequence_parameters(
+    megatron_cfg: dict[str, Any],
+    pad_individual_seqs_to_multiple_of: int,
+    max_seq_len_in_batch: int,
+) -> tuple[int, int, int | None]:
+    """How rows are padded, in tokens before CP; in NeMo-RL a function of its workers.
+
+    With `pad_rows=False` rows are padded as without pipeline stages: rows of 96 and 60 tokens stay
+    as they are, where NeMo-RL makes 96 and 96 of them.
+
+    Returns:
+        the multiple for each sequence, the multiple for a row, and the length of all rows or None.
+    """
+    own = patching.original(f"{_WORKER_MODULES}.data._get_pack_sequence_parameters_for_megatron")
+    if not _OPTIONS.current.pad_rows:
+        megatron_cfg = {**megatron_cfg, "pipeline_model_parallel_size": 1}
+    padding: tuple[int, int, int | None] = own(
+        megatron_cfg, pad_individual_seqs_to_multiple_of, max_seq_len_in_batch
+    )
+    return padding
+
+
+def megatron_forward_backward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """NeMo-RL's step or forward-only pass; with `pad_rows=False` its stages expect any row length.
+
+    Raises:
+        ConfigError: with `pad_rows=False`, a setting of the model needs rows of one length.
+    """
+    own = patching.original(f"{_WORKER_MODULES}.train.megatron_forward_backward")
+    if _OPTIONS.current.pad_rows:
+        return own(model, *args, **kwargs)
+    from megatron.core.utils import get_model_config
+
+    from megapack.schedule.overrides import config_with
+
+    config = get_model_config(model)
+    _refuse_fixed_lengths(config)
+    with config_with(config, {"variable_seq_lengths": True}):
+        return own(model, *args, **kwargs)
+
+
+def _refuse_fixed_lengths(config: Any) -> None:
+    """Raise ConfigError where Megatron needs rows of one length."""
+    dispatcher = getattr(config, "moe_token_dispatcher_type", None)
+    if getattr(config, "num_moe_experts", None) and dispatcher == "allgather":
+        raise ConfigError(
+            "moe_token_dispatcher_type=allgather needs rows of one length; set alltoall, or "
+            "pad_rows=True"
+        )
+    graphs = getattr(config, "cuda_graph_impl", "none")
+    if getattr(config, "enable_cuda_graph", False) or graphs not in (None, "none"):
+        raise ConfigError(
+            f"CUDA graphs (cuda_graph_impl={graphs}) need rows of one length; set pad_rows=True, "
+            "or turn them off"
+        )
 
 
 def packing_stats(

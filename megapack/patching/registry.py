@@ -18,12 +18,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from megapack.errors import PatchError
 from megapack.patching.files import load_patches
 from megapack.patching.target import Patch, Status
 
-__all__ = ["Finding", "Status", "apply", "check", "revert", "status"]
+__all__ = ["Finding", "Status", "apply", "check", "original", "revert", "status"]
 
 # Reentrant: replacing a name imports the replacement, and imports call hooks.
 _LOCK = threading.RLock()
@@ -82,6 +83,22 @@ def status() -> tuple[Status, ...]:
     """The state of all patches that were applied in this process."""
     with _LOCK:
         return tuple(patch.status() for patch in _all_patches())
+
+
+def original(name: str) -> Any:
+    """The host's own object of a name that a patch has replaced, for replacements that call it.
+
+    Args:
+        name: the dotted path, as in `Status.target`.
+
+    Raises:
+        PatchError: the name is not replaced in this process.
+    """
+    with _LOCK:
+        for patch in _all_patches():
+            if patch.entry.dotted == name and patch.is_replaced:
+                return patch.original
+    raise PatchError(f"{name} is not replaced here; apply its patch first")
 
 
 def check(host: str) -> tuple[Finding, ...]:

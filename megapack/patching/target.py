@@ -58,6 +58,11 @@ class Patch:
         return self._replacement is not None
 
     @property
+    def original(self) -> Any:
+        """The host's own object; None before the name is replaced."""
+        return self._original
+
+    @property
     def is_imported(self) -> bool:
         """Whether the target's module is imported."""
         return self.entry.module in sys.modules

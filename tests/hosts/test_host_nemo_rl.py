@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import enum
+import logging
+import sys
+import types
+from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, CostModel, Layout
+from megapack import ConfigError, CostModel, Layout, patching
 from megapack.hosts import nemo_rl
 
 pytestmark = pytest.mark.hosts
@@ -317,3 +321,111 @@ def test_dynamic_rectangles_are_the_same_on_every_shard() -> None:
     args["max_tokens_per_microbatch"] = 31
     with pytest.raises(AssertionError, match="32 padded tokens"):
         nemo_rl.shard_by_batch_size(data, 2, dynamic_batching_args=args)
+
+
+class HostPacker(ABC):
+    """NeMo-RL's base class, whose `__init__` megapack must not need."""
+
+    def __init__(self) -> None:
+        raise AssertionError("initialized")
+
+    @abstractmethod
+    def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
+        """The host's rule."""
+
+
+class ConcatenativePacker(HostPacker):
+    def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
+        return [["the host's"]]  # type: ignore[list-item]
+
+
+def test_packers_are_of_the_hosts_class_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("nemo_rl.data.packing.algorithms")
+    module.ConcatenativePacker = ConcatenativePacker  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    packer = nemo_rl.get_packer("concatenative", 10, collect_metrics=True)
+    assert isinstance(packer, HostPacker)
+    assert isinstance(packer, ConcatenativePacker)
+    assert packer.pack([5, 6]) == packer._pack_implementation([5, 6]) == [[0], [1]]
+    assert packer.get_aggregated_metrics()["total_bins"] == 2
+    assert type(nemo_rl.get_packer("concatenative", 10)) is type(packer)
+    # The stub has no class for this algorithm.
+    other = nemo_rl.get_packer("first_fit_decreasing", 10)
+    assert not isinstance(other, HostPacker)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    assert not isinstance(nemo_rl.get_packer("concatenative", 10), HostPacker)
+
+
+def test_plans_for_a_pipeline_warn_of_rows_that_are_padded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def warnings(**options: Any) -> list[str]:
+        nemo_rl._warn_of_padding.cache_clear()
+        nemo_rl.configure(**options)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            nemo_rl.shard_by_batch_size(batch_of([9] * 8), 2, sequence_packing_args=packing_args())
+        return [record.message for record in caplog.records if "pad_rows" in record.message]
+
+    assert len(warnings(layout=Layout(dp=2, pp=2))) == 1
+    assert not warnings(layout=Layout(dp=2, pp=2), pad_rows=False)
+    assert not warnings(layout=Layout(dp=2), pad_rows=True)
+
+
+@pytest.fixture
+def originals(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Stands in for the host's own functions, which the patches have replaced."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(patching, "original", lambda name: found[name])
+    return found
+
+
+@pytest.mark.parametrize(("pad_rows", "stages"), [(True, 4), (False, 1)])
+def test_rows_are_padded_as_without_a_pipeline(
+    originals: dict[str, Any], pad_rows: bool, stages: int
+) -> None:
+    name = "nemo_rl.models.megatron.data._get_pack_sequence_parameters_for_megatron"
+    originals[name] = lambda *args: args
+    nemo_rl.configure(pad_rows=pad_rows)
+    given = {"pipeline_model_parallel_size": 4, "context_parallel_size": 2}
+    config, *others = nemo_rl.pack_sequence_parameters(given, 8, 96)
+    assert config == {"pipeline_model_parallel_size": stages, "context_parallel_size": 2}  # type: ignore[comparison-overlap]
+    assert others == [8, 96]
+    assert given["pipeline_model_parallel_size"] == 4
+
+
+class Model(torch.nn.Module):
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(variable_seq_lengths=False, **config)
+
+
+@pytest.mark.parametrize("pad_rows", [True, False])
+def test_stages_take_any_length_within_a_step(originals: dict[str, Any], pad_rows: bool) -> None:
+    model = Model()
+
+    def own(given: Model, *args: Any, **kwargs: Any) -> Any:
+        return given.config.variable_seq_lengths, args, kwargs
+
+    originals["nemo_rl.models.megatron.train.megatron_forward_backward"] = own
+    nemo_rl.configure(pad_rows=pad_rows)
+    assert nemo_rl.megatron_forward_backward(model, 1, mbs=2) == (not pad_rows, (1,), {"mbs": 2})
+    assert model.config.variable_seq_lengths is False
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"}, "alltoall"),
+        ({"enable_cuda_graph": True, "cuda_graph_impl": "local"}, "CUDA graphs"),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
+    ],
+)
+def test_models_that_need_rows_of_one_length_are_refused(
+    originals: dict[str, Any], config: dict[str, Any], says: str
+) -> None:
+    originals["nemo_rl.models.megatron.train.megatron_forward_backward"] = lambda model: "ran"
+    assert nemo_rl.megatron_forward_backward(Model(**config)) == "ran"
+    nemo_rl.configure(pad_rows=False)
+    with pytest.raises(ConfigError, match=says):
+        nemo_rl.megatron_forward_backward(Model(**config))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -272,3 +274,15 @@ def test_bin_counts_follow_the_limits(
 def test_one_bin_is_split_evenly_over_four_ranks() -> None:
     packer = skyrl.make_seq_packer("balanced", 100, bin_count_multiple=4)
     assert sorted(map(len, packer.pack([10] * 8))) == [2, 2, 2, 2]
+
+
+def test_packers_are_of_the_hosts_class_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("skyrl.train.dataset.bin_packing")
+    balanced = type("Balanced", (), {"pack": lambda self, lengths: "the host's"})
+    module.Balanced = balanced  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    packer = skyrl.make_seq_packer("balanced", 100)
+    assert isinstance(packer, balanced)
+    assert packer.pack([60, 60]) == [[0], [1]]
+    # The stub has no class for this algorithm.
+    assert not isinstance(skyrl.make_seq_packer("first_fit_decreasing", 100), balanced)

@@ -76,7 +76,7 @@ class SequencePacker:
                 f"Sequence length {lengths.max()} exceeds bin capacity {self.bin_capacity}; raise "
                 "it or leave the sequence out"
             )
-        bins = self._pack_implementation(lengths)
+        bins = self._pack_implementation(lengths.tolist())
         count = round_up(max(len(bins), self.min_bin_count or 0), self.bin_count_multiple or 1)
         if count > lengths.size:
             raise PlanError(
@@ -108,17 +108,18 @@ def class_for_host(packer: type[P], module: str, name: str) -> type[P]:
         `packer` itself where the module is not loaded, or has no such class.
     """
     host_class = getattr(sys.modules.get(module), name, None)
-    return _joined_class(packer, host_class) if isinstance(host_class, type) else packer
+    if not isinstance(host_class, type):
+        return packer
+    return cast(type[P], _joined_class(cast(Any, packer), host_class))
 
 
 @functools.cache
-def _joined_class(packer: type[P], host_class: type[Any]) -> type[P]:
-    # types.new_class finds the metaclass: the hosts' base classes are abstract ones.
-    body = {"__module__": packer.__module__, "__doc__": packer.__doc__}
-    joined = types.new_class(
-        packer.__name__, (packer, host_class), exec_body=lambda ns: ns.update(body)
-    )
-    return cast(type[P], joined)
+def _joined_class(packer: Any, host_class: Any) -> Any:
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace.update(__module__=packer.__module__, __doc__=packer.__doc__)
+
+    # This finds the metaclass: the hosts' base classes are abstract ones.
+    return types.new_class(packer.__name__, (packer, host_class), exec_body=fill)
 
 
 def find_rule(name: enum.Enum | str, rules: dict[str, Rule]) -> tuple[str, Rule]:

@@ -4,7 +4,7 @@
 
 SkyRL's are the worker class, its iterators, `MegatronModelWrapper`, packing, losses, log-probs, DDP
 settings and optimizer. The worker is made without Ray and without a Megatron-Bridge model: its
-chunks are the tests' tiny GPT. `--case padded` turns packing off: rows are rectangles of samples.
+chunks are the tests' tiny GPT.
 
 The module is a plugin of pytest too, which prepares SkyRL's imports for SkyRL's own tests.
 """
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run(arguments: job.Arguments) -> None:
-    worker = make_worker(arguments.layout, packed=arguments.case != "padded")
+    worker = make_worker(arguments.layout)
     report = job.Report()
     job.count_shape_exchanges(report)
     record_rows(worker, report)
@@ -94,7 +94,7 @@ def one_step(worker: Any, data: Any, report: job.Report) -> None:
     report.grad_norms.append(float(worker.optim_step()))
 
 
-def make_worker(layout: Layout, *, packed: bool) -> Any:
+def make_worker(layout: Layout) -> Any:
     """SkyRL's policy worker with what its `init_model` sets, on the tests' chunks."""
     import torch
     from skyrl.backends.skyrl_train.distributed.megatron import (
@@ -107,7 +107,7 @@ def make_worker(layout: Layout, *, packed: bool) -> Any:
 
     megatron_utils.PackedSeqParams = packed_seq_params
     worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
-    worker.cfg = make_config(packed=packed)
+    worker.cfg = make_config()
     worker.actor_module = build_chunks(layout)
     worker.strategy = object.__new__(megatron_strategy.MegatronStrategy)
     worker.enable_router_replay = False
@@ -128,13 +128,13 @@ def make_worker(layout: Layout, *, packed: bool) -> Any:
     return worker
 
 
-def make_config(*, packed: bool) -> Any:
+def make_config() -> Any:
     from skyrl.train.config import TrainerConfig
 
     config = TrainerConfig()
     config.strategy = "megatron"
     config.max_tokens_per_microbatch = BUDGET
-    config.remove_microbatch_padding = packed
+    config.remove_microbatch_padding = True
     config.algorithm.temperature = 1.0
     # The KL term is a mean over micro-batches, so it depends on how samples are packed.
     config.algorithm.use_kl_loss = False
@@ -225,15 +225,18 @@ def packed_seq_params(total_tokens: int | None = None, **fields: Any) -> Any:
 
 
 def record_rows(worker: Any, report: job.Report) -> None:
-    """Add the tokens of each row of a training step on the first stage to the report."""
+    """Add the tokens of each row of a training step to the report."""
     from megatron.core import parallel_state
 
-    def record(module: Any, args: tuple[Any, ...]) -> None:
-        if module.training and report.row_tokens:
-            report.row_tokens[-1].append(args[0].numel())
+    cp = parallel_state.get_context_parallel_world_size()
 
-    if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
-        worker.actor_module[0].register_forward_pre_hook(record)
+    def record(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        # Later stages get the ids as they were before packing.
+        if module.training and report.row_tokens:
+            tokens = int(kwargs["packed_seq_params"].cu_seqlens_q[-1])
+            report.row_tokens[-1].append(tokens // cp)
+
+    worker.actor_module[0].register_forward_pre_hook(record, with_kwargs=True)
 
 
 def is_last_stage() -> bool:

@@ -1,0 +1,265 @@
+"""NeMo-RL's Megatron policy worker: `train` and `get_logprobs` on shards of its driver.
+
+    torchrun --nproc-per-node 2 -m tests.hosts.steps.nemo_rl OUT --layout pp=2 --patches nemo_rl
+
+NeMo-RL's are `shard_by_batch_size`, the worker's `train` and `get_logprobs`, its micro-batch
+iterators, packing, losses, log-probs and aggregation. The worker is made without Ray and without a
+Megatron-Bridge model: its chunk is the tests' tiny GPT, the optimizer Megatron's with NeMo-RL's
+settings. `--case natural` sets the option `pad_rows=False`.
+
+The module is a plugin of pytest too, which prepares NeMo-RL's imports for NeMo-RL's own tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+from unittest import mock
+
+from tests.hosts.steps import job
+from tools.hosting import import_stubs
+
+ABSENT = (
+    *("datasets", "fastapi", "google", "hydra", "megatron.bridge", "mlflow", "omegaconf"),
+    *("prometheus_client", "pynvml", "ray", "requests", "swanlab", "tensorboard", "tensordict"),
+    *("torchdata", "transfer_queue", "uvicorn", "vllm", "wandb", "zmq"),
+    "megatron.core.inference.config",
+    "megatron.core.inference.shards",
+    "megatron.core.transformer.moe.moe_logging",
+)
+# Names of later versions of Megatron-Core than 0.16.1, which a training step does not use.
+LATER_NAMES = {
+    "dist_checkpointing.strategies.torch": ["get_async_strategy"],
+    "distributed.fsdp.mcore_fsdp_adapter": [
+        "FullyShardedDataParallelV1",
+        "FullyShardedDataParallelV2",
+    ],
+    "inference.engines.dynamic_engine": ["EngineState"],
+    "inference.utils": ["device_memory_summary"],
+    "resharding.refit": ["prepare_swap_model_weights"],
+    "transformer.enums": ["InferenceCudaGraphScope"],
+}
+NUM_SAMPLES = 16
+WIDTH = 64
+BUDGET = 96
+PAD_MULTIPLE = 4
+
+
+def prepare() -> None:
+    """Make NeMo-RL importable here."""
+    import_stubs.install(*ABSENT)
+    job.import_host("nemo_rl")
+    # This module loads the package a second time.
+    importlib.import_module("transformers.processing_utils")
+    # Newer versions of transformers no longer have the fault that NeMo-RL's import corrects.
+    setattr(sys.modules["transformers"], "__version__", "5.11.0")  # noqa: B010 - a lazy module
+
+
+def pytest_configure() -> None:
+    prepare()
+
+
+def main() -> None:
+    arguments = job.parse_arguments()
+    from megapack import launch, patching
+
+    launch.quiet_known_warnings()
+    launch.start("cpu")
+    prepare()
+    for host in arguments.patches:
+        patching.apply(host)
+    if "nemo_rl" in arguments.patches:
+        from megapack.hosts import nemo_rl
+
+        nemo_rl.configure(layout=arguments.layout, pad_rows=arguments.case != "natural")
+    run(arguments)
+    launch.stop()
+
+
+def run(arguments: job.Arguments) -> None:
+    worker = make_worker(arguments.layout)
+    report = job.Report()
+    job.count_shape_exchanges(report)
+    record_rows(worker, report)
+    data = make_shard(arguments.layout)
+    logprobs = worker.get_logprobs(data=data)["logprobs"]
+    # Behind a row's last sample are log-probs of its padding.
+    report.logprobs = [
+        logprobs[i, : data["input_lengths"][i]].tolist() for i in data["sample"].argsort()
+    ]
+    report.more["forward_exchanges"] = report.num_shape_exchanges
+    for _ in range(arguments.steps):
+        job.timed(report, lambda: one_step(worker, data, report))
+    report.params_sum = sum(p.double().abs().sum().item() for p in worker.model.parameters())
+    job.write(report, arguments.folder)
+
+
+def one_step(worker: Any, data: Any, report: job.Report) -> None:
+    from nemo_rl.algorithms.loss import ClippedPGLossFn
+    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig
+
+    report.row_tokens.append([])
+    metrics = worker.train(data, ClippedPGLossFn(ClippedPGLossConfig()), gbs=NUM_SAMPLES, mbs=1)
+    report.losses.append(metrics["global_loss"].item())
+    report.grad_norms.append(metrics["grad_norm"].item())
+    report.num_microbatches.append(len(data.micro_batch_lengths[0]))
+
+
+def make_worker(layout: Any) -> Any:
+    """NeMo-RL's policy worker with what its `__init__` sets, on the tests' chunk."""
+    for module, names in LATER_NAMES.items():
+        loaded = importlib.import_module(f"megatron.core.{module}")
+        for name in names:
+            if not hasattr(loaded, name):
+                setattr(loaded, name, None)
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from nemo_rl.models.megatron import data
+    from nemo_rl.models.policy.workers import megatron_policy_worker as workers
+
+    data.PackedSeqParams = packed_seq_params
+    worker = object.__new__(workers.MegatronPolicyWorkerImpl)
+    worker.model = build_chunk(layout)
+    torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)
+    torch.cuda.get_device_name = lambda *_: "cpu"
+    groups = types.SimpleNamespace(mp=parallel_state.get_model_parallel_group())
+    workers.get_pg_collection = lambda model: groups
+    workers.logical_and_across_model_parallel_group = lambda value, mp_group: value
+    workers.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
+    worker.cfg = make_config(layout)
+    worker.timer = mock.MagicMock()
+    worker.dp_size = layout.dp
+    worker.dtype = torch.float32
+    worker.mcore_state = types.SimpleNamespace(straggler_timer=None)
+    worker.megatron_cfg = types.SimpleNamespace(optimizer=None)
+    worker.should_disable_forward_pre_hook = False
+    worker._first_train_step_forward_pre_hook_disabled = False
+    worker._router_replay_enabled = False
+    worker.media_placeholder_token_id = None
+    worker.draft_model = None
+    worker.sampling_params = None
+    worker.defer_fp32_logits = False
+    for name in ("pack_to_model", "mtp_loss_mask_to_model"):
+        setattr(worker, f"delegate_{name}", False)
+    worker.model_slices_context_parallel_inputs = False
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=1.0)
+    worker.optimizer = get_megatron_optimizer(settings, [worker.model])
+    worker.optimizer.grad_norms_by_group = {}
+    worker.scheduler = OptimizerParamScheduler(
+        worker.optimizer,
+        init_lr=1e-2,
+        max_lr=1e-2,
+        min_lr=1e-2,
+        lr_warmup_steps=0,
+        lr_decay_steps=1000,
+        lr_decay_style="constant",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=1000,
+        wd_incr_style="constant",
+    )
+    return worker
+
+
+def make_config(layout: Any) -> dict[str, Any]:
+    """The parts of NeMo-RL's policy config that a step reads."""
+    return {
+        "sequence_packing": {"enabled": True},
+        "dynamic_batching": {"enabled": False},
+        "logprob_batch_size": 1,
+        "make_sequence_length_divisible_by": PAD_MULTIPLE,
+        "megatron_cfg": {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "context_parallel_size": layout.cp,
+            "sequence_parallel": False,
+            "empty_unused_memory_level": 0,
+        },
+    }
+
+
+def build_chunk(layout: Any) -> Any:
+    """The tests' chunk with the settings that NeMo-RL gives to its models."""
+    from megapack.model import build
+    from tests.dist import setup
+
+    own_config = build.transformer_config
+
+    def transformer_config(*args: Any) -> Any:
+        config = own_config(*args)
+        # Megatron's defaults, which NeMo-RL keeps.
+        config.variable_seq_lengths = False
+        config.deallocate_pipeline_outputs = False
+        return config
+
+    with mock.patch.object(build, "transformer_config", transformer_config):
+        (chunk,) = setup.build_chunks(layout)
+    return chunk
+
+
+def make_shard(layout: Any) -> Any:
+    """This data-parallel rank's shard of one batch, which is the same on every layout."""
+    import torch
+    from megatron.core import parallel_state
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    from tests.dist import problem
+
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(8, WIDTH + 1, (NUM_SAMPLES,), generator=generator)
+    prompts = (lengths * torch.rand(NUM_SAMPLES, generator=generator) / 2).long()
+    places = torch.arange(WIDTH)
+    is_response = (places >= prompts[:, None]) & (places < lengths[:, None])
+    shape = (NUM_SAMPLES, WIDTH)
+    tokens = torch.randint(0, problem.VOCAB_SIZE, shape, generator=generator)
+    old = torch.randn(shape, generator=generator) - 4.6
+    batch = BatchedDataDict(
+        {
+            "input_ids": tokens * (places < lengths[:, None]),
+            "input_lengths": lengths,
+            "token_mask": is_response.float(),
+            "sample_mask": torch.ones(NUM_SAMPLES),
+            "advantages": torch.randn(NUM_SAMPLES, 1, generator=generator).expand(shape),
+            "prev_logprobs": old,
+            "generation_logprobs": old,
+            "reference_policy_logprobs": torch.randn(shape, generator=generator) - 4.6,
+            "sample": torch.arange(NUM_SAMPLES),
+        }
+    )
+    shards, _ = batch.shard_by_batch_size(
+        layout.dp,
+        batch_size=NUM_SAMPLES,
+        sequence_packing_args={
+            "algorithm": "modified_first_fit_decreasing",
+            "input_key": "input_ids",
+            "input_lengths_key": "input_lengths",
+            "sequence_length_pad_multiple": PAD_MULTIPLE,
+            "max_tokens_per_microbatch": BUDGET,
+        },
+    )
+    return shards[parallel_state.get_data_parallel_rank()]
+
+
+def packed_seq_params(total_tokens: int | None = None, **fields: Any) -> Any:
+    """Megatron-Core 0.16.1's class, which has no `total_tokens` yet; Mamba layers read it."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(**fields)
+
+
+def record_rows(worker: Any, report: job.Report) -> None:
+    """Add the tokens of each row of a training step to the report."""
+
+    def record(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if module.training and report.row_tokens:
+            report.row_tokens[-1].append(kwargs["input_ids"].numel())
+
+    worker.model.register_forward_pre_hook(record, with_kwargs=True)
+
+
+if __name__ == "__main__":
+    main()

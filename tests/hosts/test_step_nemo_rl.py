@@ -1,0 +1,84 @@
+"""NeMo-RL's own policy worker and tests on a CPU, with and without patches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.suites import run_suite
+
+pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
+
+WORLD = 2
+OURS = ("nemo_rl", "megatron_core")
+Ranks = list[Report]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """NeMo-RL's own step on one rank."""
+    (report,) = run_step("nemo_rl", tmp_path_factory.mktemp("one"), layout="dp=1", world=1)
+    return report
+
+
+def run(
+    folder: Path, layout: str, patches: tuple[str, ...] = (), case: str = "", steps: int = 2
+) -> Ranks:
+    return run_step(
+        "nemo_rl", folder, layout=layout, world=WORLD, patches=patches, case=case, steps=steps
+    )
+
+
+def assert_same_training(ranks: Ranks, alone: Report) -> None:
+    for rank in ranks:
+        assert rank.losses == pytest.approx(alone.losses, abs=3e-6)
+        assert rank.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "cp=2"])
+def test_losses_gradients_and_logprobs_are_those_without_patches(
+    tmp_path: Path, alone: Report, layout: str
+) -> None:
+    without = run(tmp_path / "without", layout)
+    patched = run(tmp_path / "with", layout, OURS, case="natural")
+    assert_same_training(without, alone)
+    assert_same_training(patched, alone)
+    assert not without[0].patched
+    assert len(patched[0].patched) == 5
+    sums = [sorted(sum(row) for rank in ranks for row in rank.logprobs) for ranks in (
+        without, patched
+    )]  # fmt: skip
+    assert sums[1] == pytest.approx(sums[0], abs=2e-3)
+
+
+def test_rows_of_a_pipeline_stay_as_long_as_they_are(tmp_path: Path, alone: Report) -> None:
+    padded = run(tmp_path / "padded", "pp=2")
+    natural = run(tmp_path / "natural", "pp=2", OURS, case="natural")
+    assert_same_training(natural, alone)
+    for own, row_tokens in zip(padded, natural, strict=True):
+        assert len(set(own.row_tokens[0])) == 1
+        assert len(set(row_tokens.row_tokens[0])) > 1
+        # All samples, without more padding than that of each sample.
+        assert sum(row_tokens.row_tokens[0]) == sum(alone.row_tokens[0])
+        assert sum(own.row_tokens[0]) > sum(row_tokens.row_tokens[0])
+        assert row_tokens.num_shape_exchanges == 0
+
+
+def test_without_planned_shapes_megatron_exchanges_them(tmp_path: Path, alone: Report) -> None:
+    ranks = run(tmp_path, "pp=2", ("nemo_rl",), case="natural")
+    assert_same_training(ranks, alone)
+    assert all(rank.num_shape_exchanges > 0 for rank in ranks)
+
+
+def test_nemo_rls_own_tests_pass_on_the_packers(tmp_path: Path) -> None:
+    outcome = run_suite(
+        "nemo_rl",
+        tmp_path,
+        [
+            "tests/unit/data/packing/test_algorithms.py",
+            "tests/unit/distributed/test_batched_data_dict.py",
+        ],
+    )
+    assert outcome == "99 passed"

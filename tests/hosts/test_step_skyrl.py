@@ -1,0 +1,86 @@
+"""SkyRL's own Megatron worker and tests on a CPU, with and without patches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.suites import run_suite
+
+pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
+
+WORLD = 2
+OURS = ("skyrl", "megatron_core")
+Ranks = list[Report]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """SkyRL's own step on one rank."""
+    (report,) = run_step("skyrl", tmp_path_factory.mktemp("one"), layout="dp=1", world=1)
+    return report
+
+
+def run(folder: Path, layout: str, patches: tuple[str, ...] = ()) -> Ranks:
+    return run_step("skyrl", folder, layout=layout, world=WORLD, patches=patches)
+
+
+def assert_same(ranks: Ranks, alone: Report) -> None:
+    for rank in ranks:
+        assert rank.losses == pytest.approx(alone.losses, abs=1e-5)
+        assert rank.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)
+    own = sorted(sum(row) for row in alone.logprobs)
+    # Context-parallel ranks both have all samples.
+    found = sorted(sum(row) for rank in ranks for row in rank.logprobs)
+    copies = len(found) // len(own)
+    assert found[::copies] == pytest.approx(own, abs=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "cp=2"])
+def test_losses_gradients_and_logprobs_are_those_without_patches(
+    tmp_path: Path, alone: Report, layout: str
+) -> None:
+    without = run(tmp_path / "without", layout)
+    patched = run(tmp_path / "with", layout, OURS)
+    assert_same(without, alone)
+    assert_same(patched, alone)
+    assert not without[0].patched
+    assert len(patched[0].patched) == 3
+    assert all(rank.num_shape_exchanges == 0 for rank in patched)
+    if layout == "pp=2":
+        assert all(rank.num_shape_exchanges > 0 for rank in without)
+
+
+def test_interleaved_stages_run_right(tmp_path: Path, alone: Report) -> None:
+    """Without patches SkyRL's 5 micro-batches are refused by Megatron: 5 % 2 is 1."""
+    ranks = run(tmp_path, "pp=2,vpp=2", OURS)
+    assert_same(ranks, alone)
+    for rank in ranks:
+        assert rank.num_shape_exchanges == 0
+        assert all(count % 2 == 0 for count in rank.num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("patches", "says"),
+    [((), "remainder of M"), (("skyrl",), "split_with_sizes")],
+)
+def test_interleaved_stages_need_both_patches(
+    tmp_path: Path, patches: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(AssertionError, match=says):
+        run(tmp_path, "pp=2,vpp=2", patches)
+
+
+def test_skyrls_own_tests_pass_on_the_packers(tmp_path: Path) -> None:
+    folder = "tests/backends/skyrl_train"
+    outcome = run_suite(
+        "skyrl",
+        tmp_path,
+        [
+            f"{folder}/test_token_based_batching_utils.py",
+            f"{folder}/distributed/test_bin_packing.py",
+        ],
+    )
+    assert outcome == "32 passed"
