@@ -13,7 +13,6 @@ from typing import Any
 
 from megapack import Layout, launch, patching
 from tests.hosts.steps.job import (
-    Arguments,
     Report,
     count_shape_exchanges,
     import_host,
@@ -62,8 +61,8 @@ def main() -> None:
 
 
 def _import_swift(folder: str) -> None:
-    import megatron.core.models.gpt
-    import transformers  # noqa: F401 - both before the stubs, which they take for packages
+    import megatron.core.models.gpt  # noqa: F401
+    import transformers  # noqa: F401 - both before the stubs, which they take for real ones
 
     import_host("ms_swift")
     sys.path.append(str(installed("binpacking==2.0.1")))
@@ -83,6 +82,8 @@ def run_one(trainer: Any, train: Any, val: Any, report: Report) -> None:
         report.more["eval_losses"].append(float(metrics["loss"]))
     for model in trainer.wrapped_models:
         model.train()
+    # A report's rows are those of training.
+    report.more.setdefault("forward_rows", []).append(report.row_tokens.pop())
     report.row_tokens.append([])
     timed(report, lambda: trainer.run_train_step(train, val))
     logged = trainer._last_logged_metrics
@@ -125,7 +126,8 @@ def make_models(layout: Layout, report: Report) -> list[Any]:
 
     class CpuModel(GPTModel):  # type: ignore[misc]
         def forward(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            report.row_tokens[-1].append(input_ids.numel())
+            if not self.vp_stage:  # the first chunk of a stage: all get the same rows
+                report.row_tokens[-1].append(input_ids.numel())
             return super().forward(input_ids, *args, **kwargs)
 
     initialize_parallel(layout, problem.SEED)

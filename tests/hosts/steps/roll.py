@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.hosts.steps.roll OUT --layout pp=2,vpp=2 --case packed
 
-Cases: `packed` (sequence packing with load_balance), `padded` (dynamic batching). `tight` after
-either sets a budget under which the host's own packer goes over it.
+Cases: `packed` (sequence packing with load_balance), `padded` (dynamic batching), `packed_tight`
+with a budget that ROLL's own packer goes over.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def run_one(worker: Any, data: Any, args: Arguments, report: Report) -> None:
     found = inspect.unwrap(worker_class.compute_log_probs)(worker, infer).batch
     if worker.rank_info.is_pipeline_last_stage:
         report.logprobs.append(in_order(found["log_probs"], infer.batch["prompt_id"]))
+    # A report's rows are those of training.
+    report.more.setdefault("forward_rows", []).append(report.row_tokens.pop())
     report.row_tokens.append([])
     losses: list[float] = []
 
@@ -93,6 +95,7 @@ def run_one(worker: Any, data: Any, args: Arguments, report: Report) -> None:
     worker.loss_func = loss_func
     step = inspect.unwrap(worker_class.train_step)
     metrics = timed(report, lambda: step(worker, train).meta_info["metrics"])
+    report.num_microbatches.append(len(report.row_tokens[-1]))
     if losses:
         report.losses.append(sum(losses))
     (grad_norm,) = metrics["actor_train/grad_norm"]
@@ -185,7 +188,6 @@ def make_models(layout: Layout, report: Report) -> Any:
     import torch
     from mcore_adapter.models.model_config import McaModelConfig
     from mcore_adapter.models.model_factory import McaGPTModel, VirtualModels
-
     from megatron.core import parallel_state
 
     from megapack.model import initialize_parallel
@@ -199,7 +201,8 @@ def make_models(layout: Layout, report: Report) -> Any:
             return spec
 
         def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-            report.row_tokens[-1].append(input_ids.numel())
+            if not self.vp_stage:  # the first chunk of a stage: all get the same rows
+                report.row_tokens[-1].append(input_ids.numel())
             output = super().forward(input_ids=input_ids, **kwargs)
             # ROLL's log-probs overwrite fp32 logits; of others, bf16 or fp64, they make a copy.
             return output.double() if self.post_process else output
