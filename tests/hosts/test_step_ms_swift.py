@@ -59,7 +59,9 @@ def test_rows_are_the_planners_packs_and_their_shapes_are_not_exchanged(
         replicas = reports if layout == "dp=2" else reports[:1]
         rows = [tokens for report in replicas for tokens in report.row_tokens[step]]
         assert sorted(rows) == sorted(packs)
-        assert all(len(report.row_tokens[step]) == report.num_microbatches[step] for report in reports)
+        assert all(
+            len(report.row_tokens[step]) == report.num_microbatches[step] for report in reports
+        )
 
 
 def test_ms_swift_alone_exchanges_shapes_and_has_less_even_packs(

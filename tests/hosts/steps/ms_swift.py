@@ -42,8 +42,8 @@ def main() -> None:
     report = Report()
     _import_swift(str(args.folder))
     launch.start("cpu")
-    if args.patches:
-        patching.apply(*args.patches)
+    for host in args.patches:
+        patching.apply(host)
     trainer = make_trainer(args.layout, report)
     count_shape_exchanges(report)
     train_packs = make_packs(trainer.template)

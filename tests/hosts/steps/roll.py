@@ -49,7 +49,8 @@ def main() -> None:
     report = Report()
     _import_roll(args.folder)
     launch.start("cpu")
-    patching.apply(*args.patches) if args.patches else None
+    for host in args.patches:
+        patching.apply(host)
     worker = make_worker(args, report)
     count_shape_exchanges(report)
     data = make_batch(args)

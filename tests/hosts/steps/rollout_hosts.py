@@ -15,6 +15,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import warnings
@@ -36,7 +37,7 @@ from tools.hosting.sources import source
 ROLLOUTS_PER_STEP = 16
 BUDGET = 128
 LEARNING_RATE = 1e-3
-_PAD_MULTIPLE = 16
+PAD_MULTIPLE = 16
 
 # What a CPU run of the step does not need: engines, trackers, servers, kernels, converters.
 _ABSENT = (
@@ -70,6 +71,9 @@ def start(host: str) -> Arguments:
     # Behind the installed Megatron-Core: from the source tree only `megatron.training` is taken.
     sys.path.append(str(source("megatron_lm")))
     import_host(host)
+    # Its compiled functions ask torch for triton when they are imported, which must not find a
+    # stand-in.
+    importlib.import_module("megatron.core.pipeline_parallel")
     import_stubs.install(*_ABSENT)
     _replace_ray()
     _replace_cuda_queries()
@@ -133,7 +137,7 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         pipeline_model_parallel_size=layout.pp,
         tensor_model_parallel_size=layout.tp,
         context_parallel_size=layout.cp,
-        data_pad_size_multiplier=_PAD_MULTIPLE,
+        data_pad_size_multiplier=PAD_MULTIPLE,
         qkv_format="thd",
         seq_length=4096,
         rollout_data_transport="object-store",
@@ -372,6 +376,10 @@ def note_reference(
     )
     report.more["reference_loss"] = loss
     report.more["reference_grad_norm"] = grad_norm
+    # What the hosts divide by under `tokens`, over what they should divide by.
+    num_tokens = sum(sum(sample.loss_mask) for sample in first)
+    num_removed = sum(sample.remove_sample for sample in first)
+    report.more["removed_share"] = num_tokens / (num_tokens + num_removed)
 
 
 def note_result(report: Report, chunks: Sequence[Any], logged: Sequence[dict[str, Any]]) -> None:
