@@ -39,14 +39,7 @@ def logprobs(reports: list[Report]) -> np.ndarray:
     return np.sum([report.logprobs for report in reports if report.logprobs], axis=0)
 
 
-CASES = [
-    ("packed", "dp=2"),
-    ("packed", "pp=2"),
-    ("packed", "pp=2,vpp=2"),
-    ("padded", "dp=2"),
-    ("padded", "pp=2"),
-    ("padded", "pp=2,vpp=2"),
-]
+CASES = [("packed", "dp=2"), ("packed", "pp=2,vpp=2"), ("padded", "pp=2"), ("padded", "pp=2,vpp=2")]
 
 
 @pytest.mark.parametrize(("case", "layout"), CASES)

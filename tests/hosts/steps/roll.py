@@ -39,7 +39,16 @@ SMALL = ("tensordict==0.10.0", "pyvers==0.1.0", "codetiming==1.4.0")
 ABSENT = (
     *("ray", "datasets", "peft", "accelerate", "trl"),
     *("modelscope", "wandb", "vllm", "transfer_queue", "cloudpickle", "omegaconf", "requests"),
-    *("opentelemetry", "grpc", "google", "psutil", "pybase64", "imageio", "dacite"),
+    *(
+        "opentelemetry",
+        "grpc",
+        "google",
+        "psutil",
+        "pybase64",
+        "imageio",
+        "dacite",
+        "more_itertools",
+    ),
 )
 
 
