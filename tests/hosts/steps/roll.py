@@ -237,6 +237,7 @@ def make_models(layout: Layout, report: Report) -> Any:
         variable_seq_lengths=layout.pp > 1,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
+        bias_activation_fusion=False,  # torch.compile takes longer than the steps
         **{name: value for name, value in settings.items() if "optimizer" not in name},
     )
     report.more["deallocates"] = config.deallocate_pipeline_outputs
