@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.hosts.steps.roll OUT --layout pp=2,vpp=2 --case packed
 
-Cases: `packed` (sequence packing with load_balance), `padded` (dynamic batching). `tight` after
-either sets a budget under which the host's own packer goes over it.
+Cases: `packed` (sequence packing with load_balance), `padded` (dynamic batching), `packed_tight`
+with a budget that ROLL's own packer goes over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,16 @@ SMALL = ("tensordict==0.10.0", "pyvers==0.1.0", "codetiming==1.4.0")
 ABSENT = (
     *("ray", "datasets", "peft", "accelerate", "trl"),
     *("modelscope", "wandb", "vllm", "transfer_queue", "cloudpickle", "omegaconf", "requests"),
-    *("opentelemetry", "grpc", "google", "psutil", "pybase64", "imageio", "dacite"),
+    *(
+        "opentelemetry",
+        "grpc",
+        "google",
+        "psutil",
+        "pybase64",
+        "imageio",
+        "dacite",
+        "more_itertools",
+    ),
 )
 
 
@@ -49,7 +58,8 @@ def main() -> None:
     report = Report()
     _import_roll(args.folder)
     launch.start("cpu")
-    patching.apply(*args.patches) if args.patches else None
+    for host in args.patches:
+        patching.apply(host)
     worker = make_worker(args, report)
     count_shape_exchanges(report)
     data = make_batch(args)
@@ -81,6 +91,8 @@ def run_one(worker: Any, data: Any, args: Arguments, report: Report) -> None:
     found = inspect.unwrap(worker_class.compute_log_probs)(worker, infer).batch
     if worker.rank_info.is_pipeline_last_stage:
         report.logprobs.append(in_order(found["log_probs"], infer.batch["prompt_id"]))
+    # A report's rows are those of training.
+    report.more.setdefault("forward_rows", []).append(report.row_tokens.pop())
     report.row_tokens.append([])
     losses: list[float] = []
 
@@ -93,6 +105,7 @@ def run_one(worker: Any, data: Any, args: Arguments, report: Report) -> None:
     worker.loss_func = loss_func
     step = inspect.unwrap(worker_class.train_step)
     metrics = timed(report, lambda: step(worker, train).meta_info["metrics"])
+    report.num_microbatches.append(len(report.row_tokens[-1]))
     if losses:
         report.losses.append(sum(losses))
     (grad_norm,) = metrics["actor_train/grad_norm"]
@@ -198,7 +211,8 @@ def make_models(layout: Layout, report: Report) -> Any:
             return spec
 
         def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-            report.row_tokens[-1].append(input_ids.numel())
+            if not self.vp_stage:  # the first chunk of a stage: all get the same rows
+                report.row_tokens[-1].append(input_ids.numel())
             output = super().forward(input_ids=input_ids, **kwargs)
             # ROLL's log-probs overwrite fp32 logits; of others, bf16 or fp64, they make a copy.
             return output.double() if self.post_process else output
@@ -223,6 +237,7 @@ def make_models(layout: Layout, report: Report) -> Any:
         variable_seq_lengths=layout.pp > 1,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
+        bias_activation_fusion=False,  # torch.compile takes longer than the steps
         **{name: value for name, value in settings.items() if "optimizer" not in name},
     )
     report.more["deallocates"] = config.deallocate_pipeline_outputs
