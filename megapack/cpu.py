@@ -187,6 +187,12 @@ def _keep_split_sizes(token_dispatcher: Any) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
+def _name_absent_gemm(moe_utils: Any) -> None:
+    """Routers read a name that 0.16 binds only if Transformer Engine imports."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def _use_compiled_helpers(utils: Any) -> None:
     """Keep data sets' helpers in C++ that are compiled already, as those of a wheel are."""
     compile_helpers = utils.compile_helpers
@@ -223,6 +229,7 @@ _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer.clip_grads": _use_local_scaling,
     "megatron.core.optimizer.optimizer": _use_local_scaling,
     "megatron.core.transformer.moe.token_dispatcher": _keep_split_sizes,
+    "megatron.core.transformer.moe.moe_utils": _name_absent_gemm,
     "megatron.core.datasets.utils": _use_compiled_helpers,
     "megatron.legacy.fused_kernels": _compile_no_kernels,
     "megatron.training.initialize": _start_without_cuda,

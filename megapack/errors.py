@@ -68,6 +68,11 @@ class HostAssertionError(PlanError, AssertionError):
     AssertionError both catch it."""
 
 
+class HostRuntimeError(PlanError, RuntimeError):
+    """An input that the host itself refuses with a RuntimeError. Handlers of PlanError and of
+    RuntimeError both catch it."""
+
+
 class DataError(MegapackError, ValueError):
     """Input data (samples, files, batches) that cannot be used."""
 

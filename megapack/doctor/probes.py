@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from megapack.base.apex import OTHER_APEX, find_apex
 from megapack.base.gpu_environment import ALLOCATOR, ALLOCATORS, CONNECTIONS, EXPANDABLE
 from megapack.base.te import refuse_broken_te
-from megapack.doctor.versions import check_version, engine_note
+from megapack.doctor.versions import check_version, engine_note, freed_while_sent
 
 _ON = ("1", "true", "yes", "y", "on")
 _OFF = ("0",)
@@ -283,6 +283,7 @@ def _megatron(diagnosis: Diagnosis) -> None:
     version = str(megatron.core.__version__)
     diagnosis.found = f"megatron-core {version}, {os.path.dirname(megatron.core.__file__)}"
     diagnosis.faults, diagnosis.notes = check_version("megatron-core", version)
+    diagnosis.notes += freed_while_sent(version)
 
 
 def _attention(diagnosis: Diagnosis) -> None:

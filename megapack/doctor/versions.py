@@ -39,6 +39,22 @@ def check_version(package: str, version: str) -> tuple[list[str], list[str]]:
     return [f"version {version}; install {package}{required}"], []
 
 
+def freed_while_sent(version: str) -> list[str]:
+    """A note if this megatron-core frees outputs of interleaved stages before they are sent.
+
+    Read in 0.16.1, 0.17.1 (they free at once), 0.18.2 and 0.19.2 (they wait for the send).
+    """
+    from packaging.version import Version
+
+    if Version(version).release >= (0, 18):
+        return []
+    return [
+        f"virtual pipeline stages of megatron-core {version} free an output while it is being "
+        "sent: over gloo they train wrongly; set config.deallocate_pipeline_outputs=False, or "
+        "apply the patch megatron_core, or install 0.18.2"
+    ]
+
+
 def engine_note(version: str) -> list[str]:
     """A note if megatron-core's metadata does not name this version of Transformer Engine.
 

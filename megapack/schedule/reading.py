@@ -2,10 +2,11 @@
 
 A stage must know the length of a row before it can receive it, and the host's forward step is where
 the length becomes known: it draws a batch, pads and slices it, and calls the model. So the forward
-step is called once per micro-batch on copies of the batches, and left when it calls the model:
+step is called once per micro-batch on copies of the batches, and left when it calls the model. The
+stage that has the embedding does so; the others are told.
 
     shapes, iterators = read_row_shapes(forward_step_func, data_iterator, chunks, 8, ...)
-    shapes[3]          # (tokens, batch size) of micro-batch 3, or None if it has no input_ids
+    shapes[3]          # (tokens, batch size) of micro-batch 3, or None if it is not known here
 
 Afterwards the host's iterators give the same batches again. What a forward step does before it
 calls the model happens twice; environment variables that it sets are restored, and so is the state
@@ -84,6 +85,11 @@ def read_row_shapes(
         A shape per micro-batch, None where the forward step does not give the model `input_ids` and
         on stages without an embedding; and `data_iterator` or its replacement.
     """
+    wrappers = _wrappers(chunks[0])
+    # Later stages ignore the ids, so that hosts may leave them as they were before packing there:
+    # SkyRL gives two samples of 64 positions, [2, 64], for a row of 86 tokens, [1, 86].
+    if not getattr(wrappers[-1], "pre_process", True):
+        return [None] * num_microbatches, data_iterator
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     own = iterators[0]
     if hasattr(own, "__next__"):
@@ -93,7 +99,7 @@ def read_row_shapes(
     else:
         replayed = None
         reader = copy.copy(own)
-    with torch.no_grad(), _leaving(chunks[0]), _same_environment(), keeping():
+    with torch.no_grad(), _leaving(wrappers), _same_environment(), keeping():
         ids = [_input_ids(forward_step_func, reader, chunks[0]) for _ in range(num_microbatches)]
     if replayed is not None:
         replayed.is_reading = False
@@ -109,20 +115,20 @@ def _input_ids(forward_step_func: Callable[..., Any], reader: Any, chunk: Any) -
     return None
 
 
-@contextlib.contextmanager
-def _leaving(chunk: torch.nn.Module) -> Iterator[None]:
-    """Within the block, a call of the chunk, or of what it wraps, raises `_Left`."""
-
+def _wrappers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The chunk, what it wraps, and so on to the model itself."""
     wrappers = [chunk]
     while isinstance(inner := getattr(wrappers[-1], "module", None), torch.nn.Module):
         wrappers.append(inner)
-    # Later stages ignore the ids, so that hosts may leave them as they were before packing there:
-    # SkyRL gives two samples of 64 positions, [2, 64], for a row of 86 tokens, [1, 86].
-    has_embedding = getattr(wrappers[-1], "pre_process", True)
+    return wrappers
+
+
+@contextlib.contextmanager
+def _leaving(wrappers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within the block, a call of one of the modules raises `_Left`."""
 
     def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        raise _Left(ids if has_embedding else None)
+        raise _Left(kwargs.get("input_ids", args[0] if args else None))
 
     # First of all hooks: DDP's own start to gather parameters.
     hooks = [
@@ -152,7 +158,7 @@ def _row_shape(input_ids: Any, sequence_shards: int) -> RowShape | None:
     """(tokens, batch size) of hidden states, from ids [batch size, tokens]."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         return None
-    # verl packs samples into a row on the first stage only; later ones are given the samples.
+    # verl's nested tensor of samples is packed inside the model's call.
     if input_ids.is_nested:
         return None
     batch_size, num_tokens = input_ids.shape

@@ -115,7 +115,9 @@ def class_for_host(packer: type[P], module: str, name: str) -> type[P]:
 def _joined_class(packer: type[P], host_class: type[Any]) -> type[P]:
     # types.new_class finds the metaclass: the hosts' base classes are abstract ones.
     body = {"__module__": packer.__module__, "__doc__": packer.__doc__}
-    joined = types.new_class(packer.__name__, (packer, host_class), exec_body=lambda ns: ns.update(body))
+    joined = types.new_class(
+        packer.__name__, (packer, host_class), exec_body=lambda ns: ns.update(body)
+    )
     return cast(type[P], joined)
 
 

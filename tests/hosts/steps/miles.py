@@ -67,7 +67,7 @@ def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) 
     """The log-probs, the advantages and the optimizer steps of one rollout."""
     from miles.backends.megatron_utils import model
     from miles.backends.training_utils import data, log_utils
-    from miles.backends.training_utils.cp_utils import all_gather_with_cp
+    from miles.backends.training_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
     from miles.backends.training_utils.loss import compute_advantages_and_returns
 
     rollout_data, _ = data.get_rollout_data(actor.args, refs)
@@ -81,7 +81,10 @@ def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) 
     )
     rollout_data.update(outputs)
     rollout_hosts.note_logprobs(report, rollout_data, num_samples, all_gather_with_cp)
+    if actor.args.advantage_estimator == "ppo":
+        rollout_hosts.add_values(rollout_data, slice_log_prob_with_cp)
     compute_advantages_and_returns(actor.args, rollout_data)
+    rollout_hosts.note_advantages(report, rollout_data, all_gather_with_cp)
     model.train(
         *(0, actor.model, actor.optimizer, actor.opt_param_scheduler, iterators, counts, rollouts),
         witness_info=None,

@@ -5,7 +5,8 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     tokens      calculate_per_token_loss: every token of a step counts the same
     fanout      rollouts have 1 to 3 samples
     removed     every seventh sample has remove_sample set: none of its tokens counts
-    ppo         the advantages of PPO, from random values
+    short       samples have 6 to 16 tokens
+    ppo         PPO's advantages, from made-up values of a critic
     experts     the model has experts with a balancing loss, and only that loss trains
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
     narrow      half of the budget: the same samples in more rows
@@ -14,6 +15,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import warnings
@@ -35,7 +37,7 @@ from tools.hosting.sources import source
 ROLLOUTS_PER_STEP = 16
 BUDGET = 128
 LEARNING_RATE = 1e-3
-_PAD_MULTIPLE = 16
+PAD_MULTIPLE = 16
 
 # What a CPU run of the step does not need: engines, trackers, servers, kernels, converters.
 _ABSENT = (
@@ -69,6 +71,9 @@ def start(host: str) -> Arguments:
     # Behind the installed Megatron-Core: from the source tree only `megatron.training` is taken.
     sys.path.append(str(source("megatron_lm")))
     import_host(host)
+    # Its compiled functions ask torch for triton when they are imported, which must not find a
+    # stand-in.
+    importlib.import_module("megatron.core.pipeline_parallel")
     import_stubs.install(*_ABSENT)
     _replace_ray()
     _replace_cuda_queries()
@@ -132,7 +137,7 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         pipeline_model_parallel_size=layout.pp,
         tensor_model_parallel_size=layout.tp,
         context_parallel_size=layout.cp,
-        data_pad_size_multiplier=_PAD_MULTIPLE,
+        data_pad_size_multiplier=PAD_MULTIPLE,
         qkv_format="thd",
         seq_length=4096,
         rollout_data_transport="object-store",
@@ -204,6 +209,8 @@ def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
         reward = 0.0 if "experts" in case else rng.gauss(0.0, 1.0)
         for _ in range(count):
             length = min(120, max(6, int(rng.lognormvariate(3.2, 0.7))))
+            if "short" in case:
+                length = rng.randint(6, 16)
             response = rng.randint(1, length - 2)
             sample = sample_class(
                 group_index=rollout // 4,
@@ -318,6 +325,36 @@ def note_logprobs(
         report.logprobs[int(index)] = gather(values, total, response).tolist()
 
 
+def add_values(rollout_data: Any, cut: Callable[..., Any]) -> None:
+    """What a critic would have said of each response token: numbers that the sample decides.
+
+    Args:
+        cut: the host's function that takes a context-parallel rank's part of a response.
+    """
+    import torch
+
+    if "log_probs" not in rollout_data:
+        return
+    fields = (rollout_data[name] for name in ("total_lengths", "response_lengths"))
+    rollout_data["values"] = [
+        cut(torch.sin(torch.arange(response) + float(index)), total, response)
+        for index, total, response in zip(rollout_data["sample_indices"], *fields, strict=True)
+    ]
+
+
+def note_advantages(report: Report, rollout_data: Any, gather: Callable[..., Any]) -> None:
+    """The sum of each sample's advantages, by sample."""
+    if "advantages" not in rollout_data:
+        return
+    fields = (rollout_data[name] for name in ("advantages", "total_lengths", "response_lengths"))
+    report.more["advantages"] = {
+        int(index): float(gather(values, total, response).sum())
+        for index, values, total, response in zip(
+            rollout_data["sample_indices"], *fields, strict=True
+        )
+    }
+
+
 def note_reference(
     report: Report, args: Any, chunks: Sequence[Any], samples: Sequence[Any], part: Any
 ) -> None:
@@ -339,6 +376,10 @@ def note_reference(
     )
     report.more["reference_loss"] = loss
     report.more["reference_grad_norm"] = grad_norm
+    # What the hosts divide by under `tokens`, over what they should divide by.
+    num_tokens = sum(sum(sample.loss_mask) for sample in first)
+    num_removed = sum(sample.remove_sample for sample in first)
+    report.more["removed_share"] = num_tokens / (num_tokens + num_removed)
 
 
 def note_result(report: Report, chunks: Sequence[Any], logged: Sequence[dict[str, Any]]) -> None:

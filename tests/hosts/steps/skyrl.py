@@ -96,6 +96,7 @@ def one_step(worker: Any, data: Any, report: job.Report) -> None:
 
 def make_worker(layout: Layout, *, packed: bool) -> Any:
     """SkyRL's policy worker with what its `init_model` sets, on the tests' chunks."""
+    import torch
     from skyrl.backends.skyrl_train.distributed.megatron import (
         megatron_strategy,
         megatron_utils,
@@ -103,8 +104,6 @@ def make_worker(layout: Layout, *, packed: bool) -> Any:
     )
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
     from skyrl.backends.skyrl_train.workers.megatron import megatron_worker
-
-    import torch
 
     megatron_utils.PackedSeqParams = packed_seq_params
     worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
@@ -177,10 +176,9 @@ def build_chunks(layout: Layout) -> list[Any]:
 
 def make_batch(layout: Layout) -> Any:
     """This data-parallel rank's samples of one batch, which is the same on every layout."""
+    import torch
     from megatron.core import parallel_state
     from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
-
-    import torch
 
     from tests.dist import problem
 

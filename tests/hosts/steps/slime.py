@@ -62,7 +62,7 @@ def make_actor(args: Any, chunks: list[Any]) -> Any:
 def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) -> None:
     """The log-probs, the advantages and the optimizer steps of one rollout."""
     from slime.backends.megatron_utils import model
-    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 
@@ -76,7 +76,10 @@ def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) 
     outputs = rollout_hosts.note_forward(report, lambda: actor.compute_log_prob(iterators, counts))
     rollout_data.update(outputs)
     rollout_hosts.note_logprobs(report, rollout_data, num_samples, all_gather_with_cp)
+    if actor.args.advantage_estimator == "ppo":
+        rollout_hosts.add_values(rollout_data, slice_log_prob_with_cp)
     compute_advantages_and_returns(actor.args, rollout_data)
+    rollout_hosts.note_advantages(report, rollout_data, all_gather_with_cp)
     model.train(
         0, actor.model, actor.optimizer, actor.opt_param_scheduler, iterators, counts, rollouts
     )

@@ -184,7 +184,7 @@ def copy_of(batch: Any, engine: Any) -> Any:
 
 
 def watch_rows(engine: Any, report: Report) -> None:
-    """Note the rows that the engine's forward step is given on its first chunk, per training step."""
+    """Note the rows that the engine's first chunk is given, per training step."""
     forward = engine.module[0].module.forward
 
     def noted(*args: Any, **kwargs: Any) -> Any:

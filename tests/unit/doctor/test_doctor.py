@@ -162,6 +162,15 @@ def test_old_versions_are_faults_and_new_ones_are_notes(
     assert not note or f"version {version} is newer than " in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("version", "num_notes"), [("0.16.1", 1), ("0.17.1", 1), ("0.18.2", 0), ("0.19.2rc1", 0)]
+)
+def test_outputs_that_are_freed_while_sent_are_a_note(version: str, num_notes: int) -> None:
+    notes = versions.freed_while_sent(version)
+    assert len(notes) == num_notes
+    assert all("config.deallocate_pipeline_outputs=False" in note for note in notes)
+
+
 def test_the_range_of_megatron_core_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-Core 0.16.1 names Transformer Engine below 2.12; containers have newer ones."""
     text = 'transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0; extra == "dev"'

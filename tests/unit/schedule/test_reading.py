@@ -76,6 +76,14 @@ def test_a_model_called_below_its_wrapper_is_left_as_well() -> None:
     assert chunk.num_calls == 0
 
 
+def test_a_stage_without_an_embedding_reads_nothing() -> None:
+    chunk = Chunk()
+    chunk.pre_process = False  # type: ignore[assignment]
+    own = batches(8)
+    assert read(step, own, Wrapper(chunk), 1) == ([None], own)
+    assert next(own)["ids"].shape == (1, 8)
+
+
 def test_an_object_with_its_own_position_keeps_it() -> None:
     class Batches:
         def __init__(self) -> None:

@@ -1,0 +1,204 @@
+"""Megatron-Bridge's recipes: planned steps in `pretrain` and `finetune`, and its offline packer.
+
+    patching.apply("megatron_bridge")      # above every import of megatron.bridge
+    forward_step = megatron_bridge.PlannedStep(max_tokens_per_gpu=16384)
+    finetune(config, forward_step)
+
+Bridge packs a data set once, into rows of one length, and trains on M such rows per rank and step.
+Its packer's replacement makes as few bins of more even cost. A planned step takes the samples out
+of a step's rows again and plans them over all ranks. Any other forward step runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megapack.cost.model import CostModel
+from megapack.errors import ConfigError, ScheduleError
+from megapack.hosts import megatron_lm
+from megapack.hosts.shared.offline_bins import even_bins
+from megapack.hosts.shared.options import HostOptions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BridgeOptions:
+    """Options of the packer, read where the data set is packed, and of the middle stages."""
+
+    cost: CostModel | None = None
+    """Seconds of a row; None evens out the squares of the samples' lengths: full bins have about
+    equally many tokens, and attention is what they differ in."""
+    global_batch_size: int = 1
+    """The number of bins is a multiple of it. Bridge leaves the last, incomplete batch of bins out
+    in every epoch; it does so to the same bins each time."""
+    data_parallel_size: int = 1
+    """Ranks that run neighbouring bins at the same time; such bins get about equal work."""
+    middle_stages: bool = False
+    """Give pipeline stages that are neither first nor last their rows' sample bounds, which Bridge
+    0.3 does not: their attention crosses from sample to sample."""
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
+
+
+_OPTIONS = HostOptions(BridgeOptions())
+configure = _OPTIONS.configure
+
+
+class PlannedStep(megatron_lm.PlannedStep):
+    """A forward step for Bridge that plans, packs and runs each step.
+
+    It draws the rows of Bridge's step, cuts packed rows into their samples, and plans these over
+    all ranks. Arguments as in `megatron_lm.PlannedStep`. A sample counts one token more than in
+    Bridge's packs: its last label.
+    """
+
+    def __call__(self, data_iterator: Any, model: Any, *_: Any, **__: Any) -> Any:
+        """Raise: only Megatron's own schedule calls this, and only if the patch is not applied."""
+        raise ScheduleError(
+            "a PlannedStep runs under the patched get_forward_backward_func only; call "
+            'megapack.patching.apply("megatron_bridge") above the import of megatron.bridge'
+        )
+
+    def run(
+        self, data_iterator: Any, model: Any, num_items: int, forward_only: bool
+    ) -> list[dict[str, Any]]:
+        """Run one step on all ranks; see `megatron_lm.PlannedStep.run`."""
+        first = data_iterator[0] if isinstance(data_iterator, Sequence) else data_iterator
+        items = None if first is None else map(without_fill, first)
+        return super().run(items, model, num_items, forward_only)
+
+
+def without_fill(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of Bridge's packed data set whose `cu_seqlens` end with its last sample.
+
+    Bridge fills `cu_seqlens` up with -1 (or the row's length), and adds the row's padding as one
+    more sample: 0, 5, 9, 16, -1 for samples of 5 and 4 tokens in a row of 16 becomes 0, 5, 9.
+
+    Args:
+        item: tensors [1, S], `cu_seqlens` [1, N] and `token_count`, the row's real tokens; a row
+            without `cu_seqlens` is returned as it is.
+    """
+    if item.get("cu_seqlens") is None:
+        return dict(item)
+    bounds = item["cu_seqlens"]
+    num_tokens = _token_count(item)
+    return {**item, "cu_seqlens": bounds[(bounds >= 0) & (bounds <= num_tokens)]}
+
+
+def _token_count(item: Mapping[str, Any]) -> int:
+    count = item.get("token_count")
+    if count is None:
+        return int(item["tokens"].shape[-1])
+    return int(count[0]) if isinstance(count, Sequence) else int(count)
+
+
+def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Megatron-Core's schedule function, which runs a `PlannedStep` as a planned step.
+
+    Under the patch `megatron_core` it is that patch's function.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_func
+
+    schedule = megatron_func(*args, **kwargs)
+
+    @functools.wraps(schedule)
+    def forward_backward_func(*, forward_step_func: Any, **step: Any) -> Any:
+        if not isinstance(forward_step_func, PlannedStep):
+            return schedule(forward_step_func=forward_step_func, **step)
+        _refuse_unplanned(step)
+        return forward_step_func.run(
+            step["data_iterator"],
+            step["model"],
+            step["num_microbatches"],
+            step.get("forward_only", False),
+        )
+
+    return forward_backward_func
+
+
+def _refuse_unplanned(step: dict[str, Any]) -> None:
+    from megatron.core import parallel_state
+
+    for name in ("adjust_tensor_shapes_fn", "collect_non_loss_data", "force_all_reduce"):
+        if step.get(name):
+            raise ConfigError(
+                f"Bridge passes {name}, which planned steps do not support; turn off the feature "
+                "that needs it (distillation, non-loss data), or use Bridge's own forward step"
+            )
+    # Bridge always passes groups and a communicator; they are Megatron's own unless it made them.
+    if not parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "dist.use_decentralized_pg=True: planned steps need Megatron's global process groups; "
+            "set it to False"
+        )
+
+
+def first_fit_shuffle(seqlens: list[int], pack_size: int) -> list[list[int]]:
+    """Pack a data set's samples into bins, as few as Bridge's packer or fewer, of more even cost.
+
+    Their order is shuffled by numpy's global random state, as Bridge shuffles samples. It keeps
+    together groups of `data_parallel_size` bins of about equal work.
+
+    Args:
+        seqlens: tokens of each sample, before its last one (which is only a label).
+        pack_size: tokens of a bin.
+
+    Returns:
+        The lengths of each bin's samples.
+
+    Raises:
+        PlanError: a sample is longer than a bin.
+    """
+    options = _OPTIONS.current
+    sizes = np.array(seqlens, dtype=np.int64)
+    work = _work(sizes, options.cost)
+    bins = even_bins(sizes, work, pack_size, multiple=options.global_batch_size)
+    rising = sorted(bins, key=lambda members: float(work[members].sum()))
+    width = options.data_parallel_size
+    groups = [rising[start : start + width] for start in range(0, len(rising), width)]
+    order = np.random.permutation(len(groups))
+    return [sizes[members].tolist() for group in order for members in groups[group]]
+
+
+def _work(sizes: np.ndarray[Any, np.dtype[np.int64]], cost: CostModel | None) -> Any:
+    """float64 [n]: each sample's part of its row's seconds."""
+    squares = sizes.astype(np.float64) ** 2
+    if cost is None:
+        # One more per sample, so that samples without tokens count too.
+        return squares + 1.0
+    return cost.per_token * sizes + cost.per_token_sq * squares + cost.per_sample
+
+
+def is_pp_first_stage(pp_group: Any) -> bool:
+    """Whether a pipeline stage reads its batch as the first one does.
+
+    Bridge 0.3's `get_batch` asks it for nothing else. With `middle_stages` all stages but the last
+    read; their model gets tokens, which it does not use, and `packed_seq_params`, which it needs.
+    """
+    from megatron.core.pipeline_parallel.utils import is_pp_first_stage as is_first
+    from megatron.core.pipeline_parallel.utils import is_pp_last_stage as is_last
+
+    if is_first(pp_group) or is_last(pp_group):
+        return bool(is_first(pp_group))
+    if not _OPTIONS.current.middle_stages:
+        _warn_of_middle_stages(pp_group.size())
+    return _OPTIONS.current.middle_stages
+
+
+@functools.cache
+def _warn_of_middle_stages(pp: int) -> None:
+    logger.warning(
+        "pp=%d: this Bridge gives middle stages no sample bounds, so with packed rows their "
+        "attention crosses samples; call megatron_bridge.configure(middle_stages=True)",
+        pp,
+    )

@@ -1,0 +1,64 @@
+"""Bins of a whole data set, packed once before training: as few as can be, of even cost."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megapack.base.arrays import Floats, Ints
+from megapack.errors import PlanError
+from megapack.layout import round_up
+from megapack.planner.bins import fewest_bins_bound, first_fit_decreasing, pack_to_targets
+
+# Bins beyond the bound that evenness may cost, as a part of the bound: 7 of 1424. Chosen by hand,
+# as is the number of tries.
+_SLACK = 0.005
+_MAX_TRIES = 8
+
+
+def even_bins(sizes: Ints, work: Floats, capacity: int, *, multiple: int = 1) -> list[list[int]]:
+    """Pack items into few bins of about equal work.
+
+    Sizes 6, 6, 4, 4 with capacity 10 become two bins of 6 and 4. With `multiple=4` they become four
+    bins of one item.
+
+    Args:
+        sizes: int64 [n], tokens of each item.
+        work: float64 [n], what the bins should have equally much of.
+        capacity: tokens of a bin.
+        multiple: the number of bins is a multiple of it, as far as there are items for them.
+
+    Returns:
+        Bins of indices. None is empty, none has more than `capacity` tokens.
+
+    Raises:
+        PlanError: an item is larger than the capacity.
+    """
+    if not sizes.size:
+        return []
+    if sizes.max() > capacity:
+        raise PlanError(
+            f"an item has {sizes.max()} tokens and a bin holds {capacity}; pack with a larger "
+            "size, or truncate the items to it"
+        )
+    fallback, most = first_fit_decreasing(sizes, capacity)
+    fewest = max(fewest_bins_bound(sizes, capacity), 1)
+    for count in _counts(fewest, most, multiple, sizes.size):
+        bin_of = pack_to_targets(sizes, work, np.full(count, work.sum() / count), capacity)
+        if bin_of is not None:
+            return _bins(bin_of, count)
+    return _bins(fallback, most)
+
+
+def _counts(fewest: int, most: int, multiple: int, num_items: int) -> list[int]:
+    """Numbers of bins to try, rising, from the bound to what first-fit needs or a few more."""
+    more = max(most - fewest, int(fewest * _SLACK))
+    num_tries = min(_MAX_TRIES, more + 1)
+    tries = {fewest + more * i // max(num_tries - 1, 1) for i in range(num_tries)}
+    counts = sorted({round_up(count, multiple) for count in tries})
+    return [count for count in counts if count <= num_items]
+
+
+def _bins(bin_of: Ints, num_bins: int) -> list[list[int]]:
+    order = np.argsort(bin_of, kind="stable")
+    ends = np.cumsum(np.bincount(bin_of, minlength=num_bins))[:-1]
+    return [part.tolist() for part in np.split(order, ends)]

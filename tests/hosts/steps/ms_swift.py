@@ -1,0 +1,279 @@
+"""ms-swift's own Megatron trainer on a CPU: packing, collator, loader, loss, step, evaluation.
+
+    torchrun --nproc-per-node 2 -m tests.hosts.steps.ms_swift OUT --layout pp=2,vpp=2
+
+A step trains all samples once, so that its loss does not depend on the packing.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from megapack import Layout, launch, patching
+from tests.hosts.steps.job import (
+    Report,
+    count_shape_exchanges,
+    import_host,
+    parse_arguments,
+    timed,
+    write,
+)
+from tools.hosting import import_stubs
+from tools.hosting.sources import installed
+
+PACKING_LENGTH = 96
+NUM_PACKS = 4
+"""Packs of all samples, by ms-swift's packing and by megapack's."""
+LENGTHS = [40, 9, 31, 22, 58, 17, 12, 36, 25, 61, 14, 40]
+"""Tokens of the samples: 365 of the 384 that 4 packs hold."""
+ABSENT = (
+    *("mcore_bridge", "modelscope", "accelerate", "peft", "datasets", "trl"),
+    *("vllm", "addict", "dacite", "json_repair", "aiohttp", "pandas", "requests", "PIL", "oss2"),
+    *("attrdict", "einops", "openai", "uvicorn", "fastapi", "matplotlib", "urllib3"),
+    "bitsandbytes",
+)
+
+
+def main() -> None:
+    """Train and evaluate some steps, and write this rank's report."""
+    args = parse_arguments()
+    report = Report()
+    _import_swift(str(args.folder))
+    launch.start("cpu")
+    if args.patches:
+        patching.apply(*args.patches)
+    trainer = make_trainer(args.layout, report)
+    count_shape_exchanges(report)
+    train_packs = make_packs(trainer.template)
+    report.more["packs"] = train_packs.packed_length
+    train, val = trainer.setup_training(train_packs, make_packs(trainer.template))
+    report.more["eval_losses"] = []
+    for _ in range(args.steps):
+        run_one(trainer, train, val, report)
+    report.params_sum = sum(
+        float(param.detach().double().abs().sum())
+        for model in trainer.unwrapped_models
+        for param in model.parameters()
+    )
+    write(report, args.folder)
+
+
+def _import_swift(folder: str) -> None:
+    import transformers  # noqa: F401 - both before the stubs, which they take for packages
+
+    import_host("ms_swift")
+    sys.path.append(str(installed("binpacking==2.0.1")))
+    import_stubs.install(*ABSENT)
+    import modelscope.hub.utils.utils
+
+    modelscope.hub.utils.utils.get_cache_dir = lambda: folder
+    # Before the CPU takes the place of CUDA: it compiles functions with torch.jit.
+    import swift.megatron.trainers.trainer  # noqa: F401
+
+
+def run_one(trainer: Any, train: Any, val: Any, report: Report) -> None:
+    """One evaluation and one training step, both of all samples."""
+    report.row_tokens.append([])
+    metrics = trainer.evaluate(val)
+    if "loss" in metrics:
+        report.more["eval_losses"].append(float(metrics["loss"]))
+    for model in trainer.wrapped_models:
+        model.train()
+    report.row_tokens.append([])
+    timed(report, lambda: trainer.run_train_step(train, val))
+    logged = trainer._last_logged_metrics
+    if "loss" in logged:
+        report.losses.append(float(logged["loss"]))
+    report.grad_norms.append(float(logged["grad_norm"]))
+    report.num_microbatches.append(trainer.args.num_microbatches)
+
+
+def make_trainer(layout: Layout, report: Report) -> Any:
+    """ms-swift's trainer around this rank's chunks, with its own optimizer, loader and callbacks.
+
+    mcore-bridge's models are made of Transformer Engine's layers; these are Megatron's local ones.
+    """
+    from swift.megatron.trainers import base
+    from swift.megatron.trainers.trainer import MegatronTrainer
+    from swift.megatron.utils import wrap_model
+
+    class CpuTrainer(MegatronTrainer):  # type: ignore[misc]
+        def prepare_model(self) -> None:
+            self.unwrapped_models = make_models(layout, report)
+            self.config = self.unwrapped_models[0].config
+            self.bridge = None
+            self.peft_models = self.unwrapped_models
+            self.wrapped_models = wrap_model(self.args, self.unwrapped_models)
+
+    base.warmup_jit_function = lambda *_: None  # compiles CUDA kernels
+    return CpuTrainer(arguments(layout), make_template())
+
+
+def make_models(layout: Layout, report: Report) -> list[Any]:
+    """The chunks of a tiny GPT, with the pipeline settings that ms-swift's arguments choose."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    from megapack.model import initialize_parallel, transformer_config
+    from megapack.model.init import initialize_by_name
+    from megapack.model.specs import local_layer_spec
+    from tests.dist import problem
+
+    class CpuModel(GPTModel):  # type: ignore[misc]
+        def forward(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            report.row_tokens[-1].append(input_ids.numel())
+            return super().forward(input_ids, *args, **kwargs)
+
+    initialize_parallel(layout, problem.SEED)
+    config = transformer_config(problem.MODEL, layout)
+    config.variable_seq_lengths = True
+    config.deallocate_pipeline_outputs = True
+    models = []
+    for stage in range(layout.vpp):
+        vp_stage = stage if layout.vpp > 1 else None
+        ends = {"ignore_virtual": False, "vp_stage": vp_stage}
+        model = CpuModel(
+            config,
+            local_layer_spec(config),
+            vocab_size=128,
+            max_sequence_length=PACKING_LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**ends),
+            post_process=parallel_state.is_pipeline_last_stage(**ends),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+        models.append(model)
+    initialize_by_name(
+        models,
+        seed=problem.SEED,
+        std=problem.MODEL.init_std,
+        num_layers=problem.NUM_LAYERS,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    return models
+
+
+def make_template() -> Any:
+    """ms-swift's template, without the model's tokenizer: samples are tokens already."""
+    from swift.template import Template
+
+    template = object.__new__(Template)
+    template.processor = SimpleNamespace(pad_token_id=0)
+    template.packing = template.padding_free = template.use_megatron = True
+    template.remove_unused_columns = True
+    template.task_type = "causal_lm"
+    template.mode = "train"
+    template.padding_side = "right"
+    template.sequence_parallel_size = 1
+    template.max_length = PACKING_LENGTH
+    template.config = None
+    return template
+
+
+class Samples:
+    """Tokenized samples, as ms-swift's encoding leaves them."""
+
+    def __getitem__(self, key: int | str) -> Any:
+        if key == "lengths":
+            return LENGTHS
+        assert isinstance(key, int)
+        tokens = [1 + (31 * key + 7 * i * i) % 99 for i in range(LENGTHS[key])]
+        labels = [-100] * (len(tokens) // 3) + tokens[len(tokens) // 3 :]
+        return {"input_ids": tokens, "labels": labels, "length": len(tokens)}
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+
+def make_packs(template: Any) -> Any:
+    """ms-swift's packed dataset; its packing runs in this process instead of one of its own."""
+    from swift.dataset import packing
+
+    def run(context: Any, *, target: Any, jobs: Any) -> None:
+        for job in jobs:
+            target(*job)
+
+    packing._spawn_workers = run
+    packs = packing.PackingDataset(template, Samples())
+    assert len(packs) == NUM_PACKS, packs.packed_length
+    return packs
+
+
+def arguments(layout: Layout) -> SimpleNamespace:
+    """The arguments that ms-swift's trainer reads, with the values of its command line."""
+    return SimpleNamespace(
+        **_model_arguments(layout), **_optimizer_arguments(), **_loop_arguments(layout)
+    )
+
+
+def _model_arguments(layout: Layout) -> dict[str, Any]:
+    absent = ("mcore_model", "mcore_adapter", "mtp_num_layers", "dsa_indexer_loss_coeff")
+    off = ("tp_comm_overlap", "fp16", "bf16", "sequence_parallel", "is_multimodal", "check_model")
+    return {
+        **dict.fromkeys(absent),
+        **dict.fromkeys(off, False),
+        "router_replay_mode": "disabled",
+        "padding_free": True,
+        "new_special_tokens": [],
+        "task_type": "causal_lm",
+        "tuner_type": "full",
+        "finetune": True,
+        "attention_backend": "flash",
+        "fp8_recipe": None,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "seq_length": PACKING_LENGTH,
+    }
+
+
+def _optimizer_arguments() -> dict[str, Any]:
+    absent = ("lr_decay_iters", "lr_wsd_decay_iters", "lr_warmup_fraction", "vit_lr", "aligner_lr")
+    off = (
+        *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+        *("overlap_param_gather_with_optimizer_step", "data_parallel_random_init"),
+        *("apply_wd_to_qk_layernorm", "use_megatron_fsdp", "accumulate_allreduce_grads_in_fp32"),
+    )
+    zero = ("min_lr", "weight_decay", "lr_warmup_iters", "lr_warmup_init")
+    return {
+        **dict.fromkeys(absent),
+        **dict.fromkeys(off, False),
+        **dict.fromkeys((*zero, "start_weight_decay", "end_weight_decay"), 0.0),
+        "optimizer": "adam",
+        "lr": 1e-2,
+        "clip_grad": 1.0,
+        "lr_decay_style": "constant",
+        "weight_decay_incr_style": "constant",
+        "lr_wsd_decay_style": "exponential",
+    }
+
+
+def _loop_arguments(layout: Layout) -> dict[str, Any]:
+    off = (
+        *("async_save", "streaming", "data_sharding", "train_dataloader_shuffle", "manual_gc"),
+        *("group_by_length", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("enable_dft_loss", "enable_channel_loss", "nccl_comm_warmup"),
+    )
+    absent = ("rlhf_type", "num_train_epochs", "eval_steps", "save_steps")
+    return {
+        **dict.fromkeys(absent),
+        **dict.fromkeys(off, False),
+        "callbacks": ["default_flow"],
+        "train_iters": 1000,
+        "eval_iters": 1,
+        "logging_steps": 1,
+        "data_seed": 42,
+        "dataloader_num_workers": 0,
+        "dataloader_prefetch_factor": None,
+        "micro_batch_size": 1,
+        "global_batch_size": NUM_PACKS,
+        "num_microbatches": NUM_PACKS // layout.dp,
+    }
+
+
+if __name__ == "__main__":
+    main()

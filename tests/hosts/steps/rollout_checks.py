@@ -1,0 +1,102 @@
+"""What the tests of slime's and miles' steps share: runs of their workers, and comparisons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from tests.hosts.steps.job import Arguments, Report, parse_layout, run_step
+from tests.hosts.steps.rollout_hosts import (
+    PAD_MULTIPLE,
+    ROLLOUTS_PER_STEP,
+    host_arguments,
+    make_samples,
+    parallel_config,
+)
+
+STEPS = 2
+
+
+class Runs:
+    """Runs of one host's worker; the same run is made once.
+
+    Args:
+        host: the worker.
+        folder: where reports go.
+    """
+
+    def __init__(self, host: str, folder: Path) -> None:
+        self.host = host
+        self._folder = folder
+        self._done: dict[tuple[str, str, str], list[Report]] = {}
+
+    def __call__(self, layout: str, patches: str = "", case: str = "fanout") -> list[Report]:
+        """The reports of all ranks."""
+        key = (layout, patches, case)
+        if key not in self._done:
+            self._done[key] = run_step(
+                self.host,
+                self._folder / str(len(self._done)),
+                layout=layout,
+                world=parse_layout(layout).world_size,
+                patches=[name for name in patches.split(",") if name],
+                steps=STEPS,
+                case=case,
+            )
+        return self._done[key]
+
+
+def check_equal(found: list[Report], wanted: list[Report]) -> None:
+    """Log-probs, losses and gradient norms of two runs are equal up to rounding.
+
+    The second step's have been through Adam, which divides by small numbers.
+    """
+    assert merged_logprobs(found) == pytest.approx(merged_logprobs(wanted), abs=2e-5)
+    for name, tolerances in (("losses", (1e-6, 2e-5)), ("grad_norms", (1e-5, 2e-4))):
+        values = values_of(found, name)
+        others = values_of(wanted, name)
+        assert len(values) == len(others) == STEPS
+        for value, other, tolerance in zip(values, others, tolerances, strict=True):
+            assert value == pytest.approx(other, rel=tolerance, abs=tolerance), name
+
+
+def values_of(reports: list[Report], name: str) -> list[float]:
+    """What the only rank that logs has logged."""
+    (values,) = [getattr(report, name) for report in reports if getattr(report, name)]
+    return list(values)
+
+
+def merged_logprobs(reports: list[Report]) -> list[float]:
+    """The log-probs of all samples in sample order, from the ranks that have them."""
+    parts = [report.logprobs for report in reports if report.logprobs]
+    samples = [max(versions, key=len) for versions in zip(*parts, strict=True)]
+    assert all(samples), "a sample has no log-probs"
+    return [value for values in samples for value in values]
+
+
+def check_planned_rows(host: ModuleType, reports: list[Report], layout: str, case: str) -> None:
+    """The model was given the rows of the planner, in its order."""
+    arguments = Arguments(layout=parse_layout(layout), case=case, steps=STEPS)
+    samples = make_samples(_Sample, arguments)
+    partitions, rows, counts, _ = host.build_dp_schedule(
+        host_arguments(arguments),
+        parallel_config(arguments),
+        [len(sample.tokens) for sample in samples],
+        global_batch_size=ROLLOUTS_PER_STEP,
+        rollout_indices=[sample.rollout_id for sample in samples],
+    )
+    # Ranks of one pipeline have the same rows; the tests' layouts have one pipeline.
+    (partition,) = partitions
+    tokens = [sum(len(samples[partition[i]].tokens) for i in row) for row in rows[0]]
+    padded = [-(-count // PAD_MULTIPLE) * PAD_MULTIPLE for count in tokens]
+    for report in reports:
+        assert report.num_microbatches == counts
+        assert [row for step in report.row_tokens for row in step] == padded
+
+
+class _Sample(SimpleNamespace):
+    """A sample of no host."""
+
+    Status = SimpleNamespace(COMPLETED=1)

@@ -1,0 +1,216 @@
+"""megapack.hosts.megatron_bridge: Bridge's packer, rows as samples, the forward step's way in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+
+from megapack import CostModel
+from megapack.errors import ConfigError, PlanError, ScheduleError
+from megapack.hosts import megatron_bridge
+from megapack.hosts.shared.megatron_lm_data import read_item
+from megapack.hosts.shared.offline_bins import even_bins
+from megapack.patching import files
+from megapack.planner.bins import first_fit_decreasing
+
+pytestmark = pytest.mark.hosts
+
+PACK = 100
+LENGTHS = st.lists(st.integers(0, PACK), min_size=1, max_size=60)
+
+
+@pytest.fixture(autouse=True)
+def default_options() -> Iterator[None]:
+    yield
+    megatron_bridge.configure()
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS, multiple=st.integers(1, 5), seed=st.integers(0, 3))
+def test_packs_hold_every_sample_once_and_no_pack_overflows(
+    lengths: list[int], multiple: int, seed: int
+) -> None:
+    np.random.seed(seed)
+    megatron_bridge.configure(global_batch_size=multiple)
+    packs = megatron_bridge.first_fit_shuffle(lengths, PACK)
+    assert sorted(length for pack in packs for length in pack) == sorted(lengths)
+    assert all(packs)
+    assert max(map(sum, packs)) <= PACK
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, PACK), min_size=1, max_size=60))
+def test_no_more_packs_than_first_fit_decreasing(lengths: list[int]) -> None:
+    packs = megatron_bridge.first_fit_shuffle(lengths, PACK)
+    assert len(packs) <= first_fit_decreasing(np.array(lengths), PACK)[1]
+
+
+def test_packs_divide_into_global_batches() -> None:
+    lengths = [30] * 50
+    assert len(megatron_bridge.first_fit_shuffle(lengths, PACK)) == 17
+    megatron_bridge.configure(global_batch_size=8)
+    assert len(megatron_bridge.first_fit_shuffle(lengths, PACK)) == 24
+
+
+def test_packs_have_even_squares() -> None:
+    # One sample of 90 and nine of 10 have equal tokens and squares of 8100 and 900. First-fit
+    # would leave the short ones together.
+    lengths = [50, 50, *[10] * 10]
+    bins = even_bins(np.array(lengths), np.array(lengths) ** 2.0, PACK)
+    squares = sorted(sum(lengths[i] ** 2 for i in members) for members in bins)
+    assert squares == [3000, 3000]
+
+
+def test_neighbouring_packs_have_about_equal_work() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 90, 400).tolist()
+    cost = CostModel(per_token=1.0, per_token_sq=1.0)
+
+    def spread(width: int) -> float:
+        np.random.seed(0)
+        megatron_bridge.configure(data_parallel_size=width, global_batch_size=4, cost=cost)
+        packs = megatron_bridge.first_fit_shuffle(lengths, PACK)
+        work = np.array([sum(x + x * x for x in pack) for pack in packs]).reshape(-1, 4)
+        return float((work.max(1) / work.mean(1)).mean())
+
+    assert spread(4) < 1.03 < spread(1)
+
+
+def test_the_order_is_numpys_global_one() -> None:
+    lengths = list(range(1, 90))
+
+    def packed(seed: int) -> list[list[int]]:
+        np.random.seed(seed)
+        return megatron_bridge.first_fit_shuffle(lengths, PACK)
+
+    assert packed(0) == packed(0)
+    assert packed(0) != packed(1)
+
+
+def test_a_sample_over_the_pack_size_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"101 tokens and a bin holds 100"):
+        megatron_bridge.first_fit_shuffle([3, 101], PACK)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size=0"):
+        megatron_bridge.configure(global_batch_size=0)
+
+
+def packed_row() -> dict[str, Any]:
+    """A row of Bridge's data set: samples of 3 and 2 tokens, padded to 8."""
+    tokens = [5, 6, 7, 8, 9, 2, 2, 2]
+    return {
+        "tokens": torch.tensor([tokens]),
+        "labels": torch.tensor([[6, 7, 1, 9, 4, 2, 2, 2]]),
+        "loss_mask": torch.tensor([[0, 1, 1, 0, 1, 0, 0, 0]]),
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]]),
+        "cu_seqlens": torch.tensor([[0, 3, 5, 8, -1]], dtype=torch.int32),
+        "token_count": [5],
+    }
+
+
+def test_a_row_is_cut_into_its_samples_without_padding() -> None:
+    samples = read_item(megatron_bridge.without_fill(packed_row()))
+    assert [sample["tokens"].tolist() for sample in samples] == [[5, 6, 7, 1], [8, 9, 4]]
+    masks = [sample["response_mask"].tolist() for sample in samples]
+    assert masks == [[False, False, True, True], [False, False, True]]
+
+
+def test_a_row_that_is_not_packed_stays_as_it_is() -> None:
+    row = {"tokens": torch.tensor([[1, 2]]), "loss_mask": torch.tensor([[0, 1]])}
+    assert megatron_bridge.without_fill(row) == row
+
+
+def test_a_planned_step_without_the_patch_is_refused() -> None:
+    with pytest.raises(ScheduleError, match='apply\\("megatron_bridge"\\)'):
+        megatron_bridge.PlannedStep(max_tokens_per_gpu=8)(None, None)
+
+
+def test_other_forward_steps_run_on_megatrons_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "megatron.core.pipeline_parallel.get_forward_backward_func",
+        lambda **sizes: lambda **step: calls.append({**sizes, **step}),
+    )
+    schedule = megatron_bridge.get_forward_backward_func(pp_size=2, vp_size=None)
+    schedule(forward_step_func=len, num_microbatches=3)
+    assert calls == [
+        {"pp_size": 2, "vp_size": None, "forward_step_func": len, "num_microbatches": 3}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"adjust_tensor_shapes_fn": len}, "adjust_tensor_shapes_fn"),
+        ({"collect_non_loss_data": True}, "collect_non_loss_data"),
+        ({}, "use_decentralized_pg=True"),
+    ],
+)
+def test_what_a_planned_step_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, argument: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
+    monkeypatch.setattr(
+        "megatron.core.pipeline_parallel.get_forward_backward_func", lambda: lambda **step: None
+    )
+    schedule = megatron_bridge.get_forward_backward_func()
+    step = megatron_bridge.PlannedStep(max_tokens_per_gpu=8)
+    with pytest.raises(ConfigError, match=message):
+        schedule(
+            forward_step_func=step,
+            data_iterator=None,
+            model=None,
+            num_microbatches=1,
+            **argument,
+        )
+
+
+class Group:
+    """A pipeline group of three ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(("option", "expected"), [(False, "100"), (True, "110")])
+def test_middle_stages_read_their_rows_with_the_option(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, option: bool, expected: str
+) -> None:
+    # Without a job Megatron takes every rank for the first one.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    megatron_bridge._warn_of_middle_stages.cache_clear()
+    megatron_bridge.configure(middle_stages=option)
+    reads = [megatron_bridge.is_pp_first_stage(Group(rank)) for rank in range(3)]
+    assert "".join(str(int(value)) for value in reads) == expected
+    assert ("configure(middle_stages=True)" in caplog.text) is not option
+
+
+@pytest.mark.parametrize(
+    ("version", "module"),
+    [
+        ("0.3.1", "megatron.bridge.data.datasets.packing_utils"),
+        ("0.7.0", "megatron.bridge.data.packing.algorithms"),
+        (None, "megatron.bridge.data.packing.algorithms"),
+    ],
+)
+def test_the_patch_file_follows_the_version(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, module: str
+) -> None:
+    monkeypatch.setattr(files.PatchFile, "version", property(lambda self: version))
+    modules = {entry.module for entry in files.load_patches("megatron_bridge").patches}
+    assert module in modules
