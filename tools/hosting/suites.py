@@ -15,7 +15,7 @@ class Suite:
     host: str
     """Name of its patches, and in `sources.FOLDERS`."""
     tests: tuple[str, ...]
-    """Test files below the source tree."""
+    """Test files below the source tree, or `file::Class`."""
     num_tests: int
     """How many there are, in the versions that the patches are for."""
     stubs: tuple[str, ...] = ()
@@ -30,7 +30,15 @@ class Suite:
 
 SUITES = (
     Suite(host="slime", tests=("tests/test_dp_schedule.py",), num_tests=9),
-    Suite(host="miles", tests=("tests/fast/utils/test_dp_schedule.py",), num_tests=18),
+    Suite(
+        host="miles",
+        tests=(
+            "tests/fast/utils/test_dp_schedule.py",
+            "tests/fast/ray/rollout/test_train_data_conversion.py::TestSplitTrainDataByDpScheduled",
+        ),
+        num_tests=19,
+        stubs=("ray", "sglang", "sglang_router", "httpx", "PIL", "omegaconf", "pybase64", "wandb"),
+    ),
     Suite(
         host="nemo_rl",
         tests=(
