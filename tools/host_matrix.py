@@ -161,7 +161,7 @@ def releases(requirements: Sequence[str]) -> Iterator[Source]:
     for requirement in requirements:
         folder = installed(requirement, python=PYTHON)
         version = requirement.partition("==")[2]
-        yield Source(label=f"`{requirement}`", folders=(folder,), version=version)
+        yield Source(label=requirement, folders=(folder,), version=version)
 
 
 # Files that state a version, the surest first.
@@ -212,20 +212,27 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """One line per host and source: how many names fit, and each that does not."""
-    lines = ["| host | source | version | |", "|---|---|---|---|"]
-    for (host, source, version), group in itertools.groupby(rows, _source_of):
+    """One line per host and result: each name that does not fit, and the sources it is so in."""
+    sources: dict[tuple[str, str], list[str]] = {}
+    for (host, source), group in itertools.groupby(rows, lambda row: (row.host, row.source)):
         names = list(group)
         others = [f"`{row.target}`: {row.verdict}" for row in names if row.verdict != "fits"]
         fitting = len(names) - len(others)
-        parts = [f"{fitting} of {len(names)} fit" if others else "fits", *others]
-        verdict = "; ".join(parts).replace("|", "\\|")
-        lines.append(f"| {host} | {source} | {version} | {verdict} |")
+        parts = [*([f"{fitting} of {len(names)} fit"] if fitting else []), *others]
+        result = "; ".join(parts).replace("|", "\\|") if others else "fits"
+        kind = "wheel" if "==" in source else "source"
+        known = names[0].version
+        sources.setdefault((host, result), []).append(f"{kind} {source if known == '?' else known}")
+    lines = ["| host | result | of |", "|---|---|---|"]
+    for (host, result), found in sources.items():
+        lines.append(f"| `{host}` | {result} | {'; '.join(_by_kind(found))} |")
     return "\n".join(lines)
 
 
-def _source_of(row: Row) -> tuple[str, str, str]:
-    return row.host, row.source, row.version
+def _by_kind(sources: Sequence[str]) -> Iterator[str]:
+    """`source 0.15.3, 0.16.1`, `wheel 0.16.1`."""
+    for kind, group in itertools.groupby(sources, lambda text: text.partition(" ")[0]):
+        yield f"{kind} {', '.join(dict.fromkeys(text.partition(' ')[2] for text in group))}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not rows:
         print("nothing to check: give --trees FOLDER, --releases or --latest", file=sys.stderr)
         return 2
-    rows.sort(key=lambda row: row.host)
+    rows.sort(key=lambda row: (row.host, "==" in row.source, _numbers(row.version), row.source))
     print(as_markdown(rows) if args.markdown else as_text(rows))
     moved = sum(row.moved for row in rows)
     hosts = {file.host for file in files} - {row.host for row in rows}

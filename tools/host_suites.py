@@ -40,7 +40,7 @@ def run_suite(
     Raises:
         NoSource: the tree has no such tests.
     """
-    absent = [test for test in suite.tests if not (tree / test).is_file()]
+    absent = [test for test in suite.tests if not (tree / test.partition("::")[0]).is_file()]
     if absent:
         raise NoSource(f"{tree} has no {', '.join(absent)}; give --tree a source tree")
     with tempfile.TemporaryDirectory() as folder:

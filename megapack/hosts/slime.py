@@ -11,7 +11,7 @@ from megapack.hosts.shared.balancing import (
     first_fit_pack,
     get_seqlen_balanced_partitions,
 )
-from megapack.hosts.shared.flops import sample_flops
+from megapack.hosts.shared.flops import knows_sizes, sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rollout_schedule import (
@@ -53,7 +53,8 @@ def build_dp_schedule(
     `balance_by_flops` let the search take longer, and neither allows a row over the budget.
 
     Without dynamic batches, micro-batches have `micro_batch_size` samples; `balance_data` balances
-    them over ranks by FLOPs, otherwise ranks get them in turn.
+    them over ranks by FLOPs, otherwise ranks get them in turn. Without the model's sizes in `args`,
+    tokens stand for FLOPs.
 
     Args:
         args: slime's arguments: the flags above, and the model sizes for FLOPs.
@@ -77,9 +78,9 @@ def build_dp_schedule(
             refusals, is an AssertionError too.
     """
     layout = layout_of(args, train_parallel_config)
-    rollouts = Rollouts.read(_one_of(rollout_indices, group_indices), global_batch_size)
+    rollouts = _rollouts(rollout_indices, group_indices, global_batch_size)
     if not args.use_dynamic_batch_size:
-        weights = sample_flops(args, total_lengths) if _flag(args, "balance_data") else None
+        weights = _weights(args, total_lengths) if _flag(args, "balance_data") else None
         return plan_static(args, layout, rollouts, weights)
     return plan_dynamic(
         args,
@@ -92,16 +93,23 @@ def build_dp_schedule(
     )
 
 
-def _one_of(
-    rollout_indices: Sequence[Any] | None, group_indices: Sequence[Any] | None
-) -> Sequence[Any]:
+def _rollouts(
+    rollout_indices: Sequence[Any] | None,
+    group_indices: Sequence[Any] | None,
+    global_batch_size: int,
+) -> Rollouts:
     given = [ids for ids in (rollout_indices, group_indices) if ids is not None]
     if len(given) != 1:
         raise DataError(
             f"{len(given)} of rollout_indices and group_indices were given; pass one, "
             "the rollout of each sample"
         )
-    return given[0]
+    noun = "rollouts" if group_indices is None else "groups"
+    return Rollouts.read(given[0], global_batch_size, noun=noun)
+
+
+def _weights(args: Any, lengths: Sequence[int]) -> Sequence[float]:
+    return sample_flops(args, lengths) if knows_sizes(args) else list(lengths)
 
 
 def _flag(args: Any, name: str) -> bool:

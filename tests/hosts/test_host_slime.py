@@ -75,6 +75,20 @@ def test_slime_0_3_0_names_the_rollouts_otherwise() -> None:
     for wrong in ({}, {"rollout_indices": ids, "group_indices": ids}):
         with pytest.raises(DataError, match=f"{len(wrong)} of rollout_indices and group_indices"):
             schedule(**wrong)
+    for name, says in (("group_indices", "num_groups"), ("rollout_indices", "num_rollouts")):
+        with pytest.raises(AssertionError, match=rf"{says} \(2\) < global_batch_size \(3\)"):
+            schedule(**{name: [0, 0, 1, 1]})
+
+
+def test_static_batches_are_balanced_by_tokens_without_the_models_sizes() -> None:
+    """As in slime 0.3.0, whose function does not need the sizes."""
+    args = make_args(use_dynamic_batch_size=False, micro_batch_size=1, balance_data=True)
+    del args.hidden_size
+    lengths = [800, 700, 100, 200]
+    partitions = slime.build_dp_schedule(
+        args, make_config(dp=2), lengths, global_batch_size=4, rollout_indices=range(4)
+    )[0]
+    assert [sum(lengths[i] for i in rank) for rank in partitions] == [900, 900]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,10 @@ def prepare() -> tuple[str, ...]:
     """Make the host importable, and patch it; returns the packages that are stubs now."""
     suite = suite_of(os.environ[SUITE])
     stubbed = import_stubs.install(*suite.stubs)
+    if suite.needs_device:
+        from megapack import cpu
+
+        cpu.enable()
     if suite.python_312:
         typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
     if not os.environ.get(UNPATCHED):

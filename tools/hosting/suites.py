@@ -15,20 +15,30 @@ class Suite:
     host: str
     """Name of its patches, and in `sources.FOLDERS`."""
     tests: tuple[str, ...]
-    """Test files below the source tree."""
+    """Test files below the source tree, or `file::Class`."""
     num_tests: int
     """How many there are, in the versions that the patches are for."""
     stubs: tuple[str, ...] = ()
     """Packages that its modules import and these tests do not need, if they are absent."""
     requirements: tuple[str, ...] = ()
     """Small releases of the package index that its modules need; installed without dependencies."""
+    needs_device: bool = False
+    """Whether its tests ask for a GPU: `megapack.cpu` serves them on a CPU over gloo."""
     python_312: bool = False
     """Whether the host wants Python 3.12: below it, pydantic takes no `typing.TypedDict`."""
 
 
 SUITES = (
     Suite(host="slime", tests=("tests/test_dp_schedule.py",), num_tests=9),
-    Suite(host="miles", tests=("tests/fast/utils/test_dp_schedule.py",), num_tests=18),
+    Suite(
+        host="miles",
+        tests=(
+            "tests/fast/utils/test_dp_schedule.py",
+            "tests/fast/ray/rollout/test_train_data_conversion.py::TestSplitTrainDataByDpScheduled",
+        ),
+        num_tests=19,
+        stubs=("ray", "sglang", "sglang_router", "httpx", "PIL", "omegaconf", "pybase64", "wandb"),
+    ),
     Suite(
         host="nemo_rl",
         tests=(
@@ -62,8 +72,9 @@ SUITES = (
     ),
     Suite(
         host="areal",
-        tests=("tests/test_seqpack.py",),
-        num_tests=161,
+        tests=("tests/test_seqpack.py", "tests/test_kk_allocate.py"),
+        num_tests=286,
+        requirements=("lark==1.3.1",),
         stubs=(
             *("aiofiles", "aiohttp", "aiohttp_retry", "anthropic", "cloudpickle", "colorlog"),
             *("datasets", "einops", "fastapi", "flask", "httpx", "hydra", "litellm", "mbridge"),
@@ -78,6 +89,7 @@ SUITES = (
         host="verl",
         tests=("tests/utils/test_seqlen_balancing.py",),
         num_tests=7,
+        needs_device=True,
         stubs=("ray", "codetiming", "hydra", "omegaconf", "datasets", "pandas", "PIL", "peft"),
         requirements=(
             "tensordict==0.15.3",

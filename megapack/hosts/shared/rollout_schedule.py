@@ -86,9 +86,17 @@ class Rollouts:
 
     @classmethod
     def read(
-        cls, rollout_indices: Sequence[Any], global_batch_size: int, *, partial: bool = False
+        cls,
+        rollout_indices: Sequence[Any],
+        global_batch_size: int,
+        *,
+        partial: bool = False,
+        noun: str = "rollouts",
     ) -> Rollouts:
         """Make steps of `global_batch_size` rollouts; with `partial`, a last step of what is left.
+
+        Args:
+            noun: what the host calls rollouts, for the error.
 
         Raises:
             HostAssertionError: fewer rollouts than a step needs.
@@ -98,8 +106,8 @@ class Rollouts:
         num_whole_steps = num_rollouts // global_batch_size if global_batch_size > 0 else 0
         if num_whole_steps < 1:
             raise HostAssertionError(
-                f"num_rollouts ({num_rollouts}) < global_batch_size ({global_batch_size}); give at "
-                "least one step's rollouts"
+                f"num_{noun} ({num_rollouts}) < global_batch_size ({global_batch_size}); give at "
+                f"least one step's {noun}"
             )
         per_step = [global_batch_size] * num_whole_steps
         if partial and num_rollouts > sum(per_step):
