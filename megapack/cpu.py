@@ -117,8 +117,6 @@ def _redirect_device_facts() -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = types.SimpleNamespace(
         name="cpu",
-        # torch.compile asks for it, where torch is built without CUDA.
-        gcnArchName="cpu",
         major=_CAPABILITY[0],
         # torch.compile reads the name of the architecture where torch is built without CUDA.
         gcnArchName="cpu",
