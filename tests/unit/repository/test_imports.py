@@ -59,8 +59,10 @@ MEGATRON = [
     "cpu",
     "train",
     "doctor.probes",
+    "hosts.megatron_core",
     "hosts.megatron_lm",
     "hosts.shared.megatron_lm_data",
+    "hosts.shared.megatron_lm_model",
 ]
 
 # Modules that read what transformers wrote, with it.
