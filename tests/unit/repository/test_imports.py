@@ -60,8 +60,10 @@ MEGATRON = [
     "train",
     "doctor.probes",
     "hosts.megatron_bridge",
+    "hosts.megatron_core",
     "hosts.megatron_lm",
     "hosts.shared.megatron_lm_data",
+    "hosts.shared.megatron_lm_model",
 ]
 
 # Modules that read what transformers wrote, with it.
