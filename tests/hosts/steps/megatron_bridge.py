@@ -18,7 +18,6 @@ What only this host has, in `--case`, separated by commas:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -74,8 +73,6 @@ def redirect_to_cpu() -> None:
     import torch
 
     torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = torch.distributed.get_world_size
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
     # Its warm-up would compile fused functions for each start.
     torch._dynamo.config.disable = True
     from megatron.bridge.training import initialize, train
