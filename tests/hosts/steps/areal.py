@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import socket
 import types
 import warnings
 from typing import Any
@@ -154,6 +156,15 @@ def watch_rows(engine: Any, report: Report) -> None:
     engine.model[0].module.forward = noted
 
 
+def join_alone() -> None:
+    """Give a job of one rank the variables that torchrun sets; AReaL joins by them."""
+    if "RANK" not in os.environ:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone, MASTER_PORT=str(port))
+
+
 def main() -> None:
     arguments = parse_arguments()
     warnings.simplefilter("ignore")
@@ -162,6 +173,7 @@ def main() -> None:
     # The stand-in of AReaL's colored log formatter does not format.
     logging.raiseExceptions = False
     cpu.enable()
+    join_alone()
     import_areal()
     for name in arguments.patches:
         patching.apply(name)
