@@ -60,6 +60,7 @@ MEGATRON = [
     "train",
     "doctor.probes",
     "hosts.megatron_lm",
+    "hosts.nemo_rl",
     "hosts.shared.megatron_lm_data",
 ]
 
