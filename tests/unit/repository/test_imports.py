@@ -62,6 +62,7 @@ MEGATRON = [
     "hosts.megatron_bridge",
     "hosts.megatron_core",
     "hosts.megatron_lm",
+    "hosts.nemo_rl",
     "hosts.shared.megatron_lm_data",
     "hosts.shared.megatron_lm_model",
 ]
