@@ -120,7 +120,7 @@ def make_worker(args: Arguments, report: Report) -> Any:
     from roll.pipeline import base_worker
 
     packed = args.case.startswith("packed")
-    budget = 64 if args.case.endswith("tight") else BUDGET
+    budget = 72 if args.case.endswith("tight") else BUDGET
     config = WorkerConfig(
         name="actor_train",
         strategy_args=StrategyArguments("megatron_train", strategy_settings(args.layout)),

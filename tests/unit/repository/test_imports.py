@@ -60,6 +60,7 @@ MEGATRON = [
     "train",
     "doctor.probes",
     "hosts.megatron_lm",
+    "hosts.roll",
     "hosts.shared.megatron_lm_data",
 ]
 
