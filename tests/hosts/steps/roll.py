@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.hosts.steps.roll OUT --layout pp=2,vpp=2 --case packed
 
-Cases: `packed` (sequence packing with load_balance), `padded` (dynamic batching). `packed_tight` has
-a budget that ROLL's own packer goes over, `padded_tight` one under which it pads more than it must.
+Cases: `packed` (sequence packing with load_balance), `padded` (dynamic batching). `packed_tight`
+has a budget that ROLL's own packer goes over, `padded_tight` one under which it pads too much.
 """
 
 from __future__ import annotations
