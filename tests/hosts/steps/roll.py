@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.hosts.steps.roll OUT --layout pp=2,vpp=2 --case packed
 
-Cases: `packed` (sequence packing with load_balance), `padded` (dynamic batching), `packed_tight`
-with a budget that ROLL's own packer goes over.
+Cases: `packed` (sequence packing with load_balance), `padded` (dynamic batching). `packed_tight`
+has a budget that ROLL's own packer goes over, `padded_tight` one under which it pads too much.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def make_worker(args: Arguments, report: Report) -> Any:
     from roll.pipeline import base_worker
 
     packed = args.case.startswith("packed")
-    budget = 64 if args.case.endswith("tight") else BUDGET
+    budget = 72 if args.case.endswith("tight") else BUDGET
     config = WorkerConfig(
         name="actor_train",
         strategy_args=StrategyArguments("megatron_train", strategy_settings(args.layout)),
@@ -302,8 +302,9 @@ def shard(batch: Any, args: Arguments, what: str) -> Any:
     functionals.batch_balance(batch, dp_size=layout.dp, minibatch_size=len(batch))
     if args.case.startswith("padded"):
         vpp = layout.vpp if layout.vpp > 1 else None
+        budget = 88 if args.case.endswith("tight") else 2 * WIDTH
         batch, _ = dynamic_batching.dynamic_batching_shard(
-            batch, layout.dp, 2 * WIDTH, 4, layout.pp, vpp, what
+            batch, layout.dp, budget, 4, layout.pp, vpp, what
         )
     rank = parallel_state.get_data_parallel_rank()
     return batch.chunk(chunks=layout.dp)[rank]

@@ -63,6 +63,7 @@ MEGATRON = [
     "hosts.megatron_core",
     "hosts.megatron_lm",
     "hosts.nemo_rl",
+    "hosts.roll",
     "hosts.shared.megatron_lm_data",
     "hosts.shared.megatron_lm_model",
 ]
