@@ -20,7 +20,7 @@ def pipeline_settings(*, pp: int, vpp: int, planned: bool) -> dict[str, Any]:
         "batch_p2p_sync": False,
     }
     if vpp > 1:
-        # Sends overlap with the next forward. Megatron-Core before 0.19 frees a stage's output
+        # Sends overlap with the next forward. Megatron-Core before 0.18 frees a stage's output
         # while its send still reads it; later versions wait for the send, which ends the
         # overlap. Without interleaving each send is waited for, and the setting is the user's.
         settings["deallocate_pipeline_outputs"] = False

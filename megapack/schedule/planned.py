@@ -495,7 +495,7 @@ def _log_once(message: str) -> None:
 def _warn_of(config: Any, settings: Mapping[str, Any]) -> None:
     """Warn once of the host's settings that give wrong gradients or hang under interleaving."""
     names = ["overlap_p2p_comm", "batch_p2p_comm"]
-    if Version(megatron.core.__version__) < Version("0.19"):
+    if Version(megatron.core.__version__) < Version("0.18"):
         names.append("deallocate_pipeline_outputs")
     wrong = [name for name in names if getattr(config, name) != settings[name]]
     if wrong:

@@ -9,8 +9,8 @@ stage that has the embedding does so; the others are told.
     shapes[3]          # (tokens, batch size) of micro-batch 3, or None if it is not known here
 
 Afterwards the host's iterators give the same batches again. What a forward step does before it
-calls the model happens twice; environment variables that it sets are restored, and so is the state
-that `keeping` names.
+calls the model happens twice. Environment variables and routing replays that it sets are restored,
+and so is the state that `keeping` names.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def read_row_shapes(
     else:
         replayed = None
         reader = copy.copy(own)
-    with torch.no_grad(), _leaving(wrappers), _same_environment(), keeping():
+    with torch.no_grad(), _leaving(wrappers), _same_state(chunks), keeping():
         ids = [_input_ids(forward_step_func, reader, chunks[0]) for _ in range(num_microbatches)]
     if replayed is not None:
         replayed.is_reading = False
@@ -143,15 +143,26 @@ def _leaving(wrappers: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_environment() -> Iterator[None]:
-    # slime keeps the stage of a routing replay in a variable, which it resets after the model.
-    before = dict(os.environ)
+def _same_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Keep what forward steps set before the model for a replay of routing.
+
+    slime keeps the stage of a replay in an environment variable, which it resets after the model.
+    Megatron's routers note the experts of each micro-batch for its backward in a list.
+    """
+    environment = dict(os.environ)
+    modules = (module for chunk in chunks for module in chunk.modules())
+    replays = [r for module in modules if (r := getattr(module, "router_replay", None)) is not None]
+    notes = [
+        {k: list(v) if isinstance(v, list) else v for k, v in vars(r).items()} for r in replays
+    ]
     try:
         yield
     finally:
-        if os.environ != before:
+        if os.environ != environment:
             os.environ.clear()
-            os.environ.update(before)
+            os.environ.update(environment)
+        for replay, before in zip(replays, notes, strict=True):
+            vars(replay).update(before)
 
 
 def _row_shape(input_ids: Any, sequence_shards: int) -> RowShape | None:

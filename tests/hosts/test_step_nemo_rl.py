@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.steps.job import Report, run_step
-from tests.hosts.steps.suites import run_suite
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
@@ -70,15 +69,3 @@ def test_without_planned_shapes_megatron_exchanges_them(tmp_path: Path, alone: R
     ranks = run(tmp_path, "pp=2", ("nemo_rl",), case="natural")
     assert_same_training(ranks, alone)
     assert all(rank.num_shape_exchanges > 0 for rank in ranks)
-
-
-def test_nemo_rls_own_tests_pass_on_the_packers(tmp_path: Path) -> None:
-    outcome = run_suite(
-        "nemo_rl",
-        tmp_path,
-        [
-            "tests/unit/data/packing/test_algorithms.py",
-            "tests/unit/distributed/test_batched_data_dict.py",
-        ],
-    )
-    assert outcome == "99 passed"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.steps.job import Report, run_step
-from tests.hosts.steps.suites import run_suite
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
@@ -71,16 +70,3 @@ def test_interleaved_stages_need_both_patches(
 ) -> None:
     with pytest.raises(AssertionError, match=says):
         run(tmp_path, "pp=2,vpp=2", patches)
-
-
-def test_skyrls_own_tests_pass_on_the_packers(tmp_path: Path) -> None:
-    folder = "tests/backends/skyrl_train"
-    outcome = run_suite(
-        "skyrl",
-        tmp_path,
-        [
-            f"{folder}/test_token_based_batching_utils.py",
-            f"{folder}/distributed/test_bin_packing.py",
-        ],
-    )
-    assert outcome == "32 passed"

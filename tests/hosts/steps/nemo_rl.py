@@ -7,7 +7,6 @@ iterators, packing, losses, log-probs and aggregation. The worker is made withou
 Megatron-Bridge model: its chunk is the tests' tiny GPT, the optimizer Megatron's with NeMo-RL's
 settings. `--case natural` sets the option `pad_rows=False`.
 
-The module is a plugin of pytest too, which prepares NeMo-RL's imports for NeMo-RL's own tests.
 """
 
 from __future__ import annotations
@@ -55,10 +54,6 @@ def prepare() -> None:
     importlib.import_module("transformers.processing_utils")
     # Newer versions of transformers no longer have the fault that NeMo-RL's import corrects.
     setattr(sys.modules["transformers"], "__version__", "5.11.0")  # noqa: B010 - a lazy module
-
-
-def pytest_configure() -> None:
-    prepare()
 
 
 def main() -> None:

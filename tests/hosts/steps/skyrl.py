@@ -6,7 +6,6 @@ SkyRL's are the worker class, its iterators, `MegatronModelWrapper`, packing, lo
 settings and optimizer. The worker is made without Ray and without a Megatron-Bridge model: its
 chunks are the tests' tiny GPT.
 
-The module is a plugin of pytest too, which prepares SkyRL's imports for SkyRL's own tests.
 """
 
 from __future__ import annotations
@@ -45,10 +44,6 @@ def prepare() -> None:
 
         ray.is_initialized = lambda: False
     job.import_host("skyrl")
-
-
-def pytest_configure() -> None:
-    prepare()
 
 
 def main() -> None:

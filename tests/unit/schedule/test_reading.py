@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,22 @@ def test_variables_that_a_step_sets_are_restored(monkeypatch: pytest.MonkeyPatch
 
     read(replaying, batches(4), Chunk(), 1)
     assert os.environ["STAGE"] == "record"
+
+
+def test_experts_that_a_step_notes_for_the_backward_are_noted_once() -> None:
+    chunk = Chunk()
+    replay = SimpleNamespace(target=None, backward=["earlier"])
+    chunk.router_replay = replay  # type: ignore[assignment]
+
+    def replaying(iterator: Any, model: Any) -> Any:
+        replay.target = "experts"
+        replay.backward.append("experts")
+        return step(iterator, model)
+
+    _, iterator = read(replaying, batches(4), Wrapper(chunk), 1)
+    assert (replay.target, replay.backward) == (None, ["earlier"])
+    replaying(iterator, chunk)
+    assert replay.backward == ["earlier", "experts"]
 
 
 def test_an_error_of_the_step_is_not_hidden_and_hooks_are_gone() -> None:
