@@ -69,6 +69,24 @@ class PlannedStep(megatron_lm.PlannedStep):
             'megapack.patching.apply("megatron_bridge") above the import of megatron.bridge'
         )
 
+    def check_call(self, step: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the recipe passes its schedule what planned steps do not support."""
+        from megatron.core import parallel_state
+
+        for name in ("adjust_tensor_shapes_fn", "collect_non_loss_data", "force_all_reduce"):
+            if step.get(name):
+                raise ConfigError(
+                    f"Bridge passes {name}, which planned steps do not support; turn off the "
+                    "feature that needs it (distillation, non-loss data), or use Bridge's own "
+                    "forward step"
+                )
+        # Bridge always passes groups and a communicator: Megatron's own unless it made them.
+        if not parallel_state.model_parallel_is_initialized():
+            raise ConfigError(
+                "dist.use_decentralized_pg=True: planned steps need Megatron's global process "
+                "groups; set it to False"
+            )
+
     def run(
         self, data_iterator: Any, model: Any, num_items: int, forward_only: bool
     ) -> list[dict[str, Any]]:
@@ -107,40 +125,7 @@ def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
 
     Under the patch `megatron_core` it is that patch's function.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func as megatron_func
-
-    schedule = megatron_func(*args, **kwargs)
-
-    @functools.wraps(schedule)
-    def forward_backward_func(*, forward_step_func: Any, **step: Any) -> Any:
-        if not isinstance(forward_step_func, PlannedStep):
-            return schedule(forward_step_func=forward_step_func, **step)
-        _refuse_unplanned(step)
-        return forward_step_func.run(
-            step["data_iterator"],
-            step["model"],
-            step["num_microbatches"],
-            step.get("forward_only", False),
-        )
-
-    return forward_backward_func
-
-
-def _refuse_unplanned(step: dict[str, Any]) -> None:
-    from megatron.core import parallel_state
-
-    for name in ("adjust_tensor_shapes_fn", "collect_non_loss_data", "force_all_reduce"):
-        if step.get(name):
-            raise ConfigError(
-                f"Bridge passes {name}, which planned steps do not support; turn off the feature "
-                "that needs it (distillation, non-loss data), or use Bridge's own forward step"
-            )
-    # Bridge always passes groups and a communicator; they are Megatron's own unless it made them.
-    if not parallel_state.model_parallel_is_initialized():
-        raise ConfigError(
-            "dist.use_decentralized_pg=True: planned steps need Megatron's global process groups; "
-            "set it to False"
-        )
+    return megatron_lm.get_forward_backward_func(*args, **kwargs)
 
 
 def first_fit_shuffle(seqlens: list[int], pack_size: int) -> list[list[int]]:
@@ -154,13 +139,20 @@ def first_fit_shuffle(seqlens: list[int], pack_size: int) -> list[list[int]]:
         pack_size: tokens of a bin.
 
     Returns:
-        The lengths of each bin's samples.
-
-    Raises:
-        PlanError: a sample is longer than a bin.
+        The lengths of each bin's samples. A sample that is longer than a bin is alone in one.
     """
     options = _OPTIONS.current
     sizes = np.array(seqlens, dtype=np.int64)
+    num_long = int((sizes > pack_size).sum())
+    if num_long:
+        logger.warning(
+            "%d of %d samples are longer than a pack of %d tokens (%d at most), and are alone in "
+            "theirs; pack with a larger size, or truncate them",
+            num_long,
+            len(sizes),
+            pack_size,
+            sizes.max(),
+        )
     work = _work(sizes, options.cost)
     bins = even_bins(sizes, work, pack_size, multiple=options.global_batch_size)
     rising = sorted(bins, key=lambda members: float(work[members].sum()))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,22 @@ class PlannedStep:
             "a PlannedStep runs under the patched get_forward_backward_func only; call "
             'megapack.patching.apply("megatron_lm") above the import of megatron.training'
         )
+
+    def check_call(self, step: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the recipe passes its schedule what planned steps do not support."""
+        for name in (
+            "adjust_tensor_shapes_fn",
+            "collect_non_loss_data",
+            "force_all_reduce",
+            "p2p_communicator",
+            "pg_collection",
+        ):
+            if step.get(name):
+                raise ConfigError(
+                    f"Megatron-LM passes {name}, which planned steps do not support; turn off the "
+                    "feature that needs it (distillation, saved gradients, multi-module models), "
+                    "or the patch"
+                )
 
     def run(
         self, data_iterator: Any, model: Any, num_items: int, forward_only: bool
@@ -176,7 +192,7 @@ def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
     def forward_backward_func(*, forward_step_func: Any, **step: Any) -> Any:
         if not isinstance(forward_step_func, PlannedStep):
             return schedule(forward_step_func=forward_step_func, **step)
-        _refuse_unplanned(step)
+        forward_step_func.check_call(step)
         return forward_step_func.run(
             step["data_iterator"],
             step["model"],
@@ -185,22 +201,6 @@ def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         )
 
     return forward_backward_func
-
-
-def _refuse_unplanned(step: dict[str, Any]) -> None:
-    for name in (
-        "adjust_tensor_shapes_fn",
-        "collect_non_loss_data",
-        "force_all_reduce",
-        "p2p_communicator",
-        "pg_collection",
-    ):
-        if step.get(name):
-            raise ConfigError(
-                f"Megatron-LM passes {name}, which planned steps do not support; turn off the "
-                "feature that needs it (distillation, saved gradients, multi-module models), or "
-                "the patch"
-            )
 
 
 def megatron_layout(chunk: Any) -> Layout:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 
 from megapack import CostModel
-from megapack.errors import ConfigError, PlanError, ScheduleError
+from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts import megatron_bridge
 from megapack.hosts.shared.megatron_lm_data import read_item
 from megapack.hosts.shared.offline_bins import even_bins
@@ -94,9 +94,11 @@ def test_the_order_is_numpys_global_one() -> None:
     assert packed(0) != packed(1)
 
 
-def test_a_sample_over_the_pack_size_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"101 tokens and a bin holds 100"):
-        megatron_bridge.first_fit_shuffle([3, 101], PACK)
+def test_a_sample_over_the_pack_size_is_alone(caplog: pytest.LogCaptureFixture) -> None:
+    packs = megatron_bridge.first_fit_shuffle([3, 101, 97], PACK)
+    assert sorted(map(sorted, packs)) == [[3, 97], [101]]
+    (record,) = caplog.records
+    assert "1 of 3 samples are longer than a pack of 100 tokens (101 at most)" in record.message
 
 
 def test_options_are_checked() -> None:

@@ -86,6 +86,27 @@ SUITES = (
         ),
     ),
     Suite(
+        host="megatron_bridge",
+        tests=("tests/functional_tests/test_groups/data/packing/test_algorithms.py",),
+        num_tests=17,
+        requirements=("einops==0.8.1",),
+        stubs=(
+            *("transformer_engine", "modelopt", "omegaconf", "hydra", "datasets", "nvtx", "wandb"),
+            "megatron.training",
+        ),
+    ),
+    Suite(
+        host="roll",
+        tests=("tests/utils/test_sequence_packing.py", "tests/utils/test_dynamic_batching.py"),
+        num_tests=3,
+        requirements=("tensordict==0.10.0", "pyvers==0.1.0", "codetiming==1.4.0"),
+        stubs=(
+            *("ray", "datasets", "peft", "accelerate", "trl", "modelscope", "wandb", "vllm"),
+            *("transfer_queue", "cloudpickle", "omegaconf", "requests", "opentelemetry", "grpc"),
+            *("google", "psutil", "pybase64", "imageio", "dacite", "more_itertools"),
+        ),
+    ),
+    Suite(
         host="verl",
         tests=("tests/utils/test_seqlen_balancing.py",),
         num_tests=7,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
-from megapack.errors import PlanError
 from megapack.layout import round_up
 from megapack.planner.bins import fewest_bins_bound, first_fit_decreasing, pack_to_targets
 
@@ -28,18 +27,16 @@ def even_bins(sizes: Ints, work: Floats, capacity: int, *, multiple: int = 1) ->
         multiple: the number of bins is a multiple of it, as far as there are items for them.
 
     Returns:
-        Bins of indices. None is empty, none has more than `capacity` tokens.
-
-    Raises:
-        PlanError: an item is larger than the capacity.
+        Bins of indices. None is empty, none has more than `capacity` tokens. The exception is an
+        item that is larger by itself: it is alone in a bin, in addition to the others.
     """
     if not sizes.size:
         return []
-    if sizes.max() > capacity:
-        raise PlanError(
-            f"an item has {sizes.max()} tokens and a bin holds {capacity}; pack with a larger "
-            "size, or truncate the items to it"
-        )
+    fitting = np.flatnonzero(sizes <= capacity)
+    if len(fitting) < len(sizes):
+        bins = even_bins(sizes[fitting], work[fitting], capacity, multiple=multiple)
+        alone = np.flatnonzero(sizes > capacity).tolist()
+        return [*([int(fitting[i]) for i in members] for members in bins), *([i] for i in alone)]
     fallback, most = first_fit_decreasing(sizes, capacity)
     fewest = max(fewest_bins_bound(sizes, capacity), 1)
     for count in _counts(fewest, most, multiple, sizes.size):

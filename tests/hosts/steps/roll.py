@@ -119,7 +119,7 @@ def make_worker(args: Arguments, report: Report) -> Any:
     from roll.distributed.strategy import megatron_strategy
     from roll.pipeline import base_worker
 
-    packed = args.case.startswith("packed")
+    packed = not args.case.startswith("padded")
     budget = 72 if args.case.endswith("tight") else BUDGET
     config = WorkerConfig(
         name="actor_train",
