@@ -4,6 +4,7 @@
 #   tools/host_steps.sh                  every host whose code is here
 #   tools/host_steps.sh slime verl       these hosts
 #   tools/host_steps.sh verl -- -x       pytest's arguments
+#   tools/host_steps.sh --sample         one test of two hosts that have releases; .ci/run runs it
 #
 #   MEGAPACK_HOST_SOURCES    a folder with source trees: slime/, miles/, nemo-rl/, skyrl/, ...
 #   PYTHON                   the interpreter; unset: .venv of the repository, then python3
@@ -17,14 +18,16 @@ cd "$root"
 
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
-    [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
+    [[ ! -x .venv/bin/python ]] || PYTHON=.venv/bin/python
 fi
 
 shopt -s nullglob
 files=()
 while (($#)) && [[ $1 != -- ]]; do
     file=tests/hosts/test_step_$1.py
-    if [[ ! -f $file ]]; then
+    if [[ $1 == --sample ]]; then
+        file=sample
+    elif [[ ! -f $file ]]; then
         printf 'tools/host_steps.sh: no steps of %s; there are:\n' "$1" >&2
         printf '  %s\n' tests/hosts/test_step_*.py >&2
         exit 2
@@ -33,6 +36,13 @@ while (($#)) && [[ $1 != -- ]]; do
     shift
 done
 (($#)) && shift
+
+if [[ ${files[*]} == sample ]]; then
+    files=(
+        'tests/hosts/test_step_verl.py::test_a_patched_step_is_the_unpatched_one[pp=2]'
+        'tests/hosts/test_step_ms_swift.py::test_rows_are_the_planners_packs_and_their_shapes_are_not_exchanged[pp=2]'
+    )
+fi
 
 export OMP_NUM_THREADS=1
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
