@@ -24,6 +24,13 @@ class ScheduleOptions:
     lengths: Lengths = "read"
     non_finite: NonFinite = "warn"
 
+    def __post_init__(self) -> None:
+        if (self.lengths, self.non_finite) != ("read", "warn"):
+            # Imported here: a process that sets no options need not have torch.
+            from megapack.schedule.planned import check_options
+
+            check_options(self.lengths, self.non_finite)
+
 
 _OPTIONS = HostOptions(ScheduleOptions())
 configure = _OPTIONS.configure

@@ -185,7 +185,7 @@ class Agreements:
 
     def __init__(self, watchdog: Watchdog | None) -> None:
         self._watchdog = watchdog
-        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._group = _new_group() if dist.get_world_size() > 1 else None
         self._executor = DaemonExecutor("megapack-agreements")
 
     def start(self, work: Callable[[], T], same: Callable[[], Mapping[str, str]]) -> Agreement[T]:
@@ -205,6 +205,13 @@ class Agreements:
         """End the thread after its queued work; after a failure, do not wait for it."""
         has_failed = self._watchdog is not None and self._watchdog.failure is not None
         self._executor.stop(0.0 if has_failed else _END_S)
+
+
+def _new_group() -> dist.ProcessGroup:
+    # By the module that defines it: slime replaces `dist.new_group`, and would make each of these
+    # groups again whenever it wakes up.
+    group: dist.ProcessGroup = dist.distributed_c10d.new_group(backend="gloo")
+    return group
 
 
 def _all_agree(

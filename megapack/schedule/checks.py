@@ -152,6 +152,13 @@ def _graph_scope(config: Any) -> set[str]:
     return {getattr(part, "name", part) for part in scope or ()} - {"full"}
 
 
+def captures_whole_iterations(config: Any) -> bool:
+    """Whether Megatron-LM captures whole iterations, whose replays skip all Python code."""
+    return getattr(config, "cuda_graph_impl", "none") == "full_iteration" or (
+        _has_graphs(config) and "full_iteration" in _graph_scope(config)
+    )
+
+
 def _check_features(config: Any) -> None:
     unsupported = {
         "num_microbatches_with_partial_activation_checkpoints": "set it to None",

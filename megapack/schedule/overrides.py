@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def pipeline_settings(*, pp: int, vpp: int, planned: bool) -> dict[str, Any]:
+def pipeline_settings(*, pp: int, vpp: int, variable: bool) -> dict[str, Any]:
     """Settings with which pipeline stages exchange the right tensors, and no more than these.
 
     Args:
-        planned: rows may differ in length, and a planned communicator knows their lengths.
+        variable: rows may differ in length.
     """
     settings: dict[str, Any] = {
-        "variable_seq_lengths": planned and pp > 1,
+        "variable_seq_lengths": variable and pp > 1,
         # After an exchange Megatron also synchronizes the device, against a race in old
         # versions of torch. Waiting for the requests already orders the streams.
         "batch_p2p_sync": False,

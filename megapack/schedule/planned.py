@@ -15,7 +15,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import megatron.core
 import torch
@@ -49,8 +49,8 @@ NonFinite = Literal["warn", "error", "ignore"]
 # Settings of Megatron's config under which its schedule takes other forward steps or sends other
 # tensors than these calls can follow.
 _OTHER_SCHEDULES = ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel")
-# The arguments of Megatron's schedule that ask for shapes or groups of the caller's own.
-_OWN_SHAPES = "adjust_tensor_shapes_fn"
+# Earlier versions free an output of an interleaved stage while it is sent.
+_WAITS_FOR_SENDS = Version("0.18")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,7 @@ class PlannedSchedule:
         ranks: Ranks | None = None,
         keeping: Keeping = contextlib.nullcontext,
     ) -> None:
-        _refuse_unknown("lengths", lengths, get_args(Lengths))
-        _refuse_unknown("non_finite", non_finite, get_args(NonFinite))
+        check_options(lengths, non_finite)
         self._schedule = schedule
         self._lengths = lengths
         self._non_finite = non_finite
@@ -137,9 +136,28 @@ class PlannedSchedule:
         )
         schedule = self._schedule or get_forward_backward_func()
         ranks = shared_ranks() if self._ranks is None else self._ranks
-        run = _Run(call, ranks, self._lengths, self._non_finite, self._keeping)
         with ranks.guarded(_next_name(call.kind)):
+            if reason := why_not_planned(get_model_config(call.chunks[0]), others):
+                _log_once(f"this {call.kind} runs on Megatron's own schedule: {reason}")
+                return schedule(
+                    forward_step_func=forward_step_func,
+                    data_iterator=data_iterator,
+                    model=model,
+                    num_microbatches=num_microbatches,
+                    forward_only=forward_only,
+                    **others,
+                )
+            run = _Run(call, ranks, self._lengths, self._non_finite, self._keeping)
             return run.run(schedule, data_iterator, model, **others)
+
+
+class _Report(NamedTuple):
+    """What a rank tells the other ranks of its model replica."""
+
+    is_fine: bool
+    num_microbatches: int
+    cp_rank: int
+    shapes: list[RowShape | None]
 
 
 class _Run:
@@ -160,6 +178,7 @@ class _Run:
         self._config = get_model_config(call.chunks[0])
         self._pp = parallel_state.get_pipeline_model_parallel_world_size()
         self._tp: int = parallel_state.get_tensor_model_parallel_world_size()
+        self._cp: int = parallel_state.get_context_parallel_world_size()
         self._device = torch.device(torch.cuda.current_device())
         self._reads = lengths == "read" and self._pp > 1 and bool(self._config.variable_seq_lengths)
         self._shapes: list[RowShape] | None = None
@@ -172,16 +191,6 @@ class _Run:
     ) -> Any:
         """Read, agree, and run Megatron's schedule."""
         call = self._call
-        if reason := self._why_not(others):
-            _log_once(f"this {call.kind} runs on Megatron's own schedule: {reason}")
-            return schedule(
-                forward_step_func=call.forward_step_func,
-                data_iterator=data_iterator,
-                model=model,
-                num_microbatches=call.num_microbatches,
-                forward_only=call.forward_only,
-                **others,
-            )
         data_iterator = self._agree(data_iterator)
         self._ranks.place.enter("schedule")
         communication = self._communication(others)
@@ -195,20 +204,9 @@ class _Run:
                 **{**others, **communication},
             )
         self._ranks.place.enter("output")
+        _check_received(communication.get("p2p_communicator"))
         self._report_non_finite()
         return result
-
-    def _why_not(self, others: Mapping[str, Any]) -> str:
-        """Why the call cannot be planned; "" if it can."""
-        for name in _OTHER_SCHEDULES:
-            if getattr(self._config, name, False):
-                return f"config.{name} is set, which takes another forward step"
-        if others.get(_OWN_SHAPES) is not None:
-            return f"its caller passes {_OWN_SHAPES}"
-        communicator = others.get("p2p_communicator")
-        if communicator is not None and type(communicator) is not P2PCommunicator:
-            return f"its caller passes a {type(communicator).__name__}"
-        return ""
 
     def _agree(self, data_iterator: Any) -> Any:
         """Agree with all ranks on the call, M and row shapes; returns the iterators to run with."""
@@ -227,11 +225,15 @@ class _Run:
                     sequence_shards=self._sequence_shards,
                     keeping=self._keeping,
                 )
-        except Exception as caught:  # raised below, on all ranks
-            error = caught
-        group = _model_group() if self._tp * self._pp > 1 else None
+        except Exception as caught:
+            # Other ranks may wait for this one inside the forward step, as in Megatron-LM's
+            # broadcast of a batch to tensor-parallel ranks. Then only the watchdog reaches them.
+            if self._tp * self._cp > 1 and not isinstance(caught, ConfigError):
+                raise
+            error = caught  # raised below, on all ranks
+        group = _replica_group() if self._tp * self._pp * self._cp > 1 else None
         agreement = self._ranks.prepare(
-            lambda: self._agree_in_model(read, error, group), self._same
+            lambda: self._agree_in_replica(read, error, group), self._same
         )
         self._shapes = agreement.result()
         if self._reads and self._shapes is None:
@@ -260,22 +262,18 @@ class _Run:
 
     def _same(self) -> Mapping[str, str]:
         """Values that must be equal on all ranks."""
-        config = self._config
-        # Experts and delayed scales make data-parallel ranks meet in every micro-batch.
-        meets = checks.shares_fp8_scales(config) or (
-            bool(config.num_moe_experts)
-            and parallel_state.get_expert_model_parallel_world_size() > 1
-        )
+        meets = meets_in_every_microbatch(self._config, self._call.chunks)
         return {
             "call": f"{self._call.kind}, {len(self._call.chunks)} chunk(s)",
             "M": str(self._call.num_microbatches) if meets else "",
         }
 
-    def _agree_in_model(
+    def _agree_in_replica(
         self, read: Sequence[RowShape | None], error: Exception | None, group: Any
     ) -> list[RowShape] | None:
         """The row shapes of this model replica; None if they are not known."""
-        own = (error is None, self._call.num_microbatches, list(read))
+        cp_rank = parallel_state.get_context_parallel_rank()
+        own = _Report(error is None, self._call.num_microbatches, cp_rank, list(read))
         reports = [own]
         if group is not None:
             reports *= dist.get_world_size(group)
@@ -284,9 +282,11 @@ class _Run:
         # ranks, which runs this, shows the error to them.
         if error is not None:
             raise error
-        fine = [report for report in reports if report[0]]
-        check_equal_counts([count for _, count, _ in fine])
-        return common_shapes([shapes for _, _, shapes in fine]) if self._reads else None
+        fine = [report for report in reports if report.is_fine]
+        check_equal_counts([report.num_microbatches for report in fine])
+        if not self._reads:
+            return None
+        return common_shapes([report.shapes for report in fine if report.cp_rank == cp_rank])
 
     def _communication(self, others: Mapping[str, Any]) -> dict[str, Any]:
         """The communicator of a pipeline, and the groups that Megatron wants with it."""
@@ -313,8 +313,11 @@ class _Run:
         config = self._config
         vpp = len(self._call.chunks)
         settings = pipeline_settings(
-            pp=self._pp, vpp=vpp, planned=bool(config.variable_seq_lengths)
+            pp=self._pp, vpp=vpp, variable=bool(config.variable_seq_lengths)
         )
+        if _waits_for_sends():
+            # Then the host's setting is safe, and keeping outputs would only take memory.
+            settings.pop("deallocate_pipeline_outputs", None)
         if vpp > 1:
             # Else interleaved stages take one tensor for another, see docs/hosts/megatron_lm.md.
             settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -353,7 +356,7 @@ class _Run:
 
         @functools.wraps(forward_step_func)
         def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            chunk = next(i for i, own in enumerate(self._call.chunks) if own is model)
+            chunk = self._index_of(model)
             # Each chunk runs the micro-batches in their order.
             microbatch = self._num_forwards[chunk]
             self._num_forwards[chunk] += 1
@@ -366,6 +369,15 @@ class _Run:
             return output, loss_func
 
         return forward_step
+
+    def _index_of(self, model: Any) -> int:
+        for chunk, own in enumerate(self._call.chunks):
+            if own is model:
+                return chunk
+        raise ScheduleError(
+            f"the schedule runs a {type(model).__name__} that is not one of this call's "
+            f"{len(self._call.chunks)} chunk(s); give it the model that it runs"
+        )
 
     def _is_last(self, chunk: int) -> bool:
         """Whether a chunk is the model's last one, for which Megatron calls the loss function."""
@@ -419,9 +431,68 @@ class _Run:
         return f"{tokens * self._sequence_shards * batch_size} tokens on this GPU"
 
 
-def _refuse_unknown(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r}; set one of {', '.join(known)}")
+def why_not_planned(config: Any, others: Mapping[str, Any]) -> str:
+    """Why a call of a host runs on Megatron's own schedule; "" if it is planned.
+
+    Args:
+        others: the call's arguments that `PlannedSchedule` does not name.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return "Megatron's global process groups are not set up"
+    for name in _OTHER_SCHEDULES:
+        if getattr(config, name, False):
+            return f"config.{name} is set, which takes another forward step"
+    if checks.captures_whole_iterations(config):
+        return "CUDA graphs of whole iterations replay it without its Python code"
+    if others.get("adjust_tensor_shapes_fn") is not None:
+        return "its caller passes adjust_tensor_shapes_fn"
+    communicator = others.get("p2p_communicator")
+    if communicator is not None and type(communicator) is not P2PCommunicator:
+        return f"its caller passes a {type(communicator).__name__}"
+    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    if has_stages and (communicator is None) != (others.get("pg_collection") is None):
+        return "its caller passes one of p2p_communicator and pg_collection"
+    return ""
+
+
+def meets_in_every_microbatch(config: Any, chunks: Sequence[Any]) -> bool:
+    """Whether data-parallel ranks communicate in each forward, so that all need the same M."""
+    kinds = getattr(config, "moe_router_load_balancing_type", None) or ()
+    shards_params = any(
+        getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks
+    )
+    spreads_experts = (
+        bool(config.num_moe_experts) and parallel_state.get_expert_model_parallel_world_size() > 1
+    )
+    return (
+        spreads_experts
+        or shards_params
+        or checks.shares_fp8_scales(config)
+        or "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds)
+    )
+
+
+def _check_received(communicator: Any) -> None:
+    if isinstance(communicator, PlannedP2PCommunicator) and communicator.num_pending:
+        raise ScheduleError(
+            f"{communicator.num_pending} planned receives did not happen; the schedule is not "
+            "Megatron's own: set lengths='exchange'"
+        )
+
+
+def _waits_for_sends() -> bool:
+    return Version(megatron.core.__version__) >= _WAITS_FOR_SENDS
+
+
+def check_options(lengths: str, non_finite: str) -> None:
+    """Raise ConfigError for unknown options of a `PlannedSchedule`."""
+    for name, value, kinds in (
+        ("lengths", lengths, Lengths),
+        ("non_finite", non_finite, NonFinite),
+    ):
+        known = get_args(kinds)
+        if value not in known:
+            raise ConfigError(f"{name}={value!r}; set one of {', '.join(known)}")
 
 
 def common_shapes(reports: Sequence[Sequence[RowShape | None]]) -> list[RowShape] | None:
@@ -459,23 +530,27 @@ def check_equal_counts(counts: Sequence[int]) -> None:
         )
 
 
-_model_groups: list[tuple[Any, Any]] = []
+_replica_groups: list[tuple[Any, Any, Any]] = []
 
 
-def _model_group() -> Any:
-    """A gloo group of the tensor and pipeline-parallel ranks of this rank's model replica.
+def _replica_group() -> Any:
+    """A gloo group of the tensor, context and pipeline-parallel ranks of this model replica.
 
-    The first call in a job is a collective of all ranks.
+    The first call with Megatron's groups is a collective of all ranks.
     """
     default = dist.distributed_c10d._get_default_group()
-    if not _model_groups or _model_groups[0][0] is not default:
+    model = parallel_state.get_model_parallel_group()
+    known = _replica_groups[0] if _replica_groups else (None, None, None)
+    if known[0] is not default or known[1] is not model:
         replicas: list[Any] = [None] * dist.get_world_size()
-        own = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-        dist.all_gather_object(replicas, own)
-        different = sorted({tuple(ranks) for ranks in replicas})
-        group, _ = dist.new_subgroups_by_enumeration([*map(list, different)], backend="gloo")
-        _model_groups[:] = [(default, group)]
-    return _model_groups[0][1]
+        dist.all_gather_object(replicas, parallel_state.get_data_parallel_rank())
+        members = [
+            [rank for rank, replica in enumerate(replicas) if replica == one]
+            for one in sorted(set(replicas))
+        ]
+        group, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")
+        _replica_groups[:] = [(default, model, group)]
+    return _replica_groups[0][2]
 
 
 _counts: dict[str, int] = {}
@@ -494,10 +569,8 @@ def _log_once(message: str) -> None:
 
 def _warn_of(config: Any, settings: Mapping[str, Any]) -> None:
     """Warn once of the host's settings that give wrong gradients or hang under interleaving."""
-    names = ["overlap_p2p_comm", "batch_p2p_comm"]
-    if Version(megatron.core.__version__) < Version("0.18"):
-        names.append("deallocate_pipeline_outputs")
-    wrong = [name for name in names if getattr(config, name) != settings[name]]
+    names = ("overlap_p2p_comm", "batch_p2p_comm", "deallocate_pipeline_outputs")
+    wrong = [n for n in names if n in settings and getattr(config, n) != settings[n]]
     if wrong:
         _warn_once(
             f"{', '.join(f'{name}={getattr(config, name)}' for name in wrong)} can give wrong "

@@ -2,8 +2,8 @@
 
 A stage must know the length of a row before it can receive it, and the host's forward step is where
 the length becomes known: it draws a batch, pads and slices it, and calls the model. So the forward
-step is called once per micro-batch on copies of the batches, and left when it calls the model. The
-stage that has the embedding does so; the others are told.
+step is called once per micro-batch on shallow copies of the batches, and left when it calls the
+model. The stage that has the embedding does so; the others are told.
 
     shapes, iterators = read_row_shapes(forward_step_func, data_iterator, chunks, 8, ...)
     shapes[3]          # (tokens, batch size) of micro-batch 3, or None if it is not known here
@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.utils import StragglerDetector
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 RowShape = tuple[int, int]
 """Tokens and batch size of a micro-batch's hidden states on this GPU."""
@@ -59,7 +61,9 @@ class ReplayedIterator:
         return self._items.pop(0) if self._items else next(self._iterator)
 
     def __getattr__(self, name: str) -> Any:
-        # Hosts ask their iterators for more than items.
+        # Hosts ask their iterators for more than items. A copy has no attributes yet.
+        if name.startswith("__") or name == "_iterator":
+            raise AttributeError(name)
         return getattr(self._iterator, name)
 
 
@@ -100,10 +104,12 @@ def read_row_shapes(
         replayed = None
         reader = copy.copy(own)
     with torch.no_grad(), _leaving(wrappers), _same_state(chunks), keeping():
-        ids = [_input_ids(forward_step_func, reader, chunks[0]) for _ in range(num_microbatches)]
+        shapes = [
+            _row_shape(_input_ids(forward_step_func, reader, chunks[0]), sequence_shards)
+            for _ in range(num_microbatches)
+        ]
     if replayed is not None:
         replayed.is_reading = False
-    shapes = [_row_shape(tensor, sequence_shards) for tensor in ids]
     return shapes, iterators if isinstance(data_iterator, list) else iterators[0]
 
 
@@ -125,21 +131,48 @@ def _wrappers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextlib.contextmanager
 def _leaving(wrappers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within the block, a call of one of the modules raises `_Left`."""
+    """Within the block, a call of one of the modules, or of another model, raises `_Left`."""
 
     def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _Left(kwargs.get("input_ids", args[0] if args else None))
+
+    def leave_at_another(module: Any, _: Any) -> None:
+        # A reference model, whose forward must not run for a length: ms-swift's DPO calls it
+        # first, and sends its hidden states and the policy's in one tensor.
+        if hasattr(module, "pre_process") and module not in wrappers:
+            raise _Left(None)
 
     # First of all hooks: DDP's own start to gather parameters.
     hooks = [
         module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
         for module in wrappers
     ]
+    hooks.append(register_module_forward_pre_hook(leave_at_another))
     try:
-        yield
+        with _quiet_detector():
+            yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _quiet_detector() -> Iterator[None]:
+    """Within the block, Megatron's detector of stragglers does not log `_Left` as an error.
+
+    Hosts call the model inside it. It logs the traceback of every exception, even if it is off.
+    """
+    leave_detector = StragglerDetector.__exit__
+
+    def quiet(self: Any, kind: Any, value: Any, trace: Any) -> Any:
+        is_left = kind is _Left
+        return leave_detector(self, *((None,) * 3 if is_left else (kind, value, trace)))
+
+    StragglerDetector.__exit__ = quiet
+    try:
+        yield
+    finally:
+        StragglerDetector.__exit__ = leave_detector
 
 
 @contextlib.contextmanager

@@ -190,7 +190,7 @@ class ScheduleRunner:
         self, call: StepCall, flags: FiniteFlags, memory: OutOfMemoryGuard | None
     ) -> dict[str, Any]:
         layout = self.layout
-        overrides = pipeline_settings(pp=layout.pp, vpp=layout.vpp, planned=call.has_planned_rows)
+        overrides = pipeline_settings(pp=layout.pp, vpp=layout.vpp, variable=call.has_planned_rows)
         if call.is_training:
             overrides |= sync_functions(self.chunks, self.config)
         if layout.vpp > 1:
@@ -244,7 +244,7 @@ def process_groups() -> ProcessGroupCollection:
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    # Megatron-Core 0.19 asks for these two as well.
+    # Megatron-Core 0.19 asks for these three as well.
     groups.dp = parallel_state.get_data_parallel_group()
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -9,7 +9,9 @@ by the tokens of the step. LAYOUT is JSON. FAULT is what goes wrong, "" for noth
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -47,6 +49,10 @@ class HostStep:
         self._num_losses = 0
 
     def __call__(self, batches: Iterator[dict[str, PackedRow]], model: Any) -> Any:
+        if self._fault == "data":
+            _receive_batch()
+        if self._fault == "death" and dist.get_rank() == 1:
+            os._exit(1)
         row = with_params(next(batches).pop("row"))
         inputs: dict[str, Any] = {
             "input_ids": row.tokens_T[None],
@@ -66,9 +72,18 @@ class HostStep:
             raise ValueError("the host's own loss failed")
         self._num_losses += 1
         loss = (losses.view(-1) * mask_T).sum()
-        if self._fault == "nan" and self._num_losses == 2:
+        if self._fault.startswith("nan") and self._num_losses == 2:
             loss = loss * math.nan
         return loss, mask_T.sum().int(), {"loss": loss.detach().clone()}
+
+
+def _receive_batch() -> None:
+    """Megatron-LM's way: the first tensor-parallel rank draws, and sends to the others."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.rank() == 0:
+        raise ValueError("a bad sample")
+    source = dist.get_global_rank(group, 0)
+    dist.broadcast(torch.zeros(1), src=source, group=group)
 
 
 def main(folder: str, layout_text: str, fault: str) -> None:
@@ -126,14 +141,16 @@ def main(folder: str, layout_text: str, fault: str) -> None:
     config.overlap_p2p_comm = False
     config.batch_p2p_comm = True
     config.deallocate_pipeline_outputs = True
-    schedule = PlannedSchedule(non_finite="error" if fault else "warn")
+    warnings = collect_warnings()
+    schedule = PlannedSchedule(non_finite="error" if fault == "nan" else "warn")
     results: list[Any] = []
     report["fault"] = error_of(lambda: results.extend(run(schedule)))
     if not report["fault"]:
         report["error"] = distance(gradients(chunks), expected)
         report["losses"] = [float(result["loss"]) for result in results]
-        with torch.no_grad():
-            report["forward_losses"] = [float(r["loss"]) for r in run(schedule, forward_only=True)]
+        forward = run(schedule, forward_only=True)
+        report["forward_losses"] = [float(result["loss"]) for result in forward]
+        report["warnings"] = warnings
         report["settings"] = [config.overlap_p2p_comm, config.deallocate_pipeline_outputs]
         report["num_microbatches"] = len(plan.steps[0].ranks[adapter.dp_rank])
     report["exchanges"] = exchanges[0]
@@ -152,6 +169,15 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
     largest = max(float(grad.abs().max()) for grad in expected)
     pairs = zip(found, expected, strict=True)
     return max(float((a - b).abs().max()) for a, b in pairs) / largest
+
+
+def collect_warnings() -> list[str]:
+    """What the schedule warns of, from here on."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megapack.schedule").addHandler(handler)
+    return messages
 
 
 def count_exchanges() -> list[int]:

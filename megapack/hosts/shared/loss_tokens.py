@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 # Far below the resolution of a sum of counts, and above zero: a step without any loss token reports
 # a loss of 0 instead of dividing by 0.
 _NOT_ZERO = 1e-30
@@ -25,7 +27,8 @@ def without_empty_samples(result: Any, loss_masks: Sequence[Any]) -> Any:
         The same with the corrected numbers. The sum of losses is the host's.
     """
     loss, num_tokens, logged = result
-    num_empty = sum(int(mask.sum() == 0) for mask in loss_masks)
+    # On the device: a number on the host would wait for it.
+    num_empty = torch.stack([mask.sum() == 0 for mask in loss_masks]).sum()
     values = logged["values"].clone()
-    values[0] = max(float(values[0]) - num_empty, _NOT_ZERO)
+    values[0] = (values[0] - num_empty).clamp(min=_NOT_ZERO)
     return loss, num_tokens - num_empty, {**logged, "values": values}

@@ -83,3 +83,44 @@ def test_the_stages_of_miles_replays_survive_the_reading(monkeypatch: pytest.Mon
     with megatron_core._same_replay_stages():
         manager.stage = "replay_forward"
     assert manager.stage == "replay_backward"
+
+
+def test_calls_that_cannot_be_planned_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = planned.parallel_state
+    monkeypatch.setattr(groups, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(groups, "get_pipeline_model_parallel_world_size", lambda: 2)
+    plain = SimpleNamespace()
+    assert planned.why_not_planned(plain, {}) == ""
+    captured = SimpleNamespace(cuda_graph_impl="full_iteration")
+    assert "CUDA graphs" in planned.why_not_planned(captured, {})
+    combined = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+    assert "overlap_moe_expert_parallel_comm" in planned.why_not_planned(combined, {})
+    assert "adjust_tensor" in planned.why_not_planned(plain, {"adjust_tensor_shapes_fn": print})
+    assert "passes one of" in planned.why_not_planned(plain, {"pg_collection": object()})
+    own = {"p2p_communicator": object(), "pg_collection": object()}
+    assert "passes a object" in planned.why_not_planned(plain, own)
+    monkeypatch.setattr(groups, "model_parallel_is_initialized", lambda: False)
+    assert "not set up" in planned.why_not_planned(plain, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "meets"),
+    [
+        ({}, False),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, True),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, True),
+        ({"moe_router_load_balancing_type": "aux_loss"}, False),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed", "tp_only_amax_red": False}, True),
+    ],
+)
+def test_ranks_that_meet_in_each_forward_need_one_m(
+    settings: dict[str, object], meets: bool
+) -> None:
+    config = SimpleNamespace(num_moe_experts=None, **settings)
+    assert planned.meets_in_every_microbatch(config, []) == meets
+
+
+def test_sharded_parameters_are_gathered_in_each_forward() -> None:
+    config = SimpleNamespace(num_moe_experts=None)
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    assert planned.meets_in_every_microbatch(config, [chunk])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import StragglerDetector
 
 from megapack.schedule.reading import read_row_shapes
 
@@ -135,6 +137,35 @@ def test_experts_that_a_step_notes_for_the_backward_are_noted_once() -> None:
     assert (replay.target, replay.backward) == (None, ["earlier"])
     replaying(iterator, chunk)
     assert replay.backward == ["earlier", "experts"]
+
+
+def test_a_reference_model_does_not_run_for_a_length() -> None:
+    reference = Chunk()
+    reference.pre_process = True  # type: ignore[assignment]
+
+    def with_reference(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+        reference(batch["ids"])
+        return model(batch["ids"]), None
+
+    assert read(with_reference, batches(4), Chunk(), 1)[0] == [None]
+    assert reference.num_calls == 0
+
+
+def test_megatrons_straggler_detector_does_not_log_the_reading(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def timed(iterator: Any, model: Any) -> Any:
+        with StragglerDetector():
+            return step(iterator, model)
+
+    assert read(timed, batches(4), Chunk(), 1)[0] == [(4, 1)]
+    assert not caplog.records
+
+
+def test_a_replayed_iterator_can_be_copied() -> None:
+    _, iterator = read(step, batches(4), Chunk(), 1)
+    assert next(copy.copy(iterator))["ids"].shape == (1, 4)
 
 
 def test_an_error_of_the_step_is_not_hidden_and_hooks_are_gone() -> None:
