@@ -61,10 +61,6 @@ class NemoRLOptions:
     the packer's bins in turn, without regard to the pipeline."""
     cost: CostModel | None = None
     """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
-    pad_rows: bool = True
-    """With pipeline stages NeMo-RL pads every row of a step to the longest one of its rank. False
-    leaves rows as long as they are. The workers read it; patch `megatron_core` there as well, or
-    Megatron exchanges the shape of every tensor."""
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.layout is None:
@@ -234,7 +230,7 @@ def shard_by_batch_size(
             plan = [nemo_rl_shards.pack_step(packer, packing, rows, shards) for rows in steps]
         else:
             cost = _OPTIONS.current.cost
-            if layout.pp > 1 and _OPTIONS.current.pad_rows:
+            if layout.pp > 1 and not any(s.host == "nemo_rl_rows" for s in patching.status()):
                 _warn_of_padding()
             plan = nemo_rl_shards.plan_steps(packing, steps, shards, layout, cost)
         return nemo_rl_shards.packed_shards(data, packing, plan, shards)
@@ -247,7 +243,7 @@ def shard_by_batch_size(
 def _warn_of_padding() -> None:
     logger.warning(
         "NeMo-RL's workers pad each row to the longest one of their step, which these plans do not "
-        "count: set pad_rows=False (megapack.hosts.nemo_rl.configure) here and in the workers"
+        "count: apply the patch nemo_rl_rows too, here and in the workers"
     )
 
 
@@ -258,35 +254,37 @@ def pack_sequence_parameters(
 ) -> tuple[int, int, int | None]:
     """How rows are padded, in tokens before CP; in NeMo-RL a function of its workers.
 
-    With `pad_rows=False` rows are padded as without pipeline stages: rows of 96 and 60 tokens stay
-    as they are, where NeMo-RL makes 96 and 96 of them.
+    Under the patch `nemo_rl_rows` rows are padded as without pipeline stages: rows of 96 and 60
+    tokens stay as they are, where NeMo-RL makes 96 and 96 of them.
 
     Returns:
         the multiple for each sequence, the multiple for a row, and the length of all rows or None.
     """
     own = patching.original(f"{_WORKER_MODULES}.data._get_pack_sequence_parameters_for_megatron")
-    if not _OPTIONS.current.pad_rows:
-        megatron_cfg = {**megatron_cfg, "pipeline_model_parallel_size": 1}
     padding: tuple[int, int, int | None] = own(
-        megatron_cfg, pad_individual_seqs_to_multiple_of, max_seq_len_in_batch
+        {**megatron_cfg, "pipeline_model_parallel_size": 1},
+        pad_individual_seqs_to_multiple_of,
+        max_seq_len_in_batch,
     )
     return padding
 
 
 def megatron_forward_backward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """NeMo-RL's step or forward-only pass; with `pad_rows=False` its stages expect any row length.
+    """NeMo-RL's step or forward-only pass, whose stages expect rows of any length.
+
+    The patch `nemo_rl_rows` puts it into the workers.
 
     Raises:
-        ConfigError: with `pad_rows=False`, a setting of the model needs rows of one length.
+        ConfigError: a setting of the model needs rows of one length.
     """
-    own = patching.original(f"{_WORKER_MODULES}.train.megatron_forward_backward")
-    if _OPTIONS.current.pad_rows:
-        return own(model, *args, **kwargs)
     from megatron.core.utils import get_model_config
 
     from megapack.schedule.overrides import config_with
 
+    own = patching.original(f"{_WORKER_MODULES}.train.megatron_forward_backward")
     config = get_model_config(model)
+    if config.pipeline_model_parallel_size == 1:
+        return own(model, *args, **kwargs)
     _refuse_fixed_lengths(config)
     with config_with(config, {"variable_seq_lengths": True}):
         return own(model, *args, **kwargs)
@@ -297,14 +295,14 @@ def _refuse_fixed_lengths(config: Any) -> None:
     dispatcher = getattr(config, "moe_token_dispatcher_type", None)
     if getattr(config, "num_moe_experts", None) and dispatcher == "allgather":
         raise ConfigError(
-            "moe_token_dispatcher_type=allgather needs rows of one length; set alltoall, or "
-            "pad_rows=True"
+            "moe_token_dispatcher_type=allgather needs rows of one length; set alltoall, or leave "
+            "out the patch nemo_rl_rows"
         )
     graphs = getattr(config, "cuda_graph_impl", "none")
     if getattr(config, "enable_cuda_graph", False) or graphs not in (None, "none"):
         raise ConfigError(
-            f"CUDA graphs (cuda_graph_impl={graphs}) need rows of one length; set pad_rows=True, "
-            "or turn them off"
+            f"CUDA graphs (cuda_graph_impl={graphs}) need rows of one length; turn them off, or "
+            "leave out the patch nemo_rl_rows"
         )
 
 

@@ -357,19 +357,20 @@ def test_packers_are_of_the_hosts_class_where_it_is_loaded(monkeypatch: pytest.M
 
 
 def test_plans_for_a_pipeline_warn_of_rows_that_are_padded(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def warnings(**options: Any) -> list[str]:
+    def warnings(layout: Layout) -> list[str]:
         nemo_rl._warn_of_padding.cache_clear()
-        nemo_rl.configure(**options)
+        nemo_rl.configure(layout=layout)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             nemo_rl.shard_by_batch_size(batch_of([9] * 8), 2, sequence_packing_args=packing_args())
-        return [record.message for record in caplog.records if "pad_rows" in record.message]
+        return [record.message for record in caplog.records if "nemo_rl_rows" in record.message]
 
-    assert len(warnings(layout=Layout(dp=2, pp=2))) == 1
-    assert not warnings(layout=Layout(dp=2, pp=2), pad_rows=False)
-    assert not warnings(layout=Layout(dp=2), pad_rows=True)
+    assert len(warnings(Layout(dp=2, pp=2))) == 1
+    assert not warnings(Layout(dp=2))
+    monkeypatch.setattr(patching, "status", lambda: [types.SimpleNamespace(host="nemo_rl_rows")])
+    assert not warnings(Layout(dp=2, pp=2))
 
 
 @pytest.fixture
@@ -380,36 +381,33 @@ def originals(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("pad_rows", "stages"), [(True, 4), (False, 1)])
-def test_rows_are_padded_as_without_a_pipeline(
-    originals: dict[str, Any], pad_rows: bool, stages: int
-) -> None:
+def test_rows_are_padded_as_without_a_pipeline(originals: dict[str, Any]) -> None:
     name = "nemo_rl.models.megatron.data._get_pack_sequence_parameters_for_megatron"
     originals[name] = lambda *args: args
-    nemo_rl.configure(pad_rows=pad_rows)
     given = {"pipeline_model_parallel_size": 4, "context_parallel_size": 2}
     config, *others = nemo_rl.pack_sequence_parameters(given, 8, 96)
-    assert config == {"pipeline_model_parallel_size": stages, "context_parallel_size": 2}  # type: ignore[comparison-overlap]
+    assert config == {"pipeline_model_parallel_size": 1, "context_parallel_size": 2}  # type: ignore[comparison-overlap]
     assert others == [8, 96]
     assert given["pipeline_model_parallel_size"] == 4
 
 
 class Model(torch.nn.Module):
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, num_stages: int = 2, **config: Any) -> None:
         super().__init__()
-        self.config = types.SimpleNamespace(variable_seq_lengths=False, **config)
+        sizes = {"pipeline_model_parallel_size": num_stages, "variable_seq_lengths": False}
+        self.config = types.SimpleNamespace(**sizes, **config)
 
 
-@pytest.mark.parametrize("pad_rows", [True, False])
-def test_stages_take_any_length_within_a_step(originals: dict[str, Any], pad_rows: bool) -> None:
-    model = Model()
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_stages_take_any_length_within_a_step(originals: dict[str, Any], num_stages: int) -> None:
+    model = Model(num_stages)
 
     def own(given: Model, *args: Any, **kwargs: Any) -> Any:
         return given.config.variable_seq_lengths, args, kwargs
 
     originals["nemo_rl.models.megatron.train.megatron_forward_backward"] = own
-    nemo_rl.configure(pad_rows=pad_rows)
-    assert nemo_rl.megatron_forward_backward(model, 1, mbs=2) == (not pad_rows, (1,), {"mbs": 2})
+    varies = num_stages > 1
+    assert nemo_rl.megatron_forward_backward(model, 1, mbs=2) == (varies, (1,), {"mbs": 2})
     assert model.config.variable_seq_lengths is False
 
 
@@ -425,7 +423,6 @@ def test_models_that_need_rows_of_one_length_are_refused(
     originals: dict[str, Any], config: dict[str, Any], says: str
 ) -> None:
     originals["nemo_rl.models.megatron.train.megatron_forward_backward"] = lambda model: "ran"
-    assert nemo_rl.megatron_forward_backward(Model(**config)) == "ran"
-    nemo_rl.configure(pad_rows=False)
+    assert nemo_rl.megatron_forward_backward(Model(1, **config)) == "ran"
     with pytest.raises(ConfigError, match=says):
         nemo_rl.megatron_forward_backward(Model(**config))

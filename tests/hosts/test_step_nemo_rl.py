@@ -11,7 +11,7 @@ from tests.hosts.steps.job import Report, run_step
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
 WORLD = 2
-OURS = ("nemo_rl", "megatron_core")
+OURS = ("nemo_rl", "nemo_rl_rows", "megatron_core")
 Ranks = list[Report]
 
 
@@ -22,12 +22,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return report
 
 
-def run(
-    folder: Path, layout: str, patches: tuple[str, ...] = (), case: str = "", steps: int = 2
-) -> Ranks:
-    return run_step(
-        "nemo_rl", folder, layout=layout, world=WORLD, patches=patches, case=case, steps=steps
-    )
+def run(folder: Path, layout: str, patches: tuple[str, ...] = (), steps: int = 2) -> Ranks:
+    return run_step("nemo_rl", folder, layout=layout, world=WORLD, patches=patches, steps=steps)
 
 
 def assert_same_training(ranks: Ranks, alone: Report) -> None:
@@ -41,7 +37,7 @@ def test_losses_gradients_and_logprobs_are_those_without_patches(
     tmp_path: Path, alone: Report, layout: str
 ) -> None:
     without = run(tmp_path / "without", layout)
-    patched = run(tmp_path / "with", layout, OURS, case="natural")
+    patched = run(tmp_path / "with", layout, OURS)
     assert_same_training(without, alone)
     assert_same_training(patched, alone)
     assert not without[0].patched
@@ -54,7 +50,7 @@ def test_losses_gradients_and_logprobs_are_those_without_patches(
 
 def test_rows_of_a_pipeline_stay_as_long_as_they_are(tmp_path: Path, alone: Report) -> None:
     padded = run(tmp_path / "padded", "pp=2")
-    natural = run(tmp_path / "natural", "pp=2", OURS, case="natural")
+    natural = run(tmp_path / "natural", "pp=2", OURS)
     assert_same_training(natural, alone)
     for own, row_tokens in zip(padded, natural, strict=True):
         assert len(set(own.row_tokens[0])) == 1
@@ -66,6 +62,6 @@ def test_rows_of_a_pipeline_stay_as_long_as_they_are(tmp_path: Path, alone: Repo
 
 
 def test_without_planned_shapes_megatron_exchanges_them(tmp_path: Path, alone: Report) -> None:
-    ranks = run(tmp_path, "pp=2", ("nemo_rl",), case="natural")
+    ranks = run(tmp_path, "pp=2", ("nemo_rl", "nemo_rl_rows"))
     assert_same_training(ranks, alone)
     assert all(rank.num_shape_exchanges > 0 for rank in ranks)

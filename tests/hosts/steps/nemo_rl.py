@@ -5,7 +5,7 @@
 NeMo-RL's are `shard_by_batch_size`, the worker's `train` and `get_logprobs`, its micro-batch
 iterators, packing, losses, log-probs and aggregation. The worker is made without Ray and without a
 Megatron-Bridge model: its chunk is the tests' tiny GPT, the optimizer Megatron's with NeMo-RL's
-settings. `--case natural` sets the option `pad_rows=False`.
+settings.
 
 """
 
@@ -68,7 +68,7 @@ def main() -> None:
     if "nemo_rl" in arguments.patches:
         from megapack.hosts import nemo_rl
 
-        nemo_rl.configure(layout=arguments.layout, pad_rows=arguments.case != "natural")
+        nemo_rl.configure(layout=arguments.layout)
     run(arguments)
     launch.stop()
 
