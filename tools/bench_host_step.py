@@ -5,7 +5,7 @@
 
 Each round runs the host's worker (tests/hosts/steps/HOST.py) without patches and then with them.
 The first step of a run is left out: it compiles and fills caches. "simulated" is the makespan of
-the rows that the host ran, by row tokens, summed over the run's steps.
+the rows that the host ran, by row tokens, per step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _print(
         exchanges = sum(rank.num_shape_exchanges for rank in ranks) / len(ranks) / steps
         print(f"{name}: {exchanges:g} exchanges of shapes per rank and step, M={_counts(ranks)}")
         if all(rank.row_tokens for rank in ranks):
-            print(f"{name}: simulated {_simulated(ranks, layout):.0f} tokens of work")
+            print(f"{name}: simulated {_simulated(ranks, layout) / steps:.1f} tokens of work per step")
 
 
 def _seconds(ranks: Sequence[Report]) -> float:

@@ -121,16 +121,15 @@ def test_experts_without_a_loss_train_as_megatron_lms_own(run: Run) -> None:
 
 
 def test_experts_may_balance_their_load_over_each_sample(run: Run) -> None:
-    planned = run("dp=2", "megatron_lm", "experts+each")
-    own = run("dp=2", "", "experts+sequence")
+    planned = run("dp=2", "megatron_lm", "experts+each+strong")
+    own = run("dp=2", "", "experts+sequence+strong")
     free = run("dp=2", "", "experts+free")
     # A sample of 64 labels has 65 tokens, and the load counts its last one; Megatron-LM's row has
     # 64. So the loss is nearly the same one.
     difference = abs(planned[0].grad_norms[0] - own[0].grad_norms[0])
     effect = abs(free[0].grad_norms[0] - own[0].grad_norms[0])
-    assert planned[0].losses == pytest.approx(own[0].losses, rel=1e-4)
-    assert difference < 1e-4 < own[0].grad_norms[0]
-    assert effect > 0
+    assert planned[0].losses == pytest.approx(own[0].losses, rel=1e-2)
+    assert difference < 0.1 * effect
     assert planned[0].more["logged"][0]["moe_balance_loss"] >= 1
 
 
