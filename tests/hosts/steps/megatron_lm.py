@@ -56,7 +56,7 @@ CASES = {
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --ffn-hidden-size 64",
     "sequence": "--moe-router-load-balancing-type seq_aux_loss",
     "free": "--moe-aux-loss-coeff 0",
-    "strong": "--moe-aux-loss-coeff 1",
+    "strong": "--moe-aux-loss-coeff 1000",
     "documents": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
     "sft": "--sft --no-create-attention-mask-in-dataloader",
     "mtp": "--mtp-num-layers 1",
