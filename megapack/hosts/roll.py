@@ -195,36 +195,49 @@ def _ends(widths: Ints, budget: int, layout: Layout) -> list[int]:
 
 
 def _tokens_of_ranges(widths: Ints, budget: int) -> Floats:
-    """float64 [n + 1, n + 1]: tokens of the samples [start, end); infinite if not a micro-batch."""
-    size = np.arange(widths.size + 1)
-    number = (size[None, :] - size[:, None]).astype(float)
-    tokens: Floats = number * np.concatenate([[0], widths])[None, :]
-    tokens[(number < 1) | (tokens > budget)] = np.inf
+    """float64 [most, n]: tokens of the `most - row` samples before an end; infinite if too many.
+
+    `most` is how many of the narrowest samples fit: with widths 2, 2, 8 and a budget of 8 it is 4,
+    cut to 3. Of its last column (ends behind the third sample) only one sample is finite.
+    """
+    most = min(widths.size, budget // int(widths[0]))
+    number = np.arange(most, 0, -1)[:, None]
+    tokens: Floats = (number * widths[None, :]).astype(float)
+    tokens[(number > np.arange(1, widths.size + 1)) | (tokens > budget)] = np.inf
     return tokens
 
 
 def _fewest(tokens: Floats) -> int:
     """The least number of ranges: each as long as it can be."""
+    most, size = tokens.shape
     start = 0
     count = 0
-    while start < len(tokens) - 1:
-        start = int(np.flatnonzero(np.isfinite(tokens[start]))[-1])
+    while start < size:
+        end = start + 1
+        while end < min(size, start + most) and np.isfinite(tokens[most - (end + 1 - start), end]):
+            end += 1
+        start = end
         count += 1
     return count
 
 
 def _cheapest(tokens: Floats, count: int) -> list[int]:
     """Ends of `count` ranges with the smallest sum of tokens."""
-    best = np.full(len(tokens), np.inf)
+    most, size = tokens.shape
+    # [row, end - 1]: where a range of `most - row` samples starts; ranges before 0 are infinite.
+    starts = np.maximum(np.arange(1, size + 1) - np.arange(most, 0, -1)[:, None], 0)
+    best = np.full(size + 1, np.inf)
     best[0] = 0.0
-    starts = []
+    chosen = []
     for _ in range(count):
-        sums = best[:, None] + tokens
-        starts.append(sums.argmin(0))
-        best = sums.min(0)
-    ends = [len(tokens) - 1]
-    for start in reversed(starts[1:]):
-        ends.append(int(start[ends[-1]]))
+        sums = best[starts] + tokens
+        rows = sums.argmin(0)
+        columns = np.arange(size)
+        chosen.append(starts[rows, columns])
+        best = np.concatenate([[np.inf], sums[rows, columns]])
+    ends = [size]
+    for start in reversed(chosen[1:]):
+        ends.append(int(start[ends[-1] - 1]))
     return ends[::-1]
 
 
