@@ -69,7 +69,8 @@ def _print(
         exchanges = sum(rank.num_shape_exchanges for rank in ranks) / len(ranks) / steps
         print(f"{name}: {exchanges:g} exchanges of shapes per rank and step, M={_counts(ranks)}")
         if all(rank.row_tokens for rank in ranks):
-            print(f"{name}: simulated {_simulated(ranks, layout) / steps:.1f} tokens of work per step")
+            work = _simulated(ranks, layout) / steps
+            print(f"{name}: simulated {work:.1f} tokens of work per step")
 
 
 def _seconds(ranks: Sequence[Report]) -> float:
