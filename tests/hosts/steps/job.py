@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 from megapack import Layout
+from megapack.errors import ConfigError
 from tests.dist.spawn import checked_job, rank_reports
 from tools.hosting.sources import NoSource, source
 
@@ -80,9 +81,28 @@ def parse_layout(text: str) -> Layout:
 
     >>> parse_layout("pp=2,vpp=2").pp
     2
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
     """
-    parts = (part.split("=") for part in filter(None, text.split(",")))
-    return Layout(**{name: int(value) for name, value in parts})
+    parts = [part.partition("=") for part in filter(None, text.split(","))]
+    try:
+        return Layout(**{name: int(value) for name, _, value in parts})
+    except (TypeError, ValueError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a layout like dp=2,pp=2: {error}"
+        ) from error
+
+
+def workers() -> list[str]:
+    """The hosts that have a worker, which are the modules here that run as programs.
+
+    >>> "slime" in workers(), "job" in workers()
+    (True, False)
+    """
+    modules = sorted(Path(__file__).parent.glob("*.py"))
+    start = '\nif __name__ == "__main__":\n'
+    return [path.stem for path in modules if start in path.read_text(encoding="utf-8")]
 
 
 def count_shape_exchanges(report: Report) -> None:
