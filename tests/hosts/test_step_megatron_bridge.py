@@ -125,9 +125,8 @@ def test_interleaved_stages_are_wrong_without_the_patches_and_right_with_them(ru
     assert_same(run("pp=2,vpp=2", "hostpacks", PATCHES), run("dp=2"))
 
 
-def test_bridges_setting_for_interleaved_stages_does_not_suffice(run: Run) -> None:
-    found = seen(run("pp=2,vpp=2", "overlap"))
-    assert found["losses"][1] != pytest.approx(seen(run("dp=2"))["losses"][1], rel=1e-4)
+def test_planned_interleaved_stages_are_right_with_bridges_overlap(run: Run) -> None:
+    """Without the patches memory is freed while it is sent, which is wrong in some runs only."""
     assert_same(run("pp=2,vpp=2", "overlap,planned,hostpacks", PATCHES), run("dp=2"))
 
 
