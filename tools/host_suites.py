@@ -133,9 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines.append(f"{host}: not run: {error}")
             failed = True
             continue
-        problem = problem_of(
-            suite, report, patched=not args.unpatched, complete=not args.options
-        )
+        problem = problem_of(suite, report, patched=not args.unpatched, complete=not args.options)
         lines.append(line_of(suite, report, problem))
         failed = failed or bool(problem)
     print("\n".join(lines))

@@ -141,6 +141,19 @@ def write(report: Report, folder: Path) -> None:
     (folder / f"rank{dist.get_rank()}.json").write_text(text, encoding="utf-8")
 
 
+def start(prepare: Callable[[], None]) -> Arguments:
+    """Read the command line, join the job, make the host importable, and patch it."""
+    arguments = parse_arguments()
+    from megapack import launch, patching
+
+    launch.quiet_known_warnings()
+    launch.start("cpu")
+    prepare()
+    for host in arguments.patches:
+        patching.apply(host)
+    return arguments
+
+
 def import_host(host: str) -> Path:
     """Put the host's source, and nothing else of it, on the import path; skips without one."""
     folder = source(host)
@@ -174,3 +187,37 @@ def run_step(
     args += ["--steps", str(steps), "--case", case]
     checked_job(world, f"tests.hosts.steps.{worker or host}", args, timeout_s=timeout_s)
     return [Report(**report) for report in rank_reports(folder, world)]
+
+
+class Runs:
+    """Runs of one host's worker; the same run is made once.
+
+    Args:
+        host: the worker.
+        folder: where reports go.
+        case: of runs that name none.
+    """
+
+    def __init__(self, host: str, folder: Path, *, case: str = "") -> None:
+        self.host = host
+        self._folder = folder
+        self._case = case
+        self._done: dict[tuple[str, str, str], list[Report]] = {}
+
+    def __call__(self, layout: str, patches: str = "", case: str | None = None) -> list[Report]:
+        """The reports of all ranks.
+
+        Args:
+            patches: names, with commas.
+        """
+        key = (layout, patches, self._case if case is None else case)
+        if key not in self._done:
+            self._done[key] = run_step(
+                self.host,
+                self._folder / str(len(self._done)),
+                layout=layout,
+                world=parse_layout(layout).world_size,
+                patches=[name for name in patches.split(",") if name],
+                case=key[2],
+            )
+        return self._done[key]
