@@ -64,7 +64,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--global-batch-size", type=int, default=64)
     parser.add_argument("--layout", type=parse_layout, default=Layout(dp=4, pp=4, vpp=2))
     parser.add_argument("--square", type=float, default=1 / 49152, help="tokens per squared token")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.file.is_file():
+        parser.error(f"there is no file {args.file}")
+    return args
 
 
 def _read(file: Path, longest: int) -> list[int]:

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megapack import Layout, simulate
 from megapack.plan.plan import MicroBatch, StepPlan
-from tests.hosts.steps.job import Report, parse_layout, run_step
+from tests.hosts.steps.job import Report, parse_layout, run_step, workers
+from tools.hosting.sources import NoSource, source
 
 
 def main() -> None:
@@ -29,13 +30,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("host")
-    parser.add_argument("--layout", default="pp=2")
+    parser.add_argument("host", choices=workers())
+    parser.add_argument("--layout", type=_layout_text, default="pp=2")
     parser.add_argument("--patches", default="", help="default: the host's own and megatron_core")
     parser.add_argument("--case", default="")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    if args.steps < 2:
+        parser.error("--steps must be at least 2: the first is left out")
+    if args.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    try:
+        source(args.host)
+    except NoSource as error:
+        parser.error(str(error))
     layout = parse_layout(args.layout)
     world = layout.dp * layout.tp * layout.pp * layout.cp
     patches = args.patches.split(",") if args.patches else [args.host, "megatron_core"]
@@ -55,6 +64,12 @@ def main() -> None:
                     )
                 )
     _print(layout, runs["without"], runs["with"], args.steps)
+
+
+def _layout_text(text: str) -> str:
+    """The text, which must be a layout; workers get it as it is."""
+    parse_layout(text)
+    return text
 
 
 def _print(

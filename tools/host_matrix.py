@@ -7,7 +7,8 @@
 Nothing of a host is imported: signatures are read from its source (`hosting/read_signature.py`), so
 no GPU and none of a host's dependencies are needed. Releases come from the package index as wheels
 without dependencies. Exit code: 0 if everything fits, 1 if something has moved, 2 if there is
-nothing to check. Without arguments: --trees $MEGAPACK_HOST_SOURCES if it is set, and --releases.
+nothing to check or a release cannot be installed. Without arguments: --trees
+$MEGAPACK_HOST_SOURCES if it is set, and --releases.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ PYTHON = "3.12"
 
 # Host -> the first version that has the name, and what stands in older ones' row.
 FIRST = {"megatron_packing": ("0.20", "Megatron-Core has DpBalancedScheduler since 0.20")}
+# Host -> the first wheel with its package: Megatron-Core's older ones have no megatron.training.
+FIRST_WHEEL = {"megatron_lm": "0.17"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,7 @@ def rows_of(source: Source, files: Sequence[PatchFile]) -> list[Row]:
     for host in sorted({file.host for file in files}):
         own = [file for file in files if file.host == host and _is_in(code, file)]
         if not own:
+            rows += _without_package(source, [file for file in files if file.host == host])
             continue
         fitting = [file for file in own if file.is_for(source.version)]
         if fitting:
@@ -91,6 +95,19 @@ def rows_of(source: Source, files: Sequence[PatchFile]) -> list[Row]:
         else:
             rows.append(_row(source, host, own[0].patches[0], *_out_of_range(source, own)))
     return rows
+
+
+def _without_package(source: Source, files: Sequence[PatchFile]) -> list[Row]:
+    """A row if a release of the host has none of the packages that its patches are for."""
+    distribution, _, version = source.label.partition("==")
+    for file in files:
+        if not version or file.distribution != distribution or not file.is_for(source.version):
+            continue
+        if _numbers(version) >= _numbers(FIRST_WHEEL.get(file.host)):
+            entry = file.patches[0]
+            text = f"`{source.label}` has no package {package_of(entry.module)}"
+            return [_row(source, file.host, entry, text, True)]
+    return []
 
 
 def _out_of_range(source: Source, own: Sequence[PatchFile]) -> tuple[str, bool]:
@@ -240,8 +257,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     files = shipped_files()
     rows = []
-    for source in _sources(args):
-        rows += rows_of(source, files)
+    try:
+        for source in _sources(args):
+            rows += rows_of(source, files)
+    except NoSource as problem:
+        print(problem, file=sys.stderr)
+        return 2
     if not rows:
         print("nothing to check: give --trees FOLDER, --releases or --latest", file=sys.stderr)
         return 2
@@ -265,7 +286,9 @@ def _sources(args: argparse.Namespace) -> Iterator[Source]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trees", type=Path, action="append", default=[], metavar="FOLDER")
     parser.add_argument("--releases", action="store_true", help="that the patches are tested with")
     parser.add_argument("--latest", action="store_true", help="the newest release of each host")
@@ -274,11 +297,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if not (args.trees or args.releases or args.latest):
         args.releases = True
         args.trees = [Path(os.environ[VARIABLE])] if os.environ.get(VARIABLE) else []
+    for folder in args.trees:
+        if not folder.is_dir():
+            parser.error(f"{folder} is not a folder of source trees")
     return args
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NoSource as problem:
-        sys.exit(f"{problem}")
+    sys.exit(main())

@@ -23,11 +23,27 @@ fi
 
 shopt -s nullglob
 files=()
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' tools/host_steps.sh
+    exit 0
+elif [[ ${1:-} == --sample ]]; then
+    if [[ ${2:---} != -- ]]; then
+        printf 'tools/host_steps.sh: --sample has its own hosts; leave out %s\n' "$2" >&2
+        exit 2
+    fi
+    files=(
+        'tests/hosts/test_step_verl.py::test_a_patched_step_is_the_unpatched_one[pp=2]'
+        'tests/hosts/test_step_ms_swift.py::test_rows_are_the_planners_packs_and_their_shapes_are_not_exchanged[pp=2]'
+    )
+    shift
+fi
 while (($#)) && [[ $1 != -- ]]; do
-    file=tests/hosts/test_step_$1.py
     if [[ $1 == --sample ]]; then
-        file=sample
-    elif [[ ! -f $file ]]; then
+        printf 'tools/host_steps.sh: --sample has its own hosts; give it alone\n' >&2
+        exit 2
+    fi
+    file=tests/hosts/test_step_$1.py
+    if [[ ! -f $file ]]; then
         printf 'tools/host_steps.sh: no steps of %s; there are:\n' "$1" >&2
         printf '  %s\n' tests/hosts/test_step_*.py >&2
         exit 2
@@ -36,13 +52,6 @@ while (($#)) && [[ $1 != -- ]]; do
     shift
 done
 (($#)) && shift
-
-if [[ ${files[*]} == sample ]]; then
-    files=(
-        'tests/hosts/test_step_verl.py::test_a_patched_step_is_the_unpatched_one[pp=2]'
-        'tests/hosts/test_step_ms_swift.py::test_rows_are_the_planners_packs_and_their_shapes_are_not_exchanged[pp=2]'
-    )
-fi
 
 export OMP_NUM_THREADS=1
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megapack.hosts import miles
-from tests.hosts.steps.rollout_checks import Runs, check_equal, check_planned_rows
+from tests.hosts.steps.job import Runs
+from tests.hosts.steps.rollout_checks import (
+    check_equal,
+    check_interleaving_without_overlap_fails,
+    check_patched,
+    check_planned_interleaving_without_overlap,
+    check_unpatched_exchanges,
+)
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
@@ -14,36 +21,24 @@ BOTH = "miles,megatron_core"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs("miles", tmp_path_factory.mktemp("miles"))
+    return Runs("miles", tmp_path_factory.mktemp("miles"), case="fanout")
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "cp=2", "pp=2", "pp=2,vpp=2"])
 def test_the_patched_step_trains_as_one_rank_does_without_patches(runs: Runs, layout: str) -> None:
-    patched = runs(layout, BOTH)
-    check_equal(patched, runs(""))
-    assert all(report.num_shape_exchanges == 0 for report in patched)
-    assert all(report.more["forward_exchanges"] == 0 for report in patched)
-    if layout.startswith("pp"):
-        check_planned_rows(miles, patched, layout, "fanout")
+    check_patched(runs, miles, layout)
 
 
 def test_without_patches_stages_exchange_shapes(runs: Runs) -> None:
-    own = runs("pp=2")
-    check_equal(own, runs(""))
-    assert all(report.num_shape_exchanges > 0 for report in own)
-    assert all(report.more["forward_exchanges"] > 0 for report in own)
+    check_unpatched_exchanges(runs)
 
 
 def test_interleaving_without_overlap_fails_on_the_hosts_schedule(runs: Runs) -> None:
-    """A received tensor has the shape of another row."""
-    with pytest.raises(AssertionError, match=r"split_with_sizes|shape|size"):
-        runs("pp=2,vpp=2", "miles", "fanout+nooverlap")
+    check_interleaving_without_overlap_fails(runs, "miles")
 
 
 def test_interleaving_without_overlap_is_right_on_planned_shapes(runs: Runs) -> None:
-    patched = runs("pp=2,vpp=2", BOTH, "fanout+nooverlap")
-    check_equal(patched, runs(""))
-    assert all(report.num_shape_exchanges == 0 for report in patched)
+    check_planned_interleaving_without_overlap(runs)
 
 
 def test_a_mean_per_token_and_the_patch_for_removed_samples(runs: Runs) -> None:

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
-from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.job import Runs
 from tests.hosts.steps.ms_swift import LENGTHS, NUM_PACKS, PACKING_LENGTH
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
-PATCHES = ("ms_swift", "megatron_core")
+PATCHES = "ms_swift,megatron_core"
 LAYOUTS = ("dp=2", "pp=2", "pp=2,vpp=2")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> functools._lru_cache_wrapper[list[Report]]:
-    """Run a layout, once for all tests."""
-
-    @functools.cache
-    def run_once(layout: str, patches: tuple[str, ...]) -> list[Report]:
-        folder = tmp_path_factory.mktemp("ms_swift")
-        world = 1 if layout == "dp=1" else 2
-        return run_step("ms_swift", folder, layout=layout, world=world, patches=patches)
-
-    return run_once
+def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs("ms_swift", tmp_path_factory.mktemp("ms_swift"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_and_evaluation_are_those_of_one_rank_without_patches(
-    run: functools._lru_cache_wrapper[list[Report]], layout: str
+    run: Runs, layout: str
 ) -> None:
-    (alone,) = run("dp=1", ())
+    (alone,) = run("dp=1")
     assert alone.losses[1] < alone.losses[0] - 0.1
     reports = run(layout, PATCHES)
     last = [report for report in reports if report.losses]
@@ -47,7 +37,7 @@ def test_training_and_evaluation_are_those_of_one_rank_without_patches(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_are_the_planners_packs_and_their_shapes_are_not_exchanged(
-    run: functools._lru_cache_wrapper[list[Report]], layout: str
+    run: Runs, layout: str
 ) -> None:
     reports = run(layout, PATCHES)
     assert sum(report.num_shape_exchanges for report in reports) == 0
@@ -65,9 +55,9 @@ def test_rows_are_the_planners_packs_and_their_shapes_are_not_exchanged(
 
 
 def test_ms_swift_alone_exchanges_shapes_and_has_less_even_packs(
-    run: functools._lru_cache_wrapper[list[Report]],
+    run: Runs,
 ) -> None:
-    without = run("pp=2", ())
+    without = run("pp=2")
     patched = run("pp=2", PATCHES)
     assert min(report.num_shape_exchanges for report in without) > 0
 

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 
-from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.job import Report, Runs
 from tests.hosts.steps.roll import LENGTHS
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
-PATCHES = ("roll", "megatron_core")
+PATCHES = "roll,megatron_core"
 BUDGETS = {"packed": 96, "packed_tight": 72, "padded": 128}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> functools._lru_cache_wrapper[list[Report]]:
-    """Run a case on a layout, once for all tests."""
-
-    @functools.cache
-    def run_once(case: str, layout: str, patches: tuple[str, ...]) -> list[Report]:
-        folder = tmp_path_factory.mktemp("roll")
-        world = 1 if layout == "dp=1" else 2
-        return run_step("roll", folder, layout=layout, world=world, patches=patches, case=case)
-
-    return run_once
+def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs("roll", tmp_path_factory.mktemp("roll"))
 
 
 def losses(reports: list[Report]) -> list[float]:
@@ -44,10 +34,10 @@ CASES = [("packed", "dp=2"), ("packed", "pp=2,vpp=2"), ("padded", "pp=2"), ("pad
 
 @pytest.mark.parametrize(("case", "layout"), CASES)
 def test_training_and_log_probs_are_those_of_one_rank_without_patches(
-    run: functools._lru_cache_wrapper[list[Report]], case: str, layout: str
+    run: Runs, case: str, layout: str
 ) -> None:
-    alone = run(case, "dp=1", ())
-    patched = run(case, layout, PATCHES)
+    alone = run("dp=1", "", case)
+    patched = run(layout, PATCHES, case)
     assert losses(patched) == pytest.approx(losses(alone), rel=1e-5)
     # Step 2 is 0 if the first step did not train, and equal to step 1 if weights did not change.
     assert losses(alone)[0] != pytest.approx(losses(alone)[1], rel=0.1)
@@ -59,9 +49,9 @@ def test_training_and_log_probs_are_those_of_one_rank_without_patches(
 
 @pytest.mark.parametrize(("case", "layout"), CASES)
 def test_rows_are_planned_and_their_shapes_are_not_exchanged(
-    run: functools._lru_cache_wrapper[list[Report]], case: str, layout: str
+    run: Runs, case: str, layout: str
 ) -> None:
-    reports = run(case, layout, PATCHES)
+    reports = run(layout, PATCHES, case)
     assert sum(report.num_shape_exchanges for report in reports) == 0
     for report in reports:
         for rows in [*report.row_tokens, *report.more["forward_rows"]]:
@@ -70,15 +60,15 @@ def test_rows_are_planned_and_their_shapes_are_not_exchanged(
     assert len({len(rows) for report in reports for rows in report.row_tokens}) == 1
 
 
-def test_roll_alone_exchanges_shapes(run: functools._lru_cache_wrapper[list[Report]]) -> None:
-    reports = run("packed", "pp=2", ())
+def test_roll_alone_exchanges_shapes(run: Runs) -> None:
+    reports = run("pp=2", "", "packed")
     assert min(report.num_shape_exchanges for report in reports) > 0
-    assert losses(reports) == pytest.approx(losses(run("packed", "dp=1", ())), rel=1e-5)
+    assert losses(reports) == pytest.approx(losses(run("dp=1", "", "packed")), rel=1e-5)
 
 
-def test_roll_alone_goes_over_its_budget(run: functools._lru_cache_wrapper[list[Report]]) -> None:
-    without = run("packed_tight", "dp=1", ())[0]
-    patched = run("packed_tight", "dp=1", ("roll",))[0]
+def test_roll_alone_goes_over_its_budget(run: Runs) -> None:
+    without = run("dp=1", "", "packed_tight")[0]
+    patched = run("dp=1", "roll", "packed_tight")[0]
     budget = BUDGETS["packed_tight"]
     assert max(max(rows) for rows in without.row_tokens) > budget
     assert max(max(rows) for rows in patched.row_tokens) <= budget
@@ -86,10 +76,10 @@ def test_roll_alone_goes_over_its_budget(run: functools._lru_cache_wrapper[list[
 
 
 def test_padded_micro_batches_have_less_padding(
-    run: functools._lru_cache_wrapper[list[Report]],
+    run: Runs,
 ) -> None:
-    without = run("padded_tight", "dp=1", ())[0]
-    patched = run("padded_tight", "dp=1", ("roll",))[0]
+    without = run("dp=1", "", "padded_tight")[0]
+    patched = run("dp=1", "roll", "padded_tight")[0]
     assert patched.num_microbatches == without.num_microbatches
     assert patched.losses == pytest.approx(without.losses, rel=1e-5)
     assert sum(LENGTHS) <= sum(patched.row_tokens[0]) < sum(without.row_tokens[0])

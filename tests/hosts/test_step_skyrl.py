@@ -1,4 +1,4 @@
-"""SkyRL's own Megatron worker and tests on a CPU, with and without patches."""
+"""SkyRL's own Megatron worker on a CPU, with and without patches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_same(ranks: Ranks, alone: Report) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "pp=2", "cp=2"])
-def test_losses_gradients_and_logprobs_are_those_without_patches(
+def test_losses_gradients_and_sums_of_logprobs_are_those_without_patches(
     tmp_path: Path, alone: Report, layout: str
 ) -> None:
     without = run(tmp_path / "without", layout)

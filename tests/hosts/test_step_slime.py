@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megapack.hosts import slime
+from tests.hosts.steps.job import Runs
 from tests.hosts.steps.rollout_checks import (
-    Runs,
     check_equal,
+    check_interleaving_without_overlap_fails,
+    check_patched,
+    check_planned_interleaving_without_overlap,
     check_planned_rows,
+    check_unpatched_exchanges,
     values_of,
 )
 
@@ -19,24 +23,16 @@ BOTH = "slime,megatron_core"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs("slime", tmp_path_factory.mktemp("slime"))
+    return Runs("slime", tmp_path_factory.mktemp("slime"), case="fanout")
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "cp=2", "pp=2", "pp=2,vpp=2"])
 def test_the_patched_step_trains_as_one_rank_does_without_patches(runs: Runs, layout: str) -> None:
-    patched = runs(layout, BOTH)
-    check_equal(patched, runs(""))
-    assert all(report.num_shape_exchanges == 0 for report in patched)
-    assert all(report.more["forward_exchanges"] == 0 for report in patched)
-    if layout.startswith("pp"):
-        check_planned_rows(slime, patched, layout, "fanout")
+    check_patched(runs, slime, layout)
 
 
 def test_without_patches_stages_exchange_shapes(runs: Runs) -> None:
-    own = runs("pp=2")
-    check_equal(own, runs(""))
-    assert all(report.num_shape_exchanges > 0 for report in own)
-    assert all(report.more["forward_exchanges"] > 0 for report in own)
+    check_unpatched_exchanges(runs)
 
 
 def test_the_planners_patch_alone_changes_rows_and_nothing_else(runs: Runs) -> None:
@@ -49,15 +45,11 @@ def test_the_planners_patch_alone_changes_rows_and_nothing_else(runs: Runs) -> N
 
 @pytest.mark.parametrize("patches", ["", "slime"])
 def test_interleaving_without_overlap_fails_on_the_hosts_schedule(runs: Runs, patches: str) -> None:
-    """A received tensor has the shape of another row."""
-    with pytest.raises(AssertionError, match=r"split_with_sizes|shape|size"):
-        runs("pp=2,vpp=2", patches, "fanout+nooverlap")
+    check_interleaving_without_overlap_fails(runs, patches)
 
 
 def test_interleaving_without_overlap_is_right_on_planned_shapes(runs: Runs) -> None:
-    patched = runs("pp=2,vpp=2", BOTH, "fanout+nooverlap")
-    check_equal(patched, runs(""))
-    assert all(report.num_shape_exchanges == 0 for report in patched)
+    check_planned_interleaving_without_overlap(runs)
 
 
 def test_a_mean_per_token_is_that_of_one_sample_at_a_time(runs: Runs) -> None:

@@ -5,7 +5,8 @@ A suite is run unchanged, from the host's source tree, by `tools/host_suites.py`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class Suite:
     """Small releases of the package index that its modules need; installed without dependencies."""
     needs_device: bool = False
     """Whether its tests ask for a GPU: `megapack.cpu` serves them on a CPU over gloo."""
+    known_failures: Mapping[str, str] = field(default_factory=dict)
+    """Name of a test that fails on megapack's functions -> why that is right."""
     python_312: bool = False
     """Whether the host wants Python 3.12: below it, pydantic takes no `typing.TypedDict`."""
 
@@ -110,6 +113,11 @@ SUITES = (
         host="verl",
         tests=("tests/utils/test_seqlen_balancing.py",),
         num_tests=7,
+        known_failures={
+            "test_seqlen_balancing_distributed_params": (
+                "it wants ceil(tokens / budget) micro-batches, which can put one over the budget"
+            )
+        },
         needs_device=True,
         stubs=("ray", "codetiming", "hydra", "omegaconf", "datasets", "pandas", "PIL", "peft"),
         requirements=(

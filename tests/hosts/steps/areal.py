@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megapack import Layout, cpu, launch, patching
 from megapack.hosts import areal
-from tests.hosts.steps.chunks import host_chunks
+from tests.hosts.steps.chunks import bridge_settings, host_chunks
 from tests.hosts.steps.job import (
     Report,
     count_shape_exchanges,
@@ -114,17 +114,6 @@ def make_engine(layout: Layout, case: str) -> Any:
         None, FinetuneSpec(total_train_epochs=1, dataset_size=64, train_batch_size=16)
     )
     return engine
-
-
-def bridge_settings(layout: Layout) -> dict[str, Any]:
-    """What AReaL sets of Megatron's config, with the default of Megatron-Bridge's providers."""
-    return {
-        "variable_seq_lengths": True,
-        "overlap_p2p_comm": layout.vpp > 1,
-        "batch_p2p_comm": False,
-        "deallocate_pipeline_outputs": True,
-        "calculate_per_token_loss": False,
-    }
 
 
 def make_batch(samples: list[Sample], dp_rank: int, dp_size: int) -> dict[str, Tensor]:

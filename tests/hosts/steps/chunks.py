@@ -42,3 +42,14 @@ def host_chunks(
             seed=problem.SEED,
             distributed_optimizer=False,
         )
+
+
+def bridge_settings(layout: Layout) -> dict[str, Any]:
+    """What AReaL and verl set of Megatron's config, with Megatron-Bridge's providers."""
+    return {
+        "variable_seq_lengths": True,
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+        "calculate_per_token_loss": False,
+    }

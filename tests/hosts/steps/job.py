@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 from megapack import Layout
+from megapack.errors import ConfigError
 from tests.dist.spawn import checked_job, rank_reports
 from tools.hosting.sources import NoSource, source
 
@@ -80,9 +81,28 @@ def parse_layout(text: str) -> Layout:
 
     >>> parse_layout("pp=2,vpp=2").pp
     2
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
     """
-    parts = (part.split("=") for part in filter(None, text.split(",")))
-    return Layout(**{name: int(value) for name, value in parts})
+    parts = [part.partition("=") for part in filter(None, text.split(","))]
+    try:
+        return Layout(**{name: int(value) for name, _, value in parts})
+    except (TypeError, ValueError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a layout like dp=2,pp=2: {error}"
+        ) from error
+
+
+def workers() -> list[str]:
+    """The hosts that have a worker, which are the modules here that run as programs.
+
+    >>> "slime" in workers(), "job" in workers()
+    (True, False)
+    """
+    modules = sorted(Path(__file__).parent.glob("*.py"))
+    start = '\nif __name__ == "__main__":\n'
+    return [path.stem for path in modules if start in path.read_text(encoding="utf-8")]
 
 
 def count_shape_exchanges(report: Report) -> None:
@@ -121,6 +141,19 @@ def write(report: Report, folder: Path) -> None:
     (folder / f"rank{dist.get_rank()}.json").write_text(text, encoding="utf-8")
 
 
+def start(prepare: Callable[[], None]) -> Arguments:
+    """Read the command line, join the job, make the host importable, and patch it."""
+    arguments = parse_arguments()
+    from megapack import launch, patching
+
+    launch.quiet_known_warnings()
+    launch.start("cpu")
+    prepare()
+    for host in arguments.patches:
+        patching.apply(host)
+    return arguments
+
+
 def import_host(host: str) -> Path:
     """Put the host's source, and nothing else of it, on the import path; skips without one."""
     folder = source(host)
@@ -154,3 +187,37 @@ def run_step(
     args += ["--steps", str(steps), "--case", case]
     checked_job(world, f"tests.hosts.steps.{worker or host}", args, timeout_s=timeout_s)
     return [Report(**report) for report in rank_reports(folder, world)]
+
+
+class Runs:
+    """Runs of one host's worker; the same run is made once.
+
+    Args:
+        host: the worker.
+        folder: where reports go.
+        case: of runs that name none.
+    """
+
+    def __init__(self, host: str, folder: Path, *, case: str = "") -> None:
+        self.host = host
+        self._folder = folder
+        self._case = case
+        self._done: dict[tuple[str, str, str], list[Report]] = {}
+
+    def __call__(self, layout: str, patches: str = "", case: str | None = None) -> list[Report]:
+        """The reports of all ranks.
+
+        Args:
+            patches: names, with commas.
+        """
+        key = (layout, patches, self._case if case is None else case)
+        if key not in self._done:
+            self._done[key] = run_step(
+                self.host,
+                self._folder / str(len(self._done)),
+                layout=layout,
+                world=parse_layout(layout).world_size,
+                patches=[name for name in patches.split(",") if name],
+                case=key[2],
+            )
+        return self._done[key]

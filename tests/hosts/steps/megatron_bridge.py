@@ -311,6 +311,7 @@ def main() -> None:
     report.more["saved"] = sorted(path.name for path in folder.glob("saved/*"))
     metadata = list(folder.glob("packed/*/*metadata.jsonl"))
     report.more["packs"] = json.loads(metadata[0].read_text()) if metadata else []
+    report.more["folder"] = str(folder)
     job.write(report, folder)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.hosts.steps.job import Arguments, Report, parse_layout, run_step
+from tests.hosts.steps.job import Arguments, Report, Runs, parse_layout
 from tests.hosts.steps.rollout_hosts import (
     PAD_MULTIPLE,
     ROLLOUTS_PER_STEP,
@@ -19,33 +18,35 @@ from tests.hosts.steps.rollout_hosts import (
 STEPS = 2
 
 
-class Runs:
-    """Runs of one host's worker; the same run is made once.
+def check_patched(runs: Runs, host: ModuleType, layout: str) -> None:
+    """Patched, a layout trains as one rank does without patches, and exchanges no shapes."""
+    patched = runs(layout, f"{runs.host},megatron_core")
+    check_equal(patched, runs(""))
+    assert all(report.num_shape_exchanges == 0 for report in patched)
+    assert all(report.more["forward_exchanges"] == 0 for report in patched)
+    if layout.startswith("pp"):
+        check_planned_rows(host, patched, layout, "fanout")
 
-    Args:
-        host: the worker.
-        folder: where reports go.
-    """
 
-    def __init__(self, host: str, folder: Path) -> None:
-        self.host = host
-        self._folder = folder
-        self._done: dict[tuple[str, str, str], list[Report]] = {}
+def check_unpatched_exchanges(runs: Runs) -> None:
+    """Without patches two stages train the same, and exchange shapes."""
+    own = runs("pp=2")
+    check_equal(own, runs(""))
+    assert all(report.num_shape_exchanges > 0 for report in own)
+    assert all(report.more["forward_exchanges"] > 0 for report in own)
 
-    def __call__(self, layout: str, patches: str = "", case: str = "fanout") -> list[Report]:
-        """The reports of all ranks."""
-        key = (layout, patches, case)
-        if key not in self._done:
-            self._done[key] = run_step(
-                self.host,
-                self._folder / str(len(self._done)),
-                layout=layout,
-                world=parse_layout(layout).world_size,
-                patches=[name for name in patches.split(",") if name],
-                steps=STEPS,
-                case=case,
-            )
-        return self._done[key]
+
+def check_interleaving_without_overlap_fails(runs: Runs, patches: str) -> None:
+    """On the host's schedule a received tensor has the shape of another row."""
+    with pytest.raises(AssertionError, match="split_with_sizes expects split_sizes to sum exactly"):
+        runs("pp=2,vpp=2", patches, "fanout+nooverlap")
+
+
+def check_planned_interleaving_without_overlap(runs: Runs) -> None:
+    """On planned shapes it is right."""
+    patched = runs("pp=2,vpp=2", f"{runs.host},megatron_core", "fanout+nooverlap")
+    check_equal(patched, runs(""))
+    assert all(report.num_shape_exchanges == 0 for report in patched)
 
 
 def check_equal(found: list[Report], wanted: list[Report]) -> None:

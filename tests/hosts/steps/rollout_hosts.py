@@ -31,6 +31,7 @@ from tests.hosts.steps.job import (
     import_host,
     parse_arguments,
     timed,
+    write,
 )
 from tools.hosting import import_stubs
 from tools.hosting.sources import source
@@ -81,6 +82,34 @@ def start(host: str) -> Arguments:
     # Compiling the losses for a CPU takes longer than all steps together.
     torch._dynamo.config.disable = True
     return arguments
+
+
+def run(
+    host: str,
+    make_actor: Callable[[Any, list[Any]], Any],
+    split_rollout: Callable[[Arguments, Any], tuple[list[Any], list[Any]]],
+    train: Callable[..., None],
+) -> None:
+    """A worker: the host's training actor on one rollout, and the report.
+
+    Args:
+        make_actor: of the host's arguments and this rank's chunks.
+        split_rollout: the samples, and each data-parallel rank's part of them.
+        train: notes in the report what the steps give.
+    """
+    arguments = start(host)
+    from megapack import launch
+
+    report = Report()
+    chunks = build_host_chunks(arguments)
+    args = host_arguments(arguments)
+    actor = make_actor(args, chunks)
+    samples, refs = split_rollout(arguments, args)
+    if "reference" in words(arguments):
+        note_reference(report, args, chunks, samples, refs[0].inner)
+    train(report, actor, refs, num_samples=len(samples))
+    write(report, arguments.folder)
+    launch.stop()
 
 
 def _replace_ray() -> None:

@@ -47,14 +47,9 @@ def prepare() -> None:
 
 
 def main() -> None:
-    arguments = job.parse_arguments()
-    from megapack import launch, patching
+    arguments = job.start(prepare)
+    from megapack import launch
 
-    launch.quiet_known_warnings()
-    launch.start("cpu")
-    prepare()
-    for host in arguments.patches:
-        patching.apply(host)
     if "skyrl" in arguments.patches:
         from megapack.hosts import skyrl
 

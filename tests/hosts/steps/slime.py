@@ -9,19 +9,7 @@ from tests.hosts.steps import job, rollout_hosts
 
 def main() -> None:
     """Run slime on one rollout, and report."""
-    arguments = rollout_hosts.start("slime")
-    from megapack import launch
-
-    report = job.Report()
-    chunks = rollout_hosts.build_host_chunks(arguments)
-    args = rollout_hosts.host_arguments(arguments)
-    actor = make_actor(args, chunks)
-    samples, refs = split_rollout(arguments, args)
-    if "reference" in rollout_hosts.words(arguments):
-        rollout_hosts.note_reference(report, args, chunks, samples, refs[0].inner)
-    train(report, actor, refs, num_samples=len(samples))
-    job.write(report, arguments.folder)
-    launch.stop()
+    rollout_hosts.run("slime", make_actor, split_rollout, train)
 
 
 def split_rollout(arguments: job.Arguments, args: Any) -> tuple[list[Any], list[Any]]:

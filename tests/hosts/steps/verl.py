@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megapack import Layout, launch, patching
 from tests.dist import problem
-from tests.hosts.steps.chunks import host_chunks
+from tests.hosts.steps.chunks import bridge_settings, host_chunks
 from tests.hosts.steps.job import (
     Report,
     count_shape_exchanges,
@@ -124,17 +124,6 @@ def make_engine(layout: Layout, budget: int) -> Any:
     )
     engine.initialize()
     return engine
-
-
-def bridge_settings(layout: Layout) -> dict[str, Any]:
-    """What verl, and Megatron-Bridge's providers, set of Megatron's config."""
-    return {
-        "variable_seq_lengths": True,
-        "overlap_p2p_comm": layout.vpp > 1,
-        "batch_p2p_comm": False,
-        "deallocate_pipeline_outputs": True,
-        "calculate_per_token_loss": False,
-    }
 
 
 def make_batch(samples: list[Sample], dp_rank: int, dp_size: int) -> Any:

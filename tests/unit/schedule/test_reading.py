@@ -87,6 +87,24 @@ def test_a_stage_without_an_embedding_reads_nothing() -> None:
     assert next(own)["ids"].shape == (1, 8)
 
 
+@pytest.mark.parametrize(("pre_process", "shape"), [(True, (6, 1)), (False, None)])
+def test_only_ids_of_an_embedding_give_lengths(
+    pre_process: bool, shape: tuple[int, int] | None
+) -> None:
+    """Other stages may get ids of another shape."""
+    chunk = Chunk()
+    chunk.pre_process = pre_process  # type: ignore[assignment]
+
+    def packing(iterator: Any, model: Any) -> Any:
+        """Packs [2, 4] into [1, 6] where the model has an embedding, as SkyRL does."""
+        ids = next(iterator)
+        return model(ids.reshape(1, -1)[:, :6] if model.module.pre_process else ids), None
+
+    shapes, iterator = read(packing, iter([torch.zeros(2, 4)]), Wrapper(chunk), 1)
+    assert shapes == [shape]
+    assert next(iterator).shape == (2, 4)
+
+
 def test_an_object_with_its_own_position_keeps_it() -> None:
     class Batches:
         def __init__(self) -> None:

@@ -16,9 +16,11 @@ import pytest
 
 from megapack.patching.files import PatchFile, Replacement, shipped_files
 from megapack.patching.target import is_like, signature_of
+from tools import host_matrix
 from tools.host_matrix import Source, as_markdown, main, rows_of, trees, version_of
 from tools.hosting.read_signature import signatures
 from tools.hosting.read_source import NotRead, Sources
+from tools.hosting.sources import NoSource
 
 pytestmark = pytest.mark.unit
 
@@ -226,6 +228,34 @@ def test_the_patch_file_of_the_sources_version_counts(write: Write, tmp_path: Pa
     assert verdicts(tmp_path, file, "0.9") == [f"False: {says}"]
 
 
+@pytest.mark.parametrize(
+    ("label", "more", "says"),
+    [
+        ("lib==1.0", {}, ["True: `lib==1.0` has no package lib"]),
+        ("other==1.0", {}, []),
+        ("lib==1.0", {"since": "2.0"}, []),
+        # A source tree may be of any host.
+        ("lib", {}, []),
+    ],
+)
+def test_a_release_without_its_package_has_moved(
+    label: str, more: dict[str, str], says: list[str], write: Write, tmp_path: Path
+) -> None:
+    write("lib_core/a.py", "def pack(lengths, *, budget=None): pass")
+    file = patch_file("lib.a:pack", distribution="lib", **more)
+    source = Source(label=label, folders=(tmp_path,), version="1.0")
+    assert [f"{row.moved}: {row.verdict}" for row in rows_of(source, [file])] == says
+
+
+def test_older_wheels_of_megatron_core_have_no_training(tmp_path: Path) -> None:
+    found = {}
+    for version in ("0.16.1", "0.17.0"):
+        source = Source(label=f"megatron-core=={version}", folders=(tmp_path,), version=version)
+        found[version] = {row.host for row in rows_of(source, shipped_files())}
+    assert "megatron_core" in found["0.16.1"]
+    assert found["0.17.0"] - found["0.16.1"] >= {"megatron_lm"}
+
+
 VERSIONS = {
     "pyproject.toml": '[project]\nversion = "1.2"\n[tool.other]\nversion = "9"\n',
     "lib-1.2.dist-info/METADATA": "Name: lib\nVersion: 1.2\n",
@@ -274,6 +304,22 @@ def test_the_command_says_what_moved(
     assert re.match(r"\d+ names, [1-9]\d* moved; no source of .*verl", printed.err)
     (tmp_path / "empty").mkdir()
     assert main(["--trees", str(tmp_path / "empty")]) == 2
+
+
+def test_wrong_input_and_an_index_out_of_reach_are_not_taken_for_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--trees", str(tmp_path / "absent")])
+    assert ended.value.code == 2
+    assert "absent is not a folder of source trees" in capsys.readouterr().err
+
+    def unreachable(*args: object, **kwargs: object) -> Path:
+        raise NoSource("verl==0.9.1 cannot be installed: no index")
+
+    monkeypatch.setattr(host_matrix, "installed", unreachable)
+    assert main(["--releases"]) == 2
+    assert capsys.readouterr().err == "verl==0.9.1 cannot be installed: no index\n"
 
 
 def test_the_patches_fit_the_installed_megatron_core() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tools.host_suites import line_of, main, problem_of, run_suite
 from tools.hosting.sources import NoSource
 from tools.hosting.suite_run import SuiteReport
-from tools.hosting.suites import suite_of
+from tools.hosting.suites import Suite, suite_of
 
 pytestmark = pytest.mark.unit
 
@@ -70,8 +70,10 @@ def test_the_tests_run_on_megapacks_functions(tree: Path) -> None:
     report = run_suite(suite, tree)
     assert (report.passed, report.failed, report.replaced) == (2, [], [NAME])
     assert report.calls == {NAME: 1}
-    assert problem_of(report) == ""
-    assert line_of(suite, report, "") == "slime: 2 of 9 passed; build_dp_schedule 1 calls"
+    assert problem_of(suite, report) == ""
+    assert line_of(suite, report, "") == (
+        "slime: 2 of 9 passed, 2 collected; build_dp_schedule 1 calls"
+    )
 
 
 def test_without_the_patch_they_run_on_the_hosts(tree: Path) -> None:
@@ -91,20 +93,39 @@ def test_a_suite_that_calls_no_replaced_function_fails(
 def test_a_file_that_cannot_be_imported_fails(tree: Path) -> None:
     (tree / "tests/test_dp_schedule.py").write_text("import absent_package\n")
     report = run_suite(suite_of("slime"), tree)
-    assert problem_of(report) == "1 failed: tests/test_dp_schedule.py"
+    assert problem_of(suite_of("slime"), report) == "1 failed: tests/test_dp_schedule.py"
 
 
 @pytest.mark.parametrize(
     ("report", "problem"),
     [
-        (SuiteReport(passed=2, calls={"a.f": 0, "a.g": 3}), ""),
-        (SuiteReport(passed=2, calls={"a.f": 0}), "no replaced function was called"),
-        (SuiteReport(skipped=2, calls={"a.f": 1}), "no test ran"),
-        (SuiteReport(passed=2, failed=["t::x"], calls={"a.f": 1}), "1 failed: t::x"),
+        (SuiteReport(passed=9, calls={"a.f": 0, "a.g": 3}), ""),
+        (SuiteReport(passed=9, calls={"a.f": 0}), "no replaced function was called"),
+        (SuiteReport(skipped=9, calls={"a.f": 1}), "no test ran"),
+        (SuiteReport(passed=8, failed=["t::x"], calls={"a.f": 1}), "1 failed: t::x"),
+        (SuiteReport(passed=8, failed=["t::C::known"], calls={"a.f": 1}), ""),
+        (SuiteReport(passed=2, skipped=97, calls={"a.f": 3}), "only 2 of 9 tests passed"),
+        (SuiteReport(passed=8, skipped=1, calls={"a.f": 3}), "only 8 of 9 tests passed"),
+        # A tree with fewer tests, and one with more.
+        (SuiteReport(passed=8, calls={"a.f": 3}), ""),
+        (SuiteReport(passed=10, skipped=1, calls={"a.f": 3}), ""),
     ],
 )
 def test_when_a_run_counts(report: SuiteReport, problem: str) -> None:
-    assert problem_of(report) == problem
+    suite = Suite(host="slime", tests=(), num_tests=9, known_failures={"known": "a reason"})
+    assert problem_of(suite, report) == problem
+
+
+def test_options_may_leave_tests_out() -> None:
+    report = SuiteReport(passed=2, skipped=7, calls={"a.f": 3})
+    assert problem_of(suite_of("slime"), report, complete=False) == ""
+
+
+def test_a_known_failure_is_printed_with_its_reason() -> None:
+    suite = Suite(host="slime", tests=(), num_tests=9, known_failures={"known": "a reason"})
+    report = SuiteReport(passed=8, failed=["t::known"], calls={"a.f": 3})
+    line = "slime: 8 of 9 passed; known fails: a reason; f 3 calls"
+    assert line_of(suite, report, problem_of(suite, report)) == line
 
 
 def test_a_tree_without_the_tests_is_refused(
