@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 # Far below the resolution of a sum of counts, and above zero: a step without any loss token reports
 # a loss of 0 instead of dividing by 0.
 _NOT_ZERO = 1e-30
@@ -26,6 +24,9 @@ def without_empty_samples(result: Any, loss_masks: Sequence[Any]) -> Any:
     Returns:
         The same with the corrected numbers. The sum of losses is the host's.
     """
+    # Imported here: the planners of both hosts do without torch.
+    import torch
+
     loss, num_tokens, logged = result
     # On the device: a number on the host would wait for it.
     num_empty = torch.stack([mask.sum() == 0 for mask in loss_masks]).sum()
