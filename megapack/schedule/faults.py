@@ -16,6 +16,7 @@ only the first one is reported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,9 @@ from torch import Tensor
 from megapack import cpu
 from megapack.errors import ConfigError, ScheduleError, StepOutOfMemory
 from megapack.layout import Layout, why_no_retry
+from megapack.model.overlap import overlaps_reduction
 from megapack.ranks.agree import agree, on_any_rank
+from megapack.ranks.place import Place
 from megapack.schedule import checks
 from megapack.schedule.listeners import Listener
 
@@ -149,6 +152,13 @@ class FiniteFlags(Listener):
         self._outputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
         self._gradients: list[tuple[int, Tensor]] = []
 
+    @classmethod
+    def of_rank(cls, num_chunks: int, *, pp_rank: int, pp: int, replica: int) -> FiniteFlags:
+        """The flags of a pipeline rank with `num_chunks` chunks."""
+        # Megatron assigns the model's stages to the pipeline ranks in turn: with pp=2 and vpp=2,
+        # rank 1 has stages 1 and 3.
+        return cls([chunk * pp + pp_rank for chunk in range(num_chunks)], replica)
+
     def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
         """Set the flag of hidden states or of a loss."""
         self._outputs[chunk, microbatch] = _is_finite(output.detach()), output.numel() == 1
@@ -229,6 +239,37 @@ class FiniteFlags(Listener):
                 "the gradients hold a NaN or an infinity, though the losses do not; discard "
                 "them, and check the model's precision and the learning rate"
             )
+
+
+def checking_finalize(
+    finalize: Callable[..., None],
+    check: Callable[[list[list[Tensor]]], None],
+    chunks: Sequence[Any],
+    place: Place,
+) -> Callable[..., None]:
+    """A `finalize_model_grads_func` that first checks this rank's own gradients.
+
+    Reductions that overlap with backwards are running by then, so reduced gradients are checked.
+
+    Args:
+        check: is given the gradient buffers of each chunk.
+    """
+    are_running = any(map(overlaps_reduction, chunks))
+
+    def check_buffers() -> None:
+        buffers = [checks.gradient_buffers(chunk) for chunk in chunks]
+        check([[buffer.grad_data for buffer in own] for own in buffers])
+
+    @functools.wraps(finalize)
+    def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
+        place.enter("reduction")
+        if not are_running:
+            check_buffers()
+        finalize(*args, **kwargs)
+        if are_running:
+            check_buffers()
+
+    return finalize_model_grads
 
 
 def samples_text(samples: Sequence[int]) -> str:

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.layout import Layout
-from megapack.model.overlap import dropping_reductions, overlaps_reduction, sync_functions
+from megapack.model.overlap import dropping_reductions, sync_functions
 from megapack.ranks.links import Ranks, shared_ranks
 from megapack.schedule import checks
-from megapack.schedule.faults import FiniteFlags
+from megapack.schedule.faults import FiniteFlags, checking_finalize
 from megapack.schedule.listeners import Listeners, PlaceKeeper
 from megapack.schedule.overrides import config_with, pipeline_settings
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
@@ -183,8 +183,15 @@ class _Run:
         self._reads = lengths == "read" and self._pp > 1 and bool(self._config.variable_seq_lengths)
         self._shapes: list[RowShape] | None = None
         self._num_forwards = [0] * len(call.chunks)
-        self._flags = self._new_flags()
-        self._listeners = Listeners([PlaceKeeper(ranks.place), self._flags])
+        self._flags = FiniteFlags.of_rank(
+            len(call.chunks),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp=self._pp,
+            replica=parallel_state.get_data_parallel_rank(),
+        )
+        # The flags read every output.
+        looks = [] if non_finite == "ignore" else [self._flags]
+        self._listeners = Listeners([PlaceKeeper(ranks.place), *looks])
 
     def run(
         self, schedule: Callable[..., Any], data_iterator: Any, model: Any, **others: Any
@@ -324,31 +331,16 @@ class _Run:
             _warn_of(config, settings)
         if not self._call.forward_only:
             settings |= sync_functions(self._call.chunks, config)
-        if config.finalize_model_grads_func is not None:
-            settings["finalize_model_grads_func"] = self._finalize(config.finalize_model_grads_func)
+        if (finalize := config.finalize_model_grads_func) is not None:
+            settings["finalize_model_grads_func"] = checking_finalize(
+                finalize, self._check_gradients, self._call.chunks, self._ranks.place
+            )
         return settings
 
-    def _finalize(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """A `finalize` that looks at gradients before their reduction; see `FiniteFlags`."""
-        chunks = self._call.chunks
-        are_running = any(map(overlaps_reduction, chunks))
-
-        def look() -> None:
-            # Under fp16 the loss scaler handles an overflow.
-            if self._non_finite != "ignore" and not self._config.fp16:
-                buffers = [checks.gradient_buffers(chunk) for chunk in chunks]
-                self._flags.check_gradients([[b.grad_data for b in own] for own in buffers])
-
-        @functools.wraps(finalize)
-        def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
-            self._ranks.place.enter("reduction")
-            if not are_running:
-                look()
-            finalize(*args, **kwargs)
-            if are_running:
-                look()
-
-        return finalize_model_grads
+    def _check_gradients(self, gradients: list[list[Tensor]]) -> None:
+        # Under fp16 the loss scaler handles an overflow.
+        if self._non_finite != "ignore" and not self._config.fp16:
+            self._flags.check_gradients(gradients)
 
     def _forward_step(self) -> Callable[..., Any]:
         """The host's forward step, which also calls the listeners."""
@@ -411,16 +403,9 @@ class _Run:
                 "(megapack.hosts.megatron_core.configure) for models that add or remove tokens"
             )
 
-    def _new_flags(self) -> FiniteFlags:
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        # Megatron assigns the model's stages to the pipeline ranks in turn.
-        stages = [chunk * self._pp + rank for chunk in range(len(self._call.chunks))]
-        return FiniteFlags(stages, parallel_state.get_data_parallel_rank())
-
     def _report_non_finite(self) -> None:
         if self._non_finite == "ignore":
             return
-        # Collecting other data than losses gives outputs that are not the call's result.
         report = self._flags.refuse if self._non_finite == "error" else self._flags.warn
         report(self._describe, device=self._device)
 

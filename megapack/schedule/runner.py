@@ -19,7 +19,6 @@ from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, token_weight
 from megapack.model.overlap import (
     dropping_reductions,
-    overlaps_reduction,
     sync_functions,
     without_overlap,
 )
@@ -27,7 +26,12 @@ from megapack.ranks.place import Place
 from megapack.rows.packed import PackedRow
 from megapack.schedule import checks
 from megapack.schedule.call import StepCall
-from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard, samples_text
+from megapack.schedule.faults import (
+    FiniteFlags,
+    OutOfMemoryGuard,
+    checking_finalize,
+    samples_text,
+)
 from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage
 from megapack.schedule.listeners import Listener, PlaceKeeper
 from megapack.schedule.overrides import config_with, pipeline_settings
@@ -165,10 +169,9 @@ class ScheduleRunner:
 
     def _new_flags(self) -> FiniteFlags:
         pp = self._groups.pp
-        # Megatron assigns the model's stages to the pipeline ranks in turn: with pp=2 and vpp=2,
-        # rank 1 has stages 1 and 3.
-        stages = [chunk * pp.size() + pp.rank() for chunk in range(len(self.chunks))]
-        return FiniteFlags(stages, self._groups.dp.rank())
+        return FiniteFlags.of_rank(
+            len(self.chunks), pp_rank=pp.rank(), pp=pp.size(), replica=self._groups.dp.rank()
+        )
 
     def _communicator(self, call: StepCall, rows: list[PackedRow]) -> RecordingP2PCommunicator:
         layout = self.layout
@@ -208,27 +211,16 @@ class ScheduleRunner:
         flags: FiniteFlags,
         memory: OutOfMemoryGuard | None,
     ) -> Callable[..., None]:
-        """A `finalize` that first checks this rank's own gradients.
+        """A `finalize` that checks gradients, and reduces nothing if memory has run out."""
 
-        Reductions that overlap with backwards are running by then, so reduced gradients are
-        checked.
-        """
-        are_running = any(map(overlaps_reduction, self.chunks))
-
-        def check() -> None:
-            buffers = [checks.gradient_buffers(chunk) for chunk in self.chunks]
-            self._check_gradients(flags, [[b.grad_data for b in own] for own in buffers])
-
-        def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
-            self.place.enter("reduction")
-            if not are_running:
-                check()
+        def unless_out_of_memory(*args: Any, **kwargs: Any) -> None:
             if memory is None or not memory.agree():
                 finalize(*args, **kwargs)
-            if are_running:
-                check()
 
-        return finalize_model_grads
+        def check(gradients: list[list[Tensor]]) -> None:
+            self._check_gradients(flags, gradients)
+
+        return checking_finalize(unless_out_of_memory, check, self.chunks, self.place)
 
     def _check_gradients(self, flags: FiniteFlags, gradients: list[list[Tensor]]) -> None:
         # Under fp16 the loss scaler handles an overflow.
