@@ -6,5 +6,6 @@ Modules:
     files: reads that do not block, atomic writes, strict JSON
     jit: `kernel`: numba's njit, cached on disk by the sources of all kernels
     apex, te: whether the installed apex is NVIDIA's, and Transformer Engine imports
+    megatron: what versions of Megatron-Core do
     gpu_environment: environment variables that a run on GPUs wants
 """

@@ -40,13 +40,10 @@ def check_version(package: str, version: str) -> tuple[list[str], list[str]]:
 
 
 def freed_while_sent(version: str) -> list[str]:
-    """A note if this megatron-core frees outputs of interleaved stages before they are sent.
+    """A note if this megatron-core frees outputs of interleaved stages before they are sent."""
+    from megapack.base.megatron import frees_while_sending
 
-    Read in 0.16.1, 0.17.1 (they free at once), 0.18.2 and 0.19.2 (they wait for the send).
-    """
-    from packaging.version import Version
-
-    if Version(version).release >= (0, 18):
+    if not frees_while_sending(version):
         return []
     return [
         f"virtual pipeline stages of megatron-core {version} free an output while it is being "

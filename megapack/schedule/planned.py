@@ -24,9 +24,9 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from packaging.version import Version
 from torch import Tensor
 
+from megapack.base.megatron import frees_while_sending
 from megapack.errors import ConfigError, ScheduleError
 from megapack.layout import Layout
 from megapack.model.overlap import dropping_reductions, sync_functions
@@ -49,8 +49,6 @@ NonFinite = Literal["warn", "error", "ignore"]
 # Settings of Megatron's config under which its schedule takes other forward steps or sends other
 # tensors than these calls can follow.
 _OTHER_SCHEDULES = ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel")
-# Earlier versions free an output of an interleaved stage while it is sent.
-_WAITS_FOR_SENDS = Version("0.18")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,11 +318,12 @@ class _Run:
         config = self._config
         vpp = len(self._call.chunks)
         settings = pipeline_settings(
-            pp=self._pp, vpp=vpp, variable=bool(config.variable_seq_lengths)
+            pp=self._pp,
+            vpp=vpp,
+            variable=bool(config.variable_seq_lengths),
+            # Where the host's setting is safe, keeping outputs would only take memory.
+            keeps_outputs=frees_while_sending(megatron.core.__version__),
         )
-        if _waits_for_sends():
-            # Then the host's setting is safe, and keeping outputs would only take memory.
-            settings.pop("deallocate_pipeline_outputs", None)
         if vpp > 1:
             # Else interleaved stages take one tensor for another, see docs/hosts/megatron_lm.md.
             settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -463,10 +462,6 @@ def _check_received(communicator: Any) -> None:
             f"{communicator.num_pending} planned receives did not happen; the schedule is not "
             "Megatron's own: set lengths='exchange'"
         )
-
-
-def _waits_for_sends() -> bool:
-    return Version(megatron.core.__version__) >= _WAITS_FOR_SENDS
 
 
 def check_options(lengths: str, non_finite: str) -> None:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from megapack.rows.slices import slice_row
 from megapack.schedule import PlannedSchedule, ScheduleAdapter
 from tests.dist import problem
 from tests.dist.setup import build_chunks, error_of
+from tests.hosts.steps.job import Report, count_shape_exchanges
 
 BUDGET = 64
 
@@ -130,13 +130,14 @@ def main(folder: str, layout_text: str, fault: str) -> None:
     expected = gradients(chunks)
     config.finalize_model_grads_func = finalize_model_grads
     config.variable_seq_lengths = layout.pp > 1
-    exchanges = count_exchanges()
+    counter = Report()
+    count_shape_exchanges(counter)
     report: dict[str, Any] = {"fault": ""}
     if not fault and layout.vpp == 1:
         run(get_forward_backward_func())
         report["host_error"] = distance(gradients(chunks), expected)
-        report["host_exchanges"] = exchanges[0]
-    exchanges[0] = 0
+        report["host_exchanges"] = counter.num_shape_exchanges
+    counter.num_shape_exchanges = 0
     # What Megatron's config has if nobody sets it.
     config.overlap_p2p_comm = False
     config.batch_p2p_comm = True
@@ -153,7 +154,7 @@ def main(folder: str, layout_text: str, fault: str) -> None:
         report["warnings"] = warnings
         report["settings"] = [config.overlap_p2p_comm, config.deallocate_pipeline_outputs]
         report["num_microbatches"] = len(plan.steps[0].ranks[adapter.dp_rank])
-    report["exchanges"] = exchanges[0]
+    report["exchanges"] = counter.num_shape_exchanges
     path = Path(folder) / f"rank{dist.get_rank()}.json"
     path.write_text(json.dumps(report), encoding="utf-8")
     launch.stop(broken=bool(fault))
@@ -178,19 +179,6 @@ def collect_warnings() -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megapack.schedule").addHandler(handler)
     return messages
-
-
-def count_exchanges() -> list[int]:
-    """A counter of Megatron's exchanges of shapes, from here on."""
-    count = [0]
-    exchange = P2PCommunicator._communicate_shapes
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return exchange(self, *args, **kwargs)
-
-    P2PCommunicator._communicate_shapes = counted
-    return count
 
 
 if __name__ == "__main__":
