@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megapack.plan.check import check_plan
     from megapack.plan.plan import MicroBatch, Plan, StepPlan
     from megapack.policy import Policy
+    from megapack.prefixes import SharedPrefixes
 
 __all__ = [
     "Layout",
@@ -37,6 +38,7 @@ __all__ = [
     "Measurement",
     "Policy",
     "build_dp_schedule",
+    "SharedPrefixes",
     "Plan",
     "StepPlan",
     "MicroBatch",
@@ -63,6 +65,7 @@ _MODULE_OF = {
     "Measurement": "cost",
     "Policy": "policy",
     "build_dp_schedule": "dp_schedule",
+    "SharedPrefixes": "prefixes",
     "Plan": "plan",
     "StepPlan": "plan",
     "MicroBatch": "plan",

@@ -18,6 +18,7 @@ from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.problem import StepProblem, build_step
 from megapack.planner.search import plan_rows
 from megapack.policy import Policy, check_ranks_are_apart
+from megapack.prefixes import PrefixTable, SharedPrefixes
 
 # Limit on the seconds of a whole batch as one row. Sums over many rows then stay finite: 2**60 rows
 # of 1e200 s are 1.2e218 s, and fp64 ends at 1.8e308.
@@ -39,6 +40,7 @@ def build_dp_schedule(
     cost: CostModel | None = None,
     policy: Policy | None = None,
     forward_only: bool = False,
+    prefixes: SharedPrefixes | None = None,
 ) -> Plan:
     """Plan the micro-batches of a batch of samples.
 
@@ -62,6 +64,8 @@ def build_dp_schedule(
         cost: seconds of a micro-batch; None counts tokens.
         policy: what the planner may choose; None for the defaults.
         forward_only: plan a pass without backwards.
+        prefixes: tokens that samples have in common at their beginnings; under
+            `Policy(share_prefixes="auto")` a row holds them once. None: nothing is shared.
 
     Raises:
         DataError: invalid lengths or ids.
@@ -75,6 +79,12 @@ def build_dp_schedule(
     _check_set_sizes(batch, micro_batch_size)
     _check_cost(batch, layout, cost)
     _check_oversize(batch, budget, layout, policy)
+    if policy.share_prefixes == "off":
+        prefixes = None
+    table = None
+    if prefixes is not None:
+        prefixes.check(batch.lengths)
+        table = PrefixTable(prefixes, batch.lengths.size, layout)
     steps = split_rollouts(
         batch.rollout_tokens(),
         global_batch_size=global_batch_size,
@@ -89,6 +99,7 @@ def build_dp_schedule(
         policy=policy,
         cost=cost,
         forward_only=forward_only,
+        prefixes=table,
     )
     return Plan(
         steps=tuple(_plan_step(problem, batch) for problem in problems),
@@ -100,6 +111,7 @@ def build_dp_schedule(
         rollout_ids=batch.ids,
         colocate_ids=batch.colocate_ids,
         forward_only=forward_only,
+        prefixes=prefixes,
     )
 
 
@@ -140,6 +152,7 @@ class _Batch:
         policy: Policy,
         cost: CostModel | None,
         forward_only: bool,
+        prefixes: PrefixTable | None,
     ) -> Iterator[StepProblem]:
         """One problem per step.
 
@@ -167,6 +180,7 @@ class _Batch:
                 policy=policy,
                 cost=cost,
                 forward_only=forward_only,
+                prefixes=prefixes,
             )
 
 

@@ -14,6 +14,7 @@ RowShape = Literal["planned", "uniform"]
 Balance = Literal["time", "tokens"]
 StepSplit = Literal["contiguous", "balanced"]
 GroupSize = Literal["fixed", "search"]
+SharePrefixes = Literal["auto", "off"]
 
 _CHOICES = {
     "count_rule": get_args(CountRule),
@@ -23,6 +24,7 @@ _CHOICES = {
     "balance": get_args(Balance),
     "step_split": get_args(StepSplit),
     "group_size": get_args(GroupSize),
+    "share_prefixes": get_args(SharePrefixes),
 }
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
@@ -63,6 +65,9 @@ class Policy:
     alive."""
     max_live_tokens_per_gpu: int | None = None
     """Row tokens per GPU whose activations a stage may hold at once; no cap by default."""
+    share_prefixes: SharePrefixes = "auto"
+    """"auto": a row holds the tokens that its samples have in common at their beginnings once,
+    where that pays; the planner must be given them. "off": each sample has its own tokens."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -73,8 +78,15 @@ class Policy:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
 
     def to_payload(self) -> dict[str, object]:
-        """The fields as JSON types, in the order of their definition."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The fields as JSON types, in the order of their definition.
+
+        `share_prefixes` is left out at its default, so that plans from before it was a field keep
+        their digests.
+        """
+        payload = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.share_prefixes == Policy.share_prefixes:
+            del payload["share_prefixes"]
+        return payload
 
 
 def check_count_rule(policy: Policy, layout: Layout, *, ranks_share_fp8_scales: bool) -> None:

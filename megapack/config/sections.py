@@ -26,7 +26,7 @@ from megapack.cost.model import CostModel
 from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout, ParallelSizes
-from megapack.policy import Policy
+from megapack.policy import Policy, SharePrefixes
 
 __all__ = [
     "TrainConfig",
@@ -104,6 +104,10 @@ class _BatchSizes:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(Policy, _BatchSizes):
     """How samples become steps and micro-batches: sizes, then the fields of `megapack.Policy`."""
+
+    share_prefixes: SharePrefixes = "off"
+    """"auto": a row holds the tokens that its samples have in common at their beginnings (such as
+    the prompt of a group) once, where that pays. "off": each sample has its own tokens."""
 
     def __post_init__(self) -> None:
         sizes = ("max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "num_steps")

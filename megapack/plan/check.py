@@ -23,6 +23,7 @@ import numpy as np
 
 from megapack.base.arrays import Ints, read_lengths, read_sets
 from megapack.errors import ConfigError, PlanError
+from megapack.prefixes import PrefixTable
 
 if TYPE_CHECKING:
     from megapack.plan.plan import MicroBatch, Plan, StepPlan
@@ -58,6 +59,10 @@ class _Checker:
         sets = read_sets(plan.rollout_ids, plan.colocate_ids, plan.num_samples)
         self.rollout_of, ids, self.set_of, _ = sets
         self.ids = tuple(dict.fromkeys(ids)) if ids is not None else tuple(range(lengths.size))
+        self.table: PrefixTable | None = None
+        if plan.prefixes is not None:
+            plan.prefixes.check(lengths)
+            self.table = PrefixTable(plan.prefixes, plan.num_samples, self.layout)
 
     def run(self) -> None:
         for number, step in enumerate(self.plan.steps):
@@ -151,17 +156,30 @@ class _Checker:
         samples = list(mb.samples)
         aligned = self.aligned[samples]
         unit = layout.row_alignment
-        padded = layout.aligned_row_tokens(int(aligned.sum()))
-        planned = (mb.tokens, mb.tokens_sq, mb.padded_tokens)
-        actual = (int(self.lengths[samples].sum()), int((aligned * aligned).sum()), padded)
+        shared, shared_sq = self._saved(samples)
+        padded = layout.aligned_row_tokens(int(aligned.sum()) - shared)
+        tokens_sq = int((aligned * aligned).sum()) - shared_sq
+        planned = (mb.tokens, mb.tokens_sq, mb.padded_tokens, mb.shared_tokens)
+        actual = (int(self.lengths[samples].sum()), tokens_sq, padded, shared)
         if planned != actual:
-            raise _broken(4, f"{where}: tokens, tokens_sq, padded_tokens {planned}, not {actual}")
+            raise _broken(
+                4,
+                f"{where}: tokens, tokens_sq, padded_tokens, shared_tokens {planned}, not {actual}",
+            )
         self._check_budget(samples, padded, where)
         least = padded or unit
         if mb.row_tokens % unit or mb.row_tokens < least:
             raise _broken(5, f"{where}: a row of {mb.row_tokens} for {padded} padded tokens")
         if self.policy.row_shape == "planned" and mb.row_tokens != least:
             raise _broken(5, f"{where}: a planned row of {mb.row_tokens}, not {least}")
+
+    def _saved(self, samples: list[int]) -> tuple[int, int]:
+        """Tokens and squared tokens that a row of these samples saves."""
+        if self.table is None or len(samples) < 2:
+            return 0, 0
+        one_row = np.zeros(len(samples), dtype=np.int64)
+        tokens, tokens_sq = self.table.saved(np.array(samples), one_row, 1)
+        return int(tokens[0]), int(tokens_sq[0])
 
     def _check_colocated(self) -> None:
         ids = self.plan.colocate_ids

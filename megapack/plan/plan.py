@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from megapack.base.arrays import read_budget
 from megapack.layout import Layout
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
+from megapack.prefixes import SharedPrefixes
 
 __all__ = ["Counts", "MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
 
@@ -34,11 +35,15 @@ class MicroBatch:
     row_tokens: int
     """Length of the row per DP rank (before CP)."""
     tokens: int
-    """Real tokens."""
+    """Real tokens of its samples."""
     tokens_sq: int
-    """Sum of squared aligned lengths; the cost of attention grows with it."""
+    """Squared tokens that attention computes: the sum of squared aligned lengths, less that of the
+    squared positions that samples share with another one. The cost of attention grows with it."""
     padded_tokens: int
-    """Tokens plus the alignment of the samples and of the row; 0 for a padding micro-batch."""
+    """Tokens that the row holds, plus the alignment of the samples and of the row; 0 for a padding
+    micro-batch."""
+    shared_tokens: int = 0
+    """Tokens that the row does not hold again, because another of its samples begins with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +65,13 @@ class Counts:
     """Real tokens."""
     row_tokens: int
     """Tokens of all rows, padding included."""
+    shared_tokens: int
+    """Tokens that rows do not hold again, because another sample of the row begins with them."""
 
     @property
     def packing_efficiency(self) -> float:
-        """Real tokens over row tokens; 1 is perfect."""
-        return self.tokens / self.row_tokens if self.row_tokens else 1.0
+        """Real tokens that rows hold over row tokens; 1 is perfect."""
+        return (self.tokens - self.shared_tokens) / self.row_tokens if self.row_tokens else 1.0
 
     @property
     def padding_fraction(self) -> float:
@@ -128,6 +135,8 @@ class Plan:
     """Id of each sample's colocated set, which shares a micro-batch; None: no sets."""
     forward_only: bool = False
     """Planned for forward passes without a backward."""
+    prefixes: SharedPrefixes | None = None
+    """What the samples of a row share: each row holds it once. None: nothing is shared."""
 
     def __repr__(self) -> str:
         counts = [step.num_microbatches for step in self.steps]
@@ -179,8 +188,12 @@ class Plan:
 
     @property
     def _payload(self) -> dict[str, Any]:
-        # Left out if None, so that plans without colocated sets keep their digests.
-        colocate = {} if self.colocate_ids is None else {"colocate_ids": self.colocate_ids}
+        # Left out if None, so that plans without them keep their digests.
+        optional: dict[str, Any] = {}
+        if self.colocate_ids is not None:
+            optional["colocate_ids"] = self.colocate_ids
+        if self.prefixes is not None:
+            optional["prefixes"] = asdict(self.prefixes)
         return {
             "layout": self.layout.to_payload(),
             "policy": self.policy.to_payload(),
@@ -189,7 +202,7 @@ class Plan:
             "forward_only": self.forward_only,
             "num_samples": self.num_samples,
             "rollout_ids": self.rollout_ids,
-            **colocate,
+            **optional,
             "steps": [_step_payload(step) for step in self.steps],
         }
 
@@ -208,6 +221,7 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
         num_dropped_rollouts=sum(len(step.dropped_rollouts) for step in steps),
         tokens=sum(mb.tokens for mb in microbatches),
         row_tokens=sum(mb.row_tokens for mb in microbatches),
+        shared_tokens=sum(mb.shared_tokens for mb in microbatches),
     )
 
 
@@ -223,17 +237,20 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
         "group_size": step.group_size,
         "kept_rollouts": step.kept_rollouts,
         "dropped_rollouts": step.dropped_rollouts,
-        "ranks": [
-            [(mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens) for mb in rank]
-            for rank in step.ranks
-        ],
+        "ranks": [[_cell(mb) for mb in rank] for rank in step.ranks],
     }
+
+
+def _cell(mb: MicroBatch) -> tuple[Any, ...]:
+    sizes = (mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens)
+    return (*sizes, mb.shared_tokens) if mb.shared_tokens else sizes
 
 
 def _build(payload: dict[str, Any]) -> Plan:
     """Build a plan from a payload whose types were checked."""
     rollout_ids = payload["rollout_ids"]
     colocate_ids = payload.get("colocate_ids")
+    prefixes = payload.get("prefixes")
     return Plan(
         steps=tuple(_build_step(step) for step in payload["steps"]),
         layout=Layout.from_payload(payload["layout"]),
@@ -244,7 +261,12 @@ def _build(payload: dict[str, Any]) -> Plan:
         num_samples=payload["num_samples"],
         rollout_ids=None if rollout_ids is None else tuple(rollout_ids),
         colocate_ids=None if colocate_ids is None else tuple(colocate_ids),
+        prefixes=None if prefixes is None else _build_prefixes(prefixes),
     )
+
+
+def _build_prefixes(payload: dict[str, Any]) -> SharedPrefixes:
+    return SharedPrefixes(tuple(payload["order"]), tuple(payload["common"]), payload["own_tokens"])
 
 
 def _build_step(step: dict[str, Any]) -> StepPlan:

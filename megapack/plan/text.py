@@ -5,6 +5,7 @@ per micro-batch. A cell reads
 
     samples:row_tokens:tokens:tokens_sq          0,3,5:1024:1000:340418
     samples:row_tokens:tokens:tokens_sq:padded   if the row is longer than its padded tokens
+    samples:row_tokens:tokens:tokens_sq:padded:shared   if its samples share tokens
     -:row_tokens                                 a padding micro-batch
 
 Consecutive rollout ids are written as a range, `0..2047`. A plan without `colocate_ids` has no such
@@ -50,12 +51,14 @@ _HEADER = (
     "rollout_ids",
 )
 _COLOCATE = "colocate_ids"
+_PREFIXES = "prefixes"
+_OPTIONAL = (_COLOCATE, _PREFIXES)
 _STEP = ("num_microbatches", "group_size", "kept_rollouts", "dropped_rollouts")
 
 
 def format_plan(payload: dict[str, Any]) -> str:
     """The text form of a payload."""
-    header = [key for key in (*_HEADER, _COLOCATE) if key in payload]
+    header = [key for key in (*_HEADER, *_OPTIONAL) if key in payload]
     lines = [_TITLE, *(f"{key} {json.dumps(payload[key])}" for key in header), _CELLS]
     for number, step in enumerate(payload["steps"]):
         lines.append(f"step {number}")
@@ -74,11 +77,13 @@ def _format_value(value: Any) -> str:
 
 
 def _format_cell(cell: tuple[Any, ...]) -> str:
-    samples, row_tokens, tokens, tokens_sq, padded = cell
+    samples, row_tokens, tokens, tokens_sq, padded, *shared = cell
     if not samples and tokens == tokens_sq == padded == 0:
         return f"-:{row_tokens}"
     # An edited plan may have tokens without samples; `check_plan` reports it.
     text = f"{','.join(map(str, samples)) or '-'}:{row_tokens}:{tokens}:{tokens_sq}"
+    if shared:
+        return f"{text}:{padded}:{shared[0]}"
     return text if padded == row_tokens else f"{text}:{padded}"
 
 
@@ -116,8 +121,9 @@ class _TextReader:
         if self._line() != _TITLE:
             raise self._error(f"a plan begins with {_TITLE!r}")
         payload = {key: self._value(key) for key in _HEADER}
-        if self._next_starts_with(f"{_COLOCATE} "):
-            payload[_COLOCATE] = self._value(_COLOCATE)
+        for key in _OPTIONAL:
+            if self._next_starts_with(f"{key} "):
+                payload[key] = self._value(key)
         if self._line() != _CELLS:
             raise self._error(f"expected {_CELLS!r}")
         payload["steps"] = []
@@ -173,7 +179,7 @@ class _TextReader:
                 return [[], numbers[0], 0, 0, 0]
             if len(numbers) == 3:
                 numbers.append(numbers[0])
-            if len(numbers) == 4:
+            if len(numbers) in (4, 5):
                 return [[int(i) for i in samples.split(",") if samples != "-"], *numbers]
         except ValueError:
             pass
@@ -195,7 +201,7 @@ def _build_checked(payload: Any, build: Build[P]) -> P:
 
 def _check_payload(payload: Any) -> None:
     _require(isinstance(payload, dict), "plan", "an object")
-    _keys(payload, "plan", {*_HEADER, "steps", *({_COLOCATE} & set(payload))})
+    _keys(payload, "plan", {*_HEADER, "steps", *(set(_OPTIONAL) & set(payload))})
     for key, cls in _SETTINGS.items():
         names = {field.name for field in dataclasses.fields(cls)}
         # Absent settings get their defaults, so that plans from before a setting stay readable.
@@ -208,6 +214,8 @@ def _check_payload(payload: Any) -> None:
         _check_ids(payload["rollout_ids"], "rollout_ids")
     if _COLOCATE in payload:
         _check_ids(payload[_COLOCATE], _COLOCATE)
+    if _PREFIXES in payload:
+        _check_prefixes(payload[_PREFIXES])
     _require(isinstance(payload["steps"], list), "steps", "a list")
     for number, step in enumerate(payload["steps"]):
         _check_step(step, f"steps[{number}]")
@@ -227,9 +235,19 @@ def _check_step(step: Any, where: str) -> None:
 
 
 def _check_cell(cell: Any, where: str) -> None:
-    good = isinstance(cell, list) and len(cell) == 5 and isinstance(cell[0], list)
+    good = isinstance(cell, list) and len(cell) in (5, 6) and isinstance(cell[0], list)
     good = good and all(map(_is_count, cell[0])) and all(map(_is_count, cell[1:]))
-    _require(good, where, "[[samples], row_tokens, tokens, tokens_sq, padded_tokens]")
+    _require(
+        good, where, "[[samples], row_tokens, tokens, tokens_sq, padded_tokens(, shared_tokens)]"
+    )
+
+
+def _check_prefixes(value: Any) -> None:
+    _keys(value, _PREFIXES, {"order", "common", "own_tokens"})
+    for key in ("order", "common"):
+        good = isinstance(value[key], list) and all(map(_is_count, value[key]))
+        _require(good, f"{_PREFIXES}.{key}", "a list of integers")
+    _require(_is_count(value["own_tokens"]), f"{_PREFIXES}.own_tokens", "an integer")
 
 
 def _check_ids(ids: Any, where: str) -> None:

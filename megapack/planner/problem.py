@@ -13,6 +13,7 @@ from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch, RolloutId, StepPlan
 from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.policy import Policy
+from megapack.prefixes import PrefixTable
 
 PADDING = -1
 """The row number of a padding micro-batch, which has no row."""
@@ -45,6 +46,8 @@ class StepProblem:
     policy: Policy
     cost: CostModel | None
     forward_only: bool
+    prefixes: PrefixTable | None = None
+    """What samples of a row share; None: nothing."""
 
     @property
     def num_items(self) -> int:
@@ -137,16 +140,21 @@ def _micro_batches(problem: StepProblem, row_of: Ints) -> list[MicroBatch]:
     order = np.lexsort((problem.samples, sample_row))
     num_rows = int(row_of.max()) + 1
     tokens = row_sums(problem.lengths, row_of, num_rows)
-    padded = problem.layout.aligned_row_tokens(row_sums(problem.aligned, row_of, num_rows))
+    aligned = row_sums(problem.aligned, row_of, num_rows)
     tokens_sq = row_sums(problem.aligned_sq, row_of, num_rows)
+    shared = np.zeros(num_rows, dtype=np.int64)
+    if problem.prefixes is not None:
+        shared, shared_sq = problem.prefixes.saved(problem.samples, sample_row, num_rows)
+        aligned = aligned - shared
+        tokens_sq = tokens_sq - shared_sq
+    padded = problem.layout.aligned_row_tokens(aligned)
     samples = problem.samples[order].tolist()
     ends = np.cumsum(np.bincount(sample_row, minlength=num_rows)).tolist()
     starts = [0, *ends[:-1]]
+    columns = (starts, ends, *(c.tolist() for c in (padded, tokens, tokens_sq, shared)))
     return [
-        MicroBatch(tuple(samples[start:end]), row, real, square, row)
-        for start, end, row, real, square in zip(
-            starts, ends, padded.tolist(), tokens.tolist(), tokens_sq.tolist(), strict=True
-        )
+        MicroBatch(tuple(samples[start:end]), row, real, square, row, saved)
+        for start, end, row, real, square, saved in zip(*columns, strict=True)
     ]
 
 

@@ -33,6 +33,7 @@ WITHOUT_TORCH = [
     "layout",
     "base",
     "policy",
+    "prefixes",
     "cost",
     "plan",
     "config",

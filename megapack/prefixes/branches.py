@@ -1,0 +1,131 @@
+"""Branches: the parts of a row, each of which belongs to the same samples from its first token to
+its last.
+
+Without shared prefixes, each sample is one branch. With them, a tree of samples becomes branches in
+depth-first order: a prefix is followed by all branches that begin with it. So the tokens that
+attend to a branch, besides its own, are one run right after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megapack.layout import Layout
+from megapack.prefixes.table import PrefixTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A run of a row's positions that belong to the same samples."""
+
+    start: int
+    """Its first position in the row."""
+    tokens: int
+    """Its positions, alignment padding included; only a branch at the end of a sample has any."""
+    offset: int
+    """Positions of its samples before it."""
+    parent: int
+    """Index of the branch that it continues; -1 for the first branch of its samples."""
+    samples: tuple[int, ...]
+    """Indices, among the row's samples, of those that it belongs to."""
+    end: int
+    """The position after the last branch that continues it, or after itself. The positions from
+    start + tokens to end attend to all of its tokens."""
+
+
+def row_branches(
+    samples: Sequence[int], lengths: Sequence[int], layout: Layout, table: PrefixTable | None
+) -> list[Branch]:
+    """The branches of a row, in the order of their positions.
+
+    Args:
+        samples: indices of the row's samples.
+        lengths: real tokens of each.
+        table: the prefixes that samples share; None: they share nothing.
+
+    Samples of 4, 2 and 5 tokens, of which the first and the last have 3 tokens in common and share
+    2 positions:
+
+    >>> from megapack.prefixes.shared import SharedPrefixes
+    >>> layout = Layout()
+    >>> table = PrefixTable(SharedPrefixes((0, 2), (0, 3)), 3, layout)
+    >>> for branch in row_branches([0, 1, 2], [4, 2, 5], layout, table):
+    ...     print(branch.start, branch.tokens, branch.offset, branch.parent, branch.samples)
+    0 2 0 -1 (0, 2)
+    2 2 2 0 (0,)
+    4 3 2 0 (2,)
+    7 2 0 -1 (1,)
+    """
+    aligned = [layout.aligned_sample_tokens(length) for length in lengths]
+    branches: list[Branch] = []
+    start = 0
+    for members, shared in _trees(samples, table):
+        for branch in _tree_branches(members, shared, aligned):
+            parent = branch.parent if branch.parent < 0 else branch.parent + start
+            branches.append(replace(branch, parent=parent))
+        start = len(branches)
+    return _placed(branches)
+
+
+def _trees(
+    samples: Sequence[int], table: PrefixTable | None
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Indices of the samples of each tree in depth-first order, and what each shares with the one
+    before it; trees in the order of their first sample."""
+    if table is None or len(samples) < 2:
+        yield from (([k], [0]) for k in range(len(samples)))
+        return
+    one_row = np.zeros(len(samples), dtype=np.int64)
+    chosen, shared = table.neighbours(np.asarray(samples, dtype=np.int64), one_row)
+    firsts = np.flatnonzero(shared == 0)[1:]
+    trees = [
+        (members.tolist(), own.tolist())
+        for members, own in zip(np.split(chosen, firsts), np.split(shared, firsts), strict=True)
+        if members.size
+    ]
+    in_tree = set(chosen.tolist())
+    trees += [([k], [0]) for k in range(len(samples)) if k not in in_tree]
+    yield from sorted(trees, key=lambda tree: min(tree[0]))
+
+
+def _tree_branches(
+    members: Sequence[int], shared: Sequence[int], aligned: Sequence[int]
+) -> list[Branch]:
+    """The branches of one tree in depth-first order, without their places in the row."""
+    branches: list[Branch] = []
+    # Runs of samples that have the first `depth` positions in common, the next run last.
+    runs = [(0, len(members), 0, -1)]
+    while runs:
+        first, last, depth, parent = runs.pop()
+        inside = shared[first + 1 : last]
+        end = min(inside) if inside else aligned[members[first]]
+        own = tuple(sorted(members[first:last]))
+        if end > depth or not inside:
+            branches.append(
+                Branch(start=0, tokens=end - depth, offset=depth, parent=parent, samples=own, end=0)
+            )
+            parent = len(branches) - 1
+        if inside:
+            cuts = [first, *(k for k in range(first + 1, last) if shared[k] == end), last]
+            parts = [(a, b, end, parent) for a, b in itertools.pairwise(cuts)]
+            runs += reversed(parts)
+    return branches
+
+
+def _placed(branches: Sequence[Branch]) -> list[Branch]:
+    starts = [0]
+    for branch in branches:
+        starts.append(starts[-1] + branch.tokens)
+    ends = starts[1:]
+    for k in range(len(branches) - 1, -1, -1):
+        parent = branches[k].parent
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[k])
+    return [
+        replace(branch, start=start, end=end)
+        for branch, start, end in zip(branches, starts, ends, strict=False)
+    ]

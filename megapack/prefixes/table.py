@@ -1,0 +1,103 @@
+"""`PrefixTable`: the tokens that rows save by holding common beginnings once.
+
+A row that holds samples in depth-first order needs, for each sample, only the positions that it
+does not share with the sample before it. So a row saves the sum of these shared positions, and in
+squared tokens (the cost of attention) the sum of their squares: the positions s to L - 1 of a
+sample attend to L^2 - s^2 pairs, counted twice. Sums over pairs of neighbours are all that
+planning needs to know of a tree.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megapack.base.arrays import Ints
+from megapack.layout import Layout
+from megapack.prefixes.shared import SharedPrefixes
+
+
+class PrefixTable:
+    """The prefixes of a batch on one layout.
+
+    Shared positions are a multiple of the sample alignment, so that a sample's other positions are
+    cut over context-parallel ranks as a sample of their own.
+
+    Args:
+        num_samples: samples of the batch, n.
+
+    Attributes:
+        order: int64 [p], see `SharedPrefixes.order`.
+        place: int64 [n], each sample's index in `order`; -1 for samples that share nothing.
+        shared: int64 [p], positions that each sample of `order` shares with the one before it.
+    """
+
+    def __init__(self, prefixes: SharedPrefixes, num_samples: int, layout: Layout) -> None:
+        self.prefixes = prefixes
+        self.order = np.array(prefixes.order, dtype=np.int64)
+        unit = layout.sample_alignment
+        common = np.array(prefixes.common, dtype=np.int64)
+        self.shared: Ints = np.maximum(common - prefixes.own_tokens, 0) // unit * unit
+        self.place: Ints = np.full(num_samples, -1, dtype=np.int64)
+        self.place[self.order] = np.arange(self.order.size)
+        # _minima[k][i] is the smallest of 2**k numbers from i on.
+        self._minima = [self.shared]
+        width = 1
+        while 2 * width <= self.shared.size:
+            last = self._minima[-1]
+            self._minima.append(np.minimum(last[:-width], last[width:]))
+            width *= 2
+
+    def between(self, first: Ints, second: Ints) -> Ints:
+        """Positions that two samples share, for arrays of pairs.
+
+        Args:
+            first, second: int64, places of the two samples, first < second.
+        """
+        level = np.frexp(second - first)[1] - 1
+        out = np.empty(first.size, dtype=np.int64)
+        for k in np.unique(level).tolist():
+            pairs = np.flatnonzero(level == k)
+            minima = self._minima[k]
+            out[pairs] = np.minimum(
+                minima[first[pairs] + 1], minima[second[pairs] + 1 - (1 << int(k))]
+            )
+        return out
+
+    def neighbours(self, samples: Ints, group_of: Ints) -> tuple[Ints, Ints]:
+        """Samples in depth-first order within their groups, and what each shares there.
+
+        Args:
+            samples: int64 [k], samples of the batch, each once.
+            group_of: int64 [k], the row, or another set, that each is in.
+
+        Returns:
+            chosen: int64 [j], indices into `samples` of those that may share, sorted by group and
+                then by place.
+            shared: int64 [j], positions that each shares with the one before it in its group.
+        """
+        chosen = np.flatnonzero(self.place[samples] >= 0)
+        place = self.place[samples[chosen]]
+        by_place = np.lexsort((place, group_of[chosen]))
+        chosen = chosen[by_place]
+        place = place[by_place]
+        group = group_of[chosen]
+        shared = np.zeros(chosen.size, dtype=np.int64)
+        follows = np.flatnonzero(group[1:] == group[:-1]) + 1
+        shared[follows] = self.between(place[follows - 1], place[follows])
+        return chosen, shared
+
+    def saved(self, samples: Ints, row_of: Ints, num_rows: int) -> tuple[Ints, Ints]:
+        """Tokens and squared tokens that each row saves: int64 [num_rows] each.
+
+        >>> import numpy as np
+        >>> prefixes = SharedPrefixes.from_samples([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7]])
+        >>> table = PrefixTable(prefixes, 3, Layout())
+        >>> table.saved(np.arange(3), np.array([0, 0, 1]), 2)
+        (array([2, 0]), array([4, 0]))
+        """
+        chosen, shared = self.neighbours(samples, row_of)
+        tokens = np.zeros(num_rows, dtype=np.int64)
+        tokens_sq = np.zeros(num_rows, dtype=np.int64)
+        np.add.at(tokens, row_of[chosen], shared)
+        np.add.at(tokens_sq, row_of[chosen], shared * shared)
+        return tokens, tokens_sq
