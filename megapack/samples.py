@@ -44,6 +44,10 @@ class TensorField:
     """"concat": one tensor, joined along dimension 0 in row order; [0, *rest] in a padding
     micro-batch. "list": a tuple in row order, with shapes unchanged; () in a padding
     micro-batch."""
+    of_prefix: bool = False
+    """The tensors belong to tokens that samples have in common, such as the images of a prompt.
+    Samples of a row that share a beginning must have equal tensors, and the row gets them once. If
+    this is not set, such samples must not have any."""
 
     def __post_init__(self) -> None:
         if self.combine not in get_args(Combine):
@@ -173,9 +177,19 @@ class SampleBatch:
         """Names of the tensor fields."""
         return tuple(self._tensors)
 
-    def row_tensors(self, samples: Sequence[int]) -> dict[str, RowTensor]:
-        """The tensor fields of a micro-batch's samples, each combined as declared."""
-        return {name: tensor.row(samples) for name, tensor in self._tensors.items()}
+    def row_tensors(
+        self, samples: Sequence[int], trees: Sequence[Sequence[int]] = ()
+    ) -> dict[str, RowTensor]:
+        """The tensor fields of a micro-batch's samples, each combined as declared.
+
+        Args:
+            trees: indices into `samples` of those that share a beginning.
+
+        Raises:
+            DataError: samples that share a beginning have different tensors, or tensors that are
+                not declared as those of the beginning.
+        """
+        return {name: tensor.row(samples, trees) for name, tensor in self._tensors.items()}
 
     @property
     def tensor_signature(self) -> str:
@@ -400,6 +414,7 @@ class _RaggedTensor:
             )
         self.name = name
         self.combine = field.combine
+        self.of_prefix = field.of_prefix
         given = [None if v is None else self._tensor(i, v) for i, v in enumerate(field.values)]
         known = [tensor for tensor in given if tensor is not None]
         if not known or (self.combine == "list" and len(known) < num_samples):
@@ -413,17 +428,37 @@ class _RaggedTensor:
         if self.combine == "concat":
             self._check_rest()
 
-    def row(self, samples: Sequence[int]) -> RowTensor:
-        """The combined tensor of the micro-batch with these samples."""
-        chosen = [self.values[i] for i in samples]
+    def row(self, samples: Sequence[int], trees: Sequence[Sequence[int]]) -> RowTensor:
+        """The combined tensor of the micro-batch with these samples; see `row_tensors`."""
+        repeated: set[int] = set()
+        for first, *others in trees:
+            for other in others:
+                self._check_shared(samples[first], samples[other])
+            repeated.update(others)
+        chosen = [self.values[i] for k, i in enumerate(samples) if k not in repeated]
         return torch.cat([self._empty, *chosen]) if self.combine == "concat" else tuple(chosen)
+
+    def _check_shared(self, first: int, other: int) -> None:
+        pair = (self.values[first], self.values[other])
+        if self.of_prefix and not torch.equal(*pair):
+            raise DataError(
+                f"samples {first} and {other} share their first tokens, and their tensors in field "
+                f"{self.name!r} differ; give equal tensors, or plan without prefixes"
+            )
+        if not self.of_prefix and any(value.numel() for value in pair):
+            raise DataError(
+                f"samples {first} and {other} share their first tokens and have tensors in field "
+                f"{self.name!r}; set TensorField(of_prefix=True) if these belong to the shared "
+                "tokens, or plan without prefixes"
+            )
 
     @property
     def signature(self) -> str:
         """Name, combination, dtype and a digest of all shapes; must be equal on all ranks."""
         shapes = str([tuple(value.shape) for value in self.values])
         digest = hashlib.sha256(shapes.encode()).hexdigest()
-        return f"{self.name} {self.combine} {self.dtype} {digest}"
+        of = " of prefixes" if self.of_prefix else ""
+        return f"{self.name} {self.combine}{of} {self.dtype} {digest}"
 
     def _tensor(self, sample: int, value: Any) -> Tensor:
         tensor = _tensor(f"sample {sample}: tensor field {self.name!r}", value)

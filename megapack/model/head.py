@@ -167,5 +167,5 @@ def keep_fp32(model: Any) -> None:
 
 def row_scores(row: PackedRow, values_T: Tensor, cp_group: Any = None) -> Tensor:
     """Each sample's value at its last token, [n]; collective in the CP group."""
-    ends_E = row.end_positions_E
-    return sum_by_sample(values_T[ends_E], row.sample_of_T[ends_E], len(row.samples), cp_group)
+    values_E = values_T[row.end_positions_E]
+    return sum_by_sample(values_E, row.end_samples_E, len(row.samples), cp_group)

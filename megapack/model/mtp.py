@@ -19,8 +19,8 @@ import torch
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
-from megapack.errors import ConfigError
-from megapack.rows.packed import PackedRow
+from megapack.errors import ConfigError, DataError
+from megapack.rows.packed import PackedRow, loss_positions
 
 
 def with_rows_ahead(row: PackedRow, num_depths: int) -> PackedRow:
@@ -38,15 +38,27 @@ def row_ahead(row: PackedRow, depth: int) -> PackedRow:
         at depth 1         6 7 0 9 0
         labels_T           6 7 0 9 0
         at depth 1         7 0 0 0 0
+
+    Args:
+        row: a whole row, not yet sliced.
+
+    Raises:
+        DataError: samples share positions whose labels this far ahead differ.
     """
-    weights_T = _ahead(row, row.weights_T, depth)
+    tokens_T = _ahead(row, row.tokens_T, depth)
+    # Label t + 1 + depth is predicted from the position of token t.
+    offset_N = torch.cat([torch.zeros(0, dtype=torch.int64), *map(torch.arange, row.lengths)])
+    kept_R = offset_N[row.label_index_R] > depth
+    index_R = row.label_index_R[kept_R]
     return replace(
         row,
-        tokens_T=_ahead(row, row.tokens_T, depth),
+        tokens_T=tokens_T,
         position_ids_T=_ahead(row, row.position_ids_T, depth),
         labels_T=_ahead(row, row.labels_T, depth),
-        weights_T=weights_T,
-        loss_positions_R=weights_T.nonzero().squeeze(1),
+        label_index_R=index_R,
+        sample_of_R=row.sample_of_R[kept_R],
+        weights_R=row.weights_R[kept_R],
+        **loss_positions(row.positions_N[index_R - 1 - depth], may_repeat=row.num_shared > 0),
         fields={},
         sample_fields={},
         tensors={},
@@ -54,11 +66,21 @@ def row_ahead(row: PackedRow, depth: int) -> PackedRow:
 
 
 def _ahead(row: PackedRow, values_T: Tensor, depth: int) -> Tensor:
-    """Move values `depth` positions to the front inside each sample, filling up with 0."""
+    """Move values `depth` tokens to the front inside each sample, filling up with 0."""
     out_T = torch.zeros_like(values_T)
-    for start, length in zip(row.starts, row.lengths, strict=True):
+    values_N = values_T[row.positions_N]
+    moved_N = torch.zeros_like(values_N)
+    start = 0
+    for length in row.lengths:
         end = start + length
-        out_T[start : max(start, end - depth)] = values_T[start + depth : max(end, start + depth)]
+        moved_N[start : max(start, end - depth)] = values_N[start + depth : max(end, start + depth)]
+        start = end
+    out_T[row.positions_N] = moved_N
+    if row.num_shared and not torch.equal(out_T[row.positions_N], moved_N):
+        raise DataError(
+            f"samples of {row.samples} share positions that predict different tokens {depth + 1} "
+            "tokens ahead; make the prefixes with mtp_num_layers of the model"
+        )
     return out_T
 
 

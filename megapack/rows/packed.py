@@ -1,14 +1,15 @@
 """Samples <-> packed THD rows.
 
-    SampleBatch + Plan -> PackedRow (one per micro-batch) -> values at its positions -> per sample
+    SampleBatch + Plan -> PackedRow (one per micro-batch) -> values of its losses -> per sample
 
-A row holds the samples of a micro-batch one after the other; `cu_seqlens` says where each begins.
-Labels, loss weights and fields are stored at the position that predicts their token: the position
-of token t holds those of token t + 1 of the same sample.
+A row holds the branches of a micro-batch's samples one after the other; `cu_seqlens` says where
+each begins. A branch is a whole sample, or a part of one that shares its beginning with others (see
+`prefixes`). The position of token t predicts token t + 1, its label. A loss belongs to one sample
+and one label: where samples share a position, it has a loss for each of them.
 
-Shape suffixes: T row tokens, t tokens of the row that this rank's routers see, S1 samples (dummies
-included) plus one, n and S real samples, R response positions, E sample ends, L MoE layers of the
-whole model, K experts per token.
+Shape suffixes: T row tokens, t tokens of the row that this rank's routers see, S1 branches (dummies
+included) plus one, n real samples, N tokens of all samples, one sample after the other, R losses, U
+distinct positions of losses, E sample ends, L MoE layers of the whole model, K experts per token.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
+from megapack.prefixes import Branch, PrefixTable, row_branches
 from megapack.rows.transfer import moved
 from megapack.samples import RowTensor, SampleBatch
 
@@ -62,52 +64,80 @@ class RoutingRow:
 class PackedRow:
     """One micro-batch as a packed row: whole, or one context-parallel rank's slice of it.
 
-    `slices.slice_row` slices the tensors named `*_T` and the fields; the other attributes describe
-    the whole row.
+    `slices.slice_row` slices the tensors named `*_T`, and keeps the losses and ends whose positions
+    are in the slice; the other attributes describe the whole row.
 
     With samples [5, 6, 7] and [8, 9], cp=1 and a row of 6 tokens:
 
         tokens_T             5 6 7 8 9 0
         position_ids_T       0 1 2 0 1 0
         labels_T             6 7 0 9 0 0
-        sample_of_T          0 0 0 1 1 -1
+        branch_of_T          0 0 0 1 1 -1
+        positions_N          0 1 2 3 4
+        loss_positions_R     0 1 3
+        label_index_R        1 2 4
+        sample_of_R          0 0 1
         end_positions_E      2 4
-        cu_seqlens_S1        0 3 5 5        (real tokens; a dummy has none)
-        cu_seqlens_padded_S1 0 3 5 6        (what attention uses)
+        cu_seqlens_S1        0 3 5 6
+
+    With samples [5, 6, 7] and [5, 6, 8], which share a position, and a row of 5 tokens:
+
+        tokens_T             5 6 7 6 8
+        position_ids_T       0 1 2 1 2
+        labels_T             6 7 0 8 0
+        branch_of_T          0 1 1 2 2
+        positions_N          0 1 2 0 3 4
+        loss_positions_R     0 1 0 3
+        label_index_R        1 2 4 5
+        sample_of_R          0 0 1 1
+        end_positions_E      2 4
+        cu_seqlens_S1        0 1 3 5
     """
 
     samples: tuple[int, ...]
-    """Sample indices of the plan, in row order; () for a padding micro-batch."""
+    """Sample indices of the plan, in the order of the plan; () for a padding micro-batch."""
     lengths: tuple[int, ...]
     """Real tokens of each sample."""
-    starts: tuple[int, ...]
-    """Where each sample begins in the row."""
+    branches: tuple[Branch, ...] = field(metadata={"moves": False})
+    """Where the samples are in the row; `Branch.samples` are indices into `samples`."""
+    positions_N: Tensor = field(metadata={"moves": False})
+    """int64, on the host: the position of each token of each sample."""
     tokens_T: Tensor
     position_ids_T: Tensor
     labels_T: Tensor
-    weights_T: Tensor
-    """float32: weight of the label's loss in the step; 0 at prompts, sample ends and padding."""
-    sample_of_T: Tensor
-    """int64: index of each real token's sample among `samples`; -1 at padding."""
+    branch_of_T: Tensor
+    """int64: index of each real token's branch; -1 at padding."""
+    loss_positions_R: Tensor
+    """Index of each loss's position, sample after sample. A shared position with a loss is there
+    once per sample."""
+    label_index_R: Tensor
+    """int64: index of each loss's label among the samples' N tokens."""
+    sample_of_R: Tensor
+    """int64: index of each loss's sample among `samples`."""
+    weights_R: Tensor
+    """float32: weight of each loss in the step; none is 0."""
+    head_positions_U: Tensor
+    """The distinct positions of losses: log-probs are computed for these."""
+    head_index_R: Tensor | None
+    """int64: index of each loss's position in `head_positions_U`; None if both are the same."""
     end_positions_E: Tensor
-    """Indices of the positions that hold a sample's last real token, in row order."""
+    """Indices of the positions that hold a sample's last real token."""
+    end_samples_E: Tensor
+    """int64: index of the sample of each."""
     set_of_n: Tensor
     """int64 [n]: index of each sample's colocated set among the row's sets."""
     cu_seqlens_S1: Tensor
-    cu_seqlens_padded_S1: Tensor
+    """int32: where each branch begins, with alignment padding; the last is the row's length."""
     padded_lengths: tuple[int, ...]
-    """Tokens of each sample with its alignment padding, dummies included; they sum to the row."""
+    """Tokens of each branch with its alignment padding, dummies included; they sum to the row."""
     max_seqlen: int
     """Tokens of the longest sample, with its alignment padding."""
     row_tokens: int
     """The whole row's length."""
     row_positions_T: Tensor
     """int64: index of each position in the whole row."""
-    loss_positions_R: Tensor
-    """Indices of the positions whose label counts in the loss."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """Per-token fields [T], at the position that predicts the token; per-sample fields are
-    repeated."""
+    """The value of each field at each loss's label, [R]; per-sample fields are repeated."""
     sample_fields: Mapping[str, Tensor] = field(default_factory=dict)
     """The fields with one number per sample, once more as [n]."""
     tensors: Mapping[str, RowTensor] = field(default_factory=dict)
@@ -119,6 +149,11 @@ class PackedRow:
     params: Any = field(default=None, metadata={"moves": False})
     """Megatron's PackedSeqParams, set once the row is on its device (`with_params` in
     `model.attention.packed`)."""
+
+    @property
+    def num_shared(self) -> int:
+        """Positions that the row saves because samples share them."""
+        return sum(branch.tokens * (len(branch.samples) - 1) for branch in self.branches)
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`; see `transfer`."""
@@ -133,6 +168,7 @@ def pack_row(
     field_names: Sequence[str] | None = None,
     colocate_ids: Sequence[int | str] | None = None,
     vocab_size: int | None = None,
+    prefixes: PrefixTable | None = None,
 ) -> PackedRow:
     """Pack the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
 
@@ -145,67 +181,71 @@ def pack_row(
         field_names: fields to put into the row; None for all.
         colocate_ids: those of the plan; None: each sample is a set by itself.
         vocab_size: token ids must be smaller; None: not checked.
+        prefixes: those of the plan; None: samples share nothing.
 
     Raises:
-        DataError: the samples differ in length from the plan, or have a token id outside the
-            model's vocabulary (on a GPU the embedding lookup would end the process).
+        DataError: the samples differ in length from the plan, share positions although their tokens
+            differ, or have a token id outside the model's vocabulary (on a GPU the embedding lookup
+            would end the process).
     """
-    lengths = tuple(batch.length(i) for i in micro_batch.samples)
-    aligned = [layout.aligned_sample_tokens(n) for n in lengths]
+    samples = micro_batch.samples
+    lengths = tuple(batch.length(i) for i in samples)
     if sum(lengths) != micro_batch.tokens:
         raise DataError(
-            f"samples {micro_batch.samples} hold {sum(lengths)} tokens, the plan counts "
-            f"{micro_batch.tokens}; plan with the lengths of this batch"
+            f"samples {samples} hold {sum(lengths)} tokens, the plan counts {micro_batch.tokens}; "
+            "plan with the lengths of this batch"
         )
-    tail = micro_batch.row_tokens - sum(aligned)
+    branches = row_branches(samples, lengths, layout, prefixes)
+    held = sum(branch.tokens for branch in branches)
+    tail = micro_batch.row_tokens - held
     if tail < 0:
         raise DataError(
-            f"samples {micro_batch.samples} need {sum(aligned)} padded tokens, the plan's row "
-            f"holds {micro_batch.row_tokens}; pack with the layout of the plan"
+            f"samples {samples} need {held} padded tokens, the plan's row holds "
+            f"{micro_batch.row_tokens}; pack with the layout and the prefixes of the plan"
         )
-    spans = aligned + _dummy_spans(tail, layout.sample_alignment)
-    starts = tuple(itertools.accumulate(aligned, initial=0))[: len(lengths)]
-    writer = _RowWriter(batch, micro_batch.samples, starts, micro_batch.row_tokens)
-    names = batch.field_names if field_names is None else field_names
-    weights_T = writer.weights(sample_weights)
     if vocab_size is not None:
-        _check_ids(batch, micro_batch.samples, vocab_size)
-    real = [*lengths, *[0] * (len(spans) - len(lengths))]
+        _check_ids(batch, samples, vocab_size)
+    spans = [branch.tokens for branch in branches]
+    spans += _dummy_spans(tail, layout.sample_alignment)
+    offsets = [branch.offset for branch in branches]
+    offsets += [0] * (len(spans) - len(offsets))
+    writer = _RowWriter(batch, samples, branches, micro_batch.row_tokens)
+    names = batch.field_names if field_names is None else field_names
+    losses = writer.losses(sample_weights)
     return PackedRow(
-        samples=micro_batch.samples,
+        samples=samples,
         lengths=lengths,
-        starts=starts,
+        branches=tuple(branches),
+        positions_N=writer.positions_N,
         tokens_T=writer.tokens(),
-        position_ids_T=torch.cat([torch.arange(n) for n in spans]),
+        position_ids_T=torch.cat(
+            [torch.arange(first, first + n) for first, n in zip(offsets, spans, strict=True)]
+        ),
         labels_T=writer.labels(),
-        weights_T=weights_T,
-        sample_of_T=writer.sample_of(),
+        branch_of_T=writer.branch_of(),
+        **losses,
         end_positions_E=writer.end_positions(),
-        set_of_n=_sets(micro_batch.samples, colocate_ids),
-        cu_seqlens_S1=_cumulative(real),
-        cu_seqlens_padded_S1=_cumulative(spans),
+        end_samples_E=torch.arange(len(samples)),
+        set_of_n=_sets(samples, colocate_ids),
+        cu_seqlens_S1=torch.tensor([0, *spans], dtype=torch.int64).cumsum(0).to(torch.int32),
         padded_lengths=tuple(spans),
-        max_seqlen=max(spans),
+        max_seqlen=max(first + n for first, n in zip(offsets, spans, strict=True)),
         row_tokens=micro_batch.row_tokens,
         row_positions_T=torch.arange(micro_batch.row_tokens),
-        # Computed on the host: on the device `nonzero` would wait until the count is known.
-        loss_positions_R=weights_T.nonzero().squeeze(1),
-        fields={name: writer.shifted(name) for name in names},
+        fields={name: writer.values(name)[losses["label_index_R"]] for name in names},
         sample_fields={
             name: writer.per_sample(name) for name in names if writer.is_per_sample(name)
         },
-        tensors=batch.row_tensors(micro_batch.samples),
+        tensors=batch.row_tensors(samples, _trees(branches)),
     )
 
 
-def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[Tensor]:
-    """Per-token values of each sample from values at a row's positions; undoes the shift.
+def unpack_row(row: PackedRow, values_R: Tensor) -> list[Tensor]:
+    """Per-token values of each sample from values of a row's losses; 0 at all other tokens.
 
     Args:
-        row: the packed row, whole or a slice of it.
-        values_T: one value per position of the whole row, about the token that it predicts (such as
-            a log-prob).
-        fill: value of a sample's first token, which no position predicts.
+        row: the packed row, or a slice of it, whose values are 0 at the other slices' losses.
+        values_R: one value per loss, about its label (such as a log-prob).
 
     Returns:
         For each sample of `row.samples` a tensor of its real length, a view of one tensor.
@@ -214,15 +254,35 @@ def unpack_row(row: PackedRow, values_T: Tensor, *, fill: float = 0.0) -> list[T
     >>> batch = SampleBatch([[5, 6, 7], [8, 9]])
     >>> micro_batch = MicroBatch((0, 1), row_tokens=6, tokens=5, tokens_sq=13, padded_tokens=5)
     >>> row = pack_row(batch, micro_batch, Layout())
-    >>> unpack_row(row, torch.tensor([10, 11, 12, 13, 14, 15]))
+    >>> unpack_row(row, torch.tensor([10, 11, 13]))
     [tensor([ 0, 10, 11]), tensor([ 0, 13])]
     """
-    shifted = torch.cat([values_T.new_zeros(1), values_T])
-    firsts_n = row.cu_seqlens_padded_S1[: len(row.samples)].long()
-    shifted.index_fill_(0, firsts_n, fill)
+    values_N = values_R.new_zeros(sum(row.lengths))
+    values_N[row.label_index_R] = values_R
     # Views: a kernel per sample would cost more than the values.
-    spans = zip(row.starts, row.lengths, strict=True)
-    return [shifted[start : start + length] for start, length in spans]
+    return list(torch.split(values_N, list(row.lengths))) if row.lengths else []
+
+
+def loss_positions(positions_R: Tensor, *, may_repeat: bool) -> dict[str, Any]:
+    """The attributes of a row about the positions of its losses.
+
+    Computed on the host: on the device, the number of distinct positions would be waited for.
+
+    Args:
+        may_repeat: samples may share a position with a loss.
+    """
+    head_positions_U = positions_R
+    head_index_R = None
+    if may_repeat:
+        unique_U, index_R = positions_R.unique(return_inverse=True)
+        if unique_U.numel() < positions_R.numel():
+            head_positions_U = unique_U
+            head_index_R = index_R
+    return {
+        "loss_positions_R": positions_R,
+        "head_positions_U": head_positions_U,
+        "head_index_R": head_index_R,
+    }
 
 
 class _RowWriter:
@@ -232,60 +292,115 @@ class _RowWriter:
         self,
         batch: SampleBatch,
         samples: tuple[int, ...],
-        starts: tuple[int, ...],
+        branches: Sequence[Branch],
         row_tokens: int,
     ) -> None:
         self.batch = batch
+        self.samples = samples
+        self.branches = branches
         self.row_tokens = row_tokens
-        self.starts = list(zip(samples, starts, strict=True))
+        self.is_shared = any(len(branch.samples) > 1 for branch in branches)
+        self.lengths = [batch.length(i) for i in samples]
+        self.positions_N = _joined(self._positions(), torch.int64)
+        self.ids_N = _joined([batch.tokens(i) for i in samples], torch.int64)
+        firsts = list(itertools.accumulate(self.lengths, initial=0))[:-1]
+        self.is_first_N = torch.zeros(self.ids_N.numel(), dtype=torch.bool)
+        self.is_first_N[firsts] = True
+
+    def _positions(self) -> list[Tensor]:
+        parts: list[list[Tensor]] = [[] for _ in self.samples]
+        for branch in self.branches:
+            for k in branch.samples:
+                tokens = min(branch.tokens, self.lengths[k] - branch.offset)
+                parts[k].append(torch.arange(branch.start, branch.start + tokens))
+        return [torch.cat(own) for own in parts]
 
     def tokens(self) -> Tensor:
-        out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
-        for i, start in self.starts:
-            tokens = self.batch.tokens(i)
-            out_T[start : start + tokens.numel()] = tokens
-        return out_T
+        return self._written(self.positions_N, self.ids_N)
 
     def labels(self) -> Tensor:
+        # The token after each one, but after the last of a sample.
+        has_label_N = ~self.is_first_N.roll(-1)
+        return self._written(self.positions_N[has_label_N], self.ids_N.roll(-1)[has_label_N])
+
+    def _written(self, positions: Tensor, ids: Tensor) -> Tensor:
         out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
-        for i, start in self.starts:
-            tokens = self.batch.tokens(i)
-            out_T[start : start + tokens.numel() - 1] = tokens[1:]
+        out_T[positions] = ids
+        if self.is_shared and not torch.equal(out_T[positions], ids):
+            raise self._differing()
         return out_T
 
-    def sample_of(self) -> Tensor:
+    def _differing(self) -> DataError:
+        """An error that names two samples that share positions although their tokens differ."""
+        for branch in self.branches:
+            first, *others = branch.samples
+            # The last position's label counts too.
+            end = branch.offset + branch.tokens + 1
+            own = self.batch.tokens(self.samples[first])[:end]
+            for other in others:
+                differs = own != self.batch.tokens(self.samples[other])[:end]
+                if differs.any():
+                    return DataError(
+                        f"samples {self.samples[first]} and {self.samples[other]} share {end} "
+                        f"tokens in the plan, and differ at token {int(differs.int().argmax())}; "
+                        "plan with the prefixes of this batch"
+                    )
+        return DataError("samples share tokens that differ; plan with the prefixes of this batch")
+
+    def branch_of(self) -> Tensor:
         out_T = torch.full((self.row_tokens,), -1, dtype=torch.int64)
-        for index, (i, start) in enumerate(self.starts):
-            out_T[start : start + self.batch.length(i)] = index
+        for index, branch in enumerate(self.branches):
+            tokens = min(branch.tokens, self.lengths[branch.samples[0]] - branch.offset)
+            out_T[branch.start : branch.start + tokens] = index
         return out_T
 
     def end_positions(self) -> Tensor:
-        ends = [start + self.batch.length(i) - 1 for i, start in self.starts]
-        return torch.tensor(ends, dtype=torch.int64)
+        ends = torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1
+        return self.positions_N[ends]
+
+    def losses(self, sample_weights: Sequence[float] | None) -> dict[str, Any]:
+        """The attributes of a row about its losses."""
+        weights = [
+            1.0 if sample_weights is None else float(sample_weights[i]) for i in self.samples
+        ]
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        mask_N = _joined([self.batch.response_mask(i) for i in self.samples], torch.bool)
+        sample_of_N = torch.arange(len(self.samples)).repeat_interleave(lengths)
+        weights_N = torch.tensor(weights, dtype=torch.float32)[sample_of_N] * mask_N
+        weights_N[self.is_first_N] = 0.0
+        index_R = weights_N.nonzero().squeeze(1)
+        return {
+            "label_index_R": index_R,
+            "sample_of_R": sample_of_N[index_R],
+            "weights_R": weights_N[index_R],
+            **loss_positions(self.positions_N[index_R - 1], may_repeat=self.is_shared),
+        }
 
     def is_per_sample(self, name: str) -> bool:
-        return all(self.batch.field(name, i).dim() == 0 for i, _ in self.starts)
+        return all(self.batch.field(name, i).dim() == 0 for i in self.samples)
 
     def per_sample(self, name: str) -> Tensor:
-        values = [self.batch.field(name, i) for i, _ in self.starts]
+        values = [self.batch.field(name, i) for i in self.samples]
         # The leading zero, cut off again, gives a row without samples its shape (0,) and dtype.
         return torch.stack([torch.zeros((), dtype=self.batch.field_dtype(name)), *values])[1:]
 
-    def weights(self, sample_weights: Sequence[float] | None) -> Tensor:
-        out_T = torch.zeros(self.row_tokens, dtype=torch.float32)
-        for i, start in self.starts:
-            mask = self.batch.response_mask(i)[1:]
-            weight = 1.0 if sample_weights is None else float(sample_weights[i])
-            out_T[start : start + mask.numel()] = mask * weight
-        return out_T
+    def values(self, name: str) -> Tensor:
+        """A field at each token of each sample, [N]."""
+        values = (self.batch.field(name, i) for i in self.samples)
+        pairs = zip(values, self.lengths, strict=True)
+        each = [value.expand(length) if value.dim() == 0 else value for value, length in pairs]
+        return _joined(each, self.batch.field_dtype(name))
 
-    def shifted(self, name: str) -> Tensor:
-        out_T = torch.zeros(self.row_tokens, dtype=self.batch.field_dtype(name))
-        for i, start in self.starts:
-            value = self.batch.field(name, i)
-            span = slice(start, start + self.batch.length(i) - 1)
-            out_T[span] = value if value.dim() == 0 else value[1:]
-        return out_T
+
+def _joined(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The tensors one after the other; an empty one of this dtype if there are none."""
+    return torch.cat([torch.zeros(0, dtype=dtype), *values])
+
+
+def _trees(branches: Sequence[Branch]) -> list[tuple[int, ...]]:
+    """Samples of the row that share positions, one tuple per tree; samples alone are left out."""
+    roots = (branch.samples for branch in branches if branch.parent < 0)
+    return [samples for samples in roots if len(samples) > 1]
 
 
 def _check_ids(batch: SampleBatch, samples: tuple[int, ...], vocab_size: int) -> None:
@@ -313,7 +428,3 @@ def _dummy_spans(tail: int, alignment: int) -> list[int]:
     """
     unit = max(alignment, DUMMY_TOKENS // alignment * alignment)
     return [unit] * (tail // unit) + ([tail % unit] if tail % unit else [])
-
-
-def _cumulative(spans: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *spans], dtype=torch.int64).cumsum(0).to(torch.int32)

@@ -110,11 +110,11 @@ class _AllReduce(torch.autograd.Function):
 
 
 def row_segments(
-    row: PackedRow, positions_R: Tensor, *, scores_n: Tensor | None = None, cp_group: Any = None
+    row: PackedRow, *, scores_n: Tensor | None = None, cp_group: Any = None
 ) -> Segments:
-    """The segments of a row, restricted to these positions."""
+    """The segments of a row's losses."""
     return Segments(
-        sample_of_R=row.sample_of_T[positions_R],
+        sample_of_R=row.sample_of_R,
         set_of_n=row.set_of_n,
         fields=row.sample_fields,
         scores_n=scores_n,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megapack.errors import DataError
-from megapack.rows.packed import PackedRow
+from megapack.rows.packed import PackedRow, loss_positions
 
 
 def slice_positions(spans: Sequence[int], cp: int, rank: int) -> Tensor:
@@ -71,9 +71,10 @@ def assembly_order(spans: Sequence[int], cp: int) -> Tensor:
 def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     """One context-parallel rank's slice of a row.
 
-    All per-token tensors (named `*_T`, and the fields) are sliced; `loss_positions_R` and
-    `end_positions_E` index the slice. Attributes of the whole row stay: samples, starts,
-    `cu_seqlens` (Megatron-Core and Transformer Engine divide them by cp) and `row_tokens`.
+    All per-token tensors (named `*_T`) are sliced. Of the losses (`*_R` and the fields) and the
+    ends (`*_E`), those at positions of the slice stay, and their positions index the slice.
+    Attributes of the whole row stay: samples, branches, `cu_seqlens` (Megatron-Core and Transformer
+    Engine divide them by cp) and `row_tokens`.
 
     Raises:
         DataError: the row was packed for another number of context-parallel ranks.
@@ -98,13 +99,19 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     # Index in the slice of each position of the row, -1 for positions of other ranks.
     index_T = torch.full((row.row_tokens,), -1)
     index_T[positions_T] = torch.arange(positions_T.numel())
-    loss_R = index_T[row.loss_positions_R]
+    losses_R = index_T[row.loss_positions_R]
+    held_R = losses_R >= 0
     ends_E = index_T[row.end_positions_E]
+    held_E = ends_E >= 0
     return dataclasses.replace(
         row,
         **per_token,
-        loss_positions_R=loss_R[loss_R >= 0],
-        end_positions_E=ends_E[ends_E >= 0],
-        fields={name: values_T[positions_T] for name, values_T in row.fields.items()},
+        **loss_positions(losses_R[held_R], may_repeat=row.head_index_R is not None),
+        label_index_R=row.label_index_R[held_R],
+        sample_of_R=row.sample_of_R[held_R],
+        weights_R=row.weights_R[held_R],
+        end_positions_E=ends_E[held_E],
+        end_samples_E=row.end_samples_E[held_E],
+        fields={name: values_R[held_R] for name, values_R in row.fields.items()},
         ahead=tuple(slice_row(other, cp, rank) for other in row.ahead),
     )

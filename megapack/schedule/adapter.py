@@ -406,6 +406,7 @@ class ScheduleAdapter:
             call.field_names,
             plan.colocate_ids,
             self.vocab_size,
+            call.prefixes,
         )
         return slice_row(with_rows_ahead(row, num_depths(self.config)), cp.size(), cp.rank())
 

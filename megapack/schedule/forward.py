@@ -113,21 +113,19 @@ class LastStage:
         scores_n: Tensor | None,
     ) -> Tensor:
         assert self._objective is not None
-        positions_R = row.loss_positions_R
-        fields = {name: values_T[positions_R] for name, values_T in row.fields.items()}
-        segments = row_segments(
-            row, positions_R, scores_n=scores_n, cp_group=self._options.cp_group
+        segments = row_segments(row, scores_n=scores_n, cp_group=self._options.cp_group)
+        losses_R, metrics = call_objective(
+            self._objective, values_R, entropy_R, row.fields, segments
         )
-        losses_R, metrics = call_objective(self._objective, values_R, entropy_R, fields, segments)
         if entropy_R is not None:
             metrics = {"entropy": entropy_R, **metrics}
-        return self._add_up(row.weights_T[positions_R], {"loss": losses_R, **metrics})
+        return self._add_up(row.weights_R, {"loss": losses_R, **metrics})
 
     def _logprobs(
         self, row: PackedRow, head: DeferredHead, hidden: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        positions_R = row.loss_positions_R
-        hidden_RH = self._whole_row(hidden)[positions_R].to(head.weight_VH.dtype)
+        positions_U = row.head_positions_U
+        hidden_UH = self._whole_row(hidden)[positions_U].to(head.weight_VH.dtype)
         vocab = VocabHead(
             weight_VH=head.weight_VH,
             num_ids=self._options.num_ids,
@@ -137,7 +135,11 @@ class LastStage:
             chunk_tokens=self._options.chunk_tokens,
             temperature=self._options.temperature,
         )
-        return self._options.logprobs(hidden_RH, row.labels_T[positions_R], vocab)
+        logprobs_U, entropy_U = self._options.logprobs(hidden_UH, row.labels_T[positions_U], vocab)
+        index_R = row.head_index_R
+        if index_R is None:
+            return logprobs_U, entropy_U
+        return logprobs_U[index_R], None if entropy_U is None else entropy_U[index_R]
 
     def _losses_ahead(
         self, row: PackedRow, head: DeferredHead, hidden: Sequence[Tensor]
@@ -146,8 +148,7 @@ class LastStage:
         depths = zip(self._options.mtp_coefs, row.ahead, hidden, strict=True)
         for depth, (coef, ahead, hidden_ahead) in enumerate(depths, start=1):
             logprobs_R, _ = self._logprobs(ahead, head, hidden_ahead, with_entropy=False)
-            weights_R = ahead.weights_T[ahead.loss_positions_R]
-            loss = -(weights_R * logprobs_R).sum()
+            loss = -(ahead.weights_R * logprobs_R).sum()
             self._pass.add(loss_name(depth), loss)
             total = total + coef * loss
         return total
@@ -171,11 +172,9 @@ class LastStage:
         for name, values_R in values.items():
             if values_R is None:
                 continue
-            values_T = values_R.new_zeros(row.row_tokens)
-            # Positions of other context-parallel ranks stay zero, so that the sum over these ranks
-            # is the whole row.
-            values_T[row.row_positions_T[row.loss_positions_R]] = values_R
-            for sample, value in zip(row.samples, unpack_row(row, values_T), strict=True):
+            # Losses of other context-parallel ranks stay zero, so that the sum over these ranks is
+            # the whole row.
+            for sample, value in zip(row.samples, unpack_row(row, values_R), strict=True):
                 self._pass.outputs[name][sample] = value
 
 

@@ -102,7 +102,7 @@ def packed_seq_params(
 def with_params(row: PackedRow) -> PackedRow:
     """The row with `params` set to Megatron's description, which all model chunks get."""
     params = packed_seq_params(
-        row.cu_seqlens_padded_S1,
+        row.cu_seqlens_S1,
         row.max_seqlen,
         row.row_tokens,
         cp=row.row_tokens // row.tokens_T.numel(),

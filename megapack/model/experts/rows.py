@@ -84,7 +84,7 @@ def routing_row(
     >>> routed.choices_tLK.flatten()
     tensor([1, 2, 0, 1, 1, 2], dtype=torch.uint8)
     """
-    samples_t = row.sample_of_T[part]
+    samples_t = row.branch_of_T[part]
     choices_tLK = None
     if choices is not None:
         choices_tLK = _whole_row_choices(row, choices, shape)[row.row_positions_T[part]]
@@ -104,11 +104,12 @@ def _whole_row_choices(
     first_T1 = torch.arange(row.row_tokens)[:, None] * shape.top_k
     round_robin_TK = (first_T1 + torch.arange(shape.top_k)) % shape.num_experts
     out_TLK = round_robin_TK.to(shape.dtype)[:, None].repeat(1, shape.num_layers, 1)
-    for sample, start, length in zip(row.samples, row.starts, row.lengths, strict=True):
+    positions = torch.split(row.positions_N, list(row.lengths)) if row.lengths else ()
+    for sample, own, length in zip(row.samples, positions, row.lengths, strict=True):
         value = choices[sample]
         check_choices(value, sample, length, shape)
         assert value is not None
-        out_TLK[start : start + value.shape[0]] = value.to(shape.dtype)
+        out_TLK[own[: value.shape[0]]] = value.to(shape.dtype)
     return out_TLK
 
 
