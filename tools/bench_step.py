@@ -2,11 +2,15 @@
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         tools/bench_step.py [--rollouts FILE.jsonl] [--markdown OUT.md]
+    OMP_NUM_THREADS=1 python tools/bench_step.py --groups 8 --prompt 512 --response 512
 
-All ways run in turn, in one process group and on one model of pp2 x vpp2. The table gives the
-median over rounds of each way's time divided by that of packed rows with planned shapes in the same
-round. A padded dense batch is a row whose samples are all padded to the longest sample of the
-micro-batch; attention then runs as one [B, heads, S, d] batch.
+All ways run in turn, in one process group and on one model. The table gives the median over rounds
+of each way's time divided by that of packed rows with planned shapes in the same round. A padded
+dense batch is a row whose samples are all padded to the longest sample of the micro-batch;
+attention then runs as one [B, heads, S, d] batch.
+
+With `--groups G`, prompts have G responses each, and rows that hold a prompt once are compared with
+rows that hold it G times, under one budget. One process runs the whole model, two run pp2 x vpp2.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megapack import Layout, Plan, Policy, build_dp_schedule, launch
+from megapack import Layout, Plan, Policy, SharedPrefixes, build_dp_schedule, launch
 from megapack.config.sections import ModelConfig
 from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_rollouts
@@ -44,6 +48,14 @@ Sample = tuple[Ids, Ids]
 
 LAYOUT = Layout(pp=2, vpp=2)
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2)
+# Wider than MODEL: with 64 channels, a step is mostly launches and copies.
+GROUPS_MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=4,
+    num_query_groups=2,
+    max_position_embeddings=65536,
+)
 
 
 class ExchangingCommunicator(PlannedP2PCommunicator):
@@ -188,39 +200,103 @@ def machine() -> str:
     )
 
 
+def group_ways(options: argparse.Namespace, chunks: list, layout: Layout) -> list[Way]:
+    """Rows that hold each prompt once per sample, and rows that hold it once per group."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tokens: int) -> Any:
+        return torch.randint(ByteTokenizer.vocab_size, (tokens,), generator=generator).numpy()
+
+    prompts = [draw(options.prompt) for _ in range(options.prompts)]
+    samples = [
+        (prompt, draw(options.response)) for prompt in prompts for _ in range(options.groups)
+    ]
+    batch = sample_batch(samples)
+    budget = options.budget or options.groups * (options.prompt + options.response)
+    prefixes = SharedPrefixes.from_samples([batch.tokens(i) for i in range(len(batch))])
+    adapter = ScheduleAdapter(chunks, layout=layout)
+    plans = [
+        build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=budget, prefixes=shared)
+        for shared in (None, prefixes)
+    ]
+    names = ("each sample has its own prompt", "shared prompts")
+    return [Way(name, adapter, plan, batch) for name, plan in zip(names, plans, strict=True)]
+
+
+def group_table(options: argparse.Namespace, results: list[tuple[Way, float]]) -> str:
+    """A Markdown table of rows with and without shared prompts."""
+    lines = [
+        f"### {options.prompts} prompts of {options.prompt} tokens, {options.groups} responses of "
+        f"{options.response} each, hidden size {GROUPS_MODEL.hidden_size}",
+        "",
+        "| way | M | row tokens | step time, unshared = 1 |",
+        "|---|---|---|---|",
+    ]
+    for way, ratio in results:
+        counts = way.plan.counts
+        lines.append(
+            f"| {way.name} | {counts.microbatch_span} | {counts.row_tokens} | {ratio:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def compare_groups(options: argparse.Namespace) -> list[str]:
+    """The table of `--groups`."""
+    layout = Layout() if dist.get_world_size() == 1 else LAYOUT
+    initialize_parallel(layout, seed=1)
+    chunks = build_model(
+        GROUPS_MODEL,
+        layout,
+        vocab_size=ByteTokenizer.vocab_size,
+        seed=1,
+        distributed_optimizer=False,
+    )
+    return [group_table(options, ratios(group_ways(options, chunks, layout), options.rounds))]
+
+
+def compare_packings(options: argparse.Namespace) -> list[str]:
+    """The tables of all ways to run generated rollouts, and those of a file."""
+    initialize_parallel(LAYOUT, seed=1)
+    chunks = build_model(
+        MODEL, LAYOUT, vocab_size=ByteTokenizer.vocab_size, seed=1, distributed_optimizer=False
+    )
+    generated = [(r.prompt_ids, r.response_ids) for r in generate_rollouts(32, 4, seed=0)]
+    data = [("generated rollouts", generated, 1024, 8), ("generated rollouts", generated, 640, 8)]
+    if options.rollouts is not None:
+        settings = ReadSettings(max_length=options.max_length, overlong="skip")
+        dataset = Dataset.from_files(options.rollouts, settings, Path(tempfile.gettempdir()))
+        rows = range(min(len(dataset), options.num_rollouts))
+        tokens = [dataset.tokens(row) for row in rows]
+        real = [(one.prompt_ids, one.response_ids) for one in tokens]
+        data.append((options.rollouts.stem, real, options.max_length, 4))
+    tables = []
+    for title, samples, budget, dense in data:
+        ways = make_ways(samples, chunks, budget, dense)
+        tables.append(table(f"{title}, rows of {budget}", samples, ratios(ways, options.rounds)))
+    return tables
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=Path, help="JSON Lines to measure as well")
     parser.add_argument("--num-rollouts", type=int, default=32, help="lines of the file to use")
     parser.add_argument("--max-length", type=int, default=8192, help="skip longer samples")
+    parser.add_argument("--groups", type=int, help="responses per prompt: compare shared prompts")
+    parser.add_argument("--prompts", type=int, default=2, help="number of prompts")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--response", type=int, default=512, help="tokens of a response")
+    parser.add_argument("--budget", type=int, help="tokens of a row; default: an unshared group")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--markdown", type=Path, help="write the tables here")
-    args = parser.parse_args()
+    options = parser.parse_args()
     launch.start("cpu")
-    initialize_parallel(LAYOUT, seed=1)
-    chunks = build_model(
-        MODEL, LAYOUT, vocab_size=ByteTokenizer.vocab_size, seed=1, distributed_optimizer=False
-    )
-
-    generated = [(r.prompt_ids, r.response_ids) for r in generate_rollouts(32, 4, seed=0)]
-    data = [("generated rollouts", generated, 1024, 8), ("generated rollouts", generated, 640, 8)]
-    if args.rollouts is not None:
-        settings = ReadSettings(max_length=args.max_length, overlong="skip")
-        dataset = Dataset.from_files(args.rollouts, settings, Path(tempfile.gettempdir()))
-        rows = range(min(len(dataset), args.num_rollouts))
-        tokens = [dataset.tokens(row) for row in rows]
-        real = [(one.prompt_ids, one.response_ids) for one in tokens]
-        data.append((args.rollouts.stem, real, args.max_length, 4))
-    tables = []
-    for title, samples, budget, dense in data:
-        ways = make_ways(samples, chunks, budget, dense)
-        tables.append(table(f"{title}, rows of {budget}", samples, ratios(ways, args.rounds)))
+    tables = compare_packings(options) if options.groups is None else compare_groups(options)
     if dist.get_rank() == 0:
         text = "\n\n".join([machine(), *tables])
         print(text)
-        if args.markdown:
-            args.markdown.write_text(text + "\n", encoding="utf-8")
+        if options.markdown:
+            options.markdown.write_text(text + "\n", encoding="utf-8")
     launch.stop()
 
 
