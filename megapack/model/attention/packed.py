@@ -26,6 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
+from megapack.prefixes import Branch
 from megapack.rows.packed import PackedRow
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ def packed_seq_params(
     cp: int = 1,
     lengths: Sequence[int] | None = None,
     position_ids_T: Tensor | None = None,
+    branches: Sequence[Branch] = (),
 ) -> PackedSeqParams:
     """Megatron's description of a packed row, with the fields of the installed version.
 
@@ -74,6 +76,7 @@ def packed_seq_params(
             layer needs them.
         position_ids_T: the position of this rank's tokens in their samples. None: rotary
             embeddings take Megatron's path for packed rows (see `rotary`).
+        branches: those of a row whose samples share prefixes; () if they share nothing.
     """
     bucket = seqlen_bucket(max_seqlen, row_tokens)
     values = {
@@ -96,6 +99,8 @@ def packed_seq_params(
         _facts(params)["lengths"] = list(lengths)
     if position_ids_T is not None:
         _facts(params)["positions"] = position_ids_T
+    if branches:
+        _facts(params)["branches"] = tuple(branches)
     return params
 
 
@@ -108,6 +113,7 @@ def with_params(row: PackedRow) -> PackedRow:
         cp=row.row_tokens // row.tokens_T.numel(),
         lengths=row.padded_lengths,
         position_ids_T=row.position_ids_T,
+        branches=row.branches if row.num_shared else (),
     )
     return dataclasses.replace(row, params=params)
 
@@ -131,6 +137,11 @@ def _facts(params: PackedSeqParams) -> dict[str, Any]:
 def row_positions(params: PackedSeqParams) -> Tensor | None:
     """int64 [T]: the position of this rank's tokens in their samples; None if it is not known."""
     return vars(params).get("_megapack", {}).get("positions")  # type: ignore[no-any-return]
+
+
+def shared_branches(params: PackedSeqParams) -> tuple[Branch, ...]:
+    """The branches of a row whose samples share prefixes; () if they share nothing."""
+    return vars(params).get("_megapack", {}).get("branches", ())  # type: ignore[no-any-return]
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]

@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megapack.model.attention.merged import attention_pieces, merged_attention
 from megapack.model.attention.packed import (
     PackedAttention,
     chunk_ends,
     gather_rows,
     once_per_row,
     sample_lengths,
+    shared_branches,
 )
 from megapack.rows.slices import assembly_order
 
@@ -26,6 +28,14 @@ class PackedSDPA(PackedAttention):
         if self.cp_group is not None:
             order_T = _assembly_order(params, cp, query.device)
             key, value = gather_rows(key, value, order_T, self.cp_group)
+        branches = shared_branches(params)
+        if branches:
+            pieces = once_per_row(
+                params,
+                "attention pieces",
+                lambda: attention_pieces(sample_lengths(params), branches, cp=cp, cp_rank=cp_rank),
+            )
+            return merged_attention(query, key, value, pieces, self.softmax_scale)
         return packed_causal_attention(
             query,
             key,
