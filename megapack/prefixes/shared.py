@@ -182,10 +182,13 @@ def _num_equal(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
 
 
 def _num_agreed(routes: Sequence[Any], num_tokens: int) -> int:
-    """First tokens of two samples that go to the same experts, at most `num_tokens`."""
+    """First tokens of two samples that go to the same experts, at most `num_tokens`.
+
+    The order of a token's experts does not matter.
+    """
     if any(route is None for route in routes):
         return 0
-    first, second = (np.asarray(route[:num_tokens]).reshape(num_tokens, -1) for route in routes)
-    differs = (first != second).any(axis=1)
+    first, second = (np.sort(np.asarray(route[:num_tokens]), axis=-1) for route in routes)
+    differs = (first != second).reshape(num_tokens, -1).any(axis=1)
     at = int(differs.argmax())
     return at if differs[at] else num_tokens
