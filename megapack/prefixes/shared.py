@@ -59,12 +59,18 @@ class SharedPrefixes:
             token_ids: per sample its ids: a list, an array, or a tensor on the CPU.
             routing: per sample the experts that a step replays, [tokens, MoE layers, experts per
                 token], as for `ScheduleAdapter.step`. Samples share only tokens that go to the same
-                experts. None: the routers choose.
+                experts, in any order. None: the routers choose.
             mtp_num_layers: layers of multi-token prediction of the model.
 
         Raises:
-            DataError: ids that are not a flat sequence of integers from 0 to 2**31 - 1.
+            DataError: ids that are not a flat sequence of integers from 0 to 2**31 - 1, or routing
+                of other shapes.
         """
+        if routing is not None and len(routing) != len(token_ids):
+            raise DataError(
+                f"routing of {len(routing)} samples for {len(token_ids)}; give one entry per "
+                "sample, None for samples that share nothing"
+            )
         samples = [_read_ids(i, ids) for i, ids in enumerate(token_ids)]
         # Big-endian bytes have the order of the numbers, and bytes are compared by memcmp.
         keys = [ids.astype(">i4").tobytes() for ids in samples]
@@ -75,7 +81,7 @@ class SharedPrefixes:
             pair = (order[k - 1], order[k])
             common[k] = _num_equal(*(samples[i] for i in pair))
             if routing is not None and common[k] > own_tokens:
-                agreed = _num_agreed([routing[i] for i in pair], common[k] - own_tokens)
+                agreed = _num_agreed(routing, pair, common[k] - own_tokens)
                 common[k] = min(common[k], agreed + own_tokens)
         return cls(tuple(order), tuple(common), own_tokens).trimmed()
 
@@ -121,6 +127,45 @@ class SharedPrefixes:
         kept = shares | np.append(shares[1:], False)
         order = np.array(self.order, dtype=np.int64)[kept]
         return SharedPrefixes(tuple(order.tolist()), tuple(common[kept].tolist()), self.own_tokens)
+
+    def split_by(self, set_of: Sequence[int]) -> SharedPrefixes:
+        """Without what samples of different sets have in common.
+
+        A pass that records routing runs each shared token once per row. Two rows may choose other
+        experts for the same tokens, because kernels round differently in rows of other shapes. A
+        step that replays these choices may share tokens only among samples of one of these rows.
+
+        Args:
+            set_of: per sample of the batch the number of its set, such as the row of an earlier
+                plan; -1: the sample shares nothing.
+
+        Raises:
+            DataError: there are fewer numbers than samples, or one is no integer from -1 on.
+
+        >>> prefixes = SharedPrefixes.from_samples([[5, 6, 7], [5, 6, 8], [5, 6, 9]])
+        >>> prefixes.split_by([0, 1, 0])
+        SharedPrefixes(order=(0, 2), common=(0, 2), own_tokens=1)
+        """
+        sets = np.asarray(set_of)
+        if sets.ndim != 1 or (sets.size and (sets.dtype.kind not in "iu" or sets.min() < -1)):
+            raise DataError(f"sets are {brief(set_of)}; give one number from -1 on per sample")
+        if self.order and max(self.order) >= sets.size:
+            raise DataError(
+                f"{sets.size} numbers of sets for prefixes of sample {max(self.order)}; give one "
+                "per sample of the batch"
+            )
+        own_sets = sets[list(self.order)].astype(np.int64)
+        # Places by set, each set in depth-first order.
+        by_set = np.argsort(own_sets, kind="stable")
+        set_of_place = own_sets[by_set]
+        follows = np.flatnonzero((np.diff(set_of_place) == 0) & (set_of_place[1:] >= 0)) + 1
+        common = np.zeros(by_set.size, dtype=np.int64)
+        for k in follows.tolist():
+            between = self.common[by_set[k - 1] + 1 : by_set[k] + 1]
+            common[k] = min(between)
+        order = np.array(self.order, dtype=np.int64)[by_set]
+        split = SharedPrefixes(tuple(order.tolist()), tuple(common.tolist()), self.own_tokens)
+        return split.trimmed()
 
     def check(self, lengths: Ints) -> None:
         """Check that the samples can have these tokens in common.
@@ -181,14 +226,23 @@ def _num_equal(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
     return at if size and differs[at] else size
 
 
-def _num_agreed(routes: Sequence[Any], num_tokens: int) -> int:
+def _num_agreed(routing: Sequence[Any], pair: tuple[int, int], num_tokens: int) -> int:
     """First tokens of two samples that go to the same experts, at most `num_tokens`.
 
-    The order of a token's experts does not matter.
+    The order of a token's experts does not matter, because the layer adds up their outputs. Where
+    two experts have nearly the same score, an inference engine may name either first.
     """
-    if any(route is None for route in routes):
+    if any(routing[i] is None for i in pair):
         return 0
-    first, second = (np.sort(np.asarray(route[:num_tokens]), axis=-1) for route in routes)
-    differs = (first != second).reshape(num_tokens, -1).any(axis=1)
+    first, second = (np.asarray(routing[i][:num_tokens]) for i in pair)
+    if first.shape != second.shape or first.ndim != 3 or len(first) < num_tokens:
+        raise DataError(
+            f"samples {pair[0]} and {pair[1]} have routing {first.shape} and {second.shape} for "
+            f"{num_tokens} common tokens; give each [tokens, MoE layers, experts per token]"
+        )
+    differs = (first != second).any(axis=(1, 2))
+    (unequal,) = differs.nonzero()
+    # Sorting is slow, and few tokens need it.
+    differs[unequal] = (np.sort(first[unequal]) != np.sort(second[unequal])).any(axis=(1, 2))
     at = int(differs.argmax())
     return at if differs[at] else num_tokens
