@@ -254,8 +254,13 @@ def _num_equal(first: bytes, second: bytes) -> int:
 
 
 def _num_agreed(routes: Sequence[Any], num_tokens: int) -> int:
-    """First tokens of two samples that go to the same experts, at most `num_tokens`."""
-    first, second = (np.asarray(route[:num_tokens]).reshape(num_tokens, -1) for route in routes)
-    differs = (first != second).any(axis=1)
-    at = int(differs.argmax())
-    return at if differs[at] else num_tokens
+    """First tokens of two samples that go to the same experts, at most `num_tokens`.
+
+    The order of a token's experts does not matter.
+    """
+    first, second = (np.asarray(route[:num_tokens]) for route in routes)
+    # Sorting is slow, so only tokens that differ in order are sorted.
+    candidates = np.flatnonzero((first != second).any(axis=(1, 2)))
+    pair = (np.sort(route[candidates], axis=-1) for route in (first, second))
+    differs = np.not_equal(*pair).any(axis=(1, 2))
+    return int(candidates[differs.argmax()]) if differs.any() else num_tokens

@@ -8,7 +8,8 @@ each begins. A branch is a whole sample, or a part of one that shares its beginn
 and one label: where samples share a position, it has a loss for each of them.
 
 Shape suffixes: T row tokens, t tokens of the row that this rank's routers see, S1 branches (dummies
-included) plus one, n real samples, N tokens of all samples, one sample after the other, R losses, U
+included) plus one, n and S real samples, N tokens of all samples, one sample after the other, O
+those of them that this rank's routers see, P pairs of branches and samples, J branches, R losses, U
 distinct positions of losses, E sample ends, L MoE layers of the whole model, K experts per token.
 """
 
@@ -42,22 +43,29 @@ class RoutingRow:
 
     samples: tuple[int, ...]
     """Sample indices of the plan."""
-    samples_t: Tensor
-    """int64: index in `samples` of each token's sample; len(samples) for padding."""
-    offsets_t: Tensor
-    """int64: position of each real token in its sample."""
     lengths_S: Tensor
     """float32: real tokens of each sample."""
+    num_branches: int
+    """J."""
+    branches_t: Tensor
+    """int64: index of each token's branch, J for padding."""
+    copies_t: Tensor
+    """int64: number of samples that each token belongs to; 0 for padding."""
+    branch_of_P: Tensor
+    """int64: the branch of each pair of a branch and a sample that it belongs to."""
+    sample_of_P: Tensor
+    """int64: the sample of each pair."""
+    tokens_O: Tensor = field(metadata={"moves": False})
+    """int64, on the host: for each real token of each sample that is on this rank, its index t."""
+    samples_O: Tensor = field(metadata={"moves": False})
+    """int64, on the host: its sample."""
+    offsets_O: Tensor = field(metadata={"moves": False})
+    """int64, on the host: its position in its sample."""
     choices_tLK: Tensor | None = None
     """Experts that replace the router's own choice; None: the router chooses."""
     recorded: dict[int, Tensor] = field(default_factory=dict, metadata={"moves": False})
     """MoE layer -> [t, K] chosen experts, filled in a pass that records routing; the row on the
     device shares it."""
-
-    @property
-    def real_t(self) -> Tensor:
-        """bool: False at padding."""
-        return self.samples_t < len(self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)

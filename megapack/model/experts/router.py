@@ -112,12 +112,12 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         return self._row is None and super().is_aux_loss_enabled()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the choices of real tokens for the expert bias."""
+        """Count the choices of real tokens for the expert bias, a shared one once per sample."""
         if self._row is None:
             super()._apply_expert_bias(routing_map, padding_mask)
         elif self.enable_expert_bias and torch.is_grad_enabled():
             # Not by a boolean index, whose size the host would wait for.
-            counted_tE = routing_map & self._row.real_t[:, None]
+            counted_tE = routing_map * self._row.copies_t[:, None]
             self.local_tokens_per_expert += counted_tE.sum(0).detach()
 
     def choose(self, scores: Tensor, own_choice: Callable[[], tuple[Tensor, Tensor]]) -> Any:

@@ -3,8 +3,10 @@
     samples' choices -> RoutingRow (one per micro-batch) -> routers -> recorded choices -> samples
 
 A router gets the hidden states of a whole row and does not know its samples. A `RoutingRow` says
-which token belongs to which sample, so that padding is ignored and each sample has its own losses.
+which token belongs to which samples, so that padding is ignored and each sample has its own losses.
 It may hold the choices of an earlier pass, and it records those of this pass.
+
+A token that samples share is routed once, and counts in the losses of each of them.
 
 Auxiliary losses are sums over the step's N real tokens, so that packing cannot change them:
 
@@ -14,8 +16,9 @@ Auxiliary losses are sums over the step's N real tokens, so that packing cannot 
   DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, eq. 17 to 20), and a sample of n tokens has
   weight n / N: sum over samples of n / N * E / (K * n^2) * sum over experts of (choices * scores).
 
-Shape suffixes: T row tokens, t tokens of the row on this rank, r real tokens among these, S samples
-of the row, E experts, L MoE layers of the whole model, K experts per token.
+Shape suffixes: T row tokens, t tokens of the row on this rank, S samples of the row, J its
+branches, P pairs of branches and samples, O tokens of samples on this rank, N tokens of all
+samples, E experts, L MoE layers of the whole model, K experts per token.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ def routing_row(
             Padding tokens are spread round robin over the experts.
 
     Raises:
-        DataError: the choices do not fit the model.
+        DataError: the choices do not fit the model, or samples share tokens and not their choices.
 
     >>> from megapack import Layout, MicroBatch
     >>> from megapack.rows.packed import pack_row
@@ -77,22 +80,43 @@ def routing_row(
     >>> choices = [torch.tensor([[[2]], [[0]], [[1]]]), torch.tensor([[[1]]])]
     >>> shape = RoutingShape(num_layers=1, num_experts=3, top_k=1)
     >>> routed = routing_row(row, torch.arange(6), choices, shape)
-    >>> routed.samples_t
+    >>> routed.branches_t
     tensor([0, 1, 1, 1, 2, 2])
-    >>> routed.offsets_t
-    tensor([0, 0, 1, 2, 0, 1])
+    >>> routed.copies_t
+    tensor([1, 1, 1, 1, 0, 0])
+    >>> routed.offsets_O
+    tensor([0, 0, 1, 2])
     >>> routed.choices_tLK.flatten()
     tensor([1, 2, 0, 1, 1, 2], dtype=torch.uint8)
     """
-    samples_t = row.branch_of_T[part]
+    positions_t = row.row_positions_T[part]
     choices_tLK = None
     if choices is not None:
-        choices_tLK = _whole_row_choices(row, choices, shape)[row.row_positions_T[part]]
+        choices_tLK = _whole_row_choices(row, choices, shape)[positions_t]
+    num_branches = len(row.branches)
+    branches_t = row.branch_of_T[part]
+    branches_t = torch.where(branches_t < 0, num_branches, branches_t)
+    copies_J = torch.tensor([len(branch.samples) for branch in row.branches] + [0])
+    samples_of = [sample for branch in row.branches for sample in branch.samples]
+    # Index t of each position of the row, -1 for positions of other ranks.
+    index_T = torch.full((row.row_tokens,), -1)
+    index_T[positions_t] = torch.arange(positions_t.numel())
+    tokens_N = index_T[row.positions_N]
+    held_N = tokens_N >= 0
+    lengths = torch.tensor(row.lengths, dtype=torch.int64)
+    samples_N = torch.arange(lengths.numel()).repeat_interleave(lengths)
+    offsets_N = torch.cat([torch.zeros(0, dtype=torch.int64), *map(torch.arange, row.lengths)])
     return RoutingRow(
         samples=row.samples,
-        samples_t=torch.where(samples_t < 0, len(row.samples), samples_t),
-        offsets_t=row.position_ids_T[part],
-        lengths_S=torch.tensor(row.lengths, dtype=torch.float32),
+        lengths_S=lengths.float(),
+        num_branches=num_branches,
+        branches_t=branches_t,
+        copies_t=copies_J[branches_t],
+        branch_of_P=torch.arange(num_branches).repeat_interleave(copies_J[:-1]),
+        sample_of_P=torch.tensor(samples_of, dtype=torch.int64),
+        tokens_O=tokens_N[held_N],
+        samples_O=samples_N[held_N],
+        offsets_O=offsets_N[held_N],
         choices_tLK=choices_tLK,
     )
 
@@ -104,13 +128,40 @@ def _whole_row_choices(
     first_T1 = torch.arange(row.row_tokens)[:, None] * shape.top_k
     round_robin_TK = (first_T1 + torch.arange(shape.top_k)) % shape.num_experts
     out_TLK = round_robin_TK.to(shape.dtype)[:, None].repeat(1, shape.num_layers, 1)
-    positions = torch.split(row.positions_N, list(row.lengths)) if row.lengths else ()
+    if not row.samples:
+        return out_TLK
+    positions = torch.split(row.positions_N, list(row.lengths))
     for sample, own, length in zip(row.samples, positions, row.lengths, strict=True):
         value = choices[sample]
         check_choices(value, sample, length, shape)
         assert value is not None
         out_TLK[own[: value.shape[0]]] = value.to(shape.dtype)
+    _check_shared_choices(row, choices)
     return out_TLK
+
+
+def _check_shared_choices(row: PackedRow, choices: Sequence[Tensor | None]) -> None:
+    """Raise DataError if samples share a token that they route to different experts.
+
+    The order of a token's experts does not matter.
+    """
+    for branch in row.branches:
+        span = slice(branch.offset, branch.offset + branch.tokens)
+        first, *others = (row.samples[k] for k in branch.samples)
+        for other in others:
+            one, two = (_sorted_choices(choices[i], span) for i in (first, other))
+            differs = (one != two).flatten(1).any(1)
+            if differs.any():
+                raise DataError(
+                    f"samples {first} and {other} share their first {span.stop} tokens, and the "
+                    f"experts to replay differ at token {span.start + int(differs.int().argmax())};"
+                    " plan with SharedPrefixes.from_samples(..., routing=...)"
+                )
+
+
+def _sorted_choices(value: Tensor | None, span: slice) -> Tensor:
+    assert value is not None
+    return value[span].sort(-1).values
 
 
 def check_choices(value: Tensor | None, sample: int, length: int, shape: RoutingShape) -> None:
@@ -190,42 +241,48 @@ def balance_loss(
 
     >>> row = RoutingRow(
     ...     samples=(0,),
-    ...     samples_t=torch.tensor([0, 0]),
-    ...     offsets_t=torch.tensor([0, 1]),
     ...     lengths_S=torch.tensor([2.0]),
+    ...     num_branches=1,
+    ...     branches_t=torch.tensor([0, 0]),
+    ...     copies_t=torch.tensor([1, 1]),
+    ...     branch_of_P=torch.tensor([0]),
+    ...     sample_of_P=torch.tensor([0]),
+    ...     tokens_O=torch.tensor([0, 1]),
+    ...     samples_O=torch.tensor([0, 0]),
+    ...     offsets_O=torch.tensor([0, 1]),
     ... )
     >>> scores = torch.tensor([[0.5, 0.5], [0.75, 0.25]])
     >>> balance_loss(scores, torch.tensor([[True, False], [True, False]]), row, top_k=1)
     tensor(2.5000)
     """
     num_experts = scores_tE.shape[1]
-    num_samples = len(row.samples)
-    counts_SE = scores_tE.new_zeros(num_samples + 1, num_experts)
-    counts_SE.index_add_(0, row.samples_t, chosen_tE.to(counts_SE.dtype))
+    # The last branch is that of padding. It belongs to no sample, so its share is 0.
+    num_branches = row.num_branches + 1
+    counts_JE = scores_tE.new_zeros(num_branches, num_experts)
+    counts_JE.index_add_(0, row.branches_t, chosen_tE.to(counts_JE.dtype))
     if group is not None and group.size() > 1:
-        dist.all_reduce(counts_SE, group=group)
-    share_SE = counts_SE[:-1] * (num_experts / top_k) / row.lengths_S[:, None]
-    # The last row is that of padding, whose share is 0 for all experts.
-    share_SE = torch.cat([share_SE, share_SE.new_zeros(1, num_experts)])
-    return (scores_tE * share_SE[row.samples_t]).sum()
+        dist.all_reduce(counts_JE, group=group)
+    counts_SE = scores_tE.new_zeros(len(row.samples), num_experts)
+    counts_SE.index_add_(0, row.sample_of_P, counts_JE[row.branch_of_P])
+    share_SE = counts_SE * (num_experts / top_k) / row.lengths_S[:, None]
+    share_JE = torch.zeros_like(counts_JE)
+    share_JE.index_add_(0, row.branch_of_P, share_SE[row.sample_of_P])
+    return (scores_tE * share_JE[row.branches_t]).sum()
 
 
 def z_loss(logits_tE: Tensor, row: RoutingRow) -> Tensor:
-    """Sum over this rank's real tokens of logsumexp(logits)^2.
+    """Sum over the samples' tokens on this rank of logsumexp(logits)^2.
 
-    With logits 0 for two experts it is log(2)^2 = 0.48 per token; the second token is padding:
+    With logits 0 for two experts it is log(2)^2 = 0.48 per token. Two samples share the first
+    token, and the second one is padding:
 
-    >>> row = RoutingRow(
-    ...     samples=(0,),
-    ...     samples_t=torch.tensor([0, 1]),
-    ...     offsets_t=torch.tensor([0, 0]),
-    ...     lengths_S=torch.tensor([1.0]),
-    ... )
+    >>> import types
+    >>> row = types.SimpleNamespace(copies_t=torch.tensor([2, 0]))
     >>> z_loss(torch.zeros(2, 2), row)
-    tensor(0.4805)
+    tensor(0.9609)
     """
     squared_t = torch.logsumexp(logits_tE.float(), dim=-1).square()
-    return torch.where(row.real_t, squared_t, 0.0).sum()
+    return torch.where(row.copies_t > 0, squared_t * row.copies_t, 0.0).sum()
 
 
 def collect_routing(
@@ -273,9 +330,8 @@ def _write_recorded(row: RoutingRow, starts: Mapping[int, int], flat: Tensor) ->
     Args:
         row: the row on the host.
     """
-    real_r = row.real_t.nonzero().squeeze(1)
     firsts_S = torch.tensor([starts[i] for i in row.samples], dtype=torch.int64)
-    indices_r = (firsts_S[row.samples_t[real_r]] + row.offsets_t[real_r]).to(flat.device)
-    real_r = real_r.to(flat.device)
+    indices_O = (firsts_S[row.samples_O] + row.offsets_O).to(flat.device)
+    tokens_O = row.tokens_O.to(flat.device)
     for layer, chosen_tK in row.recorded.items():
-        flat[indices_r, layer] = chosen_tK[real_r].to(flat.dtype)
+        flat[indices_O, layer] = chosen_tK[tokens_O].to(flat.dtype)

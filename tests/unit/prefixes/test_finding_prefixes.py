@@ -84,6 +84,11 @@ def test_samples_share_only_tokens_of_equal_routes() -> None:
     prefixes = SharedPrefixes.from_samples(samples, routing=routes)
     assert prefixes.order == (0, 1, 2)
     assert prefixes.common == (0, 5, 5)
+    # The order of a token's experts does not matter.
+    both = [np.tile([[3, 8]], (9, 1, 1)), np.tile([[3, 8]], (9, 1, 1))]
+    both[1][2:] = [[8, 3]]
+    both[1][7] = [[8, 4]]
+    assert SharedPrefixes.from_samples(samples[:2], routing=both).common == (0, 8)
     routes[2] = None
     assert SharedPrefixes.from_samples(samples, routing=routes).order == (0, 1)
 
