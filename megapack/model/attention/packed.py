@@ -247,8 +247,12 @@ def gather_rows(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tupl
     """Gather keys and values of all ranks and reorder them.
 
     Args:
-        order_K: for each key its index in the concatenated slices of all ranks.
+        order_K: for each key its index in the concatenated slices of all ranks. The gradients of a
+            key that is there several times add up.
+        group: the context-parallel ranks; None: this rank has the whole row.
     """
+    if group is None:
+        return key.index_select(0, order_K), value.index_select(0, order_K)
     both = torch.cat([key, value], dim=-1)
     # Megatron's gather for sequence parallelism: its backward reduces and scatters over the group.
     gathered = gather_from_sequence_parallel_region(both, group=group)
