@@ -101,9 +101,7 @@ def pack(case: Case, *, shared: bool, batch: SampleBatch | None = None) -> Packe
     unit = case.layout.row_alignment
     row_tokens = -(-held // unit) * unit + case.tail_units * unit
     micro_batch = MicroBatch(case.samples, row_tokens, sum(lengths), 0, held)
-    return pack_row(
-        batch or data(case), micro_batch, case.layout, case.weights, prefixes=table
-    )
+    return pack_row(batch or data(case), micro_batch, case.layout, case.weights, prefixes=table)
 
 
 def losses(row: PackedRow) -> list[tuple[Any, ...]]:
