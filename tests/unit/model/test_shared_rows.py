@@ -12,6 +12,8 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
+from megapack.model.attention.packed import branch_positions
+from megapack.rows.slices import slice_positions
 from tests.child import child
 from tests.forests import random_forest
 from tests.groups import RankOf
@@ -30,15 +32,19 @@ MODELS = [
         "no_positions",
     ),
     *("recompute_full", "recompute_selective", "fused", "gathered_keys", "bf16"),
+    *("te", "te_selective", "te_latent"),
     *("latent", "latent_yarn", "latent_recompute", "latent_selective", "latent_queries"),
 ]
 
 CHILD = """
-import json, warnings
+import dataclasses, json, warnings
 warnings.simplefilter("ignore")
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megapack import MicroBatch, launch
 from megapack.config.sections import ModelConfig
@@ -47,6 +53,7 @@ from megapack.model import initialize_parallel, transformer_config
 from megapack.model.attention import packed, sdpa
 from megapack.model.attention.packed import with_params
 from megapack.model.attention.rotary import gather_rotary_tables, prefix_obstacle
+from megapack.model.attention.te_prefixes import gather_te_keys
 from megapack.model.init import initialize_by_name
 from megapack.model.specs import local_layer_spec, packed_norm
 from megapack.prefixes import PrefixTable, SharedPrefixes
@@ -93,7 +100,41 @@ YARN = {
     "yarn_mscale_all_dim": 0.0, "yarn_correction_range_round_to_int": True,
 }
 
-def gpt(sizes={}, fields={}, **options):
+# In place of Megatron's wrapper of Transformer Engine's attention, whose kernels need a GPU.
+class TEDotProductAttention(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None,
+                packed_seq_params=None, num_splits=None):
+        own = {f: getattr(packed_seq_params, f) for f in WRAPPER_FIELDS}
+        cu_q, cu_k = own["cu_seqlens_q"], own["cu_seqlens_kv"]
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert own["max_seqlen_q"] >= int(cu_q.diff().max())
+        assert own["max_seqlen_kv"] >= int(cu_k.diff().max())
+        assert own["max_seqlen_q"] <= own["max_seqlen_kv"]
+        # As the wrapper does for packed rows.
+        if attn_mask_type == AttnMaskType.causal:
+            attn_mask_type = AttnMaskType.padding_causal
+        masks.add((attn_mask_type.name, torch.equal(cu_q, cu_k)))
+        out = []
+        for i in range(len(cu_q) - 1):
+            q = query[cu_q[i]:cu_q[i + 1]]
+            k, v = (x[cu_k[i]:cu_k[i + 1]].repeat_interleave(q.shape[1] // x.shape[1], 1)
+                    for x in (key, value))
+            # "padding_causal" aligns the first query with the first key.
+            shift = len(k) - len(q) if attn_mask_type.name.endswith("bottom_right") else 0
+            seen = torch.ones(len(q), len(k)).tril(shift).bool()
+            scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
+            p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hqk,khd->qhd", p, v))
+        return torch.cat(out).flatten(1)
+
+WRAPPER_FIELDS = [field.name for field in dataclasses.fields(PackedSeqParams)]
+masks = set()
+
+def gpt(sizes={}, fields={}, te=False, **options):
     model_config = ModelConfig(**{
         "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
         "ffn_hidden_size": 48, "init_std": 0.2, **sizes,
@@ -111,7 +152,12 @@ def gpt(sizes={}, fields={}, **options):
         model = model.bfloat16()
     group = torch.distributed.group.WORLD
     initialize_by_name([model], seed=1, std=0.2, num_layers=2, tp_group=group)
-    gather_rotary_tables([model])
+    for layer in model.decoder.layers if te else ():
+        own = layer.self_attention.core_attention
+        layer.self_attention.core_attention = TEDotProductAttention(own.softmax_scale)
+    for _ in range(2):
+        gather_rotary_tables([model])
+        gather_te_keys([model])
     return model
 
 def backward(model, row, weights):
@@ -156,7 +202,12 @@ found = {name: compare(gpt(**options)) for name, options in {
                          "fields": {"recompute_modules": ["mla_up_proj", "core_attn"]}},
     "latent_queries": {"sizes": {**LATENT, "q_lora_rank": 12}},
     "bf16": {"sizes": {"dtype": "bf16"}},
+    "te": {"te": True},
+    "te_selective": {"te": True, "sizes": {"recompute": "selective"}},
+    "te_latent": {"te": True, "sizes": LATENT},
 }.items()}
+
+found["masks"] = sorted(masks)
 
 rope_utils.fused_apply_rotary_pos_emb = fused
 rope_utils.fused_apply_rotary_pos_emb_thd = None
@@ -165,6 +216,14 @@ rope_utils.fused_apply_rotary_pos_emb = None
 fused_latent = gpt(sizes=LATENT)
 fused_latent.config.apply_rope_fusion = True
 found["fused_latent"] = prefix_obstacle(fused_latent)
+
+class Own(SelfAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+other = gpt()
+other.decoder.layers[1].self_attention.__class__ = Own
+found["own"] = prefix_obstacle(other)
 
 # What runs on a GPU in fp32.
 sdpa.PackedSDPA.attend = sdpa.PackedSDPA._attend_paths
@@ -188,16 +247,23 @@ def test_a_row_of_branches_gives_what_samples_alone_give(found: dict[str, Any], 
     assert found[model]["error"] < (0.03 if model == "bf16" else 5e-6)
 
 
-def test_fused_latent_attention_is_refused(found: dict[str, Any]) -> None:
+def test_transformer_engine_gets_another_mask_for_shared_prefixes_only(
+    found: dict[str, Any],
+) -> None:
+    assert found["masks"] == [
+        ["padding_causal", True],
+        ["padding_causal_bottom_right", False],
+    ]
+
+
+def test_what_finds_positions_by_itself_is_refused(found: dict[str, Any]) -> None:
     assert "apply_rope_fusion=True finds them from cu_seqlens" in found["fused_latent"]
+    assert found["own"].startswith("Own with position_embedding_type='rope' finds them")
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_megatron_takes_a_rank_its_lines_of_the_rows_table(cp: int) -> None:
     """Multi-latent attention with context parallelism: the table is that of the whole row."""
-    from megapack.model.attention.packed import branch_positions
-    from megapack.rows.slices import slice_positions
-
     row = random_forest(2, cp, depth=2)
     positions_T = branch_positions(row.params(cp))
     assert positions_T is not None
