@@ -15,10 +15,12 @@ from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
 from megapack.plan.plan import Plan, RolloutId, StepPlan
 from megapack.planner.counts import keep_reachable, split_rollouts
+from megapack.planner.families import with_own_sharing
 from megapack.planner.problem import StepProblem, build_step
 from megapack.planner.search import plan_rows
+from megapack.planner.sharing import plan_shared_rows
 from megapack.policy import Policy, check_ranks_are_apart
-from megapack.prefixes import PrefixTable, SharedPrefixes
+from megapack.prefixes import PrefixTable, SharedPrefixes, worthwhile
 
 # Limit on the seconds of a whole batch as one row. Sums over many rows then stay finite: 2**60 rows
 # of 1e200 s are 1.2e218 s, and fp64 ends at 1.8e308.
@@ -78,13 +80,13 @@ def build_dp_schedule(
     batch = _read_batch(lengths, rollout_ids, colocate_ids, layout)
     _check_set_sizes(batch, micro_batch_size)
     _check_cost(batch, layout, cost)
-    _check_oversize(batch, budget, layout, policy)
-    if policy.share_prefixes == "off":
-        prefixes = None
     table = None
     if prefixes is not None:
         prefixes.check(batch.lengths)
+        prefixes = _kept_prefixes(prefixes, batch, layout, policy)
+    if prefixes is not None:
         table = PrefixTable(prefixes, batch.lengths.size, layout)
+    _check_oversize(batch, budget, layout, policy, table)
     steps = split_rollouts(
         batch.rollout_tokens(),
         global_batch_size=global_batch_size,
@@ -101,8 +103,11 @@ def build_dp_schedule(
         forward_only=forward_only,
         prefixes=table,
     )
+    planned = tuple(_plan_step(problem, batch) for problem in problems)
+    if not any(mb.shared_tokens for step in planned for mb in step.microbatches):
+        prefixes = None
     return Plan(
-        steps=tuple(_plan_step(problem, batch) for problem in problems),
+        steps=planned,
         layout=layout,
         policy=policy,
         max_tokens_per_gpu=None if max_tokens_per_gpu is None else int(max_tokens_per_gpu),
@@ -174,6 +179,8 @@ class _Batch:
                 lengths=np.add.reduceat(self.lengths[samples], starts),
                 aligned=np.add.reduceat(aligned, starts),
                 aligned_sq=np.add.reduceat(aligned * aligned, starts),
+                shared=np.zeros(starts.size, dtype=np.int64),
+                shared_sq=np.zeros(starts.size, dtype=np.int64),
                 capacity=capacity,
                 max_samples=max_samples,
                 layout=layout,
@@ -195,12 +202,29 @@ def _read_batch(
     return _Batch(flat, layout.aligned_sample_tokens(flat), *sets)
 
 
+def _kept_prefixes(
+    prefixes: SharedPrefixes, batch: _Batch, layout: Layout, policy: Policy
+) -> SharedPrefixes | None:
+    """The prefixes that pay; None if none does, or the policy shares nothing."""
+    if policy.share_prefixes == "off":
+        return None
+    kept = worthwhile(prefixes, batch.aligned, layout)
+    return kept if kept.order else None
+
+
 def _plan_step(problem: StepProblem, batch: _Batch) -> StepPlan:
     first_samples = problem.samples[np.cumsum(problem.item_samples) - problem.item_samples]
     rollouts, num_items = np.unique(batch.rollout_of[first_samples], return_counts=True)
-    kept, num_kept = keep_reachable(problem, np.cumsum(num_items))
     ids = tuple(batch.names[rollout] for rollout in rollouts.tolist())
-    return build_step(kept, plan_rows(kept), ids[:num_kept], ids[num_kept:])
+    sharing = problem
+    if problem.prefixes is not None and batch.colocate_ids is not None:
+        sharing = with_own_sharing(problem, problem.prefixes)
+    kept, num_kept = keep_reachable(sharing, np.cumsum(num_items))
+    if problem.prefixes is None:
+        draft = plan_rows(kept)
+    else:
+        kept, draft = plan_shared_rows(problem.take(kept.num_items), kept)
+    return build_step(kept, draft, ids[:num_kept], ids[num_kept:])
 
 
 def _row_capacity(budget: int, layout: Layout, policy: Policy, forward_only: bool) -> int:
@@ -255,16 +279,25 @@ def _check_set_sizes(batch: _Batch, micro_batch_size: int | None) -> None:
         )
 
 
-def _check_oversize(batch: _Batch, budget: int, layout: Layout, policy: Policy) -> None:
-    """Raise PlanError for items over the budget, or log them under oversize="alone"."""
+def _check_oversize(
+    batch: _Batch, budget: int, layout: Layout, policy: Policy, table: PrefixTable | None
+) -> None:
+    """Raise PlanError for items over the budget, or log them under oversize="alone".
+
+    A colocated set is as large as the positions that a row of its samples holds.
+    """
     if budget < 0:
         return
     tokens = np.zeros(int(batch.item_of.max()) + 1, dtype=np.int64)
     np.add.at(tokens, batch.item_of, batch.aligned)
+    if table is not None and batch.colocate_ids is not None:
+        everyone = np.arange(batch.item_of.size)
+        tokens -= table.saved(everyone, batch.item_of, tokens.size)[0]
     over = np.flatnonzero(tokens > budget)
     if not over.size:
         return
     samples = np.flatnonzero(batch.item_of == over[0]).tolist()
+    held = int(layout.aligned_row_tokens(int(tokens[over[0]])))
     name = f"sample {samples[0]}"
     kind = "sample(s)"
     if batch.colocate_ids is not None:
@@ -274,7 +307,7 @@ def _check_oversize(batch: _Batch, budget: int, layout: Layout, policy: Policy) 
     what = (
         f"{over.size} {kind} over the budget of {budget} padded tokens per row (max_tokens_per_gpu "
         f"* cp={layout.cp}, rounded down to {layout.row_alignment}); the first is {name}: "
-        f"{sum(lengths)} tokens, {layout.padded_tokens(lengths)} padded"
+        f"{sum(lengths)} tokens, {held} padded"
     )
     if policy.oversize == "error":
         raise PlanError(f"{what}; raise max_tokens_per_gpu or set oversize='alone'")

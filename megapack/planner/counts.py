@@ -122,7 +122,7 @@ def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> tuple[StepProble
     policy = problem.policy
     if policy.unreachable == "pad":
         return problem, num_rollouts
-    wanted = _num_microbatches(problem)
+    wanted = fewest_counts(problem)
     if problem.num_items >= wanted:
         return problem, num_rollouts
     if policy.unreachable == "error":
@@ -136,7 +136,7 @@ def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> tuple[StepProble
         if size < int(rank_counts(problem, least_rows[size - 1], reach_group(problem)).sum()):
             continue  # Too few items even for a lower bound of the rows: packing is not needed.
         prefix = problem.take(size)
-        if prefix.num_items >= _num_microbatches(prefix):
+        if prefix.num_items >= fewest_counts(prefix):
             logger.warning(
                 "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)",
                 problem.number,
@@ -162,7 +162,7 @@ def _least_rows(problem: StepProblem) -> list[int]:
     return [int(n) for n in np.maximum(by_tokens, by_halves)]
 
 
-def _num_microbatches(problem: StepProblem) -> int:
+def fewest_counts(problem: StepProblem) -> int:
     """Micro-batches of all ranks at the smallest legal counts with room for the fewest rows."""
     _, num_rows = problem.fewest_rows
     return int(rank_counts(problem, num_rows, reach_group(problem)).sum())

@@ -35,9 +35,14 @@ class StepProblem:
     lengths: Ints
     """int64 [I]: real tokens of each item."""
     aligned: Ints
-    """int64 [I]: padded tokens of each item, with the sample alignment."""
+    """int64 [I]: padded tokens of each item, with the sample alignment, without `shared`."""
     aligned_sq: Ints
-    """int64 [I]: sum of the squared aligned lengths of the item's samples."""
+    """int64 [I]: sum of the squared aligned lengths of the item's samples, without `shared_sq`."""
+    shared: Ints
+    """int64 [I]: positions that the item's samples share among themselves, as far as `aligned` does
+    not count them."""
+    shared_sq: Ints
+    """int64 [I]: the sum of their squares, as `PrefixTable.saved` gives it."""
     capacity: int
     """Padded tokens that a row may hold, a multiple of the row alignment; -1 without a budget."""
     max_samples: int | None
@@ -60,10 +65,20 @@ class StepProblem:
 
         Rows and ranks are balanced by it.
         """
-        cost = TOKENS if self.policy.balance == "tokens" or self.cost is None else self.cost
-        work = cost.per_token * self.aligned.astype(np.float64)
-        work += cost.per_token_sq * self.aligned_sq.astype(np.float64)
-        return work + cost.per_sample * self.item_samples
+        per_token, per_token_sq = self.work_per_token
+        work = per_token * self.aligned.astype(np.float64)
+        work += per_token_sq * self.aligned_sq.astype(np.float64)
+        return work + self._balanced_cost.per_sample * self.item_samples
+
+    @property
+    def work_per_token(self) -> tuple[float, float]:
+        """Work of a token and of a squared token."""
+        cost = self._balanced_cost
+        return float(cost.per_token), float(cost.per_token_sq)
+
+    @property
+    def _balanced_cost(self) -> CostModel:
+        return TOKENS if self.policy.balance == "tokens" or self.cost is None else self.cost
 
     @cached_property
     def fewest_rows(self) -> tuple[Ints, int]:
@@ -88,7 +103,23 @@ class StepProblem:
             lengths=self.lengths[:count],
             aligned=self.aligned[:count],
             aligned_sq=self.aligned_sq[:count],
+            shared=self.shared[:count],
+            shared_sq=self.shared_sq[:count],
         )
+
+    def saved(self, row_of: Ints, num_rows: int) -> tuple[Ints, Ints]:
+        """Tokens and squared tokens that rows save in all, `shared` of their items included.
+
+        Args:
+            row_of: int64 [I], the row of each item.
+
+        Returns:
+            int64 [num_rows] each.
+        """
+        if self.prefixes is None:
+            return np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+        sample_row = np.repeat(row_of, self.item_samples)
+        return self.prefixes.saved(self.samples, sample_row, num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +171,9 @@ def _micro_batches(problem: StepProblem, row_of: Ints) -> list[MicroBatch]:
     order = np.lexsort((problem.samples, sample_row))
     num_rows = int(row_of.max()) + 1
     tokens = row_sums(problem.lengths, row_of, num_rows)
-    aligned = row_sums(problem.aligned, row_of, num_rows)
-    tokens_sq = row_sums(problem.aligned_sq, row_of, num_rows)
-    shared = np.zeros(num_rows, dtype=np.int64)
-    if problem.prefixes is not None:
-        shared, shared_sq = problem.prefixes.saved(problem.samples, sample_row, num_rows)
-        aligned = aligned - shared
-        tokens_sq = tokens_sq - shared_sq
+    shared, shared_sq = problem.saved(row_of, num_rows)
+    aligned = row_sums(problem.aligned + problem.shared, row_of, num_rows) - shared
+    tokens_sq = row_sums(problem.aligned_sq + problem.shared_sq, row_of, num_rows) - shared_sq
     padded = problem.layout.aligned_row_tokens(aligned)
     samples = problem.samples[order].tolist()
     ends = np.cumsum(np.bincount(sample_row, minlength=num_rows)).tolist()

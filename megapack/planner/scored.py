@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.cost.model import CostModel
+from megapack.cost.model import TOKENS, CostModel
 from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
 from megapack.planner.problem import PADDING, StepDraft, StepProblem, row_sums
@@ -61,6 +61,24 @@ def score_draft(
     row_cost = _row_cost(problem, cost, state)
     seconds = float(score_all(row_cost, state, ops, bounds, lockstep))
     return Scored(draft, state, row_cost, ops, bounds, seconds)
+
+
+def drafted_seconds(problem: StepProblem, draft: StepDraft) -> float:
+    """Simulated seconds of a draft's step by the cost model, whatever the policy balances.
+
+    The search counts what the samples of an item share. Here rows are as long as they will be: the
+    items of a row share, too. inf if a rank breaks the cap on live tokens.
+    """
+    cost = problem.cost or TOKENS
+    lockstep = problem.layout.ep_spans_dp
+    runner = Runner(problem.layout, cost, problem.forward_only)
+    state = _state(problem, draft)
+    num_rows = state.tokens.size
+    saved, saved_sq = problem.saved(draft.row_of, num_rows)
+    state.tokens[:] -= saved - row_sums(problem.shared, draft.row_of, num_rows)
+    state.tokens_sq[:] -= saved_sq - row_sums(problem.shared_sq, draft.row_of, num_rows)
+    ops, bounds = _all_ops(runner, draft)
+    return float(score_all(_row_cost(problem, cost, state), state, ops, bounds, lockstep))
 
 
 def _state(problem: StepProblem, draft: StepDraft) -> State:

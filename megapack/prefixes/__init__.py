@@ -1,15 +1,17 @@
 """Tokens that samples have in common at their beginnings, and rows that hold them once.
 
-    SharedPrefixes (of a batch) -> PrefixTable (on a layout) -> Branches (of a row)
+    SharedPrefixes (of a batch) -> worthwhile -> PrefixTable (on a layout) -> Branches (of a row)
 
 Modules:
     shared: SharedPrefixes: which tokens each sample has in common with which others
     table: PrefixTable: the tokens that rows save, as arrays, for planning
+    worth: which of them pay
     branches: Branch: a part of a row that belongs to the same samples
 """
 
 from megapack.prefixes.branches import Branch, row_branches
 from megapack.prefixes.shared import SharedPrefixes
 from megapack.prefixes.table import PrefixTable
+from megapack.prefixes.worth import worthwhile
 
-__all__ = ["Branch", "PrefixTable", "SharedPrefixes", "row_branches"]
+__all__ = ["Branch", "PrefixTable", "SharedPrefixes", "row_branches", "worthwhile"]

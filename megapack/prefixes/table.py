@@ -34,18 +34,12 @@ class PrefixTable:
     def __init__(self, prefixes: SharedPrefixes, num_samples: int, layout: Layout) -> None:
         self.prefixes = prefixes
         self.order = np.array(prefixes.order, dtype=np.int64)
-        unit = layout.sample_alignment
-        common = np.array(prefixes.common, dtype=np.int64)
-        self.shared: Ints = np.maximum(common - prefixes.own_tokens, 0) // unit * unit
+        self.shared = shared_positions(prefixes, layout)
         self.place: Ints = np.full(num_samples, -1, dtype=np.int64)
         self.place[self.order] = np.arange(self.order.size)
-        # _minima[k][i] is the smallest of 2**k numbers from i on.
+        # _minima[k][i] is the smallest of 2**k numbers from i on; made when a pair needs it. For a
+        # million samples a k takes 8 MB, and groups of 8 need three of the twenty.
         self._minima = [self.shared]
-        width = 1
-        while 2 * width <= self.shared.size:
-            last = self._minima[-1]
-            self._minima.append(np.minimum(last[:-width], last[width:]))
-            width *= 2
 
     def between(self, first: Ints, second: Ints) -> Ints:
         """Positions that two samples share, for arrays of pairs.
@@ -57,11 +51,18 @@ class PrefixTable:
         out = np.empty(first.size, dtype=np.int64)
         for k in np.unique(level).tolist():
             pairs = np.flatnonzero(level == k)
-            minima = self._minima[k]
+            minima = self._smallest(k)
             out[pairs] = np.minimum(
                 minima[first[pairs] + 1], minima[second[pairs] + 1 - (1 << int(k))]
             )
         return out
+
+    def _smallest(self, level: int) -> Ints:
+        while len(self._minima) <= level:
+            last = self._minima[-1]
+            width = 1 << (len(self._minima) - 1)
+            self._minima.append(np.minimum(last[:-width], last[width:]))
+        return self._minima[level]
 
     def neighbours(self, samples: Ints, group_of: Ints) -> tuple[Ints, Ints]:
         """Samples in depth-first order within their groups, and what each shares there.
@@ -101,3 +102,10 @@ class PrefixTable:
         np.add.at(tokens, row_of[chosen], shared)
         np.add.at(tokens_sq, row_of[chosen], shared * shared)
         return tokens, tokens_sq
+
+
+def shared_positions(prefixes: SharedPrefixes, layout: Layout) -> Ints:
+    """Positions that each sample of `prefixes.order` shares with the one before it: int64 [p]."""
+    unit = layout.sample_alignment
+    common = np.array(prefixes.common, dtype=np.int64)
+    return np.maximum(common - prefixes.own_tokens, 0) // unit * unit

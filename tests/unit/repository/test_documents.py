@@ -58,7 +58,9 @@ def test_names_in_documents_exist(document: str) -> None:
     assert [name for name in found if not exists(name)] == []
 
 
-@pytest.mark.parametrize("document", ["docs/concepts.md", "docs/configuration.md", "docs/prefixes.md"])
+@pytest.mark.parametrize(
+    "document", ["docs/concepts.md", "docs/configuration.md", "docs/prefixes.md"]
+)
 def test_planning_blocks_run(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     blocks = python_blocks(document)

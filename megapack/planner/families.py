@@ -1,0 +1,301 @@
+"""Families into parts: which samples of a family are packed as one item.
+
+A family is the items of a step whose samples have a beginning in common. Each part of it that is in
+a row of its own holds that beginning again. So a part should be large; but a row must hold it, and
+large items are hard to balance. `cut_families` makes the parts for one limit, and the planner
+tries several limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megapack.base.arrays import Bools, Floats, Ints
+from megapack.base.jit import kernel
+from megapack.planner.counts import fewest_counts
+from megapack.planner.problem import StepProblem, row_sums
+from megapack.prefixes import PrefixTable
+
+# Limits on a part's work, as fractions of a mean row's at the fewest micro-batches; the first is no
+# limit but the budget. The best M is up to 6 times the fewest, and its rows need several items each
+# to be evened out: 1/16 of 6 times smaller rows are 2 or 3 items each. Chosen by hand.
+_FRACTIONS = (None, 1.0, 0.5, 0.25, 0.125, 0.0625)
+# Bisections that even out the parts of a branch: the largest is then within 1/1024 of the best.
+_BISECTIONS = 10
+_UNLIMITED = 2**62
+
+
+def with_own_sharing(problem: StepProblem, table: PrefixTable) -> StepProblem:
+    """The same items, each as large as its samples in one row: colocated sets share inside."""
+    item_of = np.repeat(np.arange(problem.num_items), problem.item_samples)
+    shared, shared_sq = table.saved(problem.samples, item_of, problem.num_items)
+    return replace(
+        problem,
+        aligned=problem.aligned - (shared - problem.shared),
+        aligned_sq=problem.aligned_sq - (shared_sq - problem.shared_sq),
+        shared=shared,
+        shared_sq=shared_sq,
+    )
+
+
+@dataclass(frozen=True)
+class Families:
+    """The items that have a beginning in common with another one, in depth-first order."""
+
+    items: Ints
+    """int64 [f]: items by the first of their samples in that order."""
+    link: Ints
+    """int64 [f]: positions that each item's first sample shares with that of the item before it; 0
+    for the first item of a family. For items of several samples this may be less than all that
+    both share, never more."""
+
+    @classmethod
+    def find(cls, problem: StepProblem, table: PrefixTable) -> Families:
+        """The families of a step."""
+        place = table.place[problem.samples]
+        nowhere = table.order.size
+        starts = np.cumsum(problem.item_samples) - problem.item_samples
+        first = np.minimum.reduceat(np.where(place < 0, nowhere, place), starts)
+        items = np.argsort(first, kind="stable")
+        items = items[first[items] < nowhere]
+        link = np.zeros(items.size, dtype=np.int64)
+        link[1:] = table.between(first[items[:-1]], first[items[1:]])
+        shares = (link > 0) | (np.append(link[1:], 0) > 0)
+        return cls(items[shares], link[shares])
+
+
+def part_problems(problem: StepProblem, families: Families) -> Iterator[StepProblem]:
+    """Problems whose items are parts of families, each finer than the one before it.
+
+    Each has an item for every micro-batch. The last one may have the items of `problem` itself,
+    unless these share nothing inside.
+    """
+    mean = float(problem.work.sum()) / fewest_counts(problem)
+    before = 0
+    for fraction in _FRACTIONS:
+        most = np.inf if fraction is None else fraction * mean
+        parts = cut_families(problem, families, most)
+        if parts.num_items == problem.num_items:
+            break
+        if parts.num_items > before and parts.num_items >= fewest_counts(parts):
+            before = parts.num_items
+            yield parts
+    if problem.shared.any():
+        yield problem
+
+
+def cut_families(problem: StepProblem, families: Families, most_work: float) -> StepProblem:
+    """The problem whose items are parts of the families, and all items without a family.
+
+    A family that fits is one part. Else the branches that continue its first one are cut in the
+    same way, and neighbours that fit together stay together: as few parts as needed, as even as
+    possible.
+
+    Args:
+        most_work: limit on a part's work, as `StepProblem.work` counts it. The budget is another
+            limit, and the samples of a micro-batch of a count-based plan. An item over a limit is a
+            part by itself.
+    """
+    per_token, per_token_sq = problem.work_per_token
+    items = families.items
+    starts = _cut(
+        problem.aligned[items],
+        problem.work[items],
+        problem.item_samples[items],
+        families.link,
+        per_token,
+        per_token_sq,
+        problem.capacity if problem.capacity >= 0 else _UNLIMITED,
+        _UNLIMITED if problem.max_samples is None else problem.max_samples,
+        most_work,
+    )
+    part_of = np.arange(problem.num_items)
+    # A part has the number of its first item, so that parts are in the order of the input.
+    firsts = np.minimum.reduceat(items, np.flatnonzero(starts)) if items.size else items
+    part_of[items] = np.repeat(firsts, np.diff(np.flatnonzero(starts), append=items.size))
+    _, part_of = np.unique(part_of, return_inverse=True)
+    return _merged(problem, part_of.astype(np.int64))
+
+
+def _merged(problem: StepProblem, part_of: Ints) -> StepProblem:
+    """The problem whose items are the parts: int64 [I], the part of each item."""
+    num_parts = int(part_of.max()) + 1
+    sample_part = np.repeat(part_of, problem.item_samples)
+    samples = problem.samples[np.argsort(sample_part, kind="stable")]
+    plain = replace(
+        problem,
+        samples=samples,
+        item_samples=row_sums(problem.item_samples, part_of, num_parts),
+        lengths=row_sums(problem.lengths, part_of, num_parts),
+        aligned=row_sums(problem.aligned, part_of, num_parts),
+        aligned_sq=row_sums(problem.aligned_sq, part_of, num_parts),
+        shared=row_sums(problem.shared, part_of, num_parts),
+        shared_sq=row_sums(problem.shared_sq, part_of, num_parts),
+    )
+    assert problem.prefixes is not None
+    return with_own_sharing(plain, problem.prefixes)
+
+
+@kernel
+def _cut(
+    tokens: Ints,
+    work: Floats,
+    samples: Ints,
+    link: Ints,
+    per_token: float,
+    per_token_sq: float,
+    most_tokens: int,
+    most_samples: int,
+    most_work: float,
+) -> Bools:
+    """Where parts start: bool [f].
+
+    Branches are visited in the order in which they end. The units of a branch are what continues
+    it: items, and smaller branches that fit. A branch that fits becomes one unit of the branch
+    above it. Else its units are grouped into parts, and what is left of it fits nothing.
+
+    Args:
+        tokens, work, samples, link: of each item, int64 or float64 [f].
+        per_token, per_token_sq: work of a shared position, and of its square.
+    """
+    size = tokens.size
+    starts = np.zeros(size, dtype=np.bool_)
+    unit_start = np.empty(size + 1, dtype=np.int64)
+    unit_tokens = np.empty(size + 1, dtype=np.int64)
+    unit_samples = np.empty(size + 1, dtype=np.int64)
+    unit_work = np.empty(size + 1)
+    # Whether a unit is already cut.
+    unit_cut = np.zeros(size + 1, dtype=np.bool_)
+    num_units = 0
+    open_depth = np.empty(size + 1, dtype=np.int64)
+    open_unit = np.empty(size + 1, dtype=np.int64)
+    num_open = 0
+    for k in range(size + 1):
+        here = link[k] if k < size else 0
+        while num_open > 0 and open_depth[num_open - 1] > here:
+            num_open -= 1
+            depth = open_depth[num_open]
+            base = open_unit[num_open]
+            saved = per_token * depth + per_token_sq * depth * depth
+            all_tokens = unit_tokens[base]
+            all_samples = unit_samples[base]
+            all_work = unit_work[base]
+            is_cut = unit_cut[base]
+            for u in range(base + 1, num_units):
+                all_tokens += unit_tokens[u] - depth
+                all_samples += unit_samples[u]
+                all_work += unit_work[u] - saved
+                is_cut = is_cut or unit_cut[u]
+            over = all_tokens > most_tokens or all_samples > most_samples or all_work > most_work
+            if is_cut or over:
+                first = base
+                for u in range(base, num_units + 1):
+                    if u == num_units or unit_cut[u]:
+                        if u > first:
+                            _group(
+                                starts,
+                                unit_start[first:u],
+                                unit_tokens[first:u],
+                                unit_samples[first:u],
+                                unit_work[first:u],
+                                depth,
+                                saved,
+                                most_tokens,
+                                most_samples,
+                                most_work,
+                            )
+                        first = u + 1
+                is_cut = True
+            unit_tokens[base] = all_tokens
+            unit_samples[base] = all_samples
+            unit_work[base] = all_work
+            unit_cut[base] = is_cut
+            num_units = base + 1
+        if here == 0:
+            if num_units > 0:
+                starts[unit_start[0]] = True
+            num_units = 0
+        elif num_open == 0 or open_depth[num_open - 1] < here:
+            open_depth[num_open] = here
+            open_unit[num_open] = num_units - 1
+            num_open += 1
+        if k < size:
+            unit_start[num_units] = k
+            unit_tokens[num_units] = tokens[k]
+            unit_samples[num_units] = samples[k]
+            unit_work[num_units] = work[k]
+            unit_cut[num_units] = False
+            num_units += 1
+    return starts
+
+
+@kernel
+def _group(
+    starts: Bools,
+    unit_start: Ints,
+    tokens: Ints,
+    samples: Ints,
+    work: Floats,
+    depth: int,
+    saved: float,
+    most_tokens: int,
+    most_samples: int,
+    most_work: float,
+) -> None:
+    """Group neighbouring units of one branch into as few parts as needed, as even as possible."""
+    none = np.zeros(0, dtype=np.bool_)
+    limits = (depth, saved, most_tokens, most_samples)
+    fewest = _num_groups(none, unit_start, tokens, samples, work, limits, most_work)
+    high = 0.0
+    for u in range(tokens.size):
+        high += work[u]
+    high = min(high, most_work)
+    low = 0.0
+    for _ in range(_BISECTIONS if fewest < tokens.size else 0):
+        middle = (low + high) / 2
+        if _num_groups(none, unit_start, tokens, samples, work, limits, middle) <= fewest:
+            high = middle
+        else:
+            low = middle
+    _num_groups(starts, unit_start, tokens, samples, work, limits, high)
+
+
+@kernel
+def _num_groups(
+    starts: Bools,
+    unit_start: Ints,
+    tokens: Ints,
+    samples: Ints,
+    work: Floats,
+    limits: tuple[int, float, int, int],
+    most_work: float,
+) -> int:
+    """Number of groups if each takes units as long as they fit; marks their starts in `starts`,
+    unless that is empty."""
+    depth, saved, most_tokens, most_samples = limits
+    groups = 0
+    group_tokens = 0
+    group_samples = 0
+    group_work = 0.0
+    for u in range(tokens.size):
+        new = (
+            groups == 0
+            or group_tokens + tokens[u] - depth > most_tokens
+            or group_samples + samples[u] > most_samples
+            or group_work + work[u] - saved > most_work
+        )
+        if new:
+            groups += 1
+            group_tokens = tokens[u]
+            group_samples = samples[u]
+            group_work = work[u]
+            if starts.size > 0:
+                starts[unit_start[u]] = True
+        else:
+            group_tokens += tokens[u] - depth
+            group_samples += samples[u]
+            group_work += work[u] - saved
+    return groups

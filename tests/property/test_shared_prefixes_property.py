@@ -1,0 +1,227 @@
+"""Random forests of samples: plans that share keep the invariants and are never slower."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megapack import (
+    CostModel,
+    Layout,
+    MegapackError,
+    Plan,
+    Policy,
+    SharedPrefixes,
+    build_dp_schedule,
+    check_plan,
+    simulate,
+)
+
+pytestmark = pytest.mark.property
+
+EXAMPLES = int(os.environ.get("MEGAPACK_EXAMPLES", "2000"))
+
+
+@st.composite
+def forests(draw: st.DrawFn, largest: int = 40) -> list[list[int]]:
+    """Samples that grow from each other: each continues a prefix of an earlier one, or a new one.
+
+    Tokens are numbers that never repeat, so samples have in common just what they were given.
+    """
+    samples: list[list[int]] = []
+    fresh = iter(range(10**6))
+    longest = draw(st.sampled_from([3, 40, 200]))
+    for _ in range(draw(st.integers(1, largest))):
+        begin: list[int] = []
+        if samples and draw(st.integers(0, 4)):
+            other = samples[draw(st.integers(0, len(samples) - 1))]
+            begin = other[: draw(st.integers(0, len(other)))]
+        more = draw(st.integers(0 if begin else 1, longest))
+        samples.append([*begin, *(next(fresh) for _ in range(more))])
+    return samples
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    pp = draw(st.sampled_from([1, 1, 2, 4]))
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    dp = draw(st.integers(1, 4))
+    cp = draw(st.sampled_from([1, 1, 2, 4]))
+    return Layout(
+        dp=dp,
+        tp=draw(st.sampled_from([1, 2])),
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        ep=draw(st.sampled_from([1, 1, dp * cp])),
+        sequence_parallel=draw(st.booleans()),
+        fp8=draw(st.sampled_from([False, False, True])),
+    )
+
+
+policies = st.builds(
+    Policy,
+    count_rule=st.sampled_from(["legal", "multiple", "per_rank"]),
+    unreachable=st.sampled_from(["pad", "drop", "error"]),
+    oversize=st.sampled_from(["alone", "alone", "error"]),
+    row_shape=st.sampled_from(["planned", "planned", "uniform"]),
+    balance=st.sampled_from(["time", "time", "tokens"]),
+    search=st.sampled_from([0, 1, 40, 300]),
+    group_size=st.sampled_from(["fixed", "search"]),
+    max_live_tokens_per_gpu=st.none() | st.integers(200, 5000),
+)
+
+costs = st.none() | st.builds(
+    CostModel,
+    fixed=st.sampled_from([0.0, 1.0, 1e3]),
+    per_token=st.sampled_from([0.0, 1.0]),
+    per_token_sq=st.sampled_from([0.0, 1e-3, 1.0]),
+    per_sample=st.sampled_from([0.0, 3.0]),
+    backward_ratio=st.sampled_from([0.0, 2.0]),
+    p2p=st.sampled_from([0.0, 2.0]),
+)
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, object]]:
+    samples = draw(forests())
+    size = len(samples)
+    budget = draw(st.none() | st.integers(1, 600))
+    rollouts = draw(st.none() | st.lists(st.integers(0, size), min_size=size, max_size=size))
+    sets = None
+    if draw(st.integers(0, 2)) == 0:
+        sets = [draw(st.integers(0, size // 2)) for _ in samples]
+        rollouts = None if rollouts is None else [rollouts[k] for k in sets]
+    steps = draw(st.sampled_from(["one", "size", "count"]))
+    return samples, {
+        "layout": draw(layouts()),
+        "max_tokens_per_gpu": budget,
+        "micro_batch_size": draw(st.integers(1, 5)) if budget is None else None,
+        "rollout_ids": rollouts,
+        "colocate_ids": sets,
+        "global_batch_size": draw(st.integers(1, 20)) if steps == "size" else None,
+        "num_steps": draw(st.integers(1, 3)) if steps == "count" else None,
+        "cost": draw(costs),
+        "policy": draw(policies),
+        "forward_only": draw(st.booleans()),
+    }
+
+
+def num_common(first: list[int], second: list[int]) -> int:
+    """Equal tokens at the beginnings of two samples, one by one."""
+    count = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def held_positions(row: list[int], samples: list[list[int]], layout: Layout) -> set[object]:
+    """The positions that a row holds, named by the sample prefix that they end.
+
+    A position that samples share has one name; the last common token has one name per sample.
+    """
+    unit = layout.sample_alignment
+    held: set[object] = set()
+    for i in row:
+        most = max((num_common(samples[i], samples[j]) for j in row if j != i), default=0)
+        for at in range(layout.aligned_sample_tokens(len(samples[i]))):
+            # Positions are shared by all samples that have the unit and one more token in common.
+            end = at // unit * unit + unit
+            shared = end + 1 <= most
+            held.add((at, tuple(samples[i][: end + 1])) if shared else (at, i))
+    return held
+
+
+def planned(samples: list[list[int]], options: dict[str, object], share: bool) -> Plan | None:
+    prefixes = SharedPrefixes.from_samples(samples) if share else None
+    try:
+        return build_dp_schedule(
+            [len(ids) for ids in samples],
+            prefixes=prefixes,
+            **options,  # type: ignore[arg-type]
+        )
+    except MegapackError as error:
+        if len(str(error).splitlines()) != 1:
+            raise
+        return None
+
+
+def seconds(plan: Plan, cost: CostModel | None) -> list[float]:
+    """Simulated seconds of each step."""
+    lockstep = plan.layout.ep_spans_dp
+    return [
+        simulate(
+            step,
+            layout=plan.layout,
+            cost=cost,
+            lockstep=lockstep,
+            forward_only=plan.forward_only,
+        ).makespan
+        for step in plan.steps
+    ]
+
+
+def check(samples: list[list[int]], options: dict[str, object]) -> None:
+    """Plan with and without prefixes, and compare."""
+    lengths = [len(ids) for ids in samples]
+    alone = planned(samples, options, share=False)
+    plan = planned(samples, options, share=True)
+    assert alone is None or plan is not None
+    if plan is None:
+        return
+    check_plan(plan, lengths)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_text(str(plan)) == plan
+    again = planned(samples, options, share=True)
+    assert again is not None
+    assert again.digest() == plan.digest()
+    shared = sum(mb.shared_tokens for step in plan.steps for mb in step.microbatches)
+    assert (plan.prefixes is None) == (shared == 0)
+    cap = plan.policy.max_live_tokens_per_gpu
+    for step in plan.steps:
+        simulation = simulate(step, layout=plan.layout, forward_only=plan.forward_only)
+        assert cap is None or simulation.peak_live_tokens <= cap
+        real = [mb for mb in step.microbatches if mb.samples]
+        has_padding = len(real) < sum(map(len, step.ranks))
+        sets = plan.colocate_ids or range(len(samples))
+        assert not has_padding or all(len({sets[i] for i in mb.samples}) == 1 for mb in real)
+    if alone is None:
+        return
+    cost = options["cost"]
+    assert cost is None or isinstance(cost, CostModel)
+    pairs = zip(plan.steps, alone.steps, seconds(plan, cost), seconds(alone, cost), strict=True)
+    for step, other, with_, without in pairs:
+        if step.kept_rollouts == other.kept_rollouts:
+            assert with_ <= without
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    """Thousands of plans would log thousands of warnings."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@given(arguments())
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+def test_plans_with_prefixes_are_valid_and_never_slower(
+    drawn: tuple[list[list[int]], dict[str, object]],
+) -> None:
+    check(*drawn)
+
+
+@pytest.mark.slow
+@given(arguments())
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+def test_thousands_of_plans_with_prefixes(
+    drawn: tuple[list[list[int]], dict[str, object]],
+) -> None:
+    check(*drawn)
