@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from itertools import pairwise
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapack import (
@@ -17,17 +15,12 @@ from megapack import (
     Layout,
     MegapackError,
     Plan,
-    PlanError,
     Policy,
     SharedPrefixes,
     build_dp_schedule,
     check_plan,
     simulate,
 )
-from megapack.base.arrays import Ints
-from megapack.planner.families import Families, cut_families
-from megapack.planner.problem import StepProblem
-from megapack.prefixes import PrefixTable, row_branches, worthwhile
 
 pytestmark = pytest.mark.property
 
