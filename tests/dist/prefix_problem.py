@@ -40,9 +40,10 @@ _DEEP: Family = (9, [(6, [(4, [5, 3]), 7]), (5, [2, 4]), 3])
 # 24 shared tokens and 63 of responses: more than a row of 64, and each half less.
 _LONG: Family = (24, [9, 12, 10, 11, 8, 13])
 _TWICE: Family = (5, [(6, [0, 0])])
+_SMALL: Family = (8, [4, 6])
 
 SHAPES: dict[str, list[Family]] = {
-    "mixed": [_GROUP, _DEEP, (1, [6, 11]), _LONG, _TWICE, (8, [4, 6]), (3, [14]), (1, [25])],
+    "mixed": [_GROUP, _DEEP, (1, [6, 11]), _LONG, _TWICE, _SMALL, (3, [14]), (1, [25])],
     "pairs": [
         *[_LONG, (13, [7, 1, 22, 5]), (9, [(6, [(4, [5, 3]), 7]), 10])],
         *[(8, [4, 6]), (1, [6, 11]), (16, [5, 3])],
@@ -50,7 +51,7 @@ SHAPES: dict[str, list[Family]] = {
     "g1": [(p, [r]) for p, r in [(9, 14), (4, 21), (12, 3), (7, 7), (15, 11), (2, 30)]],
     "g2": [(p, [r, r + 3]) for p, r in [(9, 11), (4, 15), (12, 3), (7, 7), (15, 8), (20, 2)]],
     "g8": [(10, [3, 9, 1, 5, 6, 2, 7, 4]), (6, [4, 2, 8, 3, 1, 6, 5, 7])],
-    "one-token prompts": [(1, [6, 11]), (1, [(3, [4, 5]), 7]), (1, [9, 2, 8])],
+    "one-token prompts": [(1, [6, 11]), (1, [(9, [4, 5]), 7]), (1, [9, 2, 8])],
     "no responses": [(13, [7, 0, 12]), (6, [0, 0]), (9, [(4, [0, 5]), 3])],
     "depth 3": [_DEEP, (5, [(3, [(4, [(2, [3, 1]), 6]), 5]), 4])],
     "cut in two": [_LONG],
@@ -58,6 +59,20 @@ SHAPES: dict[str, list[Family]] = {
 }
 """Families by name. `mixed` has all of the others' features; `pairs` has a pair in every two
 leaves."""
+
+SHARING: dict[str, dict[str, int]] = {
+    "mixed": {"families_in_a_row": 2, "depth": 3, "cut_families": 1, "shared_losses": 30},
+    "pairs": {"cut_families": 1, "shared_losses": 20},
+    "g1": {},
+    "g2": {"families_in_a_row": 2},
+    "g8": {"cut_families": 1},
+    "one-token prompts": {"shared_losses": 10},
+    "no responses": {"shared_losses": 5},
+    "depth 3": {"depth": 3, "shared_losses": 40},
+    "cut in two": {"cut_families": 1},
+    "equal samples": {"shared_losses": 30},
+}
+"""What plans of each shape must have at least, see `sharing_facts`; all but `g1` share tokens."""
 
 KINDS = {
     "sft": Kind(objective=SFT(), weighting="token-mean"),
@@ -162,9 +177,7 @@ def result_name(model: str, samples: Samples, kind: str) -> str:
     return f"{model} {samples.shape} {kind}"
 
 
-def _leaves(
-    tree: Tree, generator: torch.Generator
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _leaves(tree: Tree, generator: torch.Generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids and routes of every sample of a tree, depth first."""
     size, children = (tree, ()) if isinstance(tree, int) else tree
     ids = torch.randint(0, problem.VOCAB_SIZE, (size,), generator=generator)
@@ -187,6 +200,8 @@ def _routes(num_tokens: int, generator: torch.Generator) -> torch.Tensor:
 class PrefixCase:
     """One layout, and the objectives that run on it."""
 
+    title: str = ""
+    """The shape of the samples or the feature that it is about."""
     layout: Layout
     shape: str = "mixed"
     kinds: tuple[str, ...] = ("sft", "grpo", "gspo", "dpo", "value")
@@ -198,10 +213,10 @@ class PrefixCase:
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, as in `ModelConfig.freeze`."""
     policy: Policy = field(default_factory=Policy)
-    row_tokens: int = 112
+    row_tokens: int = 64
     """The budget of a row, before it is cut over context-parallel ranks."""
-    expect: dict[str, Any] = field(default_factory=dict)
-    """Facts about the plans that the case's name states."""
+    expect: dict[str, int] = field(default_factory=dict)
+    """What the plans must have at least, besides what `SHARING` says."""
 
     @property
     def world(self) -> int:
@@ -212,10 +227,13 @@ class PrefixCase:
         """The model that an objective trains."""
         return self.value_model if KINDS[kind].value_head else self.model
 
+    def shape_of(self, kind: str) -> str:
+        """The shape that an objective runs on."""
+        return "pairs" if kind in PAIRED else self.shape
+
     def samples_of(self, kind: str) -> Samples:
         """The samples that an objective runs on."""
-        shape = "pairs" if kind in PAIRED else self.shape
-        return make_samples(shape, all_tokens=kind == "sft_all")
+        return make_samples(self.shape_of(kind), all_tokens=kind == "sft_all")
 
     def plan(self, samples: Samples, *, shared: bool) -> Plan:
         """The plan of a shape, with each pair of `pairs` in one row."""
@@ -233,17 +251,31 @@ class PrefixCase:
             batch.lengths,
             layout=self.layout,
             max_tokens_per_gpu=self.row_tokens // self.layout.cp,
-            colocate_ids=_tmp_parts(samples),
+            colocate_ids=_sets(samples),
             policy=policy,
             prefixes=prefixes,
         )
+
+
+def _sets(samples: Samples) -> list[int] | None:
+    """Colocated sets: the pairs of `pairs`; in `mixed` two families, which then meet in a row."""
+    if samples.shape == "pairs":
+        return [i // 2 for i in range(len(samples.family_of))]
+    if samples.shape != "mixed":
+        return None
+    together = (_TWICE, _SMALL)
+    first = samples.family_of.index(SHAPES["mixed"].index(_TWICE))
+    return [
+        first if SHAPES["mixed"][family] in together else i
+        for i, family in enumerate(samples.family_of)
+    ]
 
 
 def sharing_facts(samples: Samples, plan: Plan) -> dict[str, Any]:
     """What the rows of a plan share.
 
     Returns:
-        shared_tokens: positions that rows save.
+        tokens, shared_tokens: real tokens of the samples, and positions that rows save.
         families_in_a_row: most families that share in one row.
         depth: most prefixes on top of one another.
         cut_families: families that share in each of several rows.
@@ -265,7 +297,8 @@ def sharing_facts(samples: Samples, plan: Plan) -> dict[str, Any]:
         families = set()
         depths = []
         for branch in branches:
-            depths.append((len(branch.samples) > 1) + (depths[branch.parent] if branch.parent >= 0 else 0))
+            above = depths[branch.parent] if branch.parent >= 0 else 0
+            depths.append(above + (len(branch.samples) > 1))
             if len(branch.samples) == 1:
                 continue
             families.add(samples.family_of[row.samples[branch.samples[0]]])
@@ -278,6 +311,7 @@ def sharing_facts(samples: Samples, plan: Plan) -> dict[str, Any]:
         most = max(most, len(families))
         depth = max([depth, *depths])
     return {
+        "tokens": sum(row.tokens for row in rows),
         "shared_tokens": sum(row.shared_tokens for row in rows),
         "families_in_a_row": most,
         "depth": depth,
@@ -288,17 +322,3 @@ def sharing_facts(samples: Samples, plan: Plan) -> dict[str, Any]:
         "rows": len(rows),
         "row_lengths": len({row.row_tokens for row in rows}),
     }
-
-
-def _tmp_parts(samples):
-    ids, part, used, last = [], 0, 0, None
-    for i, f in enumerate(samples.family_of):
-        L = samples.batch.length(i)
-        L = -(-L // 4) * 4
-        if f != last or (used + L > 112 and i % 2 == 0):
-            part += 1
-            used = 0
-        used += L
-        last = f
-        ids.append(i // 2 if samples.shape == "pairs" else part)
-    return ids

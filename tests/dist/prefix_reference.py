@@ -5,6 +5,7 @@ python -m tests.dist.prefix_reference OUT CASE ...
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,7 @@ class PrefixReference(SequenceReference):
             value_head, settings=MODELS[name], batch=samples.batch, pairs=samples.pairs
         )
         self.settings = MODELS[name]
+        self.value_head = value_head
         self.routing = samples.routing if name == "moe_replay" else None
         self.num_tokens = sum(self.batch.num_loss_tokens)
 
@@ -67,8 +69,11 @@ class PrefixReference(SequenceReference):
             mtp_losses(self.model, self.batch.tokens(i), self.batch.response_mask(i), 1.0)
             for i in self.trained
         ]
-        return [torch.stack(list(depth)).sum() / self.num_tokens for depth in zip(*sums, strict=True)]
+        return [
+            torch.stack(list(depth)).sum() / self.num_tokens for depth in zip(*sums, strict=True)
+        ]
 
+    @functools.cached_property
     def auxiliary(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Gradients and values of the experts' losses: means over all tokens of all samples."""
         total = sum(self.batch.lengths)
@@ -87,8 +92,9 @@ class PrefixReference(SequenceReference):
         """Loss, metrics of its parts, and gradients of an objective."""
         auxiliary: dict[str, Tensor] = {}
         metrics: dict[str, float] = {}
-        if self.settings.num_experts and not KINDS[kind].value_head:
-            auxiliary, metrics = self.auxiliary()
+        if self.settings.num_experts and not self.value_head:
+            auxiliary, metrics = self.auxiliary
+            metrics = dict(metrics)
         self.model.zero_grad()
         loss = getattr(self, kind)()
         ahead = self.ahead() if self.settings.mtp_num_layers else []
@@ -103,23 +109,25 @@ class PrefixReference(SequenceReference):
             grads[name] = grads[name] + grad
         return {"loss": float(loss.detach()), "grads": grads, "metrics": metrics}
 
-    @torch.no_grad()
-    def outputs(self, kind: str) -> list[Any]:
+    @functools.cached_property
+    def outputs(self) -> list[Any]:
         """Per sample its values, or its log-probs and entropies."""
-        if KINDS[kind].value_head:
-            return [self.values(i) for i in range(len(self.batch))]
-        found = []
-        for i in range(len(self.batch)):
-            self._replay(i)
-            logprobs, entropy = logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
-            found.append({"logprobs": logprobs, "entropy": entropy})
-        return found
+        with torch.no_grad():
+            return [self._sample_outputs(i) for i in range(len(self.batch))]
+
+    def _sample_outputs(self, i: int) -> Any:
+        if self.value_head:
+            return self.values(i)
+        self._replay(i)
+        logprobs, entropy = logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
+        return {"logprobs": logprobs, "entropy": entropy}
 
 
 def main(path: str, names: Sequence[str]) -> None:
     """Write loss, gradients and outputs of what the cases train."""
     launch.start("cpu")
     initialize_parallel(Layout(), 0)
+    references: dict[tuple[Any, ...], PrefixReference] = {}
     results: dict[str, Any] = {}
     for case in (ALL_CASES[name] for name in names):
         for kind in case.kinds:
@@ -127,9 +135,14 @@ def main(path: str, names: Sequence[str]) -> None:
             model = case.model_of(kind)
             for own in {model, PRECISE.get(model, model)}:
                 name = result_name(own, samples, kind)
-                if name not in results:
-                    reference = PrefixReference(own, samples, value_head=KINDS[kind].value_head)
-                    results[name] = reference.run(kind) | {"outputs": reference.outputs(kind)}
+                if name in results:
+                    continue
+                key = (own, samples.shape, KINDS[kind].value_head, kind == "sft_all")
+                if key not in references:
+                    head = KINDS[kind].value_head
+                    references[key] = PrefixReference(own, samples, value_head=head)
+                results[name] = references[key].run(kind)
+                results[name]["outputs"] = references[key].outputs
     torch.save(results, path)
     launch.stop()
 

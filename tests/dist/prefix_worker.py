@@ -40,6 +40,8 @@ class Run:
         self.case = case
         self.name = name
         self.value_head = value_head
+        # By shape and loss mask: objectives with the same ones have the same forwards.
+        self.outputs: dict[tuple[str, int], dict[str, float]] = {}
         model = dataclasses.replace(MODELS[name], recompute=case.recompute, freeze=case.frozen)
         self.chunks = build_chunks(case.layout, model=model, value_head=value_head)
         self.adapter = ScheduleAdapter(
@@ -87,26 +89,37 @@ class Run:
             "unshared_metrics": unshared.metrics,
             "expected_metrics": reference["metrics"],
             **errors,
-            **self._outputs(plan, samples, reference["outputs"]),
+            **self.output_errors(plan, samples, reference["outputs"]),
             "unshared_tokens": sharing_facts(samples, alone)["shared_tokens"],
             "facts": sharing_facts(samples, plan),
         }
 
-    def _outputs(self, plan: Plan, samples: Samples, expected: list[Any]) -> dict[str, float]:
+    def output_errors(self, plan: Plan, samples: Samples, expected: list[Any]) -> dict[str, float]:
         """Errors of forward outputs, and whether the training forward has the same bits.
 
         The latter runs another step, so it comes after what reads the gradients.
         """
+        key = (samples.shape, sum(samples.batch.num_loss_tokens))
+        if key not in self.outputs:
+            find = self._value_errors if self.value_head else self._logprob_errors
+            self.outputs[key] = find(plan, samples, expected)
+        return self.outputs[key]
+
+    def _logprob_errors(
+        self, plan: Plan, samples: Samples, expected: list[Any]
+    ) -> dict[str, float]:
         routing = self.routing(samples)
         batch = samples.batch
-        outputs = self.adapter.forward(plan, batch, entropy=not self.value_head, routing=routing)
-        if not self.value_head:
-            square = squared_difference(self.adapter, plan, batch, outputs["logprobs"], routing)
-            errors = logprob_errors(outputs, plan, batch, expected)
-            return errors | {"square_to_forward": square}
-        error = output_error(outputs, expected, batch)
+        outputs = self.adapter.forward(plan, batch, entropy=True, routing=routing)
+        square = squared_difference(self.adapter, plan, batch, outputs["logprobs"], routing)
+        return {**logprob_errors(outputs, plan, batch, expected), "square_to_forward": square}
+
+    def _value_errors(self, plan: Plan, samples: Samples, expected: list[Any]) -> dict[str, float]:
+        batch = samples.batch
+        outputs = self.adapter.forward(plan, batch)
         batch.set_field("returns", outputs["values"])
         squares = self.adapter.step(plan, batch, objective=ValueLoss()).loss
+        error = output_error(outputs, expected, batch)
         return {"output_error": error, "square_to_forward": squares}
 
 
