@@ -272,12 +272,19 @@ def prefix_lines(names: list[str]) -> list[str]:
         for run in runs.values()
     ]
     exact = [run for run, rounded in cells if not rounded]
+    # A gradient that is 0 has no relative error, see tests/dist/test_prefixes.py.
+    tensors = [
+        run["worst_parameter"]
+        for runs in results.values()
+        for kind, run in runs.items()
+        if kind != "reward" and run in exact
+    ]
     means = [run["logprob_mean_error"] for run in exact if "logprob_mean_error" in run]
     equal = sum(run["square_to_forward"] == 0 for run, _ in cells)
     lines = [
         f"{measured_with('megatron-core', 'torch')}. {len(cells)} cells; in the {len(exact)} of "
         f"fp32, the largest gradient error is {max(r['gradient_error'] for r in exact):.1e}, of a "
-        f"single tensor {max(r['worst_parameter'] for r in exact):.1e}, and the largest mean error "
+        f"single tensor {max(tensors):.1e}, and the largest mean error "
         f"of log-probs {max(means):.1e} nats. In {equal} cells the forward pass has the bits of "
         "the training forward.",
         "",

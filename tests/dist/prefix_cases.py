@@ -56,75 +56,95 @@ SPECIAL: dict[str, PrefixCase] = {
     "reward": PrefixCase(title="pairs", layout=_PP2, kinds=("reward",)),
     "reward_cp2": PrefixCase(title="pairs", layout=LAYOUTS["cp2"], kinds=("reward",)),
     "mtp": PrefixCase(
-        title="multi-token prediction, 2 depths", layout=_PP2, model="mtp", kinds=_TOKENS
+        title="multi-token prediction, 2 depths", layout=_PP2, model="mtp", kinds=("sft", "gspo")
     ),
     "mtp_cp2": PrefixCase(
-        title="multi-token prediction, 2 depths", layout=LAYOUTS["cp2"], model="mtp", kinds=_TOKENS
+        title="multi-token prediction, 2 depths",
+        layout=LAYOUTS["cp2"],
+        model="mtp",
+        kinds=("sft", "gspo"),
     ),
-    "mtp_pp2_vpp2_recompute": PrefixCase(
-        title="multi-token prediction, recompute full",
+    "mtp_pp2_vpp2_selective": PrefixCase(
+        title="multi-token prediction, recompute selective",
         layout=_PP2_VPP2,
         model="mtp",
-        recompute="full",
-        kinds=_TOKENS,
+        recompute="selective",
+        kinds=("sft", "gspo"),
     ),
     "untied": PrefixCase(
         title="untied, LayerNorm, GELU, wide heads, query norms",
         layout=_PP2,
         model="other",
-        kinds=_TOKENS,
+        kinds=("sft", "grpo"),
     ),
-    "mla": PrefixCase(title="multi-latent attention", layout=_PP2, model="mla", kinds=_TOKENS),
+    "mla": PrefixCase(
+        title="multi-latent attention", layout=_PP2, model="mla", kinds=("sft", "grpo")
+    ),
     "mla_cp2": PrefixCase(
-        title="multi-latent attention", layout=LAYOUTS["cp2"], model="mla", kinds=_TOKENS
+        title="multi-latent attention", layout=LAYOUTS["cp2"], model="mla", kinds=("sft", "grpo")
     ),
     "frozen": PrefixCase(
         title="frozen `embedding.*`, `decoder.layers.[0-3].*`",
         layout=_PP2,
-        kinds=_TOKENS,
+        kinds=("sft", "grpo"),
         frozen=("embedding.*", "decoder.layers.[0-3].*"),
     ),
     "selective": PrefixCase(
-        title="recompute selective", layout=LAYOUTS["tp2_sp"], recompute="selective", kinds=_TOKENS
+        title="recompute selective",
+        layout=LAYOUTS["tp2_sp"],
+        recompute="selective",
+        kinds=("sft", "grpo"),
     ),
     "selective_cp2": PrefixCase(
-        title="recompute selective", layout=LAYOUTS["cp2"], recompute="selective", kinds=_TOKENS
+        title="recompute selective",
+        layout=LAYOUTS["cp2"],
+        recompute="selective",
+        kinds=("sft", "grpo"),
     ),
     "uniform": PrefixCase(
         title="uniform rows",
         layout=_PP2_VPP2,
         policy=Policy(row_shape="uniform"),
-        kinds=_TOKENS,
+        kinds=("sft", "grpo"),
         expect={"dummy_rows": 1},
     ),
     "padding": PrefixCase(
         title="padding micro-batches, G=12",
         layout=Layout(pp=2, vpp=2, microbatch_group_size=12),
         shape="pairs",
-        kinds=("sft", "grpo", "gspo", "dpo"),
+        kinds=("grpo", "dpo"),
         expect={"padding_rows": 1},
     ),
     "cp2_pp2_vpp2": PrefixCase(title="all shapes", layout=Layout(cp=2, pp=2, vpp=2), kinds=_TOKENS),
     "moe": PrefixCase(
-        title="4 experts, balance and z-loss", layout=Layout(), model="moe", kinds=_TOKENS
+        title="4 experts, balance and z-loss", layout=Layout(), model="moe", kinds=("sft", "grpo")
     ),
     "moe_cp2": PrefixCase(
-        title="4 experts, balance and z-loss", layout=LAYOUTS["cp2"], model="moe", kinds=_TOKENS
+        title="4 experts, balance and z-loss",
+        layout=LAYOUTS["cp2"],
+        model="moe",
+        kinds=("sft", "grpo"),
     ),
     "moe_tp2_sp": PrefixCase(
-        title="4 experts, balance and z-loss", layout=LAYOUTS["tp2_sp"], model="moe", kinds=_TOKENS
+        title="4 experts, balance and z-loss",
+        layout=LAYOUTS["tp2_sp"],
+        model="moe",
+        kinds=("sft", "grpo"),
     ),
     "moe_replay": PrefixCase(
-        title="routes replayed", layout=LAYOUTS["dp2_ep2"], model="moe_replay", kinds=_TOKENS
+        title="routes replayed",
+        layout=LAYOUTS["dp2_ep2"],
+        model="moe_replay",
+        kinds=("sft", "grpo"),
     ),
     "moe_replay_pp2": PrefixCase(
         title="routes replayed, recompute full",
         layout=_PP2,
         model="moe_replay",
         recompute="full",
-        kinds=_TOKENS,
+        kinds=("sft", "grpo"),
     ),
-    "bf16": PrefixCase(title="bf16", layout=_PP2, model="bf16", kinds=_TOKENS),
+    "bf16": PrefixCase(title="bf16", layout=_PP2, model="bf16", kinds=("sft",)),
 }
 """Shapes of samples and features of models."""
 

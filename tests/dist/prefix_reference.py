@@ -63,15 +63,17 @@ class PrefixReference(SequenceReference):
             losses.append(token_losses(*self.logprobs(i), fields))
         return torch.cat(losses).mean()
 
-    def ahead(self) -> list[Tensor]:
-        """The mean loss of each depth of multi-token prediction."""
-        sums = [
-            mtp_losses(self.model, self.batch.tokens(i), self.batch.response_mask(i), 1.0)
-            for i in self.trained
-        ]
-        return [
-            torch.stack(list(depth)).sum() / self.num_tokens for depth in zip(*sums, strict=True)
-        ]
+    def ahead(self, weighting: str) -> list[Tensor]:
+        """The loss of each depth of multi-token prediction, weighted as the objective."""
+        depths = [torch.zeros(()) for _ in range(self.settings.mtp_num_layers)]
+        for i in self.trained:
+            share = self.num_tokens
+            if weighting == "seq-mean-token-mean":
+                share = len(self.trained) * self.batch.num_loss_tokens[i]
+            mask = self.batch.response_mask(i)
+            losses = mtp_losses(self.model, self.batch.tokens(i), mask, 1.0)
+            depths = [a + b / share for a, b in zip(depths, losses, strict=True)]
+        return depths
 
     @functools.cached_property
     def auxiliary(self) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -97,7 +99,7 @@ class PrefixReference(SequenceReference):
             metrics = dict(metrics)
         self.model.zero_grad()
         loss = getattr(self, kind)()
-        ahead = self.ahead() if self.settings.mtp_num_layers else []
+        ahead = self.ahead(KINDS[kind].weighting) if self.settings.mtp_num_layers else []
         coef = self.settings.mtp_loss_coef / max(1, len(ahead))
         (loss + coef * sum(ahead)).backward()
         metrics |= {f"mtp_{k}_loss": float(value) for k, value in enumerate(ahead, start=1)}

@@ -61,7 +61,8 @@ def test_loss_and_metrics_are_those_of_the_plan_without_sharing(
 ) -> None:
     result = results[name][kind]
     assert result["loss"] == pytest.approx(result["unshared_loss"], rel=1e-5)
-    assert result["metrics"]
+    # SFT on a dense model without multi-token prediction has none.
+    assert result["metrics"] or kind.startswith("sft")
     # DPO's margins are sums over responses, of about 20 log-probs.
     assert result["metrics"] == pytest.approx(result["unshared_metrics"], rel=1e-4, abs=1e-6)
     for metric, value in result["expected_metrics"].items():
