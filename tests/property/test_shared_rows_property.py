@@ -254,7 +254,7 @@ def test_slices_divide_losses_and_ends(case: Case) -> None:
     for part in parts:
         own_R = torch.tensor([value_of[i] for i in part.label_index_R.tolist()])
         for total, own in zip(summed, unpack_row(part, own_R), strict=True):
-            total += own
+            total.add_(own)
     assert all(torch.equal(a, b) for a, b in zip(summed, whole, strict=True))
     ends = sorted(
         (k, int(part.row_positions_T[position]))
@@ -303,10 +303,14 @@ def test_depths_that_the_prefixes_do_not_know_of_are_refused(case: Case) -> None
     row = pack(without, shared=True)
     apart = pack(without, shared=False)
     for depth in range(1, MAX_DEPTHS + 1):
+        ahead = None
+        error = ""
         try:
             ahead = row_ahead(row, depth)
-        except DataError as error:
-            assert "make the prefixes with mtp_num_layers" in str(error)
+        except DataError as found:
+            error = str(found)
+        if ahead is None:
+            assert "make the prefixes with mtp_num_layers" in error
             assert row.num_shared
         else:
             assert losses(ahead) == losses(row_ahead(apart, depth))
