@@ -9,6 +9,7 @@ from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
+from megapack.prefixes import SharedPrefixes
 
 # Limits of what is printed, chosen by hand: a grid of 8 columns such as "10:17532" is 86 wide.
 _MAX_RANKS = 8
@@ -64,10 +65,11 @@ def _step_line(number: int, step: StepPlan) -> str:
     group = "" if step.group_size is None else f" G={step.group_size}"
     num_dropped = counts.num_dropped_rollouts
     dropped = f", {num_dropped} rollouts dropped" if num_dropped else ""
+    shared = f", {counts.shared_tokens} shared" if counts.shared_tokens else ""
     return (
         f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
         f"{counts.num_padding_rows} padding, {counts.tokens} tokens in "
-        f"{counts.row_tokens} row tokens{dropped}"
+        f"{counts.row_tokens} row tokens{shared}{dropped}"
     )
 
 
@@ -103,8 +105,9 @@ def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
         return f"{k:>6}  . {mb.row_tokens} row tokens"
     samples = ",".join(map(str, mb.samples[:_MAX_SAMPLES]))
     more = len(mb.samples) - _MAX_SAMPLES
+    shared = f", {mb.shared_tokens} shared" if mb.shared_tokens else ""
     return (
-        f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens: samples {samples}"
+        f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens{shared}: samples {samples}"
         f"{f' and {more} more' if more > 0 else ''}"
     )
 
@@ -196,14 +199,17 @@ def _settings_diff(a: Plan, b: Plan) -> dict[str, tuple[Any, Any]]:
 
 def _settings(plan: Plan) -> dict[str, Any]:
     settings = {f"layout.{key}": value for key, value in asdict(plan.layout).items()}
-    settings |= {f"policy.{key}": value for key, value in plan.policy.to_payload().items()}
+    settings |= {f"policy.{key}": value for key, value in asdict(plan.policy).items()}
     for key in ("max_tokens_per_gpu", "micro_batch_size", "forward_only", "num_samples"):
         settings[key] = getattr(plan, key)
-    return settings | {"rollout_ids": plan.rollout_ids, "colocate_ids": plan.colocate_ids}
+    ids = {"rollout_ids": plan.rollout_ids, "colocate_ids": plan.colocate_ids}
+    return settings | ids | {"prefixes": plan.prefixes}
 
 
 def _short(value: Any) -> Any:
-    """A tuple of ids as the number of different ids, because it has one per sample."""
+    """What has an entry per sample as a number: different ids, or samples that share and tokens."""
+    if isinstance(value, SharedPrefixes):
+        return f"{len(value.order)} samples with {sum(value.common)} common tokens"
     return f"{len(set(value))} ids" if isinstance(value, tuple) else value
 
 
