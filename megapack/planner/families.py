@@ -20,9 +20,12 @@ from megapack.planner.problem import StepProblem, row_sums
 from megapack.prefixes import PrefixTable
 
 # Limits on a part's work, as fractions of a mean row's at the fewest micro-batches; the first is no
-# limit but the budget. The best M is up to 6 times the fewest, and its rows need several items each
-# to be evened out: 1/16 of 6 times smaller rows are 2 or 3 items each. Chosen by hand.
-_FRACTIONS = (None, 1.0, 0.5, 0.25, 0.125, 0.0625)
+# limit but the budget. Of steps of 512 samples, none was fastest with finer cuts (docs/planner.md);
+# these are made only if the coarser ones have too few parts for a legal number of rows.
+_FRACTIONS = (None, 1.0, 0.5, 0.25)
+# Without a pipeline rows may be as large as the budget, so only one smaller cut is tried.
+_FRACTIONS_WITHOUT_PIPELINE = (None, 0.5)
+_FINER_FRACTIONS = (0.125, 0.0625, 0.03125)
 # Bisections that even out the parts of a branch: the largest is then within 1/1024 of the best.
 _BISECTIONS = 10
 _UNLIMITED = 2**62
@@ -75,7 +78,10 @@ def part_problems(problem: StepProblem, families: Families) -> Iterator[StepProb
     """
     mean = float(problem.work.sum()) / fewest_counts(problem)
     before = 0
-    for fraction in _FRACTIONS:
+    fractions = _FRACTIONS if problem.layout.pp > 1 else _FRACTIONS_WITHOUT_PIPELINE
+    for fraction in (*fractions, *_FINER_FRACTIONS):
+        if before > 0 and fraction in _FINER_FRACTIONS:
+            break
         most = np.inf if fraction is None else fraction * mean
         parts = cut_families(problem, families, most)
         if parts.num_items == problem.num_items:

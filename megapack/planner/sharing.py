@@ -24,11 +24,11 @@ from megapack.planner.problem import StepDraft, StepProblem
 from megapack.planner.scored import drafted_seconds
 from megapack.planner.search import plan_rows
 
-# Evaluations of the policy's: of 2,048, each cut gets 128 and the best one 1,024 again. The loose
-# draft gets all 2,048, as it would without prefixes; if it is not needed, the best cut gets them.
-# Up to 6 cuts: 768 + 1,024 + 2,048 is 1.9 times the policy's. Chosen by hand.
-_TRIAL_PART = 16
-_BEST_PART = 2
+# Evaluations of the policy's: of 2,048, each cut gets 256, and the best one 1,024 again. The loose
+# draft gets all 2,048, as it would without prefixes; if it is not needed, the best cut gets them. So
+# 4 cuts take at most twice the policy's evaluations: 1,024 + 1,024 + 2,048. Chosen by hand.
+_TRIAL_PART = 8
+_FINAL_PART = 2
 # A draft is below the bound if it is this much faster, so that rounding in fp64 never decides.
 _MARGIN = 1e-9
 
@@ -55,14 +55,12 @@ def plan_shared_rows(loose: StepProblem, problem: StepProblem) -> tuple[StepProb
     if not families.items.size and not problem.shared.any():
         return loose, plan_rows(loose)
     search = problem.policy.search
+    bound = least_seconds(loose) * (1 - _MARGIN)
     best = _best_cut(problem, families)
     if best is None:
         return loose, plan_rows(loose)
-    bound = loose_bound(loose) * (1 - _MARGIN)
-    if best.seconds < bound:
-        best = _searched_again(best, search)
-        return best.problem, best.draft
-    best = _searched_again(best, search // _BEST_PART)
+    is_faster = best.seconds < bound
+    best = _searched_again(best, search if is_faster else search // _FINAL_PART)
     if best.seconds >= bound and _is_allowed(loose):
         other = _candidate(loose)
         if other is not None and other.seconds <= best.seconds:
@@ -71,9 +69,14 @@ def plan_shared_rows(loose: StepProblem, problem: StepProblem) -> tuple[StepProb
 
 
 def _best_cut(problem: StepProblem, families: Families) -> _Candidate | None:
-    """The fastest of the cuts, each with few evaluations; None if no cut has a legal draft."""
+    """The fastest of the cuts, each planned with few evaluations; None if no cut has a legal draft.
+
+    A cut is not planned if no draft of its parts can be faster than the best one so far.
+    """
     best = None
     for parts in part_problems(problem, families):
+        if best is not None and least_seconds(parts) >= best.seconds:
+            continue
         candidate = _candidate(_with_search(parts, problem.policy.search // _TRIAL_PART))
         if candidate is not None and (best is None or candidate.seconds < best.seconds):
             best = candidate
@@ -110,26 +113,26 @@ def _is_allowed(loose: StepProblem) -> bool:
     return loose.policy.unreachable == "pad" or loose.num_items >= fewest_counts(loose)
 
 
-def loose_bound(loose: StepProblem) -> float:
-    """Seconds that no draft without sharing can undercut.
+def least_seconds(problem: StepProblem) -> float:
+    """Seconds that no draft can undercut, unless its rows share more than their items do.
 
     Either the mean of the ranks' work on the busiest stage, with the fewest rows that hold the
     tokens, or the longest item on its way through all chunks and back.
     """
-    cost = loose.cost or TOKENS
-    layout = loose.layout
-    runner = Runner(layout, cost, loose.forward_only)
+    cost = problem.cost or TOKENS
+    layout = problem.layout
+    runner = Runner(layout, cost, problem.forward_only)
     share = 1.0 / (layout.num_chunks * layout.cp)
     seconds = share * (
-        cost.per_token * loose.aligned.astype(np.float64)
-        + cost.per_token_sq * loose.aligned_sq.astype(np.float64)
-        + cost.per_sample * loose.item_samples
+        cost.per_token * problem.aligned.astype(np.float64)
+        + cost.per_token_sq * problem.aligned_sq.astype(np.float64)
+        + cost.per_sample * problem.item_samples
     )
     num_rows = layout.dp
-    if loose.capacity > 0:
-        held = int(np.minimum(loose.aligned, loose.capacity).sum())
-        num_rows = max(num_rows, -(-held // loose.capacity))
+    if problem.capacity > 0:
+        held = int(np.minimum(problem.aligned, problem.capacity).sum())
+        num_rows = max(num_rows, -(-held // problem.capacity))
     mean = (cost.fixed * num_rows + math.fsum(seconds.tolist())) / layout.dp
-    passes = 1.0 if loose.forward_only else 1.0 + cost.backward_ratio
+    passes = 1.0 if problem.forward_only else 1.0 + cost.backward_ratio
     longest = (cost.fixed + float(seconds.max())) * float(runner.weights.sum()) * passes
     return max(runner.busiest_stage_seconds(np.array([mean])), longest)

@@ -144,6 +144,24 @@ def shared_branches(params: PackedSeqParams) -> tuple[Branch, ...]:
     return vars(params).get("_megapack", {}).get("branches", ())  # type: ignore[no-any-return]
 
 
+def branch_positions(params: PackedSeqParams) -> Tensor | None:
+    """int64: the position of each token of the whole row in its samples, on the row's device; None
+    if the row's samples share nothing."""
+    branches = shared_branches(params)
+    if not branches:
+        return None
+
+    def make() -> Tensor:
+        lengths = sample_lengths(params)
+        offsets = [branch.offset for branch in branches]
+        # Dummies begin at 0.
+        offsets += [0] * (len(lengths) - len(offsets))
+        runs = [torch.arange(a, a + n) for a, n in zip(offsets, lengths, strict=True)]
+        return torch.cat(runs).to(params.cu_seqlens_q.device)
+
+    return once_per_row(params, "branch positions", make)
+
+
 class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Core attention for Megatron's local spec: causal within each sample of a packed row.
 
