@@ -132,9 +132,10 @@ class SharedPrefixes:
             prompt_tokens: per sample the tokens of its prompt.
 
         Raises:
-            DataError: samples of one group have prompts of different lengths.
+            DataError: prompts that are not integers, or samples of one group with prompts of
+                different lengths.
         """
-        lengths = np.asarray(prompt_tokens, dtype=np.int64)
+        lengths = _read_numbers("prompt_tokens", prompt_tokens)
         group_of, _ = read_ids("group", group_ids, lengths.size)
         order = np.argsort(group_of, kind="stable")
         same = np.diff(group_of[order], prepend=-1) == 0
@@ -206,18 +207,19 @@ class SharedPrefixes:
             lengths: int64 [n], tokens of each sample of the batch.
 
         Raises:
-            DataError: an unknown or repeated sample, or more common tokens than a sample has.
+            DataError: fields that are not integers, an unknown or repeated sample, or more common
+                tokens than a sample has.
         """
-        order = np.array(self.order, dtype=np.int64)
-        common = np.array(self.common, dtype=np.int64)
-        if order.shape != common.shape or self.own_tokens < 1:
+        order = _read_numbers("order", self.order)
+        common = _read_numbers("common", self.common)
+        if order.size != common.size or type(self.own_tokens) is not int or self.own_tokens < 1:
             raise DataError(
                 f"prefixes of {order.size} samples with {common.size} numbers of common tokens and "
-                f"own_tokens={self.own_tokens}; make them with SharedPrefixes.from_samples"
+                f"own_tokens={brief(self.own_tokens)}; make them with SharedPrefixes.from_samples"
             )
         if not order.size:
             return
-        if order.min() < 0 or order.max() >= lengths.size or np.unique(order).size != order.size:
+        if order.min() < 0 or order.max() >= lengths.size or np.bincount(order).max() > 1:
             raise DataError(
                 f"prefixes of {order.size} samples numbered {order.min()} to {order.max()} for a "
                 f"batch of {lengths.size}; give each sample at most once"
@@ -232,6 +234,17 @@ class SharedPrefixes:
                 f"sample {order[k]} of {own[k]} tokens has {common[k]} in common with the sample "
                 f"before it, which can be at most {most[k]}; make the prefixes of this batch"
             )
+
+
+def _read_numbers(name: str, numbers: Any) -> Ints:
+    """A field as int64; other types, and integers beyond int64, are refused."""
+    try:
+        flat = np.asarray(numbers)
+    except ValueError:
+        flat = np.zeros(1)
+    if flat.ndim != 1 or (flat.size and flat.dtype.kind not in "iu"):
+        raise DataError(f"prefixes with {name}={brief(numbers)}; give a tuple of integers")
+    return flat.astype(np.int64)
 
 
 def _read_ids(sample: int, ids: Any) -> npt.NDArray[Any]:
