@@ -161,45 +161,6 @@ class SharedPrefixes:
         order = np.array(self.order, dtype=np.int64)[kept]
         return SharedPrefixes(tuple(order.tolist()), tuple(common[kept].tolist()), self.own_tokens)
 
-    def split_by(self, set_of: Sequence[int]) -> SharedPrefixes:
-        """Without what samples of different sets have in common.
-
-        A pass that records routing runs each shared token once per row. Two rows may choose other
-        experts for the same tokens, because kernels round differently in rows of other shapes. A
-        step that replays these choices may share tokens only among samples of one of these rows.
-
-        Args:
-            set_of: per sample of the batch the number of its set, such as the row of an earlier
-                plan; -1: the sample shares nothing.
-
-        Raises:
-            DataError: there are fewer numbers than samples, or one is no integer from -1 on.
-
-        >>> prefixes = SharedPrefixes.from_samples([[5, 6, 7], [5, 6, 8], [5, 6, 9]])
-        >>> prefixes.split_by([0, 1, 0])
-        SharedPrefixes(order=(0, 2), common=(0, 2), own_tokens=1)
-        """
-        sets = np.asarray(set_of)
-        if sets.ndim != 1 or (sets.size and (sets.dtype.kind not in "iu" or sets.min() < -1)):
-            raise DataError(f"sets are {brief(set_of)}; give one number from -1 on per sample")
-        if self.order and max(self.order) >= sets.size:
-            raise DataError(
-                f"{sets.size} numbers of sets for prefixes of sample {max(self.order)}; give one "
-                "per sample of the batch"
-            )
-        own_sets = sets[list(self.order)].astype(np.int64)
-        # Places by set, each set in depth-first order.
-        by_set = np.argsort(own_sets, kind="stable")
-        set_of_place = own_sets[by_set]
-        follows = np.flatnonzero((np.diff(set_of_place) == 0) & (set_of_place[1:] >= 0)) + 1
-        common = np.zeros(by_set.size, dtype=np.int64)
-        for k in follows.tolist():
-            between = self.common[by_set[k - 1] + 1 : by_set[k] + 1]
-            common[k] = min(between)
-        order = np.array(self.order, dtype=np.int64)[by_set]
-        split = SharedPrefixes(tuple(order.tolist()), tuple(common.tolist()), self.own_tokens)
-        return split.trimmed()
-
     def check(self, lengths: Ints) -> None:
         """Check that the samples can have these tokens in common.
 
