@@ -19,35 +19,54 @@ NUM_EXPERTS = 4
 NUM_LAYERS = 2
 
 
-def write_rollouts(path: Path, *, routed: bool) -> None:
-    """Random token ids, rewards and experts; of every second sample the last token has none."""
+def write_rollouts(path: Path, *, routed: bool, shared: bool = False) -> None:
+    """Random token ids, rewards and experts; of every second sample the last token has none.
+
+    With `shared`, the samples of a group have one prompt, whose tokens went to the same experts;
+    but sample 5 differs from token 9 on.
+    """
     rng = random.Random(0)
+    prompt: list[int] = []
+    prompt_routes: list[Any] = []
     with open(path, "w", encoding="utf-8") as file:
         for number in range(12):
+            if shared and number % 4 == 0:
+                prompt = [rng.randrange(100) for _ in range(16)]
+                prompt_routes = [
+                    [rng.sample(range(NUM_EXPERTS), 2) for _ in range(NUM_LAYERS)] for _ in prompt
+                ]
             row: dict[str, Any] = {
                 "group": number // 4,
                 "prompt_ids": [rng.randrange(100) for _ in range(rng.randrange(1, 9))],
                 "response_ids": [rng.randrange(100) for _ in range(rng.randrange(2, 24))],
                 "reward": rng.random(),
             }
+            if shared:
+                row["prompt_ids"] = prompt
             length = len(row["prompt_ids"]) + len(row["response_ids"]) - number % 2
             if routed:
                 row["routed_experts"] = [
                     [rng.sample(range(NUM_EXPERTS), 2) for _ in range(NUM_LAYERS)]
                     for _ in range(length)
                 ]
+                if shared:
+                    same = 9 if number == 5 else len(prompt)
+                    row["routed_experts"][:same] = prompt_routes[:same]
             file.write(json.dumps(row) + "\n")
 
 
-def compared(tmp_path: Path, mode: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def compared(
+    tmp_path: Path, mode: str, *overrides: str, shared: bool = False
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the worker found, and the metrics of the job's two steps."""
-    write_rollouts(tmp_path / "rollouts.jsonl", routed=mode == "rollout")
+    write_rollouts(tmp_path / "rollouts.jsonl", routed=mode == "rollout", shared=shared)
     settings = [f"data.path={tmp_path / 'rollouts.jsonl'}", f"runs_dir={tmp_path / 'runs'}"]
     settings += ["data.prompts_per_batch=3", "plan.global_batch_size=6", "model.vocab_size=100"]
     settings += ["plan.max_tokens_per_gpu=48", "model.init_std=0.2", "layout.ep=1"]
     # Large enough that free routers choose other experts in the second step.
     settings += ["optim.distributed_optimizer=false", "optim.lr=0.03"]
     settings += [f"train.routing_replay={mode}", "objective.advantage_norm=group"]
+    settings += overrides
     out = tmp_path / "found.json"
     checked_job(2, "tests.dist.replay_worker", [str(out), str(CONFIG), *settings], timeout_s=200)
     lines = (tmp_path / "runs/moe_replay_tiny_dp2_ep2_cpu/metrics.jsonl").read_text().splitlines()
@@ -69,6 +88,19 @@ def test_steps_equal_one_sample_at_a_time_with_the_same_experts(mode: str, tmp_p
         assert found["changed_0"] == 0
     else:
         assert found["changed_0"] > 0.5
+    assert found["changed_1"] > 0.01, "the second step would have chosen these experts anyway"
+
+
+@pytest.mark.parametrize("mode", ["old_logprobs", "rollout"])
+def test_samples_share_prompts_that_go_to_the_same_experts(mode: str, tmp_path: Path) -> None:
+    sharing = ("plan.share_prefixes=auto", "plan.max_tokens_per_gpu=96")
+    found, steps = compared(tmp_path, mode, *sharing, shared=True)
+    assert found["old_logprobs_error"] < 1e-5
+    assert steps[0]["kl_old_nats"] == 0
+    for index in range(2):
+        assert steps[index]["shared_tokens"] > 0
+        assert steps[index]["loss"] == pytest.approx(found[f"loss_{index}"], rel=1e-5, abs=1e-6)
+        assert found[f"gradient_error_{index}"] < 1e-5
     assert found["changed_1"] > 0.01, "the second step would have chosen these experts anyway"
 
 
