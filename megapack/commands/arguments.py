@@ -63,6 +63,11 @@ def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> No
         metavar="NAME",
         help="samples with equal values stay in one micro-batch",
     )
+    group.add_argument(
+        "--group-column",
+        metavar="NAME",
+        help="samples with equal values have the same prompt, which rows may share",
+    )
 
 
 def read_table(args: argparse.Namespace) -> LengthTable:

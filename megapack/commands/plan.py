@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         cost=pricing.cost,
         policy=policy,
         forward_only=args.forward_only,
+        prefixes=table.prefixes,
     )
     strategies = {"megapack": plan, **naive_plans(plan, table.lengths)}
     reports = {
@@ -126,6 +127,11 @@ def _print(
         ratio = f"{report.seconds / ours.seconds:.2f}"
         rows.append([name, *_cells(report, pricing.in_seconds), ratio])
     print_table(rows)
+    if ours.shared_tokens:
+        print(
+            f"shared prefixes: rows do not hold {ours.shared_tokens} of {ours.tokens} tokens again "
+            f"({ours.shared_fraction:.1%}); the other strategies share nothing"
+        )
     print(f"time {pricing.basis}")
     print(f"{args.output}: digest {plan.digest()[:12]}")
 

@@ -59,13 +59,16 @@ def _payload(step: StepReport) -> dict[str, Any]:
         "rank_makespans": step.rank_seconds,
         "peak_live_tokens": step.peak_live_tokens,
         "peak_in_flight": step.peak_in_flight,
+        "tokens": step.tokens,
+        "shared_tokens": step.shared_tokens,
     }
 
 
 def _print(steps: dict[int, StepReport], seconds: float, pricing: Pricing) -> None:
     unit = "seconds" if pricing.in_seconds else "token times"
     head = ["step", "M", unit, "bubble", "fastest rank", "slowest rank", "live tokens", "in flight"]
-    rows = [head]
+    shares = any(step.shared_tokens for step in steps.values())
+    rows = [[*head, *["shared"] * shares]]
     for number, step in list(steps.items())[:_MAX_SHOWN]:
         rows.append(
             [
@@ -77,6 +80,7 @@ def _print(steps: dict[int, StepReport], seconds: float, pricing: Pricing) -> No
                 str(step.slowest_rank),
                 f"{step.peak_live_tokens:.0f}",
                 f"{step.peak_in_flight:.3g}",
+                *[f"{step.shared_fraction:.1%}"] * shares,
             ]
         )
     print_table(rows)

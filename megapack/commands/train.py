@@ -159,6 +159,12 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
         rows.append(_cells("critic's steps", 1, prediction.critic_steps))
         rows.append(_cells("values", 1, prediction.values))
     print_table(rows)
+    shared = prediction.steps.shared_tokens
+    if shared:
+        print(
+            f"shared prefixes: rows do not hold {shared} tokens again "
+            f"({prediction.steps.shared_fraction:.1%})"
+        )
     speed = prediction.tokens_per_gpu_second
     print(f"{speed * layout.world_size:.4g} tokens/s, {speed:.4g} tokens/s/GPU")
     print(f"time {pricing.basis}; optimizer and data are not counted")

@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         memory=memory,
         memory_bytes=memory_bytes,
         cost_of=lambda layout, split: read_pricing(args, layout, typical, split).cost,
+        prefixes=table.prefixes,
     )
     space = Space(
         num_gpus=args.gpus,
@@ -226,6 +227,9 @@ def _print(
     rows = [[*head, "seconds", "GiB", "tokens/s/GPU", *["layers"] * has_uneven]]
     rows += ([*_cells(c, sizes), *[str(c.stage_layers)] * has_uneven] for c in shown)
     print_table(rows)
+    report = shown[0].report
+    if report.shared_tokens:
+        print(f"shared prefixes of the first: {report.shared_fraction:.1%} of the samples' tokens")
     print(f"memory of the first: {shown[0].memory}")
     print(f"time {basis}")
 

@@ -19,6 +19,7 @@ def check_run(config: TrainConfig) -> None:
     _check_critic(config)
     _check_rewards(config)
     _check_routing_replay(config)
+    _check_shared_prefixes(config)
     _check_value_head(config)
     _check_retry(config)
     _check_export(config)
@@ -159,6 +160,21 @@ def _check_routing_replay(config: TrainConfig) -> None:
             raise ConfigError(
                 f"train.routing_replay={replay}: {reason}, or train.routing_replay=none"
             )
+
+
+def _check_shared_prefixes(config: TrainConfig) -> None:
+    """Refuse attention of Transformer Engine where it has no kernel for rows that share."""
+    model = config.model
+    cp = config.layout.cp
+    if config.plan.share_prefixes == "off" or cp == 1:
+        return
+    if model.attention == "te" or model.fp8 is not None:
+        name = "model.attention=te" if model.attention == "te" else f"model.fp8={model.fp8}"
+        raise ConfigError(
+            f"plan.share_prefixes=auto with {name} and layout.cp={cp}: Transformer Engine has no "
+            "attention for rows that share prefixes over context-parallel ranks; set "
+            "model.attention=varlen and model.fp8=null, or layout.cp=1, or plan.share_prefixes=off"
+        )
 
 
 def _check_value_head(config: TrainConfig) -> None:

@@ -24,6 +24,7 @@ from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
+from megapack.prefixes import SharedPrefixes
 
 
 def open_dataset(config: TrainConfig) -> Dataset:
@@ -133,6 +134,26 @@ def batch_advantages(objective: ObjectiveConfig, data: Dataset, numbers: SampleN
     return group_advantages(batch_rewards(objective, data, numbers), objective.advantage_norm)
 
 
+def batch_prefixes(
+    plan: PlanConfig,
+    data: Dataset,
+    numbers: SampleNumbers,
+    *,
+    mtp_num_layers: int,
+    replays_routes: bool,
+) -> SharedPrefixes | None:
+    """What a batch's samples have in common at their beginnings; None if nothing is to be shared.
+
+    The stored tokens of all samples are compared, so every rank finds the same.
+
+    Args:
+        mtp_num_layers, replays_routes: see `Dataset.prefixes`.
+    """
+    if plan.share_prefixes == "off":
+        return None
+    return data.prefixes(numbers, mtp_num_layers=mtp_num_layers, replays_routes=replays_routes)
+
+
 def plan_steps(
     plan: PlanConfig,
     layout: Layout,
@@ -140,11 +161,13 @@ def plan_steps(
     lengths: Sequence[int],
     rollout_ids: Sequence[int],
     pair_ids: Sequence[int] | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> Plan:
     """Plan the optimizer steps of a batch; arguments and errors as for `build_dp_schedule`.
 
     Args:
         pair_ids: `Dataset.pair_ids`; a pair stays in one micro-batch.
+        prefixes: `batch_prefixes`.
     """
     return build_dp_schedule(
         lengths,
@@ -157,15 +180,23 @@ def plan_steps(
         num_steps=plan.num_steps,
         cost=cost,
         policy=plan.to_policy(),
+        prefixes=prefixes,
     )
 
 
 def plan_logprobs(
-    plan: PlanConfig, layout: Layout, cost: CostModel | None, lengths: Sequence[int]
+    plan: PlanConfig,
+    layout: Layout,
+    cost: CostModel | None,
+    lengths: Sequence[int],
+    prefixes: SharedPrefixes | None = None,
 ) -> Plan | None:
     """Plan one forward pass over all samples with `forward_max_tokens_per_gpu` as the budget.
 
     Returns None without that setting: log-prob passes then use the rows of the steps.
+
+    Args:
+        prefixes: `batch_prefixes`.
     """
     if plan.forward_max_tokens_per_gpu is None:
         return None
@@ -177,4 +208,5 @@ def plan_logprobs(
         # Log-probs are needed for all samples, including those that a step may drop.
         policy=dataclasses.replace(plan.to_policy(), unreachable="pad"),
         forward_only=True,
+        prefixes=prefixes,
     )

@@ -19,6 +19,7 @@ from megapack.data.rollouts import Rollout, group_batches
 from megapack.data.tokenizer import Ids, Mask
 from megapack.errors import DataError
 from megapack.plan.plan import Plan, own_samples
+from megapack.prefixes import SharedPrefixes
 
 SampleNumbers = npt.NDArray[np.int64]
 """Numbers of samples in a data set, from 0, in the order of its files."""
@@ -167,6 +168,14 @@ class Dataset:
             SampleReward(group, rollout, _none_if_nan(reward), _none_if_nan(advantage))
             for group, rollout, reward, advantage in zip(*columns, strict=True)
         ]
+
+    def prefixes(
+        self, numbers: SampleNumbers, *, mtp_num_layers: int = 0, replays_routes: bool = False
+    ) -> SharedPrefixes:
+        """What these samples have in common at their beginnings, see `StoredSamples.prefixes`."""
+        return self._samples.prefixes(
+            numbers, mtp_num_layers=mtp_num_layers, replays_routes=replays_routes
+        )
 
     def tokens(self, number: int) -> SampleTokens:
         """The tokens of one sample."""

@@ -34,6 +34,7 @@ from megapack.data.rollouts import Rollout
 from megapack.data.tokenizer import Ids, Mask
 from megapack.data.workers import read_pieces
 from megapack.errors import DataError
+from megapack.prefixes import SharedPrefixes
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ _KEY_CHARS = 16
 _INDEX = ".megapack-index.npy"
 _TOKENS = ".megapack-tokens.npy"
 _ROUTES = ".megapack-routes.npy"
+# A right shift by it leaves the sign bit of an int32.
+_SIGN_BIT = 31
 _SUFFIXES = (_TOKENS, _ROUTES, _INDEX)
 
 
@@ -96,6 +99,39 @@ class StoredSamples:
     all_routes: Routes | None
     """[routed tokens of all samples, MoE layers, k]."""
 
+    def prefixes(
+        self, numbers: npt.NDArray[np.int64], *, mtp_num_layers: int, replays_routes: bool
+    ) -> SharedPrefixes:
+        """What samples have in common at their beginnings, by the order of `numbers`.
+
+        Only tokens that samples have in common are read, and the routes of these.
+
+        Args:
+            mtp_num_layers: layers of multi-token prediction of the model.
+            replays_routes: samples share only tokens that have the same routes.
+        """
+        index = self.index[numbers]
+        starts = index["start"].tolist()
+        lengths = index["prompt_tokens"] + index["response_tokens"]
+        stops = (index["start"] + lengths).tolist()
+
+        def read(sample: int, first: int, last: int) -> Tokens:
+            start = starts[sample]
+            stored = self.all_tokens[start + first : min(start + last, stops[sample])]
+            # ~id is -1 - id, and the sign bit shifts to -1 where it is set.
+            return stored ^ (stored >> _SIGN_BIT)
+
+        routing: list[Routes | None] | None = None
+        if replays_routes:
+            pairs = zip(index["route_start"].tolist(), lengths.tolist(), strict=True)
+            routing = [self._routes(row, length) for row, length in pairs]
+        return SharedPrefixes.from_reader(
+            len(numbers), read, routing=routing, mtp_num_layers=mtp_num_layers
+        )
+
+    def _routes(self, row: int, length: int) -> Routes | None:
+        return None if self.all_routes is None or row < 0 else self.all_routes[row : row + length]
+
     def tokens(self, number: int) -> SampleTokens:
         """The tokens of one sample."""
         entry = self.index[number]
@@ -104,15 +140,11 @@ class StoredSamples:
         stop = first + int(entry["response_tokens"])
         response = self.all_tokens[first:stop].astype(np.int64)
         counts = response >= 0
-        routes = None
-        if self.all_routes is not None and entry["route_start"] >= 0:
-            row = int(entry["route_start"])
-            routes = self.all_routes[row : row + stop - start]
         return SampleTokens(
             prompt_ids=self.all_tokens[start:first].astype(np.int64),
             response_ids=np.where(counts, response, -1 - response),
             loss_mask=None if counts.all() else counts,
-            routed_experts=routes,
+            routed_experts=self._routes(int(entry["route_start"]), stop - start),
         )
 
 

@@ -22,6 +22,7 @@ from megapack.base.arrays import MAX_LENGTH, Ids, Ints, is_id, read_lengths
 from megapack.base.files import read_whole, strict_json
 from megapack.config.typed import shown
 from megapack.errors import ConfigError, DataError, brief, first_line
+from megapack.prefixes import SharedPrefixes
 
 STDIN = "-"
 
@@ -62,6 +63,9 @@ class Columns:
     """Samples with equal values stay in one optimizer step."""
     colocate: str | None = None
     """Samples with equal values stay in one micro-batch."""
+    group: str | None = None
+    """Samples with equal values have the same prompt, whose tokens rows may share. Needs columns of
+    prompts and responses."""
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != (self.response is None):
@@ -95,9 +99,26 @@ class Columns:
             "--prompt-column and --response-column"
         )
 
+    def prompts(self, names: list[str]) -> str | None:
+        """The column of prompts; None if the length is one column.
+
+        Raises:
+            DataError: there are groups and no prompts.
+        """
+        summands = self.summands(names)
+        if len(summands) > 1:
+            return summands[0]
+        if self.group is not None:
+            raise DataError(
+                f"groups {_one_line(self.group)!r} and no column of prompts beside "
+                f"{_one_line(summands[0])!r}; set --prompt-column and --response-column"
+            )
+        return None
+
     def needed(self, names: list[str]) -> list[str]:
         """The columns to read; all columns if one is missing, so that the error can list them."""
-        id_columns = [name for name in (self.rollout, self.colocate) if name is not None]
+        ids = (self.rollout, self.colocate, self.group)
+        id_columns = [name for name in ids if name is not None]
         needed = [*self.summands(names), *id_columns]
         return needed if set(needed) <= set(names) else names
 
@@ -112,6 +133,8 @@ class LengthTable:
     colocate_ids: Ids | None
     columns: str
     """The columns that were read as the length, such as `prompt_len + response_len`."""
+    prefixes: SharedPrefixes | None = None
+    """Prompts that samples have in common; None if the file does not say."""
 
 
 def read_length_file(path: str, columns: Columns) -> LengthTable:
@@ -157,6 +180,9 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
     if first is None:
         raise DataError("no samples; give one row per sample")
     summands = columns.summands(list(first[1]))
+    prompts = columns.prompts(list(first[1]))
+    groups: list[int | str] = []
+    prompt_tokens: list[int] = []
     lengths: list[int] = []
     rollouts: list[int | str] = []
     colocated: list[int | str] = []
@@ -167,6 +193,9 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
                 rollouts.append(_identity(row, columns.rollout))
             if columns.colocate is not None:
                 colocated.append(_identity(row, columns.colocate))
+            if columns.group is not None and prompts is not None:
+                groups.append(_identity(row, columns.group))
+                prompt_tokens.append(_count(row, prompts))
         except DataError as error:
             raise DataError(f"line {number}: {error}") from None
     return LengthTable(
@@ -174,6 +203,7 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
         _ids(rollouts) if columns.rollout is not None else None,
         _ids(colocated) if columns.colocate is not None else None,
         _sum(summands),
+        None if columns.group is None else SharedPrefixes.from_groups(groups, prompt_tokens),
     )
 
 

@@ -47,7 +47,7 @@ def row_ahead(row: PackedRow, depth: int) -> PackedRow:
     """
     tokens_T = _ahead(row, row.tokens_T, depth)
     # Label t + 1 + depth is predicted from the position of token t.
-    offset_N = torch.cat([torch.zeros(0, dtype=torch.int64), *map(torch.arange, row.lengths)])
+    offset_N = row.position_ids_T[row.positions_N]
     kept_R = offset_N[row.label_index_R] > depth
     index_R = row.label_index_R[kept_R]
     return replace(

@@ -20,6 +20,7 @@ from megapack.cost.model import CostModel
 from megapack.data.batches import (
     all_batches,
     batch_advantages,
+    batch_prefixes,
     batch_rewards,
     open_dataset,
     plan_logprobs,
@@ -31,6 +32,7 @@ from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, plan_report
 from megapack.plan.plan import Plan
 from megapack.policy import check_count_rule
+from megapack.prefixes import SharedPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class Batch:
     """See `Dataset.pair_ids`."""
     source: str
     """Where the lengths come from, in one line for people."""
+    prefixes: SharedPrefixes | None = None
+    """What rows may share; None without `plan.share_prefixes`, and for lengths without tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +133,13 @@ def first_batch(config: TrainConfig) -> Batch:
         rollout_ids=dataset.rollout_ids(rows),
         pair_ids=dataset.pair_ids(rows),
         source=f"the first batch of {len(dataset)} samples in {data.path}",
+        prefixes=batch_prefixes(
+            config.plan,
+            dataset,
+            rows,
+            mtp_num_layers=config.model.mtp_num_layers,
+            replays_routes=config.train.routing_replay == "rollout",
+        ),
     )
 
 
@@ -151,12 +162,11 @@ def predict(
     """
     planning_cost = config.cost_model(layout)
     lengths = batch.lengths.tolist()
-    plan = plan_steps(
-        config.plan, layout, planning_cost, lengths, batch.rollout_ids, batch.pair_ids
-    )
+    settings = (config.plan, layout, planning_cost, lengths)
+    plan = plan_steps(*settings, batch.rollout_ids, batch.pair_ids, batch.prefixes)
     logprobs = critic_steps = values = None
     if config.objective.num_logprob_passes:
-        forward_plan = plan_logprobs(config.plan, layout, planning_cost, lengths)
+        forward_plan = plan_logprobs(*settings, batch.prefixes)
         forward_plan = forward_plan or dataclasses.replace(plan, forward_only=True)
         logprobs = plan_report(forward_plan, batch.lengths, cost)
         if config.critic.enabled:

@@ -22,6 +22,7 @@ from megapack.layout import Layout
 from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
 from megapack.plan.plan import Counts, Plan, StepPlan, count_steps
 from megapack.planner.bins import fewest_bins_bound
+from megapack.prefixes import PrefixTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class Report(Counts):
 
     num_gpus: int
     fill: float | None
-    """Real tokens over the budget of the rows with samples; None for a count-based plan."""
+    """Real tokens that rows hold over the budget of the rows with samples; None for a count-based
+    plan."""
     imbalance: float
     """Work of the busiest DP rank over the mean of the ranks; 1 is even. Work is what a rank's rows
     cost, without the waiting in the pipeline. For several steps, the sums of both are divided."""
@@ -48,7 +50,8 @@ class Report(Counts):
     """Lower bound of `seconds`, the larger of two: all work spread evenly at the fewest
     micro-batches and without a bubble; the longest sample's way through the pipeline and back."""
     equal_work_seconds: float | None
-    """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost."""
+    """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost. What
+    samples of a step share is counted once."""
     num_rows_bound: int | None
     """Lower bound of `num_rows`: the L2 bound of Martello and Toth under the budget, or the samples
     over `micro_batch_size`."""
@@ -65,7 +68,7 @@ class Report(Counts):
 
     @property
     def tokens_per_gpu_second(self) -> float:
-        """Real tokens per second and GPU."""
+        """Real tokens of the samples per second and GPU; shared ones count for each sample."""
         return self.tokens / self.seconds / self.num_gpus
 
     def totals(self) -> dict[str, Any]:
@@ -77,6 +80,7 @@ class Report(Counts):
         return (
             f"rows {self.num_rows}{_shown(self.num_rows_bound, 'd')}, "
             f"padding {self.num_padding_rows}, packed {self.packing_efficiency:.1%}, "
+            f"{f'shared {self.shared_fraction:.1%}, ' if self.shared_tokens else ''}"
             f"imbalance {self.imbalance:.3f}{_shown(self.imbalance_bound, '.3f')}, "
             f"seconds {self.seconds:.4g}{_shown(self.seconds_bound, '.4g')}, "
             f"bubble {self.bubble_fraction:.1%}"
@@ -223,19 +227,21 @@ def _ratio(busiest_work: float, mean_work: float) -> float:
 def _fill(plan: Plan, counts: Counts) -> float | None:
     if plan.capacity is None or not counts.num_rows:
         return None
-    return counts.tokens / (counts.num_rows * plan.capacity)
+    return counts.held_tokens / (counts.num_rows * plan.capacity)
 
 
 def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -> _Bounds:
     cost = cost or TOKENS
     layout = plan.layout
-    kept = lengths[list(step.kept_samples)]
+    samples = np.array(step.kept_samples, dtype=np.int64)
+    kept = lengths[samples]
     aligned = layout.aligned_sample_tokens(kept)
-    num_rows = _rows_bound(plan, aligned)
+    saved = _saved(plan, samples)
+    num_rows = _rows_bound(plan, aligned, saved[0])
     largest = _work(aligned.max(keepdims=True), layout, cost)
-    work = _work(aligned, layout, cost) - cost.fixed
+    work = _work(aligned, layout, cost, saved) - cost.fixed
     passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
-    own_work = _work(kept, layout, cost) - cost.fixed
+    own_work = _work(kept, layout, cost, saved) - cost.fixed
     return _Bounds(
         num_rows=num_rows,
         largest_work=largest,
@@ -245,17 +251,34 @@ def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -
     )
 
 
-def _work(lengths: Ints, layout: Layout, cost: CostModel) -> float:
-    """Seconds of one chunk's forward for samples of these lengths in one row."""
+def _saved(plan: Plan, samples: Ints) -> tuple[int, int]:
+    """Tokens and squared tokens that one row with all of a step's samples saves: no plan saves
+    more."""
+    if plan.prefixes is None:
+        return 0, 0
+    table = PrefixTable(plan.prefixes, plan.num_samples, plan.layout)
+    tokens, tokens_sq = table.saved(samples, np.zeros_like(samples), 1)
+    return int(tokens[0]), int(tokens_sq[0])
+
+
+def _work(lengths: Ints, layout: Layout, cost: CostModel, saved: tuple[int, int] = (0, 0)) -> float:
+    """Seconds of one chunk's forward for samples of these lengths in one row.
+
+    Args:
+        saved: tokens and squared tokens that they share.
+    """
     return cost.forward_seconds(
         layout,
-        row_tokens=int(lengths.sum()),
-        tokens_sq=int((lengths * lengths).sum()),
+        row_tokens=int(lengths.sum()) - saved[0],
+        tokens_sq=int((lengths * lengths).sum()) - saved[1],
         num_samples=lengths.size,
     )
 
 
-def _rows_bound(plan: Plan, aligned: Ints) -> int:
+def _rows_bound(plan: Plan, aligned: Ints, saved_tokens: int) -> int:
+    if plan.capacity is not None and saved_tokens:
+        # Samples that share tokens are no bins of their own size: only the sum of tokens counts.
+        return -(-(int(np.minimum(aligned, plan.capacity).sum()) - saved_tokens) // plan.capacity)
     if plan.capacity is not None:
         return fewest_bins_bound(aligned, plan.capacity)
     assert plan.micro_batch_size is not None

@@ -25,6 +25,7 @@ from megapack.layout import CountRule, Layout
 from megapack.outlook.stats import PlanReport, plan_report
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import GroupSize, Policy
+from megapack.prefixes import SharedPrefixes
 
 # Chosen by hand: by default the longest sample times 1, 2, 4, 8 and 16 is tried as budget.
 _MAX_BUDGETS = 5
@@ -197,6 +198,8 @@ class Workload:
     memory_bytes: int
     """Memory that one GPU may use."""
     cost_of: Callable[[Layout, StageLayers], CostModel]
+    prefixes: SharedPrefixes | None = None
+    """Tokens that samples have in common; None: nothing is shared."""
 
 
 def tune(work: Workload, space: Space) -> Tuning:
@@ -287,6 +290,7 @@ def _plan(
             num_steps=work.num_steps,
             cost=work.cost_of(layout, split),
             policy=policy,
+            prefixes=work.prefixes,
         )
     except PlanError:
         return None

@@ -45,6 +45,11 @@ class MicroBatch:
     shared_tokens: int = 0
     """Tokens that the row does not hold again, because another of its samples begins with them."""
 
+    @property
+    def held_tokens(self) -> int:
+        """Real tokens that the row holds: those of its samples, shared ones once."""
+        return self.tokens - self.shared_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
@@ -71,7 +76,17 @@ class Counts:
     @property
     def packing_efficiency(self) -> float:
         """Real tokens that rows hold over row tokens; 1 is perfect."""
-        return (self.tokens - self.shared_tokens) / self.row_tokens if self.row_tokens else 1.0
+        return self.held_tokens / self.row_tokens if self.row_tokens else 1.0
+
+    @property
+    def held_tokens(self) -> int:
+        """Real tokens that rows hold: those of their samples, shared ones once."""
+        return self.tokens - self.shared_tokens
+
+    @property
+    def shared_fraction(self) -> float:
+        """Share of the samples' tokens that rows do not hold again."""
+        return self.shared_tokens / self.tokens if self.tokens else 0.0
 
     @property
     def padding_fraction(self) -> float:

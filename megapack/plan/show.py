@@ -65,11 +65,11 @@ def _step_line(number: int, step: StepPlan) -> str:
     group = "" if step.group_size is None else f" G={step.group_size}"
     num_dropped = counts.num_dropped_rollouts
     dropped = f", {num_dropped} rollouts dropped" if num_dropped else ""
-    shared = f", {counts.shared_tokens} shared" if counts.shared_tokens else ""
+    shared = f", {counts.shared_tokens} of them shared" if counts.shared_tokens else ""
     return (
         f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
-        f"{counts.num_padding_rows} padding, {counts.tokens} tokens in "
-        f"{counts.row_tokens} row tokens{shared}{dropped}"
+        f"{counts.num_padding_rows} padding, {counts.tokens} tokens{shared} in "
+        f"{counts.row_tokens} row tokens{dropped}"
     )
 
 
@@ -105,7 +105,7 @@ def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
         return f"{k:>6}  . {mb.row_tokens} row tokens"
     samples = ",".join(map(str, mb.samples[:_MAX_SAMPLES]))
     more = len(mb.samples) - _MAX_SAMPLES
-    shared = f", {mb.shared_tokens} shared" if mb.shared_tokens else ""
+    shared = f", {mb.shared_tokens} of them shared" if mb.shared_tokens else ""
     return (
         f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens{shared}: samples {samples}"
         f"{f' and {more} more' if more > 0 else ''}"

@@ -9,7 +9,8 @@ prefixes stands for a suffix tree: Manber and Myers 1993, Kasai et al. 2001.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,15 @@ from megapack.errors import DataError, brief
 
 # Token ids are int32 here: no vocabulary has 2**31 ids.
 _MAX_ID = 2**31 - 1
+_ID_DTYPE = np.dtype(">i4")
+_ID_BYTES = _ID_DTYPE.itemsize
+
+# Tokens that are compared at a time. With more, samples are read further than they agree; with
+# fewer, long common beginnings need more steps of Python.
+_PIECE = 256
+
+Reader = Callable[[int, int, int], npt.NDArray[Any]]
+"""(sample, first, last) -> the sample's token ids from `first` to `last`."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +63,58 @@ class SharedPrefixes:
         routing: Sequence[Any] | None = None,
         mtp_num_layers: int = 0,
     ) -> SharedPrefixes:
-        """Find common beginnings in token ids; O(n log n) comparisons of samples.
+        """Find common beginnings in token ids.
 
         Args:
             token_ids: per sample its ids: a list, an array, or a tensor on the CPU.
             routing: per sample the experts that a step replays, [tokens, MoE layers, experts per
                 token], as for `ScheduleAdapter.step`. Samples share only tokens that go to the same
-                experts. None: the routers choose.
+                experts, in any order. None: the routers choose.
             mtp_num_layers: layers of multi-token prediction of the model.
 
         Raises:
-            DataError: ids that are not a flat sequence of integers from 0 to 2**31 - 1.
+            DataError: ids that are not a flat sequence of integers from 0 to 2**31 - 1, or routing
+                of other shapes.
         """
+        if routing is not None and len(routing) != len(token_ids):
+            raise DataError(
+                f"routing of {len(routing)} samples for {len(token_ids)}; give one entry per "
+                "sample, None for samples that share nothing"
+            )
         samples = [_read_ids(i, ids) for i, ids in enumerate(token_ids)]
-        # Big-endian bytes have the order of the numbers, and bytes are compared by memcmp.
-        keys = [ids.astype(">i4").tobytes() for ids in samples]
-        order = sorted(range(len(samples)), key=keys.__getitem__)
+        return cls.from_reader(
+            len(samples),
+            lambda i, first, last: samples[i][first:last],
+            routing=routing,
+            mtp_num_layers=mtp_num_layers,
+        )
+
+    @classmethod
+    def from_reader(
+        cls,
+        num_samples: int,
+        read: Reader,
+        *,
+        routing: Sequence[Any] | None = None,
+        mtp_num_layers: int = 0,
+    ) -> SharedPrefixes:
+        """Find common beginnings in token ids that are read only as far as samples agree.
+
+        Args:
+            read: gives a sample's ids from one position to another as an array of integers; fewer
+                or none after its end.
+            routing, mtp_num_layers: see `from_samples`. A sample's routes are read by slices.
+        """
         own_tokens = 1 + mtp_num_layers
-        common = [0] * len(order)
-        for k in range(1, len(order)):
-            pair = (order[k - 1], order[k])
-            common[k] = _num_equal(*(samples[i] for i in pair))
-            if routing is not None and common[k] > own_tokens:
-                agreed = _num_agreed([routing[i] for i in pair], common[k] - own_tokens)
-                common[k] = min(common[k], agreed + own_tokens)
+        # A sample without routes shares nothing, and would stand between others that do.
+        members = [i for i in range(num_samples) if routing is None or routing[i] is not None]
+        order, common = _depth_first(members, read)
+        if routing is not None:
+            for k in range(1, len(order)):
+                if common[k] > own_tokens:
+                    pair = (order[k - 1], order[k])
+                    agreed = _num_agreed(routing, pair, common[k] - own_tokens)
+                    common[k] = min(common[k], agreed + own_tokens)
         return cls(tuple(order), tuple(common), own_tokens).trimmed()
 
     @classmethod
@@ -122,6 +160,45 @@ class SharedPrefixes:
         kept = shares | np.append(shares[1:], False)
         order = np.array(self.order, dtype=np.int64)[kept]
         return SharedPrefixes(tuple(order.tolist()), tuple(common[kept].tolist()), self.own_tokens)
+
+    def split_by(self, set_of: Sequence[int]) -> SharedPrefixes:
+        """Without what samples of different sets have in common.
+
+        A pass that records routing runs each shared token once per row. Two rows may choose other
+        experts for the same tokens, because kernels round differently in rows of other shapes. A
+        step that replays these choices may share tokens only among samples of one of these rows.
+
+        Args:
+            set_of: per sample of the batch the number of its set, such as the row of an earlier
+                plan; -1: the sample shares nothing.
+
+        Raises:
+            DataError: there are fewer numbers than samples, or one is no integer from -1 on.
+
+        >>> prefixes = SharedPrefixes.from_samples([[5, 6, 7], [5, 6, 8], [5, 6, 9]])
+        >>> prefixes.split_by([0, 1, 0])
+        SharedPrefixes(order=(0, 2), common=(0, 2), own_tokens=1)
+        """
+        sets = np.asarray(set_of)
+        if sets.ndim != 1 or (sets.size and (sets.dtype.kind not in "iu" or sets.min() < -1)):
+            raise DataError(f"sets are {brief(set_of)}; give one number from -1 on per sample")
+        if self.order and max(self.order) >= sets.size:
+            raise DataError(
+                f"{sets.size} numbers of sets for prefixes of sample {max(self.order)}; give one "
+                "per sample of the batch"
+            )
+        own_sets = sets[list(self.order)].astype(np.int64)
+        # Places by set, each set in depth-first order.
+        by_set = np.argsort(own_sets, kind="stable")
+        set_of_place = own_sets[by_set]
+        follows = np.flatnonzero((np.diff(set_of_place) == 0) & (set_of_place[1:] >= 0)) + 1
+        common = np.zeros(by_set.size, dtype=np.int64)
+        for k in follows.tolist():
+            between = self.common[by_set[k - 1] + 1 : by_set[k] + 1]
+            common[k] = min(between)
+        order = np.array(self.order, dtype=np.int64)[by_set]
+        split = SharedPrefixes(tuple(order.tolist()), tuple(common.tolist()), self.own_tokens)
+        return split.trimmed()
 
     def check(self, lengths: Ints) -> None:
         """Check that the samples can have these tokens in common.
@@ -182,26 +259,73 @@ def _read_ids(sample: int, ids: Any) -> npt.NDArray[Any]:
     return flat
 
 
-def _num_equal(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
-    """Number of equal elements at the beginnings of two arrays.
+def _depth_first(samples: list[int], read: Reader) -> tuple[list[int], list[int]]:
+    """Samples in depth-first order, and what each has in common with the one before it.
 
-    >>> _num_equal(np.array([5, 6, 7]), np.array([5, 6, 8, 9]))
+    Samples are split by their next `_PIECE` tokens until each is alone: 2,048 samples of 8,000
+    tokens of which groups of 16 have 1,000 in common are read up to token 1,024 only.
+    """
+    order: list[int] = []
+    common: list[int] = []
+    # Samples that have `depth` tokens in common, and what the first of them has in common with the
+    # sample before it; the next run last.
+    runs = [(samples, 0, 0)] if samples else []
+    while runs:
+        members, depth, before = runs.pop()
+        if len(members) == 1:
+            order += members
+            common.append(before)
+            continue
+        parts: dict[bytes, list[int]] = {}
+        for i in members:
+            parts.setdefault(_key(read(i, depth, depth + _PIECE)), []).append(i)
+        # Bytes are compared by memcmp; a sample that ends comes before those that go on.
+        pieces = sorted(parts)
+        starts = [before, *(depth + _num_equal(*pair) for pair in itertools.pairwise(pieces))]
+        split = []
+        for piece, start in zip(pieces, starts, strict=True):
+            end = depth + len(piece) // _ID_BYTES
+            if end == depth + _PIECE:
+                split.append((parts[piece], end, start))
+            else:
+                # They end here, so they are equal.
+                first, *others = parts[piece]
+                split += [([first], end, start), *(([i], end, end) for i in others)]
+        runs += reversed(split)
+    return order, common
+
+
+def _key(ids: npt.NDArray[Any]) -> bytes:
+    # Big-endian bytes have the order of the numbers.
+    return ids.astype(_ID_DTYPE).tobytes()
+
+
+def _num_equal(first: bytes, second: bytes) -> int:
+    """Number of equal ids at the beginnings of two keys.
+
+    >>> _num_equal(_key(np.array([5, 6, 7])), _key(np.array([5, 6, 8, 9])))
     2
     """
     size = min(len(first), len(second))
-    differs = first[:size] != second[:size]
-    at = int(differs.argmax()) if size else 0
-    return at if size and differs[at] else size
+    differs = np.frombuffer(first[:size], _ID_DTYPE) != np.frombuffer(second[:size], _ID_DTYPE)
+    return int(differs.argmax()) if differs.any() else differs.size
 
 
-def _num_agreed(routes: Sequence[Any], num_tokens: int) -> int:
+def _num_agreed(routing: Sequence[Any], pair: tuple[int, int], num_tokens: int) -> int:
     """First tokens of two samples that go to the same experts, at most `num_tokens`.
 
-    The order of a token's experts does not matter.
+    The order of a token's experts does not matter, because the layer adds up their outputs. Where
+    two experts have nearly the same score, an inference engine may name either first.
     """
-    if any(route is None for route in routes):
-        return 0
-    first, second = (np.sort(np.asarray(route[:num_tokens]), axis=-1) for route in routes)
-    differs = (first != second).reshape(num_tokens, -1).any(axis=1)
+    first, second = (np.asarray(routing[i][:num_tokens]) for i in pair)
+    if first.shape != second.shape or first.ndim != 3 or len(first) < num_tokens:
+        raise DataError(
+            f"samples {pair[0]} and {pair[1]} have routing {first.shape} and {second.shape} for "
+            f"{num_tokens} common tokens; give each [tokens, MoE layers, experts per token]"
+        )
+    differs = (first != second).any(axis=(1, 2))
+    (unequal,) = differs.nonzero()
+    # Sorting is slow, and few tokens need it.
+    differs[unequal] = (np.sort(first[unequal]) != np.sort(second[unequal])).any(axis=(1, 2))
     at = int(differs.argmax())
     return at if differs[at] else num_tokens

@@ -25,6 +25,7 @@ from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
 from megapack.loss.token import LossWeighting
 from megapack.model.attention.rotary import gather_rotary_tables
+from megapack.model.attention.te_prefixes import gather_te_keys
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, collect_routing
 from megapack.model.init import keep_gradients_through_recompute
@@ -130,6 +131,7 @@ class ScheduleAdapter:
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
         gather_rotary_tables(self.chunks)
+        gather_te_keys(self.chunks)
         self._groups = process_groups()
         self.vocabulary_head = choose_head(
             head_kernel if head == "vocabulary" else "torch",
@@ -386,6 +388,8 @@ class ScheduleAdapter:
         if call.has_planned_rows:
             checks.check_planned_rows(self.config)
         checks.check_counts(plan, self.config)
+        if plan.prefixes is not None:
+            checks.check_shared_prefixes(self.chunks, self.config, is_training=call.is_training)
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
             self._checked_digest = plan.digest()

@@ -15,7 +15,11 @@ from packaging.version import Version
 
 from megapack.errors import ConfigError
 from megapack.layout import Layout, fp8_rows
-from megapack.model.attention.packed import refuse_unpacked_attention
+from megapack.model.attention.packed import PackedAttention, refuse_unpacked_attention
+from megapack.model.attention.rotary import prefix_obstacle
+from megapack.model.attention.sdpa import PackedSDPA
+from megapack.model.attention.te_prefixes import te_attentions
+from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.init import is_expert
@@ -233,6 +237,49 @@ def check_chunks(chunks: Sequence[Any]) -> None:
                     "DDP was built without calculate_per_token_loss and scales gradients by "
                     f"{buffer.gradient_scaling_factor}; set it to True before wrapping the model"
                 )
+
+
+def check_shared_prefixes(chunks: Sequence[Any], config: Any, *, is_training: bool) -> None:
+    """Raise ConfigError if the model would be wrong on rows whose samples share prefixes."""
+    advice = "or plan.share_prefixes=off (Policy(share_prefixes='off'))"
+    for name in ("attention_dropout", "hidden_dropout") if is_training else ():
+        if getattr(config, name, 0.0):
+            raise ConfigError(
+                f"{name}={getattr(config, name)}: samples that share a prefix would drop the same "
+                f"of its values; set it to 0, {advice}"
+            )
+    for chunk in map(unwrapped, chunks):
+        obstacle = prefix_obstacle(chunk)
+        if obstacle is not None:
+            raise ConfigError(
+                f"positions of tokens after a shared prefix would be wrong: {obstacle}, {advice}"
+            )
+        for module in chunk.modules():
+            if isinstance(module, PackedAttention) and type(module).attend not in _SHARING_KERNELS:
+                raise ConfigError(
+                    f"{type(module).__name__} is not known to attend to shared prefixes; set "
+                    f"PackedSDPA or PackedVarlen, {advice}"
+                )
+        if any(te_attentions(chunk)):
+            _check_te_prefixes(config, advice)
+
+
+_SHARING_KERNELS = (PackedSDPA.attend, PackedVarlen.attend)
+
+
+def _check_te_prefixes(config: Any, advice: str) -> None:
+    if config.context_parallel_size > 1:
+        raise ConfigError(
+            "Transformer Engine's attention has no shared prefixes with context parallelism "
+            f"(cp={config.context_parallel_size}); set model.attention=varlen, {advice}"
+        )
+    # FP8 kernels take no packed rows with that mask; windows with it are not tested.
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention", "window_size"):
+        if getattr(config, name, None):
+            raise ConfigError(
+                f"{name}={getattr(config, name)} with shared prefixes is not supported by "
+                f"Transformer Engine's attention; unset it, {advice}"
+            )
 
 
 def check_expert_gradients(chunks: Sequence[Any], layout: Layout) -> None:

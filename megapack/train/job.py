@@ -45,6 +45,7 @@ from megapack.model.build import attention_sizes, build_model, initialize_parall
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.model.settings import describe, layer_settings, reduction_settings
 from megapack.outlook.stats import step_report
+from megapack.plan.plan import Plan
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
@@ -151,6 +152,7 @@ class Trainer:
             self.data,
             self.adapter.dp_rank,
             replays_rollouts=config.train.routing_replay == "rollout",
+            mtp_num_layers=config.model.mtp_num_layers,
         )
         self.passes = BatchPasses(
             config.objective,
@@ -335,8 +337,7 @@ class Trainer:
         self.progress.line(plan_line(batch.plan))
         batch_seconds = {"plan_s": planned - started}
         first_step = self.position.step_in_batch
-        # Not 0 only in the batch inside which the checkpoint was saved.
-        resumed = self.resumed if first_step else None
+        resumed = self._resumed_inside
         if resumed is not None:
             fields = self._saved_fields
             agree(
@@ -415,9 +416,31 @@ class Trainer:
         if PAIR_SIGN in self.passes.objective.required_fields:
             fields[PAIR_SIGN] = torch.tensor(self.data.pair_signs(numbers)).float()
         batch = self.planner.plan(numbers, fields)
+        if self._lacks_equal_routes(batch.plan):
+            apart = dataclasses.replace(self.config.plan, share_prefixes="off")
+            batch = dataclasses.replace(self.planner, config=apart).plan(numbers, fields)
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.samples.lengths)
         return batch
+
+    @property
+    def _resumed_inside(self) -> Checkpoint | None:
+        """The checkpoint that was saved inside the current batch, from which the run resumed."""
+        # Not 0 at a batch's start only in that batch.
+        return self.resumed if self.position.step_in_batch else None
+
+    def _lacks_equal_routes(self, plan: Plan) -> bool:
+        """Whether samples may share tokens whose recorded routes differ.
+
+        Samples that shared a row when routes were recorded have the same ones. Another layout may
+        put others into a row, and a router may choose by the last bit of a sum.
+        """
+        resumed = self._resumed_inside
+        return (
+            resumed is not None
+            and self._records_routing
+            and resumed.manifest.plan_digest != plan.digest()
+        )
 
     def _note_oom(self, error: StepOutOfMemory) -> None:
         self.tracer.drop()

@@ -43,6 +43,7 @@ def packing_metrics(step: StepReport) -> dict[str, Any]:
     """How well a step is packed."""
     return {
         "tokens": step.tokens,
+        "shared_tokens": step.shared_tokens,
         "num_samples": step.num_samples,
         "num_dropped_rollouts": step.num_dropped_rollouts,
         "num_microbatches_per_rank": step.num_microbatches[1],
@@ -150,11 +151,14 @@ class Progress:
 def plan_line(plan: Plan) -> str:
     """One line about a batch's plan."""
     steps = plan.steps
+    counts = plan.counts
+    shared = counts.shared_tokens
     spans = ", ".join(step.counts.microbatch_span for step in steps[:8])
     return (
         f"plan {plan.digest()[:12]}: {plan.num_samples} samples, {len(steps)} step(s), "
         f"M = {spans}{', ...' if len(steps) > 8 else ''}, "
-        f"{plan.counts.num_dropped_rollouts} rollout(s) dropped"
+        f"{counts.num_dropped_rollouts} rollout(s) dropped"
+        f"{f', {shared} of {counts.tokens} tokens shared' if shared else ''}"
     )
 
 

@@ -23,7 +23,7 @@ from megapack.base.choices import RoutingReplay
 from megapack.config.objective import ObjectiveConfig
 from megapack.config.sections import PlanConfig
 from megapack.cost.model import CostModel
-from megapack.data.batches import plan_logprobs, plan_steps
+from megapack.data.batches import batch_prefixes, plan_logprobs, plan_steps
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.errors import DataError, StepOutOfMemory
 from megapack.layout import Layout
@@ -33,6 +33,7 @@ from megapack.loss.token import GRPO, PPO, SFT
 from megapack.model.overlap import finish_param_gathers
 from megapack.outlook.stats import StepReport, step_report
 from megapack.plan.plan import Plan, StepPlan, own_samples
+from megapack.prefixes import SharedPrefixes
 from megapack.ranks.agree import agree
 from megapack.samples import SampleBatch
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
@@ -109,6 +110,7 @@ class BatchPlanner:
         cost: what a row costs.
         dp_rank: this process's data-parallel rank.
         replays_rollouts: read `routed_experts` of the data.
+        mtp_num_layers: layers of multi-token prediction of the model.
     """
 
     config: PlanConfig
@@ -117,6 +119,17 @@ class BatchPlanner:
     data: Dataset
     dp_rank: int
     replays_rollouts: bool = False
+    mtp_num_layers: int = 0
+
+    def prefixes(self, numbers: SampleNumbers) -> SharedPrefixes | None:
+        """What rows of these samples may share; None if nothing."""
+        return batch_prefixes(
+            self.config,
+            self.data,
+            numbers,
+            mtp_num_layers=self.mtp_num_layers,
+            replays_routes=self.replays_rollouts,
+        )
 
     def plan(self, numbers: SampleNumbers, fields: Mapping[str, Sequence[Any]]) -> PlannedBatch:
         """Plan a batch of these samples and read this rank's tokens; local work.
@@ -137,8 +150,10 @@ class BatchPlanner:
         lengths = samples.lengths
         rollout_ids = self.data.rollout_ids(numbers)
         pair_ids = self.data.pair_ids(numbers)
-        plan = plan_steps(self.config, self.layout, self.cost, lengths, rollout_ids, pair_ids)
-        forward_plan = plan_logprobs(self.config, self.layout, self.cost, lengths) or plan
+        prefixes = self.prefixes(numbers)
+        settings = (self.config, self.layout, self.cost, lengths)
+        plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes)
+        forward_plan = plan_logprobs(*settings, prefixes) or plan
         batch = PlannedBatch(
             numbers=numbers,
             samples=samples,
@@ -204,12 +219,13 @@ def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
         StepOutOfMemory, PlanError, ConfigError: as `replan_step` does.
     """
     config = halved(planner.config, batch.forward_plan.steps)
-    lengths = batch.samples.lengths
-    plan = plan_logprobs(config, planner.layout, planner.cost, lengths)
+    prefixes = planner.prefixes(batch.numbers)
+    settings = (config, planner.layout, planner.cost, batch.samples.lengths)
+    plan = plan_logprobs(*settings, prefixes)
     if plan is None:
         # Rows are limited by their number of samples: plan all samples as one step.
         rollout_ids = planner.data.rollout_ids(batch.numbers)
-        plan = plan_steps(config, planner.layout, planner.cost, lengths, rollout_ids)
+        plan = plan_steps(*settings, rollout_ids, prefixes=prefixes)
     planner.give(batch, (plan,))
     return plan
 

@@ -81,6 +81,7 @@ def _args(timeline: Timeline, event: Event) -> dict[str, int | str]:
         "microbatch": event.microbatch,
         "samples": len(mb.samples),
         "tokens": mb.tokens,
+        "shared_tokens": mb.shared_tokens,
         "row_tokens": mb.row_tokens,
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.outlook.stats import full_row, plan_report
-from megapack.plan.plan import Plan
+from megapack.plan.plan import Counts, Plan
 from megapack.view.records import RunRecords, number_or_none
 from megapack.view.timeline import Timeline, planned, traced, typical_ranks
 
@@ -90,6 +90,9 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
         ("tokens per second", "", {"tokens per second": "tokens_per_second"}),
         ("packing efficiency", "", {"packing efficiency": "packing_efficiency"}),
     ]
+    if any(line.get("shared_tokens") for line in metrics):
+        names = {"of the samples": "tokens", "shared": "shared_tokens"}
+        charts.append(("tokens of a step", "tokens", names))
     numbers = [line["step"] for line in metrics]
     for title, unit, keys in charts:
         series = {
@@ -120,9 +123,17 @@ def _plan_facts(plan: Plan) -> Facts:
         ("M", counts.microbatch_span),
         ("micro-batches", f"{num_microbatches}, {counts.num_padding_rows} of them padding"),
         ("tokens", f"{counts.tokens}"),
+        *_shared_facts(counts),
         ("padding", f"{counts.padding_fraction:.2%} of row tokens"),
         ("dropped rollouts", f"{counts.num_dropped_rollouts}"),
     ]
+
+
+def _shared_facts(counts: Counts) -> Facts:
+    if not counts.shared_tokens:
+        return []
+    text = f"{counts.shared_tokens} tokens not held again, {counts.shared_fraction:.1%} of all"
+    return [("shared prefixes", text)]
 
 
 def _run_facts(records: RunRecords) -> Facts:
@@ -201,7 +212,10 @@ def _track(timeline: Timeline, rank: int) -> dict[str, Any]:
         "label": f"{timeline.source}, rank {rank}",
         "stages": timeline.plan.layout.pp,
         "chunks": timeline.plan.layout.vpp,
-        "rows": [(len(mb.samples), mb.tokens, mb.row_tokens) for mb in timeline.step.ranks[rank]],
+        "rows": [
+            (len(mb.samples), mb.tokens, mb.row_tokens, mb.shared_tokens)
+            for mb in timeline.step.ranks[rank]
+        ],
         "events": [
             (e.stage, e.chunk, e.microbatch, int(e.kind == "B"), _short(e.start), _short(e.end))
             for e in timeline.events
@@ -218,7 +232,7 @@ def _short(value: float) -> float:
 def _histograms(plan: Plan, lengths: Ints | None) -> list[dict[str, Any]]:
     rows = [mb for step in plan.steps for mb in step.microbatches if mb.samples]
     full, name = full_row(plan, plan.steps)
-    fills = np.array([100 * mb.tokens / full for mb in rows])
+    fills = np.array([100 * mb.held_tokens / full for mb in rows])
     samples = np.array([float(len(mb.samples)) for mb in rows])
     charts = [
         _histogram(f"row fill: real tokens over {name}", "%", "rows", fills),

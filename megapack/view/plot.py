@@ -14,6 +14,7 @@ import numpy as np
 
 from megapack.errors import ConfigError
 from megapack.outlook.stats import StepReport, full_row
+from megapack.plan.plan import MicroBatch
 from megapack.view.timeline import Timeline, typical_ranks
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish too.
@@ -202,12 +203,15 @@ def _legend(axes: Any) -> None:
 
 
 def _draw_fill(axes: Any, timeline: Timeline) -> None:
-    """Real tokens of each row over the budget, or over the longest row if there is no budget."""
+    """Real tokens that each row holds over the budget, or over the longest row without a budget.
+
+    A row that shares prefixes has the share of its samples' tokens that it saves written on it.
+    """
     ranks = timeline.step.ranks
     full, name = full_row(timeline.plan, [timeline.step])
     fill = np.full((len(ranks), max(map(len, ranks))), np.nan)
     for r, rank in enumerate(ranks):
-        fill[r, : len(rank)] = [mb.tokens / full for mb in rank]
+        fill[r, : len(rank)] = [mb.held_tokens / full for mb in rank]
     image = axes.imshow(
         fill,
         aspect="auto",
@@ -217,10 +221,23 @@ def _draw_fill(axes: Any, timeline: Timeline) -> None:
         vmax=max(1.0, float(np.nanmax(fill))),
     )
     axes.set_title(f"row fill: real tokens over {name}", fontsize=9, loc="left")
-    axes.set_xlabel("micro-batch")
+    saves = _label_saved(axes, ranks)
+    axes.set_xlabel(f"micro-batch{'; number: tokens saved by shared prefixes' if saves else ''}")
     axes.set_ylabel("DP rank")
     _whole_ticks(axes.xaxis, axes.yaxis)
     axes.figure.colorbar(image, ax=axes, format="{x:.0%}")
+
+
+def _label_saved(axes: Any, ranks: Sequence[Sequence[MicroBatch]]) -> bool:
+    """Write the saved share into the cells of rows that share; returns whether any row does."""
+    cells = [(r, k, mb) for r, rank in enumerate(ranks) for k, mb in enumerate(rank)]
+    sharing = [cell for cell in cells if cell[2].shared_tokens]
+    if len(cells) <= _MAX_LABELS:
+        for r, k, mb in sharing:
+            text = f"{mb.shared_tokens / mb.tokens:.0%}"
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.6, "pad": 0.5}
+            axes.text(k, r, text, ha="center", va="center", fontsize=6, color=_INK, bbox=box)
+    return bool(sharing) and len(cells) <= _MAX_LABELS
 
 
 def _draw_load(axes: Any, timeline: Timeline, unit: str) -> None:

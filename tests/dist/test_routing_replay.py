@@ -19,9 +19,21 @@ NUM_EXPERTS = 4
 NUM_LAYERS = 2
 
 
-def write_rollouts(path: Path, *, routed: bool) -> None:
-    """Random token ids, rewards and experts; of every second sample the last token has none."""
+def write_rollouts(path: Path, *, routed: bool, shared: bool = False) -> None:
+    """Random token ids, rewards and experts; of every second sample the last token has none.
+
+    Args:
+        shared: the samples of a group have one prompt, and for 9 of its 12 tokens equal experts.
+    """
     rng = random.Random(0)
+
+    def experts(length: int) -> list[list[list[int]]]:
+        return [
+            [rng.sample(range(NUM_EXPERTS), 2) for _ in range(NUM_LAYERS)] for _ in range(length)
+        ]
+
+    prompts = [[rng.randrange(100) for _ in range(12)] for _ in range(3)]
+    of_prompts = [experts(9) for _ in range(3)]
     with open(path, "w", encoding="utf-8") as file:
         for number in range(12):
             row: dict[str, Any] = {
@@ -30,24 +42,28 @@ def write_rollouts(path: Path, *, routed: bool) -> None:
                 "response_ids": [rng.randrange(100) for _ in range(rng.randrange(2, 24))],
                 "reward": rng.random(),
             }
+            if shared:
+                row["prompt_ids"] = prompts[number // 4]
             length = len(row["prompt_ids"]) + len(row["response_ids"]) - number % 2
             if routed:
-                row["routed_experts"] = [
-                    [rng.sample(range(NUM_EXPERTS), 2) for _ in range(NUM_LAYERS)]
-                    for _ in range(length)
-                ]
+                row["routed_experts"] = experts(length)
+            if routed and shared:
+                row["routed_experts"][:9] = of_prompts[number // 4]
             file.write(json.dumps(row) + "\n")
 
 
-def compared(tmp_path: Path, mode: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def compared(
+    tmp_path: Path, mode: str, *, shared: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the worker found, and the metrics of the job's two steps."""
-    write_rollouts(tmp_path / "rollouts.jsonl", routed=mode == "rollout")
+    write_rollouts(tmp_path / "rollouts.jsonl", routed=mode == "rollout", shared=shared)
     settings = [f"data.path={tmp_path / 'rollouts.jsonl'}", f"runs_dir={tmp_path / 'runs'}"]
     settings += ["data.prompts_per_batch=3", "plan.global_batch_size=6", "model.vocab_size=100"]
     settings += ["plan.max_tokens_per_gpu=48", "model.init_std=0.2", "layout.ep=1"]
     # Large enough that free routers choose other experts in the second step.
     settings += ["optim.distributed_optimizer=false", "optim.lr=0.03"]
     settings += [f"train.routing_replay={mode}", "objective.advantage_norm=group"]
+    settings += [f"plan.share_prefixes={'auto' if shared else 'off'}"]
     out = tmp_path / "found.json"
     checked_job(2, "tests.dist.replay_worker", [str(out), str(CONFIG), *settings], timeout_s=200)
     lines = (tmp_path / "runs/moe_replay_tiny_dp2_ep2_cpu/metrics.jsonl").read_text().splitlines()
@@ -55,8 +71,12 @@ def compared(tmp_path: Path, mode: str) -> tuple[dict[str, Any], list[dict[str, 
 
 
 @pytest.mark.parametrize("mode", ["old_logprobs", "rollout"])
-def test_steps_equal_one_sample_at_a_time_with_the_same_experts(mode: str, tmp_path: Path) -> None:
-    found, steps = compared(tmp_path, mode)
+@pytest.mark.parametrize("shared", [False, True])
+def test_steps_equal_one_sample_at_a_time_with_the_same_experts(
+    shared: bool, mode: str, tmp_path: Path
+) -> None:
+    found, steps = compared(tmp_path, mode, shared=shared)
+    assert (found["shared_tokens"] > 10) == shared
     assert found["is_scattered"], "each rank holds only the routes of its own samples"
     assert found["old_logprobs_error"] < 1e-5
     # The ratios of the first step are 1, bit by bit.

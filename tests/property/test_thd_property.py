@@ -70,20 +70,28 @@ def pack(case: Case, batch: SampleBatch) -> PackedRow:
     return pack_row(batch, micro_batch, case.layout, weights)
 
 
+def starts(row: PackedRow) -> list[int]:
+    """The position of each sample's first token; no samples share positions."""
+    assert [branch.samples for branch in row.branches] == [(k,) for k in range(len(row.samples))]
+    return [branch.start for branch in row.branches]
+
+
 @settings(deadline=None)  # a loaded machine must not fail a test
 @given(cases())
 def test_unpacking_undoes_packing(case: Case) -> None:
     batch = data(case)
     row = pack(case, batch)
     assert row.samples == case.samples
-    old = unpack_row(row, row.fields["old"], fill=-1.0)
-    reward = unpack_row(row, row.fields["reward"], fill=-1.0)
+    old = unpack_row(row, row.fields["old"])
+    reward = unpack_row(row, row.fields["reward"])
     for k, i in enumerate(case.samples):
-        tokens = row.tokens_T[row.starts[k] :][: row.lengths[k]]
+        start = starts(row)[k]
+        tokens = row.tokens_T[start : start + row.lengths[k]]
         assert torch.equal(tokens, batch.tokens(i))
-        assert torch.equal(old[k][1:], batch.field("old", i)[1:])
-        assert torch.equal(reward[k][1:], batch.field("reward", i).expand(len(old[k]) - 1))
-        assert old[k][0] == reward[k][0] == -1.0
+        counts = batch.response_mask(i).clone()
+        counts[0] = False
+        assert torch.equal(old[k], batch.field("old", i) * counts)
+        assert torch.equal(reward[k], batch.field("reward", i) * counts)
 
 
 @settings(deadline=None)
@@ -97,13 +105,13 @@ def test_tensors_and_per_sample_fields_follow_their_samples(case: Case) -> None:
     assert (images.dtype, images.shape[1:]) == (torch.int16, (2,))
     assert images[:, 0].tolist() == [i for i in case.samples for _ in range(i % 3)]
     assert [tuple(size.shape) for size in sizes] == [(i, 1 + i) for i in case.samples]
-    assert torch.bincount(row.sample_of_T + 1, minlength=len(case.samples) + 1).tolist() == [
+    assert torch.bincount(row.branch_of_T + 1, minlength=len(case.samples) + 1).tolist() == [
         row.row_tokens - sum(row.lengths),
         *row.lengths,
     ]
     lasts = [int(batch.tokens(i)[-1]) for i in case.samples]
     assert row.tokens_T[row.end_positions_E].tolist() == lasts
-    assert (row.sample_of_T[row.loss_positions_R] >= 0).all()
+    assert torch.equal(row.branch_of_T[row.loss_positions_R], row.sample_of_R)
     assert row.sample_fields["reward"].tolist() == [i + 0.5 for i in case.samples]
 
 
@@ -111,13 +119,13 @@ def test_tensors_and_per_sample_fields_follow_their_samples(case: Case) -> None:
 @given(cases())
 def test_positions_restart_at_every_sample_and_dummy(case: Case) -> None:
     row = pack(case, data(case))
-    cu_seqlens = row.cu_seqlens_padded_S1.tolist()
+    cu_seqlens = row.cu_seqlens_S1.tolist()
     assert cu_seqlens[0] == 0
     assert cu_seqlens[-1] == row.row_tokens == row.position_ids_T.numel()
-    spans = torch.diff(row.cu_seqlens_padded_S1).tolist()
+    spans = torch.diff(row.cu_seqlens_S1).tolist()
     assert row.position_ids_T.tolist() == [t for span in spans for t in range(span)]
     assert row.max_seqlen == max(spans)
-    assert cu_seqlens[: len(case.samples)] == list(row.starts)
+    assert cu_seqlens[: len(case.samples)] == starts(row)
     assert min(spans) > 0
     assert all(span % case.layout.sample_alignment == 0 for span in spans)
 
@@ -128,7 +136,7 @@ def test_each_label_is_the_next_token_of_the_same_sample(case: Case) -> None:
     batch = data(case)
     row = pack(case, batch)
     expected = torch.zeros(row.row_tokens, dtype=torch.int64)
-    for start, i in zip(row.starts, case.samples, strict=True):
+    for start, i in zip(starts(row), case.samples, strict=True):
         for t in range(1, batch.length(i)):
             expected[start + t - 1] = batch.tokens(i)[t]
     assert torch.equal(row.labels_T, expected)
@@ -140,12 +148,14 @@ def test_only_response_tokens_have_weights(case: Case) -> None:
     batch = data(case)
     row = pack(case, batch)
     expected = torch.zeros(row.row_tokens)
-    for start, i in zip(row.starts, case.samples, strict=True):
+    for start, i in zip(starts(row), case.samples, strict=True):
         prompt, response = case.pairs[i]
         # Without a prompt the first response token is not predicted by any position.
         first = max(prompt, 1)
         expected[start + first - 1 : start + prompt + response - 1] = 1.0 / (i + 2)
-    assert torch.equal(row.weights_T, expected)
+    found = torch.zeros(row.row_tokens)
+    found[row.loss_positions_R] = row.weights_R
+    assert torch.equal(found, expected)
     counts = [batch.num_loss_tokens[i] for i in case.samples]
     assert row.loss_positions_R.numel() == sum(counts)
     assert counts == [max(0, r - (p == 0)) for p, r in (case.pairs[i] for i in case.samples)]
@@ -155,9 +165,9 @@ def test_only_response_tokens_have_weights(case: Case) -> None:
 @given(cases())
 def test_attention_cost_of_a_tail_is_bounded_by_its_length(case: Case) -> None:
     row = pack(case, data(case))
-    tail = torch.diff(row.cu_seqlens_padded_S1)[len(case.samples) :]
+    tail = torch.diff(row.cu_seqlens_S1)[len(case.samples) :]
     assert tail.square().sum() <= max(DUMMY_TOKENS, case.layout.sample_alignment) * tail.sum()
-    assert not row.cu_seqlens_S1.diff()[len(case.samples) :].any()
+    assert (row.branch_of_T[row.row_tokens - int(tail.sum()) :] == -1).all()
 
 
 @settings(deadline=None)

@@ -41,6 +41,8 @@ class Kernels:
     """Whether rotary embeddings run in one kernel."""
     apex: Apex
     """Whether NVIDIA's apex is installed, or another package of that name."""
+    shared_prefixes: str = ""
+    """How samples attend to prefixes that they share; "" if they share none."""
 
     def __str__(self) -> str:
         """One line for the log at the start of a run."""
@@ -48,7 +50,7 @@ class Kernels:
         return (
             f"attention {self.attention}, norms {self.norm}, Adam {self.optimizer}, gradient norm "
             f"{self.grad_norm}, {'fused' if self.rope_fusion else 'unfused'} rotary embeddings"
-            f"{reasons}"
+            f"{self.shared_prefixes and f'; shared prefixes: {self.shared_prefixes}'}{reasons}"
         )
 
 
@@ -56,27 +58,36 @@ def find_kernels(
     attention: Attention = "auto",
     dtype: Dtype = "bf16",
     sizes: AttentionSizes | None = None,
+    *,
+    shares_prefixes: bool = False,
 ) -> Kernels:
     """The kernels of a model with this `ModelConfig.attention` and `dtype` on this machine.
 
     Args:
-        attention, dtype, sizes: see `choose_attention`.
+        attention, dtype, sizes, shares_prefixes: see `choose_attention`.
 
     Raises:
         ConfigError: the requested attention cannot run here.
     """
     from megatron.core.optimizer import Adam, clip_grads
 
-    kernel = choose_attention(attention, dtype, sizes)
+    kernel = choose_attention(attention, dtype, sizes, shares_prefixes=shares_prefixes)
+    others = passed_over(kernel, dtype, sizes, shares_prefixes=shares_prefixes)
     return Kernels(
         attention=kernel,
-        passed_over=passed_over(kernel, dtype, sizes) if attention == "auto" else {},
+        passed_over=others if attention == "auto" else {},
         norm="te" if kernel == "te" else "torch",
         optimizer=_library(Adam),
         grad_norm=_library(clip_grads.l2_norm_impl),
         rope_fusion=has_rope_fusion(),
         apex=find_apex(),
+        shared_prefixes=_way_to_share(kernel) if shares_prefixes else "",
     )
+
+
+def _way_to_share(kernel: Kernel) -> str:
+    merges = kernel == "sdpa" and not cpu.uses_cuda()
+    return "one call per prefix, merged" if merges else "keys gathered per sample"
 
 
 def has_rope_fusion() -> bool:
@@ -90,7 +101,11 @@ def has_rope_fusion() -> bool:
 
 
 def choose_attention(
-    attention: Attention, dtype: Dtype = "bf16", sizes: AttentionSizes | None = None
+    attention: Attention,
+    dtype: Dtype = "bf16",
+    sizes: AttentionSizes | None = None,
+    *,
+    shares_prefixes: bool = False,
 ) -> Kernel:
     """The attention kernel of a model on this machine.
 
@@ -100,13 +115,18 @@ def choose_attention(
         dtype: dtype of activations. Fused kernels need bf16; with fp32 "auto" is SDPA.
         sizes: of the model's attention; Transformer Engine is asked what it would run for them.
             None: it is not asked.
+        shares_prefixes: whether samples of a row may share prefixes.
 
     Raises:
         ConfigError: the requested kernel cannot run here; the message says why.
     """
     if attention == "auto":
-        return next(kernel for kernel in get_args(Kernel) if obstacle(kernel, dtype, sizes) is None)
-    reason = obstacle(attention, dtype, sizes, forced=True)
+        return next(
+            kernel
+            for kernel in get_args(Kernel)
+            if obstacle(kernel, dtype, sizes, shares_prefixes=shares_prefixes) is None
+        )
+    reason = obstacle(attention, dtype, sizes, forced=True, shares_prefixes=shares_prefixes)
     if reason is not None:
         raise ConfigError(
             f"model.attention={attention} cannot run here: {reason}; set model.attention=auto "
@@ -116,11 +136,18 @@ def choose_attention(
 
 
 def passed_over(
-    kernel: Kernel, dtype: Dtype = "bf16", sizes: AttentionSizes | None = None
+    kernel: Kernel,
+    dtype: Dtype = "bf16",
+    sizes: AttentionSizes | None = None,
+    *,
+    shares_prefixes: bool = False,
 ) -> dict[str, str]:
     """Kernels that "auto" prefers to this one -> why each cannot run."""
     kernels = get_args(Kernel)
-    reasons = {name: obstacle(name, dtype, sizes) for name in kernels[: kernels.index(kernel)]}
+    reasons = {
+        name: obstacle(name, dtype, sizes, shares_prefixes=shares_prefixes)
+        for name in kernels[: kernels.index(kernel)]
+    }
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
@@ -130,6 +157,7 @@ def obstacle(
     sizes: AttentionSizes | None = None,
     *,
     forced: bool = False,
+    shares_prefixes: bool = False,
 ) -> str | None:
     """Why a kernel cannot run here; None if it can.
 
@@ -137,6 +165,7 @@ def obstacle(
         sizes: see `choose_attention`.
         forced: the user chose the kernel by name. Transformer Engine then also runs in fp32, where
             it pads every sample to the longest.
+        shares_prefixes: see `choose_attention`.
     """
     if kernel == "sdpa":
         return None
@@ -147,8 +176,13 @@ def obstacle(
     if kernel == "varlen":
         return _varlen_obstacle()
     reason = _te_missing()
+    if reason is None and shares_prefixes and sizes is not None and sizes.cp > 1:
+        return (
+            f"it has no shared prefixes with context parallelism (cp={sizes.cp}), varlen and sdpa "
+            "have, or set plan.share_prefixes=off"
+        )
     if reason is None and sizes is not None and dtype == "bf16":
-        reason = te_obstacle(sizes)
+        reason = te_obstacle(sizes, shares_prefixes)
     return reason
 
 

@@ -144,6 +144,24 @@ def shared_branches(params: PackedSeqParams) -> tuple[Branch, ...]:
     return vars(params).get("_megapack", {}).get("branches", ())  # type: ignore[no-any-return]
 
 
+def branch_positions(params: PackedSeqParams) -> Tensor | None:
+    """int64: the position of each token of the whole row in its samples, on the row's device; None
+    if the row's samples share nothing."""
+    branches = shared_branches(params)
+    if not branches:
+        return None
+
+    def make() -> Tensor:
+        lengths = sample_lengths(params)
+        offsets = [branch.offset for branch in branches]
+        # Dummies begin at 0.
+        offsets += [0] * (len(lengths) - len(offsets))
+        runs = [torch.arange(a, a + n) for a, n in zip(offsets, lengths, strict=True)]
+        return torch.cat(runs).to(params.cu_seqlens_q.device)
+
+    return once_per_row(params, "branch positions", make)
+
+
 class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Core attention for Megatron's local spec: causal within each sample of a packed row.
 
@@ -247,8 +265,12 @@ def gather_rows(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tupl
     """Gather keys and values of all ranks and reorder them.
 
     Args:
-        order_K: for each key its index in the concatenated slices of all ranks.
+        order_K: for each key its index in the concatenated slices of all ranks. The gradients of a
+            key that is there several times add up.
+        group: the context-parallel ranks; None: this rank has the whole row.
     """
+    if group is None:
+        return key.index_select(0, order_K), value.index_select(0, order_K)
     both = torch.cat([key, value], dim=-1)
     # Megatron's gather for sequence parallelism: its backward reduces and scatters over the group.
     gathered = gather_from_sequence_parallel_region(both, group=group)

@@ -18,6 +18,10 @@ core attention has to know where samples begin. Three kinds of hooks do this:
 Everything in between is Megatron's: interleaved and partial rotation, scaling, YaRN's `mscale`,
 layers without rotation.
 
+Multi-latent attention makes a table in each layer, and takes Megatron's path for packed rows. Where
+samples share prefixes, a token's position does not follow from `cu_seqlens`. The layer then gets
+the lines of the whole row: Megatron takes a table that is as long as the row line by line.
+
 Shape suffixes: S positions, T tokens of this rank's row.
 """
 
@@ -31,14 +35,19 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megapack.model.attention.packed import row_positions
+from megapack.errors import ScheduleError
+from megapack.model.attention.packed import branch_positions, row_positions, shared_branches
 from megapack.model.head import unwrapped
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Embeddings whose table has one line per position.
+_TABLES = (RotaryEmbedding.forward, YarnRotaryEmbedding.forward)
 
 # Attribute of a chunk that has the hooks.
 _MARK = "_gathers_rotary_tables"
@@ -56,13 +65,17 @@ class OneSequence:
 def gather_rotary_tables(chunks: Sequence[Any]) -> None:
     """Let the chunks gather their rotary table once per row, where `gathers` is true.
 
-    It acts on rows whose description has positions (`packed.with_params`); others take Megatron's
-    path. Idempotent.
+    Layers of multi-latent attention gather theirs for rows with shared prefixes. It acts on rows
+    whose description has positions (`packed.with_params`); others take Megatron's path. Idempotent.
     """
     for chunk in map(unwrapped, chunks):
-        if hasattr(chunk, _MARK) or not gathers(chunk):
+        if hasattr(chunk, _MARK):
             continue
         setattr(chunk, _MARK, True)
+        for attention in filter(_is_latent, chunk.modules()):
+            _LatentTable().hook(attention)
+        if not gathers(chunk):
+            continue
         for block in (chunk.decoder, getattr(chunk, "mtp", None)):
             if block is not None:
                 block.register_forward_pre_hook(_gather, with_kwargs=True)
@@ -86,13 +99,68 @@ def gathers(chunk: Any) -> bool:
     attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
     return (
-        getattr(rotary, "forward", None) in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward)
+        getattr(rotary, "forward", None) in _TABLES
         and getattr(type(getattr(chunk, "decoder", None)), "forward", None)
         is TransformerBlock.forward
         and all(type(layer).forward is TransformerLayer.forward for layer in layers)
         and all(isinstance(module, SelfAttention) for module in attentions)
         and all(type(module).forward is SelfAttention.forward for module in attentions)
     )
+
+
+def prefix_obstacle(chunk: Any) -> str | None:
+    """Why a chunk's rotary embeddings would give tokens after a shared prefix wrong positions; None
+    if they are right."""
+    attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
+    embedding = getattr(chunk, "position_embedding_type", None)
+    if gathers(chunk) or embedding in _WITHOUT_ROTARY:
+        return None
+    if attentions and all(map(_is_latent, attentions)):
+        if not attentions[0].config.apply_rope_fusion:
+            return None
+        return "apply_rope_fusion=True finds them from cu_seqlens; set it to False"
+    others = {type(module).__name__ for module in attentions} - {"SelfAttention"}
+    names = ", ".join(sorted(others)) or type(chunk).__name__
+    return f"{names} with position_embedding_type={embedding!r} finds them from cu_seqlens"
+
+
+# Embeddings that take the row's position ids, or have no positions.
+_WITHOUT_ROTARY = ("learned_absolute", "none")
+
+
+def _is_latent(module: Any) -> bool:
+    """Whether it is Megatron's multi-latent self attention, or a subclass that rotates as it."""
+    return (
+        isinstance(module, MLASelfAttention)
+        and type(module).forward is MLASelfAttention.forward
+        and type(module).get_query_key_value_tensors is MLASelfAttention.get_query_key_value_tensors
+        and type(module.rotary_pos_emb).forward in _TABLES
+    )
+
+
+class _LatentTable:
+    """The rotary table of one layer of multi-latent attention."""
+
+    def __init__(self) -> None:
+        self._positions_T: Tensor | None = None
+
+    def hook(self, attention: Any) -> None:
+        attention.register_forward_pre_hook(self._enter, with_kwargs=True)
+        attention.rotary_pos_emb.register_forward_hook(self._gather)
+
+    def _enter(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        params = kwargs.get("packed_seq_params")
+        # The positions of the whole row: Megatron itself takes the rank's slice of the table.
+        self._positions_T = None if params is None else branch_positions(params)
+
+    def _gather(self, rotary: Any, args: tuple[Any, ...], output: Any) -> Any:
+        if self._positions_T is None:
+            return output
+        if isinstance(output, tuple):
+            # YaRN's table and its scale.
+            table, *others = output
+            return table.index_select(0, self._positions_T), *others
+        return output.index_select(0, self._positions_T)
 
 
 def _gather(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
@@ -102,7 +170,15 @@ def _gather(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call 
         return None
     positions_T = row_positions(params)
     # A table of another length is one that a subclass of GPTModel has made for itself.
-    if positions_T is None or table.shape[0] != params.max_seqlen_q:
+    if positions_T is None:
+        return None
+    if table.shape[0] != params.max_seqlen_q:
+        if shared_branches(params):
+            raise ScheduleError(
+                f"{type(block).__name__} got a rotary table of {table.shape[0]} lines for samples "
+                f"of at most {params.max_seqlen_q} tokens that share prefixes; set "
+                "plan.share_prefixes=off"
+            )
         return None
     row_table_Td = table.flatten(1).index_select(0, positions_T)
     return args, {**kwargs, "rotary_pos_emb": row_table_Td}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,19 +18,26 @@ from megapack.model.attention.packed import (
     sample_lengths,
     shared_branches,
 )
+from megapack.model.attention.paths import Paths, key_paths
 from megapack.rows.slices import assembly_order
 
 
 class PackedSDPA(PackedAttention):
-    """`PackedAttention` with torch's SDPA, one call per run of samples of equal length."""
+    """`PackedAttention` with torch's SDPA, one call per run of samples of equal length.
+
+    Where samples share prefixes, calls are merged on a CPU (see `merged`). torch has no such kernel
+    in fp32 on other devices, where keys are gathered instead (see `paths`).
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
+        branches = shared_branches(params)
+        if branches and query.device.type != "cpu":
+            return self._attend_paths(query, key, value, params)
         cp, cp_rank = self.cp
         if self.cp_group is not None:
             order_T = _assembly_order(params, cp, query.device)
             key, value = gather_rows(key, value, order_T, self.cp_group)
-        branches = shared_branches(params)
         if branches:
             pieces = once_per_row(
                 params,
@@ -46,6 +55,45 @@ class PackedSDPA(PackedAttention):
             cp=cp,
             cp_rank=cp_rank,
         )
+
+    def _attend_paths(
+        self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams
+    ) -> Tensor:
+        cp, cp_rank = self.cp
+
+        def make() -> Paths:
+            lengths = sample_lengths(params)
+            paths = key_paths(lengths, shared_branches(params), cp=cp, cp_rank=cp_rank)
+            return dataclasses.replace(paths, order_K=paths.order_K.to(query.device))
+
+        paths = once_per_row(params, "key paths", make)
+        key, value = gather_rows(key, value, paths.order_K, self.cp_group)
+        return path_causal_attention(query, key, value, paths, self.softmax_scale)
+
+
+def path_causal_attention(
+    query_QHD: Tensor, key_KGD: Tensor, value_KGD: Tensor, paths: Paths, scale: float
+) -> Tensor:
+    """Causal attention of each sequence of `paths`, whose last query sees its last key.
+
+    Args:
+        query_QHD: queries of all sequences, one after the other.
+        key_KGD, value_KGD: gathered keys and values of all sequences.
+
+    Returns:
+        [Q, H, D].
+    """
+    parts = zip(
+        query_QHD.split(paths.num_queries),
+        key_KGD.split(paths.num_keys),
+        value_KGD.split(paths.num_keys),
+        strict=True,
+    )
+    outputs = []
+    for part in parts:
+        q, k, v = (x.transpose(0, 1)[None] for x in part)
+        outputs.append(_causal_to_the_end(q, k, v, scale, 0.0)[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def packed_causal_attention(

@@ -52,8 +52,13 @@ def is_deterministic() -> bool:
 
 
 @functools.cache
-def te_backend(sizes: AttentionSizes, deterministic: bool = False) -> Backend | None:
+def te_backend(
+    sizes: AttentionSizes, deterministic: bool = False, shares_prefixes: bool = False
+) -> Backend | None:
     """The kernel for packed rows in bf16 that trains on this GPU.
+
+    Args:
+        shares_prefixes: whether sequences have more keys than queries (see `te_prefixes`).
 
     Returns:
         None if this version of Transformer Engine cannot be asked.
@@ -61,7 +66,8 @@ def te_backend(sizes: AttentionSizes, deterministic: bool = False) -> Backend | 
     try:
         from transformer_engine.pytorch.attention.dot_product_attention import utils
 
-        answer = utils.get_attention_backend(_question(utils, sizes, deterministic))
+        question = _question(utils, sizes, deterministic, shares_prefixes)
+        answer = utils.get_attention_backend(question)
         flash, _, fused, _, _, _ = answer
     except Exception:
         # The function is not part of its public interface, so that a version may fail in any way.
@@ -70,11 +76,12 @@ def te_backend(sizes: AttentionSizes, deterministic: bool = False) -> Backend | 
     return "flash" if flash else "fused" if fused else "unfused"
 
 
-def _question(utils: Any, sizes: AttentionSizes, deterministic: bool) -> Any:
+def _question(utils: Any, sizes: AttentionSizes, deterministic: bool, shares_prefixes: bool) -> Any:
     """Transformer Engine's `AttentionParams`, with the fields of the installed version.
 
     2.9 has 27 fields; later ones also `cp_size`, `bottom_right_diagonal` and others. The values are
     those that its attention takes from a packed row: causal in each sample, no padding between.
+    With shared prefixes the last query sees the last key.
     """
     tokens = 4096  # Rows differ in length; a kernel is chosen for all of them.
     values = {
@@ -87,9 +94,9 @@ def _question(utils: Any, sizes: AttentionSizes, deterministic: bool) -> Any:
         "max_seqlen_kv": tokens,
         "head_dim_qk": sizes.head_width,
         "head_dim_v": sizes.value_width or sizes.head_width,
-        "attn_mask_type": "padding_causal",
+        "attn_mask_type": "padding_causal_bottom_right" if shares_prefixes else "padding_causal",
         "window_size": (-1, 0),
-        "bottom_right_diagonal": False,
+        "bottom_right_diagonal": shares_prefixes,
         "core_attention_bias_requires_grad": False,
         "context_parallel": sizes.cp > 1,
         "cp_comm_type": "p2p",
@@ -101,14 +108,19 @@ def _question(utils: Any, sizes: AttentionSizes, deterministic: bool) -> Any:
     return utils.AttentionParams(**{k: v for k, v in values.items() if k in known})
 
 
-def te_obstacle(sizes: AttentionSizes) -> str | None:
-    """Why Transformer Engine's attention should not run packed rows here; None if it can."""
+def te_obstacle(sizes: AttentionSizes, shares_prefixes: bool = False) -> str | None:
+    """Why Transformer Engine's attention should not run packed rows here; None if it can.
+
+    Args:
+        shares_prefixes: whether samples of a row share prefixes.
+    """
     deterministic = is_deterministic()
-    backend = te_backend(sizes, deterministic)
+    backend = te_backend(sizes, deterministic, shares_prefixes)
     if backend == "unfused":
         return (
             f"it has only unfused attention for {sizes}"
-            f"{' with a deterministic backward' if deterministic else ''} on this GPU, which pads "
+            f"{' with a deterministic backward' if deterministic else ''}"
+            f"{' and shared prefixes' if shares_prefixes else ''} on this GPU, which pads "
             "every sample to the longest; install flash-attn 2, or a newer cuDNN"
         )
     if backend == "fused" and deterministic and torch.cuda.get_device_capability() == _HOPPER:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +25,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megapack.errors import ConfigError
 from megapack.model.attention.packed import (
     PackedAttention,
-    chunk_ends,
     gather_rows,
     once_per_row,
     sample_lengths,
+    shared_branches,
 )
-from megapack.rows.slices import assembly_order
+from megapack.model.attention.paths import key_paths
+from megapack.prefixes import Branch
 
 # Flash attention's kernels are compiled for head widths that are multiples of 8, up to 256.
 MAX_HEAD_WIDTH = 256
@@ -43,7 +43,8 @@ class PackedVarlen(PackedAttention):
 
     The kernel aligns the last query of a sequence with its last key. So with context parallelism
     each part of a rank's queries is passed as a separate sequence, with the keys up to the part's
-    end.
+    end. Where samples share prefixes, a branch's keys begin with those of the branches that it
+    continues (see `paths`).
 
     Raises:
         ConfigError: the config has dropout, or a head width that the kernel does not support.
@@ -87,42 +88,41 @@ class PackedVarlen(PackedAttention):
 
 @dataclass(frozen=True, kw_only=True)
 class VarlenSpans:
-    """The sequences passed to the kernel: a row's samples, or the parts in a rank's slice."""
+    """The sequences passed to the kernel: a row's branches, or the parts in a rank's slice."""
 
     cu_seqlens_q_S1: Tensor
     cu_seqlens_k_S1: Tensor
     max_q: int
     max_k: int
     order_K: Tensor | None = None
-    """For each key its index in the concatenated slices of all context-parallel ranks; None without
-    context parallelism."""
+    """For each key its index, see `Paths.order_K`; None if the keys are the row's own."""
 
 
-def varlen_spans(lengths: list[int], cp: int, cp_rank: int, device: torch.device) -> VarlenSpans:
-    """The parts of each sample that a context-parallel rank holds, and the keys of each part.
+def varlen_spans(
+    lengths: list[int],
+    cp: int,
+    cp_rank: int,
+    device: torch.device,
+    branches: Sequence[Branch] = (),
+) -> VarlenSpans:
+    """The parts of each branch that a context-parallel rank holds, and the keys of each part.
 
     Args:
-        lengths: padded tokens of each sample.
-        cp: number of context-parallel ranks, at least 2.
+        lengths: padded tokens of each branch of the row, and of its dummies.
+        cp: number of context-parallel ranks.
         cp_rank: this rank among them.
+        branches: those of a row whose samples share prefixes.
 
     With samples of 8 and 4 tokens, cp=2 and rank 0, the queries are positions 0 1, 6 7, 8 and 11:
     sequences of 2, 2, 1 and 1 queries with 2, 8, 1 and 4 keys.
     """
-    starts = itertools.accumulate(lengths[:-1], initial=0)
-    queries = [n // (2 * cp) for n in lengths for _ in range(2)]
-    ends = [end for n in lengths for end in chunk_ends(n, cp, cp_rank)]
-    keys = [
-        torch.arange(start, start + end)
-        for start, n in zip(starts, lengths, strict=True)
-        for end in chunk_ends(n, cp, cp_rank)
-    ]
+    paths = key_paths(lengths, branches, cp=cp, cp_rank=cp_rank)
     return VarlenSpans(
-        cu_seqlens_q_S1=_cumulative(queries, device),
-        cu_seqlens_k_S1=_cumulative(ends, device),
-        max_q=max(queries),
-        max_k=max(ends),
-        order_K=assembly_order(lengths, cp)[torch.cat(keys)].to(device),
+        cu_seqlens_q_S1=_cumulative(paths.num_queries, device),
+        cu_seqlens_k_S1=_cumulative(paths.num_keys, device),
+        max_q=max(paths.num_queries),
+        max_k=max(paths.num_keys),
+        order_K=paths.order_K.to(device),
     )
 
 
@@ -131,8 +131,10 @@ def _cumulative(counts: list[int], device: torch.device) -> Tensor:
 
 
 def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.device) -> VarlenSpans:
-    """The spans of a row, computed once for all layers; with cp=1 the params already have them."""
-    if cp == 1:
+    """The spans of a row, computed once for all layers; with cp=1 the params already have those of
+    a row whose samples share nothing."""
+    branches = shared_branches(params)
+    if cp == 1 and not branches:
         return VarlenSpans(
             cu_seqlens_q_S1=params.cu_seqlens_q,
             cu_seqlens_k_S1=params.cu_seqlens_kv,
@@ -141,7 +143,7 @@ def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.devi
         )
 
     def make() -> VarlenSpans:
-        return varlen_spans(sample_lengths(params), cp, cp_rank, device)
+        return varlen_spans(sample_lengths(params), cp, cp_rank, device, branches)
 
     return once_per_row(params, "varlen spans", make)
 

@@ -15,6 +15,8 @@ Auxiliary losses are sums over the step's N real tokens, so that packing cannot 
   tokens, so it must be defined for a set of tokens. Here that set is one sample, as in
   DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, eq. 17 to 20), and a sample of n tokens has
   weight n / N: sum over samples of n / N * E / (K * n^2) * sum over experts of (choices * scores).
+  That is a sum over tokens of their scores times the sample's share, E / (K * n) * choices, over N.
+  A shared token counts in the choices of each of its samples, and has the sum of their shares.
 
 Shape suffixes: T row tokens, t tokens of the row on this rank, S samples of the row, J its
 branches, P pairs of branches and samples, O tokens of samples on this rank, N tokens of all
@@ -35,6 +37,7 @@ from torch import Tensor
 
 from megapack.errors import DataError
 from megapack.plan.plan import StepPlan
+from megapack.prefixes import Branch
 from megapack.rows.outputs import Scope, samples_in_scope
 from megapack.rows.packed import PackedRow, RoutingRow
 
@@ -143,25 +146,35 @@ def _whole_row_choices(
 def _check_shared_choices(row: PackedRow, choices: Sequence[Tensor | None]) -> None:
     """Raise DataError if samples share a token that they route to different experts.
 
-    The order of a token's experts does not matter.
+    The order of a token's experts does not matter, because the layer adds up their outputs.
     """
     for branch in row.branches:
-        span = slice(branch.offset, branch.offset + branch.tokens)
-        first, *others = (row.samples[k] for k in branch.samples)
+        first, *others = branch.samples
         for other in others:
-            one, two = (_sorted_choices(choices[i], span) for i in (first, other))
-            differs = (one != two).flatten(1).any(1)
-            if differs.any():
-                raise DataError(
-                    f"samples {first} and {other} share their first {span.stop} tokens, and the "
-                    f"experts to replay differ at token {span.start + int(differs.int().argmax())};"
-                    " plan with SharedPrefixes.from_samples(..., routing=...)"
-                )
+            pair = (row.samples[first], row.samples[other])
+            at = _first_difference(choices[pair[0]], choices[pair[1]], branch)
+            if at is None:
+                continue
+            shared = [own for own in row.branches if {first, other} <= {*own.samples}]
+            raise DataError(
+                f"samples {pair[0]} and {pair[1]} share {shared[-1].offset + shared[-1].tokens} "
+                f"tokens, and their routing differs at token {at}; plan with "
+                "SharedPrefixes.from_samples(..., routing=...)"
+            )
 
 
-def _sorted_choices(value: Tensor | None, span: slice) -> Tensor:
-    assert value is not None
-    return value[span].sort(-1).values
+def _first_difference(first: Tensor | None, second: Tensor | None, branch: Branch) -> int | None:
+    """The first token of a branch that two samples route to different experts."""
+    assert first is not None
+    assert second is not None
+    span = slice(branch.offset, branch.offset + branch.tokens)
+    one = first[span]
+    two = second[span]
+    unequal = (one != two).flatten(1).any(1).nonzero().squeeze(1)
+    # Sorting is slow, and few tokens need it.
+    differs = one[unequal].sort(-1).values != two[unequal].sort(-1).values
+    found = unequal[differs.flatten(1).any(1)]
+    return branch.offset + int(found[0]) if found.numel() else None
 
 
 def check_choices(value: Tensor | None, sample: int, length: int, shape: RoutingShape) -> None:
@@ -255,19 +268,39 @@ def balance_loss(
     >>> balance_loss(scores, torch.tensor([[True, False], [True, False]]), row, top_k=1)
     tensor(2.5000)
     """
-    num_experts = scores_tE.shape[1]
-    # The last branch is that of padding. It belongs to no sample, so its share is 0.
-    num_branches = row.num_branches + 1
-    counts_JE = scores_tE.new_zeros(num_branches, num_experts)
-    counts_JE.index_add_(0, row.branches_t, chosen_tE.to(counts_JE.dtype))
+    counts_SE = sample_counts(chosen_tE, row, scores_tE.dtype)
     if group is not None and group.size() > 1:
-        dist.all_reduce(counts_JE, group=group)
-    counts_SE = scores_tE.new_zeros(len(row.samples), num_experts)
-    counts_SE.index_add_(0, row.sample_of_P, counts_JE[row.branch_of_P])
-    share_SE = counts_SE * (num_experts / top_k) / row.lengths_S[:, None]
-    share_JE = torch.zeros_like(counts_JE)
-    share_JE.index_add_(0, row.branch_of_P, share_SE[row.sample_of_P])
-    return (scores_tE * share_JE[row.branches_t]).sum()
+        dist.all_reduce(counts_SE, group=group)
+    share_SE = counts_SE * (scores_tE.shape[1] / top_k) / row.lengths_S[:, None]
+    return (scores_tE * _branch_shares(share_SE, row)[row.branches_t]).sum()
+
+
+def sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) -> Tensor:
+    """How often each sample's tokens on this rank choose each expert, [S, E].
+
+    These are what ranks exchange, since a row has at least as many branches as samples.
+    """
+    num_experts = chosen_tE.shape[1]
+    device = chosen_tE.device
+    # The last branch is that of padding.
+    counts_JE = torch.zeros(row.num_branches + 1, num_experts, dtype=dtype, device=device)
+    counts_JE.index_add_(0, row.branches_t, chosen_tE.to(dtype))
+    counts_SE = torch.zeros(len(row.samples), num_experts, dtype=dtype, device=device)
+    return counts_SE.index_add_(0, row.sample_of_P, counts_JE[row.branch_of_P])
+
+
+def _branch_shares(share_SE: Tensor, row: RoutingRow) -> Tensor:
+    """The sum of the shares of each branch's samples, and 0 for padding: [J + 1, E]."""
+    num_branches = row.num_branches + 1
+    if row.branch_of_P.numel() == row.num_branches:
+        share_JE = share_SE.new_zeros(num_branches, share_SE.shape[1])
+        return share_JE.index_add_(0, row.branch_of_P, share_SE[row.sample_of_P])
+    # On a GPU, index_add adds in any order, which changes the last bit. A product does not; in
+    # float32 it might be TF32.
+    shape = (num_branches, len(row.samples))
+    member_JS = torch.zeros(shape, dtype=torch.float64, device=share_SE.device)
+    member_JS[row.branch_of_P, row.sample_of_P] = 1.0
+    return (member_JS @ share_SE.double()).to(share_SE.dtype)
 
 
 def z_loss(logits_tE: Tensor, row: RoutingRow) -> Tensor:

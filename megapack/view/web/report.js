@@ -188,11 +188,12 @@ class Timeline {
     this.tip.hidden = !hit;
     if (!hit) return;
     const [stage, chunk, microbatch, backward, start, end] = hit.event;
-    const [samples, tokens, rowTokens] = hit.track.rows[microbatch];
+    const [samples, tokens, rowTokens, shared] = hit.track.rows[microbatch];
     this.tip.textContent =
       `${backward ? "backward" : "forward"} of micro-batch ${microbatch}\n` +
       `${hit.track.label}, stage ${stage}, chunk ${chunk}\n` +
-      `${samples} samples, ${tokens} tokens, row of ${rowTokens}\n` +
+      `${samples} samples, ${tokens} tokens, row of ${rowTokens}` +
+      `${shared ? `, ${shared} shared` : ""}\n` +
       `${short(start)} to ${short(end)} ${data.unit}: ${short(end - start)}`;
     const room = this.canvas.clientWidth - this.tip.offsetWidth;
     this.tip.style.left = `${Math.max(0, Math.min(room, px + 12))}px`;

@@ -250,6 +250,7 @@ def test_every_policy_field_is_a_key_of_the_plan_section() -> None:
         search=7,
         group_size="search",
         max_live_tokens_per_gpu=65536,
+        share_prefixes="off",
     )
     keys = policy.to_payload()
     assert all(value != getattr(Policy(), name) for name, value in keys.items())
@@ -320,6 +321,7 @@ def test_uneven_stages_weigh_as_their_layers(tmp_path: Path) -> None:
 
 EXPERTS = ("model.num_experts=4",)
 REPLAY = (*EXPERTS, "train.routing_replay=old_logprobs")
+SHARED = ("plan.share_prefixes=auto",)
 REWARD = ["objective.kind=reward", "objective.loss_weighting=seq-mean-token-mean"]
 BAD_JOBS: list[tuple[list[str], str]] = [
     (["name=a/b"], "name is 'a/b'"),
@@ -407,6 +409,11 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     ([*REPLAY, "objective.kind=sft"], "objective.kind=sft has no pass for old log-probs"),
     ([*REPLAY, "plan.forward_max_tokens_per_gpu=99"], "set plan.forward_max_tokens_per_gpu=null"),
     ([*REPLAY, "train.on_oom=replan"], "set train.on_oom=error, or train.routing_replay=none"),
+    ([*SHARED, "model.attention=te", "layout.cp=2"], "auto with model.attention=te and layout.cp="),
+    (
+        [*SHARED, "model.fp8=delayed", "model.dtype=bf16", "layout.cp=2"],
+        "share_prefixes=auto with model.fp8=delayed and layout.cp=2",
+    ),
     (["optim.adam_beta2=1"], "must be below 1"),
     (["optim.min_lr=1"], "optim.min_lr=1.0 is above optim.lr"),
     (["train.epochs=0"], "train.epochs is 0"),

@@ -10,6 +10,7 @@ import torch
 from megapack.errors import ConfigError
 from megapack.model.attention import choice
 from megapack.model.attention.choice import choose_attention, find_kernels, passed_over
+from megapack.model.attention.te_backend import AttentionSizes
 
 pytestmark = pytest.mark.unit
 
@@ -116,3 +117,37 @@ def test_the_optimizer_is_the_one_megatron_imported(monkeypatch: pytest.MonkeyPa
     assert find_kernels("sdpa").optimizer == "te"
     monkeypatch.setattr(optimizer, "Adam", torch.optim.AdamW)
     assert find_kernels("sdpa").optimizer == "torch"
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "way"),
+    [
+        ("varlen", "bf16", "keys gathered per sample"),
+        ("sdpa", "fp32", "keys gathered per sample"),
+    ],
+)
+def test_the_log_says_how_prefixes_are_shared(
+    gpu: Machine, attention: Any, dtype: Any, way: str
+) -> None:
+    assert "shared prefixes" not in str(find_kernels(attention, dtype))
+    found = find_kernels(attention, dtype, shares_prefixes=True)
+    assert f"; shared prefixes: {way}" in str(found)
+
+
+def test_calls_are_merged_on_a_cpu() -> None:
+    found = str(find_kernels("auto", "fp32", shares_prefixes=True))
+    assert "attention sdpa" in found
+    assert "; shared prefixes: one call per prefix, merged; not te: the device is not" in found
+
+
+def test_transformer_engine_shares_no_prefixes_with_context_parallelism(gpu: Machine) -> None:
+    gpu.transformer_engine(imports=True)
+    sizes = AttentionSizes(heads=8, groups=2, head_width=64, cp=2)
+    assert choose_attention("auto", "bf16", sizes) == "te"
+    assert choose_attention("auto", "bf16", sizes, shares_prefixes=True) == "varlen"
+    found = str(find_kernels("auto", "bf16", sizes, shares_prefixes=True))
+    assert "not te: it has no shared prefixes with context parallelism (cp=2)" in found
+    with pytest.raises(ConfigError, match=r"model.attention=te .* \(cp=2\).*share_prefixes=off"):
+        choose_attention("te", "fp32", sizes, shares_prefixes=True)
+    alone = AttentionSizes(heads=8, groups=2, head_width=64)
+    assert choose_attention("auto", "bf16", alone, shares_prefixes=True) == "te"

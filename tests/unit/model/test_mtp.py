@@ -32,7 +32,9 @@ def test_labels_and_weights_shift_inside_a_sample() -> None:
     one = row_ahead(row, 1)
     two = row_ahead(row, 2)
     assert one.labels_T.tolist() == [3, 4, 0, 0, 7, 0, 0, 0, 0, 0]
-    assert one.weights_T.tolist() == [0.5, 0.5, 0, 0, 0.25, 0, 0, 0, 0, 0]
+    assert one.weights_R.tolist() == [0.5, 0.5, 0.25]
+    assert one.sample_of_R.tolist() == [0, 0, 1]
+    assert one.label_index_R.tolist() == [2, 3, 6]
     assert one.loss_positions_R.tolist() == [0, 1, 4]
     assert two.labels_T.tolist() == [4, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert two.loss_positions_R.tolist() == [0]

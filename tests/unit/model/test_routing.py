@@ -63,9 +63,11 @@ def test_doctests_of_the_module() -> None:
 
 def test_a_row_knows_samples_offsets_and_padding() -> None:
     row = whole(packed((2, 0), 10))
-    assert row.samples_t.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert row.offsets_t[row.real_t].tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert row.real_t.tolist() == [True] * 7 + [False] * 3
+    assert row.branches_t.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert row.copies_t.tolist() == [1] * 7 + [0] * 3
+    assert row.tokens_O.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert row.samples_O.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert row.offsets_O.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert row.lengths_S.tolist() == [4.0, 3.0]
 
 
@@ -122,7 +124,7 @@ def test_a_slice_has_the_choices_of_its_tokens() -> None:
     row = packed((2, 0), 8)
     part = routing_row(row, torch.arange(4, 8), some_choices(), SHAPE)
     full = whole(row, some_choices())
-    assert part.samples_t.tolist() == [1, 1, 1, 2]
+    assert part.branches_t.tolist() == [1, 1, 1, 2]
     assert part.choices_tLK is not None
     assert full.choices_tLK is not None
     assert torch.equal(part.choices_tLK, full.choices_tLK[4:])

@@ -222,3 +222,18 @@ def test_the_fused_rotary_kernel_is_used_with_every_attention(
     assert find_kernels("sdpa", "fp32").rope_fusion
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
     assert not find_kernels("sdpa", "fp32").rope_fusion
+
+
+@pytest.mark.parametrize("fields", [FIELDS_2_9, FIELDS_2_20], ids=["2.9", "2.20"])
+def test_it_is_asked_for_more_keys_than_queries(engine: Engine, fields: tuple[str, ...]) -> None:
+    engine.answers(
+        lambda asked: UNFUSED if asked.attn_mask_type.endswith("bottom_right") else FUSED, fields
+    )
+    sizes = dataclasses.replace(SIZES, cp=1)
+    assert choose_attention("auto", "bf16", sizes) == "te"
+    assert choose_attention("auto", "bf16", sizes, shares_prefixes=True) == "varlen"
+    asked = engine.asked[-1]
+    assert asked.attn_mask_type == "padding_causal_bottom_right"
+    assert getattr(asked, "bottom_right_diagonal", True)
+    others = passed_over("varlen", "bf16", sizes, shares_prefixes=True)
+    assert "and shared prefixes on this GPU" in others["te"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megapack import Layout, build_dp_schedule, cli
+from megapack import Layout, Policy, build_dp_schedule, cli
 from megapack.config import load_config
 from megapack.config.sections import TrainConfig
 from megapack.cost.memory import GIB
@@ -179,6 +179,7 @@ def test_the_first_batch_of_the_data_is_planned(call: Call, tmp_path: Path) -> N
         max_tokens_per_gpu=128,
         global_batch_size=64,
         rollout_ids=range(8),
+        policy=Policy(share_prefixes="off"),
         cost=load_config(CONFIGS[0].parent / TINY, [], TrainConfig).cost_model(layout),
     )
     assert found["plan_digest"] == plan.digest()

@@ -14,6 +14,7 @@ import megapack.rows.packed
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
+from megapack.prefixes import Branch, PrefixTable, SharedPrefixes, row_branches
 from megapack.rows.packed import DUMMY_TOKENS, PackedRow, pack_row, unpack_row
 from megapack.samples import SampleBatch
 
@@ -47,6 +48,27 @@ def row_of(
     return pack_row(data, micro_batch, layout, **kwargs)
 
 
+def shared_row(
+    tokens: list[list[int]] | None = None, order: tuple[int, ...] | None = None, **kwargs: Any
+) -> PackedRow:
+    """A row of all samples, which shares what they have in common."""
+    tokens = tokens or [[5, 6, 7], [5, 6, 8]]
+    data = kwargs.pop("data", None) or SampleBatch(tokens)
+    layout = kwargs.pop("layout", Layout())
+    table = PrefixTable(SharedPrefixes.from_samples(tokens), len(tokens), layout)
+    samples = order or tuple(range(len(tokens)))
+    num_tokens = sum(map(len, tokens))
+    held = sum(branch.tokens for branch in branches_of(samples, tokens, layout, table))
+    micro_batch = MicroBatch(samples, held, num_tokens, 0, held)
+    return pack_row(data, micro_batch, layout, prefixes=table, **kwargs)
+
+
+def branches_of(
+    samples: tuple[int, ...], tokens: list[list[int]], layout: Layout, table: PrefixTable
+) -> list[Branch]:
+    return row_branches(samples, [len(tokens[i]) for i in samples], layout, table)
+
+
 def test_doctests_of_the_module() -> None:
     result = doctest.testmod(megapack.rows.packed)
     assert result.attempted > 0
@@ -56,46 +78,51 @@ def test_doctests_of_the_module() -> None:
 def test_the_docstring_example_is_correct() -> None:
     example = inspect.getdoc(PackedRow)
     assert example is not None
-    lines = re.findall(r"^\s+(\w+)\s+((?:-?\d+ )*-?\d+)\s*(?:\(.*\))?$", example, re.MULTILINE)
-    row = row_of((0, 1), 6)
-    assert [name for name, _ in lines] == [
+    lines = re.findall(r"^\s+(\w+)\s+((?:-?\d+ )*-?\d+)$", example, re.MULTILINE)
+    names = [
         "tokens_T",
         "position_ids_T",
         "labels_T",
-        "sample_of_T",
+        "branch_of_T",
+        "positions_N",
+        "loss_positions_R",
+        "label_index_R",
+        "sample_of_R",
         "end_positions_E",
         "cu_seqlens_S1",
-        "cu_seqlens_padded_S1",
     ]
-    for name, numbers in lines:
+    without = [name for name in names if name != "positions_N"]
+    assert [name for name, _ in lines] in ([*names, *names], [*without, *names])
+    rows = [row_of((0, 1), 6)] * (len(lines) - len(names)) + [shared_row()] * len(names)
+    for row, (name, numbers) in zip(rows, lines, strict=True):
         assert getattr(row, name).tolist() == [int(number) for number in numbers.split()], name
 
 
 def test_the_other_attributes_of_the_example() -> None:
     row = row_of((0, 1), 6)
-    assert (row.samples, row.lengths, row.starts) == ((0, 1), (3, 2), (0, 3))
-    assert row.weights_T.tolist() == [1, 1, 0, 1, 0, 0]
-    assert row.loss_positions_R.tolist() == [0, 1, 3]
+    assert (row.samples, row.lengths, row.num_shared) == ((0, 1), (3, 2), 0)
+    assert row.weights_R.tolist() == [1, 1, 1]
+    assert row.head_positions_U is row.loss_positions_R
+    assert row.head_index_R is None
+    assert row.end_samples_E.tolist() == [0, 1]
     assert row.set_of_n.tolist() == [0, 1]
     assert (row.max_seqlen, row.row_tokens) == (3, 6)
     assert row.tokens_T.dtype == row.labels_T.dtype == row.position_ids_T.dtype == torch.int64
-    assert row.cu_seqlens_S1.dtype == row.cu_seqlens_padded_S1.dtype == torch.int32
-    assert row.weights_T.dtype == torch.float32
+    assert row.cu_seqlens_S1.dtype == torch.int32
+    assert row.weights_R.dtype == torch.float32
 
 
 def test_unpacking_the_example() -> None:
-    row = row_of((0, 1), 6)
-    a, b, c, d, e, f = values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    found = unpack_row(row, torch.tensor(values), fill=-1.0)
-    assert [x.tolist() for x in found] == [[-1.0, a, b], [-1.0, d]]
-    assert not {c, e, f} & {x for sample in found for x in sample.tolist()}
+    found = unpack_row(row_of((0, 1), 6), torch.tensor([1.0, 2.0, 3.0]))
+    assert [x.tolist() for x in found] == [[0, 1, 2], [0, 3]]
 
 
 def test_a_row_keeps_the_order_of_the_micro_batch() -> None:
     row = row_of((3, 0), 7)
     assert row.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert row.labels_T.tolist() == [2, 3, 4, 0, 6, 7, 0]
-    assert (row.starts, row.lengths) == ((0, 4), (4, 3))
+    assert [branch.start for branch in row.branches] == [0, 4]
+    assert row.lengths == (4, 3)
 
 
 def test_alignment_pads_inside_each_sample() -> None:
@@ -104,17 +131,19 @@ def test_alignment_pads_inside_each_sample() -> None:
     assert row.tokens_T.tolist() == [5, 6, 7, 0, 8, 9, 0, 0, 4, 0, 0, 0]
     assert row.position_ids_T.tolist() == [0, 1, 2, 3] * 3
     assert row.labels_T.tolist() == [6, 7, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0]
-    assert row.weights_T.tolist() == [1, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-    assert row.cu_seqlens_S1.tolist() == [0, 3, 5, 6]
-    assert row.cu_seqlens_padded_S1.tolist() == [0, 4, 8, 12]
+    assert row.branch_of_T.tolist() == [0, 0, 0, -1, 1, 1, -1, -1, 2, -1, -1, -1]
+    assert row.loss_positions_R.tolist() == [0, 1, 4]
+    assert row.cu_seqlens_S1.tolist() == [0, 4, 8, 12]
     assert row.max_seqlen == 4
 
 
 def test_response_tokens_have_the_weight_of_their_sample() -> None:
     data = batch(response_mask=[[0, 0, 1], [1, 1], [1], [0, 1, 0, 1]])
     row = row_of((0, 1, 2, 3), 10, data=data, sample_weights=[0.5, 0.25, 8.0, 2.0])
-    #                             5 6    7  8     9  4  1    2  3    4
-    assert row.weights_T.tolist() == [0, 0.5, 0, 0.25, 0, 0, 2.0, 0, 2.0, 0]
+    assert row.labels_T[row.loss_positions_R].tolist() == [7, 9, 2, 4]
+    assert row.loss_positions_R.tolist() == [1, 3, 6, 8]
+    assert row.weights_R.tolist() == [0.5, 0.25, 2.0, 2.0]
+    assert row.sample_of_R.tolist() == [0, 1, 3, 3]
 
 
 def test_a_sample_of_weight_0_has_no_loss_positions() -> None:
@@ -122,11 +151,11 @@ def test_a_sample_of_weight_0_has_no_loss_positions() -> None:
     assert row.loss_positions_R.tolist() == [3]
 
 
-def test_fields_are_at_the_position_that_predicts_the_token() -> None:
+def test_fields_have_the_values_of_the_labels() -> None:
     data = batch(old=[[9, 1.5, 2.5], [9, 3.5], [9], [9, 4, 5, 6]], advantage=[1, -2, 3, 0.5])
     row = row_of((0, 1, 2), 8, data=data)
-    assert row.fields["old"].tolist() == [1.5, 2.5, 0, 3.5, 0, 0, 0, 0]
-    assert row.fields["advantage"].tolist() == [1, 1, 0, -2, 0, 0, 0, 0]
+    assert row.fields["old"].tolist() == [1.5, 2.5, 3.5]
+    assert row.fields["advantage"].tolist() == [1, 1, -2]
 
 
 def test_unpacking_undoes_the_shift() -> None:
@@ -150,12 +179,17 @@ def test_integer_fields_stay_integers() -> None:
 
 def test_a_padding_micro_batch_is_all_dummies() -> None:
     row = row_of((), 8, Layout(cp=2), batch(old=[1.0, 2.0, 3.0, 4.0]))
-    assert row.samples == row.lengths == row.starts == ()
-    assert row.loss_positions_R.numel() == 0
-    assert row.fields["old"].tolist() == [0.0] * 8
-    assert row.cu_seqlens_S1.tolist() == [0, 0]
-    assert row.cu_seqlens_padded_S1.tolist() == [0, 8]
-    assert unpack_row(row, row.weights_T) == []
+    assert row.samples == row.lengths == row.branches == ()
+    empty = ["positions_N", "loss_positions_R", "label_index_R", "sample_of_R", "set_of_n"]
+    empty += ["head_positions_U", "end_positions_E", "end_samples_E"]
+    for name in empty:
+        assert getattr(row, name).shape == (0,), name
+        assert getattr(row, name).dtype == torch.int64, name
+    assert (row.weights_R.shape, row.weights_R.dtype) == ((0,), torch.float32)
+    assert (row.fields["old"].shape, row.fields["old"].dtype) == ((0,), torch.float32)
+    assert row.branch_of_T.tolist() == [-1] * 8
+    assert row.cu_seqlens_S1.tolist() == [0, 8]
+    assert unpack_row(row, row.weights_R) == []
 
 
 @pytest.mark.parametrize(
@@ -172,15 +206,15 @@ def test_a_tail_is_divided_into_short_dummies(
     layout: Layout, row_tokens: int, spans: list[int]
 ) -> None:
     row = row_of((0,), row_tokens, layout)
-    assert torch.diff(row.cu_seqlens_padded_S1).tolist() == spans == list(row.padded_lengths)
-    assert torch.diff(row.cu_seqlens_S1).tolist() == [3, *[0] * (len(spans) - 1)]
-    assert not row.weights_T[3:].any()
+    assert torch.diff(row.cu_seqlens_S1).tolist() == spans == list(row.padded_lengths)
+    assert row.loss_positions_R.tolist() == [0, 1]
+    assert (row.branch_of_T[3:] == -1).all()
     assert not row.labels_T[3:].any()
 
 
 def test_attention_cost_is_linear_in_the_tail() -> None:
     sizes = [1_000, 10_000, 100_000]
-    sums = [torch.diff(row_of((2,), n).cu_seqlens_padded_S1).square().sum().item() for n in sizes]
+    sums = [torch.diff(row_of((2,), n).cu_seqlens_S1).square().sum().item() for n in sizes]
     for size, total in zip(sizes, sums, strict=True):
         assert total <= DUMMY_TOKENS * size
     # One dummy for the whole tail would cost 100 times as much for 10 times the tokens.
@@ -207,8 +241,12 @@ def test_a_moved_row_has_all_attributes() -> None:
     assert moved.samples == row.samples
     assert moved.max_seqlen == row.max_seqlen
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 11
-    assert {t.device.type for t in [*tensors, *moved.fields.values()]} == {"meta"}
+    # All but positions_N, which stays on the host.
+    assert len(tensors) == len([v for v in vars(row).values() if isinstance(v, torch.Tensor)])
+    on_device = [t for t in tensors if t is not moved.positions_N]
+    assert {t.device.type for t in [*on_device, *moved.fields.values()]} == {"meta"}
+    assert moved.positions_N is row.positions_N
+    assert moved.branches is row.branches
     assert row.tokens_T.device.type == row.fields["old"].device.type == "cpu"
 
 

@@ -40,7 +40,7 @@ def test_a_sample_without_response_tokens_sums_to_zero() -> None:
 def test_a_padding_row_has_empty_sums() -> None:
     batch = SampleBatch([[1, 2]])
     row = pack_row(batch, MicroBatch((), 4, 0, 0, 0), Layout())
-    found = row_segments(row, row.loss_positions_R)
+    found = row_segments(row)
     assert found.num_samples == 0
     assert found.spread(found.mean(torch.zeros(0))).shape == (0,)
 

@@ -43,25 +43,29 @@ def test_a_rank_holds_an_early_and_a_late_part_of_each_sample() -> None:
     assert last.position_ids_T.tolist() == [2, 3, 4, 5, 1, 2]
     assert first.labels_T.tolist() == [11, 12, 0, 0, 21, 0]
     assert last.labels_T.tolist() == [13, 14, 0, 0, 22, 0]
-    assert first.fields["old"].tolist() == [1, 2, 0, 0, 5, 0]
-    assert last.fields["old"].tolist() == [3, 4, 0, 0, 6, 0]
+    assert first.fields["old"].tolist() == [1, 2, 5]
+    assert last.fields["old"].tolist() == [3, 4, 6]
 
 
 def test_loss_positions_index_the_slice() -> None:
     for rank, expected in enumerate(([0, 1, 4], [0, 1, 4])):
         part = slice_row(row(Layout(cp=2)), 2, rank)
         assert part.loss_positions_R.tolist() == expected
-        assert part.weights_T.nonzero().squeeze(1).tolist() == expected
+        assert part.head_positions_U is part.loss_positions_R
+        assert part.labels_T[part.loss_positions_R].all()
+        assert part.weights_R.tolist() == [1, 1, 1]
+        assert part.sample_of_R.tolist() == [0, 0, 1]
+        assert part.label_index_R.tolist() == ([1, 2, 6] if rank == 0 else [3, 4, 7])
 
 
 def test_attributes_of_the_whole_row_are_not_sliced() -> None:
     whole = row(Layout(cp=2))
     part = slice_row(whole, 2, 1)
     assert (part.row_tokens, part.tokens_T.numel()) == (12, 6)
-    for name in ("samples", "lengths", "starts", "max_seqlen"):
+    for name in ("samples", "lengths", "branches", "padded_lengths", "max_seqlen"):
         assert getattr(part, name) == getattr(whole, name)
-    assert part.cu_seqlens_padded_S1.tolist() == [0, 8, 12]
-    assert part.cu_seqlens_S1.tolist() == [0, 5, 8]
+    assert part.positions_N is whole.positions_N
+    assert part.cu_seqlens_S1.tolist() == [0, 8, 12]
 
 
 def test_with_cp_1_the_slice_is_the_row() -> None:

@@ -33,8 +33,8 @@ def packed() -> PackedRow:
     return replace(row, routing=routing)
 
 
-def tensors(row: PackedRow) -> dict[str, Tensor]:
-    """All tensors of a row, by name."""
+def tensors(row: PackedRow, *, on_host: bool = False) -> dict[str, Tensor]:
+    """The tensors of a row that move to the device, or those that stay on the host, by name."""
     assert row.routing is not None
     found = {f"row.{k}": v for k, v in vars(row).items() if isinstance(v, Tensor)}
     found |= {f"fields.{k}": v for k, v in row.fields.items()}
@@ -42,7 +42,8 @@ def tensors(row: PackedRow) -> dict[str, Tensor]:
     found |= {f"routing.{k}": v for k, v in vars(row.routing).items() if isinstance(v, Tensor)}
     for depth, ahead in enumerate(row.ahead):
         found |= {f"{depth}.{k}": v for k, v in vars(ahead).items() if isinstance(v, Tensor)}
-    return found
+    on_the_host = ("positions_N", "tokens_O", "samples_O", "offsets_O")
+    return {k: v for k, v in found.items() if (k.split(".")[1] in on_the_host) == on_host}
 
 
 def test_doctests_of_the_module() -> None:
@@ -63,6 +64,15 @@ def test_all_tensors_of_a_row_are_in_one_buffer() -> None:
     assert all(value.data_ptr() % 16 == 0 for value in after.values())
     shared = {v.data_ptr() for v in after.values() if v.numel()}
     assert len(shared) == len({id(v) for v in before.values() if v.numel()}), "a tensor moved twice"
+
+
+def test_what_only_the_host_reads_stays_there() -> None:
+    row = packed()
+    before = tensors(row, on_host=True)
+    assert len(before) == 6
+    after = tensors(row.to("meta"), on_host=True)
+    assert all(after[name] is value for name, value in before.items())
+    assert {value.device.type for value in tensors(row.to("meta")).values()} == {"meta"}
 
 
 def test_what_is_not_a_tensor_stays() -> None:

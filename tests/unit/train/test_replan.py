@@ -11,8 +11,9 @@ from megapack.cost.model import CostModel
 from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_pairs
 from megapack.errors import StepOutOfMemory
+from megapack.plan.check import check_plan
 from megapack.plan.plan import Plan
-from megapack.train.passes import BatchPlanner, halved, replan_step
+from megapack.train.passes import BatchPlanner, halved, replan_logprobs, replan_step
 
 pytestmark = pytest.mark.unit
 
@@ -90,3 +91,26 @@ def test_rows_of_one_pair_cannot_be_halved(sizes: dict[str, int]) -> None:
     assert {len(row) for row in rows_of(batch.plan)} == {2}
     with pytest.raises(StepOutOfMemory, match="each row holds one pair, of up to"):
         replan_step(planner, batch, 0)
+
+
+def shared_tokens(plan: Plan) -> int:
+    return plan.counts.shared_tokens
+
+
+def test_replanned_rows_share_prefixes_of_their_own_samples() -> None:
+    config = PlanConfig(
+        max_tokens_per_gpu=3000, forward_max_tokens_per_gpu=6000, num_steps=2, share_prefixes="auto"
+    )
+    planner = planner_of_pairs(config)
+    batch = planner.plan(np.arange(24), {})
+    assert shared_tokens(batch.plan) > 0
+    assert shared_tokens(batch.forward_plan) > 0
+    lengths = batch.samples.lengths
+    smaller = replan_step(planner, batch, 1)
+    assert smaller.plan.prefixes == planner.prefixes(smaller.numbers)
+    check_plan(smaller.plan, smaller.samples.lengths)
+    assert shared_tokens(smaller.plan) > 0
+    forward = replan_logprobs(planner, batch)
+    check_plan(forward, lengths)
+    assert shared_tokens(forward) > 0
+    assert max(map(len, rows_of(forward))) < max(map(len, rows_of(batch.forward_plan)))

@@ -1,0 +1,73 @@
+"""Gathered keys: attention over shared prefixes with kernels that know of sequences only.
+
+Each branch of a row is a sequence of queries. Its keys are those on its path: the branches that it
+continues, from the first on, and its own. A key on several paths is gathered as often. The backward
+of the gather adds their gradients up. The last query of a sequence sees its last key.
+
+Shape suffix: K gathered keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapack.model.attention.packed import chunk_ends
+from megapack.prefixes import Branch
+from megapack.rows.slices import assembly_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    """The sequences of a rank's queries, in their order, and the keys of each."""
+
+    num_queries: list[int]
+    num_keys: list[int]
+    """At least as many as queries."""
+    order_K: Tensor
+    """int64: index of each key; with context parallelism in the concatenated slices of all ranks
+    (see `rows.slices`), else in the row."""
+
+
+def key_paths(
+    padded_lengths: Sequence[int], branches: Sequence[Branch], *, cp: int = 1, cp_rank: int = 0
+) -> Paths:
+    """The sequences of one context-parallel rank: branches, with cp > 1 the parts that it holds.
+
+    Args:
+        padded_lengths: tokens of each branch of the row, and of its dummies.
+        branches: those of the row; () if samples share nothing.
+        cp: number of context-parallel ranks.
+        cp_rank: this rank among them.
+
+    A prefix of 2 tokens, continued by 3 and by 2 tokens:
+
+    >>> def branch(start, tokens, parent):
+    ...     return Branch(start=start, tokens=tokens, offset=0, parent=parent, samples=(0,), end=7)
+    >>> paths = key_paths([2, 3, 2], [branch(0, 2, -1), branch(2, 3, 0), branch(5, 2, 0)])
+    >>> paths.num_queries, paths.num_keys
+    ([2, 3, 2], [2, 5, 4])
+    >>> paths.order_K
+    tensor([0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6])
+    """
+    starts = itertools.accumulate(padded_lengths[:-1], initial=0)
+    before: list[list[Tensor]] = []
+    num_queries = []
+    keys = []
+    for index, (start, tokens) in enumerate(zip(starts, padded_lengths, strict=True)):
+        parent = branches[index].parent if index < len(branches) else -1
+        path = before[parent] if parent >= 0 else []
+        for end in chunk_ends(tokens, cp, cp_rank):
+            num_queries.append(tokens // (2 * cp) if cp > 1 else tokens)
+            keys.append(torch.cat([*path, torch.arange(start, start + end)]))
+        before.append([*path, torch.arange(start, start + tokens)])
+    order_K = torch.cat(keys)
+    return Paths(
+        num_queries=num_queries,
+        num_keys=[own.numel() for own in keys],
+        order_K=assembly_order(padded_lengths, cp)[order_K] if cp > 1 else order_K,
+    )

@@ -1,0 +1,113 @@
+"""The main job with `plan.share_prefixes=auto` takes the steps that it takes without it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack import Plan, check_plan
+from megapack.view.records import read_run
+from tests.dist.spawn import ROOT, run_job
+
+pytestmark = pytest.mark.dist
+
+CONFIGS = ROOT / "configs"
+# Batches of two steps each; the second one is packed while the first one runs.
+TINY = ["name=run", "train.entropy_interval=1", "data.max_length=700", "data.overlong=skip"]
+GRPO = [
+    *("gpt_tiny_dp2_pp2_vpp2_cpu", "layout.dp=1", "data.num_generated=64"),
+    *("data.prompts_per_batch=4", "plan.global_batch_size=8"),
+]
+JOBS = {
+    "grpo_with_a_reference_on_pp2_vpp2": GRPO,
+    # Groups are in several rows, and the passes for log-probs have other rows.
+    "gspo_with_own_rows_for_log_probs": [
+        *("gpt_tiny_dp2_pp2_vpp2_cpu", "layout.pp=1", "layout.vpp=1", "data.num_generated=64"),
+        *("data.prompts_per_batch=4", "plan.global_batch_size=8", "objective.kind=gspo"),
+        *("plan.max_tokens_per_gpu=512", "plan.forward_max_tokens_per_gpu=1024"),
+    ],
+    "dpo_pairs": [
+        *("dpo_tiny_cpu", "layout.dp=2", "data.num_generated=64", "plan.global_batch_size=16"),
+        "train.entropy_interval=0",
+    ],
+    "ppo_with_a_critic": [
+        *("ppo_critic_tiny_dp2_cpu", "data.num_generated=64", "data.generated_group_size=4"),
+        *("data.prompts_per_batch=8", "plan.global_batch_size=16"),
+        "objective.kl_in_reward_coef=0.05",
+    ],
+    # Each depth of multi-token prediction keeps one more common token in each sample.
+    "sft_with_experts_and_multi_token_prediction": [
+        *("moe_replay_tiny_dp2_ep2_cpu", "train.routing_replay=none", "objective.kind=sft"),
+        *("objective.advantage_norm=group", "data.num_generated=64", "model.mtp_num_layers=1"),
+        *("model.moe_balance_loss_coef=0.01", "model.moe_z_loss_coef=0.001"),
+    ],
+}
+# Values of the clock, and those that tell how rows are packed.
+OTHERWISE = ("_s", "_per_second", "_per_gpu", "plan_digest", "shared_tokens", "imbalance")
+OTHERWISE += ("bubble_fraction", "packing_efficiency", "padding_fraction", "microbatches")
+OTHERWISE += ("num_microbatches_per_rank",)
+
+
+def steps(folder: Path, settings: list[str], *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of a job that must succeed."""
+    config, *rest = settings
+    args = ["train", str(CONFIGS / f"{config}.yaml"), *TINY, *rest, *overrides]
+    folder.mkdir(exist_ok=True)
+    done = run_job(2, "megapack", args, timeout_s=200, cwd=folder)
+    assert done.returncode == 0, done.stdout[-6000:]
+    lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_and_gradients_are_those_without_sharing(name: str, tmp_path: Path) -> None:
+    apart = steps(tmp_path / "off", JOBS[name], "plan.share_prefixes=off")
+    shared = steps(tmp_path / "auto", JOBS[name], "plan.share_prefixes=auto")
+    assert len(apart) == len(shared) >= 4
+    assert all(line["shared_tokens"] == 0 for line in apart)
+    assert all(0 < line["shared_tokens"] < line["tokens"] for line in shared)
+    for one, other in zip(shared, apart, strict=True):
+        for key in [key for key in other if not key.endswith(OTHERWISE)]:
+            # Sums of fp32 in another order differ by 1e-7 of their largest terms. Losses and
+            # metrics are means of terms of about 1, and Adam keeps the difference small for a few
+            # steps: 1e-6 is 20 times what these jobs show.
+            assert one[key] == pytest.approx(other[key], rel=2e-6, abs=1e-6), (one["step"], key)
+    folder = tmp_path / "auto/runs/run"
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    assert plan.prefixes is not None
+    assert plan.prefixes.own_tokens == (2 if "multi_token" in name else 1)
+    assert sum(line["shared_tokens"] for line in shared[-len(plan.steps) :]) == (
+        plan.counts.shared_tokens
+    )
+    lengths = read_run(folder).lengths
+    assert lengths is not None
+    check_plan(plan, lengths)
+
+
+def test_a_run_that_shares_is_resumed_inside_a_batch_bit_by_bit(tmp_path: Path) -> None:
+    saving = ("plan.share_prefixes=auto", "train.save_interval=3", "train.keep_checkpoints=null")
+    whole = steps(tmp_path / "whole", GRPO, *saving)
+    assert len(whole) == 8
+    for number in (6, 8):
+        shutil.rmtree(tmp_path / f"whole/runs/run/checkpoints/step-{number:08d}")
+    resumed = steps(tmp_path / "whole", GRPO, *saving, "train.resume=auto")
+    times = ("_s", "_per_second", "_per_gpu")
+    for one, other in zip(resumed, whole, strict=True):
+        assert {key: value for key, value in one.items() if not key.endswith(times)} == {
+            key: value for key, value in other.items() if not key.endswith(times)
+        }
+
+
+def test_the_log_tells_what_is_shared(tmp_path: Path) -> None:
+    args = ["train", str(CONFIGS / "dpo_tiny_cpu.yaml"), *TINY, "train.num_batches=1"]
+    done = run_job(1, "megapack", [*args, "plan.share_prefixes=auto"], timeout_s=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-6000:]
+    text = (tmp_path / "runs/run/metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    (planned,) = [line for line in done.stdout.splitlines() if line.startswith("plan ")]
+    shared = sum(line["shared_tokens"] for line in lines)
+    assert f", {shared} of {sum(line['tokens'] for line in lines)} tokens shared" in planned

@@ -1,0 +1,319 @@
+"""Rows that hold common beginnings once have the tokens, losses and outputs of rows that do not."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack.errors import DataError
+from megapack.layout import Layout
+from megapack.model.mtp import row_ahead, with_rows_ahead
+from megapack.plan import MicroBatch
+from megapack.prefixes import PrefixTable, SharedPrefixes, row_branches
+from megapack.rows.packed import PackedRow, pack_row, unpack_row
+from megapack.rows.slices import slice_row
+from megapack.samples import SampleBatch
+
+pytestmark = pytest.mark.property
+
+LAYOUTS = [
+    Layout(),
+    Layout(cp=2),
+    Layout(cp=4),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(cp=2, tp=2, sequence_parallel=True),
+]
+MAX_DEPTHS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples, those of them that are in the row, and the layout."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    weights: list[float]
+    samples: tuple[int, ...]
+    layout: Layout
+    num_depths: int
+    tail_units: int
+
+    def prefixes(self) -> SharedPrefixes:
+        return SharedPrefixes.from_samples(self.tokens, mtp_num_layers=self.num_depths)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, always_shares: bool = False) -> Case:
+    """Each sample continues a beginning of an earlier one, so there are deep trees, whole
+    duplicates, samples that end inside of others, and samples of one token.
+
+    Args:
+        always_shares: two samples of the row have 20 tokens in common, of which they share 16 on
+            any of the layouts.
+    """
+    ids = st.lists(st.integers(0, 2), max_size=24)
+    tokens = [draw(ids) or [1]]
+    if always_shares:
+        tokens = [[*range(20), *tokens[0]], list(range(20))]
+    for _ in range(draw(st.integers(0, 6))):
+        other = draw(st.sampled_from(tokens))
+        num_kept = draw(st.sampled_from([len(other), len(other) - 1, len(other) // 2, 0]))
+        tokens.append(other[:num_kept] + draw(ids) or [0])
+    masks = [
+        draw(st.lists(st.integers(0, 1), min_size=len(own), max_size=len(own))) for own in tokens
+    ]
+    weights = draw(
+        st.lists(st.sampled_from([0.0, 0.5, 1.5]), min_size=len(tokens), max_size=len(tokens))
+    )
+    order = draw(st.permutations(range(len(tokens))))
+    kept = len(tokens)
+    if not always_shares and draw(st.integers(0, 3)) == 3:
+        kept = draw(st.integers(0, len(tokens)))
+    layout = draw(st.sampled_from(LAYOUTS))
+    depths = draw(st.integers(0, MAX_DEPTHS))
+    tail = draw(st.integers(0 if kept else 1, 3))
+    return Case(tokens, masks, weights, tuple(order[:kept]), layout, depths, tail)
+
+
+def data(case: Case) -> SampleBatch:
+    """Values that differ at every token of every sample."""
+    numbers = torch.arange(sum(map(len, case.tokens))).split([len(own) for own in case.tokens])
+    fields: dict[str, Any] = {
+        "response_mask": case.masks,
+        "old": [own.float() / 7 for own in numbers],
+        "kind": list(numbers),
+        "reward": [i + 0.5 for i in range(len(case.tokens))],
+    }
+    return SampleBatch(case.tokens, fields)
+
+
+def pack(case: Case, *, shared: bool, batch: SampleBatch | None = None) -> PackedRow:
+    table = PrefixTable(case.prefixes(), len(case.tokens), case.layout) if shared else None
+    lengths = [len(case.tokens[i]) for i in case.samples]
+    held = sum(b.tokens for b in row_branches(case.samples, lengths, case.layout, table))
+    unit = case.layout.row_alignment
+    row_tokens = -(-held // unit) * unit + case.tail_units * unit
+    micro_batch = MicroBatch(case.samples, row_tokens, sum(lengths), 0, held)
+    return pack_row(batch or data(case), micro_batch, case.layout, case.weights, prefixes=table)
+
+
+def losses(row: PackedRow) -> list[tuple[Any, ...]]:
+    """All that is known of each loss but its position."""
+    columns = [
+        row.label_index_R,
+        row.sample_of_R,
+        row.weights_R,
+        row.labels_T[row.loss_positions_R],
+        row.tokens_T[row.loss_positions_R],
+        row.position_ids_T[row.loss_positions_R],
+        *(row.fields[name] for name in sorted(row.fields)),
+    ]
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next(
+        (k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+@settings(deadline=None)  # a loaded machine must not fail a test
+@given(cases())
+def test_each_token_of_each_sample_is_in_the_row(case: Case) -> None:
+    row = pack(case, shared=True)
+    positions = row.positions_N.split(list(row.lengths)) if row.lengths else ()
+    for k, (i, own) in enumerate(zip(case.samples, positions, strict=True)):
+        assert row.tokens_T[own].tolist() == case.tokens[i]
+        assert row.position_ids_T[own].tolist() == list(range(len(case.tokens[i])))
+        assert row.labels_T[own[:-1]].tolist() == case.tokens[i][1:]
+        assert row.labels_T[own[-1]] == 0
+        # Context is to the left: a token comes after those that it attends to.
+        assert own.tolist() == sorted(own.tolist())
+        assert all(k in row.branches[b].samples for b in row.branch_of_T[own].tolist())
+    held = row.branch_of_T >= 0
+    assert set(row.positions_N.tolist()) == set(held.nonzero().squeeze(1).tolist())
+    assert row.tokens_T[~held].eq(0).all()
+    assert row.labels_T[~held].eq(0).all()
+    lasts = [case.tokens[i][-1] for i in case.samples]
+    assert row.tokens_T[row.end_positions_E].tolist() == lasts
+    assert row.end_positions_E.unique().numel() == len(lasts), "each sample has its own end"
+
+
+@settings(deadline=None)
+@given(cases())
+def test_two_samples_share_just_the_positions_of_their_common_tokens(case: Case) -> None:
+    """Samples that share c tokens share c - 1 - depths positions, aligned; counted pair by pair."""
+    row = pack(case, shared=True)
+    positions = row.positions_N.split(list(row.lengths)) if row.lengths else ()
+    unit = case.layout.sample_alignment
+    for (i, one), (j, other) in itertools.combinations(
+        zip(case.samples, positions, strict=True), 2
+    ):
+        most = max(0, common(case.tokens[i], case.tokens[j]) - 1 - case.num_depths)
+        found = len(set(one.tolist()) & set(other.tolist()))
+        assert found == most // unit * unit
+
+
+@settings(deadline=None)
+@given(cases())
+def test_branches_tile_the_row_and_end_after_those_that_continue_them(case: Case) -> None:
+    row = pack(case, shared=True)
+    start = 0
+    for k, branch in enumerate(row.branches):
+        assert (branch.start, branch.tokens > 0) == (start, True)
+        assert branch.start % case.layout.sample_alignment == 0
+        start += branch.tokens
+        assert list(branch.samples) == sorted(set(branch.samples))
+        inside = [
+            other
+            for other in row.branches
+            if set(other.samples) <= set(branch.samples) and other.offset > branch.offset
+        ]
+        assert branch.end == branch.start + branch.tokens + sum(b.tokens for b in inside)
+        assert all(branch.start < other.start < branch.end for other in inside)
+        if branch.parent < 0:
+            assert branch.offset == 0
+        else:
+            parent = row.branches[branch.parent]
+            assert branch.parent < k
+            assert branch.offset == parent.offset + parent.tokens
+            assert set(branch.samples) < set(parent.samples)
+    aligned = [case.layout.aligned_sample_tokens(len(case.tokens[i])) for i in case.samples]
+    assert start == sum(aligned) - row.num_shared
+    assert row.cu_seqlens_S1.diff().tolist() == list(row.padded_lengths)
+    assert sum(row.padded_lengths) == row.row_tokens
+    assert row.max_seqlen >= max(aligned, default=0)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_losses_and_outputs_equal_those_of_the_row_without_sharing(case: Case) -> None:
+    shared = pack(case, shared=True)
+    apart = pack(case, shared=False)
+    assert losses(shared) == losses(apart)
+    assert torch.equal(shared.set_of_n, apart.set_of_n)
+    for name, values_n in apart.sample_fields.items():
+        assert torch.equal(shared.sample_fields[name], values_n)
+    values_R = torch.arange(apart.weights_R.numel()) + 1.0
+    found = unpack_row(shared, values_R)
+    assert [x.tolist() for x in found] == [x.tolist() for x in unpack_row(apart, values_R)]
+    for i, own in zip(case.samples, found, strict=True):
+        counts = [bool(m) and k > 0 for k, m in enumerate(case.masks[i])]
+        assert own.bool().tolist() == [case.weights[i] > 0 and c for c in counts]
+    assert apart.num_shared == 0
+    assert apart.head_index_R is None
+
+
+def check_head(row: PackedRow) -> None:
+    unique_U = row.head_positions_U
+    assert unique_U.unique().numel() == unique_U.numel()
+    index_R = row.head_index_R
+    if index_R is None:
+        assert torch.equal(unique_U, row.loss_positions_R)
+    else:
+        assert unique_U.numel() < row.loss_positions_R.numel()
+        assert torch.equal(unique_U[index_R], row.loss_positions_R)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_rows_ahead_have_the_losses_of_rows_without_sharing(case: Case) -> None:
+    shared = with_rows_ahead(pack(case, shared=True), case.num_depths)
+    apart = with_rows_ahead(pack(case, shared=False), case.num_depths)
+    for row in (shared, *shared.ahead):
+        check_head(row)
+    for depth, (one, other) in enumerate(zip(shared.ahead, apart.ahead, strict=True), start=1):
+        assert losses(one) == losses(other)
+        for name in ("tokens_T", "labels_T", "position_ids_T"):
+            values_N = getattr(one, name)[one.positions_N]
+            assert torch.equal(values_N, getattr(other, name)[other.positions_N]), name
+        ids_N = one.tokens_T[one.positions_N].split(list(one.lengths)) if one.lengths else ()
+        for i, own in zip(case.samples, ids_N, strict=True):
+            tokens = case.tokens[i]
+            assert own.tolist() == [*tokens[depth:], *[0] * min(depth, len(tokens))]
+
+
+@settings(deadline=None)
+@given(cases())
+def test_slices_divide_losses_and_ends(case: Case) -> None:
+    cp = case.layout.cp
+    row = with_rows_ahead(pack(case, shared=True), case.num_depths)
+    parts = [slice_row(row, cp, rank) for rank in range(cp)]
+    values_R = torch.arange(row.weights_R.numel()) + 1.0
+    whole = unpack_row(row, values_R)
+    value_of = dict(zip(row.label_index_R.tolist(), values_R.tolist(), strict=True))
+    summed = [torch.zeros_like(own) for own in whole]
+    for part in parts:
+        own_R = torch.tensor([value_of[i] for i in part.label_index_R.tolist()])
+        for total, own in zip(summed, unpack_row(part, own_R), strict=True):
+            total.add_(own)
+    assert all(torch.equal(a, b) for a, b in zip(summed, whole, strict=True))
+    ends = sorted(
+        (k, int(part.row_positions_T[position]))
+        for part in parts
+        for k, position in zip(part.end_samples_E.tolist(), part.end_positions_E, strict=True)
+    )
+    assert ends == list(enumerate(row.end_positions_E.tolist()))
+    for one, *own_parts in zip(
+        (row, *row.ahead), *((part, *part.ahead) for part in parts), strict=True
+    ):
+        for part in own_parts:
+            check_head(part)
+            assert part.tokens_T.numel() == row.row_tokens // cp
+        both = [loss for part in own_parts for loss in losses(part)]
+        assert sorted(both) == losses(one)
+        assert [part.weights_R.dtype for part in own_parts] == [torch.float32] * cp
+
+
+@settings(deadline=None)
+@given(cases(always_shares=True), st.data())
+def test_a_changed_token_of_a_shared_position_is_refused(case: Case, more: st.DataObject) -> None:
+    whole = pack(case, shared=True)
+    shared = [
+        (k, branch.offset + t)
+        for branch in whole.branches
+        if len(branch.samples) > 1
+        for k in branch.samples
+        # The last position's label counts too.
+        for t in range(branch.tokens + 1)
+    ]
+    assert shared
+    k, at = more.draw(st.sampled_from(shared))
+    i = case.samples[k]
+    tokens = [list(own) for own in case.tokens]
+    tokens[i][at] += 7
+    batch = data(dataclasses.replace(case, tokens=tokens))
+    with pytest.raises(DataError, match=rf"samples .*\b{i}\b.* differ at token {at}; plan with"):
+        pack(case, shared=True, batch=batch)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_depths_that_the_prefixes_do_not_know_of_are_refused(case: Case) -> None:
+    """Prefixes for fewer depths work where the labels further ahead are equal by chance."""
+    without = dataclasses.replace(case, num_depths=0)
+    row = pack(without, shared=True)
+    apart = pack(without, shared=False)
+    for depth in range(1, MAX_DEPTHS + 1):
+        with contextlib.suppress(DataError):
+            assert losses(row_ahead(row, depth)) == losses(row_ahead(apart, depth))
+
+
+def test_samples_that_differ_right_after_their_shared_label_are_refused() -> None:
+    tokens = [[5, 6, 7], [5, 6, 8]]
+    ones = [[1] * 3] * 2
+    case = Case(tokens, ones, [1.0, 1.0], (0, 1), Layout(), 0, 0)
+    with pytest.raises(DataError, match=r"samples of \(0, 1\) .* 2 tokens ahead; make the prefix"):
+        row_ahead(pack(case, shared=True), 1)
+    known = pack(dataclasses.replace(case, num_depths=1), shared=True)
+    assert known.num_shared == 0
+    assert row_ahead(known, 1).labels_T.tolist() == [7, 0, 0, 8, 0, 0]

@@ -1,0 +1,101 @@
+"""Commands on samples that share prompts: LENGTHS with groups, and what is printed about plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megapack import Plan, check_plan
+
+pytestmark = pytest.mark.unit
+
+Call = Callable[..., tuple[int, str, str]]
+
+# Three prompts of 60, 40 and 50 tokens with four responses each.
+ROWS = [(prompt, 10 + 3 * k, f"g{prompt}") for prompt in (60, 40, 50) for k in range(4)]
+LENGTHS = [prompt + response for prompt, response, _ in ROWS]
+TOKENS = sum(LENGTHS)
+PLAN = ("plan", "groups.csv", "--dp", "2", "--pp", "2", "--max-tokens-per-gpu", "256")
+GROUPS = ("--group-column", "group")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a file of prompts and responses."""
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{prompt},{response},{group}\n" for prompt, response, group in ROWS]
+    (tmp_path / "groups.csv").write_text("prompt_len,response_len,group\n" + "".join(lines))
+    return tmp_path
+
+
+def saved_tokens() -> int:
+    plan = Plan.from_json(Path("plan.json").read_text())
+    check_plan(plan, LENGTHS)
+    return plan.counts.shared_tokens
+
+
+def test_samples_of_a_group_share_their_prompt(call: Call) -> None:
+    code, out, err = call(*PLAN, *GROUPS)
+    assert (code, err) == (0, "")
+    saved = saved_tokens()
+    assert 0 < saved <= 3 * (59 + 39 + 49)
+    assert f"rows do not hold {saved} of {TOKENS} tokens again ({saved / TOKENS:.1%})" in out
+    totals = json.loads(call(*PLAN, *GROUPS, "--json")[1])["strategies"]
+    assert totals["megapack"]["shared_tokens"] == saved
+    assert totals["next-fit"]["shared_tokens"] == 0
+
+
+def test_without_groups_or_with_off_nothing_is_shared(call: Call) -> None:
+    for options in ((), (*GROUPS, "--share-prefixes", "off")):
+        _, out, _ = call(*PLAN, *options)
+        assert saved_tokens() == 0
+        assert "shared" not in out
+
+
+def test_a_plan_that_shares_is_shown_checked_and_simulated(call: Call) -> None:
+    call(*PLAN, *GROUPS)
+    saved = saved_tokens()
+    assert f"{TOKENS} tokens, {saved} of them shared in " in call("show", "plan.json")[1]
+    assert call("check", "plan.json", "groups.csv")[0] == 0
+    head, step, *_ = call("simulate", "plan.json")[1].splitlines()
+    assert head.split()[-1] == "shared"
+    assert step.split()[-1] == f"{saved / TOKENS:.1%}"
+    (simulated,) = json.loads(call("simulate", "plan.json", "--json")[1])["steps"].values()
+    assert (simulated["tokens"], simulated["shared_tokens"]) == (TOKENS, saved)
+
+
+def test_a_rank_shows_what_its_rows_share(call: Call) -> None:
+    call(*PLAN, *GROUPS)
+    rows = [call("show", "plan.json", "--rank", str(rank))[1] for rank in range(2)]
+    cells = [line for text in rows for line in text.splitlines()[2:]]
+    shares = [int(line.split(" tokens, ")[1].split()[0]) for line in cells if "shared" in line]
+    assert sum(shares) == saved_tokens()
+
+
+def test_tune_plans_with_groups(call: Call) -> None:
+    model = ("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "256")
+    sizes = (*model, "--num-attention-heads", "4", "--vocab-size", "512", "--peak-tflops", "1")
+    tune = ("tune", "groups.csv", "--gpus", "4", *sizes)
+    assert "shared prefixes of the first: " in call(*tune, *GROUPS)[1]
+    assert "shared" not in call(*tune)[1]
+
+
+def test_groups_need_prompts(call: Call) -> None:
+    Path("bare.csv").write_text("length,group\n5,1\n6,1\n")
+    code, out, err = call("plan", "bare.csv", *GROUPS, "--max-tokens-per-gpu", "16")
+    assert (code, out) == (2, "")
+    assert err.strip() == (
+        "megapack: bare.csv: groups 'group' and no column of prompts beside 'length'; set "
+        "--prompt-column and --response-column"
+    )
+
+
+def test_a_group_has_one_prompt(call: Call) -> None:
+    Path("two.csv").write_text("prompt_len,response_len,group\n5,1,a\n6,1,a\n")
+    code, _, err = call("plan", "two.csv", *GROUPS, "--max-tokens-per-gpu", "16")
+    assert code == 2
+    assert "samples 0 and 1 are of group 'a' and have prompts of 5 and 6 tokens" in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,128 @@
+"""Samples share only tokens that go to the same experts."""
+
+from __future__ import annotations
+
+import doctest
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megapack.prefixes.shared
+from megapack import Layout, SharedPrefixes
+from megapack.errors import DataError
+from megapack.prefixes import PrefixTable
+
+pytestmark = pytest.mark.unit
+
+PROMPT = [5, 6, 7, 8]
+# Four tokens of a prompt and one own token.
+SAMPLES = [[*PROMPT, answer] for answer in (1, 2, 3)]
+
+
+def random_samples(seed: int) -> list[list[int]]:
+    """Samples over an alphabet of 2, so that many begin with the same tokens."""
+    rng = random.Random(seed)
+    return [[rng.randrange(2) for _ in range(rng.randrange(1, 9))] for _ in range(24)]
+
+
+def shared_by_pairs(prefixes: SharedPrefixes, num_samples: int) -> dict[tuple[int, int], int]:
+    """Positions that each pair of samples shares; pairs that share nothing are left out."""
+    table = PrefixTable(prefixes, num_samples, Layout())
+    out = {}
+    for i in range(num_samples):
+        for j in range(i):
+            chosen, shared = table.neighbours(np.array([i, j]), np.zeros(2, dtype=np.int64))
+            if chosen.size == 2 and shared[1]:
+                out[i, j] = int(shared[1])
+    return out
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_samples_of_one_set_share_what_they_shared(seed: int) -> None:
+    samples = random_samples(seed)
+    rng = random.Random(seed)
+    set_of = [rng.randrange(-1, 3) for _ in samples]
+    prefixes = SharedPrefixes.from_samples(samples)
+    before = shared_by_pairs(prefixes, len(samples))
+    after = shared_by_pairs(prefixes.split_by(set_of), len(samples))
+    assert len(before) > len(after) > 0
+    assert after == {
+        (i, j): shared
+        for (i, j), shared in before.items()
+        if set_of[i] == set_of[j] and set_of[i] >= 0
+    }
+
+
+def test_one_set_changes_nothing_and_sets_of_one_share_nothing() -> None:
+    samples = random_samples(0)
+    prefixes = SharedPrefixes.from_samples(samples)
+    assert prefixes.split_by([3] * len(samples)) == prefixes
+    assert prefixes.split_by(range(len(samples))).order == ()
+    assert prefixes.split_by([-1] * len(samples)).order == ()
+    assert SharedPrefixes((), ()).split_by([]) == SharedPrefixes((), ())
+
+
+@pytest.mark.parametrize(
+    ("set_of", "message"),
+    [
+        ([0, 0], "2 numbers of sets for prefixes of sample 2"),
+        ([0, -2, 0], r"sets are \[0, -2, 0\]; give one number from -1 on"),
+        ([0.0, 0.5, 1.0], "give one number from -1 on"),
+    ],
+)
+def test_sets_that_do_not_fit_are_refused(set_of: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        SharedPrefixes.from_samples(SAMPLES).split_by(set_of)
+
+
+def some_routes(num_tokens: int = 5) -> list[list[list[int]]]:
+    """Two experts of four, in three layers, per token."""
+    return [[[token % 4, (token + layer + 1) % 4] for layer in range(3)] for token in range(5)][
+        :num_tokens
+    ]
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor])
+def test_a_prefix_ends_before_the_first_token_with_other_experts(convert: Any) -> None:
+    routes = [some_routes() for _ in SAMPLES]
+    routes[1][1][0].reverse()
+    routes[1][2][1] = [3, 2]  # was [2, 0]
+    given = [convert(route) for route in routes]
+    found = SharedPrefixes.from_samples(SAMPLES, routing=given)
+    # The order of the second token's experts does not matter; the middle sample shares 2 tokens.
+    assert found == SharedPrefixes((0, 1, 2), (0, 3, 3))
+    assert SharedPrefixes.from_samples(SAMPLES, routing=[given[0]] * 3).common == (0, 4, 4)
+
+
+def test_the_last_token_may_lack_experts() -> None:
+    routes = [torch.tensor(some_routes(n)) for n in (4, 5, 4)]
+    assert SharedPrefixes.from_samples(SAMPLES, routing=routes).common == (0, 4, 4)
+    # A sample that is the beginning of another one shares all but its last token.
+    found = SharedPrefixes.from_samples(
+        [PROMPT, SAMPLES[0]], routing=[torch.tensor(some_routes(3)), torch.tensor(some_routes(5))]
+    )
+    assert found == SharedPrefixes((0, 1), (0, 4))
+
+
+def test_doctests_of_the_module() -> None:
+    result = doctest.testmod(megapack.prefixes.shared)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_samples_without_routes_share_nothing() -> None:
+    routes = [None, torch.tensor(some_routes()), np.array(some_routes())]
+    found = SharedPrefixes.from_samples(SAMPLES, routing=routes)
+    assert found == SharedPrefixes((1, 2), (0, 4))
+
+
+def test_routing_of_another_shape_is_refused() -> None:
+    routes = [torch.tensor(some_routes(n)) for n in (5, 3, 5)]
+    message = r"samples 0 and 1 have routing \(4, 3, 2\) and \(3, 3, 2\) for 4 common tokens"
+    with pytest.raises(DataError, match=message):
+        SharedPrefixes.from_samples([[*PROMPT, 8, 1], [*PROMPT, 8, 2], [9]], routing=routes)
+    with pytest.raises(DataError, match="routing of 2 samples for 3"):
+        SharedPrefixes.from_samples(SAMPLES, routing=routes[:2])

@@ -1,0 +1,96 @@
+"""Models that would be wrong on rows with shared prefixes are refused before any collective."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megapack.errors import ConfigError
+from megapack.model.attention.sdpa import PackedSDPA
+from megapack.schedule.checks import check_shared_prefixes
+
+pytestmark = pytest.mark.unit
+
+
+class TEDotProductAttention(torch.nn.Module):
+    """Known by its name; importing Megatron's needs Transformer Engine."""
+
+
+class OwnKernel(PackedSDPA):
+    """Knows nothing of branches."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: Any) -> Tensor:
+        return query
+
+
+class Renamed(PackedSDPA):
+    """Attends as its base does."""
+
+
+def packed(kind: type[PackedSDPA] = PackedSDPA) -> PackedSDPA:
+    made = SimpleNamespace(attention_dropout=0.0, kv_channels=8, context_parallel_size=1)
+    return kind(made, 1, AttnMaskType.causal, "self")
+
+
+def chunk(core: torch.nn.Module, embedding: str = "learned_absolute") -> Any:
+    made: Any = torch.nn.Module()
+    made.core_attention = core
+    made.position_embedding_type = embedding
+    return made
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    values = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "context_parallel_size": 1}
+    return SimpleNamespace(**{**values, **changes})
+
+
+def check(made: Any, is_training: bool = True, **changes: Any) -> None:
+    check_shared_prefixes([chunk(packed()), made], config(**changes), is_training=is_training)
+
+
+@pytest.mark.parametrize("core", [packed(), packed(Renamed), TEDotProductAttention()])
+def test_other_models_are_accepted(core: torch.nn.Module) -> None:
+    check(chunk(core))
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout"])
+def test_dropout_is_refused_in_training(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=0.1: .*set it to 0, or plan.share_prefixes"):
+        check(chunk(packed()), **{name: 0.1})
+    check(chunk(packed()), is_training=False, **{name: 0.1})
+
+
+def test_positions_that_follow_from_cu_seqlens_are_refused() -> None:
+    message = "positions .* would be wrong: Module with position_embedding_type='rope' finds them"
+    with pytest.raises(ConfigError, match=message):
+        check(chunk(packed(), "rope"))
+
+
+def test_a_kernel_that_does_not_know_branches_is_refused() -> None:
+    with pytest.raises(ConfigError, match="OwnKernel is not known to attend to shared prefixes"):
+        check(chunk(packed(OwnKernel)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel_size": 2}, r"\(cp=2\); set model.attention=varlen, or plan.share"),
+        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True with shared"),
+        ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True with shared"),
+        ({"window_size": (128, 0)}, r"window_size=\(128, 0\) with shared prefixes"),
+    ],
+)
+def test_what_transformer_engine_does_not_run_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(chunk(TEDotProductAttention()), **changes)
+
+
+def test_other_kernels_share_prefixes_with_context_parallelism() -> None:
+    check(chunk(packed()), context_parallel_size=2)
