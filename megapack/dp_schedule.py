@@ -11,7 +11,7 @@ import numpy as np
 
 from megapack.base.arrays import Ids, Ints, read_budget, read_lengths, read_sets
 from megapack.cost.model import CostModel
-from megapack.errors import ConfigError, PlanError
+from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import Layout
 from megapack.plan.plan import Plan, RolloutId, StepPlan
 from megapack.planner.counts import keep_reachable, split_rollouts
@@ -67,10 +67,11 @@ def build_dp_schedule(
         policy: what the planner may choose; None for the defaults.
         forward_only: plan a pass without backwards.
         prefixes: tokens that samples have in common at their beginnings; under
-            `Policy(share_prefixes="auto")` a row holds them once. None: nothing is shared.
+            `Policy(share_prefixes="auto")` a row holds them once, where that pays. None: nothing is
+            shared.
 
     Raises:
-        DataError: invalid lengths or ids.
+        DataError: invalid lengths, ids or prefixes.
         ConfigError: arguments that contradict each other.
         PlanError: the policy allows no legal plan; the message says what to set.
     """
@@ -82,7 +83,7 @@ def build_dp_schedule(
     _check_cost(batch, layout, cost)
     table = None
     if prefixes is not None:
-        prefixes.check(batch.lengths)
+        _check_prefixes(prefixes, batch)
         prefixes = _kept_prefixes(prefixes, batch, layout, policy)
     if prefixes is not None:
         table = PrefixTable(prefixes, batch.lengths.size, layout)
@@ -104,7 +105,9 @@ def build_dp_schedule(
         prefixes=table,
     )
     planned = tuple(_plan_step(problem, batch) for problem in problems)
-    if not any(mb.shared_tokens for step in planned for mb in step.microbatches):
+    if prefixes is not None and not any(
+        mb.shared_tokens for step in planned for mb in step.microbatches
+    ):
         prefixes = None
     return Plan(
         steps=planned,
@@ -200,6 +203,14 @@ def _read_batch(
     flat = read_lengths(lengths)
     sets = read_sets(rollout_ids, colocate_ids, flat.size)
     return _Batch(flat, layout.aligned_sample_tokens(flat), *sets)
+
+
+def _check_prefixes(prefixes: SharedPrefixes, batch: _Batch) -> None:
+    if not isinstance(prefixes, SharedPrefixes):
+        raise ConfigError(
+            f"prefixes={brief(prefixes)}; give SharedPrefixes, for example from_samples(token_ids)"
+        )
+    prefixes.check(batch.lengths)
 
 
 def _kept_prefixes(

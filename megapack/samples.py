@@ -47,7 +47,9 @@ class TensorField:
     of_prefix: bool = False
     """The tensors belong to tokens that samples have in common, such as the images of a prompt.
     Samples of a row that share a beginning must have equal tensors, and the row gets them once. If
-    this is not set, such samples must not have any."""
+    this is not set, such samples must not have any. A row repeats the last common token for each
+    sample (with context parallelism the last 2 * cp or fewer), so the tensors' tokens must come
+    before that."""
 
     def __post_init__(self) -> None:
         if self.combine not in get_args(Combine):

@@ -3,6 +3,7 @@
     python tools/bench_planner.py                      # prints the tables, writes docs/planner.md
     python tools/bench_planner.py --peer verl          # with the installed package's own functions
     python tools/bench_planner.py --only-speed
+    python tools/bench_planner.py --only-shared        # writes the tables of shared prefixes
 
 Quality is time over equal work: a step's simulated seconds over the seconds of its samples' work
 spread evenly over all GPUs, without a bubble, alignment or fixed costs. No plan can reach 1.
@@ -27,12 +28,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megapack import CostModel, Layout, MicroBatch, Policy, StepPlan, build_dp_schedule, simulate
+from tools.benching.planner_families import generated_steps, shared_table, speed_table, trace_steps
 from tools.benching.planner_peers import BASELINES, Ranks, Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples per optimizer step.
 BATCHES = (512, 1024, 2048)
+# Samples of a step of the table of shared prefixes.
+SHARED_SAMPLES = 512
 MARKS = ("<!-- measured -->", "<!-- end -->")
+SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes -->")
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
 
@@ -61,6 +66,12 @@ SPEED = [
 ]
 
 
+def cost_of(layout: Layout, model: str) -> CostModel:
+    per_token = 1e-6
+    fixed = FIXED_TOKENS * per_token / layout.num_chunks
+    return CostModel(fixed=fixed, per_token=per_token, per_token_sq=per_token * MODELS[model])
+
+
 @dataclass(frozen=True)
 class Case:
     """One cell of the table."""
@@ -77,11 +88,7 @@ class Case:
 
     @property
     def cost(self) -> CostModel:
-        per_token = 1e-6
-        fixed = FIXED_TOKENS * per_token / self.layout.num_chunks
-        return CostModel(
-            fixed=fixed, per_token=per_token, per_token_sq=per_token * MODELS[self.model]
-        )
+        return cost_of(self.layout, self.model)
 
     @property
     def work(self) -> np.ndarray:
@@ -287,6 +294,20 @@ def speed(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
     return lines
 
 
+def shared(traces: Path) -> list[str]:
+    """The tables of steps whose samples share prefixes."""
+    costs = {
+        name: {model: cost_of(layout, model) for model in MODELS}
+        for name, layout in LAYOUTS.items()
+    }
+    steps = [*generated_steps(SHARED_SAMPLES), *trace_steps(traces, SHARED_SAMPLES)]
+    # Compile the kernels first, so that no milliseconds contain it.
+    shared_table(steps[:1], LAYOUTS, costs)
+    lines = shared_table(steps, LAYOUTS, costs)
+    large = Layout(dp=1024, pp=8, vpp=2)
+    return [*lines, "", *speed_table(1_000_000, large, cost_of(large, "30B-A3B"), rounds=5)]
+
+
 def peak_gib() -> float:
     """Peak resident memory of this process."""
     import resource
@@ -325,12 +346,14 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
 
 
-def write_between_marks(page: Path, tables: str) -> None:
-    """Replace the text between the page's marks; a new page gets only the tables."""
-    text = page.read_text(encoding="utf-8") if page.exists() else MARKS[0] + MARKS[1]
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    page.write_text(f"{before}{MARKS[0]}\n{tables}\n{MARKS[1]}{after}", encoding="utf-8")
+def write_between_marks(page: Path, marks: tuple[str, str], tables: str) -> None:
+    """Replace the text between two marks of the page; a page without them gets both at its end."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    if marks[0] not in text:
+        text += marks[0] + marks[1]
+    before, _, rest = text.partition(marks[0])
+    _, _, after = rest.partition(marks[1])
+    page.write_text(f"{before}{marks[0]}\n{tables}\n{marks[1]}{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -338,8 +361,16 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces")
     parser.add_argument("--peer", choices=["verl"], action="append", default=[])
     parser.add_argument("--only-speed", action="store_true")
+    parser.add_argument("--only-shared", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
     options = parser.parse_args()
+    if not options.only_speed:
+        head = f"Measured with `python tools/bench_planner.py --only-shared` on {machine()}."
+        tables = "\n".join([head, "", *shared(options.traces)])
+        print(tables)
+        write_between_marks(options.out, SHARED_MARKS, tables)
+    if options.only_shared:
+        return
     peers = {name: verl_strategy() for name in options.peer}
     command = " ".join(["python tools/bench_planner.py", *(f"--peer {p}" for p in peers)])
     lines = [f"Measured with `{command}` on {machine()}.", ""]
@@ -353,7 +384,7 @@ def main() -> None:
     lines += ["", f"First call of a process: {first_calls}"]
     print("\n".join(lines))
     if not options.only_speed:
-        write_between_marks(options.out, "\n".join(lines))
+        write_between_marks(options.out, MARKS, "\n".join(lines))
 
 
 if __name__ == "__main__":

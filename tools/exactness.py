@@ -1,10 +1,12 @@
 """Compare every layout and feature with one unpadded sample at a time; writes docs/exactness.md.
 
     python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN] [--models PATTERN]
+        [--prefixes PATTERN]
 
 Runs the reference and then each case of `tests/dist/cases.py` on 1, 2, 4 and 8 processes over gloo;
-and models of Hugging Face folders, the cases of `tests/dist/hf_cases.py`, beside transformers. With
-one of the patterns, only those.
+models of Hugging Face folders, the cases of `tests/dist/hf_cases.py`, beside transformers; and rows
+with shared prefixes, the cases of `tests/dist/prefix_cases.py`. With some of the patterns, only
+those.
 """
 
 from __future__ import annotations
@@ -22,13 +24,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megapack.layout import Layout  # noqa: E402
 from tests.dist import problem  # noqa: E402
 from tests.dist.cases import ALL_CASES, Case  # noqa: E402
 from tests.dist.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
-from tests.dist.run_cases import make_reference, run_cases  # noqa: E402
+from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES  # noqa: E402
+from tests.dist.prefix_cases import GRID, SPECIAL  # noqa: E402
+from tests.dist.prefix_problem import MODELS as PREFIX_MODELS  # noqa: E402
+from tests.dist.prefix_problem import PRECISE as PREFIX_PRECISE  # noqa: E402
+from tests.dist.prefix_problem import PrefixCase  # noqa: E402
+from tests.dist.run_cases import make_reference, run_cases, run_prefix_cases  # noqa: E402
 
 MARKS = ("<!-- measured -->", "<!-- end -->")
 MODEL_MARKS = ("<!-- models -->", "<!-- end of models -->")
+PREFIX_MARKS = ("<!-- prefixes -->", "<!-- end of prefixes -->")
 MODELS = {
     "llama": "Llama",
     "mistral": "Mistral: heads wider than hidden size / heads",
@@ -65,10 +74,9 @@ VARIANTS = {
 }
 
 
-def layout_text(case: Case) -> str:
-    layout = case.layout
+def layout_text(layout: Layout, has_experts: bool) -> str:
     names = [n for n in ("dp", "tp", "pp", "vpp", "cp", "ep") if getattr(layout, n) > 1]
-    if layout.tp > 1 and problem.MODELS[case.variant][0].num_experts:
+    if layout.tp > 1 and has_experts:
         names.append("etp")
     text = " ".join(f"{name}{getattr(layout, name)}" for name in names)
     group_size = layout.microbatch_group_size
@@ -76,6 +84,10 @@ def layout_text(case: Case) -> str:
     if group_size is not None:
         extras.append(f"G={group_size}")
     return " ".join([text or "one process", *extras])
+
+
+def case_layout(case: Case) -> str:
+    return layout_text(case.layout, bool(problem.MODELS[case.variant][0].num_experts))
 
 
 def feature_text(case: Case) -> str:
@@ -128,7 +140,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
                 "logprob_max_error",
             )
         )
-        lines.append(f"| {layout_text(case)} | {feature_text(case)} | {counts} | {errors} |")
+        lines.append(f"| {case_layout(case)} | {feature_text(case)} | {counts} | {errors} |")
     return lines
 
 
@@ -142,7 +154,7 @@ def rounded_table(results: dict[str, dict[str, Any]]) -> list[str]:
                 for key in ("gradient_error", "one_sample_gradient_error", "logprob_mean_error")
             )
             lines.append(
-                f"| {layout_text(ALL_CASES[name])} | {feature_text(ALL_CASES[name])} | {errors} |"
+                f"| {case_layout(ALL_CASES[name])} | {feature_text(ALL_CASES[name])} | {errors} |"
             )
     return lines
 
@@ -163,6 +175,54 @@ def model_table(results: dict[str, dict[str, Any]]) -> list[str]:
 def _model_errors(result: dict[str, Any]) -> str:
     largest = max(result["logprobs_max_error"], result["entropy_max_error"])
     return f"{result['gradient_error']:.1e}, {largest:.1e}"
+
+
+def prefix_grid(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Per layout and recompute: gradient error and largest output error of each objective."""
+    kinds = list(GRID["single-none"].kinds)
+    lines = ["| layout | recompute | " + " | ".join(map(_KIND_TEXTS.__getitem__, kinds)) + " |"]
+    lines.append("|---" * (2 + len(kinds)) + "|")
+    for name, case in GRID.items():
+        if name in results:
+            cells = " | ".join(_prefix_errors([results[name][kind]]) for kind in kinds)
+            lines.append(f"| {_prefix_layout(case)} | {case.recompute} | {cells} |")
+    return lines
+
+
+def special_prefixes(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Per shape or feature: the largest errors of its objectives."""
+    lines = ["| shape or feature | layout | objectives | saved tokens | gradient, log-probs |"]
+    lines.append("|---" * 5 + "|")
+    for name, case in SPECIAL.items():
+        if name in results and case.model not in PREFIX_PRECISE:
+            runs = list(results[name].values())
+            kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
+            saved = f"{runs[0]['facts']['shared_tokens']} of {runs[0]['facts']['tokens']}"
+            lines.append(
+                f"| {case.title} | {_prefix_layout(case)} | {kinds} | {saved} | "
+                f"{_prefix_errors(runs)} |"
+            )
+    return lines
+
+
+_KIND_TEXTS = {
+    "sft": "SFT",
+    "sft_all": "SFT on prompts too",
+    "grpo": "GRPO",
+    "gspo": "GSPO",
+    "dpo": "DPO",
+    "value": "value",
+    "reward": "reward",
+}
+
+
+def _prefix_layout(case: PrefixCase) -> str:
+    return layout_text(case.layout, bool(PREFIX_MODELS[case.model].num_experts))
+
+
+def _prefix_errors(runs: list[dict[str, Any]]) -> str:
+    outputs = [run.get("logprob_max_error", run.get("output_error")) for run in runs]
+    return f"{max(run['gradient_error'] for run in runs):.1e}, {max(outputs):.1e}"
 
 
 def measured_with(*packages: str) -> str:
@@ -202,6 +262,47 @@ def model_lines(names: list[str]) -> list[str]:
     ]
 
 
+def prefix_lines(names: list[str]) -> list[str]:
+    """The section of shared prefixes."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_prefix_cases(names, Path(folder))
+    cells = [
+        (run, PREFIX_CASES[name].model in PREFIX_PRECISE)
+        for name, runs in results.items()
+        for run in runs.values()
+    ]
+    exact = [run for run, rounded in cells if not rounded]
+    # A gradient that is 0 has no relative error, see tests/dist/test_prefixes.py.
+    tensors = [
+        run["worst_parameter"]
+        for runs in results.values()
+        for kind, run in runs.items()
+        if kind != "reward" and run in exact
+    ]
+    means = [run["logprob_mean_error"] for run in exact if "logprob_mean_error" in run]
+    equal = sum(run["square_to_forward"] == 0 for run, _ in cells)
+    lines = [
+        f"{measured_with('megatron-core', 'torch')}. {len(cells)} cells; in the {len(exact)} of "
+        f"fp32, the largest gradient error is {max(r['gradient_error'] for r in exact):.1e}, of a "
+        f"single tensor {max(tensors):.1e}, and the largest mean error "
+        f"of log-probs {max(means):.1e} nats. In {equal} cells the forward pass has the bits of "
+        "the training forward.",
+        "",
+    ]
+    if any(name in GRID for name in names):
+        lines += [*prefix_grid(results), ""]
+    lines += special_prefixes(results)
+    for run, rounded in cells:
+        if rounded:
+            lines += [
+                "",
+                f"In bf16 the gradient error against fp32 is {run['gradient_error']:.3f}, and "
+                f"{run['one_sample_gradient_error']:.3f} with one sample at a time.",
+            ]
+            break
+    return lines
+
+
 def write(page: Path, marks: tuple[str, str], lines: list[str]) -> None:
     """Replace the part of the page between two marks."""
     body = "\n".join(lines)
@@ -216,8 +317,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "exactness.md")
     parser.add_argument("--cases", help="glob of the cases to run")
     parser.add_argument("--models", help="glob of the cases of Hugging Face models to run")
+    parser.add_argument("--prefixes", help="glob of the cases with shared prefixes to run")
     options = parser.parse_args()
-    everything = options.cases is None and options.models is None
+    everything = all(o is None for o in (options.cases, options.models, options.prefixes))
+    if everything or options.prefixes is not None:
+        names = fnmatch.filter(PREFIX_CASES, options.prefixes or "*")
+        write(options.out, PREFIX_MARKS, prefix_lines(names))
     if everything or options.models is not None:
         names = fnmatch.filter(HF_CASES, options.models or "*")
         write(options.out, MODEL_MARKS, model_lines(names))

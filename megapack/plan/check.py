@@ -6,12 +6,16 @@
    each step keeps at least one sample.
 3. A rollout is kept whole in one step or dropped whole; unreachable="drop" drops only the trailing
    rollouts of a step.
-4. No row holds more padded tokens than the budget. The one exception is a sample that is over the
-   budget by itself, under oversize="alone": it is alone in its row.
+4. No row holds more padded tokens than the budget; tokens that its samples share count once. The
+   one exception is a sample that is over the budget by itself, under oversize="alone": it is alone
+   in its row.
 5. Under row_shape="uniform" all rows of a step have one length. Under "planned" a row is as long as
    its padded tokens, and a padding micro-batch is one aligned unit long.
 6. Equal inputs give an equal digest (checked by tests).
 7. Samples that share a colocate id are in one micro-batch. Invariant 4 counts them as one sample.
+8. `Plan.prefixes` fit the lengths, and each row holds what they say that its samples have in common
+   once: `MicroBatch.shared_tokens` are the positions that it saves by that. Without prefixes, and
+   under share_prefixes="off", no row shares anything.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megapack.base.arrays import Ints, read_lengths, read_sets
-from megapack.errors import ConfigError, PlanError
-from megapack.prefixes import PrefixTable
+from megapack.errors import ConfigError, DataError, PlanError
+from megapack.prefixes import PrefixTable, SharedPrefixes
 
 if TYPE_CHECKING:
     from megapack.plan.plan import MicroBatch, Plan, StepPlan
@@ -61,7 +65,7 @@ class _Checker:
         self.ids = tuple(dict.fromkeys(ids)) if ids is not None else tuple(range(lengths.size))
         self.table: PrefixTable | None = None
         if plan.prefixes is not None:
-            plan.prefixes.check(lengths)
+            self._check_prefixes(plan.prefixes)
             self.table = PrefixTable(plan.prefixes, plan.num_samples, self.layout)
 
     def run(self) -> None:
@@ -72,6 +76,16 @@ class _Checker:
             self._check_rollouts(step, f"step {number}")
             self._check_rows(step, f"step {number}")
         self._check_colocated()
+
+    def _check_prefixes(self, prefixes: SharedPrefixes) -> None:
+        if self.policy.share_prefixes == "off":
+            raise _broken(
+                8, f"prefixes of {len(prefixes.order)} samples under share_prefixes='off'"
+            )
+        try:
+            prefixes.check(self.lengths)
+        except DataError as error:
+            raise _broken(8, str(error)) from None
 
     def _check_counts(self, step: StepPlan, where: str) -> None:
         layout = self.layout
@@ -159,13 +173,12 @@ class _Checker:
         shared, shared_sq = self._saved(samples)
         padded = layout.aligned_row_tokens(int(aligned.sum()) - shared)
         tokens_sq = int((aligned * aligned).sum()) - shared_sq
-        planned = (mb.tokens, mb.tokens_sq, mb.padded_tokens, mb.shared_tokens)
-        actual = (int(self.lengths[samples].sum()), tokens_sq, padded, shared)
+        if mb.shared_tokens != shared:
+            raise _broken(8, f"{where}: shared_tokens {mb.shared_tokens}, not {shared}")
+        planned = (mb.tokens, mb.tokens_sq, mb.padded_tokens)
+        actual = (int(self.lengths[samples].sum()), tokens_sq, padded)
         if planned != actual:
-            raise _broken(
-                4,
-                f"{where}: tokens, tokens_sq, padded_tokens, shared_tokens {planned}, not {actual}",
-            )
+            raise _broken(4, f"{where}: tokens, tokens_sq, padded_tokens {planned}, not {actual}")
         self._check_budget(samples, padded, where)
         least = padded or unit
         if mb.row_tokens % unit or mb.row_tokens < least:
@@ -212,7 +225,7 @@ class _Checker:
         if not alone or self.policy.oversize == "error":
             raise _broken(
                 4,
-                f"{where} holds {padded} padded tokens in {num_samples} samples, the budget is "
+                f"{where} holds {padded} padded tokens of {num_samples} samples, the budget is "
                 f"{self.budget} (max_tokens_per_gpu={self.plan.max_tokens_per_gpu} * cp)",
             )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
+from megapack.prefixes import SharedPrefixes
 
 # Limits of what is printed, chosen by hand: a grid of 8 columns such as "10:17532" is 86 wide.
 _MAX_RANKS = 8
@@ -198,14 +199,17 @@ def _settings_diff(a: Plan, b: Plan) -> dict[str, tuple[Any, Any]]:
 
 def _settings(plan: Plan) -> dict[str, Any]:
     settings = {f"layout.{key}": value for key, value in asdict(plan.layout).items()}
-    settings |= {f"policy.{key}": value for key, value in plan.policy.to_payload().items()}
+    settings |= {f"policy.{key}": value for key, value in asdict(plan.policy).items()}
     for key in ("max_tokens_per_gpu", "micro_batch_size", "forward_only", "num_samples"):
         settings[key] = getattr(plan, key)
-    return settings | {"rollout_ids": plan.rollout_ids, "colocate_ids": plan.colocate_ids}
+    ids = {"rollout_ids": plan.rollout_ids, "colocate_ids": plan.colocate_ids}
+    return settings | ids | {"prefixes": plan.prefixes}
 
 
 def _short(value: Any) -> Any:
-    """A tuple of ids as the number of different ids, because it has one per sample."""
+    """What has an entry per sample as a number: different ids, or samples that share and tokens."""
+    if isinstance(value, SharedPrefixes):
+        return f"{len(value.order)} samples with {sum(value.common)} common tokens"
     return f"{len(set(value))} ids" if isinstance(value, tuple) else value
 
 

@@ -26,7 +26,7 @@ _FRACTIONS = (None, 1.0, 0.5, 0.25)
 # Without a pipeline rows may be as large as the budget, so only one smaller cut is tried.
 _FRACTIONS_WITHOUT_PIPELINE = (None, 0.5)
 _FINER_FRACTIONS = (0.125, 0.0625, 0.03125)
-# Bisections that even out the parts of a branch: the largest is then within 1/1024 of the best.
+# Bisections of the largest part of a branch: it is then within 1/1024 of the best.
 _BISECTIONS = 10
 _UNLIMITED = 2**62
 
@@ -97,8 +97,8 @@ def cut_families(problem: StepProblem, families: Families, most_work: float) -> 
     """The problem whose items are parts of the families, and all items without a family.
 
     A family that fits is one part. Else the branches that continue its first one are cut in the
-    same way, and neighbours that fit together stay together: as few parts as needed, as even as
-    possible.
+    same way, and neighbours that fit together stay together: as few parts as needed, the largest
+    as small as possible.
 
     Args:
         most_work: limit on a part's work, as `StepProblem.work` counts it. The budget is another
@@ -251,7 +251,7 @@ def _group(
     most_samples: int,
     most_work: float,
 ) -> None:
-    """Group neighbouring units of one branch into as few parts as needed, as even as possible."""
+    """Group neighbouring units of one branch: as few parts as needed, the largest one small."""
     none = np.zeros(0, dtype=np.bool_)
     limits = (depth, saved, most_tokens, most_samples)
     fewest = _num_groups(none, unit_start, tokens, samples, work, limits, most_work)

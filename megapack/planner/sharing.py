@@ -25,8 +25,8 @@ from megapack.planner.scored import drafted_seconds
 from megapack.planner.search import plan_rows
 
 # Evaluations of the policy's: of 2,048, each cut gets 256, and the best one 1,024 again. The loose
-# draft gets all 2,048, as it would without prefixes; if it is not needed, the best cut gets them. So
-# 4 cuts take at most twice the policy's evaluations: 1,024 + 1,024 + 2,048. Chosen by hand.
+# draft gets all 2,048, as it would without prefixes; if none is made, the best cut gets them. So 4
+# cuts take at most twice the policy's evaluations: 1,024 + 1,024 + 2,048. Chosen by hand.
 _TRIAL_PART = 8
 _FINAL_PART = 2
 # A draft is below the bound if it is this much faster, so that rounding in fp64 never decides.

@@ -132,9 +132,10 @@ class SharedPrefixes:
             prompt_tokens: per sample the tokens of its prompt.
 
         Raises:
-            DataError: samples of one group have prompts of different lengths.
+            DataError: prompts that are not integers, or samples of one group with prompts of
+                different lengths.
         """
-        lengths = np.asarray(prompt_tokens, dtype=np.int64)
+        lengths = _read_numbers("prompt_tokens", prompt_tokens)
         group_of, _ = read_ids("group", group_ids, lengths.size)
         order = np.argsort(group_of, kind="stable")
         same = np.diff(group_of[order], prepend=-1) == 0
@@ -160,45 +161,6 @@ class SharedPrefixes:
         order = np.array(self.order, dtype=np.int64)[kept]
         return SharedPrefixes(tuple(order.tolist()), tuple(common[kept].tolist()), self.own_tokens)
 
-    def split_by(self, set_of: Sequence[int]) -> SharedPrefixes:
-        """Without what samples of different sets have in common.
-
-        A pass that records routing runs each shared token once per row. Two rows may choose other
-        experts for the same tokens, because kernels round differently in rows of other shapes. A
-        step that replays these choices may share tokens only among samples of one of these rows.
-
-        Args:
-            set_of: per sample of the batch the number of its set, such as the row of an earlier
-                plan; -1: the sample shares nothing.
-
-        Raises:
-            DataError: there are fewer numbers than samples, or one is no integer from -1 on.
-
-        >>> prefixes = SharedPrefixes.from_samples([[5, 6, 7], [5, 6, 8], [5, 6, 9]])
-        >>> prefixes.split_by([0, 1, 0])
-        SharedPrefixes(order=(0, 2), common=(0, 2), own_tokens=1)
-        """
-        sets = np.asarray(set_of)
-        if sets.ndim != 1 or (sets.size and (sets.dtype.kind not in "iu" or sets.min() < -1)):
-            raise DataError(f"sets are {brief(set_of)}; give one number from -1 on per sample")
-        if self.order and max(self.order) >= sets.size:
-            raise DataError(
-                f"{sets.size} numbers of sets for prefixes of sample {max(self.order)}; give one "
-                "per sample of the batch"
-            )
-        own_sets = sets[list(self.order)].astype(np.int64)
-        # Places by set, each set in depth-first order.
-        by_set = np.argsort(own_sets, kind="stable")
-        set_of_place = own_sets[by_set]
-        follows = np.flatnonzero((np.diff(set_of_place) == 0) & (set_of_place[1:] >= 0)) + 1
-        common = np.zeros(by_set.size, dtype=np.int64)
-        for k in follows.tolist():
-            between = self.common[by_set[k - 1] + 1 : by_set[k] + 1]
-            common[k] = min(between)
-        order = np.array(self.order, dtype=np.int64)[by_set]
-        split = SharedPrefixes(tuple(order.tolist()), tuple(common.tolist()), self.own_tokens)
-        return split.trimmed()
-
     def check(self, lengths: Ints) -> None:
         """Check that the samples can have these tokens in common.
 
@@ -206,18 +168,19 @@ class SharedPrefixes:
             lengths: int64 [n], tokens of each sample of the batch.
 
         Raises:
-            DataError: an unknown or repeated sample, or more common tokens than a sample has.
+            DataError: fields that are not integers, an unknown or repeated sample, or more common
+                tokens than a sample has.
         """
-        order = np.array(self.order, dtype=np.int64)
-        common = np.array(self.common, dtype=np.int64)
-        if order.shape != common.shape or self.own_tokens < 1:
+        order = _read_numbers("order", self.order)
+        common = _read_numbers("common", self.common)
+        if order.size != common.size or type(self.own_tokens) is not int or self.own_tokens < 1:
             raise DataError(
                 f"prefixes of {order.size} samples with {common.size} numbers of common tokens and "
-                f"own_tokens={self.own_tokens}; make them with SharedPrefixes.from_samples"
+                f"own_tokens={brief(self.own_tokens)}; make them with SharedPrefixes.from_samples"
             )
         if not order.size:
             return
-        if order.min() < 0 or order.max() >= lengths.size or np.unique(order).size != order.size:
+        if order.min() < 0 or order.max() >= lengths.size or np.bincount(order).max() > 1:
             raise DataError(
                 f"prefixes of {order.size} samples numbered {order.min()} to {order.max()} for a "
                 f"batch of {lengths.size}; give each sample at most once"
@@ -232,6 +195,17 @@ class SharedPrefixes:
                 f"sample {order[k]} of {own[k]} tokens has {common[k]} in common with the sample "
                 f"before it, which can be at most {most[k]}; make the prefixes of this batch"
             )
+
+
+def _read_numbers(name: str, numbers: Any) -> Ints:
+    """A field as int64; other types, and integers beyond int64, are refused."""
+    try:
+        flat = np.asarray(numbers)
+    except ValueError:
+        flat = np.zeros(1)
+    if flat.ndim != 1 or (flat.size and flat.dtype.kind not in "iu"):
+        raise DataError(f"prefixes with {name}={brief(numbers)}; give a tuple of integers")
+    return flat.astype(np.int64)
 
 
 def _read_ids(sample: int, ids: Any) -> npt.NDArray[Any]:

@@ -49,12 +49,10 @@ class PrefixTable:
         """
         level = np.frexp(second - first)[1] - 1
         out = np.empty(first.size, dtype=np.int64)
-        for k in np.unique(level).tolist():
+        for k in np.flatnonzero(np.bincount(level)).tolist():
             pairs = np.flatnonzero(level == k)
             minima = self._smallest(k)
-            out[pairs] = np.minimum(
-                minima[first[pairs] + 1], minima[second[pairs] + 1 - (1 << int(k))]
-            )
+            out[pairs] = np.minimum(minima[first[pairs] + 1], minima[second[pairs] + 1 - (1 << k)])
         return out
 
     def _smallest(self, level: int) -> Ints:

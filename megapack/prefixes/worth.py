@@ -15,9 +15,9 @@ from megapack.layout import Layout
 from megapack.prefixes.shared import SharedPrefixes
 from megapack.prefixes.table import shared_positions
 
-# A branch is kept if it saves at least 1/32 of the positions below it. Eight answers of 1,000 tokens
-# share a prompt that they share 36 positions of: 7 * 36 = 252, and 8,000 / 32 = 250. Chosen by hand:
-# the second call reads and merges outputs of all tokens below, a few percent of a layer.
+# A branch is kept if it saves at least 1/32 of the positions below it. Eight answers of 1,000
+# tokens share a prompt of 36 positions or more: 7 * 36 = 252, and 8,000 / 32 = 250. Chosen by hand:
+# a second call reads and merges outputs of all tokens below, a few percent of a layer.
 _LEAST_PART = 32
 
 
@@ -58,7 +58,7 @@ def _kept_positions(shared: Ints, ends: Ints) -> Ints:
 
     Args:
         shared: int64 [p], as in `PrefixTable`.
-        ends: int64 [p + 1], aligned tokens of no sample, of the first one, the first two, and so on.
+        ends: int64 [p + 1], aligned tokens of no sample, the first one, the first two, and so on.
     """
     size = shared.size
     # Branches in the order in which they end, so that a branch comes after those that continue it.
@@ -120,7 +120,7 @@ def _kept_positions(shared: Ints, ends: Ints) -> Ints:
         num_samples = last[branch] - first[branch] + 1
         saved = (num_samples - 1) * (depth[branch] - start)
         below = ends[last[branch] + 1] - ends[first[branch]] - num_samples * depth[branch]
-        kept[branch] = depth[branch] if _LEAST_PART * saved >= below else start
+        kept[branch] = depth[branch] if saved >= -(-below // _LEAST_PART) else start
     out = np.zeros(size, dtype=np.int64)
     for k in range(size):
         if branch_of[k] >= 0:

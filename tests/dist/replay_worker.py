@@ -43,7 +43,12 @@ def run(config: TrainConfig) -> dict[str, Any]:
     routing = [next(v for v in values if v is not None) for values in zip(*of_ranks, strict=True)]
     if dist.get_rank() == 0:
         judge = Judge(config, batch, routing)
-        return {"is_scattered": None in of_ranks[0], **judge.check(recorder.steps)}
+        shared = [row.shared_tokens for step in batch.plan.steps for row in step.microbatches]
+        return {
+            "is_scattered": None in of_ranks[0],
+            "shared_tokens": sum(shared),
+            **judge.check(recorder.steps),
+        }
     return {}
 
 

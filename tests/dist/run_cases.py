@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.cases import ALL_CASES
+from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES
 from tests.dist.spawn import checked_job
 
 # Each case leaves its process groups and their threads behind, which slow down the next case.
@@ -34,3 +35,21 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
             checked_job(world, "tests.dist.worker", args, timeout_s=300)
             results |= json.loads(out.read_text())
     return results
+
+
+def run_prefix_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run cases of `prefix_cases.py` and their reference; results by case and objective."""
+    wanted = list(names)
+    reference = str(folder / "prefixes.pt")
+    checked_job(1, "tests.dist.prefix_reference", [reference, *wanted], timeout_s=600)
+    by_world: dict[int, list[str]] = {}
+    for name in wanted:
+        by_world.setdefault(PREFIX_CASES[name].world, []).append(name)
+    results: dict[str, dict[str, Any]] = {}
+    for world, own in by_world.items():
+        for first in range(0, len(own), _CASES_PER_JOB):
+            out = folder / f"prefixes{world}_{first}.json"
+            args = [reference, str(out), *own[first : first + _CASES_PER_JOB]]
+            checked_job(world, "tests.dist.prefix_worker", args, timeout_s=600)
+            results |= json.loads(out.read_text())
+    return {name: results[name] for name in wanted}

@@ -6,6 +6,7 @@ Losses are written as in their papers: as means over samples or pairs, without p
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megapack import launch
+from megapack.config.sections import ModelConfig
 from megapack.layout import Layout
 from megapack.model import initialize_parallel
 from megapack.model.init import global_parameters, initialize_by_name
@@ -30,9 +32,18 @@ class Score(torch.nn.Linear):
 class SequenceReference:
     """A stock model, and the losses of each objective on it."""
 
-    def __init__(self, value_head: bool) -> None:
-        self.batch: SampleBatch = make_batch()
-        self.model: GPTModel = build(problem.OTHER_MODEL if value_head else problem.MODEL)
+    def __init__(
+        self,
+        value_head: bool,
+        *,
+        settings: ModelConfig | None = None,
+        batch: SampleBatch | None = None,
+        pairs: Sequence[tuple[int, int]] = PAIRS,
+    ) -> None:
+        self.batch: SampleBatch = batch or make_batch()
+        self.pairs = pairs
+        default = problem.OTHER_MODEL if value_head else problem.MODEL
+        self.model: GPTModel = build(settings or default)
         if value_head:
             self.model.output_layer = Score(self.model.config.hidden_size, 1, bias=False)
             group = torch.distributed.group.WORLD
@@ -43,6 +54,11 @@ class SequenceReference:
                 num_layers=problem.NUM_LAYERS,
                 tp_group=group,
             )
+
+    @property
+    def trained(self) -> list[int]:
+        """The samples that have response tokens."""
+        return [i for i, count in enumerate(self.batch.num_loss_tokens) if count]
 
     def response(self, name: str, i: int) -> Tensor:
         """A field at response tokens; a field with one number per sample stays one number."""
@@ -67,7 +83,7 @@ class SequenceReference:
 
     def gspo(self) -> Tensor:
         losses = []
-        for i in range(len(self.batch)):
+        for i in self.trained:
             logp, entropy = self.logprobs(i)
             a = self.response("advantages", i)
             s = (logp - self.response("old_logprobs", i)).mean().exp()
@@ -90,7 +106,7 @@ class SequenceReference:
 
     def dpo(self) -> Tensor:
         losses = []
-        for pair in PAIRS:
+        for pair in self.pairs:
             won, lost = (
                 (self.logprobs(i)[0] - self.response("ref_logprobs", i)).sum() for i in pair
             )
@@ -109,7 +125,7 @@ class SequenceReference:
         return torch.cat(losses).mean()
 
     def reward(self) -> Tensor:
-        margins = [self.values(i)[-1] - self.values(k)[-1] for i, k in PAIRS]
+        margins = [self.values(i)[-1] - self.values(k)[-1] for i, k in self.pairs]
         return -torch.sigmoid(torch.stack(margins)).log().mean()
 
 

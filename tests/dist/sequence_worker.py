@@ -40,7 +40,7 @@ def run_kind(place: str, kind: Kind, reference: dict[str, Any]) -> dict[str, Any
     result = adapter.step(plan, batch, objective=kind.objective, weighting=kind.weighting)
     worst = 0.0
     if kind.value_head:
-        worst = _output_error(adapter.forward(plan, batch), reference["values"], batch)
+        worst = output_error(adapter.forward(plan, batch), reference["values"], batch)
     rows = [row for rank in plan.steps[0].ranks for row in rank]
     return {
         "loss": result.loss,
@@ -100,15 +100,16 @@ def _critics(layout: Layout) -> dict[str, Any]:
     return results
 
 
-def _output_error(outputs: dict[str, Any], values: list[Tensor], batch: Any) -> float:
+def output_error(outputs: dict[str, Any], values: list[Tensor], batch: Any) -> float:
     worst = 0.0
     for i, value in enumerate(values):
         mask = batch.response_mask(i)[1:]
         own = outputs["values"][i]
         assert not own[1:][~mask].any()
         assert outputs["scores"][i].shape == (1,)
-        worst = max(worst, float((own[1:] - value[:-1])[mask].abs().max()))
-        worst = max(worst, float((outputs["scores"][i] - value[-1]).abs()))
+        score = outputs["scores"][i] - value[-1]
+        errors = torch.cat([(own[1:] - value[:-1])[mask], score])
+        worst = max(worst, float(errors.abs().max()))
     return worst
 
 

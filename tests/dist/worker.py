@@ -88,9 +88,7 @@ def run_case(
         **replayed,
         "expected_mtp": expected_mtp(case, plan, samples),
         # This runs another step, so it comes after everything that reads the first one.
-        "square_to_forward": _squared_difference(
-            adapter, plan, batch, outputs["logprobs"], routing
-        ),
+        "square_to_forward": squared_difference(adapter, plan, batch, outputs["logprobs"], routing),
         "facts": _facts(plan, chunks),
     }
 
@@ -215,7 +213,7 @@ def logprob_errors(
     }
 
 
-def _squared_difference(
+def squared_difference(
     adapter: ScheduleAdapter,
     plan: Plan,
     batch: Any,

@@ -109,5 +109,5 @@ def test_values_of_all_ranks_sum_to_the_samples(row_and_cp: tuple[PackedRow, int
         assert part.row_tokens == row.row_tokens
         own_T = values_T[part.row_positions_T]
         for total, own in zip(found, unpack_row(part, own_T[part.loss_positions_R]), strict=True):
-            total += own
+            total.add_(own)
     assert all(torch.equal(total, want) for total, want in zip(found, expected, strict=True))

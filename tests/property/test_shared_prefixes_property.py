@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from megapack import (
     check_plan,
     simulate,
 )
+from megapack.prefixes import PrefixTable, row_branches
 
 pytestmark = pytest.mark.property
 
@@ -122,23 +124,6 @@ def num_common(first: list[int], second: list[int]) -> int:
     return count
 
 
-def held_positions(row: list[int], samples: list[list[int]], layout: Layout) -> set[object]:
-    """The positions that a row holds, named by the sample prefix that they end.
-
-    A position that samples share has one name; the last common token has one name per sample.
-    """
-    unit = layout.sample_alignment
-    held: set[object] = set()
-    for i in row:
-        most = max((num_common(samples[i], samples[j]) for j in row if j != i), default=0)
-        for at in range(layout.aligned_sample_tokens(len(samples[i]))):
-            # Positions are shared by all samples that have the unit and one more token in common.
-            end = at // unit * unit + unit
-            shared = end + 1 <= most
-            held.add((at, tuple(samples[i][: end + 1])) if shared else (at, i))
-    return held
-
-
 def planned(samples: list[list[int]], options: dict[str, object], share: bool) -> Plan | None:
     prefixes = SharedPrefixes.from_samples(samples) if share else None
     try:
@@ -225,3 +210,66 @@ def test_thousands_of_plans_with_prefixes(
     drawn: tuple[list[list[int]], dict[str, object]],
 ) -> None:
     check(*drawn)
+
+
+@given(forests(largest=14), st.data())
+@settings(max_examples=150, deadline=None)
+def test_what_a_row_saves_and_its_branches_are_those_of_its_tokens(
+    samples: list[list[int]], data: st.DataObject
+) -> None:
+    layout = data.draw(layouts())
+    unit = layout.sample_alignment
+    prefixes = SharedPrefixes.from_samples(samples)
+    prefixes.check(np.array([len(ids) for ids in samples]))
+    table = PrefixTable(prefixes, len(samples), layout)
+    everyone = list(range(len(samples)))
+    row = data.draw(st.permutations(everyone))[: data.draw(st.integers(1, len(samples)))]
+    aligned = [layout.aligned_sample_tokens(len(samples[i])) for i in row]
+    # Position at of sample i is shared with j if both have its whole unit in common, and the token
+    # after it: each (unit, samples that hold it) is one set of held positions.
+    owner = {}
+    for i, size in zip(row, aligned, strict=True):
+        for at in range(size):
+            held_by = min(
+                (
+                    j
+                    for j in row
+                    if j == i or at < max(num_common(samples[i], samples[j]) - 1, 0) // unit * unit
+                ),
+            )
+            owner[i, at] = held_by
+    held = sum(i == holder for (i, _), holder in owner.items())
+    tokens, _ = table.saved(np.array(row), np.zeros(len(row), dtype=np.int64), 1)
+    assert int(tokens[0]) == sum(aligned) - held
+    branches = row_branches(row, [len(samples[i]) for i in row], layout, table)
+    assert sum(branch.tokens for branch in branches) == held
+    start = 0
+    covered = [0] * len(row)
+    for k, branch in enumerate(branches):
+        assert branch.start == start
+        start += branch.tokens
+        for i in branch.samples:
+            assert branch.offset == covered[i]
+            covered[i] += branch.tokens
+        below = [b for b in branches[k:] if set(b.samples) <= set(branch.samples)]
+        assert branch.end == start + sum(b.tokens for b in below[1:])
+        parent = None if branch.parent < 0 else branches[branch.parent]
+        assert parent is None or set(branch.samples) <= set(parent.samples)
+        assert branch.offset == (0 if parent is None else parent.offset + parent.tokens)
+    assert covered == aligned
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.lists(st.lists(st.integers(0, 2)), max_size=9))
+def test_from_samples_finds_all_that_any_two_have_in_common(
+    begin: list[int], ends: list[list[int]]
+) -> None:
+    samples = [[*begin, *end] for end in ends]
+    prefixes = SharedPrefixes.from_samples(samples)
+    place = {i: k for k, i in enumerate(prefixes.order)}
+    for i, first in enumerate(samples):
+        for j, second in enumerate(samples):
+            common = num_common(first, second)
+            if i == j or common < 2:
+                continue
+            lower, upper = sorted((place[i], place[j]))
+            assert min(prefixes.common[lower + 1 : upper + 1]) == common

@@ -6,12 +6,23 @@ sample before it.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megapack import SharedPrefixes
+from megapack import (
+    CostModel,
+    Layout,
+    Plan,
+    Policy,
+    SharedPrefixes,
+    build_dp_schedule,
+    check_plan,
+)
+from megapack.pipeline.simulator import simulate_planned
 
 SEED = 0
 
@@ -29,7 +40,7 @@ class FamilyStep:
 
 
 def generated_steps(num_samples: int) -> list[FamilyStep]:
-    """The generated steps of the page, 512 samples or so each."""
+    """The generated steps of the page, of about this many samples each."""
     return [
         _groups("math G=8", num_samples, 8, (100, 500), (500, 8000), 32768),
         _groups("math G=16", num_samples, 16, (100, 500), (500, 8000), 32768),
@@ -103,3 +114,127 @@ def _trees(name: str, num_samples: int, size: int, budget: int) -> FamilyStep:
             lengths.append(ends[-1])
     order = tuple(range(len(lengths)))
     return FamilyStep(name, np.array(lengths), SharedPrefixes(order, tuple(common)), budget)
+
+
+@dataclass(frozen=True)
+class SharedResult:
+    """A step planned without prefixes and with them."""
+
+    seconds: tuple[float, float]
+    """Simulated."""
+    counts: tuple[int, int]
+    """M."""
+    milliseconds: tuple[float, float]
+    """Of planning."""
+    tokens: float
+    """Real tokens over those that the rows hold."""
+
+    @property
+    def speedup(self) -> float:
+        return self.seconds[0] / self.seconds[1]
+
+
+def compare(
+    step: FamilyStep, layout: Layout, cost: CostModel, policy: Policy | None = None
+) -> SharedResult:
+    """Plan a step both ways.
+
+    Raises:
+        AssertionError: the plan with prefixes is slower, or breaks an invariant.
+    """
+    seconds = []
+    plans: list[Plan] = []
+    milliseconds = []
+    for prefixes in (None, step.prefixes):
+        start = time.perf_counter()
+        plan = build_dp_schedule(
+            step.lengths,
+            layout=layout,
+            max_tokens_per_gpu=step.budget,
+            cost=cost,
+            policy=policy,
+            prefixes=prefixes,
+        )
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+        check_plan(plan, step.lengths)
+        plans.append(plan)
+        seconds.append(simulate_planned(plan, plan.steps[0], cost).makespan)
+    assert seconds[1] <= seconds[0], f"{step.name} on {layout.label} is slower with prefixes"
+    counts = plans[1].counts
+    return SharedResult(
+        seconds=(seconds[0], seconds[1]),
+        counts=(plans[0].counts.num_microbatches[1], counts.num_microbatches[1]),
+        milliseconds=(milliseconds[0], milliseconds[1]),
+        tokens=counts.tokens / (counts.tokens - counts.shared_tokens),
+    )
+
+
+def shared_table(
+    steps: Iterable[FamilyStep], layouts: dict[str, Layout], costs: dict[str, dict[str, CostModel]]
+) -> list[str]:
+    """The lines of the page's table: a row per step and layout.
+
+    Args:
+        costs: per layout and model.
+    """
+    models = list(next(iter(costs.values())))
+    lines = [
+        "| data | layout | "
+        + " | ".join(f"shared prefixes, {model} | tokens | M" for model in models)
+        + " | ms |",
+        "|---" * (3 * len(models) + 3) + "|",
+    ]
+    speedups = []
+    spent = [0.0, 0.0]
+    for step in steps:
+        for layout_name, layout in layouts.items():
+            results = [compare(step, layout, costs[layout_name][model]) for model in models]
+            cells = [
+                f"{r.speedup:.2f} | {r.tokens:.2f} | {r.counts[0]}, {r.counts[1]}" for r in results
+            ]
+            times = [sum(r.milliseconds[k] for r in results) / len(results) for k in (0, 1)]
+            spent = [total + time for total, time in zip(spent, times, strict=True)]
+            lines.append(
+                f"| {step.name} | {layout_name} | {' | '.join(cells)} | "
+                f"{times[0]:.0f}, {times[1]:.0f} |"
+            )
+            speedups += [result.speedup for result in results]
+    mean = float(np.exp(np.mean(np.log(speedups))))
+    return [
+        *lines,
+        "",
+        f"- geometric mean of {len(speedups)} cells: {mean:.2f} times as fast",
+        f"- cells that are slower with prefixes: {sum(s < 1 for s in speedups)}",
+        f"- time of planning, all cells: {spent[1] / spent[0]:.2f} times that without prefixes",
+    ]
+
+
+def speed_table(num_samples: int, layout: Layout, cost: CostModel, rounds: int) -> list[str]:
+    """Milliseconds of planning many groups of 8 with long prompts; medians of both, in turn."""
+    step = _groups("", num_samples, 8, (500, 8000), (300, 3000), 65536)
+    groups = np.repeat(np.arange(step.lengths.size // 8), 8).tolist()
+    prompts = np.array(step.prefixes.common)
+    prompts = np.maximum(prompts, np.roll(prompts, -1)).tolist()
+    start = time.perf_counter()
+    from_groups = SharedPrefixes.from_groups(groups, prompts)
+    making = time.perf_counter() - start
+    # The same with a system prompt of 200 tokens before all of them.
+    common = np.maximum(np.array(from_groups.common), 200)
+    common[0] = 0
+    one_tree = SharedPrefixes(from_groups.order, tuple(common.tolist()))
+    ways = {"without prefixes": None, "groups": from_groups, "one tree": one_tree}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, prefixes in ways.items():
+            start = time.perf_counter()
+            build_dp_schedule(
+                step.lengths,
+                layout=layout,
+                max_tokens_per_gpu=step.budget,
+                cost=cost,
+                prefixes=prefixes,
+            )
+            times[name].append(time.perf_counter() - start)
+    lines = [f"| {num_samples} samples on {layout.label} | median s |", "|---|---|"]
+    lines += [f"| {name} | {np.median(seconds):.1f} |" for name, seconds in times.items()]
+    return [*lines, f"| `SharedPrefixes.from_groups` alone | {making:.1f} |"]

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from megapack import Layout, Plan, Policy, build_dp_schedule
+from megapack import Layout, Plan, Policy, SharedPrefixes, build_dp_schedule
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -41,6 +41,8 @@ def plans() -> tuple[Plan, ...]:
             policy=Policy(unreachable="drop", row_shape="uniform", group_size="search"),
         ),
         plan(3, Layout(dp=2, ep=2), policy=Policy(oversize="alone", search=0)),
+        plan(4, Layout(cp=2), prefixes=SharedPrefixes((1, 3), (0, 35))),
+        plan(4, Layout(), prefixes=SharedPrefixes((1, 3, 2), (0, 35, 12))),
     )
 
 

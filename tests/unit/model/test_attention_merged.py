@@ -10,10 +10,16 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megapack.layout import Layout
 from megapack.model.attention import sdpa
 from megapack.model.attention.merged import Piece, attention_pieces, merged_attention
+from megapack.model.attention.packed import shared_branches, with_params
 from megapack.model.attention.sdpa import PackedSDPA
+from megapack.plan import MicroBatch
+from megapack.prefixes import Branch, PrefixTable, SharedPrefixes
+from megapack.rows.packed import pack_row
 from megapack.rows.slices import slice_positions
+from megapack.samples import SampleBatch
 from tests.forests import (
     Forest,
     error,
@@ -159,3 +165,18 @@ def test_rows_that_share_nothing_keep_their_kernel(monkeypatch: pytest.MonkeyPat
     out = core().attend(q, k, v, params)
     wanted = masked_attention(q, k, v, row.mask_TT, SCALE)
     assert error([out.detach()], [wanted.detach()]) < 1e-12
+
+
+def test_the_description_of_a_row_has_branches_only_if_samples_share() -> None:
+    batch = SampleBatch([[1, 2, 3, 4], [1, 2, 3, 5, 6]])
+    table = PrefixTable(SharedPrefixes.from_samples([[1, 2, 3, 4], [1, 2, 3, 5, 6]]), 2, Layout())
+
+    def branches(row_tokens: int, prefixes: PrefixTable | None) -> tuple[Branch, ...]:
+        micro_batch = MicroBatch(
+            (0, 1), row_tokens=row_tokens, tokens=9, tokens_sq=41, padded_tokens=row_tokens
+        )
+        row = with_params(pack_row(batch, micro_batch, Layout(), prefixes=prefixes))
+        return shared_branches(row.params)
+
+    assert branches(9, None) == ()
+    assert [branch.tokens for branch in branches(7, table)] == [2, 2, 3]

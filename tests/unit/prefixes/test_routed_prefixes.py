@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import random
 from typing import Any
 
 import numpy as np
@@ -11,71 +10,14 @@ import pytest
 import torch
 
 import megapack.prefixes.shared
-from megapack import Layout, SharedPrefixes
+from megapack import SharedPrefixes
 from megapack.errors import DataError
-from megapack.prefixes import PrefixTable
 
 pytestmark = pytest.mark.unit
 
 PROMPT = [5, 6, 7, 8]
 # Four tokens of a prompt and one own token.
 SAMPLES = [[*PROMPT, answer] for answer in (1, 2, 3)]
-
-
-def random_samples(seed: int) -> list[list[int]]:
-    """Samples over an alphabet of 2, so that many begin with the same tokens."""
-    rng = random.Random(seed)
-    return [[rng.randrange(2) for _ in range(rng.randrange(1, 9))] for _ in range(24)]
-
-
-def shared_by_pairs(prefixes: SharedPrefixes, num_samples: int) -> dict[tuple[int, int], int]:
-    """Positions that each pair of samples shares; pairs that share nothing are left out."""
-    table = PrefixTable(prefixes, num_samples, Layout())
-    out = {}
-    for i in range(num_samples):
-        for j in range(i):
-            chosen, shared = table.neighbours(np.array([i, j]), np.zeros(2, dtype=np.int64))
-            if chosen.size == 2 and shared[1]:
-                out[i, j] = int(shared[1])
-    return out
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_samples_of_one_set_share_what_they_shared(seed: int) -> None:
-    samples = random_samples(seed)
-    rng = random.Random(seed)
-    set_of = [rng.randrange(-1, 3) for _ in samples]
-    prefixes = SharedPrefixes.from_samples(samples)
-    before = shared_by_pairs(prefixes, len(samples))
-    after = shared_by_pairs(prefixes.split_by(set_of), len(samples))
-    assert len(before) > len(after) > 0
-    assert after == {
-        (i, j): shared
-        for (i, j), shared in before.items()
-        if set_of[i] == set_of[j] and set_of[i] >= 0
-    }
-
-
-def test_one_set_changes_nothing_and_sets_of_one_share_nothing() -> None:
-    samples = random_samples(0)
-    prefixes = SharedPrefixes.from_samples(samples)
-    assert prefixes.split_by([3] * len(samples)) == prefixes
-    assert prefixes.split_by(range(len(samples))).order == ()
-    assert prefixes.split_by([-1] * len(samples)).order == ()
-    assert SharedPrefixes((), ()).split_by([]) == SharedPrefixes((), ())
-
-
-@pytest.mark.parametrize(
-    ("set_of", "message"),
-    [
-        ([0, 0], "2 numbers of sets for prefixes of sample 2"),
-        ([0, -2, 0], r"sets are \[0, -2, 0\]; give one number from -1 on"),
-        ([0.0, 0.5, 1.0], "give one number from -1 on"),
-    ],
-)
-def test_sets_that_do_not_fit_are_refused(set_of: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        SharedPrefixes.from_samples(SAMPLES).split_by(set_of)
 
 
 def some_routes(num_tokens: int = 5) -> list[list[list[int]]]:
