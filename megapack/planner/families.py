@@ -19,13 +19,16 @@ from megapack.planner.counts import fewest_counts
 from megapack.planner.problem import StepProblem, row_sums
 from megapack.prefixes import PrefixTable
 
-# Limits on a part's work, as fractions of a mean row's at the fewest micro-batches; the first is no
-# limit but the budget. Of steps of 512 samples, none was fastest with finer cuts (docs/planner.md);
-# these are made only if the coarser ones have too few parts for a legal number of rows.
-_FRACTIONS = (None, 1.0, 0.5, 0.25)
+# Limits on a part's work, as fractions of a mean row's at the fewest micro-batches. Of steps of 512
+# samples, none was fastest with finer cuts (docs/planner.md).
+_FRACTIONS = (1.0, 0.5, 0.25)
 # Without a pipeline rows may be as large as the budget, so only one smaller cut is tried.
-_FRACTIONS_WITHOUT_PIPELINE = (None, 0.5)
-_FINER_FRACTIONS = (0.125, 0.0625, 0.03125)
+_FRACTIONS_WITHOUT_PIPELINE = (0.5,)
+# With a pipeline, cuts into as many parts as these multiples of the fewest micro-batches are tried
+# too: 16 families on dp2 x pp4 x vpp2 may be 16, 24 or 32 parts, for M = 8, 12 or 16.
+_MULTIPLES = (1.0, 1.5, 2.0)
+# Bisections of the limit that gives so many parts: it is then within 1/4096 of the largest one.
+_LIMIT_BISECTIONS = 12
 # Bisections of the largest part of a branch: it is then within 1/1024 of the best.
 _BISECTIONS = 10
 _UNLIMITED = 2**62
@@ -76,22 +79,50 @@ def part_problems(problem: StepProblem, families: Families) -> Iterator[StepProb
     Each has an item for every micro-batch. The last one may have the items of `problem` itself,
     unless these share nothing inside.
     """
-    # Cumulative, because sums by vector instructions may differ between machines.
-    mean = float(np.cumsum(problem.work)[-1]) / fewest_counts(problem)
     before = 0
-    fractions = _FRACTIONS if problem.layout.pp > 1 else _FRACTIONS_WITHOUT_PIPELINE
-    for fraction in (*fractions, *_FINER_FRACTIONS):
-        if before > 0 and fraction in _FINER_FRACTIONS:
-            break
-        most = np.inf if fraction is None else fraction * mean
-        parts = cut_families(problem, families, most)
-        if parts.num_items == problem.num_items:
-            break
-        if parts.num_items > before and parts.num_items >= fewest_counts(parts):
+    for parts in sorted(_cuts(problem, families), key=lambda cut: cut.num_items):
+        enough = parts.num_items >= fewest_counts(parts)
+        if before < parts.num_items < problem.num_items and enough:
             before = parts.num_items
             yield parts
     if problem.shared.any():
         yield problem
+
+
+def _cuts(problem: StepProblem, families: Families) -> Iterator[StepProblem]:
+    coarsest = cut_families(problem, families, np.inf)
+    yield coarsest
+    fewest = fewest_counts(coarsest)
+    has_pipeline = problem.layout.pp > 1
+    for multiple in _MULTIPLES if has_pipeline else (1.0,):
+        yield _cut_into(problem, families, coarsest, int(multiple * fewest))
+    # Cumulative, because sums by vector instructions may differ between machines.
+    mean = float(np.cumsum(problem.work)[-1]) / fewest_counts(problem)
+    for fraction in _FRACTIONS if has_pipeline else _FRACTIONS_WITHOUT_PIPELINE:
+        yield cut_families(problem, families, fraction * mean)
+
+
+def _cut_into(
+    problem: StepProblem, families: Families, coarsest: StepProblem, num_parts: int
+) -> StepProblem:
+    """The cut by the largest limit on a part's work that gives at least so many items.
+
+    So the largest families are cut. With fewer items in all, it is the finest cut.
+    """
+    low = 0.0
+    high = float(coarsest.work.max())
+    best = coarsest
+    if best.num_items >= num_parts:
+        return best
+    for _ in range(_LIMIT_BISECTIONS):
+        middle = (low + high) / 2
+        parts = cut_families(problem, families, middle)
+        if parts.num_items >= num_parts:
+            low = middle
+            best = parts
+        else:
+            high = middle
+    return best
 
 
 def cut_families(problem: StepProblem, families: Families, most_work: float) -> StepProblem:

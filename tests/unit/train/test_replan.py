@@ -107,7 +107,10 @@ def test_replanned_rows_share_prefixes_of_their_own_samples() -> None:
     assert shared_tokens(batch.forward_plan) > 0
     lengths = batch.samples.lengths
     smaller = replan_step(planner, batch, 1)
-    assert smaller.plan.prefixes == planner.prefixes(smaller.numbers)
+    of_data = planner.prefixes(smaller.numbers)
+    assert of_data is not None
+    assert smaller.plan.prefixes is not None
+    assert set(smaller.plan.prefixes.order) <= set(of_data.order)
     check_plan(smaller.plan, smaller.samples.lengths)
     assert shared_tokens(smaller.plan) > 0
     forward = replan_logprobs(planner, batch)
