@@ -76,7 +76,8 @@ def part_problems(problem: StepProblem, families: Families) -> Iterator[StepProb
     Each has an item for every micro-batch. The last one may have the items of `problem` itself,
     unless these share nothing inside.
     """
-    mean = float(problem.work.sum()) / fewest_counts(problem)
+    # Cumulative, because sums by vector instructions may differ between machines.
+    mean = float(np.cumsum(problem.work)[-1]) / fewest_counts(problem)
     before = 0
     fractions = _FRACTIONS if problem.layout.pp > 1 else _FRACTIONS_WITHOUT_PIPELINE
     for fraction in (*fractions, *_FINER_FRACTIONS):

@@ -115,12 +115,14 @@ class Trainer:
             lambda: reduction_settings(config.optim, self.layout, replans=replans), device=device
         )
         self.kernels = self._agreed_kernels()
+        # All models of the run are built with the kernel that was agreed on.
+        model = dataclasses.replace(config.model, attention=self.kernels.attention)
         initialize_parallel(self.layout, config.seed)
         vocab_size = config.model.vocab_size or tokenizer_size
         hf_path = config.model.hf_path
         has_value_head = config.objective.has_value_head
         self.chunks = build_model(
-            config.model.with_value_head() if has_value_head else config.model,
+            model.with_value_head() if has_value_head else model,
             self.layout,
             vocab_size=vocab_size,
             seed=config.seed,
@@ -168,7 +170,7 @@ class Trainer:
         self.critic: Critic | None = None
         if config.critic.enabled:
             self.critic = Critic(
-                config,
+                dataclasses.replace(config, model=model),
                 self.layout,
                 self.chunks,
                 self.planner,
@@ -302,7 +304,13 @@ class Trainer:
         model = self.config.model
         sizes = attention_sizes(model, self.layout)
         kernels = agree(
-            lambda: find_kernels(model.attention, model.dtype, sizes), device=self.device
+            lambda: find_kernels(
+                model.attention,
+                model.dtype,
+                sizes,
+                shares_prefixes=self.config.plan.share_prefixes == "auto",
+            ),
+            device=self.device,
         )
         settings = agree(lambda: layer_settings(model, kernels.attention), device=self.device)
         same = {"kernels": str(kernels), "settings": describe(settings)}

@@ -98,9 +98,13 @@ def test_a_checkpoint_without_a_critic_is_refused(tmp_path: Path) -> None:
     assert "has no critic; set critic.enabled=false" in output
 
 
-def write_rollouts(path: Path) -> None:
-    """Random token ids and rewards; of every second response, a part is a tool's output."""
+def write_rollouts(path: Path, *, shared: bool) -> None:
+    """Random token ids and rewards; of every second response, a part is a tool's output.
+
+    With `shared`, samples have one of two prompts.
+    """
     rng = random.Random(0)
+    prompts = [[rng.randrange(100) for _ in range(12)] for _ in range(2)]
     with open(path, "w", encoding="utf-8") as file:
         for number in range(12):
             row: dict[str, Any] = {
@@ -108,6 +112,8 @@ def write_rollouts(path: Path) -> None:
                 "response_ids": [rng.randrange(100) for _ in range(rng.randrange(2, 24))],
                 "reward": rng.random(),
             }
+            if shared:
+                row["prompt_ids"] = prompts[number % 4 // 2]
             if number % 2:
                 length = len(row["response_ids"])
                 row["loss_mask"] = [int(t < length // 3 or t > length // 2) for t in range(length)]
@@ -115,11 +121,14 @@ def write_rollouts(path: Path) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def test_values_advantages_and_steps_equal_one_sample_at_a_time(tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "rollouts.jsonl")
+@pytest.mark.parametrize("share", ["off", "auto"])
+def test_values_advantages_and_steps_equal_one_sample_at_a_time(share: str, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "rollouts.jsonl", shared=share == "auto")
     settings = [f"data.path={tmp_path / 'rollouts.jsonl'}", f"runs_dir={tmp_path / 'runs'}"]
     settings += ["data.prompts_per_batch=12", "plan.global_batch_size=6", "model.vocab_size=100"]
     settings += ["plan.max_tokens_per_gpu=48", "model.init_std=0.2", "objective.gamma=0.97"]
+    if share == "auto":
+        settings += ["plan.share_prefixes=auto", "plan.max_tokens_per_gpu=96"]
     settings += ["optim.distributed_optimizer=false", "optim.lr=0.003", "critic.lr=0.003"]
     out = tmp_path / "found.json"
     checked_job(2, "tests.dist.critic_worker", [str(out), str(CONFIG), *settings], timeout_s=200)
@@ -129,6 +138,7 @@ def test_values_advantages_and_steps_equal_one_sample_at_a_time(tmp_path: Path) 
     for name in ("old_logprobs", "old_values", "advantages", "returns"):
         assert found[f"{name}_error"] < 1e-5, name
     for index in range(2):
+        assert (steps[index]["shared_tokens"] > 0) == (share == "auto")
         for name, key in (("policy", "loss"), ("critic", "critic_loss")):
             expected = pytest.approx(found[f"{name}_loss_{index}"], rel=1e-5, abs=1e-6)
             assert steps[index][key] == expected, name

@@ -22,20 +22,19 @@ NUM_LAYERS = 2
 def write_rollouts(path: Path, *, routed: bool, shared: bool = False) -> None:
     """Random token ids, rewards and experts; of every second sample the last token has none.
 
-    Args:
-        shared: the samples of a group have one prompt, and for 9 of its 12 tokens equal experts.
+    With `shared`, the samples of a group have one prompt, whose tokens went to the same experts;
+    but sample 5 differs from token 9 on.
     """
     rng = random.Random(0)
-
-    def experts(length: int) -> list[list[list[int]]]:
-        return [
-            [rng.sample(range(NUM_EXPERTS), 2) for _ in range(NUM_LAYERS)] for _ in range(length)
-        ]
-
-    prompts = [[rng.randrange(100) for _ in range(12)] for _ in range(3)]
-    of_prompts = [experts(9) for _ in range(3)]
+    prompt: list[int] = []
+    prompt_routes: list[Any] = []
     with open(path, "w", encoding="utf-8") as file:
         for number in range(12):
+            if shared and number % 4 == 0:
+                prompt = [rng.randrange(100) for _ in range(16)]
+                prompt_routes = [
+                    [rng.sample(range(NUM_EXPERTS), 2) for _ in range(NUM_LAYERS)] for _ in prompt
+                ]
             row: dict[str, Any] = {
                 "group": number // 4,
                 "prompt_ids": [rng.randrange(100) for _ in range(rng.randrange(1, 9))],
@@ -43,17 +42,21 @@ def write_rollouts(path: Path, *, routed: bool, shared: bool = False) -> None:
                 "reward": rng.random(),
             }
             if shared:
-                row["prompt_ids"] = prompts[number // 4]
+                row["prompt_ids"] = prompt
             length = len(row["prompt_ids"]) + len(row["response_ids"]) - number % 2
             if routed:
-                row["routed_experts"] = experts(length)
-            if routed and shared:
-                row["routed_experts"][:9] = of_prompts[number // 4]
+                row["routed_experts"] = [
+                    [rng.sample(range(NUM_EXPERTS), 2) for _ in range(NUM_LAYERS)]
+                    for _ in range(length)
+                ]
+                if shared:
+                    same = 9 if number == 5 else len(prompt)
+                    row["routed_experts"][:same] = prompt_routes[:same]
             file.write(json.dumps(row) + "\n")
 
 
 def compared(
-    tmp_path: Path, mode: str, *, shared: bool
+    tmp_path: Path, mode: str, *overrides: str, shared: bool = False
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the worker found, and the metrics of the job's two steps."""
     write_rollouts(tmp_path / "rollouts.jsonl", routed=mode == "rollout", shared=shared)
@@ -63,7 +66,7 @@ def compared(
     # Large enough that free routers choose other experts in the second step.
     settings += ["optim.distributed_optimizer=false", "optim.lr=0.03"]
     settings += [f"train.routing_replay={mode}", "objective.advantage_norm=group"]
-    settings += [f"plan.share_prefixes={'auto' if shared else 'off'}"]
+    settings += overrides
     out = tmp_path / "found.json"
     checked_job(2, "tests.dist.replay_worker", [str(out), str(CONFIG), *settings], timeout_s=200)
     lines = (tmp_path / "runs/moe_replay_tiny_dp2_ep2_cpu/metrics.jsonl").read_text().splitlines()
@@ -71,12 +74,8 @@ def compared(
 
 
 @pytest.mark.parametrize("mode", ["old_logprobs", "rollout"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_steps_equal_one_sample_at_a_time_with_the_same_experts(
-    shared: bool, mode: str, tmp_path: Path
-) -> None:
-    found, steps = compared(tmp_path, mode, shared=shared)
-    assert (found["shared_tokens"] > 10) == shared
+def test_steps_equal_one_sample_at_a_time_with_the_same_experts(mode: str, tmp_path: Path) -> None:
+    found, steps = compared(tmp_path, mode)
     assert found["is_scattered"], "each rank holds only the routes of its own samples"
     assert found["old_logprobs_error"] < 1e-5
     # The ratios of the first step are 1, bit by bit.
@@ -89,6 +88,19 @@ def test_steps_equal_one_sample_at_a_time_with_the_same_experts(
         assert found["changed_0"] == 0
     else:
         assert found["changed_0"] > 0.5
+    assert found["changed_1"] > 0.01, "the second step would have chosen these experts anyway"
+
+
+@pytest.mark.parametrize("mode", ["old_logprobs", "rollout"])
+def test_samples_share_prompts_that_go_to_the_same_experts(mode: str, tmp_path: Path) -> None:
+    sharing = ("plan.share_prefixes=auto", "plan.max_tokens_per_gpu=96")
+    found, steps = compared(tmp_path, mode, *sharing, shared=True)
+    assert found["old_logprobs_error"] < 1e-5
+    assert steps[0]["kl_old_nats"] == 0
+    for index in range(2):
+        assert steps[index]["shared_tokens"] > 0
+        assert steps[index]["loss"] == pytest.approx(found[f"loss_{index}"], rel=1e-5, abs=1e-6)
+        assert found[f"gradient_error_{index}"] < 1e-5
     assert found["changed_1"] > 0.01, "the second step would have chosen these experts anyway"
 
 
@@ -119,6 +131,22 @@ def test_resumed_inside_a_batch_bit_by_bit(tmp_path: Path) -> None:
     shutil.rmtree(free / "runs/run/checkpoints/step-00000004")
     none = ["train.routing_replay=none", "train.resume=auto"]
     assert finished(free, *settings, *none)[-1]["loss"] != whole[-1]["loss"]
+
+
+def test_a_run_that_shares_is_resumed_inside_a_batch_on_another_layout(tmp_path: Path) -> None:
+    """Its rows hold other samples together, whose recorded experts need not be the same."""
+    settings = ["name=run", "data.num_generated=64", "plan.global_batch_size=16", "optim.lr=0.03"]
+    settings += ["train.save_interval=3", "train.keep_checkpoints=null", "model.init_std=0.2"]
+    settings += ["plan.share_prefixes=auto"]
+    whole = finished(tmp_path, *settings)
+    assert all(line["shared_tokens"] > 0 for line in whole)
+    shutil.rmtree(tmp_path / "runs/run/checkpoints/step-00000004")
+    one = ["layout.dp=1", "layout.ep=1", "train.resume=auto"]
+    last = finished(tmp_path, *settings, *one, world=1)[-1]
+    assert last["step"] == 4
+    assert last["shared_tokens"] == 0
+    for key in ("loss", "grad_norm", "kl_old_nats"):
+        assert last[key] == pytest.approx(whole[-1][key], rel=1e-4, abs=1e-6)
 
 
 def finished(folder: Path, *overrides: str, world: int = 2) -> list[dict[str, Any]]:

@@ -106,6 +106,7 @@ def test_the_log_tells_what_is_shared(tmp_path: Path) -> None:
     args = ["train", str(CONFIGS / "dpo_tiny_cpu.yaml"), *TINY, "train.num_batches=1"]
     done = run_job(1, "megapack", [*args, "plan.share_prefixes=auto"], timeout_s=200, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-6000:]
+    assert "; shared prefixes: " in done.stdout
     text = (tmp_path / "runs/run/metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     (planned,) = [line for line in done.stdout.splitlines() if line.startswith("plan ")]

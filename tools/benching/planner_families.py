@@ -125,7 +125,7 @@ class SharedResult:
     counts: tuple[int, int]
     """M."""
     milliseconds: tuple[float, float]
-    """Of planning."""
+    """CPU time of planning, which another process on the machine does not change."""
     tokens: float
     """Real tokens over those that the rows hold."""
 
@@ -146,7 +146,7 @@ def compare(
     plans: list[Plan] = []
     milliseconds = []
     for prefixes in (None, step.prefixes):
-        start = time.perf_counter()
+        start = time.process_time()
         plan = build_dp_schedule(
             step.lengths,
             layout=layout,
@@ -155,7 +155,7 @@ def compare(
             policy=policy,
             prefixes=prefixes,
         )
-        milliseconds.append(1e3 * (time.perf_counter() - start))
+        milliseconds.append(1e3 * (time.process_time() - start))
         check_plan(plan, step.lengths)
         plans.append(plan)
         seconds.append(simulate_planned(plan, plan.steps[0], cost).makespan)
@@ -210,14 +210,14 @@ def shared_table(
 
 
 def speed_table(num_samples: int, layout: Layout, cost: CostModel, rounds: int) -> list[str]:
-    """Milliseconds of planning many groups of 8 with long prompts; medians of both, in turn."""
+    """CPU seconds of planning many groups of 8 with long prompts; medians of each way, in turn."""
     step = _groups("", num_samples, 8, (500, 8000), (300, 3000), 65536)
     groups = np.repeat(np.arange(step.lengths.size // 8), 8).tolist()
     prompts = np.array(step.prefixes.common)
     prompts = np.maximum(prompts, np.roll(prompts, -1)).tolist()
-    start = time.perf_counter()
+    start = time.process_time()
     from_groups = SharedPrefixes.from_groups(groups, prompts)
-    making = time.perf_counter() - start
+    making = time.process_time() - start
     # The same with a system prompt of 200 tokens before all of them.
     common = np.maximum(np.array(from_groups.common), 200)
     common[0] = 0
@@ -226,7 +226,7 @@ def speed_table(num_samples: int, layout: Layout, cost: CostModel, rounds: int) 
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, prefixes in ways.items():
-            start = time.perf_counter()
+            start = time.process_time()
             build_dp_schedule(
                 step.lengths,
                 layout=layout,
@@ -234,7 +234,7 @@ def speed_table(num_samples: int, layout: Layout, cost: CostModel, rounds: int) 
                 cost=cost,
                 prefixes=prefixes,
             )
-            times[name].append(time.perf_counter() - start)
-    lines = [f"| {num_samples} samples on {layout.label} | median s |", "|---|---|"]
+            times[name].append(time.process_time() - start)
+    lines = [f"| {num_samples} samples on {layout.label} | median CPU s |", "|---|---|"]
     lines += [f"| {name} | {np.median(seconds):.1f} |" for name, seconds in times.items()]
     return [*lines, f"| `SharedPrefixes.from_groups` alone | {making:.1f} |"]
