@@ -61,7 +61,7 @@ SHAPES: dict[str, list[Family]] = {
 leaves."""
 
 SHARING: dict[str, dict[str, int]] = {
-    "mixed": {"families_in_a_row": 2, "depth": 3, "cut_families": 1, "shared_losses": 30},
+    "mixed": {"families_in_a_row": 2, "depth": 3, "cut_families": 1, "shared_losses": 20},
     "pairs": {"cut_families": 1, "shared_losses": 20},
     "g1": {},
     "g2": {"families_in_a_row": 2},

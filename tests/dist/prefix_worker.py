@@ -90,7 +90,6 @@ class Run:
             "expected_metrics": reference["metrics"],
             **errors,
             **self.output_errors(plan, samples, reference["outputs"]),
-            "unshared_tokens": sharing_facts(samples, alone)["shared_tokens"],
             "facts": sharing_facts(samples, plan),
         }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.dist.prefix_cases import ALL_CASES, CASES
-from tests.dist.prefix_problem import KINDS, PRECISE, SHARING
+from tests.dist.prefix_problem import KINDS, PRECISE, SHARING, sharing_facts
 from tests.dist.run_cases import run_prefix_cases
 
 pytestmark = pytest.mark.dist
@@ -78,12 +78,13 @@ def test_sharing_adds_little_to_the_error_of_bf16(name: str, kind: str, results:
     assert result["logprob_mean_error"] < 0.02
 
 
-@pytest.mark.parametrize(("name", "kind"), EVERY)
-def test_rows_share_what_the_case_is_about(name: str, kind: str, results: Results) -> None:
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_rows_share_what_the_case_is_about(name: str) -> None:
     case = ALL_CASES[name]
-    result = results[name][kind]
-    shape = case.shape_of(kind)
-    least = {"shared_tokens": 0 if shape == "g1" else 9, **SHARING[shape], **case.expect}
-    facts = result["facts"]
-    assert all(facts[fact] >= value for fact, value in least.items()), (facts, least)
-    assert result["unshared_tokens"] == 0
+    for kind in case.kinds:
+        samples = case.samples_of(kind)
+        shape = samples.shape
+        facts = sharing_facts(samples, case.plan(samples, shared=True))
+        least = {"shared_tokens": 0 if shape == "g1" else 9, **SHARING[shape], **case.expect}
+        assert all(facts[fact] >= value for fact, value in least.items()), (facts, least)
+        assert sharing_facts(samples, case.plan(samples, shared=False))["shared_tokens"] == 0
