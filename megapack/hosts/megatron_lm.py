@@ -23,6 +23,7 @@ from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts.shared.options import HostOptions
 from megapack.layout import Layout, fp8_rows
 from megapack.policy import Policy
+from megapack.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
     from megapack.cost.model import CostModel
@@ -59,6 +60,8 @@ class PlannedStep:
         aux_loss: "per_sequence" balances the experts' load over each sample (`seq_aux_loss`) where
             the recipe sets `aux_loss` or `global_aux_loss`, which balance the tokens that are
             packed together; "as_set" refuses these.
+        share_prefixes: rows hold the tokens that samples have in common at their beginnings once.
+            Dropout must be 0.
     """
 
     def __init__(
@@ -71,11 +74,13 @@ class PlannedStep:
         cost: CostModel | None = None,
         policy: Policy | None = None,
         aux_loss: AuxLoss = "as_set",
+        share_prefixes: bool = False,
     ) -> None:
         if aux_loss not in ("as_set", "per_sequence"):
             raise ConfigError(f"aux_loss={aux_loss!r}; set 'as_set' or 'per_sequence'")
         self._budget = max_tokens_per_gpu
         self._aux_loss: AuxLoss = aux_loss
+        self._share_prefixes = share_prefixes
         self._cost = cost
         self._policy = policy
         self._objective = objective
@@ -148,6 +153,7 @@ class PlannedStep:
                 cost=self._cost,
                 policy=self._policy,
                 forward_only=forward_only,
+                prefixes=self._prefixes(adapter, batch) if self._share_prefixes else None,
             )
 
         plan = agree(build, device=torch.device(torch.cuda.current_device()))
@@ -156,6 +162,13 @@ class PlannedStep:
         result = adapter.step(plan, batch, objective=objective, **self._weighting)
         name = "lm loss" if isinstance(objective, SFT) else "loss"
         return {name: result.loss, **result.metrics}
+
+    def _prefixes(self, adapter: Any, batch: Any) -> SharedPrefixes:
+        """What the step's samples have in common; every rank has all of them."""
+        return SharedPrefixes.from_samples(
+            [batch.tokens(i) for i in range(len(batch))],
+            mtp_num_layers=getattr(adapter.config, "mtp_num_layers", None) or 0,
+        )
 
     def _likelihood(self, adapter: Any, plan: Plan, batch: Any) -> float:
         """Negative log-likelihood of the loss tokens, weighted like the loss."""

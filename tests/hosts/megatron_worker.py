@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megapack import Layout, build_dp_schedule, launch, patching
+from megapack import Layout, SharedPrefixes, build_dp_schedule, launch, patching
 from megapack.errors import MegapackError, RankError
 from megapack.hosts import megatron_lm
 from megapack.hosts.shared import megatron_lm_data
@@ -42,8 +42,12 @@ FIELDS = ("advantages", "old_logprobs")
 
 
 def draw_samples(dp_rank: int) -> list[dict[str, Tensor]]:
-    """Ragged samples of one data-parallel rank: tokens, their loss mask, and fields per token."""
+    """Ragged samples of one data-parallel rank: tokens, their loss mask, and fields per token.
+
+    Each begins with one of two prompts, as far as it goes.
+    """
     generator = torch.Generator().manual_seed(100 + dp_rank)
+    prompts = torch.arange(24).view(2, 12)
     samples = []
     for i in range(NUM_ITEMS * ITEM_ROWS):
         length = int(torch.randint(2, SEQ_LENGTH, (), generator=generator))
@@ -51,9 +55,11 @@ def draw_samples(dp_rank: int) -> list[dict[str, Tensor]]:
         # The last token of a sample has a loss; sample 0 has no token with a loss.
         has_loss[0] = False
         has_loss[-1] = i > 0
+        tokens = torch.randint(0, problem.VOCAB_SIZE, (length,), generator=generator)
+        tokens[:12] = prompts[i % 2][:length]
         samples.append(
             {
-                "tokens": torch.randint(0, problem.VOCAB_SIZE, (length,), generator=generator),
+                "tokens": tokens,
                 "response_mask": has_loss if i else torch.zeros(length, dtype=torch.bool),
                 "advantages": torch.randn(length, generator=generator),
                 "old_logprobs": torch.randn(length, generator=generator) - 4.6,
@@ -114,8 +120,33 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
         }
         data = _iterators(layout, adapter.dp_rank)
         found[name]["evaluated"] = training.evaluate(step, data, chunks, NUM_ITEMS)["lm loss"]
+    found["shared"] = _shares(training, chunks, adapter, batch)
     found["refused"] = _run_out_of_data(training, chunks, layout, adapter.dp_rank)
     return found
+
+
+def _shares(
+    training: Any, chunks: list[Any], adapter: ScheduleAdapter, batch: SampleBatch
+) -> dict[str, float]:
+    """Compare a planned step whose rows share prefixes with the adapter's without sharing."""
+    layout = adapter.layout
+    prefixes = SharedPrefixes.from_samples([batch.tokens(i) for i in range(len(batch))])
+    settings: dict[str, Any] = {"layout": layout, "max_tokens_per_gpu": BUDGET}
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    step = megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET, share_prefixes=True)
+    report = training.train_step(step, _iterators(layout, adapter.dp_rank), chunks, NUM_ITEMS)
+    grads = gradients(chunks)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    want = adapter.step(build_dp_schedule(batch.lengths, **settings), batch, objective=SFT())
+    errors = [_distance(*pair) for pair in zip(grads, gradients(chunks), strict=True)]
+    plan = build_dp_schedule(batch.lengths, prefixes=prefixes, **settings)
+    return {
+        "shared_tokens": plan.counts.shared_tokens,
+        "gradient_error": max(errors),
+        "loss_error": abs(report["lm loss"] - want.loss),
+    }
 
 
 def _iterators(layout: Layout, dp_rank: int, num_items: int = NUM_ITEMS) -> Any:

@@ -58,6 +58,18 @@ def test_m_comes_from_the_plan_and_not_the_arguments(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_planned_step_that_shares_prefixes_has_the_same_gradients(
+    found: list[dict[str, Any]], layout: str
+) -> None:
+    for rank in found:
+        got = rank[layout]["shared"]
+        assert got["shared_tokens"] > 0
+        assert got["gradient_error"] < 1e-5
+        assert got["loss_error"] < 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_exhausted_data_raises_on_every_rank(found: list[dict[str, Any]], layout: str) -> None:
     (error,) = {rank[layout]["refused"] for rank in found}
     assert "the data ended within a step of 4 items" in error
