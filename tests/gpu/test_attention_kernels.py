@@ -6,13 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megapack import Layout, SharedPrefixes
 from megapack.model.attention.choice import obstacle
+from megapack.model.attention.merged import attention_pieces, merged_attention
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.sdpa import packed_causal_attention
+from megapack.model.attention.te_prefixes import gathered_params
 from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention, varlen_spans
+from megapack.prefixes import Branch, PrefixTable, row_branches
 from megapack.rows.slices import slice_positions
 
 pytestmark = [
@@ -107,6 +112,64 @@ def test_slices_equal_transformer_engines_partition(cp: int) -> None:
     for rank in range(cp):
         theirs = tex.thd_get_partitioned_indices(cu_seqlens(), total, cp, rank)
         assert theirs.tolist() == slice_positions(LENGTHS, cp, rank).tolist()
+
+
+# A prompt of 65 tokens with three answers, and a sample by itself.
+SHARED = SharedPrefixes((0, 1, 2), (0, 65, 65))
+SHARED_LENGTHS = [100, 72, 265, 40]
+
+
+def shared_row() -> tuple[PackedSeqParams, list[Branch], list[Tensor]]:
+    """A row whose first three samples share 64 positions, and its queries, keys and values."""
+    table = PrefixTable(SHARED, len(SHARED_LENGTHS), Layout())
+    branches = row_branches(range(4), SHARED_LENGTHS, Layout(), table)
+    spans = [branch.tokens for branch in branches]
+    total = sum(spans)
+    ends = torch.tensor([0, *spans]).cumsum(0).int().cuda()
+    row = packed_seq_params(ends, 265, total, lengths=spans, branches=branches)
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(total, heads, D) for heads in (HEADS, GROUPS, GROUPS)]
+    return row, branches, [torch.randn(s, generator=generator).cuda().bfloat16() for s in shapes]
+
+
+def merged_on_the_cpu(branches: list[Branch], tensors: list[Tensor]) -> Tensor:
+    pieces = attention_pieces([branch.tokens for branch in branches], branches)
+    return merged_attention(*(x.detach().cpu().double() for x in tensors), pieces, SCALE)
+
+
+def test_varlen_with_shared_prefixes_equals_merged_calls_with_its_gradients() -> None:
+    skip_without("varlen")
+    config = SimpleNamespace(attention_dropout=0.0, kv_channels=D, context_parallel_size=1)
+    module = PackedVarlen(config, 1, AttnMaskType.causal, "self")
+    row, branches, tensors = shared_row()
+    expected = merged_on_the_cpu(branches, tensors)
+    out = module.attend(*(x.requires_grad_() for x in tensors), row)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=0.02, rtol=0.02)
+    wanted = [x.detach().cpu().double().requires_grad_() for x in tensors]
+    pieces = attention_pieces([branch.tokens for branch in branches], branches)
+    merged_attention(*wanted, pieces, SCALE).sum().backward()
+    out.float().sum().backward()
+    for x, y in zip(tensors, wanted, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert (x.grad.cpu() - y.grad).norm() < 0.02 * y.grad.norm()
+
+
+def test_te_with_shared_prefixes_equals_merged_calls() -> None:
+    skip_without("te")
+    from transformer_engine.pytorch import DotProductAttention
+
+    module = DotProductAttention(
+        HEADS, D, num_gqa_groups=GROUPS, attention_dropout=0.0, qkv_format="thd"
+    )
+    row, branches, (q, k, v) = shared_row()
+    params, order_K = gathered_params(row, q.device)
+    given = {name: value for name, value in vars(params).items() if value is not None}
+    given = {name: value for name, value in given.items() if not name.startswith("_")}
+    given["attn_mask_type"] = "padding_causal_bottom_right"
+    out = module(q, k[order_K], v[order_K], **given)
+    expected = merged_on_the_cpu(branches, [q, k, v]).flatten(1)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=0.02, rtol=0.02)
 
 
 def test_te_rotates_a_row_by_its_gathered_table_without_synchronization() -> None:

@@ -66,13 +66,15 @@ def _gather_keys(
     if row is None or not shared_branches(row):
         return None
     query, key, value, *others = args
-    params, order_K = once_per_row(row, "gathered params", lambda: _gathered(row, query.device))
+    params, order_K = once_per_row(
+        row, "gathered params", lambda: gathered_params(row, query.device)
+    )
     key, value = gather_rows(key, value, order_K, None)
     changed = {"packed_seq_params": params, "attn_mask_type": _BOTTOM_RIGHT}
     return (query, key, value, *others), {**kwargs, **changed}
 
 
-def _gathered(row: PackedSeqParams, device: torch.device) -> tuple[PackedSeqParams, Tensor]:
+def gathered_params(row: PackedSeqParams, device: torch.device) -> tuple[PackedSeqParams, Tensor]:
     """The row's description with the gathered keys, and their order."""
     paths = key_paths(sample_lengths(row), shared_branches(row))
     ends = torch.tensor([0, *paths.num_keys]).cumsum(0).to(device, torch.int32)
