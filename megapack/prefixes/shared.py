@@ -10,7 +10,7 @@ prefixes stands for a suffix tree: Manber and Myers 1993, Kasai et al. 2001.)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.base.arrays import Ints, read_ids
-from megapack.errors import DataError, brief
+from megapack.errors import ConfigError, DataError, brief
 
 # Token ids are int32 here: no vocabulary has 2**31 ids.
 _MAX_ID = 2**31 - 1
@@ -75,7 +75,10 @@ class SharedPrefixes:
         Raises:
             DataError: ids that are not a flat sequence of integers from 0 to 2**31 - 1, or routing
                 of other shapes.
+            ConfigError: mtp_num_layers is not an integer of at least 0.
         """
+        if not isinstance(token_ids, Sized):
+            raise DataError(f"token_ids are {brief(token_ids)}; give the ids of each sample")
         if routing is not None and len(routing) != len(token_ids):
             raise DataError(
                 f"routing of {len(routing)} samples for {len(token_ids)}; give one entry per "
@@ -105,7 +108,7 @@ class SharedPrefixes:
                 or none after its end.
             routing, mtp_num_layers: see `from_samples`. A sample's routes are read by slices.
         """
-        own_tokens = 1 + mtp_num_layers
+        own_tokens = _own_tokens(mtp_num_layers)
         # A sample without routes shares nothing, and would stand between others that do.
         members = [i for i in range(num_samples) if routing is None or routing[i] is not None]
         order, common = _depth_first(members, read)
@@ -149,7 +152,7 @@ class SharedPrefixes:
                 f"of {lengths[first]} and {lengths[second]} tokens; give groups of one prompt"
             )
         common = np.where(same, lengths[order], 0)
-        own_tokens = 1 + mtp_num_layers
+        own_tokens = _own_tokens(mtp_num_layers)
         return cls(tuple(order.tolist()), tuple(common.tolist()), own_tokens).trimmed()
 
     def trimmed(self) -> SharedPrefixes:
@@ -206,6 +209,12 @@ def _read_numbers(name: str, numbers: Any) -> Ints:
     if flat.ndim != 1 or (flat.size and flat.dtype.kind not in "iu"):
         raise DataError(f"prefixes with {name}={brief(numbers)}; give a tuple of integers")
     return flat.astype(np.int64)
+
+
+def _own_tokens(mtp_num_layers: int) -> int:
+    if type(mtp_num_layers) is not int or mtp_num_layers < 0:
+        raise ConfigError(f"mtp_num_layers={brief(mtp_num_layers)}; set an integer of at least 0")
+    return 1 + mtp_num_layers
 
 
 def _read_ids(sample: int, ids: Any) -> npt.NDArray[Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megapack.errors import DataError
+from megapack.errors import ConfigError, DataError
 from megapack.prefixes import SharedPrefixes
 from megapack.prefixes.shared import _PIECE
 
@@ -110,10 +109,22 @@ def test_samples_are_read_only_as_far_as_they_agree() -> None:
         row[:prompt] = prompts[sample // group_size]
         return row[first:last]
 
-    started = time.perf_counter()
     prefixes = SharedPrefixes.from_reader(num_samples, read)
-    assert time.perf_counter() - started < 5, "about 0.05 s on one core"
     assert len(prefixes.order) == num_samples
     assert set(prefixes.common) == {0, prompt}
     assert prefixes.common.count(0) == num_samples // group_size
     assert read_tokens / num_samples == -(-prompt // _PIECE) * _PIECE
+
+
+@pytest.mark.parametrize("given", [7, None])
+def test_token_ids_that_are_no_list_are_refused(given: Any) -> None:
+    with pytest.raises(DataError, match=f"token_ids are {given}; give the ids of each sample"):
+        SharedPrefixes.from_samples(given)
+
+
+@pytest.mark.parametrize("layers", [-1, "x", 1.0, True])
+def test_a_number_of_layers_that_is_none_is_refused(layers: Any) -> None:
+    with pytest.raises(ConfigError, match=r"mtp_num_layers=.*; set an integer of at least 0"):
+        SharedPrefixes.from_samples([[1, 2], [1, 2]], mtp_num_layers=layers)
+    with pytest.raises(ConfigError, match="set an integer of at least 0"):
+        SharedPrefixes.from_groups([0, 0], [2, 2], mtp_num_layers=layers)
