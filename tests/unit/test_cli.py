@@ -67,7 +67,10 @@ def test_help_imports_no_torch(repo_root: Path, args: tuple[str, ...]) -> None:
     [
         ("train", "CONFIG", "--dry-run", "world=2"),
         ("tune", "LENGTHS", "--config", "CONFIG", "--gpus", "2"),
-        ("plan", "LENGTHS", "--config", "CONFIG", "--dp", "2", "--max-tokens-per-gpu", "99"),
+        (
+            *("plan", "LENGTHS", "--config", "CONFIG", "--dp", "2", "--max-tokens-per-gpu", "99"),
+            *("-o", "PLAN"),
+        ),
     ],
 )
 def test_the_sizes_of_a_hugging_face_folder_need_no_torch(
@@ -84,7 +87,7 @@ def test_the_sizes_of_a_hugging_face_folder_need_no_torch(
     config.write_text(f"name: x\ndevice: cpu\nplan: {{max_tokens_per_gpu: 4096}}\n{model}")
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("5\n7\n9\n")
-    paths = {"CONFIG": str(config), "LENGTHS": str(lengths)}
+    paths = {"CONFIG": str(config), "LENGTHS": str(lengths), "PLAN": str(tmp_path / "plan.json")}
     speed = () if args[0] == "train" else ("--peak-tflops", "100")
     done = run(repo_root, *(paths.get(arg, arg) for arg in args), *speed)
     assert (done.returncode, lines(done)) == (0, [])
