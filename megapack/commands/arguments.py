@@ -14,7 +14,7 @@ from megapack.cost.memory import GIB
 from megapack.data.lengths import Columns, LengthTable, read_length_file
 from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import Layout
-from megapack.plan.plan import Plan
+from megapack.plan.plan import Counts, Plan
 from megapack.policy import Policy
 
 # 1 PiB, beyond any GPU: a larger number is in other units.
@@ -214,6 +214,14 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         cells = [first.ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         print("  ".join(cells).rstrip())
+
+
+def shared_text(counts: Counts) -> str:
+    """What rows save by shared prefixes, in one line."""
+    return (
+        f"shared prefixes: rows do not hold {counts.shared_tokens} of {counts.tokens} tokens again "
+        f"({counts.shared_fraction:.1%})"
+    )
 
 
 def is_run(target: str) -> bool:

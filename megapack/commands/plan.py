@@ -18,6 +18,7 @@ from megapack.commands.arguments import (
     read_layout,
     read_policy,
     read_table,
+    shared_text,
 )
 from megapack.commands.costs import Pricing, add_costs, read_pricing
 from megapack.cost.sizes import typical_length
@@ -128,10 +129,7 @@ def _print(
         rows.append([name, *_cells(report, pricing.in_seconds), ratio])
     print_table(rows)
     if ours.shared_tokens:
-        print(
-            f"shared prefixes: rows do not hold {ours.shared_tokens} of {ours.tokens} tokens again "
-            f"({ours.shared_fraction:.1%}); the other strategies share nothing"
-        )
+        print(f"{shared_text(ours)}; the other strategies share nothing")
     print(f"time {pricing.basis}")
     print(f"{args.output}: digest {plan.digest()[:12]}")
 

@@ -17,6 +17,7 @@ from megapack.commands.arguments import (
     print_json,
     print_table,
     read_memory_limit,
+    shared_text,
 )
 from megapack.commands.costs import Pricing
 from megapack.config.load import find_config, load_config
@@ -159,12 +160,8 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
         rows.append(_cells("critic's steps", 1, prediction.critic_steps))
         rows.append(_cells("values", 1, prediction.values))
     print_table(rows)
-    shared = prediction.steps.shared_tokens
-    if shared:
-        print(
-            f"shared prefixes: rows do not hold {shared} tokens again "
-            f"({prediction.steps.shared_fraction:.1%})"
-        )
+    if prediction.steps.shared_tokens:
+        print(shared_text(prediction.steps))
     speed = prediction.tokens_per_gpu_second
     print(f"{speed * layout.world_size:.4g} tokens/s, {speed:.4g} tokens/s/GPU")
     print(f"time {pricing.basis}; optimizer and data are not counted")

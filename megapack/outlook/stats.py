@@ -22,7 +22,6 @@ from megapack.layout import Layout
 from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
 from megapack.plan.plan import Counts, Plan, StepPlan, count_steps
 from megapack.planner.bins import fewest_bins_bound
-from megapack.prefixes import PrefixTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +235,9 @@ def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -
     samples = np.array(step.kept_samples, dtype=np.int64)
     kept = lengths[samples]
     aligned = layout.aligned_sample_tokens(kept)
-    saved = _saved(plan, samples)
+    # What one row with all of the step's samples saves: no plan saves more.
+    table = plan.prefix_table
+    saved = (0, 0) if table is None else table.saved_in_row(samples)
     num_rows = _rows_bound(plan, aligned, saved[0])
     largest = _work(aligned.max(keepdims=True), layout, cost)
     work = _work(aligned, layout, cost, saved) - cost.fixed
@@ -249,16 +250,6 @@ def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -
         # A stage runs its vpp chunks, and a DP rank its share of the samples.
         equal_work_seconds=passes * own_work * layout.vpp / layout.dp,
     )
-
-
-def _saved(plan: Plan, samples: Ints) -> tuple[int, int]:
-    """Tokens and squared tokens that one row with all of a step's samples saves: no plan saves
-    more."""
-    if plan.prefixes is None:
-        return 0, 0
-    table = PrefixTable(plan.prefixes, plan.num_samples, plan.layout)
-    tokens, tokens_sq = table.saved(samples, np.zeros_like(samples), 1)
-    return int(tokens[0]), int(tokens_sq[0])
 
 
 def _work(lengths: Ints, layout: Layout, cost: CostModel, saved: tuple[int, int] = (0, 0)) -> float:

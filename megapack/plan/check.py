@@ -27,7 +27,7 @@ import numpy as np
 
 from megapack.base.arrays import Ints, read_lengths, read_sets
 from megapack.errors import ConfigError, DataError, PlanError
-from megapack.prefixes import PrefixTable, SharedPrefixes
+from megapack.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
     from megapack.plan.plan import MicroBatch, Plan, StepPlan
@@ -63,10 +63,9 @@ class _Checker:
         sets = read_sets(plan.rollout_ids, plan.colocate_ids, plan.num_samples)
         self.rollout_of, ids, self.set_of, _ = sets
         self.ids = tuple(dict.fromkeys(ids)) if ids is not None else tuple(range(lengths.size))
-        self.table: PrefixTable | None = None
         if plan.prefixes is not None:
             self._check_prefixes(plan.prefixes)
-            self.table = PrefixTable(plan.prefixes, plan.num_samples, self.layout)
+        self.table = plan.prefix_table
 
     def run(self) -> None:
         for number, step in enumerate(self.plan.steps):
@@ -190,9 +189,7 @@ class _Checker:
         """Tokens and squared tokens that a row of these samples saves."""
         if self.table is None or len(samples) < 2:
             return 0, 0
-        one_row = np.zeros(len(samples), dtype=np.int64)
-        tokens, tokens_sq = self.table.saved(np.array(samples), one_row, 1)
-        return int(tokens[0]), int(tokens_sq[0])
+        return self.table.saved_in_row(np.array(samples))
 
     def _check_colocated(self) -> None:
         ids = self.plan.colocate_ids

@@ -19,7 +19,7 @@ from megapack.base.arrays import read_budget
 from megapack.layout import Layout
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
-from megapack.prefixes import SharedPrefixes
+from megapack.prefixes import PrefixTable, SharedPrefixes
 
 __all__ = ["Counts", "MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
 
@@ -190,6 +190,13 @@ class Plan:
     def counts(self) -> Counts:
         """Rows, samples and tokens of all steps."""
         return count_steps(self.steps)
+
+    @cached_property
+    def prefix_table(self) -> PrefixTable | None:
+        """`prefixes` on the layout; None if nothing is shared. They must fit the lengths."""
+        if self.prefixes is None:
+            return None
+        return PrefixTable(self.prefixes, self.num_samples, self.layout)
 
     @property
     def capacity(self) -> int | None:

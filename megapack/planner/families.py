@@ -109,20 +109,18 @@ def _cut_into(
 
     So the largest families are cut. With fewer items in all, it is the finest cut.
     """
+    if coarsest.num_items >= num_parts:
+        return coarsest
     low = 0.0
     high = float(coarsest.work.max())
-    best = coarsest
-    if best.num_items >= num_parts:
-        return best
+    num_alone = problem.num_items - families.items.size
     for _ in range(_LIMIT_BISECTIONS):
         middle = (low + high) / 2
-        parts = cut_families(problem, families, middle)
-        if parts.num_items >= num_parts:
+        if num_alone + int(_part_starts(problem, families, middle).sum()) >= num_parts:
             low = middle
-            best = parts
         else:
             high = middle
-    return best
+    return cut_families(problem, families, low)
 
 
 def cut_families(problem: StepProblem, families: Families, most_work: float) -> StepProblem:
@@ -137,9 +135,21 @@ def cut_families(problem: StepProblem, families: Families, most_work: float) -> 
             limit, and the samples of a micro-batch of a count-based plan. An item over a limit is a
             part by itself.
     """
+    items = families.items
+    starts = np.flatnonzero(_part_starts(problem, families, most_work))
+    part_of = np.arange(problem.num_items)
+    # A part has the number of its first item, so that parts are in the order of the input.
+    firsts = np.minimum.reduceat(items, starts) if items.size else items
+    part_of[items] = np.repeat(firsts, np.diff(starts, append=items.size))
+    _, part_of = np.unique(part_of, return_inverse=True)
+    return _merged(problem, part_of.astype(np.int64))
+
+
+def _part_starts(problem: StepProblem, families: Families, most_work: float) -> Bools:
+    """Where the parts of `cut_families` start: bool [f]."""
     per_token, per_token_sq = problem.work_per_token
     items = families.items
-    starts = _cut(
+    starts: Bools = _cut(
         problem.aligned[items],
         problem.work[items],
         problem.item_samples[items],
@@ -150,12 +160,7 @@ def cut_families(problem: StepProblem, families: Families, most_work: float) -> 
         _UNLIMITED if problem.max_samples is None else problem.max_samples,
         most_work,
     )
-    part_of = np.arange(problem.num_items)
-    # A part has the number of its first item, so that parts are in the order of the input.
-    firsts = np.minimum.reduceat(items, np.flatnonzero(starts)) if items.size else items
-    part_of[items] = np.repeat(firsts, np.diff(np.flatnonzero(starts), append=items.size))
-    _, part_of = np.unique(part_of, return_inverse=True)
-    return _merged(problem, part_of.astype(np.int64))
+    return starts
 
 
 def _merged(problem: StepProblem, part_of: Ints) -> StepProblem:

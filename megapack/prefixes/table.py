@@ -101,6 +101,11 @@ class PrefixTable:
         np.add.at(tokens_sq, row_of[chosen], shared * shared)
         return tokens, tokens_sq
 
+    def saved_in_row(self, samples: Ints) -> tuple[int, int]:
+        """Tokens and squared tokens that one row of these samples saves."""
+        _, shared = self.neighbours(samples, np.zeros_like(samples))
+        return int(shared.sum()), int((shared * shared).sum())
+
 
 def shared_positions(prefixes: SharedPrefixes, layout: Layout) -> Ints:
     """Positions that each sample of `prefixes.order` shares with the one before it: int64 [p]."""

@@ -215,8 +215,7 @@ def pack_row(
         _check_ids(batch, samples, vocab_size)
     spans = [branch.tokens for branch in branches]
     spans += _dummy_spans(tail, layout.sample_alignment)
-    offsets = [branch.offset for branch in branches]
-    offsets += [0] * (len(spans) - len(offsets))
+    position_ids_T = row_position_ids(branches, spans)
     writer = _RowWriter(batch, samples, branches, micro_batch.row_tokens)
     names = batch.field_names if field_names is None else field_names
     losses = writer.losses(sample_weights)
@@ -226,9 +225,7 @@ def pack_row(
         branches=tuple(branches),
         positions_N=writer.positions_N,
         tokens_T=writer.tokens(),
-        position_ids_T=torch.cat(
-            [torch.arange(first, first + n) for first, n in zip(offsets, spans, strict=True)]
-        ),
+        position_ids_T=position_ids_T,
         labels_T=writer.labels(),
         branch_of_T=writer.branch_of(),
         **losses,
@@ -237,7 +234,7 @@ def pack_row(
         set_of_n=_sets(samples, colocate_ids),
         cu_seqlens_S1=torch.tensor([0, *spans], dtype=torch.int64).cumsum(0).to(torch.int32),
         padded_lengths=tuple(spans),
-        max_seqlen=max(first + n for first, n in zip(offsets, spans, strict=True)),
+        max_seqlen=int(position_ids_T.max()) + 1,
         row_tokens=micro_batch.row_tokens,
         row_positions_T=torch.arange(micro_batch.row_tokens),
         fields={name: writer.values(name)[losses["label_index_R"]] for name in names},
@@ -246,6 +243,18 @@ def pack_row(
         },
         tensors=batch.row_tensors(samples, _trees(branches)),
     )
+
+
+def row_position_ids(branches: Sequence[Branch], padded_lengths: Sequence[int]) -> Tensor:
+    """int64: the position of each token of a whole row in its samples; dummies begin at 0.
+
+    Args:
+        padded_lengths: tokens of each branch, then of each dummy.
+    """
+    offsets = [branch.offset for branch in branches]
+    offsets += [0] * (len(padded_lengths) - len(offsets))
+    runs = zip(offsets, padded_lengths, strict=True)
+    return torch.cat([torch.arange(first, first + n) for first, n in runs])
 
 
 def unpack_row(row: PackedRow, values_R: Tensor) -> list[Tensor]:

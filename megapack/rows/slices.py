@@ -53,6 +53,17 @@ def slice_positions(spans: Sequence[int], cp: int, rank: int) -> Tensor:
     return ((part_T == rank) | (part_T == num_parts - 1 - rank)).nonzero().squeeze(1)
 
 
+def indices_in(positions: Tensor, row_tokens: int) -> Tensor:
+    """int64 [row_tokens]: where each position of a row is among `positions`; -1 if it is not.
+
+    >>> indices_in(torch.tensor([3, 1]), 4)
+    tensor([-1,  1, -1,  0])
+    """
+    index_T = torch.full((row_tokens,), -1)
+    index_T[positions] = torch.arange(positions.numel())
+    return index_T
+
+
 def assembly_order(spans: Sequence[int], cp: int) -> Tensor:
     """Index of each position of the whole row in the concatenated slices of all ranks.
 
@@ -96,9 +107,7 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     per_token = {
         name: value[positions_T] for name, value in vars(row).items() if name.endswith("_T")
     }
-    # Index in the slice of each position of the row, -1 for positions of other ranks.
-    index_T = torch.full((row.row_tokens,), -1)
-    index_T[positions_T] = torch.arange(positions_T.numel())
+    index_T = indices_in(positions_T, row.row_tokens)
     losses_R = index_T[row.loss_positions_R]
     held_R = losses_R >= 0
     ends_E = index_T[row.end_positions_E]

@@ -410,7 +410,7 @@ class ScheduleAdapter:
             call.field_names,
             plan.colocate_ids,
             self.vocab_size,
-            call.prefixes,
+            plan.prefix_table,
         )
         return slice_row(with_rows_ahead(row, num_depths(self.config)), cp.size(), cp.rank())
 

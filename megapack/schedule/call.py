@@ -15,7 +15,6 @@ from megapack.errors import DataError
 from megapack.loss.sequence import AnyObjective
 from megapack.loss.token import LossWeighting, sample_weights
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
-from megapack.prefixes import PrefixTable
 from megapack.rows.outputs import Scope
 from megapack.samples import SampleBatch
 from megapack.schedule import checks
@@ -121,14 +120,6 @@ class StepCall:
             raise DataError(f"{type(objective).__name__} reads {missing}; add them to the batch")
         if objective is not None and hasattr(objective, "check"):
             objective.check(self.batch, self.plan, self.step)
-
-    @functools.cached_property
-    def prefixes(self) -> PrefixTable | None:
-        """What the samples of a row share; None: nothing."""
-        plan = self.plan
-        if plan.prefixes is None:
-            return None
-        return PrefixTable(plan.prefixes, plan.num_samples, plan.layout)
 
     @functools.cached_property
     def sample_weights(self) -> list[float] | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.prefixes import Branch
-from megapack.rows.packed import PackedRow
+from megapack.rows.packed import PackedRow, row_position_ids
 
 T = TypeVar("T")
 
@@ -152,12 +152,8 @@ def branch_positions(params: PackedSeqParams) -> Tensor | None:
         return None
 
     def make() -> Tensor:
-        lengths = sample_lengths(params)
-        offsets = [branch.offset for branch in branches]
-        # Dummies begin at 0.
-        offsets += [0] * (len(lengths) - len(offsets))
-        runs = [torch.arange(a, a + n) for a, n in zip(offsets, lengths, strict=True)]
-        return torch.cat(runs).to(params.cu_seqlens_q.device)
+        positions = row_position_ids(branches, sample_lengths(params))
+        return positions.to(params.cu_seqlens_q.device)
 
     return once_per_row(params, "branch positions", make)
 

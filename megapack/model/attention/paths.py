@@ -71,3 +71,8 @@ def key_paths(
         num_keys=[own.numel() for own in keys],
         order_K=assembly_order(padded_lengths, cp)[order_K] if cp > 1 else order_K,
     )
+
+
+def cumulative(counts: Sequence[int], device: torch.device) -> Tensor:
+    """int32 on the device: where each of these sequences begins; the last is the end of all."""
+    return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)

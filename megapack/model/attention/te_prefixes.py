@@ -22,7 +22,7 @@ from megapack.model.attention.packed import (
     seqlen_bucket,
     shared_branches,
 )
-from megapack.model.attention.paths import key_paths
+from megapack.model.attention.paths import cumulative, key_paths
 from megapack.model.head import unwrapped
 
 # Attribute of a layer that has the hook.
@@ -77,7 +77,7 @@ def _gather_keys(
 def gathered_params(row: PackedSeqParams, device: torch.device) -> tuple[PackedSeqParams, Tensor]:
     """The row's description with the gathered keys, and their order."""
     paths = key_paths(sample_lengths(row), shared_branches(row))
-    ends = torch.tensor([0, *paths.num_keys]).cumsum(0).to(device, torch.int32)
+    ends = cumulative(paths.num_keys, device)
     changed = {
         "cu_seqlens_kv": ends,
         # Lengths are rounded: cuDNN builds a graph for each.

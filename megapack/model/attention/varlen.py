@@ -30,7 +30,7 @@ from megapack.model.attention.packed import (
     sample_lengths,
     shared_branches,
 )
-from megapack.model.attention.paths import key_paths
+from megapack.model.attention.paths import cumulative, key_paths
 from megapack.prefixes import Branch
 
 # Flash attention's kernels are compiled for head widths that are multiples of 8, up to 256.
@@ -118,16 +118,12 @@ def varlen_spans(
     """
     paths = key_paths(lengths, branches, cp=cp, cp_rank=cp_rank)
     return VarlenSpans(
-        cu_seqlens_q_S1=_cumulative(paths.num_queries, device),
-        cu_seqlens_k_S1=_cumulative(paths.num_keys, device),
+        cu_seqlens_q_S1=cumulative(paths.num_queries, device),
+        cu_seqlens_k_S1=cumulative(paths.num_keys, device),
         max_q=max(paths.num_queries),
         max_k=max(paths.num_keys),
         order_K=paths.order_K.to(device),
     )
-
-
-def _cumulative(counts: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
 
 
 def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.device) -> VarlenSpans:

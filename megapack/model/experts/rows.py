@@ -40,6 +40,7 @@ from megapack.plan.plan import StepPlan
 from megapack.prefixes import Branch
 from megapack.rows.outputs import Scope, samples_in_scope
 from megapack.rows.packed import PackedRow, RoutingRow
+from megapack.rows.slices import indices_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +102,11 @@ def routing_row(
     branches_t = torch.where(branches_t < 0, num_branches, branches_t)
     copies_J = torch.tensor([len(branch.samples) for branch in row.branches] + [0])
     samples_of = [sample for branch in row.branches for sample in branch.samples]
-    # Index t of each position of the row, -1 for positions of other ranks.
-    index_T = torch.full((row.row_tokens,), -1)
-    index_T[positions_t] = torch.arange(positions_t.numel())
-    tokens_N = index_T[row.positions_N]
+    tokens_N = indices_in(positions_t, row.row_tokens)[row.positions_N]
     held_N = tokens_N >= 0
+    tokens_O = tokens_N[held_N]
     lengths = torch.tensor(row.lengths, dtype=torch.int64)
     samples_N = torch.arange(lengths.numel()).repeat_interleave(lengths)
-    offsets_N = torch.cat([torch.zeros(0, dtype=torch.int64), *map(torch.arange, row.lengths)])
     return RoutingRow(
         samples=row.samples,
         lengths_S=lengths.float(),
@@ -117,9 +115,9 @@ def routing_row(
         copies_t=copies_J[branches_t],
         branch_of_P=torch.arange(num_branches).repeat_interleave(copies_J[:-1]),
         sample_of_P=torch.tensor(samples_of, dtype=torch.int64),
-        tokens_O=tokens_N[held_N],
+        tokens_O=tokens_O,
         samples_O=samples_N[held_N],
-        offsets_O=offsets_N[held_N],
+        offsets_O=row.position_ids_T[part][tokens_O],
         choices_tLK=choices_tLK,
     )
 
