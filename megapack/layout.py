@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from megapack.errors import ConfigError, brief
@@ -182,6 +183,23 @@ class Layout(ParallelSizes):
         """
         return (self.tp * self.cp) % (self.etp * self.ep) != 0
 
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of DP ranks that a row may lie over: the powers of two up to dp.
+
+        >>> Layout(dp=6).widths
+        (1, 2, 4)
+        """
+        return tuple(1 << k for k in range(self.dp.bit_length()))
+
+    def over(self, width: int) -> Layout:
+        """The layout as a row over `width` DP ranks sees it: they are CP ranks of the row.
+
+        >>> Layout(dp=8, cp=2).over(4).label
+        'dp=2 tp=1 pp=1 vpp=1 cp=8 ep=1'
+        """
+        return self if width == 1 else _widened(self, width)
+
     @property
     def fp8_unit_tokens(self) -> int:
         """Tokens of a GPU's GEMMs are a multiple of this, by the FP8 recipe; 1 without FP8."""
@@ -277,6 +295,27 @@ class Layout(ParallelSizes):
         if tail == 0 or (rule != "multiple" and tail >= self.pp):
             return count
         return count - tail + (group if rule == "multiple" else self.pp)
+
+
+# Rows of a few widths ask for their layout again and again; making one checks all sizes.
+@lru_cache(maxsize=256)
+def _widened(layout: Layout, width: int) -> Layout:
+    if width not in layout.widths:
+        raise ConfigError(
+            f"a row over {width} ranks with dp={layout.dp}; set one of {layout.widths}"
+        )
+    # Rows do not depend on experts, whose sizes may not divide the ranks of an odd dp.
+    return replace(layout, cp=layout.cp * width, dp=layout.dp // width, ep=1, etp=1)
+
+
+def block_ranks(rank: int, width: int) -> tuple[int, ...]:
+    """The DP ranks of the aligned block of this width that a rank is in; () for width 1.
+
+    >>> block_ranks(6, 4)
+    (4, 5, 6, 7)
+    """
+    first = rank - rank % width
+    return tuple(range(first, first + width)) if width > 1 else ()
 
 
 def round_up(value: Tokens, unit: int) -> Tokens:

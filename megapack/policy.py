@@ -15,6 +15,7 @@ Balance = Literal["time", "tokens"]
 StepSplit = Literal["contiguous", "balanced"]
 GroupSize = Literal["fixed", "search"]
 SharePrefixes = Literal["auto", "off"]
+ContextParallel = Literal["fixed", "dynamic"]
 
 _CHOICES = {
     "count_rule": get_args(CountRule),
@@ -25,6 +26,7 @@ _CHOICES = {
     "step_split": get_args(StepSplit),
     "group_size": get_args(GroupSize),
     "share_prefixes": get_args(SharePrefixes),
+    "context_parallel": get_args(ContextParallel),
 }
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
@@ -68,6 +70,10 @@ class Policy:
     share_prefixes: SharePrefixes = "auto"
     """"auto": a row holds the tokens that its samples have in common at their beginnings once,
     where that pays; the planner must be given them. "off": each sample has its own tokens."""
+    context_parallel: ContextParallel = "fixed"
+    """"fixed": each row is cut over the layout's cp ranks. "dynamic": a row may lie over 2, 4 or
+    more consecutive DP ranks and is cut over all of their cp ranks, where that is faster or where a
+    sample is over the budget otherwise. Needs count_rule "legal" or "multiple" and planned rows."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -80,12 +86,13 @@ class Policy:
     def to_payload(self) -> dict[str, object]:
         """The fields as JSON types, in the order of their definition.
 
-        `share_prefixes` is left out at its default, so that plans from before it was a field keep
-        their digests.
+        `share_prefixes` and `context_parallel` are left out at their defaults, so that plans from
+        before they were fields keep their digests.
         """
         payload = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.share_prefixes == Policy.share_prefixes:
-            del payload["share_prefixes"]
+        for name in ("share_prefixes", "context_parallel"):
+            if payload[name] == getattr(Policy, name):
+                del payload[name]
         return payload
 
 
@@ -113,6 +120,28 @@ def check_ranks_are_apart(policy: Policy, layout: Layout) -> None:
             f"count_rule='per_rank' with ep={layout.ep}, etp={layout.etp}, tp*cp="
             f"{layout.tp * layout.cp}: data-parallel ranks exchange tokens of the experts in every "
             "layer and need one M; set count_rule='legal'"
+        )
+
+
+def check_dynamic_cp(policy: Policy, micro_batch_size: int | None = None) -> None:
+    """Raise ConfigError if rows over several DP ranks contradict the rest of the policy."""
+    if policy.context_parallel != "dynamic":
+        return
+    if policy.count_rule == "per_rank":
+        raise ConfigError(
+            "context_parallel='dynamic' with count_rule='per_rank': ranks that share a micro-batch "
+            "run it at the same place and need one M; set count_rule='legal'"
+        )
+    if policy.row_shape == "uniform":
+        raise ConfigError(
+            "context_parallel='dynamic' with row_shape='uniform': a row over several ranks leaves "
+            "fewer tokens on each GPU than other rows; set row_shape='planned', or "
+            "context_parallel='fixed'"
+        )
+    if micro_batch_size is not None:
+        raise ConfigError(
+            f"context_parallel='dynamic' with micro_batch_size={micro_batch_size}: rows are given "
+            "to ranks by their tokens; set max_tokens_per_gpu, or context_parallel='fixed'"
         )
 
 

@@ -15,7 +15,15 @@ from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import Layout
 
-_NUMBERS = ("fixed", "per_token", "per_token_sq", "per_sample", "backward_ratio", "p2p")
+_NUMBERS = (
+    "fixed",
+    "per_token",
+    "per_token_sq",
+    "per_sample",
+    "backward_ratio",
+    "p2p",
+    "cp_overhead",
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +35,9 @@ class CostModel:
 
         fixed + (per_token * T + per_token_sq * sum(L_i^2) + per_sample * n) / (pp * vpp * cp)
 
-    and its backward takes `backward_ratio` times that. L_i^2 accounts for the attention of sample
-    i; tokens attend only within their sample.
+    and its backward takes `backward_ratio` times that. A row over `width` DP ranks is cut over
+    cp * width ranks, and what is divided by them grows by `cp_overhead`. L_i^2 accounts for the
+    attention of sample i; tokens attend only within their sample.
 
     Raises:
         ConfigError: a coefficient is negative or not finite, or the mean of the weights is not 1.
@@ -48,6 +57,9 @@ class CostModel:
     """Relative cost of the pp*vpp chunks in model order, mean 1; None = all equal."""
     p2p: float = 0.0
     """Seconds from the end of a chunk to the earliest start of the next chunk."""
+    cp_overhead: float = 0.05
+    """Share by which the work of a row grows when several DP ranks share it, as they exchange keys
+    and values. A sample of 1 s takes 1.05 / 2 s over two ranks. 0.05 is assumed until measured."""
     fit_error: float | None = field(default=None, compare=False)
     """Mean relative error of the fitted forward seconds; None = not fitted."""
 
@@ -70,18 +82,27 @@ class CostModel:
             object.__setattr__(self, "stage_weights", weights)
 
     def forward_seconds(
-        self, layout: Layout, *, row_tokens: int, tokens_sq: int, num_samples: int
+        self, layout: Layout, *, row_tokens: int, tokens_sq: int, num_samples: int, width: int = 1
     ) -> float:
         """Seconds of one chunk of weight 1.
 
         Args:
-            row_tokens: T, per DP rank (before CP).
+            row_tokens: T, of the whole row (before CP).
             tokens_sq: sum of squared aligned lengths.
             num_samples: samples of the row.
+            width: DP ranks that share the row.
         """
         work = self.per_token * row_tokens + self.per_token_sq * tokens_sq
         work += self.per_sample * num_samples
-        return self.fixed + work / (layout.num_chunks * layout.cp)
+        return self.fixed + work * self.share_of_rank(layout, width)
+
+    def share_of_rank(self, layout: Layout, width: int = 1) -> float:
+        """Part of a row's work that one chunk on one GPU does, if `width` DP ranks share the row.
+
+        With pp=4 and cp=1, a row of one rank is 1 / 4, and one over two ranks 1.05 / 8.
+        """
+        overhead = self.cp_overhead if width > 1 else 0.0
+        return (1.0 + overhead) / (layout.num_chunks * layout.cp * width)
 
     def weights_for(self, layout: Layout) -> tuple[float, ...]:
         """`stage_weights`, or ones if None, checked against the layout's number of chunks.

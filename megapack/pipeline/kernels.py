@@ -52,6 +52,50 @@ def rank_seconds(ops: RankOps, forward_seconds: Floats, end: Floats) -> float:
 
 
 @kernel
+def coupled_seconds(
+    ops: RankOps, forward_seconds_DM: Floats, first_DM: Ints, end_DO: Floats
+) -> float:
+    """Seconds until the last operation of DP ranks ends that share some of their micro-batches.
+
+    The ranks of a shared micro-batch begin each of its operations together, when the last of them
+    is ready: they exchange keys and values in its layers. All ranks run the operations in one
+    order.
+
+    Args:
+        forward_seconds_DM: float64 [dp, M], one chunk's forward of each micro-batch; equal on the
+            ranks of a shared one.
+        first_DM: int64 [dp, M], the first rank of those that share the micro-batch; the rank itself
+            for others.
+        end_DO: float64 [dp, operations], written: when each operation ends.
+    """
+    dp = forward_seconds_DM.shape[0]
+    count = ops.stage.size
+    free = np.zeros((dp, ops.pp))
+    begin = np.empty(dp)
+    for op in range(count):
+        stage = ops.stage[op]
+        source = ops.waits_for[op]
+        microbatch = ops.microbatch[op]
+        # The first rank of a block comes before the others, and collects the latest begin.
+        for rank in range(dp):
+            begin[rank] = free[rank, stage]
+            if source < count and end_DO[rank, source] + ops.p2p > begin[rank]:
+                begin[rank] = end_DO[rank, source] + ops.p2p
+            first = first_DM[rank, microbatch]
+            begin[first] = max(begin[first], begin[rank])
+        for rank in range(dp):
+            done = begin[first_DM[rank, microbatch]]
+            done += ops.scale[op] * forward_seconds_DM[rank, microbatch]
+            end_DO[rank, op] = done
+            free[rank, stage] = done
+    last = 0.0
+    for rank in range(dp):
+        for stage in range(ops.pp):
+            last = max(last, free[rank, stage])
+    return last
+
+
+@kernel
 def peak_live(ops: RankOps, amounts: Floats) -> float:
     """Peak of what one stage holds between forwards and their backwards; a chunk counts in full.
 

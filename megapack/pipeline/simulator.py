@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from megapack.base.arrays import Floats
+from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
-from megapack.pipeline.kernels import RankOps, peak_live, rank_seconds
+from megapack.pipeline.kernels import RankOps, coupled_seconds, peak_live, rank_seconds
 from megapack.pipeline.order import StepOrder, step_order
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 
@@ -130,7 +130,10 @@ def simulate(
     forward = _slowest(work) if lockstep else work
     runner = Runner(layout, cost, forward_only)
     group = step.group_size
-    runs = [runner.timeline(seconds, group) for seconds in forward]
+    if step.counts.num_wide_rows:
+        runs = runner.coupled_timelines(forward, _first_ranks(step), group)
+    else:
+        runs = [runner.timeline(seconds, group) for seconds in forward]
     ends = [float(run.end.max()) for run in runs]
     busiest = [runner.busiest_stage_seconds(seconds) for seconds in work]
     slowest = max(range(len(ends)), key=lambda r: (ends[r], busiest[r]))
@@ -210,6 +213,25 @@ class Runner:
         start = end - ops.scale * forward_seconds[ops.microbatch]
         return _RankRun(self.order(forward_seconds.size, group), self.layout.pp, start, end)
 
+    def coupled_timelines(
+        self, forward_seconds: list[Floats], first_DM: Ints, group: int | None
+    ) -> list[_RankRun]:
+        """The timeline of each DP rank, where ranks wait for those that share a micro-batch.
+
+        Args:
+            forward_seconds: per rank float64 [M], see `timeline`.
+            first_DM: see `kernels.coupled_seconds`.
+        """
+        forward_DM = np.stack(forward_seconds)
+        count = forward_DM.shape[1]
+        ops = self.ops(count, group)
+        end_DO = np.empty((forward_DM.shape[0], ops.stage.size))
+        coupled_seconds(ops, forward_DM, first_DM, end_DO)
+        start_DO = end_DO - ops.scale * forward_DM[:, ops.microbatch]
+        order = self.order(count, group)
+        pairs = zip(start_DO, end_DO, strict=True)
+        return [_RankRun(order, self.layout.pp, start, end) for start, end in pairs]
+
     def busiest_stage_seconds(self, forward_seconds: Floats) -> float:
         """Work of the stage that has the most."""
         per_stage = self.weights.reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
@@ -256,6 +278,7 @@ def _forward_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostMod
                 row_tokens=mb.row_tokens,
                 tokens_sq=mb.tokens_sq,
                 num_samples=len(mb.samples),
+                width=mb.width,
             )
             for mb in rank
         ]
@@ -263,7 +286,30 @@ def _forward_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostMod
 
 
 def _rows_per_gpu(rank: tuple[MicroBatch, ...], layout: Layout) -> Floats:
-    return np.array([mb.row_tokens / layout.cp for mb in rank])
+    return np.array([mb.row_tokens / (layout.cp * mb.width) for mb in rank])
+
+
+def _first_ranks(step: StepPlan) -> Ints:
+    """int64 [dp, M]: the first rank of those that share each micro-batch.
+
+    Raises:
+        PlanError: ranks with a shared micro-batch have different M, or it is not on all its ranks.
+    """
+    counts = {len(rank) for rank in step.ranks}
+    firsts = [
+        [mb.dp_ranks[0] if mb.dp_ranks else number for mb in rank]
+        for number, rank in enumerate(step.ranks)
+    ]
+    if len(counts) > 1:
+        raise PlanError(f"ranks share micro-batches and have M={sorted(counts)}; plan one M")
+    for rank in step.ranks:
+        for k, mb in enumerate(rank):
+            if any(r >= len(step.ranks) or step.ranks[r][k] != mb for r in mb.dp_ranks):
+                raise PlanError(
+                    f"micro-batch {k} of the ranks {mb.dp_ranks} is not on all of them; give a "
+                    "plan that check_plan accepts"
+                )
+    return np.array(firsts)
 
 
 def _slowest(forward: list[Floats]) -> list[Floats]:

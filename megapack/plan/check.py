@@ -16,6 +16,9 @@
 8. `Plan.prefixes` fit the lengths, and each row holds what they say that its samples have in common
    once: `MicroBatch.shared_tokens` are the positions that it saves by that. Without prefixes, and
    under share_prefixes="off", no row shares anything.
+9. A row that several DP ranks share lies over an aligned block of 2, 4, 8, ... of them and stands
+   at the same place of each; only under context_parallel="dynamic". Invariants 4 and 5 hold with
+   the alignment and the budget of all its ranks, and no row is over that budget.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import numpy as np
 
 from megapack.base.arrays import Ints, read_lengths, read_sets
 from megapack.errors import ConfigError, DataError, PlanError
+from megapack.layout import block_ranks
 from megapack.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
@@ -70,6 +74,7 @@ class _Checker:
     def run(self) -> None:
         for number, step in enumerate(self.plan.steps):
             self._check_counts(step, f"step {number}")
+            self._check_sharers(step, f"step {number}")
         self._check_partition()
         for number, step in enumerate(self.plan.steps):
             self._check_rollouts(step, f"step {number}")
@@ -115,6 +120,28 @@ class _Checker:
             group < layout.pp or (not searched and group != layout.group_size)
         ):
             raise _broken(1, f"{where} has group_size={group}, the layout has {layout.group_size}")
+
+    def _check_sharers(self, step: StepPlan, where: str) -> None:
+        for rank, row in enumerate(step.ranks):
+            for k, mb in enumerate(row):
+                if not mb.dp_ranks:
+                    continue
+                here = f"{where} rank {rank} micro-batch {k}"
+                width = len(mb.dp_ranks)
+                if self.policy.context_parallel != "dynamic":
+                    raise _broken(9, f"{here} lies over {width} ranks, context_parallel='fixed'")
+                is_block = width in self.layout.widths and mb.dp_ranks == block_ranks(rank, width)
+                if not is_block or mb.dp_ranks[-1] >= len(step.ranks):
+                    raise _broken(
+                        9, f"{here} lies over the ranks {mb.dp_ranks}; these are no aligned block"
+                    )
+                others = [r for r in mb.dp_ranks if step.ranks[r][k : k + 1] != (mb,)]
+                if others:
+                    raise _broken(
+                        9,
+                        f"{here} lies over the ranks {mb.dp_ranks}, and rank {others[0]} "
+                        "runs another row there",
+                    )
 
     def _check_partition(self) -> None:
         times = np.zeros(self.plan.num_samples, dtype=np.int64)
@@ -165,11 +192,13 @@ class _Checker:
             )
 
     def _check_row(self, mb: MicroBatch, where: str) -> None:
-        layout = self.layout
+        layout = self.layout.over(mb.width)
         samples = list(mb.samples)
         aligned = self.aligned[samples]
+        if mb.width > 1:
+            aligned = layout.aligned_sample_tokens(self.lengths[samples])
         unit = layout.row_alignment
-        shared, shared_sq = self._saved(samples)
+        shared, shared_sq = self._saved(samples, mb.width)
         padded = layout.aligned_row_tokens(int(aligned.sum()) - shared)
         tokens_sq = int((aligned * aligned).sum()) - shared_sq
         if mb.shared_tokens != shared:
@@ -178,18 +207,18 @@ class _Checker:
         actual = (int(self.lengths[samples].sum()), tokens_sq, padded)
         if planned != actual:
             raise _broken(4, f"{where}: tokens, tokens_sq, padded_tokens {planned}, not {actual}")
-        self._check_budget(samples, padded, where)
+        self._check_budget(mb, where)
         least = padded or unit
         if mb.row_tokens % unit or mb.row_tokens < least:
             raise _broken(5, f"{where}: a row of {mb.row_tokens} for {padded} padded tokens")
         if self.policy.row_shape == "planned" and mb.row_tokens != least:
             raise _broken(5, f"{where}: a planned row of {mb.row_tokens}, not {least}")
 
-    def _saved(self, samples: list[int]) -> tuple[int, int]:
+    def _saved(self, samples: list[int], width: int) -> tuple[int, int]:
         """Tokens and squared tokens that a row of these samples saves."""
         if self.table is None or len(samples) < 2:
             return 0, 0
-        return self.table.saved_in_row(np.array(samples))
+        return self.table.over(width).saved_in_row(np.array(samples))
 
     def _check_colocated(self) -> None:
         ids = self.plan.colocate_ids
@@ -211,19 +240,22 @@ class _Checker:
                     f"{microbatch_of[other]} and in {microbatch_of[i]}",
                 )
 
-    def _check_budget(self, samples: list[int], padded: int, where: str) -> None:
+    def _check_budget(self, mb: MicroBatch, where: str) -> None:
+        samples = list(mb.samples)
         size = self.plan.micro_batch_size
-        num_samples = len(samples)
-        if size is not None and num_samples > size:
-            raise _broken(4, f"{where} holds {num_samples} samples, micro_batch_size={size}")
-        if self.budget is None or padded <= self.budget:
+        if size is not None and len(samples) > size:
+            raise _broken(4, f"{where} holds {len(samples)} samples, micro_batch_size={size}")
+        if self.budget is None or mb.padded_tokens <= self.budget * mb.width:
             return
         alone = np.unique(self.set_of[samples]).size == 1
-        if not alone or self.policy.oversize == "error":
+        wide = self.policy.context_parallel == "dynamic"
+        if wide or not alone or self.policy.oversize == "error":
+            ranks = f" * {mb.width} ranks" if mb.width > 1 else ""
             raise _broken(
                 4,
-                f"{where} holds {padded} padded tokens of {num_samples} samples, the budget is "
-                f"{self.budget} (max_tokens_per_gpu={self.plan.max_tokens_per_gpu} * cp)",
+                f"{where} holds {mb.padded_tokens} padded tokens of {len(samples)} samples, the "
+                f"budget is {self.budget * mb.width} (max_tokens_per_gpu="
+                f"{self.plan.max_tokens_per_gpu} * cp{ranks})",
             )
 
 

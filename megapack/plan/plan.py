@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from megapack.base.arrays import read_budget
-from megapack.layout import Layout
+from megapack.layout import Layout, block_ranks
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes
@@ -28,12 +28,16 @@ RolloutId = int | str
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples that one forward and backward runs on one DP rank, packed into one row."""
+    """Samples of one forward and backward, packed into one row.
+
+    One DP rank runs it, or several consecutive ones that share the row under
+    context_parallel="dynamic": each holds a part of every sample, as context-parallel ranks do.
+    """
 
     samples: tuple[int, ...]
     """Sample indices in row order; () is a padding micro-batch."""
     row_tokens: int
-    """Length of the row per DP rank (before CP)."""
+    """Length of the whole row, before it is cut over CP ranks and `dp_ranks`."""
     tokens: int
     """Real tokens of its samples."""
     tokens_sq: int
@@ -44,11 +48,18 @@ class MicroBatch:
     micro-batch."""
     shared_tokens: int = 0
     """Tokens that the row does not hold again, because another of its samples begins with them."""
+    dp_ranks: tuple[int, ...] = ()
+    """The DP ranks that share the row; () if one rank has it."""
 
     @property
     def held_tokens(self) -> int:
         """Real tokens that the row holds: those of its samples, shared ones once."""
         return self.tokens - self.shared_tokens
+
+    @property
+    def width(self) -> int:
+        """Number of DP ranks that the row lies over."""
+        return max(1, len(self.dp_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +83,12 @@ class Counts:
     """Tokens of all rows, padding included."""
     shared_tokens: int
     """Tokens that rows do not hold again, because another sample of the row begins with them."""
+    num_wide_rows: int
+    """Rows that lie over several DP ranks; other numbers count each once."""
+    wide_tokens: int
+    """Real tokens of their samples."""
+    widest: int
+    """DP ranks of the row that lies over the most."""
 
     @property
     def packing_efficiency(self) -> float:
@@ -105,7 +122,8 @@ class StepPlan:
     """One optimizer step."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
-    """Micro-batches of each DP rank, in the order in which the pipeline runs them."""
+    """Micro-batches of each DP rank, in the order in which the pipeline runs them. One that several
+    ranks share stands at the same place of each."""
     num_microbatches: int | None
     """M, the same on every rank; None under count_rule="per_rank"."""
     group_size: int | None
@@ -122,8 +140,11 @@ class StepPlan:
 
     @property
     def microbatches(self) -> Iterator[MicroBatch]:
-        """Micro-batches of all ranks, rank after rank."""
-        return (mb for rank in self.ranks for mb in rank)
+        """Micro-batches of all ranks, rank after rank; a shared one once, at its first rank."""
+        for rank, row in enumerate(self.ranks):
+            for mb in row:
+                if not mb.dp_ranks or mb.dp_ranks[0] == rank:
+                    yield mb
 
     @property
     def counts(self) -> Counts:
@@ -200,7 +221,8 @@ class Plan:
 
     @property
     def capacity(self) -> int | None:
-        """Padded tokens that a row may hold per DP rank; None for a count-based plan."""
+        """Padded tokens that a row may hold per DP rank; None for a count-based plan. A row over
+        several DP ranks may hold as many times this."""
         capacity = read_budget(self.layout, self.max_tokens_per_gpu, self.micro_batch_size)
         return None if capacity < 0 else capacity
 
@@ -244,11 +266,15 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
         tokens=sum(mb.tokens for mb in microbatches),
         row_tokens=sum(mb.row_tokens for mb in microbatches),
         shared_tokens=sum(mb.shared_tokens for mb in microbatches),
+        num_wide_rows=sum(mb.width > 1 for mb in microbatches),
+        wide_tokens=sum(mb.tokens for mb in microbatches if mb.width > 1),
+        widest=max((mb.width for mb in microbatches), default=1),
     )
 
 
 def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:
-    """Indices of the samples that a DP rank runs in any of the plans, ascending."""
+    """Indices of the samples that a DP rank runs in any of the plans, ascending; those that it runs
+    a part of are among them."""
     steps = [step for plan in plans for step in plan.steps]
     return sorted({i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples})
 
@@ -265,6 +291,9 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
 
 def _cell(mb: MicroBatch) -> tuple[Any, ...]:
     sizes = (mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens)
+    # The ranks of a shared row are an aligned block, so its place and its width say which they are.
+    if mb.width > 1:
+        return (*sizes, mb.shared_tokens, mb.width)
     return (*sizes, mb.shared_tokens) if mb.shared_tokens else sizes
 
 
@@ -291,11 +320,26 @@ def _build_prefixes(payload: dict[str, Any]) -> SharedPrefixes:
     return SharedPrefixes(tuple(payload["order"]), tuple(payload["common"]), payload["own_tokens"])
 
 
+def _build_microbatch(rank: int, cell: list[Any]) -> MicroBatch:
+    samples, row_tokens, tokens, tokens_sq, padded_tokens, *others = cell
+    shared_tokens = others[0] if others else 0
+    width = others[1] if len(others) > 1 else 1
+    return MicroBatch(
+        tuple(samples),
+        row_tokens,
+        tokens,
+        tokens_sq,
+        padded_tokens,
+        shared_tokens,
+        block_ranks(rank, width),
+    )
+
+
 def _build_step(step: dict[str, Any]) -> StepPlan:
     return StepPlan(
         ranks=tuple(
-            tuple(MicroBatch(tuple(samples), *sizes) for samples, *sizes in rank)
-            for rank in step["ranks"]
+            tuple(_build_microbatch(number, cell) for cell in rank)
+            for number, rank in enumerate(step["ranks"])
         ),
         num_microbatches=step["num_microbatches"],
         group_size=step["group_size"],

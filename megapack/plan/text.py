@@ -6,6 +6,7 @@ per micro-batch. A cell reads
     samples:row_tokens:tokens:tokens_sq          0,3,5:1024:1000:340418
     samples:row_tokens:tokens:tokens_sq:padded   if the row is longer than its padded tokens
     samples:row_tokens:tokens:tokens_sq:padded:shared   if its samples share tokens
+    samples:row_tokens:tokens:tokens_sq:padded:shared:width   if so many ranks share the row
     -:row_tokens                                 a padding micro-batch
 
 Consecutive rollout ids are written as a range, `0..2047`. A plan without `colocate_ids` has no such
@@ -77,13 +78,13 @@ def _format_value(value: Any) -> str:
 
 
 def _format_cell(cell: tuple[Any, ...]) -> str:
-    samples, row_tokens, tokens, tokens_sq, padded, *shared = cell
+    samples, row_tokens, tokens, tokens_sq, padded, *others = cell
     if not samples and tokens == tokens_sq == padded == 0:
         return f"-:{row_tokens}"
     # An edited plan may have tokens without samples; `check_plan` reports it.
     text = f"{','.join(map(str, samples)) or '-'}:{row_tokens}:{tokens}:{tokens_sq}"
-    if shared:
-        return f"{text}:{padded}:{shared[0]}"
+    if others:
+        return ":".join(map(str, (text, padded, *others)))
     return text if padded == row_tokens else f"{text}:{padded}"
 
 
@@ -179,7 +180,7 @@ class _TextReader:
                 return [[], numbers[0], 0, 0, 0]
             if len(numbers) == 3:
                 numbers.append(numbers[0])
-            if len(numbers) in (4, 5):
+            if len(numbers) in (4, 5, 6):
                 return [[int(i) for i in samples.split(",") if samples != "-"], *numbers]
         except ValueError:
             pass
@@ -231,14 +232,18 @@ def _check_step(step: Any, where: str) -> None:
     for rank, row in enumerate(step["ranks"]):
         _require(isinstance(row, list), f"{where}.ranks[{rank}]", "a list")
         for k, cell in enumerate(row):
-            _check_cell(cell, f"{where}.ranks[{rank}][{k}]")
+            _check_cell(cell, f"{where}.ranks[{rank}][{k}]", len(step["ranks"]))
 
 
-def _check_cell(cell: Any, where: str) -> None:
-    good = isinstance(cell, list) and len(cell) in (5, 6) and isinstance(cell[0], list)
+def _check_cell(cell: Any, where: str, num_ranks: int) -> None:
+    good = isinstance(cell, list) and len(cell) in (5, 6, 7) and isinstance(cell[0], list)
     good = good and all(map(_is_count, cell[0])) and all(map(_is_count, cell[1:]))
+    # A damaged width must not make a list of 2**60 ranks.
+    good = good and (len(cell) < 7 or 2 <= cell[6] <= num_ranks)
     _require(
-        good, where, "[[samples], row_tokens, tokens, tokens_sq, padded_tokens(, shared_tokens)]"
+        good,
+        where,
+        "[[samples], row_tokens, tokens, tokens_sq, padded_tokens(, shared_tokens(, width))]",
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import TOKENS, CostModel
-from megapack.layout import Layout
+from megapack.layout import Layout, block_ranks
 from megapack.plan.plan import MicroBatch, RolloutId, StepPlan
 from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.policy import Policy
@@ -17,6 +18,15 @@ from megapack.prefixes import PrefixTable
 
 PADDING = -1
 """The row number of a padding micro-batch, which has no row."""
+
+
+class ItemSizes(NamedTuple):
+    """Sizes of a problem's items in rows of one width, int64 [I] each; see `StepProblem`."""
+
+    aligned: Ints
+    aligned_sq: Ints
+    shared: Ints
+    shared_sq: Ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +63,30 @@ class StepProblem:
     forward_only: bool
     prefixes: PrefixTable | None = None
     """What samples of a row share; None: nothing."""
+    batch_lengths: Ints
+    """int64: real tokens of every sample of the input, those of other steps included."""
+
+    @property
+    def sample_lengths(self) -> Ints:
+        """int64 [n]: real tokens of each sample."""
+        return self.batch_lengths[self.samples]
+
+    def at_width(self, width: int) -> ItemSizes:
+        """The items' sizes in rows over `width` DP ranks, whose alignment is coarser."""
+        if width == 1:
+            return ItemSizes(self.aligned, self.aligned_sq, self.shared, self.shared_sq)
+        aligned = self.layout.over(width).aligned_sample_tokens(self.sample_lengths)
+        starts = np.cumsum(self.item_samples) - self.item_samples
+        tokens = np.add.reduceat(aligned, starts)
+        tokens_sq = np.add.reduceat(aligned * aligned, starts)
+        if self.prefixes is None or not self.shared.any():
+            return ItemSizes(tokens, tokens_sq, self.shared, self.shared_sq)
+        item_of = np.repeat(np.arange(self.num_items), self.item_samples)
+        table = self.prefixes.over(width)
+        saved, saved_sq = table.saved(self.samples, item_of, self.num_items)
+        shared = np.where(self.shared > 0, saved, 0)
+        shared_sq = np.where(self.shared > 0, saved_sq, 0)
+        return ItemSizes(tokens - shared, tokens_sq - shared_sq, shared, shared_sq)
 
     @property
     def num_items(self) -> int:
@@ -107,11 +141,12 @@ class StepProblem:
             shared_sq=self.shared_sq[:count],
         )
 
-    def saved(self, row_of: Ints, num_rows: int) -> tuple[Ints, Ints]:
+    def saved(self, row_of: Ints, num_rows: int, width: int = 1) -> tuple[Ints, Ints]:
         """Tokens and squared tokens that rows save in all, `shared` of their items included.
 
         Args:
             row_of: int64 [I], the row of each item.
+            width: that of all rows.
 
         Returns:
             int64 [num_rows] each.
@@ -119,7 +154,7 @@ class StepProblem:
         if self.prefixes is None:
             return np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
         sample_row = np.repeat(row_of, self.item_samples)
-        return self.prefixes.saved(self.samples, sample_row, num_rows)
+        return self.prefixes.over(width).saved(self.samples, sample_row, num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +164,12 @@ class StepDraft:
     row_of: Ints
     """int64 [I]: the row of each item; rows are numbered from 0 without a gap."""
     rank_rows: tuple[Ints, ...]
-    """Per rank int64 [M]: its rows in order; PADDING stands for a padding micro-batch."""
+    """Per rank int64 [M]: its rows in order; PADDING stands for a padding micro-batch. A row over
+    several ranks stands at the same place of each."""
     group_size: int | None
     """G; None with vpp=1."""
+    widths: Ints | None = None
+    """int64 [R]: DP ranks of each row; None: one each."""
 
 
 def build_step(
@@ -146,7 +184,7 @@ def build_step(
         kept: ids of the rollouts that the step trains on.
         dropped: ids of the rollouts that it leaves out.
     """
-    rows = _micro_batches(problem, draft.row_of)
+    rows = _micro_batches(problem, draft)
     padding = MicroBatch((), problem.layout.row_alignment, 0, 0, 0)
     if problem.policy.row_shape == "uniform":
         longest = max(row.row_tokens for row in rows)
@@ -165,24 +203,52 @@ def build_step(
     )
 
 
-def _micro_batches(problem: StepProblem, row_of: Ints) -> list[MicroBatch]:
+def _micro_batches(problem: StepProblem, draft: StepDraft) -> list[MicroBatch]:
     """One micro-batch per row, as long as its samples; samples ascend within a row."""
+    row_of = draft.row_of
     sample_row = np.repeat(row_of, problem.item_samples)
     order = np.lexsort((problem.samples, sample_row))
     num_rows = int(row_of.max()) + 1
+    widths = np.ones(num_rows, dtype=np.int64) if draft.widths is None else draft.widths
     tokens = row_sums(problem.lengths, row_of, num_rows)
-    shared, shared_sq = problem.saved(row_of, num_rows)
-    aligned = row_sums(problem.aligned + problem.shared, row_of, num_rows) - shared
-    tokens_sq = row_sums(problem.aligned_sq + problem.shared_sq, row_of, num_rows) - shared_sq
-    padded = problem.layout.aligned_row_tokens(aligned)
+    padded, tokens_sq, shared = np.zeros((3, num_rows), dtype=np.int64)
+    for width in np.unique(widths).tolist():
+        rows = widths == width
+        own_tokens, own_sq, saved = _row_sizes(problem, row_of, num_rows, width)
+        padded[rows] = problem.layout.over(width).aligned_row_tokens(own_tokens[rows])
+        tokens_sq[rows] = own_sq[rows]
+        shared[rows] = saved[rows]
     samples = problem.samples[order].tolist()
     ends = np.cumsum(np.bincount(sample_row, minlength=num_rows)).tolist()
     starts = [0, *ends[:-1]]
-    columns = (starts, ends, *(c.tolist() for c in (padded, tokens, tokens_sq, shared)))
+    ranks = _row_ranks(draft, widths)
+    columns = (starts, ends, *(c.tolist() for c in (padded, tokens, tokens_sq, shared)), ranks)
     return [
-        MicroBatch(tuple(samples[start:end]), row, real, square, row, saved)
-        for start, end, row, real, square, saved in zip(*columns, strict=True)
+        MicroBatch(tuple(samples[start:end]), row, real, square, row, saved, dp_ranks)
+        for start, end, row, real, square, saved, dp_ranks in zip(*columns, strict=True)
     ]
+
+
+def _row_sizes(
+    problem: StepProblem, row_of: Ints, num_rows: int, width: int
+) -> tuple[Ints, Ints, Ints]:
+    """Tokens, squared tokens and shared tokens of rows of one width, int64 [num_rows] each."""
+    sizes = problem.at_width(width)
+    shared, shared_sq = problem.saved(row_of, num_rows, width)
+    tokens = row_sums(sizes.aligned + sizes.shared, row_of, num_rows) - shared
+    tokens_sq = row_sums(sizes.aligned_sq + sizes.shared_sq, row_of, num_rows) - shared_sq
+    return tokens, tokens_sq, shared
+
+
+def _row_ranks(draft: StepDraft, widths: Ints) -> list[tuple[int, ...]]:
+    """The DP ranks of each row that several ranks share; () for other rows."""
+    ranks: list[tuple[int, ...]] = [()] * widths.size
+    if draft.widths is None:
+        return ranks
+    for rank, rows in enumerate(draft.rank_rows):
+        for row in rows[rows >= 0].tolist():
+            ranks[row] = ranks[row] or block_ranks(rank, int(widths[row]))
+    return ranks
 
 
 def row_sums(values: Ints, row_of: Ints, num_rows: int) -> Ints:

@@ -140,7 +140,7 @@ def _row_cost(problem: StepProblem, cost: CostModel, state: State) -> RowCost:
     """The cost model per chunk and CP rank, and the limits of a row."""
     layout = problem.layout
     policy = problem.policy
-    share = 1.0 / (layout.num_chunks * layout.cp)
+    share = cost.share_of_rank(layout)
     uniform = 0
     if policy.row_shape == "uniform":
         uniform = layout.aligned_row_tokens(int(state.tokens.max()))

@@ -318,7 +318,7 @@ class _Search:
         huge = self._huge(count)
         if rounds is None or self.uniform or layout.pp == 1:
             return _Target(group, huge, default_profile(layout, count, group, huge[0].size))
-        share = 1.0 / (layout.num_chunks * layout.cp)
+        share = self.cost.share_of_rank(layout)
         profile = find_profile(
             self.runner,
             count,

@@ -122,7 +122,7 @@ def least_seconds(problem: StepProblem) -> float:
     cost = problem.cost or TOKENS
     layout = problem.layout
     runner = Runner(layout, cost, problem.forward_only)
-    share = 1.0 / (layout.num_chunks * layout.cp)
+    share = cost.share_of_rank(layout)
     seconds = share * (
         cost.per_token * problem.aligned.astype(np.float64)
         + cost.per_token_sq * problem.aligned_sq.astype(np.float64)

@@ -33,6 +33,7 @@ class PrefixTable:
 
     def __init__(self, prefixes: SharedPrefixes, num_samples: int, layout: Layout) -> None:
         self.prefixes = prefixes
+        self.layout = layout
         self.order = np.array(prefixes.order, dtype=np.int64)
         self.shared = shared_positions(prefixes, layout)
         self.place: Ints = np.full(num_samples, -1, dtype=np.int64)
@@ -40,6 +41,16 @@ class PrefixTable:
         # _minima[k][i] is the smallest of 2**k numbers from i on; made when a pair needs it. For a
         # million samples a k takes 8 MB, and groups of 8 need three of the twenty.
         self._minima = [self.shared]
+        self._wide: dict[int, PrefixTable] = {}
+
+    def over(self, width: int) -> PrefixTable:
+        """The table for rows over `width` DP ranks, whose samples have a coarser alignment."""
+        if width == 1:
+            return self
+        if width not in self._wide:
+            layout = self.layout.over(width)
+            self._wide[width] = PrefixTable(self.prefixes, self.place.size, layout)
+        return self._wide[width]
 
     def between(self, first: Ints, second: Ints) -> Ints:
         """Positions that two samples share, for arrays of pairs.

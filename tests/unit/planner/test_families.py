@@ -49,6 +49,7 @@ def problem(
     return StepProblem(
         number=0,
         samples=np.arange(size),
+        batch_lengths=lengths,
         item_samples=np.ones(size, dtype=np.int64),
         lengths=lengths,
         aligned=lengths,
