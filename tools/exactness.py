@@ -30,9 +30,9 @@ from tests.dist.cases import ALL_CASES, Case  # noqa: E402
 from tests.dist.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
 from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES  # noqa: E402
 from tests.dist.prefix_cases import GRID, SPECIAL  # noqa: E402
-from tests.dist.prefix_problem import MODELS as PREFIX_MODELS  # noqa: E402
-from tests.dist.prefix_problem import PRECISE as PREFIX_PRECISE  # noqa: E402
-from tests.dist.prefix_problem import PrefixCase  # noqa: E402
+from tests.dist.row_problem import MODELS as ROW_MODELS  # noqa: E402
+from tests.dist.row_problem import PRECISE as ROW_PRECISE  # noqa: E402
+from tests.dist.row_problem import RowCase  # noqa: E402
 from tests.dist.run_cases import make_reference, run_cases, run_prefix_cases  # noqa: E402
 
 MARKS = ("<!-- measured -->", "<!-- end -->")
@@ -194,7 +194,7 @@ def special_prefixes(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["| shape or feature | layout | objectives | saved tokens | gradient, log-probs |"]
     lines.append("|---" * 5 + "|")
     for name, case in SPECIAL.items():
-        if name in results and case.model not in PREFIX_PRECISE:
+        if name in results and case.model not in ROW_PRECISE:
             runs = list(results[name].values())
             kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
             saved = f"{runs[0]['facts']['shared_tokens']} of {runs[0]['facts']['tokens']}"
@@ -216,8 +216,8 @@ _KIND_TEXTS = {
 }
 
 
-def _prefix_layout(case: PrefixCase) -> str:
-    return layout_text(case.layout, bool(PREFIX_MODELS[case.model].num_experts))
+def _prefix_layout(case: RowCase) -> str:
+    return layout_text(case.layout, bool(ROW_MODELS[case.model].num_experts))
 
 
 def _prefix_errors(runs: list[dict[str, Any]]) -> str:
@@ -267,7 +267,7 @@ def prefix_lines(names: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         results = run_prefix_cases(names, Path(folder))
     cells = [
-        (run, PREFIX_CASES[name].model in PREFIX_PRECISE)
+        (run, PREFIX_CASES[name].model in ROW_PRECISE)
         for name, runs in results.items()
         for run in runs.values()
     ]
