@@ -80,11 +80,11 @@ SPECIAL: dict[str, WideCase] = {
     "mtp": WideCase(
         title="multi-token prediction, 2 depths", layout=_DP4, model="mtp", kinds=("sft", "gspo")
     ),
-    "mtp_pp2_vpp2_full": WideCase(
-        title="multi-token prediction, 2 depths, recompute full",
+    "mtp_pp2_vpp2_selective": WideCase(
+        title="multi-token prediction, 2 depths, recompute selective",
         layout=_DP2_PP2_VPP2,
         model="mtp",
-        recompute="full",
+        recompute="selective",
         kinds=("sft", "gspo"),
     ),
     "mtp_cp2": WideCase(

@@ -69,11 +69,11 @@ class WideRun(Run):
             assert one is not None
             assert torch.equal(one, replayed["routing"][i])
             assert own["routing"][i] is None or torch.equal(one, own["routing"][i])
-            assert torch.equal(recorded["logprobs"][i], again["logprobs"][i])
-            # The last token predicts nothing; its experts are recorded as those of any other.
             wrong += int(want.gather(2, one.long()).logical_not().sum())
-            difference = (recorded["logprobs"][i] - replayed["logprobs"][i]).abs().max()
-            worst = max(worst, float(difference))
+            # Not bit by bit: alignment padding is not replayed, and experts' GEMMs hold it too.
+            for other in (replayed, again):
+                difference = recorded["logprobs"][i] - other["logprobs"][i]
+                worst = max(worst, float(difference.abs().max()))
         return {"wrong_choices": wrong, "replay_error": worst}
 
     def _reset_biases(self) -> None:
