@@ -19,6 +19,7 @@ from megapack.commands.arguments import (
     read_policy,
     read_table,
     shared_text,
+    wide_text,
 )
 from megapack.commands.costs import Pricing, add_costs, read_pricing
 from megapack.cost.sizes import typical_length
@@ -130,6 +131,8 @@ def _print(
     print_table(rows)
     if ours.shared_tokens:
         print(f"{shared_text(ours)}; the other strategies share nothing")
+    if ours.wide_rows:
+        print(f"{wide_text(ours)}; the other strategies have none")
     print(f"time {pricing.basis}")
     print(f"{args.output}: digest {plan.digest()[:12]}")
 

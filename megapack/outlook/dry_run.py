@@ -188,11 +188,15 @@ def _rollouts_per_batch(config: TrainConfig) -> int:
 
 
 def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
-    """Memory of each stage with full rows in flight; a sample over the budget is a longer row."""
+    """Memory of each stage with full rows in flight; a sample over the budget is a longer row.
+
+    A row over several DP ranks is cut over all of their GPUs.
+    """
     layout = plan.layout
     model = config.memory_model()
-    longest = max(mb.row_tokens for step in plan.steps for mb in step.microbatches)
-    row = max(plan.max_tokens_per_gpu or 0, -(-longest // layout.cp))
+    rows = (mb for step in plan.steps for mb in step.microbatches)
+    longest = max(-(-mb.row_tokens // (layout.cp * mb.width)) for mb in rows)
+    row = max(plan.max_tokens_per_gpu or 0, longest)
     group = max(step.group_size or 1 for step in plan.steps)
     live = row * layout.chunks_in_flight(group_size=group) / layout.vpp
     return tuple(
