@@ -9,7 +9,7 @@ import pytest
 from megapack import CostModel, check_plan, plan_report
 from megapack.outlook.stats import full_row, row_fill
 from megapack.train.metrics import packing_metrics, plan_line
-from tests.wide_plans import BUDGET, LENGTHS, TOKENS, WIDE_TOKENS, wide_plan
+from tests.hand_made_plan import BUDGET, LENGTHS, TOKENS, WIDE_TOKENS, wide_plan
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ from megapack.view.page import page_html
 from megapack.view.page_data import plan_page
 from megapack.view.plot import draw_step
 from megapack.view.timeline import planned
-from tests.wide_plans import LENGTHS, wide_plan
+from tests.hand_made_plan import LENGTHS, wide_plan
 
 pytestmark = pytest.mark.unit
 
