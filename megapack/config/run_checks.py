@@ -207,12 +207,6 @@ def _check_value_head(config: TrainConfig) -> None:
 
 
 def _check_retry(config: TrainConfig) -> None:
-    if config.train.on_oom == "replan" and _has_wide_rows(config):
-        raise ConfigError(
-            "train.on_oom=replan cannot run with plan.context_parallel=dynamic (ranks that share a "
-            "micro-batch communicate inside layers, and one that runs out of memory there leaves "
-            "the others waiting); set train.on_oom=error, or plan.context_parallel=fixed"
-        )
     reason = why_no_retry(tp=config.layout.tp, cp=config.layout.cp, ep=config.layout.ep)
     if config.train.on_oom == "replan" and reason:
         raise ConfigError(

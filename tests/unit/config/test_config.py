@@ -421,7 +421,6 @@ BAD_JOBS: list[tuple[list[str], str]] = [
         [*DYNAMIC, "plan.micro_batch_size=2", "plan.max_tokens_per_gpu=null"],
         "micro_batch_size=2: rows are given to ranks by their tokens; set max_tokens_per_gpu",
     ),
-    ([*DYNAMIC, "train.on_oom=replan"], "replan cannot run with plan.context_parallel=dynamic"),
     (
         [*DYNAMIC, *SHARED, "model.attention=te"],
         "auto with model.attention=te and plan.context_parallel=dynamic: Transformer Engine has no",
@@ -433,7 +432,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
 
 
 def test_one_data_parallel_rank_shares_no_rows() -> None:
-    alone = job(*DYNAMIC, *SHARED, "layout.dp=1", "model.attention=te", "train.on_oom=replan")
+    alone = job(*DYNAMIC, *SHARED, "layout.dp=1", "model.attention=te")
     assert alone.plan.to_policy().context_parallel == "dynamic"
     assert job().plan.to_policy().context_parallel == "fixed"
 
