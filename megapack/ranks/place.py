@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 Phase = Literal[
-    "idle", "plan", "pack", "schedule", "forward", "backward", "reduction", "output",
+    "idle", "plan", "pack", "groups", "schedule", "forward", "backward", "reduction", "output",
     "optimizer", "checkpoint", "export",
 ]  # fmt: skip
 """The last thing that began. `schedule` is the time between forwards and backwards."""

@@ -52,10 +52,13 @@ def scatter_to_samples(
         Per sample of the batch a CPU tensor of its length; None for samples that are not in the
         step (dropped, or in another step) or not in the scope.
     """
-    samples = samples_in_scope(step, dp_rank, scope)
-    flat = _concatenated(local, samples, lengths, device)
-    _sum_on_all_stages(flat, dp_cp_group if scope == "all" else cp_group, pp_group)
-    return _by_sample(flat.cpu(), samples, lengths)
+    out: list[Tensor | None] = [None] * len(lengths)
+    for samples, is_spread in reduced_samples(step, dp_rank, scope):
+        flat = _concatenated(local, samples, lengths, device)
+        _sum_on_all_stages(flat, dp_cp_group if is_spread else cp_group, pp_group)
+        for i, value in zip(samples, _by_sample(flat.cpu(), samples, lengths), strict=True):
+            out[i] = value
+    return only_in_scope(out, step, dp_rank, scope)
 
 
 def sum_metrics(
@@ -95,6 +98,31 @@ def samples_in_scope(step: StepPlan, dp_rank: int, scope: Scope) -> tuple[int, .
     return tuple(sorted(i for micro_batch in step.ranks[dp_rank] for i in micro_batch.samples))
 
 
+def reduced_samples(
+    step: StepPlan, dp_rank: int, scope: Scope
+) -> list[tuple[tuple[int, ...], bool]]:
+    """The samples whose values are added over ranks for a scope, and whether over all DP ranks.
+
+    Samples of one DP rank are added over its context-parallel ranks. Several DP ranks have parts of
+    a sample that lies over them. All ranks take part in the sum over DP ranks, also those that have
+    no part of such a sample.
+    """
+    if scope == "all":
+        return [(step.kept_samples, True)]
+    own = [i for mb in step.ranks[dp_rank] if mb.width == 1 for i in mb.samples]
+    spread = [i for mb in step.microbatches if mb.width > 1 for i in mb.samples]
+    groups = [(tuple(sorted(own)), False)]
+    return [*groups, (tuple(sorted(spread)), True)] if spread else groups
+
+
+def only_in_scope(
+    values: list[Tensor | None], step: StepPlan, dp_rank: int, scope: Scope
+) -> list[Tensor | None]:
+    """The values, with None for samples that are not in the scope."""
+    samples = set(samples_in_scope(step, dp_rank, scope))
+    return [value if i in samples else None for i, value in enumerate(values)]
+
+
 def _concatenated(
     local: Mapping[int, Tensor],
     samples: Sequence[int],
@@ -117,18 +145,15 @@ def _concatenated(
     return torch.cat(pieces)
 
 
-def _by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor | None]:
-    """The inverse of `_concatenated`: one tensor per sample of the batch, None if not in `samples`.
+def _by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+    """The inverse of `_concatenated`: the values of each of `samples`.
 
     >>> _by_sample(torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0]), [0, 2], [3, 1, 2])
-    [tensor([1., 2., 3.]), None, tensor([5., 6.])]
+    [tensor([1., 2., 3.]), tensor([5., 6.])]
     """
-    out: list[Tensor | None] = [None] * len(lengths)
     pieces = flat.split([lengths[i] for i in samples]) if samples else ()
-    for i, piece in zip(samples, pieces, strict=True):
-        # A view would keep the whole batch alive, and be pickled with it.
-        out[i] = piece.clone()
-    return out
+    # A view would keep the whole batch alive, and be pickled with it.
+    return [piece.clone() for piece in pieces]
 
 
 def _sum_on_all_stages(values: Tensor, group: Any, pp_group: Any) -> None:

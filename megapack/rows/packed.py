@@ -63,6 +63,8 @@ class RoutingRow:
     """int64, on the host: its position in its sample."""
     choices_tLK: Tensor | None = None
     """Experts that replace the router's own choice; None: the router chooses."""
+    groups: tuple[Any, ...] = field(default=(), metadata={"moves": False})
+    """Groups of ranks that hold the row's other tokens; set with `PackedRow.params`."""
     recorded: dict[int, Tensor] = field(default_factory=dict, metadata={"moves": False})
     """MoE layer -> [t, K] chosen experts, filled in a pass that records routing; the row on the
     device shares it."""
@@ -154,9 +156,16 @@ class PackedRow:
     """The same row with labels further ahead, one row per depth of multi-token prediction."""
     routing: RoutingRow | None = None
     """The row as this rank's routers see it; None for a model without experts."""
+    cp_group: Any = field(default=None, metadata={"moves": False})
+    """The ranks that hold the row's slices; None: this one has the whole row. Set with `params`."""
     params: Any = field(default=None, metadata={"moves": False})
     """Megatron's PackedSeqParams, set once the row is on its device (`with_params` in
     `model.attention.packed`)."""
+
+    @property
+    def num_slices(self) -> int:
+        """Ranks that the row is cut over; 1 for a whole row."""
+        return self.row_tokens // self.tokens_T.numel()
 
     @property
     def num_shared(self) -> int:
@@ -180,10 +189,12 @@ def pack_row(
 ) -> PackedRow:
     """Pack the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
 
+    The row is whole: where several DP ranks share it, each packs it and takes its slice.
+
     Args:
         batch: the samples that were planned; those of this micro-batch must have their tokens.
         micro_batch: one of the plan's step; without samples it becomes a row of dummies.
-        layout: sets the alignment of samples.
+        layout: that of the plan; with the micro-batch's width it sets the alignment of samples.
         sample_weights: weight of one response token, per sample of the batch (see
             `loss.sample_weights`); None: every response token has weight 1.
         field_names: fields to put into the row; None for all.
@@ -203,7 +214,9 @@ def pack_row(
             f"samples {samples} hold {sum(lengths)} tokens, the plan counts {micro_batch.tokens}; "
             "plan with the lengths of this batch"
         )
-    branches = row_branches(samples, lengths, layout, prefixes)
+    layout = layout.over(micro_batch.width)
+    table = None if prefixes is None else prefixes.over(micro_batch.width)
+    branches = row_branches(samples, lengths, layout, table)
     held = sum(branch.tokens for branch in branches)
     tail = micro_batch.row_tokens - held
     if tail < 0:

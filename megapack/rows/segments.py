@@ -109,16 +109,14 @@ class _AllReduce(torch.autograd.Function):
         return total, None
 
 
-def row_segments(
-    row: PackedRow, *, scores_n: Tensor | None = None, cp_group: Any = None
-) -> Segments:
+def row_segments(row: PackedRow, *, scores_n: Tensor | None = None) -> Segments:
     """The segments of a row's losses."""
     return Segments(
         sample_of_R=row.sample_of_R,
         set_of_n=row.set_of_n,
         fields=row.sample_fields,
         scores_n=scores_n,
-        cp_group=cp_group,
+        cp_group=row.cp_group,
     )
 
 

@@ -8,6 +8,7 @@ Modules:
     forward: Megatron's forward step, and the loss on the last stage
     listeners: who is told of each forward and backward
     overrides: settings of Megatron's config during a call of its schedule
+    row_groups: the ranks that hold the slices of one row
     p2p: sends rows between stages with the lengths that the plan knows
     faults: a step that runs out of memory or has a NaN
     planned: PlannedSchedule: a framework's own step on planned shapes

@@ -25,7 +25,7 @@ from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
 from megapack.loss.token import LossWeighting
 from megapack.model.attention.rotary import gather_rotary_tables
-from megapack.model.attention.te_prefixes import gather_te_keys
+from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, collect_routing
 from megapack.model.init import keep_gradients_through_recompute
@@ -120,6 +120,7 @@ class ScheduleAdapter:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.layout = layout
         self.head = head
+        self.retries_oom = retries_oom
         self.config = get_model_config(self.chunks[0])
         self.ranks = shared_ranks() if ranks is None else ranks
         self.ranks.check()
@@ -131,7 +132,7 @@ class ScheduleAdapter:
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
         gather_rotary_tables(self.chunks)
-        gather_te_keys(self.chunks)
+        hook_te_attention(self.chunks)
         self._groups = process_groups()
         self.vocabulary_head = choose_head(
             head_kernel if head == "vocabulary" else "torch",
@@ -150,7 +151,6 @@ class ScheduleAdapter:
             self._groups,
             head=HeadOptions(
                 tp_group=self._groups.tp,
-                cp_group=self._groups.cp,
                 sequence_parallel=layout.sequence_parallel,
                 num_ids=self.vocab_size,
                 chunk_tokens=logprob_chunk_tokens,
@@ -335,7 +335,6 @@ class ScheduleAdapter:
         if call.record_routing:
             groups = [self._groups.pp, self._groups.cp]
             groups += [self._groups.tp] if self.layout.sequence_parallel else []
-            groups += [self._dp_group] if call.routing_scope == "all" else []
             outputs["routing"] = collect_routing(
                 [row.routing for row in rows if row.routing is not None],
                 lengths,
@@ -344,6 +343,7 @@ class ScheduleAdapter:
                 dp_rank=self.dp_rank,
                 scope=call.routing_scope,
                 groups=groups,
+                dp_group=self._dp_group,
                 device=self._device,
             )
         return outputs
@@ -359,6 +359,9 @@ class ScheduleAdapter:
             rows = announced[1].result()
         else:
             rows = self._unannounced_rows(call)
+        if call.plan.policy.context_parallel == "dynamic":
+            self.ranks.place.enter("groups")
+            self.runner.row_groups.make(self.dp_rank, self._device)
         self._check_inputs(call.batch.tensor_names)
         return rows
 
@@ -388,6 +391,14 @@ class ScheduleAdapter:
         if call.has_planned_rows:
             checks.check_planned_rows(self.config)
         checks.check_counts(plan, self.config)
+        if plan.policy.context_parallel == "dynamic":
+            self.runner.row_groups.check(self.dp_rank)
+            checks.check_wide_rows(
+                self.chunks,
+                self.config,
+                shares_prefixes=plan.prefixes is not None,
+                retries_oom=self.retries_oom,
+            )
         if plan.prefixes is not None:
             checks.check_shared_prefixes(self.chunks, self.config, is_training=call.is_training)
         if plan.digest() != self._checked_digest:
@@ -401,7 +412,6 @@ class ScheduleAdapter:
 
     def _packed(self, call: StepCall, microbatch: MicroBatch) -> PackedRow:
         plan = call.plan
-        cp = self._groups.cp
         row = pack_row(
             call.batch,
             microbatch,
@@ -412,7 +422,8 @@ class ScheduleAdapter:
             self.vocab_size,
             plan.prefix_table,
         )
-        return slice_row(with_rows_ahead(row, num_depths(self.config)), cp.size(), cp.rank())
+        num_slices, slice_number = self.runner.row_groups.slice_of(microbatch, self.dp_rank)
+        return slice_row(with_rows_ahead(row, num_depths(self.config)), num_slices, slice_number)
 
     def _check_inputs(self, names: tuple[str, ...]) -> None:
         """Refuse a tensor that no chunk of any rank accepts: it would be ignored silently."""

@@ -89,11 +89,13 @@ class StepCall:
         has_step = 0 <= self.step < len(plan.steps)
         ranks = plan.steps[self.step].ranks if has_step else ()
         row_tokens = [[microbatch.row_tokens for microbatch in rank] for rank in ranks]
+        row_ranks = [[microbatch.dp_ranks for microbatch in rank] for rank in ranks]
         return {
             "plan": plan.digest(),
             "step number": str(self.step),
             "M": str([len(rank) for rank in ranks]),
             "row lengths": _digest(row_tokens),
+            "ranks that share rows": _digest(row_ranks),
             "field names": ", ".join(sorted(batch.field_names)),
             "call": self.text,
             "counts of loss tokens": _digest(batch.num_loss_tokens),

@@ -16,9 +16,9 @@ from packaging.version import Version
 from megapack.errors import ConfigError
 from megapack.layout import Layout, fp8_rows
 from megapack.model.attention.packed import PackedAttention, refuse_unpacked_attention
-from megapack.model.attention.rotary import prefix_obstacle
+from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.sdpa import PackedSDPA
-from megapack.model.attention.te_prefixes import te_attentions
+from megapack.model.attention.te_rows import te_attentions
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
@@ -249,7 +249,7 @@ def check_shared_prefixes(chunks: Sequence[Any], config: Any, *, is_training: bo
                 f"of its values; set it to 0, {advice}"
             )
     for chunk in map(unwrapped, chunks):
-        obstacle = prefix_obstacle(chunk)
+        obstacle = position_obstacle(chunk)
         if obstacle is not None:
             raise ConfigError(
                 f"positions of tokens after a shared prefix would be wrong: {obstacle}, {advice}"
@@ -262,6 +262,55 @@ def check_shared_prefixes(chunks: Sequence[Any], config: Any, *, is_training: bo
                 )
         if any(te_attentions(chunk)):
             _check_te_prefixes(config, advice)
+
+
+def check_wide_rows(
+    chunks: Sequence[Any], config: Any, *, shares_prefixes: bool, retries_oom: bool
+) -> None:
+    """Raise ConfigError if the model would be wrong on rows that several DP ranks share, or hang.
+
+    Args:
+        shares_prefixes: samples of the plan's rows share prefixes.
+        retries_oom: see `ScheduleAdapter`.
+    """
+    advice = "or plan.context_parallel=fixed (Policy(context_parallel='fixed'))"
+    if retries_oom:
+        raise ConfigError(
+            "retries_oom=True with context_parallel='dynamic': ranks communicate inside layers, "
+            "and a rank that runs out of memory there leaves the others waiting; set "
+            f"retries_oom=False, {advice}"
+        )
+    for chunk in map(unwrapped, chunks):
+        obstacle = position_obstacle(chunk)
+        if obstacle is not None:
+            raise ConfigError(
+                f"positions in rows over several ranks would be wrong: {obstacle}, {advice}"
+            )
+        for module in chunk.modules():
+            if isinstance(module, PackedAttention) and type(module).attend not in _SHARING_KERNELS:
+                raise ConfigError(
+                    f"{type(module).__name__} is not known to run rows over several ranks; set "
+                    f"PackedSDPA or PackedVarlen, {advice}"
+                )
+        if any(te_attentions(chunk)):
+            _check_te_wide_rows(config, shares_prefixes, advice)
+
+
+def _check_te_wide_rows(config: Any, shares_prefixes: bool, advice: str) -> None:
+    if shares_prefixes:
+        raise ConfigError(
+            "Transformer Engine's attention has no shared prefixes with context parallelism, and "
+            "context_parallel='dynamic' cuts rows over ranks; set model.attention=varlen, or "
+            f"plan.share_prefixes=off, {advice}"
+        )
+    # Heads must divide by the ranks of 'a2a', and the ranks of a row vary.
+    kinds = config.cp_comm_type
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind not in (None, "p2p", "all_gather"):
+            raise ConfigError(
+                f"cp_comm_type={kind!r} with context_parallel='dynamic': rows lie over different "
+                f"numbers of ranks; set 'p2p', {advice}"
+            )
 
 
 _SHARING_KERNELS = (PackedSDPA.attend, PackedVarlen.attend)

@@ -40,8 +40,6 @@ class HeadOptions:
 
     tp_group: Any
     """Ranks that share the vocabulary."""
-    cp_group: Any
-    """Ranks that share the row."""
     sequence_parallel: bool
     """Whether each tensor-parallel rank has only its slice of the hidden states."""
     num_ids: int | None = None
@@ -92,15 +90,14 @@ class LastStage:
         return _report(loss + self._losses_ahead(row, head, hidden_ahead))
 
     def _values(self, row: PackedRow, layer: ValueHead, hidden_TH: Tensor) -> LossReport:
-        cp_group = self._options.cp_group
         values_T = layer(hidden_TH)[0][:, 0]
         values_R = values_T[row.loss_positions_R]
-        scores_n = row_scores(row, values_T, cp_group)
+        scores_n = row_scores(row, values_T)
         if self._objective is not None:
             return _report(self._loss(row, values_R, None, scores_n))
         self._collect(row, {"values": values_R})
         # Every context-parallel rank has the scores, but outputs are summed over these ranks.
-        if cp_group.rank() == 0:
+        if row.cp_group is None or row.cp_group.rank() == 0:
             scores = zip(row.samples, scores_n.unbind(), strict=True)
             self._pass.outputs["scores"].update(scores)
         return _report(values_R.sum())
@@ -113,7 +110,7 @@ class LastStage:
         scores_n: Tensor | None,
     ) -> Tensor:
         assert self._objective is not None
-        segments = row_segments(row, scores_n=scores_n, cp_group=self._options.cp_group)
+        segments = row_segments(row, scores_n=scores_n)
         losses_R, metrics = call_objective(
             self._objective, values_R, entropy_R, row.fields, segments
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage
 from megapack.schedule.listeners import Listener, PlaceKeeper
 from megapack.schedule.overrides import config_with, pipeline_settings
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
+from megapack.schedule.row_groups import RowGroups
 
 
 class ScheduleRunner:
@@ -52,6 +54,7 @@ class ScheduleRunner:
 
     Attributes:
         listeners: are called at each forward and backward.
+        row_groups: the ranks that share each row.
     """
 
     communicator_class = PlannedP2PCommunicator
@@ -78,6 +81,7 @@ class ScheduleRunner:
         self.routing = routing
         self.place = place
         self.listeners: list[Listener] = [PlaceKeeper(place)]
+        self.row_groups = RowGroups(layout, cp=groups.cp, dp_cp=groups.dp_cp)
         self._groups = groups
         self._retries_oom = retries_oom
 
@@ -143,8 +147,15 @@ class ScheduleRunner:
             assert communicator.num_pending == 0, "a planned receive is missing"
 
     def device_rows(self, rows: list[PackedRow]) -> list[PackedRow]:
-        """The rows on the device, with Megatron's packed-sequence parameters."""
-        return [with_params(row.to(self.device)) for row in rows]
+        """The rows on the device, with Megatron's packed-sequence parameters and their groups."""
+        return [self._device_row(row) for row in rows]
+
+    def _device_row(self, row: PackedRow) -> PackedRow:
+        row = with_params(row.to(self.device), self.row_groups.of(row))
+        if row.routing is None:
+            return row
+        routing = dataclasses.replace(row.routing, groups=self.row_groups.routing(row))
+        return dataclasses.replace(row, routing=routing)
 
     def forward_step(
         self, call: StepCall, schedule_pass: SchedulePass, **options: Any
@@ -175,13 +186,13 @@ class ScheduleRunner:
 
     def _communicator(self, call: StepCall, rows: list[PackedRow]) -> RecordingP2PCommunicator:
         layout = self.layout
-        shards = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        shards = layout.tp if layout.sequence_parallel else 1
         communicator = RecordingP2PCommunicator(self._groups.pp, self.config)
         if call.has_planned_rows:
             communicator = self.communicator_class(
                 self._groups.pp,
                 self.config,
-                row_shapes=[(row.row_tokens // shards, 1) for row in rows],
+                row_shapes=[(row.tokens_T.numel() // shards, 1) for row in rows],
                 vpp=layout.vpp,
                 group_size=call.step_plan.group_size,
                 forward_only=not call.is_training,

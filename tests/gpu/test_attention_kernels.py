@@ -15,7 +15,7 @@ from megapack.model.attention.choice import obstacle
 from megapack.model.attention.merged import attention_pieces, merged_attention
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.sdpa import packed_causal_attention
-from megapack.model.attention.te_prefixes import gathered_params
+from megapack.model.attention.te_rows import gathered_params
 from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention, varlen_spans
 from megapack.prefixes import Branch, PrefixTable, row_branches
 from megapack.rows.slices import slice_positions

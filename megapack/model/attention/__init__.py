@@ -5,7 +5,7 @@ Modules:
     sdpa, varlen: torch's kernels, for machines without Transformer Engine
     merged, paths: two ways to attend over shared prefixes
     rotary: rotary embeddings with one table per row
-    te_prefixes: shared prefixes with Transformer Engine's attention
+    te_rows: shared prefixes, and ranks that share a row, with Transformer Engine's attention
     te_backend: what Transformer Engine would run
     choice: the kernel that runs on this machine
 """

@@ -61,6 +61,7 @@ def packed_seq_params(
     lengths: Sequence[int] | None = None,
     position_ids_T: Tensor | None = None,
     branches: Sequence[Branch] = (),
+    cp_group: Any = None,
 ) -> PackedSeqParams:
     """Megatron's description of a packed row, with the fields of the installed version.
 
@@ -77,6 +78,7 @@ def packed_seq_params(
         position_ids_T: the position of this rank's tokens in their samples. None: rotary
             embeddings take Megatron's path for packed rows (see `rotary`).
         branches: those of a row whose samples share prefixes; () if they share nothing.
+        cp_group: the ranks that share the row. None: those of the model's layers.
     """
     bucket = seqlen_bucket(max_seqlen, row_tokens)
     values = {
@@ -101,21 +103,28 @@ def packed_seq_params(
         _facts(params)["positions"] = position_ids_T
     if branches:
         _facts(params)["branches"] = tuple(branches)
+    if cp_group is not None:
+        _facts(params)["cp_group"] = cp_group
     return params
 
 
-def with_params(row: PackedRow) -> PackedRow:
-    """The row with `params` set to Megatron's description, which all model chunks get."""
+def with_params(row: PackedRow, cp_group: Any = None) -> PackedRow:
+    """The row with `params` set to Megatron's description, which all model chunks get.
+
+    Args:
+        cp_group: the ranks that share the row. None: those of the model's layers.
+    """
     params = packed_seq_params(
         row.cu_seqlens_S1,
         row.max_seqlen,
         row.row_tokens,
-        cp=row.row_tokens // row.tokens_T.numel(),
+        cp=row.num_slices,
         lengths=row.padded_lengths,
         position_ids_T=row.position_ids_T,
         branches=row.branches if row.num_shared else (),
+        cp_group=cp_group,
     )
-    return dataclasses.replace(row, params=params)
+    return dataclasses.replace(row, params=params, cp_group=cp_group)
 
 
 def once_per_row(params: PackedSeqParams, name: str, make: Callable[[], T]) -> T:
@@ -142,6 +151,11 @@ def row_positions(params: PackedSeqParams) -> Tensor | None:
 def shared_branches(params: PackedSeqParams) -> tuple[Branch, ...]:
     """The branches of a row whose samples share prefixes; () if they share nothing."""
     return vars(params).get("_megapack", {}).get("branches", ())  # type: ignore[no-any-return]
+
+
+def row_cp_group(params: PackedSeqParams) -> Any:
+    """The ranks that share the row; None if the model's layers know them."""
+    return vars(params).get("_megapack", {}).get("cp_group")
 
 
 def branch_positions(params: PackedSeqParams) -> Tensor | None:
@@ -229,10 +243,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         """As `forward`, but the result is [T, heads, v]."""
         raise NotImplementedError
 
-    @property
-    def cp(self) -> tuple[int, int]:
-        """Number of context-parallel ranks, and this rank among them."""
-        return (1, 0) if self.cp_group is None else (self.cp_group.size(), self.cp_group.rank())
+    def slices(self, params: PackedSeqParams) -> tuple[Any, int, int]:
+        """The ranks that share the row, their number, and this rank among them; the group is None
+        for a whole row."""
+        group = row_cp_group(params) or self.cp_group
+        if group is None or group.size() == 1:
+            return None, 1, 0
+        return group, group.size(), group.rank()
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
         name = type(self).__name__

@@ -19,8 +19,11 @@ Everything in between is Megatron's: interleaved and partial rotation, scaling, 
 layers without rotation.
 
 Multi-latent attention makes a table in each layer, and takes Megatron's path for packed rows. Where
-samples share prefixes, a token's position does not follow from `cu_seqlens`. The layer then gets
-the lines of the whole row: Megatron takes a table that is as long as the row line by line.
+samples share prefixes, a token's position does not follow from `cu_seqlens`; where several DP ranks
+share the row, Megatron does not know which slice of it this rank has. The layer then gets the lines
+that it needs: Megatron takes a table that is as long as the row line by line, and from it the slice
+of its own context-parallel rank. A row over several DP ranks is described to the layer as if the
+context-parallel ranks of one had the whole of it; core attention gets the true description.
 
 Shape suffixes: S positions, T tokens of this rank's row.
 """
@@ -41,8 +44,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megapack.errors import ScheduleError
-from megapack.model.attention.packed import branch_positions, row_positions, shared_branches
+from megapack.model.attention.packed import (
+    branch_positions,
+    once_per_row,
+    row_cp_group,
+    row_positions,
+    sample_lengths,
+    shared_branches,
+)
 from megapack.model.head import unwrapped
+from megapack.rows.slices import slice_positions
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -108,9 +119,9 @@ def gathers(chunk: Any) -> bool:
     )
 
 
-def prefix_obstacle(chunk: Any) -> str | None:
-    """Why a chunk's rotary embeddings would give tokens after a shared prefix wrong positions; None
-    if they are right."""
+def position_obstacle(chunk: Any) -> str | None:
+    """Why a chunk's rotary embeddings would give wrong positions to tokens after a shared prefix, or
+    in a row over several DP ranks; None if they are right."""
     attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
     embedding = getattr(chunk, "position_embedding_type", None)
     if gathers(chunk) or embedding in _WITHOUT_ROTARY:
@@ -147,11 +158,23 @@ class _LatentTable:
     def hook(self, attention: Any) -> None:
         attention.register_forward_pre_hook(self._enter, with_kwargs=True)
         attention.rotary_pos_emb.register_forward_hook(self._gather)
+        attention.core_attention.register_forward_pre_hook(_leave_latent, with_kwargs=True)
 
-    def _enter(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
         params = kwargs.get("packed_seq_params")
-        # The positions of the whole row: Megatron itself takes the rank's slice of the table.
-        self._positions_T = None if params is None else branch_positions(params)
+        self._positions_T = None
+        if params is None:
+            return None
+        group = row_cp_group(params)
+        own = attention.pg_collection.cp
+        if group is None or group.size() == own.size():
+            # The positions of the whole row: Megatron itself takes the rank's slice of the table.
+            self._positions_T = branch_positions(params)
+            return None
+        local, self._positions_T = once_per_row(
+            params, "latent row", lambda: _latent_row(params, group.size() // own.size(), own)
+        )
+        return args, {**kwargs, "packed_seq_params": local}
 
     def _gather(self, rotary: Any, args: tuple[Any, ...], output: Any) -> Any:
         if self._positions_T is None:
@@ -161,6 +184,61 @@ class _LatentTable:
             table, *others = output
             return table.index_select(0, self._positions_T), *others
         return output.index_select(0, self._positions_T)
+
+
+@dataclass(frozen=True)
+class _LatentRow:
+    """A row over several DP ranks as multi-latent attention sees it: its own context-parallel ranks
+    have the whole of it."""
+
+    packed: PackedSeqParams
+    """The row's description, which core attention gets."""
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    qkv_format: str = "thd"
+    local_cp_size: None = None
+    cp_group: None = None
+
+    @property
+    def cu_seqlens_kv(self) -> Tensor:
+        return self.cu_seqlens_q
+
+    @property
+    def cu_seqlens_q_padded(self) -> Tensor:
+        return self.cu_seqlens_q
+
+    @property
+    def cu_seqlens_kv_padded(self) -> Tensor:
+        return self.cu_seqlens_q
+
+    @property
+    def max_seqlen_kv(self) -> int:
+        return self.max_seqlen_q
+
+
+def _latent_row(params: PackedSeqParams, width: int, own: Any) -> tuple[_LatentRow, Tensor]:
+    """The row as the layer sees it, and the position of each of its lines.
+
+    Args:
+        width: number of DP ranks that share the row.
+        own: Megatron's context-parallel group.
+    """
+    positions_T = row_positions(params)
+    assert positions_T is not None
+    lengths = [tokens // width for tokens in sample_lengths(params)]
+    # Megatron takes the lines of this rank's zigzag slice; those of other ranks do not matter.
+    lines = positions_T.new_zeros(sum(lengths))
+    mine = slice_positions(lengths, own.size(), own.rank())
+    lines[mine.to(lines.device)] = positions_T
+    row = _LatentRow(params, params.cu_seqlens_q // width, params.max_seqlen_q)
+    return row, lines
+
+
+def _leave_latent(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    params = kwargs.get("packed_seq_params")
+    if not isinstance(params, _LatentRow):
+        return None
+    return args, {**kwargs, "packed_seq_params": params.packed}
 
 
 def _gather(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:

@@ -34,10 +34,10 @@ class PackedSDPA(PackedAttention):
         branches = shared_branches(params)
         if branches and query.device.type != "cpu":
             return self._attend_paths(query, key, value, params)
-        cp, cp_rank = self.cp
-        if self.cp_group is not None:
+        group, cp, cp_rank = self.slices(params)
+        if group is not None:
             order_T = _assembly_order(params, cp, query.device)
-            key, value = gather_rows(key, value, order_T, self.cp_group)
+            key, value = gather_rows(key, value, order_T, group)
         if branches:
             pieces = once_per_row(
                 params,
@@ -59,7 +59,7 @@ class PackedSDPA(PackedAttention):
     def _attend_paths(
         self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams
     ) -> Tensor:
-        cp, cp_rank = self.cp
+        group, cp, cp_rank = self.slices(params)
 
         def make() -> Paths:
             lengths = sample_lengths(params)
@@ -67,7 +67,7 @@ class PackedSDPA(PackedAttention):
             return dataclasses.replace(paths, order_K=paths.order_K.to(query.device))
 
         paths = once_per_row(params, "key paths", make)
-        key, value = gather_rows(key, value, paths.order_K, self.cp_group)
+        key, value = gather_rows(key, value, paths.order_K, group)
         return path_causal_attention(query, key, value, paths, self.softmax_scale)
 
 

@@ -58,7 +58,7 @@ def te_backend(
     """The kernel for packed rows in bf16 that trains on this GPU.
 
     Args:
-        shares_prefixes: whether sequences have more keys than queries (see `te_prefixes`).
+        shares_prefixes: whether sequences have more keys than queries (see `te_rows`).
 
     Returns:
         None if this version of Transformer Engine cannot be asked.

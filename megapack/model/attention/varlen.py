@@ -61,9 +61,10 @@ class PackedVarlen(PackedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
-        spans = _spans(params, *self.cp, device=query.device)
+        group, cp, cp_rank = self.slices(params)
+        spans = _spans(params, cp, cp_rank, device=query.device)
         if spans.order_K is not None:
-            key, value = gather_rows(key, value, spans.order_K, self.cp_group)
+            key, value = gather_rows(key, value, spans.order_K, group)
         width = value.shape[-1]
         if width < key.shape[-1]:
             # The kernel takes one width. Further channels of zeros are zeros in the result.

@@ -102,7 +102,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             chosen_tE, scores_tE = compute_routing_scores_for_aux_loss(
                 logits_tE, self.topk, self.score_function, fused=self.config.moe_router_fusion
             )
-            loss = balance_loss(scores_tE, chosen_tE, row, self.topk, self.tp_cp_group)
+            loss = balance_loss(scores_tE, chosen_tE, row, self.topk)
             yield "moe_balance_loss", coefficient, loss
         if self.config.moe_z_loss_coeff:
             yield "moe_z_loss", self.config.moe_z_loss_coeff, z_loss(logits_tE, row)

@@ -38,7 +38,7 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.plan.plan import StepPlan
 from megapack.prefixes import Branch
-from megapack.rows.outputs import Scope, samples_in_scope
+from megapack.rows.outputs import Scope, only_in_scope, reduced_samples
 from megapack.rows.packed import PackedRow, RoutingRow
 from megapack.rows.slices import indices_in
 
@@ -237,15 +237,14 @@ class SchedulePass:
         self.router_sums[name] = self.router_sums.get(name, 0.0) + loss.detach().double()
 
 
-def balance_loss(
-    scores_tE: Tensor, chosen_tE: Tensor, row: RoutingRow, top_k: int, group: Any = None
-) -> Tensor:
+def balance_loss(scores_tE: Tensor, chosen_tE: Tensor, row: RoutingRow, top_k: int) -> Tensor:
     """This rank's part of the sum over the row's samples of n * load balance.
+
+    The ranks of `row.groups` exchange their counts.
 
     Args:
         scores_tE: scores of the experts for each token; they sum to 1.
         chosen_tE: bool, the top K experts of each token.
-        group: ranks that hold the row's other tokens; they exchange only counts.
 
     With E = 2, K = 1 and one sample of n = 2 tokens that both choose expert 0, with scores 0.5 and
     0.75, load balance is 2 / (1 * 2^2) * 2 * (0.5 + 0.75) = 1.25:
@@ -267,8 +266,9 @@ def balance_loss(
     tensor(2.5000)
     """
     counts_SE = sample_counts(chosen_tE, row, scores_tE.dtype)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(counts_SE, group=group)
+    for group in row.groups:
+        if group.size() > 1:
+            dist.all_reduce(counts_SE, group=group)
     share_SE = counts_SE * (scores_tE.shape[1] / top_k) / row.lengths_S[:, None]
     return (scores_tE * _branch_shares(share_SE, row)[row.branches_t]).sum()
 
@@ -325,34 +325,38 @@ def collect_routing(
     dp_rank: int,
     scope: Scope,
     groups: Sequence[Any],
+    dp_group: Any,
     device: torch.device,
 ) -> list[Tensor | None]:
     """Recorded choices in sample order. Collective in each of the groups.
 
     Args:
         rows: this rank's rows, with the choices recorded for its layers and tokens.
-        groups: groups of ranks with other layers, tokens or samples of the scope.
+        groups: groups of ranks with other layers or tokens of this DP rank's rows.
+        dp_group: the DP ranks, which have other samples, or parts of these.
 
     Returns:
         Per sample of the batch [tokens, L, K] on the CPU, uint8 up to 256 experts and int32 beyond;
         None for samples that are not in the step or not in the scope.
     """
-    samples = samples_in_scope(step, dp_rank, scope)
-    *firsts, num_tokens = itertools.accumulate((lengths[i] for i in samples), initial=0)
-    starts = dict(zip(samples, firsts, strict=True))
-    sizes = (num_tokens, shape.num_layers, shape.top_k)
-    flat = torch.zeros(sizes, dtype=shape.dtype, device=device)
-    for row in rows:
-        _write_recorded(row, starts, flat)
-    for group in groups:
-        if group.size() > 1:
-            dist.all_reduce(flat, group=group)
     out: list[Tensor | None] = [None] * len(lengths)
-    on_host = flat.cpu()
-    for i in samples:
-        # A view would keep the whole batch alive, and be pickled with it.
-        out[i] = on_host[starts[i] : starts[i] + lengths[i]].clone()
-    return out
+    for samples, is_spread in reduced_samples(step, dp_rank, scope):
+        *firsts, num_tokens = itertools.accumulate((lengths[i] for i in samples), initial=0)
+        starts = dict(zip(samples, firsts, strict=True))
+        sizes = (num_tokens, shape.num_layers, shape.top_k)
+        flat = torch.zeros(sizes, dtype=shape.dtype, device=device)
+        for row in rows:
+            # A row's samples are all in `samples`, or none of them is.
+            if row.samples and row.samples[0] in starts:
+                _write_recorded(row, starts, flat)
+        for group in [*groups, dp_group] if is_spread else groups:
+            if group.size() > 1:
+                dist.all_reduce(flat, group=group)
+        on_host = flat.cpu()
+        for i in samples:
+            # A view would keep the whole batch alive, and be pickled with it.
+            out[i] = on_host[starts[i] : starts[i] + lengths[i]].clone()
+    return only_in_scope(out, step, dp_rank, scope)
 
 
 def _write_recorded(row: RoutingRow, starts: Mapping[int, int], flat: Tensor) -> None:

@@ -164,7 +164,8 @@ def test_recorded_choices_come_back_in_sample_order() -> None:
         SHAPE,
         dp_rank=0,
         scope="all",
-        groups=[RankOf(0, 1)],
+        groups=[],
+        dp_group=RankOf(0, 1),
         device=torch.device("cpu"),
     )
     for value, expected in zip(found, choices, strict=True):

@@ -259,7 +259,8 @@ def test_recorded_choices_of_a_shared_token_go_to_all_its_samples(layout: Layout
         SHAPE,
         dp_rank=0,
         scope="all",
-        groups=[RankOf(0, 1)],
+        groups=[],
+        dp_group=RankOf(0, 1),
         device=torch.device("cpu"),
     )
     for value, expected in zip(found, choices, strict=True):

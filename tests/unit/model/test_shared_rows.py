@@ -52,8 +52,8 @@ from megapack.layout import Layout
 from megapack.model import initialize_parallel, transformer_config
 from megapack.model.attention import packed, sdpa
 from megapack.model.attention.packed import with_params
-from megapack.model.attention.rotary import gather_rotary_tables, prefix_obstacle
-from megapack.model.attention.te_prefixes import gather_te_keys
+from megapack.model.attention.rotary import gather_rotary_tables, position_obstacle
+from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.init import initialize_by_name
 from megapack.model.specs import local_layer_spec, packed_norm
 from megapack.prefixes import PrefixTable, SharedPrefixes
@@ -157,7 +157,7 @@ def gpt(sizes={}, fields={}, te=False, **options):
         layer.self_attention.core_attention = TEDotProductAttention(own.softmax_scale)
     for _ in range(2):
         gather_rotary_tables([model])
-        gather_te_keys([model])
+        hook_te_attention([model])
     return model
 
 def backward(model, row, weights):
@@ -179,7 +179,7 @@ def compare(model):
     row = row_of(list(range(len(SAMPLES))), table, dummies=13)
     found = backward(model, row, weights_N), gradients(model)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted)]
-    return {"error": max(errors), "obstacle": prefix_obstacle(model), "shared": row.num_shared}
+    return {"error": max(errors), "obstacle": position_obstacle(model), "shared": row.num_shared}
 
 def fused(t, freqs, interleaved=False):
     return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)
@@ -215,7 +215,7 @@ found["fused"] = compare(gpt(fields={"apply_rope_fusion": True}))
 rope_utils.fused_apply_rotary_pos_emb = None
 fused_latent = gpt(sizes=LATENT)
 fused_latent.config.apply_rope_fusion = True
-found["fused_latent"] = prefix_obstacle(fused_latent)
+found["fused_latent"] = position_obstacle(fused_latent)
 
 class Own(SelfAttention):
     def forward(self, *args, **kwargs):
@@ -223,7 +223,7 @@ class Own(SelfAttention):
 
 other = gpt()
 other.decoder.layers[1].self_attention.__class__ = Own
-found["own"] = prefix_obstacle(other)
+found["own"] = position_obstacle(other)
 
 # What runs on a GPU in fp32.
 sdpa.PackedSDPA.attend = sdpa.PackedSDPA._attend_paths

@@ -1,8 +1,11 @@
-"""Shared prefixes with Transformer Engine's attention: keys are gathered before it.
+"""Rows with shared prefixes, or over several DP ranks, with Transformer Engine's attention.
 
-Its attention returns no log-sum-exp, so calls cannot be merged. It takes sequences with more keys
-than queries (see `paths`) if the mask is aligned with the last key, and no context parallelism with
-that mask.
+Prefixes: its attention returns no log-sum-exp, so calls cannot be merged. It takes sequences with
+more keys than queries (see `paths`) if the mask is aligned with the last key, and no context
+parallelism with that mask. So keys are gathered before it.
+
+Several DP ranks: Megatron's wrapper takes the ranks that share a row from the row's description. It
+keeps them until another row names its own, so from the first such row on each row names them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from megapack.model.attention.packed import (
     gather_rows,
     once_per_row,
+    row_cp_group,
     sample_lengths,
     seqlen_bucket,
     shared_branches,
@@ -25,8 +29,10 @@ from megapack.model.attention.packed import (
 from megapack.model.attention.paths import cumulative, key_paths
 from megapack.model.head import unwrapped
 
-# Attribute of a layer that has the hook.
-_MARK = "_gathers_keys"
+# Attribute of a layer that has the hooks.
+_MARK = "_is_hooked"
+# Attribute of a layer that has run a row of other ranks than its own.
+_SWITCHED = "_follows_rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +52,9 @@ def te_attentions(chunk: Any) -> Iterator[Any]:
             yield module
 
 
-def gather_te_keys(chunks: Sequence[Any]) -> None:
-    """Let Transformer Engine's attention gather keys for rows whose samples share prefixes.
+def hook_te_attention(chunks: Sequence[Any]) -> None:
+    """Let Transformer Engine's attention gather keys for rows whose samples share prefixes, and run
+    rows over several DP ranks.
 
     After `rotary.gather_rotary_tables`, whose hooks on the same layers come first. Other rows are
     passed on as they are. Idempotent.
@@ -57,6 +64,25 @@ def gather_te_keys(chunks: Sequence[Any]) -> None:
             if not hasattr(core, _MARK):
                 setattr(core, _MARK, True)
                 core.register_forward_pre_hook(_gather_keys, with_kwargs=True)
+                core.register_forward_pre_hook(_name_ranks, with_kwargs=True)
+
+
+def _name_ranks(
+    core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    row = kwargs.get("packed_seq_params")
+    if row is None or row_cp_group(row) is None:
+        return None
+    group = row_cp_group(row)
+    if group.size() == core.config.context_parallel_size and not hasattr(core, _SWITCHED):
+        return None
+    setattr(core, _SWITCHED, True)
+    named = {"cp_group": group} if group.size() > 1 else {"local_cp_size": 1}
+    wrapper = type(core)
+    # Megatron makes the stream of the exchanges if the config has context parallelism.
+    if group.size() > 1 and getattr(wrapper, "cp_stream", None) is None:
+        wrapper.cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return args, {**kwargs, "packed_seq_params": dataclasses.replace(row, **named)}
 
 
 def _gather_keys(
