@@ -120,8 +120,8 @@ def gathers(chunk: Any) -> bool:
 
 
 def position_obstacle(chunk: Any) -> str | None:
-    """Why a chunk's rotary embeddings would give wrong positions to tokens after a shared prefix, or
-    in a row over several DP ranks; None if they are right."""
+    """Why rotary embeddings would give wrong positions to tokens after a shared prefix, or to those
+    of a row over several DP ranks; None if they are right."""
     attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
     embedding = getattr(chunk, "position_embedding_type", None)
     if gathers(chunk) or embedding in _WITHOUT_ROTARY:
