@@ -115,8 +115,14 @@ def transformer_config(
     )
 
 
-def attention_sizes(model: ModelConfig, layout: Layout) -> AttentionSizes:
-    """The attention of one tensor-parallel rank."""
+def attention_sizes(
+    model: ModelConfig, layout: Layout, *, has_wide_rows: bool = False
+) -> AttentionSizes:
+    """The attention of one tensor-parallel rank.
+
+    Args:
+        has_wide_rows: rows may lie over several DP ranks.
+    """
     groups = model.num_query_groups or model.num_attention_heads
     return AttentionSizes(
         heads=model.num_attention_heads // layout.tp,
@@ -124,6 +130,7 @@ def attention_sizes(model: ModelConfig, layout: Layout) -> AttentionSizes:
         head_width=model.head_width,
         value_width=model.v_head_dim,
         cp=layout.cp,
+        most_cp=layout.cp * layout.widths[-1] if has_wide_rows else None,
     )
 
 

@@ -302,13 +302,16 @@ class Trainer:
         add up gradients of different ones.
         """
         model = self.config.model
-        sizes = attention_sizes(model, self.layout)
+        plan = self.config.plan
+        sizes = attention_sizes(
+            model, self.layout, has_wide_rows=plan.context_parallel == "dynamic"
+        )
         kernels = agree(
             lambda: find_kernels(
                 model.attention,
                 model.dtype,
                 sizes,
-                shares_prefixes=self.config.plan.share_prefixes == "auto",
+                shares_prefixes=plan.share_prefixes == "auto",
             ),
             device=self.device,
         )

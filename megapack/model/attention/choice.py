@@ -6,6 +6,7 @@ gradient norms are Transformer Engine's, apex's or torch's.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -176,13 +177,15 @@ def obstacle(
     if kernel == "varlen":
         return _varlen_obstacle()
     reason = _te_missing()
-    if reason is None and shares_prefixes and sizes is not None and sizes.cp > 1:
+    if reason is None and shares_prefixes and sizes is not None and sizes.widest.cp > 1:
         return (
-            f"it has no shared prefixes with context parallelism (cp={sizes.cp}), varlen and sdpa "
-            "have, or set plan.share_prefixes=off"
+            f"it has no shared prefixes with context parallelism (cp={sizes.widest.cp}), varlen "
+            "and sdpa have, or set plan.share_prefixes=off"
         )
     if reason is None and sizes is not None and dtype == "bf16":
-        reason = te_obstacle(sizes, shares_prefixes)
+        # The same kernels run all numbers of ranks above 1.
+        reason = te_obstacle(dataclasses.replace(sizes, most_cp=None), shares_prefixes)
+        reason = reason or te_obstacle(sizes.widest, shares_prefixes)
     return reason
 
 

@@ -36,6 +36,8 @@ class AttentionSizes:
     """Channels of a head's values; None = as many."""
     cp: int = 1
     """Number of context-parallel ranks."""
+    most_cp: int | None = None
+    """Number of ranks that share the widest row; None = cp."""
 
     def __str__(self) -> str:
         """For messages, such as "32 heads (8 of keys) of 128 channels, cp=1"."""
@@ -43,6 +45,11 @@ class AttentionSizes:
             f"{self.heads} heads ({self.groups} of keys) of {self.head_width} channels, "
             f"cp={self.cp}"
         )
+
+    @property
+    def widest(self) -> AttentionSizes:
+        """The sizes of the row that the most ranks share."""
+        return dataclasses.replace(self, cp=self.most_cp or self.cp, most_cp=None)
 
 
 def is_deterministic() -> bool:
