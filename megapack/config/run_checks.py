@@ -207,7 +207,12 @@ def _check_value_head(config: TrainConfig) -> None:
 
 
 def _check_retry(config: TrainConfig) -> None:
-    reason = why_no_retry(tp=config.layout.tp, cp=config.layout.cp, ep=config.layout.ep)
+    reason = why_no_retry(
+        tp=config.layout.tp,
+        cp=config.layout.cp,
+        ep=config.layout.ep,
+        shares_rows=config.plan.context_parallel == "dynamic",
+    )
     if config.train.on_oom == "replan" and reason:
         raise ConfigError(
             f"train.on_oom=replan cannot run with this layout ({reason}); set train.on_oom=error"

@@ -346,6 +346,10 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["layout.etp=0"], "layout.etp is 0; set 1 or more"),
     (["layout.tp=2", "layout.etp=2"], "but model.num_experts is null; set layout.etp=1"),
     (["train.on_oom=replan", "layout.tp=2"], "cannot run with this layout (tp=2, cp=1, ep=1: "),
+    (
+        ["train.on_oom=replan", "plan.context_parallel=dynamic"],
+        "cannot run with this layout (tp=1, cp=1, ep=1, context_parallel=dynamic: ranks comm",
+    ),
     (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),
     (["layout.sequence_paralel=true"], "did you mean layout.sequence_parallel?"),
