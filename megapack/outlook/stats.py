@@ -19,7 +19,7 @@ from megapack.base.arrays import Ints, read_lengths
 from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import PlanError
 from megapack.layout import Layout
-from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
+from megapack.pipeline.simulator import Runner, Simulation, bubble_fraction, simulate_planned
 from megapack.plan.plan import Counts, MicroBatch, Plan, StepPlan, count_steps
 from megapack.planner.bins import fewest_bins_bound
 
@@ -138,6 +138,22 @@ def plan_report(
 def step_report(plan: Plan, step: StepPlan, cost: CostModel | None = None) -> StepReport:
     """The numbers of one step under a plan's settings; as `plan_report`, without bounds."""
     return _step_report(plan, _simulate(plan, step, cost, None))
+
+
+def gathered_tokens(plan: Plan) -> float:
+    """Peak of the tokens of other DP ranks whose keys and values attention gathers on one GPU.
+
+    A row of 8,000 tokens over 4 ranks has 2,000 on a GPU and gathers 6,000. The peak is over the
+    rows that a stage holds between forward and backward, where a chunk counts 1/vpp; 0 if no row
+    lies over several ranks.
+    """
+    runner = Runner(plan.layout, TOKENS, plan.forward_only)
+    peaks = [0.0]
+    for step in plan.steps:
+        for rank in step.ranks if step.counts.wide_rows else ():
+            others = [mb.row_tokens * (mb.width - 1) / mb.width for mb in rank]
+            peaks.append(runner.peak_live(np.array(others), step.group_size))
+    return max(peaks)
 
 
 def full_row(plan: Plan, steps: Sequence[StepPlan]) -> tuple[int, str]:

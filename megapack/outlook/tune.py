@@ -22,7 +22,7 @@ from megapack.cost.stages import StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
-from megapack.outlook.stats import PlanReport, plan_report
+from megapack.outlook.stats import PlanReport, gathered_tokens, plan_report
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import ContextParallel, GroupSize, Policy
 from megapack.prefixes import SharedPrefixes
@@ -317,7 +317,6 @@ def _plan(
 
 def _candidate(work: Workload, plan: Plan, split: StageLayers, budget: int) -> Candidate:
     layout = plan.layout
-    group = max(step.group_size or 1 for step in plan.steps)
     return Candidate(
         layout=layout,
         stage_layers=split,
@@ -325,7 +324,7 @@ def _candidate(work: Workload, plan: Plan, split: StageLayers, budget: int) -> C
         policy=plan.policy,
         group_size=plan.steps[0].group_size,
         report=plan_report(plan, work.lengths, work.cost_of(layout, split)),
-        memory=_memory(work, layout, split, budget, plan.policy.context_parallel, group),
+        memory=_memory(work, layout, split, budget, plan.policy.context_parallel, plan),
     )
 
 
@@ -335,16 +334,25 @@ def _memory(
     split: StageLayers,
     budget: int,
     kind: ContextParallel,
-    group_size: int | None = None,
+    plan: Plan | None = None,
 ) -> GpuMemory:
     """The fullest stage with full rows in flight.
 
     A sample over the budget is a longer row, or lies over as many ranks as hold it.
+
+    Args:
+        plan: decides G and what rows over several ranks gather; None: the layout's G, nothing.
     """
+    group_size = None if plan is None else max(step.group_size or 1 for step in plan.steps)
     row = budget if kind == "dynamic" else max(budget, _longest(work, layout))
     in_flight = layout.chunks_in_flight(group_size=group_size) / layout.vpp
     memory = replace(work.memory, stage_layers=split)
-    return memory.fullest_stage(layout, live_tokens=row * in_flight, row_tokens=row)
+    return memory.fullest_stage(
+        layout,
+        live_tokens=row * in_flight,
+        row_tokens=row,
+        gathered_tokens=0.0 if plan is None else gathered_tokens(plan),
+    )
 
 
 def _longest(work: Workload, layout: Layout) -> int:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from megapack import CostModel, check_plan, plan_report
-from megapack.outlook.stats import full_row, row_fill
+from megapack import CostModel, ModelSizes, build_dp_schedule, check_plan, plan_report
+from megapack.cost.memory import MemoryModel
+from megapack.outlook.stats import full_row, gathered_tokens, row_fill
 from megapack.train.metrics import packing_metrics, plan_line
 from tests.hand_made_plan import BUDGET, LENGTHS, TOKENS, WIDE_TOKENS, wide_plan
 
 pytestmark = pytest.mark.unit
 
+SIZES = ModelSizes(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=256,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=512,
+)
 COST = CostModel(fixed=20.0, per_token=1.0, per_token_sq=1e-4, p2p=0.5)
 
 
@@ -79,3 +89,27 @@ def test_metrics_say_how_many_and_how_wide() -> None:
     assert metrics["wide_tokens_fraction"] == WIDE_TOKENS / TOKENS
     assert metrics["tokens"] == TOKENS
     assert plan_line(plan).endswith("wide micro-batches: 1 over 2 ranks, 1 over 4")
+
+
+def test_gathered_tokens_are_those_of_the_other_ranks() -> None:
+    plan = wide_plan()
+    # Rank 3 holds both wide rows at once, in two chunks of which each counts half.
+    both = 9000 * 3 / 4 + 4004 / 2
+    assert both / 2 <= gathered_tokens(plan) <= both
+    narrow = build_dp_schedule(LENGTHS, layout=plan.layout, max_tokens_per_gpu=9000)
+    assert gathered_tokens(narrow) == 0
+
+
+def test_memory_counts_gathered_keys_and_values() -> None:
+    model = MemoryModel(sizes=SIZES, attention="varlen")
+    tokens = {"live_tokens": 3000.0, "row_tokens": 3000.0}
+    layout = wide_plan().layout
+    own = model.stage(layout, 0, **tokens).activations
+    more = model.stage(layout, 0, **tokens, gathered_tokens=1000.0).activations
+    # Keys and values of 2 heads of 16 channels in bf16, in each of 2 layers of a stage.
+    assert more - own == 1000 * (2 * 2 * 16 * 2) * 2
+    ring = replace(model, attention="te")
+    assert (
+        ring.stage(layout, 0, **tokens, gathered_tokens=1000.0).activations
+        == ring.stage(layout, 0, **tokens).activations
+    )
