@@ -26,6 +26,7 @@ from megapack.plan import MicroBatch, Plan, StepPlan, check_plan
 from megapack.rows.slices import assembly_order
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from megapack.schedule.row_groups import RowGroups
 from tests.dist import problem
 from tests.dist.setup import build_chunks
 
@@ -136,6 +137,13 @@ def compared(name: str) -> dict[str, float]:
     for number, plan in enumerate([fixed, wide, fixed]):
         found = gradient(adapter, plan, batch)
         errors[f"step {number}"] = float((found - wanted).norm() / wanted.norm())
+    # A second adapter would use the groups of the first.
+    dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    cp = parallel_state.get_context_parallel_group()
+    other = RowGroups(LAYOUT, cp=cp, dp_cp=dp_cp)
+    other.make(adapter.dp_rank, torch.device("cpu"))
+    pair = [groups._groups[2] for groups in (other, adapter.runner.row_groups)]
+    errors["same group"] = pair[0] is pair[1]
     cores = list(te_attentions(adapter.chunks[0].module))
     errors["left"] = sum(core.cp_group is not None for core in cores)
     errors["layers"] = len(cores)

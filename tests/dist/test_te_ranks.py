@@ -17,4 +17,5 @@ def test_rows_of_one_and_of_two_ranks_in_turn(tmp_path: Path) -> None:
         for found in rank.values():
             assert found["layers"] == 2
             assert found["left"] == 0
+            assert found["same group"]
             assert max(found[f"step {number}"] for number in range(3)) < 1e-5
