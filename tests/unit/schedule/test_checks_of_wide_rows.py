@@ -35,7 +35,7 @@ def test_other_models_are_accepted(core: torch.nn.Module) -> None:
 
 def test_shared_prefixes_are_refused_with_transformer_engine_only() -> None:
     check(chunk(packed()), shares_prefixes=True)
-    with pytest.raises(ConfigError, match="set model.attention=varlen, or plan"):
+    with pytest.raises(ConfigError, match=r"set model.attention=varlen, or plan\."):
         check(chunk(TEDotProductAttention()), shares_prefixes=True)
 
 
