@@ -190,8 +190,8 @@ def _join_shared(
         _box(event.start, lane_of[event.rank] + event.stage, event.end - event.start)
         for event in shared
     ]
-    style = {"facecolors": "none", "edgecolors": _SHARED, "linewidths": 1.0}
-    axes.add_collection(PolyCollection(frames, **style))
+    frame_style: dict[str, Any] = {"facecolors": "none", "edgecolors": _SHARED, "linewidths": 1.0}
+    axes.add_collection(PolyCollection(frames, **frame_style))
     joins: dict[tuple[str, int, tuple[int, ...]], list[tuple[float, float]]] = {}
     for event in shared:
         if event.stage == event.chunk == 0:
