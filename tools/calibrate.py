@@ -2,9 +2,10 @@
 
     python tools/calibrate.py CONFIG [section.key=value ...] --out cost.yaml [--trace TRACE.csv]
 
-With tensor or context parallelism, start it with torchrun on tp * cp ranks. All layers run on one
-pipeline stage; docs/calibration.md explains how the seconds of the layout's chunks follow. The
-training job reads the file with plan.cost_model=cost.yaml.
+With tensor or context parallelism, start it with torchrun on tp * cp ranks. On 2, 4, ... times as
+many, it also times long rows over 2, 4, ... data-parallel ranks (plan.context_parallel=dynamic).
+All layers run on one pipeline stage; docs/calibration.md explains how the seconds of the layout's
+chunks follow. The training job reads the file with plan.cost_model=cost.yaml.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megapack import (
+    CostModel,
     DataError,
+    Layout,
     Measurement,
     MegapackError,
     MicroBatch,
@@ -42,6 +45,7 @@ from megapack.config.sections import TrainConfig
 from megapack.cost.calibration import Calibration, Origin
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import ConfigError
+from megapack.layout import block_ranks
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
 from megapack.model.experts.rows import SchedulePass
@@ -55,10 +59,12 @@ from tools.bench_planner import machine
 from tools.benching.calibration_rows import (
     fit_whole_model,
     grid,
+    on_one_rank,
     on_one_stage,
     relative_errors,
     stage_weights,
     total_seconds,
+    worth_sharing,
 )
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
@@ -78,11 +84,15 @@ class RowRunner(ScheduleRunner):
         self, call: StepCall, rows: list[PackedRow], found: SchedulePass, *_: Any
     ) -> None:
         (chunk,) = self.chunks
+        together = torch.zeros(1, device=self.device)
         device_rows = self.device_rows(rows)
         forward_row = self.forward_step(call, found)
         marks = []
         with self.routing.following(found), chunk.no_sync():
             for row in device_rows:
+                if self.layout.dp > 1:
+                    # Ranks that share a row would wait in it for one that is still in another.
+                    dist.all_reduce(together)
                 begin = mark()
                 hidden, loss_function = forward_row(iter([row]), chunk)
                 assert loss_function is not None
@@ -105,7 +115,8 @@ class RowTimer(ScheduleAdapter):
 
 @dataclasses.dataclass(frozen=True)
 class TimedStep:
-    """A step to measure: a plan with one step on one DP rank, and its samples."""
+    """A step to measure: a plan with one step, and its samples. Each DP rank has rows of the same
+    lengths."""
 
     plan: Plan
     batch: SampleBatch
@@ -129,7 +140,6 @@ def measure(timer: RowTimer, steps: Sequence[TimedStep], rounds: int) -> list[li
     for step, of_rounds in zip(steps, zip(*seconds, strict=True), strict=True):
         medians = torch.tensor(np.median(of_rounds, axis=0), device=torch.cuda.current_device())
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-        (micro_batches,) = step.plan.steps[0].ranks
         measurements.append(
             [
                 Measurement(
@@ -138,9 +148,10 @@ def measure(timer: RowTimer, steps: Sequence[TimedStep], rounds: int) -> list[li
                     len(micro_batch.samples),
                     forward_seconds,
                     backward_seconds,
+                    micro_batch.width,
                 )
                 for micro_batch, (forward_seconds, backward_seconds) in zip(
-                    micro_batches, medians.tolist(), strict=True
+                    step.plan.steps[0].ranks[0], medians.tolist(), strict=True
                 )
             ]
         )
@@ -183,10 +194,16 @@ class Job:
         if config.plan.max_tokens_per_gpu is None:
             raise ConfigError("plan.max_tokens_per_gpu is null; set the budget to measure up to")
         sizes = dataclasses.replace(config.layout, dp=1)
-        one_stage = dataclasses.replace(sizes, pp=1, vpp=1, microbatch_group_size=None)
+        one_stage = dataclasses.replace(sizes, dp=None, pp=1, vpp=1, microbatch_group_size=None)
         self.config = config
         fp8 = config.model.fp8_rows
         self.layout = one_stage.to_layout(dist.get_world_size(), fp8)
+        if self.layout.dp not in self.layout.widths:
+            raise ConfigError(
+                f"{dist.get_world_size()} ranks with tp * cp = {sizes.tp * sizes.cp}; start that "
+                "many, or 2, 4, 8, ... times as many to measure rows over several data-parallel "
+                "ranks"
+            )
         # The layout of the training job, with one DP rank.
         self.target = sizes.to_layout(sizes.tp * sizes.pp * sizes.cp, fp8)
         self.budget = config.plan.max_tokens_per_gpu * self.layout.cp
@@ -219,21 +236,30 @@ class Job:
             [t[p:] for t, p in zip(tokens, prompts, strict=True)],
         )
 
-    def grid(self, trace: Trace | None) -> TimedStep:
-        """The step that the model is fitted to, with the trace's share of prompt tokens."""
+    def grid(self, trace: Trace | None, widths: Sequence[int]) -> TimedStep:
+        """The step that the model is fitted to, with the trace's share of prompt tokens.
+
+        Args:
+            widths: numbers of DP ranks; one rank has each row, and long rows are also shared.
+        """
         prompt_share = 0.0 if trace is None else trace.prompt_share
-        rows = grid(self.budget, self.longest, self.layout.row_alignment)
-        lengths = [length for row in rows for length in row]
-        ends = np.cumsum([len(row) for row in rows]).tolist()
-        micro_batches = tuple(
-            _micro_batch(row, range(end - len(row), end))
-            for row, end in zip(rows, ends, strict=True)
-        )
+        alignment = self.layout.over(self.layout.dp).row_alignment
+        rows = grid(self.budget, self.longest, alignment)
+        ranks: list[list[MicroBatch]] = [[] for _ in range(self.layout.dp)]
+        lengths: list[int] = []
+        for width in widths:
+            for row in rows if width == 1 else worth_sharing(rows, self.budget):
+                for first in range(0, self.layout.dp, width):
+                    micro_batch = _micro_batch(row, len(lengths), block_ranks(first, width))
+                    lengths += row
+                    for rank in range(first, first + width):
+                        ranks[rank].append(micro_batch)
         samples = tuple(range(len(lengths)))
+        step = StepPlan(tuple(map(tuple, ranks)), len(ranks[0]), None, samples, ())
         plan = Plan(
-            steps=(StepPlan((micro_batches,), len(rows), None, samples, ()),),
+            steps=(step,),
             layout=self.layout,
-            policy=Policy(),
+            policy=Policy(context_parallel="fixed" if max(widths) == 1 else "dynamic"),
             max_tokens_per_gpu=self.config.plan.max_tokens_per_gpu,
             micro_batch_size=None,
             num_samples=len(lengths),
@@ -242,20 +268,41 @@ class Job:
         return TimedStep(plan, self.batch(lengths, [int(prompt_share * n) for n in lengths]))
 
     def planned(self, trace: Trace) -> TimedStep:
-        """A trace's samples, packed by the config's policy. A row costs its tokens: no cost model
-        is fitted yet."""
+        """A trace's samples, packed by the config's policy; every DP rank has a copy of them.
+
+        A row costs its tokens: no cost model is fitted yet.
+        """
         plan = build_dp_schedule(
             trace.lengths,
-            layout=self.layout,
+            layout=dataclasses.replace(self.layout, dp=1, ep=1),
             max_tokens_per_gpu=self.config.plan.max_tokens_per_gpu,
             policy=self.config.plan.to_policy(),
         )
-        return TimedStep(plan, self.batch(trace.lengths, trace.prompts))
+        dp = self.layout.dp
+        num_samples = plan.num_samples
+        (step,) = plan.steps
+        ranks = tuple(
+            tuple(
+                dataclasses.replace(mb, samples=tuple(i + rank * num_samples for i in mb.samples))
+                for mb in step.ranks[0]
+            )
+            for rank in range(dp)
+        )
+        everything = tuple(range(dp * num_samples))
+        copies = dataclasses.replace(
+            plan,
+            steps=(dataclasses.replace(step, ranks=ranks, kept_rollouts=everything),),
+            layout=self.layout,
+            num_samples=dp * num_samples,
+        )
+        batch = self.batch(trace.lengths * dp, trace.prompts * dp)
+        return TimedStep(copies, batch)
 
 
-def _micro_batch(row: Sequence[int], samples: Sequence[int]) -> MicroBatch:
+def _micro_batch(row: Sequence[int], first: int, dp_ranks: tuple[int, ...]) -> MicroBatch:
     tokens = sum(row)
-    return MicroBatch(tuple(samples), tokens, tokens, sum(n * n for n in row), tokens)
+    samples = tuple(range(first, first + len(row)))
+    return MicroBatch(samples, tokens, tokens, sum(n * n for n in row), tokens, 0, dp_ranks)
 
 
 def errors_line(forward: list[float], both: list[float]) -> str:
@@ -271,38 +318,57 @@ def calibrate(
     """Measure, fit, and report how well the fit predicts."""
     target = job.target
     timer = job.timer(job.config.model.num_layers)
-    steps = [job.grid(trace), *([] if trace is None else [job.planned(trace)])]
+    steps = [job.grid(trace, job.layout.widths)]
+    steps += [] if trace is None else [job.planned(trace)]
     measured, *held_out = measure(timer, steps, rounds)
     cost = fit_whole_model(measured, target)
     whole = on_one_stage(cost, target)
-    forward, both = relative_errors(whole, job.layout, measured)
+    alone = on_one_rank(measured)
+    forward, both = relative_errors(whole, job.layout, alone)
     report(
-        f"fitted to {len(measured)} rows of up to {job.budget} tokens: {errors_line(forward, both)}"
+        f"fitted to {len(alone)} rows of up to {job.budget} tokens: {errors_line(forward, both)}"
     )
+    report(overhead_line(cost, job.layout, len(measured) - len(alone)))
+    for width in job.layout.widths[1:]:
+        shared = [row for row in measured if row.width == width]
+        errors = errors_line(*relative_errors(whole, job.layout, shared))
+        report(f"{len(shared)} rows over {width} data-parallel ranks: {errors}")
     for rows in held_out:
         errors = errors_line(*relative_errors(whole, job.layout, rows))
         report(f"held out, {len(rows)} rows of {steps[1].plan.num_samples} samples: {errors}")
     del timer  # free its model before the one for the stage weights is built
     if target.num_chunks > 1:
         try:
-            weights = measured_weights(job, steps[0], measured, rounds)
+            weights = measured_weights(job, trace, alone, rounds)
         except DataError as error:
             report(f"no stage weights, chunks count as equal: {error}")
         else:
             report(f"stage weights: {', '.join(f'{weight:.3f}' for weight in weights)}")
             cost = dataclasses.replace(cost, stage_weights=weights)
-    return Calibration(cost=cost, origin=origin(len(measured), max(map(abs, both))))
+    return Calibration(cost=cost, origin=origin(len(alone), max(map(abs, both))))
+
+
+def overhead_line(cost: CostModel, layout: Layout, num_rows: int) -> str:
+    """What a row over several data-parallel ranks costs, and how that is known."""
+    if layout.dp == 1:
+        ranks = 2 * layout.tp * layout.cp
+        return f"cp_overhead {cost.cp_overhead:g}, not measured: that needs {ranks} ranks or more"
+    return f"cp_overhead {cost.cp_overhead:.3f} from {num_rows} rows over several ranks"
 
 
 def measured_weights(
-    job: Job, step: TimedStep, measured: Sequence[Measurement], rounds: int
+    job: Job, trace: Trace | None, measured: Sequence[Measurement], rounds: int
 ) -> tuple[float, ...]:
-    """Stage weights of the target layout, from a second model with about one chunk's layers."""
+    """Stage weights of the target layout, from a second model with about one chunk's layers.
+
+    Args:
+        measured: the rows of one DP rank, on the first model.
+    """
     split = job.config.stage_layers
     num_few = max(1, split.total // job.target.num_chunks)
     if num_few == split.total:
         raise DataError(f"a model of {num_few} layer cannot be measured with fewer")
-    (few,) = measure(job.timer(num_few), [step], rounds)
+    (few,) = measure(job.timer(num_few), [job.grid(trace, widths=(1,))], rounds)
     return stage_weights(
         sum(map(total_seconds, measured)),
         sum(map(total_seconds, few)),

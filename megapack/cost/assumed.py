@@ -66,6 +66,9 @@ def cost_from_sizes(
 ) -> CostModel:
     """Seconds of a micro-batch from a model's sizes. CP, EP and DP communication is not counted.
 
+    A row over several DP ranks does 5 % more work than on one, the default of
+    `CostModel.cp_overhead`; docs/calibration.md says what that stands for.
+
     Args:
         recompute: what each backward runs again: "full" all of a layer's forward, "selective" the
             whole MLP or experts if `recompute_modules` has them; the other modules cost little.

@@ -195,23 +195,27 @@ class CostModel:
         """Fit the coefficients to measured seconds of single chunks, by non-negative least squares.
 
         Args:
-            measurements: (row_tokens, tokens_sq, num_samples, forward_seconds, backward_seconds)
-                of micro-batches of different sizes; the last may be left out.
+            measurements: (row_tokens, tokens_sq, num_samples, forward_seconds, backward_seconds,
+                width) of micro-batches of different sizes; the last two may be left out. Rows over
+                several DP ranks give `cp_overhead`, best if the same rows were measured on one
+                rank; without them it keeps its default.
             layout: the measured layout; None for one chunk on one GPU.
 
         Returns:
             The model, with the mean relative error in `fit_error`.
 
         Raises:
-            DataError: no measurements, or seconds that are not positive.
+            DataError: no measurements of rows of one rank, or seconds that are not positive.
         """
         fitted = fit_coefficients(measurements, layout or Layout())
+        overhead = fitted.cp_overhead
         return cls(
             fixed=fitted.fixed,
             per_token=fitted.per_token,
             per_token_sq=fitted.per_token_sq,
             per_sample=fitted.per_sample,
             backward_ratio=fitted.backward_ratio,
+            cp_overhead=cls.cp_overhead if overhead is None else overhead,
             fit_error=fitted.relative_error,
         )
 

@@ -131,7 +131,7 @@ class Spot(NamedTuple):
     """Where a value was not finite."""
 
     replica: int
-    """The data-parallel rank."""
+    """The data-parallel rank; the first of those that share the micro-batch."""
     microbatch: int | None
     """None for gradients, which are sums over all micro-batches."""
     order: int
@@ -144,20 +144,33 @@ class FiniteFlags(Listener):
     Args:
         stages: for each of its chunks, the index of its stage in the whole model.
         replica: the data-parallel rank.
+        first_ranks: for each micro-batch the first of the DP ranks that share it. A NaN spreads
+            among them in the attention of the next chunk, or of the same one.
     """
 
-    def __init__(self, stages: Sequence[int] = (0,), replica: int = 0) -> None:
+    def __init__(
+        self, stages: Sequence[int] = (0,), replica: int = 0, first_ranks: Sequence[int] = ()
+    ) -> None:
         self._stages = stages
         self._replica = replica
+        self._first_ranks = first_ranks
         self._outputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
         self._gradients: list[tuple[int, Tensor]] = []
 
     @classmethod
-    def of_rank(cls, num_chunks: int, *, pp_rank: int, pp: int, replica: int) -> FiniteFlags:
+    def of_rank(
+        cls,
+        num_chunks: int,
+        *,
+        pp_rank: int,
+        pp: int,
+        replica: int,
+        first_ranks: Sequence[int] = (),
+    ) -> FiniteFlags:
         """The flags of a pipeline rank with `num_chunks` chunks."""
         # Megatron assigns the model's stages to the pipeline ranks in turn: with pp=2 and vpp=2,
         # rank 1 has stages 1 and 3.
-        return cls([chunk * pp + pp_rank for chunk in range(num_chunks)], replica)
+        return cls([chunk * pp + pp_rank for chunk in range(num_chunks)], replica, first_ranks)
 
     def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
         """Set the flag of hidden states or of a loss."""
@@ -219,13 +232,15 @@ class FiniteFlags(Listener):
                 yield self._gradient_spot(chunk)
 
     def _output_spot(self, chunk: int, microbatch: int) -> Spot:
-        return Spot(self._replica, microbatch, self._stages[chunk])
+        first = self._first_ranks[microbatch] if self._first_ranks else self._replica
+        return Spot(first, microbatch, self._stages[chunk])
 
     def _gradient_spot(self, chunk: int) -> Spot:
         return Spot(self._replica, None, -self._stages[chunk])
 
     def _own_errors(self, first: set[Spot], describe: Callable[[int], str]) -> Iterator[str]:
-        # Tensor and context-parallel ranks of one stage have the same spots.
+        # Tensor and context-parallel ranks of one stage have the same spots, and so have DP ranks
+        # that share a micro-batch.
         for (chunk, microbatch), (is_finite, is_loss) in self._outputs.items():
             if not is_finite and self._output_spot(chunk, microbatch) in first:
                 what = "loss" if is_loss else f"output of chunk {chunk}"

@@ -97,7 +97,7 @@ class ScheduleRunner:
         """
         self.place.enter("schedule")
         schedule_pass = self._new_pass(call)
-        flags = self._new_flags()
+        flags = self._new_flags(call)
         memory = OutOfMemoryGuard(self.device) if self._retries_oom else None
         self.run_schedule(call, rows, schedule_pass, flags, memory)
         if memory is not None and memory.agree():
@@ -178,10 +178,15 @@ class ScheduleRunner:
             return SchedulePass(record=call.record_routing)
         return SchedulePass(token_weight=token_weight(call.step_plan))
 
-    def _new_flags(self) -> FiniteFlags:
+    def _new_flags(self, call: StepCall) -> FiniteFlags:
         pp = self._groups.pp
+        replica = self._groups.dp.rank()
         return FiniteFlags.of_rank(
-            len(self.chunks), pp_rank=pp.rank(), pp=pp.size(), replica=self._groups.dp.rank()
+            len(self.chunks),
+            pp_rank=pp.rank(),
+            pp=pp.size(),
+            replica=replica,
+            first_ranks=[(*mb.dp_ranks, replica)[0] for mb in call.rows(replica)],
         )
 
     def _communicator(self, call: StepCall, rows: list[PackedRow]) -> RecordingP2PCommunicator:

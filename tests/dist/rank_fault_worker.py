@@ -1,6 +1,9 @@
 """The main job with a fault on one rank in one phase; each rank writes the error that it raises.
 
 torchrun --nproc-per-node 4 -m tests.dist.rank_fault_worker OUT_DIR FAULT PHASE RANK [overrides]
+
+With plan.context_parallel=dynamic, DP ranks share the micro-batch in which a fault of a forward or
+backward happens.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from megapack.schedule.faults import FiniteFlags
 from megapack.schedule.forward import ForwardStep, LastStage
 from megapack.schedule.listeners import Kind, Listener
 from megapack.schedule.runner import ScheduleRunner
-from megapack.train import job
+from megapack.train import job, passes
 from megapack.train.folder import RunFolder
 from tests.dist.spawn import ROOT
+from tests.dist.wide_plans import with_shared_rows
 
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 SETTINGS = [
@@ -128,6 +132,17 @@ def inject(trigger: Trigger, phase: str) -> None:
         _around(adapter, "sum_metrics", after=lambda sums: _poisoned_loss(sums, trigger))
     else:
         _around(adapter, "sum_metrics", before=trigger)
+
+
+def share_micro_batches() -> None:
+    """Let DP ranks share the micro-batches of faults in all plans of the job's steps."""
+    plan_steps = passes.plan_steps
+
+    def shared(config: Any, layout: Any, cost: Any, lengths: Any, *others: Any) -> Any:
+        plan = plan_steps(config, layout, cost, lengths, *others)
+        return with_shared_rows(plan, lengths, AT_MICROBATCH)
+
+    passes.plan_steps = shared
 
 
 def _inject_elsewhere(trigger: Trigger, phase: str) -> None:
@@ -231,6 +246,8 @@ def main(out_dir: str, fault: str, phase: str, rank: str, *overrides: str) -> in
     folder = Path(out_dir)
     inject(Trigger(folder, fault, int(rank)), phase)
     config = load_config(CONFIG, [*SETTINGS, f"runs_dir={folder}/runs", *overrides], TrainConfig)
+    if config.plan.context_parallel == "dynamic":
+        share_micro_batches()
     report = {"error": "", "notes": "", "cause": ""}
     code = 0
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:

@@ -81,9 +81,7 @@ class Samples:
     """(preferred, other): neighbours of one family."""
 
 
-def make_samples(
-    shape: str, families: Sequence[Family], *, all_tokens: bool = False
-) -> Samples:
+def make_samples(shape: str, families: Sequence[Family], *, all_tokens: bool = False) -> Samples:
     """Samples with random fields; equal in every process.
 
     Args:

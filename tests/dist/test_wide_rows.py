@@ -93,4 +93,6 @@ def test_plans_mix_widths(name: str) -> None:
         if case.shape_of(kind) == "wide":
             assert facts["short_in_wide"] > 0
         shared = [facts[f"shared_{width}"] for width in layout.widths]
-        assert all(shared) if case.shares and not case.is_planned else case.shares or not any(shared)
+        assert (
+            all(shared) if case.shares and not case.is_planned else case.shares or not any(shared)
+        )

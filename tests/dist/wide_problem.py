@@ -148,9 +148,7 @@ def plan_by_hand(samples: Samples, plain: Plan, prefixes: SharedPrefixes | None)
                 ranks[rank].append(row)
             first += width
         assert first == layout.dp
-    step = replace(
-        plain.steps[0], ranks=tuple(map(tuple, ranks)), num_microbatches=len(ranks[0])
-    )
+    step = replace(plain.steps[0], ranks=tuple(map(tuple, ranks)), num_microbatches=len(ranks[0]))
     plan = replace(
         plain,
         steps=(step,),

@@ -62,20 +62,35 @@ def fit_whole_model(measured: Sequence[Measurement], layout: Layout) -> CostMode
     different ratio.
 
     Args:
-        measured: rows with both times, on the tp and cp of the layout, with pp=vpp=1.
+        measured: rows with both times, on the tp and cp of the layout, with pp=vpp=1. Those over
+            several DP ranks give `cp_overhead`, the others all the rest.
         layout: the layout to plan for.
 
     Raises:
         DataError: no rows, or seconds that are not positive.
     """
-    forward_s = sum(row.forward_seconds for row in measured)
-    forward_share = forward_s / sum(map(total_seconds, measured)) if measured else 1.0
+    alone = on_one_rank(measured)
+    forward_s = sum(row.forward_seconds for row in alone)
+    forward_share = forward_s / sum(map(total_seconds, alone)) if alone else 1.0
     rows = []
     for row in measured:
         total = total_seconds(row) / layout.num_chunks
         forward = total * forward_share
         rows.append(row._replace(forward_seconds=forward, backward_seconds=total - forward))
     return CostModel.fit(rows, layout=layout)
+
+
+def on_one_rank(measured: Sequence[Measurement]) -> list[Measurement]:
+    """The rows that one DP rank had alone."""
+    return [row for row in measured if row.width == 1]
+
+
+def worth_sharing(rows: Sequence[list[int]], budget: int) -> list[list[int]]:
+    """The rows of a grid to measure over several DP ranks too: those of half the budget or more.
+
+    A planner shares long rows. Short ones are mostly launches, which sharing does not change.
+    """
+    return [row for row in rows if 2 * sum(row) >= budget]
 
 
 def on_one_stage(cost: CostModel, layout: Layout) -> CostModel:
@@ -100,6 +115,7 @@ def relative_errors(
             row_tokens=row.row_tokens,
             tokens_sq=row.tokens_sq,
             num_samples=row.num_samples,
+            width=row.width,
         )
         forward.append(seconds / row.forward_seconds - 1)
         both.append(seconds * (1 + cost.backward_ratio) / total_seconds(row) - 1)

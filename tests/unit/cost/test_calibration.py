@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from megapack import ConfigError, CostModel, DataError, Layout, Measurement
 from megapack.config import dump_yaml
 from megapack.config.cost_file import read_cost
-from megapack.config.sections import ModelConfig, PlanConfig, TrainConfig
+from megapack.config.sections import LayoutConfig, ModelConfig, PlanConfig, TrainConfig
 from megapack.cost import StageLayers
 from megapack.cost.assumed import GpuSpeed
 from megapack.cost.calibration import Calibration, Origin
+from megapack.plan import check_plan
 from tools.benching.calibration_rows import (
     fit_whole_model,
     grid,
@@ -50,7 +51,13 @@ def seconds_of_grid(cost: CostModel, backward_ratio: float) -> list[Measurement]
 
 
 def test_a_written_cost_model_is_read_back_exactly(tmp_path: Path) -> None:
-    cost = CostModel(fixed=1e-17, per_token=1 / 3, stage_weights=(0.5, 1.5), fit_error=0.04)
+    cost = CostModel(
+        fixed=1e-17,
+        per_token=1 / 3,
+        stage_weights=(0.5, 1.5),
+        cp_overhead=1 / 7,
+        fit_error=0.04,
+    )
     origin = Origin(
         command="calibrate 'a: b'",
         date="2026-01-31",
@@ -186,6 +193,23 @@ def test_forward_and_backward_are_fitted_together() -> None:
         fit_whole_model([], ONE_STAGE)
 
 
+def test_rows_over_several_ranks_only_give_the_overhead() -> None:
+    rows = seconds_of_grid(COST, 2.2)
+    wide = [
+        row._replace(
+            width=2,
+            forward_seconds=COST.fixed + 0.6 * (row.forward_seconds - COST.fixed),
+            backward_seconds=2.2 * (COST.fixed + 0.6 * (row.forward_seconds - COST.fixed)),
+        )
+        for row in rows[12:]
+    ]
+    found = fit_whole_model([*rows, *wide], LAYOUT)
+    assert found.cp_overhead == pytest.approx(0.2, abs=1e-6)
+    assert found == replace(fit_whole_model(rows, LAYOUT), cp_overhead=found.cp_overhead)
+    for errors in relative_errors(on_one_stage(found, LAYOUT), ONE_STAGE, wide):
+        assert errors == pytest.approx([0.0] * len(wide), abs=1e-6)
+
+
 def test_the_last_chunk_gets_the_seconds_outside_layers() -> None:
     # A layer takes 1 s, the head 4 s: chunks of 2, 2, 2 and 6 s.
     even = StageLayers.even(8, pp=4)
@@ -212,6 +236,41 @@ def test_rows_to_measure_are_aligned_for_fp8(
         model=ModelConfig(dtype="bf16", fp8="blockwise", max_position_embeddings=1000),
     )
     job = calibrate.Job(config)
-    rows = job.grid(None).plan.steps[0].ranks[0]
+    rows = job.grid(None, widths=(1,)).plan.steps[0].ranks[0]
     assert {row.row_tokens % 128 for row in rows} == {0}
     assert job.target.fp8 == "blockwise"
+
+
+def test_long_rows_are_measured_over_several_ranks_too(
+    repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repo_root / "tools"))
+    calibrate = importlib.import_module("calibrate")
+    world_size = 8
+    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: world_size)
+    config = TrainConfig(
+        name="wide",
+        plan=PlanConfig(max_tokens_per_gpu=1000),
+        layout=LayoutConfig(pp=2, cp=2),
+        model=ModelConfig(max_position_embeddings=1000),
+    )
+    job = calibrate.Job(config)
+    assert (job.layout.dp, job.target) == (4, Layout(pp=2, cp=2))
+    step = job.grid(None, job.layout.widths)
+    check_plan(step.plan, step.batch.lengths)
+    on_ranks = [
+        [(row.row_tokens, row.tokens_sq, row.width) for row in rank]
+        for rank in step.plan.steps[0].ranks
+    ]
+    assert on_ranks == [on_ranks[0]] * 4
+    alone, over_2, over_4 = (
+        {row[:2] for row in on_ranks[0] if row[2] == width} for width in (1, 2, 4)
+    )
+    assert over_2 == over_4 == {row for row in alone if row[0] >= 1000}
+    trace = calibrate.Trace([10, 20, 30, 900], [5, 5, 5, 5])
+    copies = job.planned(trace)
+    check_plan(copies.plan, copies.batch.lengths)
+    assert copies.plan.counts.num_samples == 16
+    world_size = 12
+    with pytest.raises(ConfigError, match="12 ranks with tp \\* cp = 2"):
+        calibrate.Job(config)

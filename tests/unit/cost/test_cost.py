@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,22 @@ def test_forward_seconds_of_a_chunk() -> None:
     assert seconds == 1 + (16 + 17 + 8) / 8
 
 
+def test_a_row_over_several_ranks_takes_its_share_and_the_overhead() -> None:
+    cost = CostModel(fixed=1.0, per_token=2.0, cp_overhead=0.5)
+    layout = Layout(dp=4, pp=2, cp=2)
+    row = {"row_tokens": 64, "tokens_sq": 0, "num_samples": 1}
+    assert cost.forward_seconds(layout, **row) == 1 + 128 / 4
+    assert cost.forward_seconds(layout, **row, width=4) == 1 + 1.5 * 128 / 16
+    assert cost.share_of_rank(layout, 1) == 1 / 4
+    assert CostModel().cp_overhead == 0.05
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"fixed": -1.0},
+        {"cp_overhead": -0.01},
+        {"cp_overhead": float("nan")},
         {"per_token": float("nan")},
         {"per_token_sq": "1"},
         {"backward_ratio": float("inf")},
@@ -45,8 +58,12 @@ def test_invalid_fields_are_refused(fields: dict[str, Any]) -> None:
 
 
 def test_from_json_is_the_inverse_of_to_json() -> None:
-    cost = CostModel(fixed=0.1, per_token=1 / 3, stage_weights=(0.5, 1.5), p2p=1e-5)
+    cost = CostModel(
+        fixed=0.1, per_token=1 / 3, stage_weights=(0.5, 1.5), p2p=1e-5, cp_overhead=1 / 7
+    )
     assert CostModel.from_json(cost.to_json()) == cost
+    # Files from before rows could lie over several ranks.
+    assert CostModel.from_json('{"per_token": 1}').cp_overhead == CostModel.cp_overhead
     for text in ("", "[]", '{"per_tokens": 1}', '{"fixed": "x"}'):
         with pytest.raises(ConfigError):
             CostModel.from_json(text)
@@ -106,3 +123,68 @@ def test_fit_recovers_the_measured_model() -> None:
     for bad in ([], [Measurement(1, 1, 1, 0.0)]):
         with pytest.raises(DataError):
             CostModel.fit(bad)
+
+
+WIDE = CostModel(fixed=2e-3, per_token=1e-6, per_token_sq=3e-11, cp_overhead=0.12)
+
+
+def measured(cost: CostModel, *widths: int) -> list[Measurement]:
+    """The same rows of 1 to 32 samples over each of these widths, as a cost model predicts them."""
+    layout = Layout(dp=4)
+    rows = []
+    for width in widths:
+        for row_tokens in (2048, 8192, 32768):
+            for num_samples in (1, 4, 32):
+                tokens_sq = row_tokens**2 // num_samples
+                seconds = cost.forward_seconds(
+                    layout,
+                    row_tokens=row_tokens,
+                    tokens_sq=tokens_sq,
+                    num_samples=num_samples,
+                    width=width,
+                )
+                row = (row_tokens, tokens_sq, num_samples, seconds, 2 * seconds, width)
+                rows.append(Measurement(*row))
+    return rows
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.12, 1.5])
+def test_rows_over_several_ranks_give_the_overhead(overhead: float) -> None:
+    cost = replace(WIDE, cp_overhead=overhead)
+    found = CostModel.fit(measured(cost, 1, 2, 4))
+    assert found.cp_overhead == pytest.approx(overhead, abs=1e-6)
+    alone = CostModel.fit(measured(cost, 1))
+    assert replace(found, cp_overhead=alone.cp_overhead) == alone, "wide rows change other numbers"
+    # Rows that were measured over several ranks only.
+    others = [row._replace(row_tokens=row.row_tokens + 8) for row in measured(cost, 2)]
+    found = CostModel.fit([*measured(cost, 1), *others])
+    assert found.cp_overhead == pytest.approx(overhead, abs=0.02)
+
+
+def test_without_rows_over_several_ranks_the_overhead_keeps_its_default() -> None:
+    assert CostModel.fit(measured(WIDE, 1)).cp_overhead == CostModel.cp_overhead
+    # Rows of nothing but fixed seconds tell nothing about work.
+    launches = [row._replace(forward_seconds=1e-3) for row in measured(WIDE, 1, 2)]
+    assert CostModel.fit(launches).cp_overhead == CostModel.cp_overhead
+
+
+def test_the_overhead_is_never_negative() -> None:
+    rows = measured(WIDE, 1, 2)
+    rows = [row._replace(forward_seconds=row.forward_seconds / row.width**2) for row in rows]
+    assert CostModel.fit(rows).cp_overhead == 0
+
+
+def test_a_pause_of_the_machine_does_not_move_the_overhead() -> None:
+    rows = measured(WIDE, 1, 2)
+    slow = [
+        row._replace(forward_seconds=row.forward_seconds * (9 if k % 4 == 0 else 1))
+        for k, row in enumerate(rows[9:])
+    ]
+    assert CostModel.fit([*rows[:9], *slow]).cp_overhead == pytest.approx(0.12, abs=1e-6)
+
+
+def test_measurements_of_wide_rows_alone_are_refused() -> None:
+    with pytest.raises(DataError, match="9 measurements, all of rows over several DP ranks"):
+        CostModel.fit(measured(WIDE, 2))
+    with pytest.raises(DataError, match="row 1 lies over 0 DP ranks"):
+        CostModel.fit([*measured(WIDE, 1)[:1], Measurement(1, 1, 1, 1.0, None, 0)])

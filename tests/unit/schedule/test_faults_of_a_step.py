@@ -111,6 +111,17 @@ def test_the_first_spot_of_each_micro_batch_is_reported(
     assert origins(spot(*one) for one in spots) == {spot(*one) for one in first}
 
 
+def test_ranks_that_share_a_micro_batch_have_one_origin() -> None:
+    """DP rank 3 got the NaN of micro-batch 0 from rank 2, with which it shares the row."""
+    begins = FiniteFlags(stages=(0, 2), replica=2, first_ranks=[2, 2])
+    receives = FiniteFlags(stages=(0, 2), replica=3, first_ranks=[2, 3])
+    begins.on_output(0, 0, hidden(math.nan))
+    receives.on_output(1, 0, hidden(math.nan))
+    receives.on_output(1, 1, hidden(math.nan))
+    spots = [*begins._spots(), *receives._spots()]
+    assert origins(spots) == {Spot(2, 0, 0), Spot(3, 1, 2)}
+
+
 def test_the_error_names_gradients_if_outputs_are_finite() -> None:
     flags = FiniteFlags(stages=(1, 3))
     flags.on_output(0, 0, hidden())

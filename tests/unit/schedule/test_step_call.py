@@ -10,10 +10,11 @@ import pytest
 from megapack import Layout, build_dp_schedule
 from megapack.errors import DataError
 from megapack.loss import PPO, SFT
-from megapack.plan import Plan
+from megapack.plan import Plan, check_plan
 from megapack.policy import Policy
 from megapack.samples import SampleBatch
 from megapack.schedule.call import StepCall
+from tests.dist.wide_plans import with_shared_rows
 
 pytestmark = pytest.mark.unit
 
@@ -85,6 +86,23 @@ def test_the_first_difference_is_named(name: str, other: StepCall) -> None:
     theirs = other.same()
     assert list(mine) == list(theirs)
     assert next(key for key in mine if mine[key] != theirs[key]) == name
+
+
+def test_a_difference_in_who_shares_a_micro_batch_is_named_before_the_plan() -> None:
+    policy = Policy(context_parallel="dynamic")
+    lengths = [len(ids) for ids in TOKENS]
+    options: dict[str, Any] = {"layout": Layout(dp=4), "max_tokens_per_gpu": 8, "policy": policy}
+    alone = build_dp_schedule(lengths, **options)
+    pairs = with_shared_rows(alone, lengths, place=0)
+    four = with_shared_rows(alone, lengths, place=0, width=4)
+    check_plan(pairs, lengths)
+    texts = []
+    for one in (alone, pairs, four):
+        values = training(plan=one).same()
+        names = list(values)
+        assert names.index("shared micro-batches") < names.index("plan")
+        texts.append(values["shared micro-batches"])
+    assert texts == ["none", "0 on DP ranks 0-1, 0 on DP ranks 2-3", "0 on DP ranks 0-3"]
 
 
 def test_a_setting_of_the_objective_is_part_of_the_call() -> None:
