@@ -68,11 +68,15 @@ class RowGroups:
         """
         layout = self._layout
         made = _MADE.setdefault(self._dp_cp, {})
-        for width in layout.widths[1:]:
-            block = block_ranks(dp_rank, width)
-            num_slices = layout.cp * width
-            if num_slices in self._groups or block[-1] >= layout.dp:
-                continue
+        blocks = [block_ranks(dp_rank, width) for width in layout.widths[1:]]
+        wanted = {
+            layout.cp * len(block): block
+            for block in blocks
+            if block[-1] < layout.dp and layout.cp * len(block) not in self._groups
+        }
+        if wanted and not made:
+            _equalize_names(self._dp_cp, device)
+        for num_slices, block in wanted.items():
             ranks = self._all_ranks()[block[0] * layout.cp : (block[-1] + 1) * layout.cp]
             if tuple(ranks) not in made:
                 made[tuple(ranks)] = _new_group(ranks, block, device)
@@ -92,6 +96,21 @@ class RowGroups:
 
     def _all_ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._dp_cp)
+
+
+def _equalize_names(dp_cp: Any, device: torch.device) -> None:
+    """Let all ranks of `dp_cp` be in equally many groups.
+
+    With `use_local_synchronization`, torch names a group by its ranks and by the number of groups
+    that the process is in. Where these numbers differ, for example because a framework made a group
+    of some of the ranks, the ranks of a new group would wait for each other under different names,
+    until the timeout. A rank with fewer groups gets groups of its own.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    most = torch.tensor(float(len(names)), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=dp_cp)
+    while len(names) < int(most):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def _new_group(ranks: list[int], block: tuple[int, ...], device: torch.device) -> Any:
