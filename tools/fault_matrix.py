@@ -3,6 +3,10 @@
     python tools/fault_matrix.py [--faults FAULT ...] [--phases PHASE ...] [--ranks RANK ...]
                                  [--set section.key=value ...]
 
+With --set plan.context_parallel=dynamic, DP ranks share the micro-batches of the faults. Two more
+faults have one phase each and must be asked for: stopped (SIGSTOP in a forward), and other_sharers
+(one rank plans that other micro-batches are shared), which needs that setting.
+
 Prints a line per case and a table of seconds from the fault to the last rank's error. The exit code
 is 1 if a case did not end as promised.
 """
@@ -18,14 +22,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.dist.rank_fault_worker import ELSEWHERE, FAULTS, PHASES
+from tests.dist.rank_fault_worker import ELSEWHERE, FAULTS, IN_ONE_PHASE, PHASES
 from tests.dist.rank_faults import WORLD, Case, Outcome, cases, run_case
 
 
 def main() -> int:
     """Run the cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--faults", nargs="+", choices=[*FAULTS, *IN_ONE_PHASE], default=FAULTS)
     parser.add_argument(
         "--phases", nargs="+", choices=PHASES + ELSEWHERE, default=PHASES, help="those of a step"
     )

@@ -47,9 +47,15 @@ ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint")
 """Phases outside of a step; they are not in the matrix."""
 ON_RANK_0 = ("write_plan",)
 FAULTS = ("bad_sample", "out_of_memory", "user_error", "nan", "killed")
+OTHER_SHARERS = "other_sharers"
+"""A rank plans that DP ranks share fewer micro-batches. Only plans with context_parallel="dynamic"
+can differ in that."""
+STOPPED = "stopped"
+IN_ONE_PHASE = {OTHER_SHARERS: "plan", STOPPED: "forward"}
+"""Faults that are not in the matrix, and where they happen."""
 SIGNALS = {
     "killed": signal.SIGKILL,
-    "stopped": signal.SIGSTOP,
+    STOPPED: signal.SIGSTOP,
     "terminated": signal.SIGTERM,
 }
 AT_STEP = 2
@@ -96,7 +102,7 @@ def inject(trigger: Trigger, phase: str) -> None:
     """Put the fault into one phase of the job, into its losses, or before a whole step."""
     _count_steps(trigger)
     is_nan = trigger.fault == "nan"
-    if phase == "none":
+    if phase == "none" or trigger.fault == OTHER_SHARERS:
         return
     if phase in ELSEWHERE:
         _inject_elsewhere(trigger, phase)
@@ -134,13 +140,21 @@ def inject(trigger: Trigger, phase: str) -> None:
         _around(adapter, "sum_metrics", before=trigger)
 
 
-def share_micro_batches() -> None:
-    """Let DP ranks share the micro-batches of faults in all plans of the job's steps."""
+def share_micro_batches(trigger: Trigger) -> None:
+    """Let DP ranks share the micro-batches of faults in all plans of the job's steps: a NaN begins
+    in the first one."""
     plan_steps = passes.plan_steps
 
     def shared(config: Any, layout: Any, cost: Any, lengths: Any, *others: Any) -> Any:
         plan = plan_steps(config, layout, cost, lengths, *others)
-        return with_shared_rows(plan, lengths, AT_MICROBATCH)
+        places = [0, AT_MICROBATCH]
+        if trigger.fault == OTHER_SHARERS and trigger.fires():
+            places.remove(AT_MICROBATCH)
+        for place in places:
+            plan = with_shared_rows(plan, lengths, place)
+            everyone = [rank[place] for step in plan.steps for rank in step.ranks]
+            assert all(row.width > 1 for row in everyone), "no rank shares the micro-batch"
+        return plan
 
     passes.plan_steps = shared
 
@@ -244,10 +258,11 @@ class _Faulty(Listener):
 def main(out_dir: str, fault: str, phase: str, rank: str, *overrides: str) -> int:
     """Run the job; returns the exit code of the command."""
     folder = Path(out_dir)
-    inject(Trigger(folder, fault, int(rank)), phase)
+    trigger = Trigger(folder, fault, int(rank))
+    inject(trigger, phase)
     config = load_config(CONFIG, [*SETTINGS, f"runs_dir={folder}/runs", *overrides], TrainConfig)
     if config.plan.context_parallel == "dynamic":
-        share_micro_batches()
+        share_micro_batches(trigger)
     report = {"error": "", "notes": "", "cause": ""}
     code = 0
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:

@@ -70,7 +70,8 @@ class WideRun(Run):
             assert torch.equal(one, replayed["routing"][i])
             assert own["routing"][i] is None or torch.equal(one, own["routing"][i])
             wrong += int(want.gather(2, one.long()).logical_not().sum())
-            # Not bit by bit: alignment padding is not replayed, and experts' GEMMs hold it too.
+            # Not bit by bit: alignment padding goes to other experts in a replay, and GEMMs of
+            # experts, which hold it too, then have other sizes.
             for other in (replayed, again):
                 difference = recorded["logprobs"][i] - other["logprobs"][i]
                 worst = max(worst, float(difference.abs().max()))
