@@ -46,15 +46,16 @@ _EXTRA_SLOTS = 12
 _ROUNDS = 5
 # An item may take this many times its slot's target before it goes over more ranks.
 _STRETCHES = (1.0, 1.15, 1.35, 1.7)
-# Steps of many items fill grids with one stretch: few of their items are long.
-_MANY_ITEMS = 1024
+# Grids of so many items times cells are filled with one stretch only: 2,048 items in 8 x 32 cells.
+_MANY_PLACES = 100_000
 _ONE_STRETCH = (1.15,)
 # Work grows by about this part, for the items that are cut.
 _OVERHEAD = 1.02
-# Simulations of the whole step, for the default of 2,048 evaluations per step: 1,024 up to dp=16,
-# and 16 * 2048 / 64 = 512 on dp=64.
+# Simulations of the whole step, for the default of 2,048 evaluations: at most 1,024, and at most
+# 2**20 operations of ranks. On dp8 x pp4 x vpp2 with M=32 a rank has 2 * 32 * 8 = 512 operations, a
+# simulation has 4,096, and there are 256 of them.
 _SIMULATIONS_PART = 2
-_RANKS_AT_ONCE = 16
+_OPERATIONS = 512
 # The best grids, each of another M, get a third of them; the fastest then gets the rest.
 _CONTENDERS = 3
 _CONTENDERS_PART = 3
@@ -302,7 +303,8 @@ class _WideSearch:
     def _best_fill(self, shape: _Shape) -> Iterator[_Candidate]:
         """Yield the fastest grid of one M and G, if all items find rows."""
         targets = self._targets(shape)
-        many = self.work.size > _MANY_ITEMS or self.policy.search == 0
+        many = self.work.size * self.layout.dp * shape.count > _MANY_PLACES
+        many = many or self.policy.search == 0
         filled = []
         for stretch in _ONE_STRETCH if many else _STRETCHES:
             grid = self._empty(shape.count)
@@ -338,7 +340,9 @@ class _WideSearch:
     def _improved(self, filled: list[_Candidate], goal: float) -> list[_Candidate]:
         """The fastest grids after moves, the fastest first."""
         search = self.policy.search
-        budget = min(search // _SIMULATIONS_PART, search * _RANKS_AT_ONCE // self.layout.dp)
+        passes = 1 if self.problem.forward_only else 2
+        num_ops = passes * filled[0].targets.size * self.layout.num_chunks * self.layout.dp
+        budget = min(search // _SIMULATIONS_PART, search * _OPERATIONS // num_ops)
         contenders = filled[:_CONTENDERS]
         each = budget // _CONTENDERS_PART // len(contenders)
         for candidate in contenders:
