@@ -1,12 +1,13 @@
 """Compare every layout and feature with one unpadded sample at a time; writes docs/exactness.md.
 
     python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN] [--models PATTERN]
-        [--prefixes PATTERN]
+        [--prefixes PATTERN] [--dynamic-cp PATTERN]
 
 Runs the reference and then each case of `tests/dist/cases.py` on 1, 2, 4 and 8 processes over gloo;
-models of Hugging Face folders, the cases of `tests/dist/hf_cases.py`, beside transformers; and rows
-with shared prefixes, the cases of `tests/dist/prefix_cases.py`. With some of the patterns, only
-those.
+models of Hugging Face folders, the cases of `tests/dist/hf_cases.py`, beside transformers; rows
+with shared prefixes, the cases of `tests/dist/prefix_cases.py`; and rows over several data-parallel
+ranks, the cases of `tests/dist/wide_cases.py`, whose tables go into docs/dynamic_cp.md. With some
+of the patterns, only those.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import platform
 import shlex
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,13 +32,23 @@ from tests.dist.cases import ALL_CASES, Case  # noqa: E402
 from tests.dist.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
 from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES  # noqa: E402
 from tests.dist.prefix_cases import GRID, SPECIAL  # noqa: E402
-from tests.dist.prefix_problem import MODELS as PREFIX_MODELS  # noqa: E402
-from tests.dist.prefix_problem import PRECISE as PREFIX_PRECISE  # noqa: E402
-from tests.dist.prefix_problem import PrefixCase  # noqa: E402
-from tests.dist.run_cases import make_reference, run_cases, run_prefix_cases  # noqa: E402
+from tests.dist.row_problem import MODELS as ROW_MODELS  # noqa: E402
+from tests.dist.row_problem import PRECISE as ROW_PRECISE  # noqa: E402
+from tests.dist.row_problem import RowCase  # noqa: E402
+from tests.dist.run_cases import (  # noqa: E402
+    make_reference,
+    run_cases,
+    run_prefix_cases,
+    run_wide_cases,
+)
+from tests.dist.wide_cases import ALL_CASES as WIDE_CASES  # noqa: E402
+from tests.dist.wide_cases import GRID as WIDE_GRID  # noqa: E402
+from tests.dist.wide_cases import SPECIAL as WIDE_SPECIAL  # noqa: E402
 
 MARKS = ("<!-- measured -->", "<!-- end -->")
 MODEL_MARKS = ("<!-- models -->", "<!-- end of models -->")
+DYNAMIC_CP_PAGE = ROOT / "docs" / "dynamic_cp.md"
+DYNAMIC_CP_MARKS = ("<!-- exactness -->", "<!-- end of exactness -->")
 PREFIX_MARKS = ("<!-- prefixes -->", "<!-- end of prefixes -->")
 MODELS = {
     "llama": "Llama",
@@ -177,15 +189,15 @@ def _model_errors(result: dict[str, Any]) -> str:
     return f"{result['gradient_error']:.1e}, {largest:.1e}"
 
 
-def prefix_grid(results: dict[str, dict[str, Any]]) -> list[str]:
+def row_grid(cases: Mapping[str, RowCase], results: dict[str, dict[str, Any]]) -> list[str]:
     """Per layout and recompute: gradient error and largest output error of each objective."""
-    kinds = list(GRID["single-none"].kinds)
+    kinds = next(iter(cases.values())).kinds
     lines = ["| layout | recompute | " + " | ".join(map(_KIND_TEXTS.__getitem__, kinds)) + " |"]
     lines.append("|---" * (2 + len(kinds)) + "|")
-    for name, case in GRID.items():
+    for name, case in cases.items():
         if name in results:
-            cells = " | ".join(_prefix_errors([results[name][kind]]) for kind in kinds)
-            lines.append(f"| {_prefix_layout(case)} | {case.recompute} | {cells} |")
+            cells = " | ".join(_row_errors([results[name][kind]]) for kind in kinds)
+            lines.append(f"| {_row_layout(case)} | {case.recompute} | {cells} |")
     return lines
 
 
@@ -194,13 +206,34 @@ def special_prefixes(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["| shape or feature | layout | objectives | saved tokens | gradient, log-probs |"]
     lines.append("|---" * 5 + "|")
     for name, case in SPECIAL.items():
-        if name in results and case.model not in PREFIX_PRECISE:
+        if name in results and case.model not in ROW_PRECISE:
             runs = list(results[name].values())
             kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
             saved = f"{runs[0]['facts']['shared_tokens']} of {runs[0]['facts']['tokens']}"
             lines.append(
-                f"| {case.title} | {_prefix_layout(case)} | {kinds} | {saved} | "
-                f"{_prefix_errors(runs)} |"
+                f"| {case.title} | {_row_layout(case)} | {kinds} | {saved} | "
+                f"{_row_errors(runs)} |"
+            )
+    return lines
+
+
+def special_wide_rows(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Per feature: what its plans mix, and the largest errors of its objectives."""
+    lines = [
+        "| feature | layout | objectives | rows over 1, 2, 4 ranks | GPUs of a row | "
+        "gradient, outputs |"
+    ]
+    lines.append("|---" * 6 + "|")
+    for name, case in WIDE_SPECIAL.items():
+        if name in results:
+            runs = list(results[name].values())
+            kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
+            facts = runs[0]["facts"]
+            rows = ", ".join(str(facts[f"rows_{width}"]) for width in (1, 2, 4))
+            gpus = ", ".join(map(str, facts["gpus"]))
+            lines.append(
+                f"| {case.title} | {_row_layout(case)} | {kinds} | {rows} | {gpus} | "
+                f"{_row_errors(runs)} |"
             )
     return lines
 
@@ -216,11 +249,11 @@ _KIND_TEXTS = {
 }
 
 
-def _prefix_layout(case: PrefixCase) -> str:
-    return layout_text(case.layout, bool(PREFIX_MODELS[case.model].num_experts))
+def _row_layout(case: RowCase) -> str:
+    return layout_text(case.layout, bool(ROW_MODELS[case.model].num_experts))
 
 
-def _prefix_errors(runs: list[dict[str, Any]]) -> str:
+def _row_errors(runs: list[dict[str, Any]]) -> str:
     outputs = [run.get("logprob_max_error", run.get("output_error")) for run in runs]
     return f"{max(run['gradient_error'] for run in runs):.1e}, {max(outputs):.1e}"
 
@@ -266,34 +299,13 @@ def prefix_lines(names: list[str]) -> list[str]:
     """The section of shared prefixes."""
     with tempfile.TemporaryDirectory() as folder:
         results = run_prefix_cases(names, Path(folder))
-    cells = [
-        (run, PREFIX_CASES[name].model in PREFIX_PRECISE)
-        for name, runs in results.items()
-        for run in runs.values()
-    ]
-    exact = [run for run, rounded in cells if not rounded]
-    # A gradient that is 0 has no relative error, see tests/dist/test_prefixes.py.
-    tensors = [
-        run["worst_parameter"]
-        for runs in results.values()
-        for kind, run in runs.items()
-        if kind != "reward" and run in exact
-    ]
-    means = [run["logprob_mean_error"] for run in exact if "logprob_mean_error" in run]
-    equal = sum(run["square_to_forward"] == 0 for run, _ in cells)
-    lines = [
-        f"{measured_with('megatron-core', 'torch')}. {len(cells)} cells; in the {len(exact)} of "
-        f"fp32, the largest gradient error is {max(r['gradient_error'] for r in exact):.1e}, of a "
-        f"single tensor {max(tensors):.1e}, and the largest mean error "
-        f"of log-probs {max(means):.1e} nats. In {equal} cells the forward pass has the bits of "
-        "the training forward.",
-        "",
-    ]
+    lines = [row_summary(PREFIX_CASES, results), ""]
     if any(name in GRID for name in names):
-        lines += [*prefix_grid(results), ""]
+        lines += [*row_grid(GRID, results), ""]
     lines += special_prefixes(results)
-    for run, rounded in cells:
-        if rounded:
+    for name, runs in results.items():
+        if PREFIX_CASES[name].model in ROW_PRECISE:
+            run = next(iter(runs.values()))
             lines += [
                 "",
                 f"In bf16 the gradient error against fp32 is {run['gradient_error']:.3f}, and "
@@ -301,6 +313,33 @@ def prefix_lines(names: list[str]) -> list[str]:
             ]
             break
     return lines
+
+
+def wide_lines(names: list[str]) -> list[str]:
+    """The section of rows over several data-parallel ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_wide_cases(names, Path(folder))
+    lines = [row_summary(WIDE_CASES, results), ""]
+    if any(name in WIDE_GRID for name in names):
+        lines += [*row_grid(WIDE_GRID, results), ""]
+    return [*lines, *special_wide_rows(results)]
+
+
+def row_summary(cases: Mapping[str, RowCase], results: dict[str, dict[str, Any]]) -> str:
+    """What was measured with what, and the largest errors."""
+    runs = [(name, kind, run) for name, found in results.items() for kind, run in found.items()]
+    exact = [(kind, run) for name, kind, run in runs if cases[name].model not in ROW_PRECISE]
+    # A gradient that is 0 has no relative error, see tests/dist/test_prefixes.py.
+    tensors = [run["worst_parameter"] for kind, run in exact if kind != "reward"]
+    means = [run["logprob_mean_error"] for _, run in exact if "logprob_mean_error" in run]
+    equal = sum(run["square_to_forward"] == 0 for *_, run in runs)
+    return (
+        f"{measured_with('megatron-core', 'torch')}. {len(runs)} cells; in the {len(exact)} of "
+        f"fp32, the largest gradient error is {max(r['gradient_error'] for _, r in exact):.1e}, of "
+        f"a single tensor {max(tensors):.1e}, and the largest mean error "
+        f"of log-probs {max(means):.1e} nats. In {equal} cells the forward pass has the bits of "
+        "the training forward."
+    )
 
 
 def write(page: Path, marks: tuple[str, str], lines: list[str]) -> None:
@@ -318,8 +357,13 @@ def main() -> None:
     parser.add_argument("--cases", help="glob of the cases to run")
     parser.add_argument("--models", help="glob of the cases of Hugging Face models to run")
     parser.add_argument("--prefixes", help="glob of the cases with shared prefixes to run")
+    parser.add_argument("--dynamic-cp", help="glob of the cases with wide rows to run")
     options = parser.parse_args()
-    everything = all(o is None for o in (options.cases, options.models, options.prefixes))
+    patterns = (options.cases, options.models, options.prefixes, options.dynamic_cp)
+    everything = all(pattern is None for pattern in patterns)
+    if everything or options.dynamic_cp is not None:
+        names = fnmatch.filter(WIDE_CASES, options.dynamic_cp or "*")
+        write(DYNAMIC_CP_PAGE, DYNAMIC_CP_MARKS, wide_lines(names))
     if everything or options.prefixes is not None:
         names = fnmatch.filter(PREFIX_CASES, options.prefixes or "*")
         write(options.out, PREFIX_MARKS, prefix_lines(names))

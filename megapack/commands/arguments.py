@@ -15,7 +15,11 @@ from megapack.data.lengths import Columns, LengthTable, read_length_file
 from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import Layout
 from megapack.plan.plan import Counts, Plan
+from megapack.plan.show import wide_rows_text
 from megapack.policy import Policy
+
+# Fields of `Policy` that `megapack tune` sweeps.
+_SWEPT = ("count_rule", "group_size", "context_parallel")
 
 # 1 PiB, beyond any GPU: a larger number is in other units.
 _MAX_GIB = 2**20
@@ -165,7 +169,7 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
 def add_policy(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
     """Add every field of `Policy`; `swept` leaves out those that `tune` sweeps."""
     group = parser.add_argument_group("policy, see megapack.Policy")
-    add_fields(group, Policy, skip=("count_rule", "group_size") if swept else ())
+    add_fields(group, Policy, skip=_SWEPT if swept else ())
 
 
 def read_policy(args: argparse.Namespace) -> Policy:
@@ -221,6 +225,14 @@ def shared_text(counts: Counts) -> str:
     return (
         f"shared prefixes: rows do not hold {counts.shared_tokens} of {counts.tokens} tokens again "
         f"({counts.shared_fraction:.1%})"
+    )
+
+
+def wide_text(counts: Counts) -> str:
+    """The micro-batches that several DP ranks share, in one line."""
+    return (
+        f"wide micro-batches: {wide_rows_text(counts)}; they have {counts.wide_tokens} of "
+        f"{counts.tokens} tokens ({counts.wide_fraction:.1%})"
     )
 
 

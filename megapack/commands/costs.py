@@ -177,7 +177,7 @@ def read_pricing(
 
 def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
     """`read_pricing` for the samples of a plan."""
-    microbatches = (mb for step in plan.steps for rank in step.ranks for mb in rank)
+    microbatches = (mb for step in plan.steps for mb in step.microbatches)
     typical = sum(mb.tokens_sq for mb in microbatches) / max(1, plan.counts.held_tokens)
     return read_pricing(args, plan.layout, typical)
 

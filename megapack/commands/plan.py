@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
@@ -19,6 +21,7 @@ from megapack.commands.arguments import (
     read_policy,
     read_table,
     shared_text,
+    wide_text,
 )
 from megapack.commands.costs import Pricing, add_costs, read_pricing
 from megapack.cost.sizes import typical_length
@@ -59,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     from megapack.outlook.baselines import naive_plans
     from megapack.outlook.stats import plan_report
 
-    plan = build_dp_schedule(
+    make = partial(
+        build_dp_schedule,
         table.lengths,
         layout=layout,
         max_tokens_per_gpu=args.max_tokens_per_gpu,
@@ -69,11 +73,16 @@ def run(args: argparse.Namespace) -> int:
         global_batch_size=args.global_batch_size,
         num_steps=args.num_steps,
         cost=pricing.cost,
-        policy=policy,
         forward_only=args.forward_only,
         prefixes=table.prefixes,
     )
-    strategies = {"megapack": plan, **naive_plans(plan, table.lengths)}
+    plan = make(policy=policy)
+    strategies = {"megapack": plan}
+    if plan.counts.wide_rows:
+        strategies["fixed CP"] = make(
+            policy=replace(policy, context_parallel="fixed", oversize="alone")
+        )
+    strategies |= naive_plans(plan, table.lengths)
     reports = {
         name: plan_report(strategy, table.lengths, pricing.cost)
         for name, strategy in strategies.items()
@@ -130,6 +139,8 @@ def _print(
     print_table(rows)
     if ours.shared_tokens:
         print(f"{shared_text(ours)}; the other strategies share nothing")
+    if ours.wide_rows:
+        print(f"{wide_text(ours)}; the other strategies have none")
     print(f"time {pricing.basis}")
     print(f"{args.output}: digest {plan.digest()[:12]}")
 

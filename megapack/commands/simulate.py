@@ -61,6 +61,8 @@ def _payload(step: StepReport) -> dict[str, Any]:
         "peak_in_flight": step.peak_in_flight,
         "tokens": step.tokens,
         "shared_tokens": step.shared_tokens,
+        "wide_rows": dict(step.wide_rows),
+        "wide_fraction": step.wide_fraction,
     }
 
 
@@ -68,7 +70,8 @@ def _print(steps: dict[int, StepReport], seconds: float, pricing: Pricing) -> No
     unit = "seconds" if pricing.in_seconds else "token times"
     head = ["step", "M", unit, "bubble", "fastest rank", "slowest rank", "live tokens", "in flight"]
     shares = any(step.shared_tokens for step in steps.values())
-    rows = [[*head, *["shared"] * shares]]
+    is_wide = any(step.wide_rows for step in steps.values())
+    rows = [[*head, *["shared"] * shares, *["wide", "widest"] * is_wide]]
     for number, step in list(steps.items())[:_MAX_SHOWN]:
         rows.append(
             [
@@ -81,6 +84,7 @@ def _print(steps: dict[int, StepReport], seconds: float, pricing: Pricing) -> No
                 f"{step.peak_live_tokens:.0f}",
                 f"{step.peak_in_flight:.3g}",
                 *[f"{step.shared_fraction:.1%}"] * shares,
+                *[f"{step.wide_fraction:.1%}", str(step.widest)] * is_wide,
             ]
         )
     print_table(rows)

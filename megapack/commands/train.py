@@ -18,6 +18,7 @@ from megapack.commands.arguments import (
     print_table,
     read_memory_limit,
     shared_text,
+    wide_text,
 )
 from megapack.commands.costs import Pricing
 from megapack.config.load import find_config, load_config
@@ -162,6 +163,8 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
     print_table(rows)
     if prediction.steps.shared_tokens:
         print(shared_text(prediction.steps))
+    if prediction.steps.wide_rows:
+        print(wide_text(prediction.steps))
     speed = prediction.tokens_per_gpu_second
     print(f"{speed * layout.world_size:.4g} tokens/s, {speed:.4g} tokens/s/GPU")
     print(f"time {pricing.basis}; optimizer and data are not counted")

@@ -22,6 +22,7 @@ from megapack.commands.arguments import (
     read_memory_limit,
     read_policy,
     read_table,
+    wide_text,
 )
 from megapack.commands.costs import (
     add_costs,
@@ -35,7 +36,7 @@ from megapack.cost.sizes import typical_length
 from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
-from megapack.policy import GroupSize
+from megapack.policy import ContextParallel, GroupSize
 
 if TYPE_CHECKING:
     from megapack.outlook.tune import Candidate, Tuning
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, literal, default in (
         ("--count-rule", CountRule, ["legal", "per_rank"]),
         ("--group-size", GroupSize, ["fixed", "search"]),
+        ("--context-parallel", ContextParallel, ["fixed", "dynamic"]),
     ):
         group.add_argument(
             flag,
@@ -126,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
         budgets=args.max_tokens_per_gpu,
         count_rules=args.count_rules,
         group_sizes=args.group_sizes,
+        context_parallel=args.context_parallels,
         uneven=args.uneven,
         given_split=_given_split(args),
         requires_split=bool(given_fields(args, LayerSplit)),
@@ -216,20 +219,23 @@ def _print(
     if not tuning.ranked:
         print(
             f"nothing fits: the least is {tuning.least_memory}; set more --tp, --pp or --recompute "
-            f"full, or leave out the longest samples (up to {longest} tokens), which are not split"
+            f"full, --context-parallel dynamic, or leave out the longest samples (up to {longest} "
+            "tokens)"
         )
         return
     sizes = ["dp", "tp", "pp", "vpp", "cp", "ep"]
     if any(candidate.layout.etp > 1 for candidate in shown):
         sizes.append("etp")
     has_uneven = not all(candidate.stage_layers.is_even for candidate in shown)
-    head = [*sizes, "budget", "rule", "G", "M", "fill", "bubble"]
+    head = [*sizes, "context", "budget", "rule", "G", "M", "fill", "wide", "bubble"]
     rows = [[*head, "seconds", "GiB", "tokens/s/GPU", *["layers"] * has_uneven]]
     rows += ([*_cells(c, sizes), *[str(c.stage_layers)] * has_uneven] for c in shown)
     print_table(rows)
     report = shown[0].report
     if report.shared_tokens:
         print(f"shared prefixes of the first: {report.shared_fraction:.1%} of the samples' tokens")
+    if report.wide_rows:
+        print(f"first, {wide_text(report)}")
     print(f"memory of the first: {shown[0].memory}")
     print(f"time {basis}")
 
@@ -238,11 +244,13 @@ def _cells(candidate: Candidate, sizes: Sequence[str]) -> list[str]:
     report = candidate.report
     return [
         *(str(getattr(candidate.layout, name)) for name in sizes),
+        candidate.policy.context_parallel,
         str(candidate.max_tokens_per_gpu),
         candidate.policy.count_rule,
         "-" if candidate.group_size is None else str(candidate.group_size),
         report.microbatch_span,
         f"{report.fill:.1%}",
+        f"{report.wide_fraction:.1%}",
         f"{report.bubble_fraction:.1%}",
         f"{report.seconds:.4g}",
         f"{candidate.memory.total / GIB:.1f}",

@@ -8,6 +8,7 @@ from megapack.config.model import BYTE_VOCAB_SIZE
 from megapack.config.objective import ObjectiveConfig
 from megapack.errors import ConfigError
 from megapack.layout import why_no_retry
+from megapack.policy import check_dynamic_cp
 
 if TYPE_CHECKING:
     from megapack.config.sections import TrainConfig
@@ -19,6 +20,7 @@ def check_run(config: TrainConfig) -> None:
     _check_critic(config)
     _check_rewards(config)
     _check_routing_replay(config)
+    _check_dynamic_cp(config)
     _check_shared_prefixes(config)
     _check_value_head(config)
     _check_retry(config)
@@ -162,19 +164,35 @@ def _check_routing_replay(config: TrainConfig) -> None:
             )
 
 
+def _check_dynamic_cp(config: TrainConfig) -> None:
+    """Refuse a plan that rows over several ranks contradict."""
+    try:
+        check_dynamic_cp(config.plan, config.plan.micro_batch_size)
+    except ConfigError as error:
+        raise ConfigError(f"plan: {error}") from None
+
+
 def _check_shared_prefixes(config: TrainConfig) -> None:
     """Refuse attention of Transformer Engine where it has no kernel for rows that share."""
     model = config.model
     cp = config.layout.cp
-    if config.plan.share_prefixes == "off" or cp == 1:
+    wide = _has_wide_rows(config)
+    if config.plan.share_prefixes == "off" or (cp == 1 and not wide):
         return
     if model.attention == "te" or model.fp8 is not None:
         name = "model.attention=te" if model.attention == "te" else f"model.fp8={model.fp8}"
+        ranks = "plan.context_parallel=dynamic" if wide else f"layout.cp={cp}"
+        other = "plan.context_parallel=fixed with layout.cp=1" if wide else "layout.cp=1"
         raise ConfigError(
-            f"plan.share_prefixes=auto with {name} and layout.cp={cp}: Transformer Engine has no "
+            f"plan.share_prefixes=auto with {name} and {ranks}: Transformer Engine has no "
             "attention for rows that share prefixes over context-parallel ranks; set "
-            "model.attention=varlen and model.fp8=null, or layout.cp=1, or plan.share_prefixes=off"
+            f"model.attention=varlen and model.fp8=null, or {other}, or plan.share_prefixes=off"
         )
+
+
+def _has_wide_rows(config: TrainConfig) -> bool:
+    """Whether a row may lie over several DP ranks; null is any number of them."""
+    return config.plan.context_parallel == "dynamic" and config.layout.dp != 1
 
 
 def _check_value_head(config: TrainConfig) -> None:

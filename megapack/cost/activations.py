@@ -131,11 +131,13 @@ class SavedActivations:
         head = self.sizes.head_width
         queries = self._heads * head
         keys = self._groups * head
-        kept = 2 * queries + keys
-        if self._keeps_qkv:
-            kept += queries + 2 * keys
+        if self._gathers:
+            kept = 2 * queries + self._gathered_rows * 2 * keys
+            kept += queries + 2 * keys if self.sizes.qk_layernorm else 0.0
+        elif self._keeps_qkv:
+            kept = 3 * queries + 3 * keys
         else:
-            kept += keys
+            kept = 2 * queries + 2 * keys
         scalars = 0.0
         if not self._recomputes("core_attn"):
             scalars = _FP32_BYTES * self._heads
@@ -154,7 +156,7 @@ class SavedActivations:
         """
         queries = self._heads * self.sizes.head_width
         values = self._heads * self.sizes.value_width
-        kept = 2 * queries + 2 * values
+        kept = queries + values + self._gathered_rows * (queries + values)
         scalars = 0.0
         if not self._recomputes("core_attn"):
             scalars = _FP32_BYTES * self._heads
@@ -178,6 +180,33 @@ class SavedActivations:
         norms = 1 if sizes.q_lora_rank is None else 2
         width = 2 * _FP32_BYTES if self.composite_norms else self._width
         return outputs + beside + width * latents + _FP32_BYTES * norms
+
+    @property
+    def gathered_token(self) -> float:
+        """Keys and values that a layer keeps of a token of another context-parallel rank.
+
+        Transformer Engine's ring keeps none, and attention that is recomputed gathers again.
+        """
+        if self.attention == "te" or self._recomputes("core_attn"):
+            return 0.0
+        sizes = self.sizes
+        if sizes.uses_mla:
+            return self._width * self._heads * (sizes.head_width + sizes.value_width)
+        return self._width * 2 * self._groups * sizes.head_width
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether attention keeps the keys and values of the whole row."""
+        return self.layout.cp > 1 and self.gathered_token > 0
+
+    @property
+    def _gathered_rows(self) -> float:
+        """Keys that attention keeps over the tokens of this rank; 1 without context parallelism.
+
+        A rank's two parts of a sample attend to (r + 1) / (2 cp) and (2 cp - r) / (2 cp) of it,
+        which is 1 + 1 / (2 cp) in all.
+        """
+        return self.layout.cp + 0.5 if self._gathers else 1.0
 
     @property
     def _keeps_qkv(self) -> bool:

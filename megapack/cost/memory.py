@@ -7,6 +7,7 @@ fragmentation and gradients of activations. Leave a tenth of the GPU or more for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
@@ -95,7 +96,13 @@ class MemoryModel:
     """Whether the trained model has a value head, of one row, instead of the output matrix."""
 
     def stage(
-        self, layout: Layout, stage: int, *, live_tokens: float, row_tokens: float
+        self,
+        layout: Layout,
+        stage: int,
+        *,
+        live_tokens: float,
+        row_tokens: float,
+        gathered_tokens: float = 0.0,
     ) -> GpuMemory:
         """Bytes on one GPU of a pipeline stage.
 
@@ -108,6 +115,8 @@ class MemoryModel:
             live_tokens: row tokens in flight per GPU on stage 0, `Simulation.peak_live_tokens`;
                 later stages hold a share of it, by their chunks in flight.
             row_tokens: tokens of the longest row per GPU, after CP.
+            gathered_tokens: tokens of other DP ranks in flight on stage 0, in rows over several of
+                them, as `outlook.stats.gathered_tokens` gives them.
         """
         dense, experts = self._parameters(layout, stage, value_head=self.value_head)
         weights, gradients, optimizer = self._state(layout, dense, experts)
@@ -122,21 +131,17 @@ class MemoryModel:
             parameters=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=self._activations(layout, stage, live_tokens * share, row_tokens),
+            activations=self._activations(
+                layout, stage, live_tokens * share, row_tokens, gathered_tokens * share
+            ),
             head=self._head(layout, row_tokens) if last and not self.value_head else 0,
             critic=critic,
         )
 
-    def fullest_stage(self, layout: Layout, *, live_tokens: float, row_tokens: float) -> GpuMemory:
+    def fullest_stage(self, layout: Layout, **tokens: float) -> GpuMemory:
         """Bytes on one GPU of the stage that needs most; arguments as for `stage`."""
-        stages = range(layout.pp)
-        return max(
-            (
-                self.stage(layout, stage, live_tokens=live_tokens, row_tokens=row_tokens)
-                for stage in stages
-            ),
-            key=lambda memory: memory.total,
-        )
+        stages = (self.stage(layout, stage, **tokens) for stage in range(layout.pp))
+        return max(stages, key=lambda memory: memory.total)
 
     def _state(self, layout: Layout, dense: int, experts: int) -> tuple[int, int, int]:
         """Bytes on one GPU of these weights, their gradients and their optimizer."""
@@ -167,7 +172,12 @@ class MemoryModel:
         )
 
     def _activations(
-        self, layout: Layout, stage: int, live_tokens: float, row_tokens: float
+        self,
+        layout: Layout,
+        stage: int,
+        live_tokens: float,
+        row_tokens: float,
+        gathered_tokens: float,
     ) -> int:
         """Layers in flight; embedding, final norm and head of the one row that is in them."""
         # A live token counts 1/vpp per chunk. Which chunks wait for their backwards changes during
@@ -186,6 +196,8 @@ class MemoryModel:
                 for kinds in by_chunk
             )
         )
+        gathered = gathered_tokens * self.saved(layout).gathered_token
+        kept += gathered * (1 if full else layout.vpp * max(map(_count, by_chunk)))
         # One layer is in its backward, and has again what it did not keep.
         again = (saved.recomputed_layer for kinds in by_chunk for saved, _ in kinds)
         kept += row_tokens * max(again, default=0.0)
@@ -250,3 +262,8 @@ class MemoryModel:
         columns = sizes.vocab_size / layout.tp
         logits = (6 if is_bf16 else 4) * chunk_tokens
         return int(columns * max(logits, (2 if is_bf16 else 4) * sizes.hidden_size))
+
+
+def _count(kinds: Sequence[tuple[SavedActivations, int]]) -> int:
+    """Layers of a chunk."""
+    return sum(n for _, n in kinds)

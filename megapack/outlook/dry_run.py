@@ -29,7 +29,7 @@ from megapack.data.batches import (
 from megapack.data.gae import checked_rewards
 from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.layout import Layout
-from megapack.outlook.stats import PlanReport, plan_report
+from megapack.outlook.stats import PlanReport, gathered_tokens, plan_report
 from megapack.plan.plan import Plan
 from megapack.policy import check_count_rule
 from megapack.prefixes import SharedPrefixes
@@ -188,13 +188,17 @@ def _rollouts_per_batch(config: TrainConfig) -> int:
 
 
 def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
-    """Memory of each stage with full rows in flight; a sample over the budget is a longer row."""
+    """Memory of each stage with full rows in flight; a sample over the budget is a longer row.
+
+    A row over several DP ranks is cut over all of their GPUs; what its attention gathers is as in
+    this plan.
+    """
     layout = plan.layout
     model = config.memory_model()
-    longest = max(mb.row_tokens for step in plan.steps for mb in step.microbatches)
-    row = max(plan.max_tokens_per_gpu or 0, -(-longest // layout.cp))
+    rows = (mb for step in plan.steps for mb in step.microbatches)
+    longest = max(-(-mb.row_tokens // (layout.cp * mb.width)) for mb in rows)
+    row = max(plan.max_tokens_per_gpu or 0, longest)
     group = max(step.group_size or 1 for step in plan.steps)
     live = row * layout.chunks_in_flight(group_size=group) / layout.vpp
-    return tuple(
-        model.stage(layout, stage, live_tokens=live, row_tokens=row) for stage in range(layout.pp)
-    )
+    tokens = {"live_tokens": live, "row_tokens": row, "gathered_tokens": gathered_tokens(plan)}
+    return tuple(model.stage(layout, stage, **tokens) for stage in range(layout.pp))

@@ -19,8 +19,8 @@ from megapack.base.arrays import Ints, read_lengths
 from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import PlanError
 from megapack.layout import Layout
-from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
-from megapack.plan.plan import Counts, Plan, StepPlan, count_steps
+from megapack.pipeline.simulator import Runner, Simulation, bubble_fraction, simulate_planned
+from megapack.plan.plan import Counts, MicroBatch, Plan, StepPlan, count_steps
 from megapack.planner.bins import fewest_bins_bound
 
 
@@ -34,26 +34,28 @@ class Report(Counts):
 
     num_gpus: int
     fill: float | None
-    """Real tokens that rows hold over the budget of the rows with samples; None for a count-based
-    plan."""
+    """Real tokens that rows hold over the budget of the rows with samples, which is that of all
+    their DP ranks; None for a count-based plan."""
     imbalance: float
     """Work of the busiest DP rank over the mean of the ranks; 1 is even. Work is what a rank's rows
     cost, without the waiting in the pipeline. For several steps, the sums of both are divided."""
     imbalance_bound: float | None
-    """Lower bound of `imbalance`: the rank with the largest sample has at least its work."""
+    """Lower bound of `imbalance`: the rank with the largest sample has at least its work, or a
+    part of it if rows may lie over several ranks."""
     bubble_fraction: float
     """Seconds over the work of the slowest rank's busiest stage, minus 1."""
     seconds: float
     """Simulated seconds of forward and backward."""
     seconds_bound: float | None
     """Lower bound of `seconds`, the larger of two: all work spread evenly at the fewest
-    micro-batches and without a bubble; the longest sample's way through the pipeline and back."""
+    micro-batches and without a bubble; the longest sample's way through the pipeline and back, over
+    as many ranks as may share it."""
     equal_work_seconds: float | None
     """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost. What
     samples of a step share is counted once."""
     num_rows_bound: int | None
     """Lower bound of `num_rows`: the L2 bound of Martello and Toth under the budget, or the samples
-    over `micro_batch_size`."""
+    over `micro_batch_size`. With rows over several ranks: the tokens over the largest budget."""
     peak_live_tokens: float
     """See `Simulation.peak_live_tokens`; the largest of any step."""
     peak_in_flight: float
@@ -73,13 +75,18 @@ class Report(Counts):
     def totals(self) -> dict[str, Any]:
         """The numbers by name, without those of single steps or ranks."""
         values = {field.name: getattr(self, field.name) for field in fields(Report)}
-        return values | {"time_over_equal_work": self.time_over_equal_work}
+        values["wide_rows"] = dict(self.wide_rows)
+        return values | {
+            "wide_fraction": self.wide_fraction,
+            "time_over_equal_work": self.time_over_equal_work,
+        }
 
     def __str__(self) -> str:
         return (
             f"rows {self.num_rows}{_shown(self.num_rows_bound, 'd')}, "
             f"padding {self.num_padding_rows}, packed {self.packing_efficiency:.1%}, "
             f"{f'shared {self.shared_fraction:.1%}, ' if self.shared_tokens else ''}"
+            f"{f'wide {self.wide_fraction:.1%}, ' if self.wide_rows else ''}"
             f"imbalance {self.imbalance:.3f}{_shown(self.imbalance_bound, '.3f')}, "
             f"seconds {self.seconds:.4g}{_shown(self.seconds_bound, '.4g')}, "
             f"bubble {self.bubble_fraction:.1%}"
@@ -133,12 +140,40 @@ def step_report(plan: Plan, step: StepPlan, cost: CostModel | None = None) -> St
     return _step_report(plan, _simulate(plan, step, cost, None))
 
 
+def gathered_tokens(plan: Plan) -> float:
+    """Peak of the tokens of other DP ranks whose keys and values attention gathers on one GPU.
+
+    A row of 8,000 tokens over 4 ranks has 2,000 on a GPU and gathers 6,000. The peak is over the
+    rows that a stage holds between forward and backward, where a chunk counts 1/vpp; 0 if no row
+    lies over several ranks.
+    """
+    runner = Runner(plan.layout, TOKENS, plan.forward_only)
+    peaks = [0.0]
+    for step in plan.steps:
+        for rank in step.ranks if step.counts.wide_rows else ():
+            others = [mb.row_tokens * (mb.width - 1) / mb.width for mb in rank]
+            peaks.append(runner.peak_live(np.array(others), step.group_size))
+    return max(peaks)
+
+
 def full_row(plan: Plan, steps: Sequence[StepPlan]) -> tuple[int, str]:
-    """Tokens of a full row and their name: the budget, or the longest row if there is no budget."""
+    """Tokens of a full row of one DP rank, and their name.
+
+    They are the budget, or the longest row if there is no budget.
+    """
     if plan.capacity is not None:
         return plan.capacity, "the budget"
     longest = max((mb.row_tokens for step in steps for mb in step.microbatches), default=1)
     return longest, "the longest row"
+
+
+def row_fill(mb: MicroBatch, full: int) -> float:
+    """Real tokens that a row holds over those of a full row on all of its DP ranks.
+
+    Args:
+        full: see `full_row`.
+    """
+    return mb.held_tokens / (full * mb.width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +182,7 @@ class _Bounds:
 
     num_rows: int
     largest_work: float
-    """Work of the largest sample in a row by itself."""
+    """Work of the largest sample in a row by itself, on one of the ranks that may share it."""
     seconds: float
     equal_work_seconds: float
 
@@ -226,7 +261,7 @@ def _ratio(busiest_work: float, mean_work: float) -> float:
 def _fill(plan: Plan, counts: Counts) -> float | None:
     if plan.capacity is None or not counts.num_rows:
         return None
-    return counts.held_tokens / (counts.num_rows * plan.capacity)
+    return counts.held_tokens / (counts.num_rank_rows * plan.capacity)
 
 
 def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -> _Bounds:
@@ -238,17 +273,36 @@ def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -
     # What one row with all of the step's samples saves: no plan saves more.
     table = plan.prefix_table
     saved = (0, 0) if table is None else table.saved_in_row(samples)
-    num_rows = _rows_bound(plan, aligned, saved[0])
-    largest = _work(aligned.max(keepdims=True), layout, cost)
+    num_rank_rows = _rows_bound(plan, aligned, saved[0])
+    widest = row_widths(plan)[-1]
+    largest = min(_largest_work(plan, kept.max(keepdims=True), cost, w) for w in row_widths(plan))
     work = _work(aligned, layout, cost, saved) - cost.fixed
     passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
     own_work = _work(kept, layout, cost, saved) - cost.fixed
     return _Bounds(
-        num_rows=num_rows,
+        num_rows=-(-num_rank_rows // widest),
         largest_work=largest,
-        seconds=_seconds_bound(plan, step, cost, num_rows, work, largest),
+        seconds=_seconds_bound(plan, step, cost, num_rank_rows, work, largest),
         # A stage runs its vpp chunks, and a DP rank its share of the samples.
         equal_work_seconds=passes * own_work * layout.vpp / layout.dp,
+    )
+
+
+def row_widths(plan: Plan) -> tuple[int, ...]:
+    """Numbers of DP ranks that a row of this plan may lie over, ascending."""
+    return plan.layout.widths if plan.policy.context_parallel == "dynamic" else (1,)
+
+
+def _largest_work(plan: Plan, length: Ints, cost: CostModel, width: int) -> float:
+    """Seconds of one chunk's forward on one rank of a row that lies over `width` of them.
+
+    Args:
+        length: int64 [1], real tokens of the only sample.
+    """
+    layout = plan.layout.over(width)
+    tokens = int(layout.aligned_sample_tokens(length)[0])
+    return cost.forward_seconds(
+        plan.layout, row_tokens=tokens, tokens_sq=tokens * tokens, num_samples=1, width=width
     )
 
 
@@ -267,6 +321,9 @@ def _work(lengths: Ints, layout: Layout, cost: CostModel, saved: tuple[int, int]
 
 
 def _rows_bound(plan: Plan, aligned: Ints, saved_tokens: int) -> int:
+    """The fewest rows; with rows over several ranks, the fewest pairs of a row and a rank."""
+    if plan.capacity is not None and plan.policy.context_parallel == "dynamic":
+        return -(-(int(aligned.sum()) - saved_tokens) // plan.capacity)
     if plan.capacity is not None and saved_tokens:
         # Samples that share tokens are no bins of their own size: only the sum of tokens counts.
         return -(-(int(np.minimum(aligned, plan.capacity).sum()) - saved_tokens) // plan.capacity)
@@ -277,19 +334,19 @@ def _rows_bound(plan: Plan, aligned: Ints, saved_tokens: int) -> int:
 
 
 def _seconds_bound(
-    plan: Plan, step: StepPlan, cost: CostModel, num_rows: int, work: float, largest: float
+    plan: Plan, step: StepPlan, cost: CostModel, num_rank_rows: int, work: float, largest: float
 ) -> float:
     """See `Report.seconds_bound`.
 
     Args:
-        num_rows: the fewest possible.
+        num_rank_rows: the fewest possible; a row over several ranks counts for each.
         work: seconds of all samples in one chunk, without the fixed cost of rows.
-        largest: seconds of the largest sample in one chunk, alone in its row.
+        largest: seconds of the largest sample in one chunk, see `_Bounds.largest_work`.
     """
     layout = plan.layout
     weights = np.array(cost.weights_for(layout))
     passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
-    rows_per_rank = num_rows / layout.dp
+    rows_per_rank = num_rank_rows / layout.dp
     if plan.policy.count_rule != "per_rank":
         rows_per_rank = layout.next_legal_count(math.ceil(rows_per_rank), "legal", step.group_size)
     share = cost.fixed * rows_per_rank + work / layout.dp

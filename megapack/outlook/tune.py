@@ -22,13 +22,15 @@ from megapack.cost.stages import StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
-from megapack.outlook.stats import PlanReport, plan_report
+from megapack.outlook.stats import PlanReport, gathered_tokens, plan_report
 from megapack.plan.plan import Plan, StepPlan
-from megapack.policy import GroupSize, Policy
+from megapack.policy import ContextParallel, GroupSize, Policy
 from megapack.prefixes import SharedPrefixes
 
 # Chosen by hand: by default the longest sample times 1, 2, 4, 8 and 16 is tried as budget.
 _MAX_BUDGETS = 5
+# With dynamic context parallelism the longest sample over 4 and over 2 DP ranks is tried before.
+_MAX_SHARERS = 4
 _MAX_VPP = 8
 
 
@@ -54,6 +56,8 @@ class Space:
     """max_tokens_per_gpu; None: the longest sample's, doubled up to four times while it fits."""
     count_rules: Sequence[CountRule] = ("legal",)
     group_sizes: Sequence[GroupSize] = ("fixed",)
+    context_parallel: Sequence[ContextParallel] = ("fixed",)
+    """"dynamic" is tried with dp > 1, token budgets and one M for all ranks."""
     sequence_parallel: bool = True
     """Set in layouts with tp > 1."""
     uneven: bool = False
@@ -175,10 +179,11 @@ class Tuning:
 
     @property
     def best_of_layouts(self) -> tuple[Candidate, ...]:
-        """The fastest candidate of each layout, the fastest first."""
-        best: dict[Layout, Candidate] = {}
+        """The fastest candidate of each layout with fixed and with dynamic context parallelism, the
+        fastest first."""
+        best: dict[tuple[Layout, ContextParallel], Candidate] = {}
         for candidate in self.ranked:
-            best.setdefault(candidate.layout, candidate)
+            best.setdefault((candidate.layout, candidate.policy.context_parallel), candidate)
         return tuple(best.values())
 
 
@@ -193,7 +198,7 @@ class Workload:
     global_batch_size: int | None
     num_steps: int | None
     policy: Policy
-    """All settings but `count_rule` and `group_size`, which `Space` has."""
+    """All settings but `count_rule`, `group_size` and `context_parallel`, which `Space` has."""
     memory: MemoryModel
     memory_bytes: int
     """Memory that one GPU may use."""
@@ -221,8 +226,9 @@ def tune(work: Workload, space: Space) -> Tuning:
     tried = [c for layout, split in layouts for c in _candidates(work, space, layout, split)]
     fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
     needs = (
-        _memory(work, layout, split, min(_budgets(work, space, layout)))
+        _memory(work, layout, split, min(_budgets(work, space, layout, kind)), kind)
         for layout, split in layouts
+        for kind in _kinds(space, layout)
     )
     return Tuning(
         # The sort is stable: equally fast candidates stay in the order of the sweep.
@@ -248,31 +254,44 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """Candidates with different plans, from the smallest budget on."""
     seen: set[tuple[StepPlan, ...]] = set()
-    for budget in _budgets(work, space, layout):
-        if _memory(work, layout, split, budget).total > work.memory_bytes:
-            return
-        for policy in _policies(work, space, layout):
-            plan = _plan(work, layout, split, budget, policy)
-            if plan is not None and plan.steps not in seen:
-                seen.add(plan.steps)
-                yield _candidate(work, plan, split, budget)
+    for kind in _kinds(space, layout):
+        for budget in _budgets(work, space, layout, kind):
+            if _memory(work, layout, split, budget, kind).total > work.memory_bytes:
+                break
+            for policy in _policies(work, space, layout, kind):
+                plan = _plan(work, layout, split, budget, policy)
+                if plan is not None and plan.steps not in seen:
+                    seen.add(plan.steps)
+                    yield _candidate(work, plan, split, budget)
 
 
-def _budgets(work: Workload, space: Space, layout: Layout) -> Iterator[int]:
+def _kinds(space: Space, layout: Layout) -> Iterator[ContextParallel]:
+    """The kinds of context parallelism to try; rows of one DP rank are fixed."""
+    yield from (kind for kind in space.context_parallel if kind == "fixed" or layout.dp > 1)
+
+
+def _budgets(work: Workload, space: Space, layout: Layout, kind: ContextParallel) -> Iterator[int]:
     if space.budgets is not None:
         yield from sorted(space.budgets)
         return
     longest = _longest(work, layout)
+    if kind == "dynamic":
+        shared = [width for width in layout.widths if 1 < width <= _MAX_SHARERS]
+        yield from (_longest(work, layout.over(width)) for width in reversed(shared))
     yield from (longest << doubling for doubling in range(_MAX_BUDGETS))
 
 
-def _policies(work: Workload, space: Space, layout: Layout) -> Iterator[Policy]:
+def _policies(
+    work: Workload, space: Space, layout: Layout, kind: ContextParallel
+) -> Iterator[Policy]:
     for rule, group in itertools.product(space.count_rules, space.group_sizes):
-        if (rule == "per_rank" and (layout.ep_spans_dp or layout.dp == 1)) or (
-            group == "search" and layout.vpp == 1
+        if (
+            (rule == "per_rank" and (layout.ep_spans_dp or layout.dp == 1 or kind == "dynamic"))
+            or (group == "search" and layout.vpp == 1)
+            or (kind == "dynamic" and work.policy.row_shape == "uniform")
         ):
             continue
-        yield replace(work.policy, count_rule=rule, group_size=group)
+        yield replace(work.policy, count_rule=rule, group_size=group, context_parallel=kind)
 
 
 def _plan(
@@ -298,7 +317,6 @@ def _plan(
 
 def _candidate(work: Workload, plan: Plan, split: StageLayers, budget: int) -> Candidate:
     layout = plan.layout
-    group = max(step.group_size or 1 for step in plan.steps)
     return Candidate(
         layout=layout,
         stage_layers=split,
@@ -306,7 +324,7 @@ def _candidate(work: Workload, plan: Plan, split: StageLayers, budget: int) -> C
         policy=plan.policy,
         group_size=plan.steps[0].group_size,
         report=plan_report(plan, work.lengths, work.cost_of(layout, split)),
-        memory=_memory(work, layout, split, budget, group),
+        memory=_memory(work, layout, split, budget, plan.policy.context_parallel, plan),
     )
 
 
@@ -315,13 +333,26 @@ def _memory(
     layout: Layout,
     split: StageLayers,
     budget: int,
-    group_size: int | None = None,
+    kind: ContextParallel,
+    plan: Plan | None = None,
 ) -> GpuMemory:
-    """The fullest stage with full rows in flight; a sample over the budget is a longer row."""
-    row = max(budget, _longest(work, layout))
+    """The fullest stage with full rows in flight.
+
+    A sample over the budget is a longer row, or lies over as many ranks as hold it.
+
+    Args:
+        plan: decides G and what rows over several ranks gather; None: the layout's G, nothing.
+    """
+    group_size = None if plan is None else max(step.group_size or 1 for step in plan.steps)
+    row = budget if kind == "dynamic" else max(budget, _longest(work, layout))
     in_flight = layout.chunks_in_flight(group_size=group_size) / layout.vpp
     memory = replace(work.memory, stage_layers=split)
-    return memory.fullest_stage(layout, live_tokens=row * in_flight, row_tokens=row)
+    return memory.fullest_stage(
+        layout,
+        live_tokens=row * in_flight,
+        row_tokens=row,
+        gathered_tokens=0.0 if plan is None else gathered_tokens(plan),
+    )
 
 
 def _longest(work: Workload, layout: Layout) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -83,12 +84,31 @@ class Counts:
     """Tokens of all rows, padding included."""
     shared_tokens: int
     """Tokens that rows do not hold again, because another sample of the row begins with them."""
-    num_wide_rows: int
-    """Rows that lie over several DP ranks; other numbers count each once."""
+    wide_rows: tuple[tuple[int, int], ...]
+    """Rows that lie over several DP ranks, as pairs of a width and their number, the narrowest
+    first; other numbers count each row once."""
     wide_tokens: int
     """Real tokens of their samples."""
-    widest: int
-    """DP ranks of the row that lies over the most."""
+
+    @property
+    def num_wide_rows(self) -> int:
+        """Rows that lie over several DP ranks."""
+        return sum(count for _, count in self.wide_rows)
+
+    @property
+    def widest(self) -> int:
+        """DP ranks of the row that lies over the most."""
+        return max((width for width, _ in self.wide_rows), default=1)
+
+    @property
+    def wide_fraction(self) -> float:
+        """Share of the samples' tokens that are in rows over several DP ranks."""
+        return self.wide_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def num_rank_rows(self) -> int:
+        """Rows with samples, those over several DP ranks once for each of them."""
+        return self.num_rows + sum((width - 1) * count for width, count in self.wide_rows)
 
     @property
     def packing_efficiency(self) -> float:
@@ -266,9 +286,8 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
         tokens=sum(mb.tokens for mb in microbatches),
         row_tokens=sum(mb.row_tokens for mb in microbatches),
         shared_tokens=sum(mb.shared_tokens for mb in microbatches),
-        num_wide_rows=sum(mb.width > 1 for mb in microbatches),
+        wide_rows=tuple(sorted(Counter(mb.width for mb in microbatches if mb.width > 1).items())),
         wide_tokens=sum(mb.tokens for mb in microbatches if mb.width > 1),
-        widest=max((mb.width for mb in microbatches), default=1),
     )
 
 

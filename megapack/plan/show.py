@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.plan.plan import MicroBatch, Plan, StepPlan
+from megapack.plan.plan import Counts, MicroBatch, Plan, StepPlan
 from megapack.prefixes import SharedPrefixes
 
 # Limits of what is printed, chosen by hand: a grid of 8 columns such as "10:17532" is 86 wide.
@@ -22,7 +22,8 @@ def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) ->
     """A plan's head, then a line per step, the grid of one step, or the rows of one rank.
 
     A cell reads `samples:row_tokens`, `.` is a padding micro-batch, `!` marks a row over the
-    budget. Ranks, rows and steps beyond the limits are counted, not shown.
+    budget. A row over several ranks is in the cell of each, as `samples:row_tokens@4-7`. Ranks,
+    rows and steps beyond the limits are counted, not shown.
 
     Args:
         step: show this step's grid; None shows the grid only if the plan has a single step.
@@ -67,10 +68,26 @@ def _step_line(number: int, step: StepPlan) -> str:
     dropped = f", {num_dropped} rollouts dropped" if num_dropped else ""
     shared = f", {counts.shared_tokens} of them shared" if counts.shared_tokens else ""
     return (
-        f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
-        f"{counts.num_padding_rows} padding, {counts.tokens} tokens{shared} in "
+        f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows"
+        f"{_wide(counts)}, {counts.num_padding_rows} padding, {counts.tokens} tokens{shared} in "
         f"{counts.row_tokens} row tokens{dropped}"
     )
+
+
+def _wide(counts: Counts) -> str:
+    """How many rows lie over several ranks, in brackets; "" if none does."""
+    return f" ({wide_rows_text(counts)})" if counts.wide_rows else ""
+
+
+def wide_rows_text(counts: Counts) -> str:
+    """The rows over several ranks by their width: "3 over 2 ranks, 1 over 4"."""
+    (width, count), *others = counts.wide_rows
+    return ", ".join([f"{count} over {width} ranks", *(f"{n} over {w}" for w, n in others)])
+
+
+def ranks_text(mb: MicroBatch) -> str:
+    """The DP ranks that share a row: "4-7"; "" if one has it alone."""
+    return f"{mb.dp_ranks[0]}-{mb.dp_ranks[-1]}" if mb.dp_ranks else ""
 
 
 def _grid(plan: Plan, step: StepPlan) -> Iterator[str]:
@@ -92,12 +109,13 @@ def _grid(plan: Plan, step: StepPlan) -> Iterator[str]:
 def _cell(plan: Plan, mb: MicroBatch) -> str:
     if not mb.samples:
         return "."
-    return f"{len(mb.samples)}:{mb.row_tokens}{_mark(plan, mb)}"
+    ranks = f"@{ranks_text(mb)}" if mb.dp_ranks else ""
+    return f"{len(mb.samples)}:{mb.row_tokens}{ranks}{_mark(plan, mb)}"
 
 
 def _mark(plan: Plan, mb: MicroBatch) -> str:
     capacity = plan.capacity
-    return "" if capacity is None or mb.padded_tokens <= capacity else "!"
+    return "" if capacity is None or mb.padded_tokens <= capacity * mb.width else "!"
 
 
 def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
@@ -106,8 +124,9 @@ def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
     samples = ",".join(map(str, mb.samples[:_MAX_SAMPLES]))
     more = len(mb.samples) - _MAX_SAMPLES
     shared = f", {mb.shared_tokens} of them shared" if mb.shared_tokens else ""
+    ranks = f" on ranks {ranks_text(mb)}" if mb.dp_ranks else ""
     return (
-        f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens{shared}: samples {samples}"
+        f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens{shared}{ranks}: samples {samples}"
         f"{f' and {more} more' if more > 0 else ''}"
     )
 
@@ -124,8 +143,8 @@ def _check_range(what: str, value: int, count: int) -> None:
         raise ConfigError(f"{what} {value} of {count}; set --{what} from 0 to {count - 1}")
 
 
-Position = tuple[int, int, int]
-"""Step, DP rank, micro-batch."""
+Position = tuple[int, tuple[int, ...], int]
+"""Step, DP ranks, micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +158,7 @@ class PlanDiff:
     other_step: tuple[int, ...]
     """Samples that train in another step, or in only one of the plans."""
     other_rank: tuple[int, ...]
-    """Samples of the same step on another DP rank."""
+    """Samples of the same step on another DP rank, or on more or fewer ranks."""
     other_microbatch: tuple[int, ...]
     """Samples of the same step and rank in another micro-batch."""
     digests: tuple[str, str]
@@ -181,7 +200,7 @@ def _first_difference(first: Position, second: Position) -> int:
 
 def _positions(plan: Plan) -> dict[int, Position]:
     return {
-        sample: (number, rank, k)
+        sample: (number, mb.dp_ranks or (rank,), k)
         for number, step in enumerate(plan.steps)
         for rank, row in enumerate(step.ranks)
         for k, mb in enumerate(row)
@@ -217,7 +236,7 @@ def _step_sizes(step: StepPlan) -> str:
     counts = step.counts
     group = "" if step.group_size is None else f" G={step.group_size}"
     return (
-        f"M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
+        f"M={counts.microbatch_span}{group}, {counts.num_rows} rows{_wide(counts)}, "
         f"{counts.num_samples} samples, {counts.row_tokens} row tokens, "
         f"{counts.num_dropped_rollouts} rollouts dropped"
     )

@@ -88,8 +88,8 @@ def refine(
     while used < budget and misses < most_misses:
         slow = slowest(state)
         if lockstep:
-            slow = _next_random(random, state.counts.size)
-        kind = _next_random(random, _KINDS)
+            slow = next_random(random, state.counts.size)
+        kind = next_random(random, _KINDS)
         if cost.fixed_rows:
             kind = 0
         spent = 0
@@ -100,7 +100,7 @@ def refine(
             if kind > _LAST_OWN_ROWS:
                 other = _fastest(state)
                 if kind == _RANDOM_RANK or lockstep or other == slow:
-                    other = _next_random(random, state.counts.size)
+                    other = next_random(random, state.counts.size)
             spent = _try_exchange(
                 cost, state, all_ops, bounds, lockstep, random, slow, other, passes
             )
@@ -135,11 +135,11 @@ def _try_order(
         Simulations spent: 0 or 1.
     """
     count = state.counts[rank]
-    p = _next_random(random, count)
-    q = _next_random(random, count)
+    p = next_random(random, count)
+    q = next_random(random, count)
     if p == q:
         return 0
-    rotate = _next_random(random, 2) == 0
+    rotate = next_random(random, 2) == 0
     before = state.rows[rank, :count].copy()
     state.rows[rank, p] = before[q]
     if rotate:
@@ -205,7 +205,7 @@ def _set_seconds(state: State, rank: int, seconds: float, lockstep: bool) -> Non
 
 
 @kernel
-def _next_random(random: Ints, limit: int) -> int:
+def next_random(random: Ints, limit: int) -> int:
     """The next number below `limit` of the linear congruential sequence of drand48.
 
     It is scaled from the upper 32 bits, as the lower bits repeat after few numbers.
@@ -218,7 +218,7 @@ def _next_random(random: Ints, limit: int) -> int:
 def _pick(state: State, random: Ints, row: int) -> int:
     """A random item of a row."""
     item = state.head[row]
-    for _ in range(_next_random(random, state.num_items[row])):
+    for _ in range(next_random(random, state.num_items[row])):
         item = state.next[item]
     return int(item)
 
@@ -250,14 +250,14 @@ def _draw(
     best = (-1, -1, -1, -1)
     nearest = np.inf
     for _ in range(_DRAWS):
-        row_a = state.rows[slow, _next_random(random, state.counts[slow])]
-        row_b = state.rows[other, _next_random(random, state.counts[other])]
+        row_a = state.rows[slow, next_random(random, state.counts[slow])]
+        row_b = state.rows[other, next_random(random, state.counts[other])]
         if row_a < 0 or row_b < 0 or row_a == row_b:
             continue
         a = _pick(state, random, row_a)
         b = -1
         # One draw in three moves an item without an exchange.
-        if _next_random(random, 3) > 0:
+        if next_random(random, 3) > 0:
             b = _pick(state, random, row_b)
         if not (fits(cost, state, row_a, a, b) and fits(cost, state, row_b, b, a)):
             continue

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config, get_te_version
 from packaging.version import Version
 
 from megapack.errors import ConfigError
-from megapack.layout import Layout, fp8_rows
+from megapack.layout import Layout, fp8_rows, why_no_retry
 from megapack.model.attention.packed import PackedAttention, refuse_unpacked_attention
 from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.sdpa import PackedSDPA
@@ -275,11 +275,13 @@ def check_wide_rows(
     """
     advice = "or plan.context_parallel=fixed (Policy(context_parallel='fixed'))"
     if retries_oom:
-        raise ConfigError(
-            "retries_oom=True with context_parallel='dynamic': ranks communicate inside layers, "
-            "and a rank that runs out of memory there leaves the others waiting; set "
-            f"retries_oom=False, {advice}"
+        reason = why_no_retry(
+            tp=config.tensor_model_parallel_size,
+            cp=config.context_parallel_size,
+            ep=config.expert_model_parallel_size,
+            shares_rows=True,
         )
+        raise ConfigError(f"retries_oom=True with {reason}; set retries_oom=False, {advice}")
     for chunk in map(unwrapped, chunks):
         obstacle = position_obstacle(chunk)
         if obstacle is not None:

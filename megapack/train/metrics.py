@@ -16,6 +16,7 @@ from tqdm import tqdm
 from megapack import cpu
 from megapack.outlook.stats import StepReport
 from megapack.plan.plan import Plan
+from megapack.plan.show import wide_rows_text
 from megapack.schedule.adapter import StepResult
 from megapack.train.trackers import Metrics
 
@@ -48,6 +49,9 @@ def packing_metrics(step: StepReport) -> dict[str, Any]:
         "num_dropped_rollouts": step.num_dropped_rollouts,
         "num_microbatches_per_rank": step.num_microbatches[1],
         "num_padding_microbatches": step.num_padding_rows,
+        "num_wide_microbatches": step.num_wide_rows,
+        "widest_microbatch_ranks": step.widest,
+        "wide_tokens_fraction": step.wide_fraction,
         "packing_efficiency": step.packing_efficiency,
         "padding_fraction": step.padding_fraction,
         "imbalance": step.imbalance,
@@ -159,6 +163,7 @@ def plan_line(plan: Plan) -> str:
         f"M = {spans}{', ...' if len(steps) > 8 else ''}, "
         f"{counts.num_dropped_rollouts} rollout(s) dropped"
         f"{f', {shared} of {counts.tokens} tokens shared' if shared else ''}"
+        f"{f', wide micro-batches: {wide_rows_text(counts)}' if counts.wide_rows else ''}"
     )
 
 

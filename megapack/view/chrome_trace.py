@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megapack.pipeline.simulator import Event
+from megapack.plan.show import ranks_text
 from megapack.view.timeline import Timeline
 
 _NAMES = {"F": "forward", "B": "backward"}
@@ -65,7 +66,7 @@ def _slices(timelines: Sequence[Timeline], microseconds: float) -> Iterator[dict
                 "ph": "X",
                 "pid": _process(timeline, event.rank, sources),
                 "tid": event.stage,
-                "name": f"{_NAMES[event.kind]} {event.microbatch}",
+                "name": f"{_NAMES[event.kind]} {event.microbatch}{_on_ranks(timeline, event)}",
                 "cat": timeline.source,
                 "ts": round((begin + event.start) * microseconds, 3),
                 "dur": round((event.end - event.start) * microseconds, 3),
@@ -73,8 +74,15 @@ def _slices(timelines: Sequence[Timeline], microseconds: float) -> Iterator[dict
             }
 
 
+def _on_ranks(timeline: Timeline, event: Event) -> str:
+    """The DP ranks that share the micro-batch, for its name."""
+    ranks = ranks_text(timeline.microbatch(event))
+    return f" (ranks {ranks})" if ranks else ""
+
+
 def _args(timeline: Timeline, event: Event) -> dict[str, int | str]:
-    mb = timeline.step.ranks[event.rank][event.microbatch]
+    mb = timeline.microbatch(event)
+    shared = {"dp_ranks": ranks_text(mb)} if mb.dp_ranks else {}
     return {
         "step": timeline.number,
         "chunk": event.chunk,
@@ -83,6 +91,7 @@ def _args(timeline: Timeline, event: Event) -> dict[str, int | str]:
         "tokens": mb.tokens,
         "shared_tokens": mb.shared_tokens,
         "row_tokens": mb.row_tokens,
+        **shared,
     }
 
 

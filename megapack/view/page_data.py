@@ -10,8 +10,9 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
-from megapack.outlook.stats import full_row, plan_report
+from megapack.outlook.stats import full_row, plan_report, row_fill
 from megapack.plan.plan import Counts, Plan
+from megapack.plan.show import ranks_text, wide_rows_text
 from megapack.view.records import RunRecords, number_or_none
 from megapack.view.timeline import Timeline, planned, traced, typical_ranks
 
@@ -93,6 +94,9 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
     if any(line.get("shared_tokens") for line in metrics):
         names = {"of the samples": "tokens", "shared": "shared_tokens"}
         charts.append(("tokens of a step", "tokens", names))
+    if any(line.get("wide_tokens_fraction") for line in metrics):
+        names = {"of the tokens": "wide_tokens_fraction"}
+        charts.append(("share of wide micro-batches", "", names))
     numbers = [line["step"] for line in metrics]
     for title, unit, keys in charts:
         series = {
@@ -124,6 +128,7 @@ def _plan_facts(plan: Plan) -> Facts:
         ("micro-batches", f"{num_microbatches}, {counts.num_padding_rows} of them padding"),
         ("tokens", f"{counts.tokens}"),
         *_shared_facts(counts),
+        *_wide_facts(counts),
         ("padding", f"{counts.padding_fraction:.2%} of row tokens"),
         ("dropped rollouts", f"{counts.num_dropped_rollouts}"),
     ]
@@ -134,6 +139,13 @@ def _shared_facts(counts: Counts) -> Facts:
         return []
     text = f"{counts.shared_tokens} tokens not held again, {counts.shared_fraction:.1%} of all"
     return [("shared prefixes", text)]
+
+
+def _wide_facts(counts: Counts) -> Facts:
+    if not counts.wide_rows:
+        return []
+    text = f"{wide_rows_text(counts)}; {counts.wide_fraction:.1%} of the tokens"
+    return [("wide micro-batches", text)]
 
 
 def _run_facts(records: RunRecords) -> Facts:
@@ -210,10 +222,11 @@ def _step(group: Sequence[Timeline], ranks: Sequence[int]) -> dict[str, Any]:
 def _track(timeline: Timeline, rank: int) -> dict[str, Any]:
     return {
         "label": f"{timeline.source}, rank {rank}",
+        "source": timeline.source,
         "stages": timeline.plan.layout.pp,
         "chunks": timeline.plan.layout.vpp,
         "rows": [
-            (len(mb.samples), mb.tokens, mb.row_tokens, mb.shared_tokens)
+            (len(mb.samples), mb.tokens, mb.row_tokens, mb.shared_tokens, ranks_text(mb))
             for mb in timeline.step.ranks[rank]
         ],
         "events": [
@@ -232,7 +245,7 @@ def _short(value: float) -> float:
 def _histograms(plan: Plan, lengths: Ints | None) -> list[dict[str, Any]]:
     rows = [mb for step in plan.steps for mb in step.microbatches if mb.samples]
     full, name = full_row(plan, plan.steps)
-    fills = np.array([100 * mb.held_tokens / full for mb in rows])
+    fills = np.array([100 * row_fill(mb, full) for mb in rows])
     samples = np.array([float(len(mb.samples)) for mb in rows])
     charts = [
         _histogram(f"row fill: real tokens over {name}", "%", "rows", fills),

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from megapack.errors import ConfigError
-from megapack.outlook.stats import StepReport, full_row
+from megapack.outlook.stats import StepReport, full_row, row_fill
+from megapack.pipeline.simulator import Event
 from megapack.plan.plan import MicroBatch
 from megapack.view.timeline import Timeline, typical_ranks
 
@@ -23,6 +24,7 @@ _BACKWARD = "#e69f00"
 _PADDING = "#999999"
 _WAITING = "#ececec"
 _INK = "#333333"
+_SHARED = "#cc0066"
 # More ranks than _MAX_RANKS are shown as _NUM_TYPICAL: the slowest, the median and the fastest.
 _MAX_RANKS = 8
 _NUM_TYPICAL = 3
@@ -50,7 +52,7 @@ def draw_step(timeline: Timeline, report: StepReport, unit: str, suffix: str) ->
         top, bottom = figure.subfigures(2, 1, height_ratios=heights)
         axes = top.subplots()
         _draw_timeline(axes, timeline, ranks, max(ends))
-        _legend(axes)
+        _legend(axes, bool(report.wide_rows))
         _name_time(axes, timeline, unit)
         if len(ranks) < len(ends):
             shown = f"{len(ranks)} of {len(ends)} DP ranks: the slowest, the median, the fastest"
@@ -82,7 +84,7 @@ def draw_timelines(timelines: dict[str, Timeline], unit: str, suffix: str) -> by
             ends = timeline.rank_ends
             _draw_timeline(axes, timeline, [ends.index(max(ends))], end)
             axes.set_title(name, fontsize=9, loc="left")
-        _legend(plots[0])
+        _legend(plots[0], any(t.step.counts.wide_rows for t in timelines.values()))
         _name_time(plots[-1], timeline, unit)
         return _bytes(figure, suffix)
 
@@ -137,6 +139,7 @@ def _draw_timeline(axes: Any, timeline: Timeline, ranks: Sequence[int], end: flo
             linewidths=0.4 if len(events) < 2000 else 0.0,
         )
     )
+    _join_shared(axes, timeline, events, lane_of)
     _label_boxes(axes, events, lane_of, end)
     axes.set_xlim(0, end)
     axes.set_ylim(len(ranks) * (pp + 0.6) - 0.6, 0)
@@ -169,12 +172,34 @@ def _colour(timeline: Timeline, event: Any) -> Any:
     """Colour of the direction, paler for later chunks."""
     from matplotlib.colors import to_rgb
 
-    samples = timeline.step.ranks[event.rank][event.microbatch].samples
-    if not samples:
+    if not timeline.microbatch(event).samples:
         return to_rgb(_PADDING)
     rgb = np.array(to_rgb(_FORWARD if event.kind == "F" else _BACKWARD))
     share = 0.55 * event.chunk / max(1, timeline.plan.layout.vpp - 1)
     return tuple(rgb + (1 - rgb) * share)
+
+
+def _join_shared(
+    axes: Any, timeline: Timeline, events: Sequence[Event], lane_of: dict[int, float]
+) -> None:
+    """Frame micro-batches that several ranks share, and join their begins on the first stage."""
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    shared = [event for event in events if timeline.microbatch(event).dp_ranks]
+    frames = [
+        _box(event.start, lane_of[event.rank] + event.stage, event.end - event.start)
+        for event in shared
+    ]
+    frame_style: dict[str, Any] = {"facecolors": "none", "edgecolors": _SHARED, "linewidths": 1.0}
+    axes.add_collection(PolyCollection(frames, **frame_style))
+    joins: dict[tuple[str, int, tuple[int, ...]], list[tuple[float, float]]] = {}
+    for event in shared:
+        if event.stage == event.chunk == 0:
+            ranks = timeline.microbatch(event).dp_ranks
+            corners = joins.setdefault((event.kind, event.microbatch, ranks), [])
+            corners += [(event.start, lane_of[event.rank] + y) for y in (0.06, 0.94)]
+    lines = [sorted(corners, key=lambda corner: corner[1]) for corners in joins.values()]
+    axes.add_collection(LineCollection(lines, colors=_SHARED, linewidths=1.6))
 
 
 def _label_boxes(axes: Any, events: Sequence[Any], lane_of: dict[int, float], end: float) -> None:
@@ -188,9 +213,13 @@ def _label_boxes(axes: Any, events: Sequence[Any], lane_of: dict[int, float], en
         axes.text(x, y, str(event.microbatch), ha="center", va="center", fontsize=6, color=_INK)
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, has_shared: bool) -> None:
     names = {"forward": _FORWARD, "backward": _BACKWARD, "padding": _PADDING, "waiting": _WAITING}
     patches = [_rectangle(0, 0, 1, 1, facecolor=colour) for colour in names.values()]
+    if has_shared:
+        names["over several ranks"] = _SHARED
+        patches.append(_rectangle(0, 0, 1, 1, fill=False))
+        patches[-1].set(edgecolor=_SHARED, linewidth=1.5)
     axes.legend(
         patches,
         names,
@@ -205,13 +234,14 @@ def _legend(axes: Any) -> None:
 def _draw_fill(axes: Any, timeline: Timeline) -> None:
     """Real tokens that each row holds over the budget, or over the longest row without a budget.
 
-    A row that shares prefixes has the share of its samples' tokens that it saves written on it.
+    A row that shares prefixes has the share of its samples' tokens that it saves written on it. A
+    row over several ranks has one frame around its cells.
     """
     ranks = timeline.step.ranks
     full, name = full_row(timeline.plan, [timeline.step])
     fill = np.full((len(ranks), max(map(len, ranks))), np.nan)
     for r, rank in enumerate(ranks):
-        fill[r, : len(rank)] = [mb.held_tokens / full for mb in rank]
+        fill[r, : len(rank)] = [row_fill(mb, full) for mb in rank]
     image = axes.imshow(
         fill,
         aspect="auto",
@@ -221,11 +251,22 @@ def _draw_fill(axes: Any, timeline: Timeline) -> None:
         vmax=max(1.0, float(np.nanmax(fill))),
     )
     axes.set_title(f"row fill: real tokens over {name}", fontsize=9, loc="left")
+    _frame_shared_cells(axes, ranks)
     saves = _label_saved(axes, ranks)
     axes.set_xlabel(f"micro-batch{'; number: tokens saved by shared prefixes' if saves else ''}")
     axes.set_ylabel("DP rank")
     _whole_ticks(axes.xaxis, axes.yaxis)
     axes.figure.colorbar(image, ax=axes, format="{x:.0%}")
+
+
+def _frame_shared_cells(axes: Any, ranks: Sequence[Sequence[MicroBatch]]) -> None:
+    """A frame around the cells of each row that several ranks share."""
+    for r, rank in enumerate(ranks):
+        for k, mb in enumerate(rank):
+            if mb.dp_ranks and mb.dp_ranks[0] == r:
+                frame = _rectangle(k - 0.5, r - 0.5, 1, mb.width, fill=False)
+                frame.set(edgecolor=_SHARED, linewidth=1.5)
+                axes.add_patch(frame)
 
 
 def _label_saved(axes: Any, ranks: Sequence[Sequence[MicroBatch]]) -> bool:

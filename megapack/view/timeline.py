@@ -10,7 +10,7 @@ import numpy as np
 from megapack.cost.model import CostModel
 from megapack.errors import PlanError
 from megapack.pipeline.simulator import Event, simulate_planned
-from megapack.plan.plan import Plan, StepPlan
+from megapack.plan.plan import MicroBatch, Plan, StepPlan
 from megapack.view.records import RunRecords
 
 
@@ -26,6 +26,10 @@ class Timeline:
     """The plan that has the step's layout and budget."""
     step: StepPlan
     events: tuple[Event, ...]
+
+    def microbatch(self, event: Event) -> MicroBatch:
+        """The micro-batch that an event runs."""
+        return self.step.ranks[event.rank][event.microbatch]
 
     @property
     def rank_ends(self) -> list[float]:

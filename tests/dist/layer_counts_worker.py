@@ -144,6 +144,11 @@ CASES: dict[int, dict[str, Case]] = {
         "tp2_sp_mla": Case(model=MLA, layout=SP),
         "tp2_sp_deepseek": Case(model=DEEPSEEK | BF16, layout=SP),
         "dp2_ep2_experts": Case(model=EXPERTS | BF16, layout=Layout(dp=2, ep=2)),
+        "cp2_varlen": Case(model=GQA | BF16 | LAYER_NORM, layout=Layout(cp=2), kernel="varlen"),
+        "cp2_mla": Case(model=MLA | BF16 | LAYER_NORM, layout=Layout(cp=2), kernel="varlen"),
+        "cp2_varlen_plain": Case(model=BF16 | LAYER_NORM, layout=Layout(cp=2), kernel="varlen"),
+        "cp2_sdpa": Case(layout=Layout(cp=2)),
+        "cp2_full": Case(model=GQA | {"recompute": "full"}, layout=Layout(cp=2)),
     },
 }
 
@@ -243,8 +248,9 @@ def forward(case: Case, chunk: Any) -> Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank() // case.layout.tp)
     ids = torch.randint(0, VOCAB_SIZE, (1, TOKENS), generator=generator)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    params = packed_seq_params(ends, max(LENGTHS), TOKENS)
+    cp = case.layout.cp
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int() * cp
+    params = packed_seq_params(ends, max(LENGTHS) * cp, TOKENS * cp)
     with deferred_head(chunk) as head:
         hidden = chunk(ids, positions, None, packed_seq_params=params)
     return head_sum(case, hidden, head.weight_VH)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.dist.cases import ALL_CASES
 from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES
+from tests.dist.row_problem import RowCase
 from tests.dist.spawn import checked_job
+from tests.dist.wide_cases import ALL_CASES as WIDE_CASES
 
 # Each case leaves its process groups and their threads behind, which slow down the next case.
 _CASES_PER_JOB = 8
@@ -39,17 +41,40 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
 
 def run_prefix_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
     """Run cases of `prefix_cases.py` and their reference; results by case and objective."""
-    wanted = list(names)
-    reference = str(folder / "prefixes.pt")
-    checked_job(1, "tests.dist.prefix_reference", [reference, *wanted], timeout_s=600)
+    return _run_row_cases(
+        list(names),
+        folder,
+        all_cases=PREFIX_CASES,
+        module="tests.dist.prefix_cases",
+        worker="tests.dist.row_worker",
+    )
+
+
+def run_wide_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run cases of `wide_cases.py` and their reference; results by case and objective."""
+    return _run_row_cases(
+        list(names),
+        folder,
+        all_cases=WIDE_CASES,
+        module="tests.dist.wide_cases",
+        worker="tests.dist.wide_worker",
+    )
+
+
+def _run_row_cases(
+    names: list[str], folder: Path, *, all_cases: Mapping[str, RowCase], module: str, worker: str
+) -> dict[str, dict[str, Any]]:
+    reference = str(folder / "reference.pt")
+    args = [module, reference, *names]
+    checked_job(1, "tests.dist.row_reference", args, timeout_s=600)
     by_world: dict[int, list[str]] = {}
-    for name in wanted:
-        by_world.setdefault(PREFIX_CASES[name].world, []).append(name)
+    for name in names:
+        by_world.setdefault(all_cases[name].world, []).append(name)
     results: dict[str, dict[str, Any]] = {}
     for world, own in by_world.items():
         for first in range(0, len(own), _CASES_PER_JOB):
-            out = folder / f"prefixes{world}_{first}.json"
-            args = [reference, str(out), *own[first : first + _CASES_PER_JOB]]
-            checked_job(world, "tests.dist.prefix_worker", args, timeout_s=600)
+            out = folder / f"world{world}_{first}.json"
+            args = [module, reference, str(out), *own[first : first + _CASES_PER_JOB]]
+            checked_job(world, worker, args, timeout_s=600)
             results |= json.loads(out.read_text())
-    return {name: results[name] for name in wanted}
+    return {name: results[name] for name in names}

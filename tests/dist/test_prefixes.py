@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.dist.prefix_cases import ALL_CASES, CASES
-from tests.dist.prefix_problem import KINDS, PRECISE, SHARING, sharing_facts
+from tests.dist.prefix_problem import SHARING, sharing_facts
+from tests.dist.row_problem import KINDS, PRECISE
 from tests.dist.run_cases import run_prefix_cases
 
 pytestmark = pytest.mark.dist
@@ -60,11 +61,11 @@ def test_loss_and_metrics_are_those_of_the_plan_without_sharing(
     name: str, kind: str, results: Results
 ) -> None:
     result = results[name][kind]
-    assert result["loss"] == pytest.approx(result["unshared_loss"], rel=1e-5)
+    assert result["loss"] == pytest.approx(result["plain_loss"], rel=1e-5)
     # SFT on a dense model without multi-token prediction has none.
     assert result["metrics"] or kind.startswith("sft")
     # DPO's margins are sums over responses, of about 20 log-probs.
-    assert result["metrics"] == pytest.approx(result["unshared_metrics"], rel=1e-4, abs=1e-6)
+    assert result["metrics"] == pytest.approx(result["plain_metrics"], rel=1e-4, abs=1e-6)
     for metric, value in result["expected_metrics"].items():
         assert value > 0.01
         assert result["metrics"][metric] == pytest.approx(value, rel=1e-5)

@@ -64,7 +64,7 @@ def run_case(
     forward_plan = case.forward_plan()
     outputs = adapter.forward(forward_plan, batch, entropy=True, routing=routing)
     if routing is None:
-        _check_own_outputs(adapter, forward_plan, batch, outputs["logprobs"])
+        check_own_outputs(adapter, forward_plan, batch, outputs["logprobs"])
     replayed = _replay_facts(adapter, case, samples) if model.num_experts else {}
     result = adapter.step(
         plan,
@@ -131,11 +131,11 @@ def _expert_facts(
     return {
         "expected_metrics": auxiliary_metrics(plan, samples),
         "auxiliary_share": float(parts[0] / parts[1]),
-        **_bias_facts(chunks, tokens_per_expert(plan, samples)),
+        **bias_facts(chunks, tokens_per_expert(plan, samples)),
     }
 
 
-def _bias_facts(chunks: list[Any], counts: Tensor) -> dict[str, int]:
+def bias_facts(chunks: list[Any], counts: Tensor) -> dict[str, int]:
     """Number of biases that must move towards equal token counts, and that moved wrongly."""
     moved = 0
     wrong = 0
@@ -151,12 +151,17 @@ def _bias_facts(chunks: list[Any], counts: Tensor) -> dict[str, int]:
     return {"num_biases": moved, "wrong_biases": wrong}
 
 
-def _check_own_outputs(
-    adapter: ScheduleAdapter, plan: Plan, batch: Any, logprobs: list[Tensor | None]
+def check_own_outputs(
+    adapter: ScheduleAdapter,
+    plan: Plan,
+    batch: Any,
+    logprobs: list[Tensor | None],
+    routing: list[Tensor] | None = None,
 ) -> None:
     """Check that the scope "dp_rank" gives each stage only the samples of its own rank."""
     own = {i for row in plan.steps[0].ranks[adapter.dp_rank] for i in row.samples}
-    for i, value in enumerate(adapter.forward(plan, batch, scope="dp_rank")["logprobs"]):
+    outputs = adapter.forward(plan, batch, scope="dp_rank", routing=routing)
+    for i, value in enumerate(outputs["logprobs"]):
         assert (value is not None) == (i in own)
         assert value is None or torch.equal(value, logprobs[i])
 

@@ -85,6 +85,9 @@ class Timeline {
 
   show(index) {
     this.step = this.steps[index];
+    const isShared = this.step.tracks.some(({ rows }) => rows.some((row) => row[4]));
+    document.getElementById("shared").hidden = !isShared;
+    this.lit = null;
     this.tip.hidden = true;
     this.zoom(0, 0);
   }
@@ -122,6 +125,7 @@ class Timeline {
     paint.textBaseline = "middle";
     this.boxes = [];
     this.step.tracks.forEach((track, i) => this.drawTrack(paint, track, tops[i], width));
+    this.drawShared(paint);
     this.drawAxis(paint, width);
   }
 
@@ -155,6 +159,30 @@ class Timeline {
     }
   }
 
+  // Frames of micro-batches that several ranks share, joined where the first stage begins them; one
+  // that the pointer is on is joined everywhere.
+  drawShared(paint) {
+    const joins = new Map();
+    paint.strokeStyle = css("--shared");
+    for (const { box, event, track } of this.boxes) {
+      const [stage, chunk, microbatch, backward] = event, ranks = track.rows[microbatch][4];
+      if (!ranks) continue;
+      const [x, y, w, h] = box, hit = this.lit === sharedKey(event, track);
+      paint.lineWidth = hit ? 2.5 : 1;
+      paint.strokeRect(x + 0.5, y + 0.5, Math.max(0.5, w - 1), h - 1);
+      if (!hit && (stage || chunk)) continue;
+      const key = `${sharedKey(event, track)} ${stage} ${chunk} ${backward}`;
+      if (!joins.has(key)) joins.set(key, []);
+      joins.get(key).push([x + 0.5, y], [x + 0.5, y + h]);
+    }
+    paint.lineWidth = 1.5;
+    for (const corners of joins.values()) {
+      paint.beginPath();
+      for (const corner of corners) paint.lineTo(...corner);
+      paint.stroke();
+    }
+  }
+
   drawNumber(paint, microbatch, x, y, ink) {
     paint.save();
     paint.fillStyle = ink;
@@ -185,20 +213,31 @@ class Timeline {
     const hit = this.boxes.find(
       ({ box: [x, y, w, h] }) => px >= x && px <= x + w && py >= y && py <= y + h,
     );
+    const lit = hit && hit.track.rows[hit.event[2]][4] ? sharedKey(hit.event, hit.track) : null;
+    if (lit !== this.lit) {
+      this.lit = lit;
+      this.draw();
+    }
     this.tip.hidden = !hit;
     if (!hit) return;
     const [stage, chunk, microbatch, backward, start, end] = hit.event;
-    const [samples, tokens, rowTokens, shared] = hit.track.rows[microbatch];
+    const [samples, tokens, rowTokens, shared, ranks] = hit.track.rows[microbatch];
     this.tip.textContent =
       `${backward ? "backward" : "forward"} of micro-batch ${microbatch}\n` +
       `${hit.track.label}, stage ${stage}, chunk ${chunk}\n` +
       `${samples} samples, ${tokens} tokens, row of ${rowTokens}` +
       `${shared ? `, ${shared} shared` : ""}\n` +
+      `${ranks ? `over the ranks ${ranks}\n` : ""}` +
       `${short(start)} to ${short(end)} ${data.unit}: ${short(end - start)}`;
     const room = this.canvas.clientWidth - this.tip.offsetWidth;
     this.tip.style.left = `${Math.max(0, Math.min(room, px + 12))}px`;
     this.tip.style.top = `${py + 14}px`;
   }
+}
+
+// The micro-batch of an event among those that several ranks share, of one source.
+function sharedKey(event, track) {
+  return `${track.source} ${event[2]} ${track.rows[event[2]][4]}`;
 }
 
 // ---- charts

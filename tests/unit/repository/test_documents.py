@@ -59,7 +59,8 @@ def test_names_in_documents_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["docs/concepts.md", "docs/configuration.md", "docs/prefixes.md"]
+    "document",
+    ["docs/concepts.md", "docs/configuration.md", "docs/prefixes.md", "docs/dynamic_cp.md"],
 )
 def test_planning_blocks_run(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

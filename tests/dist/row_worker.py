@@ -1,11 +1,12 @@
-"""Runs cases with shared prefixes of one world size on this rank and writes their results.
+"""Runs cases of `row_problem` of one world size on this rank and writes their results.
 
-torchrun --nproc-per-node 2 -m tests.dist.prefix_worker REFERENCE OUT CASE ...
+torchrun --nproc-per-node 2 -m tests.dist.row_worker CASES_MODULE REFERENCE OUT CASE ...
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 from typing import Any
@@ -18,16 +19,7 @@ from megapack import launch
 from megapack.loss.sequence import ValueLoss
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
-from tests.dist.prefix_cases import ALL_CASES
-from tests.dist.prefix_problem import (
-    KINDS,
-    MODELS,
-    PRECISE,
-    PrefixCase,
-    Samples,
-    result_name,
-    sharing_facts,
-)
+from tests.dist.row_problem import KINDS, MODELS, PRECISE, RowCase, Samples, result_name
 from tests.dist.sequence_worker import output_error
 from tests.dist.setup import build_chunks
 from tests.dist.worker import gradient_errors, logprob_errors, own_errors, squared_difference
@@ -36,7 +28,7 @@ from tests.dist.worker import gradient_errors, logprob_errors, own_errors, squar
 class Run:
     """One model of a case, on this rank."""
 
-    def __init__(self, case: PrefixCase, name: str, *, value_head: bool) -> None:
+    def __init__(self, case: RowCase, name: str, *, value_head: bool) -> None:
         self.case = case
         self.name = name
         self.value_head = value_head
@@ -69,29 +61,35 @@ class Run:
         )
 
     def kind(self, kind: str, expected: dict[str, Any]) -> dict[str, Any]:
-        """Steps of an objective with and without sharing, against the reference."""
+        """Steps of an objective by the case's plan and by the plain one, against the reference."""
         samples = self.case.samples_of(kind)
-        plan = self.case.plan(samples, shared=True)
-        alone = self.case.plan(samples, shared=False)
+        plan, plain = self.case.plans(samples)
         precise = PRECISE.get(self.name, self.name)
         reference = expected[result_name(precise, samples, kind)]
-        unshared = self.step(alone, samples, kind)
-        shared = self.step(plan, samples, kind)
+        plain_result = self.step(plain, samples, kind)
+        result = self.step(plan, samples, kind)
         errors = gradient_errors(self.chunks, reference["grads"])
         if precise != self.name:
             own = expected[result_name(self.name, samples, kind)]
             errors |= own_errors(own["grads"], reference["grads"])
         return {
-            "loss": shared.loss,
+            "loss": result.loss,
             "expected_loss": reference["loss"],
-            "unshared_loss": unshared.loss,
-            "metrics": shared.metrics,
-            "unshared_metrics": unshared.metrics,
+            "plain_loss": plain_result.loss,
+            "metrics": result.metrics,
+            "plain_metrics": plain_result.metrics,
             "expected_metrics": reference["metrics"],
             **errors,
+            **self.extras(plan, plain, samples, reference),
             **self.output_errors(plan, samples, reference["outputs"]),
-            "facts": sharing_facts(samples, plan),
+            "facts": self.case.facts(samples, plan),
         }
+
+    def extras(
+        self, plan: Plan, plain: Plan, samples: Samples, expected: dict[str, Any]
+    ) -> dict[str, Any]:
+        """More results of a problem's own; called between a step and `output_errors`."""
+        return {}
 
     def output_errors(self, plan: Plan, samples: Samples, expected: list[Any]) -> dict[str, float]:
         """Errors of forward outputs, and whether the training forward has the same bits.
@@ -122,32 +120,39 @@ class Run:
         return {"output_error": error, "square_to_forward": squares}
 
 
-def run_case(case: PrefixCase, expected: dict[str, Any]) -> dict[str, Any]:
+def run_case(case: RowCase, expected: dict[str, Any], run_class: type[Run]) -> dict[str, Any]:
     """Run all objectives of a case."""
     results: dict[str, Any] = {}
     for value_head in (False, True):
         kinds = [kind for kind in case.kinds if KINDS[kind].value_head == value_head]
         if not kinds:
             continue
-        run = Run(case, case.model_of(kinds[0]), value_head=value_head)
+        run = run_class(case, case.model_of(kinds[0]), value_head=value_head)
         for kind in kinds:
             results[kind] = _worst_of_ranks(run.kind(kind, expected))
         parallel_state.destroy_model_parallel()
     return results
 
 
+_WORST = ("worst_parameter", "output_error", "wrong_biases", "wrong_choices", "replay_error")
+"""Results of which the largest of all ranks counts."""
+
+
 def _worst_of_ranks(result: dict[str, Any]) -> dict[str, Any]:
-    names = [name for name in ("worst_parameter", "output_error") if name in result]
-    worst = torch.tensor([result[name] for name in names])
+    names = [name for name in _WORST if name in result]
+    worst = torch.tensor([float(result[name]) for name in names])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return result | dict(zip(names, worst.tolist(), strict=True))
 
 
-def main(reference: str, out: str, names: list[str]) -> None:
-    """Run the named cases; rank 0 writes `out`."""
+def main(
+    cases: str, reference: str, out: str, names: list[str], run_class: type[Run] = Run
+) -> None:
+    """Run the named cases of a module; rank 0 writes `out`."""
+    all_cases = importlib.import_module(cases).ALL_CASES
     launch.start("cpu")
     expected = torch.load(reference)
-    results = {name: run_case(ALL_CASES[name], expected) for name in names}
+    results = {name: run_case(all_cases[name], expected, run_class) for name in names}
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)
@@ -155,4 +160,4 @@ def main(reference: str, out: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -1,11 +1,12 @@
-"""The reference of the cases with shared prefixes: one unpadded sample at a time, nothing shared.
+"""The reference of cases of `row_problem`: one process, one unpadded sample at a time.
 
-python -m tests.dist.prefix_reference OUT CASE ...
+python -m tests.dist.row_reference CASES_MODULE OUT CASE ...
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +18,6 @@ from megapack import launch
 from megapack.layout import Layout
 from megapack.model import initialize_parallel
 from megapack.model.init import global_parameters
-from tests.dist.prefix_cases import ALL_CASES
-from tests.dist.prefix_problem import KINDS, MODELS, PRECISE, Samples, result_name
 from tests.dist.reference import (
     logprobs_and_entropy,
     mtp_losses,
@@ -26,10 +25,11 @@ from tests.dist.reference import (
     run_auxiliary,
     token_losses,
 )
+from tests.dist.row_problem import KINDS, MODELS, PRECISE, Samples, result_name
 from tests.dist.sequence_reference import SequenceReference
 
 
-class PrefixReference(SequenceReference):
+class RowReference(SequenceReference):
     """A stock model on the samples of a shape."""
 
     def __init__(self, name: str, samples: Samples, *, value_head: bool) -> None:
@@ -76,26 +76,33 @@ class PrefixReference(SequenceReference):
         return depths
 
     @functools.cached_property
-    def auxiliary(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Gradients and values of the experts' losses: means over all tokens of all samples."""
+    def auxiliary(self) -> tuple[dict[str, Tensor], dict[str, float], list[Tensor]]:
+        """Gradients and values of the experts' losses, and who chose which experts.
+
+        The losses are means over all tokens of all samples. Choices are bool [tokens, layers,
+        experts] per sample.
+        """
         total = sum(self.batch.lengths)
+        chosen = []
         grads: dict[str, Tensor] = {}
         metrics = {"moe_balance_loss": 0.0, "moe_z_loss": 0.0}
         for i in range(len(self.batch)):
             self._replay(i)
             found = run_auxiliary(self.model, self.batch.tokens(i), self.settings)
+            chosen.append(found["chosen"])
             for name, grad in found["grads"].items():
                 grads[name] = grads.get(name, 0) + grad / total
             for name in metrics:
                 metrics[name] += found[name] / total
-        return grads, metrics
+        return grads, metrics, chosen
 
     def run(self, kind: str) -> dict[str, Any]:
         """Loss, metrics of its parts, and gradients of an objective."""
         auxiliary: dict[str, Tensor] = {}
         metrics: dict[str, float] = {}
+        chosen: list[Tensor] = []
         if self.settings.num_experts and not self.value_head:
-            auxiliary, metrics = self.auxiliary
+            auxiliary, metrics, chosen = self.auxiliary
             metrics = dict(metrics)
         self.model.zero_grad()
         loss = getattr(self, kind)()
@@ -109,7 +116,12 @@ class PrefixReference(SequenceReference):
         }
         for name, grad in auxiliary.items():
             grads[name] = grads[name] + grad
-        return {"loss": float(loss.detach()), "grads": grads, "metrics": metrics}
+        return {
+            "loss": float(loss.detach()),
+            "grads": grads,
+            "metrics": metrics,
+            "chosen": chosen,
+        }
 
     @functools.cached_property
     def outputs(self) -> list[Any]:
@@ -125,13 +137,14 @@ class PrefixReference(SequenceReference):
         return {"logprobs": logprobs, "entropy": entropy}
 
 
-def main(path: str, names: Sequence[str]) -> None:
-    """Write loss, gradients and outputs of what the cases train."""
+def main(cases: str, path: str, names: Sequence[str]) -> None:
+    """Write loss, gradients and outputs of what the cases of a module train."""
+    all_cases = importlib.import_module(cases).ALL_CASES
     launch.start("cpu")
     initialize_parallel(Layout(), 0)
-    references: dict[tuple[Any, ...], PrefixReference] = {}
+    references: dict[tuple[Any, ...], RowReference] = {}
     results: dict[str, Any] = {}
-    for case in (ALL_CASES[name] for name in names):
+    for case in (all_cases[name] for name in names):
         for kind in case.kinds:
             samples = case.samples_of(kind)
             model = case.model_of(kind)
@@ -142,7 +155,7 @@ def main(path: str, names: Sequence[str]) -> None:
                 key = (own, samples.shape, KINDS[kind].value_head, kind == "sft_all")
                 if key not in references:
                     head = KINDS[kind].value_head
-                    references[key] = PrefixReference(own, samples, value_head=head)
+                    references[key] = RowReference(own, samples, value_head=head)
                 results[name] = references[key].run(kind)
                 results[name]["outputs"] = references[key].outputs
     torch.save(results, path)
@@ -150,4 +163,4 @@ def main(path: str, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,75 @@
+"""Commands on plans whose micro-batches lie over several DP ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.hand_made_plan import LENGTHS, TOKENS, WIDE_TOKENS, wide_plan, wide_row
+
+pytestmark = pytest.mark.unit
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a plan and its lengths."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(wide_plan().to_json())
+    (tmp_path / "lengths.txt").write_text("".join(f"{n}\n" for n in LENGTHS))
+    return tmp_path
+
+
+def test_show_prints_the_ranks_that_share(call: Call) -> None:
+    _, out, _ = call("show", "plan.json")
+    lines = [line.split() for line in out.splitlines()]
+    assert " 12 rows (1 over 2 ranks, 1 over 4), 0 padding, 21666 tokens in 21669 row" in out
+    assert lines[3] == ["0", *["1:9000@0-3"] * 4]
+    assert lines[4] == ["1", "1:700", "1:811", "1:4004@2-3", "1:4004@2-3"]
+    assert "!" not in out
+    _, out, _ = call("show", "plan.json", "--rank", "3")
+    assert "1  1:4004@2-3, 4001 tokens on ranks 2-3: samples 1\n" in out
+    assert call("check", "plan.json", "lengths.txt")[0] == 0
+
+
+def test_diff_sees_that_a_row_lies_over_more_ranks(call: Call) -> None:
+    plan = wide_plan()
+    (step,) = plan.steps
+    four = wide_row(1, width=4)
+    ranks = tuple((rank[0], four, *rank[-2:]) for rank in step.ranks)
+    other = replace(plan, steps=(replace(step, ranks=ranks),))
+    Path("other.json").write_text(other.to_json())
+    code, out, _ = call("diff", "plan.json", "other.json", "--json")
+    diff = json.loads(out)
+    assert code == 1
+    assert diff["other_rank"] == [1]
+    assert not diff["equal"]
+    (pair,) = diff["steps"].values()
+    assert "(1 over 2 ranks, 1 over 4)" in pair[0]
+    assert "(2 over 4 ranks)" in pair[1]
+
+
+def test_diff_of_the_same_plan_is_equal(call: Call) -> None:
+    assert call("diff", "plan.json", "plan.json")[0] == 0
+
+
+def test_simulate_says_how_many_tokens_are_in_wide_rows(call: Call) -> None:
+    head, step, *_ = call("simulate", "plan.json")[1].splitlines()
+    assert head.split()[-2:] == ["wide", "widest"]
+    assert step.split()[-2:] == [f"{WIDE_TOKENS / TOKENS:.1%}", "4"]
+    (found,) = json.loads(call("simulate", "plan.json", "--json")[1])["steps"].values()
+    assert found["wide_rows"] == {"2": 1, "4": 1}
+    assert found["tokens"] == TOKENS
+
+
+def test_pictures_pages_and_traces_are_written(call: Call) -> None:
+    for command in (("plot",), ("trace",), ("report", "lengths.txt")):
+        code, _, err = call(command[0], "plan.json", *command[1:])
+        assert (code, err) == (0, "")
+    assert '"dp_ranks":"2-3"' in Path("trace.json").read_text()
+    assert "1 over 2 ranks, 1 over 4" in Path("report.html").read_text()

@@ -1,0 +1,63 @@
+"""Models that would be wrong on rows over several DP ranks are refused before any collective."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megapack.errors import ConfigError
+from megapack.schedule.checks import check_wide_rows
+from tests.unit.schedule.test_checks_of_prefixes import (
+    OwnKernel,
+    TEDotProductAttention,
+    chunk,
+    packed,
+)
+
+pytestmark = pytest.mark.unit
+
+
+def check(
+    made: Any, *, shares_prefixes: bool = False, retries_oom: bool = False, **changes: Any
+) -> None:
+    sizes = {f"{name}_parallel_size": 1 for name in ("tensor_model", "context", "expert_model")}
+    config = SimpleNamespace(**{"cp_comm_type": None, **sizes, **changes})
+    check_wide_rows([made], config, shares_prefixes=shares_prefixes, retries_oom=retries_oom)
+
+
+@pytest.mark.parametrize("core", [packed(), TEDotProductAttention()])
+def test_other_models_are_accepted(core: torch.nn.Module) -> None:
+    check(chunk(core), cp_comm_type="p2p")
+
+
+def test_shared_prefixes_are_refused_with_transformer_engine_only() -> None:
+    check(chunk(packed()), shares_prefixes=True)
+    with pytest.raises(ConfigError, match=r"set model.attention=varlen, or plan\."):
+        check(chunk(TEDotProductAttention()), shares_prefixes=True)
+
+
+@pytest.mark.parametrize("kinds", ["a2a", ["p2p", "a2a"]])
+def test_exchanges_that_divide_heads_are_refused(kinds: object) -> None:
+    with pytest.raises(ConfigError, match="cp_comm_type='a2a' with context_parallel='dynamic'"):
+        check(chunk(TEDotProductAttention()), cp_comm_type=kinds)
+
+
+def test_a_step_that_shares_rows_is_not_tried_again() -> None:
+    message = (
+        "retries_oom=True with tp=1, cp=1, ep=1, context_parallel=dynamic: .*retries_oom=False"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check(chunk(packed()), retries_oom=True)
+
+
+def test_positions_that_follow_from_cu_seqlens_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"in rows over several ranks would be wrong: .*'rope'"):
+        check(chunk(packed(), "rope"))
+
+
+def test_a_kernel_that_does_not_know_the_rows_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="OwnKernel is not known to run rows over several ranks"):
+        check(chunk(packed(OwnKernel)))
