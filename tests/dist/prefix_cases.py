@@ -153,9 +153,10 @@ ALL_CASES = GRID | SPECIAL
 # With and without recompute, and each way to divide a model that has code for branches: chunks,
 # context, tensors, experts. The others of the grid differ in the number of stages, or divide
 # nothing. The shape "mixed" has what the other shapes have, so of the special cases only those
-# whose model or plan needs code for branches are here.
+# whose model or plan needs code for branches are here. Context parallelism with multi-token
+# prediction and other objectives is among `wide_cases.CASES`.
 CASES = (
-    *("pp2_vpp2-full", "cp2-none", "tp2_sp-none", "dp2_ep2-full"),
-    *("mtp_cp2", "moe_replay_pp2", "reward_cp2", "sft_all", "padding", "uniform", "bf16"),
+    *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full"),
+    *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "uniform", "bf16"),
 )
 """The cases of the tests. tools/exactness.py runs all."""
