@@ -53,7 +53,8 @@ class Space:
     vpp: Sequence[int] | None = None
     """None: all sizes up to 8 that, without `uneven`, divide a stage's layers."""
     budgets: Sequence[int] | None = None
-    """max_tokens_per_gpu; None: the longest sample's, doubled up to four times while it fits."""
+    """max_tokens_per_gpu; None: the longest sample's, doubled up to four times while it fits, and
+    with dynamic context parallelism a quarter, a half and all of it."""
     count_rules: Sequence[CountRule] = ("legal",)
     group_sizes: Sequence[GroupSize] = ("fixed",)
     context_parallel: Sequence[ContextParallel] = ("fixed",)

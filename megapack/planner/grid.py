@@ -132,7 +132,9 @@ def level_seconds(
 
 
 @kernel
-def seconds_with(cost: GridCost, items: GridItems, grid: Grid, cell: int, k: int, item: int) -> float:
+def seconds_with(
+    cost: GridCost, items: GridItems, grid: Grid, cell: int, k: int, item: int
+) -> float:
     """Seconds of the row at a cell after an item has joined it; k is the level."""
     return level_seconds(
         cost,

@@ -120,9 +120,7 @@ def _is_small(cost: GridCost, items: GridItems, item: int, least: Ints, small: f
 
 
 @kernel
-def _fill_small(
-    cost: GridCost, items: GridItems, grid: Grid, order: Ints, targets: Floats
-) -> bool:
+def _fill_small(cost: GridCost, items: GridItems, grid: Grid, order: Ints, targets: Floats) -> bool:
     """Put each item into the row with the most room up to its target; whether all found one."""
     dp, count = grid.first.shape
     if order.size == 0:
@@ -488,9 +486,7 @@ def _try_exchange(
         j = grid.level[other]
         if b < 0 and grid.num_items[cell] == 1 and k > 0:
             continue
-        if b >= 0 and (
-            grid.num_items[cell] == 1 and grid.num_items[other] == 1 and j == k
-        ):
+        if b >= 0 and (grid.num_items[cell] == 1 and grid.num_items[other] == 1 and j == k):
             continue
         if not _fits_after(cost, items, grid, cell, k, a, b):
             continue

@@ -333,9 +333,7 @@ class _WideSearch:
     def _scored(self, grid: Grid, targets: Floats, group: int) -> _Candidate:
         ops = self.runner.ops(targets.size, group)
         end = np.empty((self.layout.dp, ops.stage.size))
-        return _Candidate(
-            float(grid_seconds(self.row_cost, grid, ops, end)), grid, targets, group
-        )
+        return _Candidate(float(grid_seconds(self.row_cost, grid, ops, end)), grid, targets, group)
 
     def _improved(self, filled: list[_Candidate], goal: float) -> list[_Candidate]:
         """The fastest grids after moves, the fastest first."""
