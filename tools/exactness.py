@@ -48,7 +48,7 @@ from tests.dist.wide_cases import SPECIAL as WIDE_SPECIAL  # noqa: E402
 MARKS = ("<!-- measured -->", "<!-- end -->")
 MODEL_MARKS = ("<!-- models -->", "<!-- end of models -->")
 DYNAMIC_CP_PAGE = ROOT / "docs" / "dynamic_cp.md"
-DYNAMIC_CP_MARKS = ("<!-- exactness -->", "<!-- end of exactness -->")
+DYNAMIC_CP_MARKS = ("<!-- dynamic cp -->", "<!-- end of dynamic cp -->")
 PREFIX_MARKS = ("<!-- prefixes -->", "<!-- end of prefixes -->")
 MODELS = {
     "llama": "Llama",
@@ -211,8 +211,7 @@ def special_prefixes(results: dict[str, dict[str, Any]]) -> list[str]:
             kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
             saved = f"{runs[0]['facts']['shared_tokens']} of {runs[0]['facts']['tokens']}"
             lines.append(
-                f"| {case.title} | {_row_layout(case)} | {kinds} | {saved} | "
-                f"{_row_errors(runs)} |"
+                f"| {case.title} | {_row_layout(case)} | {kinds} | {saved} | {_row_errors(runs)} |"
             )
     return lines
 

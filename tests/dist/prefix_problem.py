@@ -1,4 +1,4 @@
-"""The problem of the cases with shared prefixes: shapes of families, and what rows share of them."""
+"""The problem of the cases with shared prefixes: shapes of families, and what rows share."""
 
 from __future__ import annotations
 

@@ -86,13 +86,15 @@ def test_plans_mix_widths(name: str) -> None:
         plan, plain = case.plans(samples)
         facts = wide_facts(samples, plan)
         assert wide_facts(samples, plain)["gpus"] == [layout.cp]
-        assert facts["gpus"] == [layout.cp * width for width in layout.widths]
-        if not case.is_planned:
-            least = MIXTURES[layout.dp]
-            assert all(facts[fact] >= value for fact, value in least.items()), (facts, least)
-        if case.shape_of(kind) == "wide":
-            assert facts["short_in_wide"] > 0
+        gpus = [layout.cp * width for width in layout.widths]
         shared = [facts[f"shared_{width}"] for width in layout.widths]
-        assert (
-            all(shared) if case.shares and not case.is_planned else case.shares or not any(shared)
-        )
+        assert any(shared) == case.shares
+        if case.is_planned:
+            assert len(facts["gpus"]) > 1
+            assert facts["gpus"][-1] == gpus[-1]
+            continue
+        assert facts["gpus"] == gpus
+        least = MIXTURES[layout.dp]
+        assert all(facts[fact] >= value for fact, value in least.items()), (facts, least)
+        assert facts["short_in_wide"] > 0 or case.shape_of(kind) != "wide"
+        assert all(shared) or not case.shares

@@ -74,7 +74,7 @@ them."""
 CAPACITY = {2: 72, 4: 48}
 """Tokens that a row of one DP rank may hold, by dp."""
 PLAIN_CAPACITY = 132
-"""The same for plans without wide rows: the longest pair has 128 tokens, 132 with the alignment of cp2."""
+"""The same for plans without wide rows: the longest pair has 128 tokens, and 132 over cp2."""
 PLANNER_CAPACITY = 24
 """The same for plans of the planner: 79 tokens need four ranks, 36 two of them."""
 
