@@ -211,8 +211,7 @@ def special_prefixes(results: dict[str, dict[str, Any]]) -> list[str]:
             kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
             saved = f"{runs[0]['facts']['shared_tokens']} of {runs[0]['facts']['tokens']}"
             lines.append(
-                f"| {case.title} | {_row_layout(case)} | {kinds} | {saved} | "
-                f"{_row_errors(runs)} |"
+                f"| {case.title} | {_row_layout(case)} | {kinds} | {saved} | {_row_errors(runs)} |"
             )
     return lines
 
