@@ -12,13 +12,14 @@ import numpy as np
 from megapack.base.arrays import Ids, Ints, read_budget, read_lengths, read_sets
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError, brief
-from megapack.layout import Layout
+from megapack.layout import Layout, round_up
 from megapack.plan.plan import Plan, RolloutId, StepPlan
 from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.families import with_own_sharing
-from megapack.planner.problem import StepProblem, build_step
+from megapack.planner.problem import StepDraft, StepProblem, build_step
 from megapack.planner.search import plan_rows
 from megapack.planner.sharing import plan_shared_rows
+from megapack.planner.wide import plan_wide_rows
 from megapack.policy import Policy, check_dynamic_cp, check_ranks_are_apart
 from megapack.prefixes import PrefixTable, SharedPrefixes, worthwhile
 
@@ -105,7 +106,7 @@ def build_dp_schedule(
         forward_only=forward_only,
         prefixes=table,
     )
-    planned = tuple(_plan_step(problem, batch) for problem in problems)
+    planned = tuple(_plan_step(problem, batch, budget) for problem in problems)
     if prefixes is not None and not any(
         mb.shared_tokens for step in planned for mb in step.microbatches
     ):
@@ -225,7 +226,7 @@ def _kept_prefixes(
     return kept if kept.order else None
 
 
-def _plan_step(problem: StepProblem, batch: _Batch) -> StepPlan:
+def _plan_step(problem: StepProblem, batch: _Batch, budget: int) -> StepPlan:
     first_samples = problem.samples[np.cumsum(problem.item_samples) - problem.item_samples]
     rollouts, num_items = np.unique(batch.rollout_of[first_samples], return_counts=True)
     ids = tuple(batch.names[rollout] for rollout in rollouts.tolist())
@@ -233,11 +234,42 @@ def _plan_step(problem: StepProblem, batch: _Batch) -> StepPlan:
     if problem.prefixes is not None and batch.colocate_ids is not None:
         sharing = with_own_sharing(problem, problem.prefixes)
     kept, num_kept = keep_reachable(sharing, np.cumsum(num_items))
-    if problem.prefixes is None:
-        draft = plan_rows(kept)
+    loose = problem.take(kept.num_items)
+    if problem.policy.context_parallel == "fixed":
+        kept, draft = _plan_narrow_rows(loose, kept)
     else:
-        kept, draft = plan_shared_rows(problem.take(kept.num_items), kept)
+        kept, draft = _plan_dynamic(loose, kept, budget)
     return build_step(kept, draft, ids[:num_kept], ids[num_kept:])
+
+
+def _plan_narrow_rows(loose: StepProblem, problem: StepProblem) -> tuple[StepProblem, StepDraft]:
+    """The best draft of rows on one DP rank each, and the problem that it is a draft of.
+
+    Args:
+        loose: the items without what their samples share.
+    """
+    if problem.prefixes is None:
+        return problem, plan_rows(problem)
+    return plan_shared_rows(loose, problem)
+
+
+def _plan_dynamic(
+    loose: StepProblem, problem: StepProblem, budget: int
+) -> tuple[StepProblem, StepDraft]:
+    """The same under context_parallel="dynamic": rows may lie over several DP ranks.
+
+    Args:
+        budget: padded tokens that a row of one DP rank may hold.
+    """
+    fixed = None
+    try:
+        problem, fixed = _plan_narrow_rows(loose, problem)
+    except PlanError as error:
+        # Rows of one rank are over the cap on live tokens; shorter ones may not be.
+        logger.info("%s; trying rows over several ranks", error)
+    if int(problem.aligned.max()) > budget:
+        fixed = None
+    return problem, plan_wide_rows(problem, fixed)
 
 
 def _row_capacity(budget: int, layout: Layout, policy: Policy, forward_only: bool) -> int:
@@ -295,20 +327,23 @@ def _check_set_sizes(batch: _Batch, micro_batch_size: int | None) -> None:
 def _check_oversize(
     batch: _Batch, budget: int, layout: Layout, policy: Policy, table: PrefixTable | None
 ) -> None:
-    """Raise PlanError for items over the budget, or log them under oversize="alone".
+    """Raise PlanError for items over the budget, or log them if they may be planned.
 
-    A colocated set is as large as the positions that a row of its samples holds.
+    A colocated set is as large as the positions that a row of its samples holds. Under
+    oversize="alone" such an item may have a row of its own. Under context_parallel="dynamic" it
+    goes over several DP ranks, whatever `oversize` says, and must fit on some number of them.
     """
     if budget < 0:
         return
-    tokens = np.zeros(int(batch.item_of.max()) + 1, dtype=np.int64)
-    np.add.at(tokens, batch.item_of, batch.aligned)
-    if table is not None and batch.colocate_ids is not None:
-        everyone = np.arange(batch.item_of.size)
-        tokens -= table.saved(everyone, batch.item_of, tokens.size)[0]
+    tokens = _item_tokens(batch, layout, table, 1)
     over = np.flatnonzero(tokens > budget)
     if not over.size:
         return
+    dynamic = policy.context_parallel == "dynamic"
+    if dynamic:
+        least = _least_budgets(batch, layout, table)
+        beyond = np.flatnonzero(least > budget)
+        over = beyond if beyond.size else over
     samples = np.flatnonzero(batch.item_of == over[0]).tolist()
     held = int(layout.aligned_row_tokens(int(tokens[over[0]])))
     name = f"sample {samples[0]}"
@@ -322,6 +357,38 @@ def _check_oversize(
         f"* cp={layout.cp}, rounded down to {layout.row_alignment}); the first is {name}: "
         f"{sum(lengths)} tokens, {held} padded"
     )
+    if dynamic and beyond.size:
+        wanted = -(-int(least[beyond].max()) // layout.cp)
+        raise PlanError(
+            f"{what}, which no aligned block of up to {layout.widths[-1]} of dp={layout.dp} ranks "
+            f"holds (context_parallel='dynamic'); set max_tokens_per_gpu to {wanted} or more"
+        )
+    if dynamic:
+        logger.info("%s; each goes over as many DP ranks as hold it", what)
+        return
     if policy.oversize == "error":
         raise PlanError(f"{what}; raise max_tokens_per_gpu or set oversize='alone'")
     logger.warning("%s; each is alone in its row", what)
+
+
+def _item_tokens(batch: _Batch, layout: Layout, table: PrefixTable | None, width: int) -> Ints:
+    """int64 [I]: padded tokens of each item in a row over `width` DP ranks."""
+    tokens = np.zeros(int(batch.item_of.max()) + 1, dtype=np.int64)
+    np.add.at(tokens, batch.item_of, layout.over(width).aligned_sample_tokens(batch.lengths))
+    if table is not None and batch.colocate_ids is not None:
+        everyone = np.arange(batch.item_of.size)
+        tokens -= table.over(width).saved(everyone, batch.item_of, tokens.size)[0]
+    return tokens
+
+
+def _least_budgets(batch: _Batch, layout: Layout, table: PrefixTable | None) -> Ints:
+    """int64 [I]: the least budget of a row of one DP rank with which some width holds each item.
+
+    At cp=1, 100 tokens over four ranks are padded to 104, of which each rank holds 26.
+    """
+    least = _item_tokens(batch, layout, table, 1)
+    for width in layout.widths[1:]:
+        tokens = _item_tokens(batch, layout, table, width)
+        row = layout.over(width).aligned_row_tokens(tokens)
+        least = np.minimum(least, -(-row // width))
+    return np.asarray(round_up(least, layout.row_alignment), dtype=np.int64)

@@ -29,7 +29,7 @@ from megapack.prefixes import SharedPrefixes
 
 # Chosen by hand: by default the longest sample times 1, 2, 4, 8 and 16 is tried as budget.
 _MAX_BUDGETS = 5
-# With dynamic context parallelism the longest sample over 4 and over 2 DP ranks is tried before.
+# With dynamic context parallelism it is the longest sample over 4, 2 and 1 DP ranks.
 _MAX_SHARERS = 4
 _MAX_VPP = 8
 
@@ -260,7 +260,10 @@ def _candidates(
                 break
             for policy in _policies(work, space, layout, kind):
                 plan = _plan(work, layout, split, budget, policy)
-                if plan is not None and plan.steps not in seen:
+                if plan is None or plan.steps in seen:
+                    continue
+                # Without rows over several ranks it is a plan of the other kind.
+                if kind == "fixed" or plan.counts.wide_rows:
                     seen.add(plan.steps)
                     yield _candidate(work, plan, split, budget)
 
@@ -276,9 +279,10 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: ContextParallel
         return
     longest = _longest(work, layout)
     if kind == "dynamic":
-        shared = [width for width in layout.widths if 1 < width <= _MAX_SHARERS]
+        shared = [width for width in layout.widths if width <= _MAX_SHARERS]
         yield from (_longest(work, layout.over(width)) for width in reversed(shared))
-    yield from (longest << doubling for doubling in range(_MAX_BUDGETS))
+    else:
+        yield from (longest << doubling for doubling in range(_MAX_BUDGETS))
 
 
 def _policies(

@@ -172,7 +172,7 @@ def _pack(
             num_empty -= 1
         free[row] = free[row] - sizes[item] if sizes[item] <= capacity else 0
         missing[row] -= work[item]
-        _sift_down(heap, node_of, missing, node_of[row])
+        sift_down(heap, node_of, missing, node_of[row])
     return True
 
 
@@ -202,7 +202,7 @@ def _emptiest(size: int, free: Ints, used: Bools, capacity: int, must_open: bool
 
 
 @kernel
-def _sift_down(heap: Ints, node_of: Ints, key: Floats, node: int) -> None:
+def sift_down(heap: Ints, node_of: Ints, key: Floats, node: int) -> None:
     """Sift the row at a heap node down after its key has decreased."""
     row = heap[node]
     while True:

@@ -176,6 +176,13 @@ def put(cost: GridCost, items: GridItems, grid: Grid, item: int, cell: int, k: i
 
 
 @kernel
+def put_all(cost: GridCost, items: GridItems, grid: Grid, cells: Ints) -> None:
+    """Put each item into the row of one rank at its cell, int64 [I]."""
+    for item in range(cells.size):
+        put(cost, items, grid, item, cells[item], 0)
+
+
+@kernel
 def take(cost: GridCost, items: GridItems, grid: Grid, item: int) -> None:
     """Take an item out of its row; a row without items becomes empty cells."""
     cell = grid.row_of[item]
@@ -252,13 +259,6 @@ def swap_blocks(grid: Grid, rank: int, slot: int, other: int, other_slot: int, w
             while item >= 0:
                 grid.row_of[item] = cell
                 item = grid.next[item]
-
-
-@kernel
-def is_closed(grid: Grid, rank: int, slot: int, k: int) -> bool:
-    """Whether no row of a higher level covers a part of the block of level k at this cell."""
-    first = grid.first[rank, slot]
-    return first == rank and int(grid.level[rank * grid.first.shape[1] + slot]) <= k
 
 
 @kernel

@@ -1,21 +1,32 @@
-"""Items into a grid of rows of several widths, and moves that make its simulated step faster."""
+"""Items into a grid of rows of several widths, and moves that make its simulated step faster.
+
+`fill_grid` lets items choose their rows one by one, the largest first. Each slot has a target: the
+seconds that a row there should take. An item goes over as few ranks as its slot's target allows.
+
+`improve_grid` takes a random operation on the critical path, the chain of operations that the
+step's end waits for. It moves or exchanges items of its row, exchanges blocks of slots, or takes
+all items out of a few blocks and lets them choose again. The result is simulated with all ranks
+together, because ranks that share a row wait for each other. A slightly slower step is accepted,
+less and less, and the fastest one is kept.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from megapack.base.arrays import Bools, Floats, Ints
+from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
 from megapack.pipeline.kernels import RankOps
+from megapack.planner.bins import sift_down
 from megapack.planner.grid import (
     Grid,
     GridCost,
     GridItems,
     copy_grid,
     grid_seconds,
-    is_closed,
     is_open,
     is_room,
+    level_tokens,
     put,
     seconds_with,
     swap_blocks,
@@ -23,12 +34,43 @@ from megapack.planner.grid import (
 )
 from megapack.planner.refine import next_random
 
+# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+
+# Choice of a row: a second over the stretched target counts as this many seconds of room left.
 _OVER = 4.0
+# Choice of a row: twice the ranks count as this part of a mean target, so that an item is cut
+# further only if a narrower row would be over its target.
 _WIDER = 0.5
-_NOISE_UNITS = 4096
-_MAX_RUINED = 3
+# Items of less than this part of a mean target go to the row with the most room left, from a heap:
+# looking at all rows for each of 2,048 items takes ten times as long.
+_SMALL = 0.25
+# Rows at the top of the heap that are tried before all rows are: 1 + 2 + 4 + 8.
+_TOP_NODES = 15
+
+# Start of the pseudo-random sequence, as in `refine`.
 _SEED = 88172645463325252
+# Random numbers between 0 and 1 are multiples of 1/4096.
+_PARTS = 4096
+# Of 8 kinds of moves, 0 and 1 exchange blocks, 2 to 4 exchange items, and the others let the items
+# of some blocks choose again.
+_KINDS = 8
+_LAST_SWAP = 1
+_LAST_EXCHANGE = 4
+# Pairs of rows that are drawn for an exchange of items until one is legal.
+_DRAWS = 8
+# Items choose again from 1 to 3 blocks of at most 2**3 ranks, and no block is added after 64 items.
+_MAX_RUINED = 3
+_MAX_RUINED_LEVELS = 4
+_MAX_TAKEN = 64
+# Items choose again with a stretch from 0.9 to 1.5 and up to 0.3 mean targets of noise.
+_LEAST_STRETCH = 0.9
+_STRETCH_RANGE = 0.6
+_NOISE = 0.3
+# A step that is 0.3 % slower is accepted at first, and none at the end.
 _WARMTH = 0.003
+# The mean of the ranks' seconds counts as this part of the step's: a move that makes only a faster
+# rank faster is kept, and helps later.
+_TIE = 0.02
 
 
 @kernel
@@ -53,14 +95,133 @@ def fill_grid(
         noise: the choice is changed at random by up to this part of a mean target.
     """
     mean = targets.mean()
-    for item in order:
+    last = order.size
+    small = _SMALL * mean
+    if noise == 0:
+        # Heavy items come first within a least level, and the last of them need only one rank.
+        while last > 0 and _is_small(cost, items, order[last - 1], least, small):
+            last -= 1
+    for item in order[:last]:
         cell, k = _best_place(
             cost, items, grid, item, least[item], targets, mean, stretch, random, noise
         )
         if cell < 0:
             return False
         put(cost, items, grid, item, cell, k)
+    return _fill_small(cost, items, grid, order[last:], targets)
+
+
+@kernel
+def _is_small(cost: GridCost, items: GridItems, item: int, least: Ints, small: float) -> bool:
+    """Whether an item needs one rank only, and less than `small` seconds."""
+    seconds = cost.per_token[0] * items.tokens[0, item]
+    seconds += cost.per_token_sq[0] * items.tokens_sq[0, item]
+    return bool(least[item] == 0 and seconds + cost.per_sample[0] * items.samples[item] < small)
+
+
+@kernel
+def _fill_small(
+    cost: GridCost, items: GridItems, grid: Grid, order: Ints, targets: Floats
+) -> bool:
+    """Put each item into the row with the most room up to its target; whether all found one."""
+    dp, count = grid.first.shape
+    if order.size == 0:
+        return True
+    missing = np.empty(dp * count)
+    rows = np.empty(dp * count, dtype=np.int64)
+    size = 0
+    for rank in range(dp):
+        for slot in range(count):
+            if grid.first[rank, slot] == rank:
+                cell = rank * count + slot
+                missing[cell] = targets[slot] - grid.seconds[rank, slot]
+                rows[size] = cell
+                size += 1
+    rows = rows[:size]
+    heap = rows[np.argsort(-missing[rows], kind="mergesort")]
+    node_of = np.empty(dp * count, dtype=np.int64)
+    for node in range(size):
+        node_of[heap[node]] = node
+    for item in order:
+        best = -1
+        for node in range(min(_TOP_NODES, size)):
+            cell = heap[node]
+            if best < 0 or missing[cell] > missing[best]:
+                if is_room(cost, items, grid, cell, grid.level[cell], item):
+                    best = cell
+        if best < 0:
+            for cell in rows:
+                if best < 0 or missing[cell] > missing[best]:
+                    if is_room(cost, items, grid, cell, grid.level[cell], item):
+                        best = cell
+        if best < 0:
+            return False
+        put(cost, items, grid, item, best, grid.level[best])
+        missing[best] = targets[best % count] - grid.seconds[best // count, best % count]
+        sift_down(heap, node_of, missing, node_of[best])
     return True
+
+
+@kernel
+def close_gaps(cost: GridCost, items: GridItems, grid: Grid, least: Ints) -> bool:
+    """Fill all empty cells; returns whether none is left.
+
+    An empty cell gets an item of the slowest row of several items. If no row has several, a row
+    beside empty cells goes over twice its ranks.
+    """
+    dp, count = grid.first.shape
+    for cell in range(dp * count):
+        rank = cell // count
+        slot = cell % count
+        if grid.first[rank, slot] != rank or grid.num_items[cell] > 0:
+            continue
+        slowest = -1
+        for row in range(dp * count):
+            if grid.num_items[row] < 2 or least[grid.head[row]] > 0:
+                continue
+            seconds = grid.seconds[row // count, row % count]
+            if slowest < 0 or seconds > grid.seconds[slowest // count, slowest % count]:
+                slowest = row
+        if slowest >= 0:
+            item = grid.head[slowest]
+            take(cost, items, grid, item)
+            put(cost, items, grid, item, cell, 0)
+        elif not _widen_into(cost, items, grid, rank, slot):
+            return False
+    return True
+
+
+@kernel
+def _widen_into(cost: GridCost, items: GridItems, grid: Grid, rank: int, slot: int) -> bool:
+    """Let a row go over more ranks until it covers an empty cell; returns whether one does."""
+    dp, count = grid.first.shape
+    for k in range(1, cost.unit.size):
+        width = 1 << k
+        low = rank - rank % width
+        if low + width > dp:
+            return False
+        row = -1
+        is_alone = True
+        for r in range(low, low + width):
+            first = grid.first[r, slot] * count + slot
+            if grid.num_items[first] > 0 and first != row:
+                is_alone = is_alone and row < 0 and grid.level[first] < k
+                row = first
+        if row < 0:
+            continue
+        if not is_alone:
+            return False
+        taken = np.empty(grid.num_items[row], dtype=np.int64)
+        tokens = 0
+        for i in range(taken.size):
+            taken[i] = grid.head[row]
+            tokens += items.tokens[k, taken[i]]
+            take(cost, items, grid, taken[i])
+        fits = level_tokens(cost, k, tokens) <= cost.capacity[k]
+        for item in taken:
+            put(cost, items, grid, item, low * count + slot, k)
+        return bool(fits)
+    return False
 
 
 @kernel
@@ -99,7 +260,7 @@ def _best_place(
                 if k > 0 and grid.num_items[cell] == 0:
                     value += _WIDER * k
                 if noise > 0:
-                    value += noise * next_random(random, _NOISE_UNITS) / _NOISE_UNITS
+                    value += noise * next_random(random, _PARTS) / _PARTS
                 if value < best:
                     best = value
                     best_cell = cell
@@ -117,8 +278,15 @@ def improve_grid(
     least: Ints,
     targets: Floats,
     budget: int,
+    goal: float,
 ) -> float:
-    """Change a grid by random moves and leave the fastest one found; returns its seconds."""
+    """Change a grid by random moves and leave the fastest one found; returns its seconds.
+
+    Args:
+        order, least, targets: see `fill_grid`.
+        budget: simulations to spend.
+        goal: seconds that are fast enough.
+    """
     dp, count = grid.first.shape
     random = np.array([_SEED & 0xFFFFFFFFFFFF])
     rank_of_item = np.empty(order.size, dtype=np.int64)
@@ -134,13 +302,15 @@ def improve_grid(
     length = _critical_path(cost, grid, ops, end, before, last, path)
     mean = targets.mean()
     for used in range(budget):
+        if best <= goal:
+            break
         at = next_random(random, length)
         rank = path[at, 0]
         slot = path[at, 1]
-        kind = next_random(random, 8)
-        if kind <= 1:
+        kind = next_random(random, _KINDS)
+        if kind <= _LAST_SWAP:
             done = _try_swap(grid, random, rank, slot)
-        elif kind <= 4:
+        elif kind <= _LAST_EXCHANGE:
             done = _try_exchange(cost, items, grid, random, rank, slot)
         else:
             done = _try_ruin(
@@ -202,7 +372,7 @@ def _tie(cost: GridCost, end: Floats, last: Ints, dp: int) -> float:
         for op in last:
             latest = max(latest, end[rank, op])
         total += latest
-    return 0.02 * total / ranks
+    return _TIE * total / ranks
 
 
 @kernel
@@ -304,7 +474,7 @@ def _try_exchange(
     cell = grid.first[rank, slot] * count + slot
     if grid.num_items[cell] == 0:
         return False
-    for _ in range(8):
+    for _ in range(_DRAWS):
         other_slot = next_random(random, count)
         other_rank = grid.first[next_random(random, dp), other_slot]
         other = other_rank * count + other_slot
@@ -391,7 +561,7 @@ def _try_ruin(
     taken = np.empty(grid.row_of.size, dtype=np.int64)
     size = 0
     for _ in range(1 + next_random(random, _MAX_RUINED)):
-        width = 1 << next_random(random, cost.unit.size)
+        width = 1 << next_random(random, min(cost.unit.size, _MAX_RUINED_LEVELS))
         low = rank - rank % width
         for r in range(low, min(low + width, dp)):
             cell = grid.first[r, slot] * count + slot
@@ -400,12 +570,14 @@ def _try_ruin(
                 take(cost, items, grid, item)
                 taken[size] = item
                 size += 1
+        if size >= _MAX_TAKEN:
+            break
         rank = next_random(random, dp)
         slot = next_random(random, count)
     if size == 0:
         return False
     chosen = taken[:size]
     chosen = chosen[np.argsort(place[chosen])]
-    stretch = 0.9 + 0.6 * next_random(random, _NOISE_UNITS) / _NOISE_UNITS
-    noise = 0.3 * next_random(random, _NOISE_UNITS) / _NOISE_UNITS
+    stretch = _LEAST_STRETCH + _STRETCH_RANGE * next_random(random, _PARTS) / _PARTS
+    noise = _NOISE * next_random(random, _PARTS) / _PARTS
     return fill_grid(cost, items, grid, chosen, least, targets, stretch, random, noise)

@@ -1,167 +1,421 @@
-"""The search for rows over several DP ranks."""
+"""The search for rows over several DP ranks, under `context_parallel="dynamic"`.
+
+    M and G             -> slots; the profile for divisible work gives each slot's target
+    targets             -> items into a grid of ranks by slots, long ones over several ranks
+    the best few grids  -> improved by moves, all ranks simulated together
+
+A long sample alone on one rank is a step's critical path, while the other ranks wait. Cut over the
+ranks of a slot whose target it then meets, it takes no longer than their other rows. So the profile
+of perfectly divisible work, which no plan of whole samples can reach, is nearly reached.
+
+The draft of rows of one rank each is one of the grids that are improved, so no plan is slower than
+it in the simulator. If it is near the best profile already, nothing is searched.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from megapack.base.arrays import Floats, Ints
+from megapack.base.arrays import Floats
 from megapack.cost.model import TOKENS
 from megapack.errors import PlanError
-from megapack.pipeline.simulator import Runner
-from megapack.planner.counts import least_count
-from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put
-from megapack.planner.grid_search import fill_grid, improve_grid
-from megapack.planner.problem import PADDING, StepDraft, StepProblem
-from megapack.planner.profile import find_profile
-from megapack.planner.scored import drafted_seconds
+from megapack.layout import Layout
+from megapack.pipeline.simulator import Runner, simulate
+from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put_all
+from megapack.planner.grid_search import close_gaps, fill_grid, improve_grid
+from megapack.planner.problem import PADDING, StepDraft, StepProblem, build_step
+from megapack.planner.profile import Profile, default_profile, find_profile
 
+# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+
+# A step within this part of the best profile is not searched further: 1.005 s for 1 s.
+_NEAR = 0.005
+# Values of M that are tried, up to twice the closed form for equal micro-batches. From 4 to 40 they
+# are 4, 5, 6, 8, 11, 15, 20, 26, 32, 40. A step of few samples needs the larger ones, as long
+# samples fill several cells.
+_MAX_COUNTS = 10
+_MAX_GROWTH = 6
+_MANY_SLOTS = 40
+# Without a pipeline more slots only make room to arrange wide rows: up to 12 more than the fewest.
+_EXTRA_SLOTS = 12
+# Rounds of the profile search; each tries every level twice.
+_ROUNDS = 5
+# An item may take this many times its slot's target before it goes over more ranks.
 _STRETCHES = (1.0, 1.15, 1.35, 1.7)
-import os
-EVALS = int(os.environ.get("EVALS", 2000))
-FINAL = int(os.environ.get("FINAL", 4000))
-NB = int(os.environ.get("NB", 4))
-DEBUG = bool(os.environ.get("DEBUG"))
+# Grids of so many items times cells are filled with one stretch only: 2,048 items in 8 x 32 cells.
+_MANY_PLACES = 100_000
+_ONE_STRETCH = (1.15,)
+# Work grows by about this part, for the items that are cut.
+_OVERHEAD = 1.02
+# Simulations of the whole step, for the default of 2,048 evaluations: at most 1,024, and at most
+# 2**20 operations of ranks. On dp8 x pp4 x vpp2 with M=32 a rank has 2 * 32 * 8 = 512 operations, a
+# simulation has 4,096, and there are 256 of them.
+_SIMULATIONS_PART = 2
+_OPERATIONS = 512
+# The best grids, each of another M, get a third of them; the fastest then gets the rest.
+_CONTENDERS = 3
+_CONTENDERS_PART = 3
+# Relative gain that makes a draft better than the fixed one: more than rounding in fp64.
+_LEAST_GAIN = 1e-9
+
+
+@dataclass
+class _Candidate:
+    """A grid, and what it was made for."""
+
+    seconds: float
+    grid: Grid
+    targets: Floats
+    """float64 [M]: seconds that the rows of each slot should take."""
+    group: int
+    """G."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """M and G with their profile."""
+
+    count: int
+    group: int
+    profile: Profile
 
 
 def plan_wide_rows(problem: StepProblem, fixed: StepDraft | None) -> StepDraft:
-    return _WideSearch(problem, fixed).run()
+    """The best draft with rows over several ranks; `fixed` if none is faster in the simulator.
+
+    Args:
+        fixed: the best draft of rows on one rank each; None if there is none, because an item is
+            over the capacity or no such draft respects the cap on live tokens.
+
+    Raises:
+        PlanError: `fixed` is None, and no draft respects the policy.
+    """
+    if fixed is not None and (problem.layout.dp == 1 or problem.capacity < 0):
+        return fixed
+    search = _WideSearch(problem, fixed)
+    draft = search.run()
+    if draft is None:
+        return fixed or search.refuse()
+    return draft
 
 
 class _WideSearch:
-    def __init__(self, problem, fixed):
+    def __init__(self, problem: StepProblem, fixed: StepDraft | None) -> None:
         self.problem = problem
         self.fixed = fixed
-        self.layout = layout = problem.layout
+        self.layout: Layout = problem.layout
         self.policy = problem.policy
         self.by_tokens = problem.cost is None or self.policy.balance == "tokens"
-        self.cost = TOKENS if self.by_tokens else problem.cost
-        self.runner = Runner(layout, self.cost, problem.forward_only)
-        self.widths = layout.widths
-        sizes = [problem.at_width(w) for w in self.widths]
+        self.cost = TOKENS if problem.cost is None or self.by_tokens else problem.cost
+        self.runner = Runner(self.layout, self.cost, problem.forward_only)
+        # Seconds of each item's forward through one chunk on one rank, and their sum per rank.
+        self.work: Floats = problem.work * self.cost.share_of_rank(self.layout)
+        self.rank_work = math.fsum(self.work.tolist()) / self.layout.dp
+        # Work of a full row with average samples.
+        tokens = int(problem.aligned.sum())
+        self.cap = self.rank_work * self.layout.dp * problem.capacity / tokens
+
+    def run(self) -> StepDraft | None:
+        """A draft that is better than the fixed one; None if there is none."""
+        shapes = self._shapes()
+        goal = (1 + _NEAR) * min(shape.profile.seconds for shape in shapes)
+        self._read_sizes(1)
+        before = self._of_fixed()
+        if before is not None and before.seconds <= goal:
+            return None
+        self._read_sizes(self._useful_levels(shapes))
+        if not (self.row_cost.capacity[self.least] >= self._row_tokens()).all():
+            return None
+        best = self._filled(shapes, before)
+        if not best:
+            return None
+        if self.policy.search > 0:
+            best = self._improved(best, goal)
+        draft = self._draft(best[0])
+        if best[0].seconds == math.inf:
+            return None
+        if before is not None and not self._is_better(draft, best[0], before):
+            return None
+        return draft
+
+    def refuse(self) -> StepDraft:
+        """Raise PlanError: no draft respects the policy."""
+        cap = self.policy.max_live_tokens_per_gpu
+        layout = self.layout
+        reason = "leaves no cell empty"
+        setting = f"unreachable={self.policy.unreachable!r}; set unreachable='pad'"
+        if cap is not None:
+            reason = f"stays within max_live_tokens_per_gpu={cap}"
+            setting = "raise it or set a larger cp"
+        raise PlanError(
+            f"step {self.problem.number}: no plan found {reason} with samples of up to "
+            f"{int(self.problem.aligned.max())} padded tokens on dp={layout.dp}, pp={layout.pp}, "
+            f"vpp={layout.vpp}, cp={layout.cp}, context_parallel='dynamic'; {setting}"
+        )
+
+    def _shapes(self) -> list[_Shape]:
+        """M and G to try, with their profiles; the fastest for divisible work first."""
+        shapes = [
+            _Shape(count, group, self._profile(count, group))
+            for group in self._groups()
+            for count in self._counts(group)
+        ]
+        return sorted(shapes, key=lambda s: s.profile.seconds)
+
+    def _groups(self) -> list[int]:
+        """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
+        group = self.layout.group_size
+        if self.policy.group_size == "fixed" or self.layout.vpp == 1:
+            return [group]
+        pp = self.layout.pp
+        return sorted({group, pp, pp + pp // 2, 2 * pp})
+
+    def _counts(self, group: int) -> list[int]:
+        """Legal values of M to try, smaller ones closer together."""
+        layout = self.layout
+        held = self.problem.capacity * layout.dp
+        rule = self.policy.count_rule
+        least = layout.next_legal_count(-(-int(self.problem.aligned.sum()) // held), rule, group)
+        if layout.pp == 1:
+            top = least + _EXTRA_SLOTS
+        else:
+            best = float(least)
+            if self.cost.fixed > 0:
+                equal = self.rank_work * (layout.pp - 1) / (layout.vpp * self.cost.fixed)
+                best = math.sqrt(equal)
+            top = int(max(least + group, min(2 * best, max(_MAX_GROWTH * least, _MANY_SLOTS))))
+        last = _MAX_COUNTS - 1
+        wanted = [least + (top - least) * k * k // (last * last) for k in range(last + 1)]
+        if self.policy.search == 0:
+            wanted = [wanted[last // 2]]
+        own = [] if self.fixed is None else [self.fixed.rank_rows[0].size]
+        if self.fixed is not None and group == (self.fixed.group_size or group):
+            wanted += own
+        most = layout.next_legal_count(max(self.problem.num_items, *own, 1), rule, group)
+        legal = [min(layout.next_legal_count(m, rule, group), most) for m in wanted]
+        return sorted(dict.fromkeys(legal))
+
+    def _profile(self, count: int, group: int) -> Profile:
+        """The profile of M micro-batches for divisible work."""
+        none = np.zeros(0)
+        if self.policy.search == 0:
+            profile = default_profile(self.layout, count, group, 0)
+            equal = self.rank_work / count + float(self.cost.fixed)
+            chunks = (count * self.layout.vpp + self.layout.pp - 1) / self.layout.vpp
+            return Profile(profile.classes, profile.levels, profile.huge_order, equal * chunks, 0)
+        return find_profile(
+            self.runner,
+            count,
+            group,
+            work=self.rank_work,
+            fixed=float(self.cost.fixed),
+            cap=self.cap,
+            huge=none,
+            rounds=_ROUNDS,
+        )
+
+    def _read_sizes(self, num_levels: int) -> None:
+        """Sizes of the items, and costs and limits of rows, up to a number of levels."""
+        problem = self.problem
+        layout = self.layout
+        widths = layout.widths[:num_levels]
+        sizes = [problem.at_width(width) for width in widths]
         self.items = GridItems(
-            tokens=np.stack([s.aligned for s in sizes]),
-            tokens_sq=np.stack([s.aligned_sq for s in sizes]),
+            tokens=np.stack([size.aligned for size in sizes]),
+            tokens_sq=np.stack([size.aligned_sq for size in sizes]),
             samples=problem.item_samples,
         )
-        shares = np.array([self.cost.share_of_rank(layout, w) for w in self.widths])
-        cap = self.policy.max_live_tokens_per_gpu
+        share = np.array([self.cost.share_of_rank(layout, width) for width in widths])
+        live = self.policy.max_live_tokens_per_gpu
         self.row_cost = GridCost(
             fixed=float(self.cost.fixed),
-            per_token=self.cost.per_token * shares,
-            per_token_sq=self.cost.per_token_sq * shares,
-            per_sample=self.cost.per_sample * shares,
-            unit=np.array([layout.over(w).row_alignment for w in self.widths]),
-            capacity=np.array([problem.capacity * w for w in self.widths]),
-            max_live=0.0 if cap is None else float(cap * layout.cp * layout.vpp),
+            per_token=self.cost.per_token * share,
+            per_token_sq=self.cost.per_token_sq * share,
+            per_sample=self.cost.per_sample * share,
+            unit=np.array([layout.over(width).row_alignment for width in widths]),
+            capacity=np.array([problem.capacity * width for width in widths]),
+            max_live=0.0 if live is None else float(live * layout.cp * layout.vpp),
             lockstep=layout.ep_spans_dp,
             allows_padding=self.policy.unreachable == "pad",
         )
-        c = self.row_cost
-        self.seconds_WI = (
-            c.per_token[:, None] * self.items.tokens
-            + c.per_token_sq[:, None] * self.items.tokens_sq
-            + c.per_sample[:, None] * self.items.samples
-        )
-        unit = c.unit[:, None]
-        fits = -(-self.items.tokens // unit) * unit <= c.capacity[:, None]
-        self.least = np.argmax(fits, axis=0)
-        self.work = self.seconds_WI[0]
+        unit = self.row_cost.unit[:, None]
+        fits = -(-self.items.tokens // unit) * unit <= self.row_cost.capacity[:, None]
+        # The highest level for items that fit on none.
+        self.least = np.where(fits.any(axis=0), np.argmax(fits, axis=0), len(widths) - 1)
         self.order = np.lexsort((np.arange(self.work.size), -self.work, -self.least))
 
-    def run(self):
-        layout = self.layout
-        group = layout.group_size
-        cands = []
-        for count in self.counts(group):
-            cands += self.build(count, group)
-        if self.fixed is not None:
-            f = self.from_draft(self.fixed)
-            cands.append(f)
-        cands.sort(key=lambda c: c[0])
-        best = []
-        seen = {}
-        for c in cands:
-            k = c[1].first.shape[1]
-            if seen.get(k, 0) >= 1 and c is not cands[0]:
+    def _row_tokens(self) -> np.ndarray:
+        """int64 [I]: tokens of a row that holds the item alone, at the item's least level."""
+        unit = self.row_cost.unit[self.least]
+        tokens = self.items.tokens[self.least, np.arange(self.least.size)]
+        return -(-tokens // unit) * unit
+
+    def _useful_levels(self, shapes: list[_Shape]) -> int:
+        """Levels up to where the heaviest item takes under half a mean slot and the longest fits.
+
+        More ranks would cost memory here: sizes of a million samples take 16 MB per level.
+        """
+        problem = self.problem
+        widths = self.layout.widths
+        slot = self.rank_work / max(shape.count for shape in shapes) + float(self.cost.fixed)
+        longest = int(problem.aligned.max())
+        levels = 1
+        while levels < len(widths):
+            width = widths[levels - 1]
+            unit = self.layout.over(width).row_alignment
+            # Alignment may add a unit per sample of an item.
+            padded = longest + unit * int(problem.item_samples.max())
+            if 2 * float(self.work.max()) <= slot * width and padded <= problem.capacity * width:
+                break
+            levels += 1
+        return levels
+
+    def _targets(self, shape: _Shape) -> Floats:
+        """float64 [M]: seconds that the rows of each slot should take."""
+        work = self.rank_work * _OVERHEAD
+        return shape.profile.targets(work, np.zeros(0), self.cap) + float(self.cost.fixed)
+
+    def _filled(self, shapes: list[_Shape], before: _Candidate | None) -> list[_Candidate]:
+        """The best grid of each M and G and the fixed draft's, fastest first.
+
+        A shape is left out if even divisible work would take longer than the fastest grid.
+        """
+        best = [] if before is None else [before]
+        for shape in shapes:
+            fastest = min((c.seconds for c in best), default=math.inf)
+            if shape.profile.seconds >= fastest:
+                break
+            best += self._best_fill(shape)
+        count = max(shape.count for shape in shapes)
+        rule = self.policy.count_rule
+        while not any(c.seconds < math.inf for c in best) and count < self.problem.num_items:
+            # As many slots as items have room for all of them.
+            group = self._groups()[0]
+            most = self.layout.next_legal_count(self.problem.num_items, rule, group)
+            count = min(self.layout.next_legal_count(2 * count, rule, group), most)
+            best += self._best_fill(_Shape(count, group, self._profile(count, group)))
+        return sorted(best, key=lambda c: c.seconds)
+
+    def _best_fill(self, shape: _Shape) -> Iterator[_Candidate]:
+        """Yield the fastest grid of one M and G, if all items find rows."""
+        targets = self._targets(shape)
+        many = self.work.size * self.layout.dp * shape.count > _MANY_PLACES
+        many = many or self.policy.search == 0
+        filled = []
+        for stretch in _ONE_STRETCH if many else _STRETCHES:
+            grid = self._empty(shape.count)
+            found = fill_grid(
+                self.row_cost,
+                self.items,
+                grid,
+                self.order,
+                self.least,
+                targets,
+                stretch,
+                np.zeros(1, dtype=np.int64),
+                0.0,
+            )
+            if not found:
                 continue
-            seen[k] = seen.get(k, 0) + 1
-            best.append(c)
-        best = best[:NB]
-        if DEBUG:
-            print("   start", [(round(c[0] * 1e3, 2), c[1].first.shape[1]) for c in best])
-        out = []
-        for s, grid, targets, g in best:
-            ops = self.runner.ops(grid.first.shape[1], g)
-            s = improve_grid(self.row_cost, self.items, grid, ops, self.order, self.least, targets, EVALS)
-            out.append((s, grid, targets, g))
-        out.sort(key=lambda c: c[0])
-        if DEBUG:
-            print("   then", [(round(c[0] * 1e3, 2), c[1].first.shape[1]) for c in out])
-        s, grid, targets, g = out[0]
-        ops = self.runner.ops(grid.first.shape[1], g)
-        s = improve_grid(self.row_cost, self.items, grid, ops, self.order, self.least, targets, FINAL)
-        if DEBUG:
-            print("   end", s * 1e3)
-        return self.draft(grid, g)
+            if not self.row_cost.allows_padding:
+                close_gaps(self.row_cost, self.items, grid, self.least)
+            filled.append(self._scored(grid, targets, shape.group))
+        if filled:
+            yield min(filled, key=lambda c: c.seconds)
 
-    def counts(self, group):
-        layout = self.layout
-        tokens = int(self.items.tokens[0].sum())
-        least = layout.next_legal_count(-(-tokens // (self.problem.capacity * layout.dp)), self.policy.count_rule, group)
-        mean = float(self.work.sum()) / layout.dp
-        best = least
-        if self.cost.fixed > 0:
-            best = math.sqrt(mean / layout.vpp * (layout.pp - 1) / self.cost.fixed)
-        top = max(least + group, min(int(2 * best), 6 * least), min(int(best), 40))
-        wanted = [least + (top - least) * k * k // 81 for k in range(10)]
-        if self.fixed is not None:
-            wanted.append(self.fixed.rank_rows[0].size)
-        legal = [layout.next_legal_count(c, self.policy.count_rule, group) for c in wanted]
-        return sorted(dict.fromkeys(legal))
+    def _empty(self, count: int) -> Grid:
+        return empty_grid(self.row_cost, self.work.size, self.layout.dp, count)
 
-    def build(self, count, group):
-        total = float(self.work.sum()) / self.layout.dp * 1.02
-        cap = float(self.work.sum()) * self.problem.capacity / int(self.items.tokens[0].sum())
-        profile = find_profile(self.runner, count, group, work=total, fixed=self.row_cost.fixed,
-                               cap=cap, huge=np.zeros(0), rounds=8)
-        targets = profile.targets(total, np.zeros(0), cap) + self.row_cost.fixed
-        ops = self.runner.ops(count, group)
+    def _scored(self, grid: Grid, targets: Floats, group: int) -> _Candidate:
+        ops = self.runner.ops(targets.size, group)
         end = np.empty((self.layout.dp, ops.stage.size))
-        out = []
-        for stretch in _STRETCHES:
-            grid = empty_grid(self.row_cost, self.work.size, self.layout.dp, count)
-            ok = fill_grid(self.row_cost, self.items, grid, self.order, self.least, targets, stretch,
-                           np.array([1]), 0.0)
-            if ok:
-                s = grid_seconds(self.row_cost, grid, ops, end)
-                out.append((float(s), grid, targets, group))
-        return out
+        return _Candidate(
+            float(grid_seconds(self.row_cost, grid, ops, end)), grid, targets, group
+        )
 
-    def from_draft(self, draft):
-        count = draft.rank_rows[0].size
-        grid = empty_grid(self.row_cost, self.work.size, self.layout.dp, count)
-        cell_of = {}
-        for r, rows in enumerate(draft.rank_rows):
-            for m, row in enumerate(rows.tolist()):
-                if row >= 0:
-                    cell_of[row] = r * count + m
-        for i, row in enumerate(draft.row_of.tolist()):
-            put(self.row_cost, self.items, grid, i, cell_of[row], 0)
-        g = draft.group_size or self.layout.group_size
-        ops = self.runner.ops(count, g)
-        end = np.empty((self.layout.dp, ops.stage.size))
-        s = grid_seconds(self.row_cost, grid, ops, end)
-        targets = np.full(count, float(self.work.sum()) / self.layout.dp / count + self.row_cost.fixed)
-        return float(s), grid, targets, g
+    def _improved(self, filled: list[_Candidate], goal: float) -> list[_Candidate]:
+        """The fastest grids after moves, the fastest first."""
+        search = self.policy.search
+        passes = 1 if self.problem.forward_only else 2
+        num_ops = passes * filled[0].targets.size * self.layout.num_chunks * self.layout.dp
+        budget = min(search // _SIMULATIONS_PART, search * _OPERATIONS // num_ops)
+        contenders = filled[:_CONTENDERS]
+        each = budget // _CONTENDERS_PART // len(contenders)
+        for candidate in contenders:
+            self._improve(candidate, each, goal)
+        contenders.sort(key=lambda c: c.seconds)
+        self._improve(contenders[0], budget - each * len(contenders), goal)
+        return contenders
 
-    def draft(self, grid, group):
+    def _improve(self, candidate: _Candidate, budget: int, goal: float) -> None:
+        if budget < 1 or candidate.seconds == math.inf:
+            return
+        candidate.seconds = float(
+            improve_grid(
+                self.row_cost,
+                self.items,
+                candidate.grid,
+                self.runner.ops(candidate.targets.size, candidate.group),
+                self.order,
+                self.least,
+                candidate.targets,
+                budget,
+                goal,
+            )
+        )
+
+    def _of_fixed(self) -> _Candidate | None:
+        """The grid of the fixed draft; None without one."""
+        if self.fixed is None:
+            return None
+        count = self.fixed.rank_rows[0].size
+        rows = np.stack(self.fixed.rank_rows).ravel()
+        cells = np.flatnonzero(rows >= 0)
+        cell_of = np.empty(cells.size, dtype=np.int64)
+        cell_of[rows[cells]] = cells
+        grid = self._empty(count)
+        put_all(self.row_cost, self.items, grid, cell_of[self.fixed.row_of])
+        equal = np.full(count, self.rank_work / count + float(self.cost.fixed))
+        return self._scored(grid, equal, self.fixed.group_size or self.layout.group_size)
+
+    def _is_better(self, draft: StepDraft, candidate: _Candidate, before: _Candidate) -> bool:
+        """Whether a draft is faster than the fixed one in the simulator.
+
+        Rows that share prefixes are shorter than the grid counts, and under balance="tokens" the
+        grid's seconds are tokens: then both steps are made and simulated.
+        """
+        if candidate.seconds >= before.seconds * (1 - _LEAST_GAIN):
+            return False
+        exact = not self.by_tokens or self.problem.cost is None
+        if exact and self.problem.prefixes is None:
+            return True
+        assert self.fixed is not None
+        return self._simulated(draft) < self._simulated(self.fixed) * (1 - _LEAST_GAIN)
+
+    def _simulated(self, draft: StepDraft) -> float:
+        simulation = simulate(
+            build_step(self.problem, draft, (), ()),
+            layout=self.layout,
+            cost=self.problem.cost,
+            lockstep=self.layout.ep_spans_dp,
+            forward_only=self.problem.forward_only,
+        )
+        return simulation.makespan
+
+    def _draft(self, candidate: _Candidate) -> StepDraft:
+        grid = candidate.grid
         dp, count = grid.first.shape
         used = np.flatnonzero(grid.num_items > 0)
-        number = np.full(dp * count, PADDING)
+        number = np.full(dp * count, PADDING, dtype=np.int64)
         number[used] = np.arange(used.size)
-        rows = tuple(number[grid.first[r] * count + np.arange(count)] for r in range(dp))
-        return StepDraft(row_of=number[grid.row_of], rank_rows=rows,
-                         group_size=group if self.layout.vpp > 1 else None,
-                         widths=np.int64(1) << grid.level[used])
+        rows = number[grid.first * count + np.arange(count)]
+        return StepDraft(
+            row_of=number[grid.row_of],
+            rank_rows=tuple(rows),
+            group_size=candidate.group if self.layout.vpp > 1 else None,
+            widths=np.int64(1) << grid.level[used],
+        )
