@@ -94,7 +94,7 @@ def fill_grid(
         stretch: a row may take this many times its target before its item goes over more ranks.
         noise: the choice is changed at random by up to this part of a mean target.
     """
-    mean = targets.mean()
+    mean = _mean_target(targets)
     last = order.size
     small = _SMALL * mean
     if noise == 0:
@@ -112,6 +112,13 @@ def fill_grid(
 
 
 @kernel
+def _mean_target(targets: Floats) -> float:
+    """The mean of the targets; 1 if all are 0, as with a cost model without coefficients."""
+    mean = targets.mean()
+    return float(mean) if mean > 0 else 1.0
+
+
+@kernel
 def _is_small(cost: GridCost, items: GridItems, item: int, least: Ints, small: float) -> bool:
     """Whether an item needs one rank only, and less than `small` seconds."""
     seconds = cost.per_token[0] * items.tokens[0, item]
@@ -120,9 +127,7 @@ def _is_small(cost: GridCost, items: GridItems, item: int, least: Ints, small: f
 
 
 @kernel
-def _fill_small(
-    cost: GridCost, items: GridItems, grid: Grid, order: Ints, targets: Floats
-) -> bool:
+def _fill_small(cost: GridCost, items: GridItems, grid: Grid, order: Ints, targets: Floats) -> bool:
     """Put each item into the row with the most room up to its target; whether all found one."""
     dp, count = grid.first.shape
     if order.size == 0:
@@ -143,17 +148,9 @@ def _fill_small(
     for node in range(size):
         node_of[heap[node]] = node
     for item in order:
-        best = -1
-        for node in range(min(_TOP_NODES, size)):
-            cell = heap[node]
-            if best < 0 or missing[cell] > missing[best]:
-                if is_room(cost, items, grid, cell, grid.level[cell], item):
-                    best = cell
+        best = _roomiest(cost, items, grid, item, heap[:_TOP_NODES], missing)
         if best < 0:
-            for cell in rows:
-                if best < 0 or missing[cell] > missing[best]:
-                    if is_room(cost, items, grid, cell, grid.level[cell], item):
-                        best = cell
+            best = _roomiest(cost, items, grid, item, rows, missing)
         if best < 0:
             return False
         put(cost, items, grid, item, best, grid.level[best])
@@ -163,11 +160,25 @@ def _fill_small(
 
 
 @kernel
+def _roomiest(
+    cost: GridCost, items: GridItems, grid: Grid, item: int, rows: Ints, missing: Floats
+) -> int:
+    """The row with the most missing seconds among those within whose capacity an item may join; -1
+    if there is none."""
+    best = -1
+    for cell in rows:
+        is_better = best < 0 or missing[cell] > missing[best]
+        if is_better and is_room(cost, items, grid, cell, grid.level[cell], item):
+            best = cell
+    return best
+
+
+@kernel
 def close_gaps(cost: GridCost, items: GridItems, grid: Grid, least: Ints) -> bool:
     """Fill all empty cells; returns whether none is left.
 
-    An empty cell gets an item of the slowest row of several items. If no row has several, a row
-    beside empty cells goes over twice its ranks.
+    An empty cell gets an item of the slowest row of several items. If no row has several, the rows
+    beside the cell become one row, over the cell too.
     """
     dp, count = grid.first.shape
     for cell in range(dp * count):
@@ -193,34 +204,28 @@ def close_gaps(cost: GridCost, items: GridItems, grid: Grid, least: Ints) -> boo
 
 @kernel
 def _widen_into(cost: GridCost, items: GridItems, grid: Grid, rank: int, slot: int) -> bool:
-    """Let a row go over more ranks until it covers an empty cell; returns whether one does."""
+    """Make one row of the smallest block around an empty cell that has items; whether it fits."""
     dp, count = grid.first.shape
     for k in range(1, cost.unit.size):
         width = 1 << k
         low = rank - rank % width
         if low + width > dp:
             return False
-        row = -1
-        is_alone = True
-        for r in range(low, low + width):
-            first = grid.first[r, slot] * count + slot
-            if grid.num_items[first] > 0 and first != row:
-                is_alone = is_alone and row < 0 and grid.level[first] < k
-                row = first
-        if row < 0:
-            continue
-        if not is_alone:
-            return False
-        taken = np.empty(grid.num_items[row], dtype=np.int64)
+        taken = np.empty(grid.row_of.size, dtype=np.int64)
+        size = 0
         tokens = 0
-        for i in range(taken.size):
-            taken[i] = grid.head[row]
-            tokens += items.tokens[k, taken[i]]
-            take(cost, items, grid, taken[i])
-        fits = level_tokens(cost, k, tokens) <= cost.capacity[k]
-        for item in taken:
+        # No row reaches out of the block: a part of the block is empty.
+        for r in range(low, low + width):
+            cell = r * count + slot
+            while grid.num_items[cell] > 0:
+                taken[size] = grid.head[cell]
+                tokens += items.tokens[k, taken[size]]
+                take(cost, items, grid, taken[size])
+                size += 1
+        for item in taken[:size]:
             put(cost, items, grid, item, low * count + slot, k)
-        return bool(fits)
+        if size > 0:
+            return bool(level_tokens(cost, k, tokens) <= cost.capacity[k])
     return False
 
 
@@ -287,7 +292,7 @@ def improve_grid(
         budget: simulations to spend.
         goal: seconds that are fast enough.
     """
-    dp, count = grid.first.shape
+    dp = grid.first.shape[0]
     random = np.array([_SEED & 0xFFFFFFFFFFFF])
     rank_of_item = np.empty(order.size, dtype=np.int64)
     for k in range(order.size):
@@ -300,7 +305,7 @@ def improve_grid(
     current = best + _tie(cost, end, last, dp)
     path = np.empty((ops.stage.size, 2), dtype=np.int64)
     length = _critical_path(cost, grid, ops, end, before, last, path)
-    mean = targets.mean()
+    mean = _mean_target(targets)
     for used in range(budget):
         if best <= goal:
             break
@@ -488,9 +493,7 @@ def _try_exchange(
         j = grid.level[other]
         if b < 0 and grid.num_items[cell] == 1 and k > 0:
             continue
-        if b >= 0 and (
-            grid.num_items[cell] == 1 and grid.num_items[other] == 1 and j == k
-        ):
+        if b >= 0 and (grid.num_items[cell] == 1 and grid.num_items[other] == 1 and j == k):
             continue
         if not _fits_after(cost, items, grid, cell, k, a, b):
             continue
@@ -580,4 +583,4 @@ def _try_ruin(
     chosen = chosen[np.argsort(place[chosen])]
     stretch = _LEAST_STRETCH + _STRETCH_RANGE * next_random(random, _PARTS) / _PARTS
     noise = _NOISE * next_random(random, _PARTS) / _PARTS
-    return fill_grid(cost, items, grid, chosen, least, targets, stretch, random, noise)
+    return bool(fill_grid(cost, items, grid, chosen, least, targets, stretch, random, noise))
