@@ -311,7 +311,7 @@ def width_table(
 ) -> str:
     """A Markdown table of plans with and without rows that ranks share."""
     cost = width_cost(options, layout)
-    simulated = [simulate_planned(way.plan, way.plan.steps[0], cost).seconds for way, _ in results]
+    simulated = [simulate_planned(way.plan, way.plan.steps[0], cost).makespan for way, _ in results]
     lines = [
         f"### {layout.label}: one sample of {options.long} tokens, {options.num_short} of "
         f"{options.short}, hidden size {GROUPS_MODEL.hidden_size}",
