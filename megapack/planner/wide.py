@@ -26,7 +26,8 @@ from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline.simulator import Runner, simulate
 from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put_all
-from megapack.planner.grid_search import close_gaps, fill_grid, improve_grid
+from megapack.planner.grid_fill import close_gaps, fill_grid
+from megapack.planner.grid_search import improve_grid
 from megapack.planner.problem import PADDING, StepDraft, StepProblem, build_step
 from megapack.planner.profile import Profile, default_profile, find_profile
 

@@ -21,7 +21,8 @@ from megapack import (
 )
 from megapack.pipeline.simulator import Runner, simulate_planned
 from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put, take
-from megapack.planner.grid_search import close_gaps, fill_grid, improve_grid
+from megapack.planner.grid_fill import close_gaps, fill_grid
+from megapack.planner.grid_search import improve_grid
 
 pytestmark = pytest.mark.unit
 
