@@ -269,7 +269,7 @@ def _plan_dynamic(
         logger.info("%s; trying rows over several ranks", error)
     if int(problem.aligned.max()) > budget:
         fixed = None
-    return problem, plan_wide_rows(problem, fixed)
+    return problem, plan_wide_rows(problem, fixed, budget)
 
 
 def _row_capacity(budget: int, layout: Layout, policy: Policy, forward_only: bool) -> int:

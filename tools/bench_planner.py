@@ -4,6 +4,7 @@
     python tools/bench_planner.py --peer verl          # with the installed package's own functions
     python tools/bench_planner.py --only-speed
     python tools/bench_planner.py --only-shared        # writes the tables of shared prefixes
+    python tools/bench_planner.py --only-dynamic       # writes those of rows over several DP ranks
 
 Quality is time over equal work: a step's simulated seconds over the seconds of its samples' work
 spread evenly over all GPUs, without a bubble, alignment or fixed costs. No plan can reach 1.
@@ -19,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,19 +28,36 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megapack import CostModel, Layout, MicroBatch, Policy, StepPlan, build_dp_schedule, simulate
+from megapack import (
+    CostModel,
+    Layout,
+    MicroBatch,
+    Plan,
+    Policy,
+    StepPlan,
+    build_dp_schedule,
+    simulate,
+)
 from tools.benching.planner_families import generated_steps, shared_table, speed_table, trace_steps
 from tools.benching.planner_peers import BASELINES, Ranks, Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples per optimizer step.
 BATCHES = (512, 1024, 2048)
+# The same for rows over several DP ranks: the fewer samples a step has, the more a long one counts.
+DYNAMIC_BATCHES = (128, 256, 512)
 # Samples of a step of the table of shared prefixes.
 SHARED_SAMPLES = 512
+# Steps of the table of the spread of step times, and samples of each.
+SPREAD_STEPS = 200
+SPREAD_SAMPLES = 128
 MARKS = ("<!-- measured -->", "<!-- end -->")
 SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes -->")
+DYNAMIC_MARKS = ("<!-- measured: dynamic CP -->", "<!-- end: dynamic CP -->")
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
+# Work of a row grows by this part when several DP ranks share it.
+CP_OVERHEAD = 0.05
 
 LAYOUTS = {
     "dp8": Layout(dp=8),
@@ -47,6 +65,15 @@ LAYOUTS = {
     "dp4 pp4 vpp2": Layout(dp=4, pp=4, vpp=2),
     "dp2 pp8 vpp4": Layout(dp=2, pp=8, vpp=4),
 }
+DYNAMIC_LAYOUTS = {
+    **LAYOUTS,
+    "dp8 pp4": Layout(dp=8, pp=4),
+    "dp8 pp4 vpp2": Layout(dp=8, pp=4, vpp=2),
+}
+SPREAD_LAYOUTS = ("dp4 pp4 vpp2", "dp8 pp4")
+# Layout and samples of the table of milliseconds of planning rows over several ranks.
+DYNAMIC_SPEED = ("dp8 pp4 vpp2", 2048)
+DYNAMIC = Policy(context_parallel="dynamic")
 # Seconds per squared token over seconds per token.
 MODELS = {"7B": 1 / 49152, "30B-A3B": 1 / 12288}
 # File and budget per row of each trace.
@@ -69,7 +96,12 @@ SPEED = [
 def cost_of(layout: Layout, model: str) -> CostModel:
     per_token = 1e-6
     fixed = FIXED_TOKENS * per_token / layout.num_chunks
-    return CostModel(fixed=fixed, per_token=per_token, per_token_sq=per_token * MODELS[model])
+    return CostModel(
+        fixed=fixed,
+        per_token=per_token,
+        per_token_sq=per_token * MODELS[model],
+        cp_overhead=CP_OVERHEAD,
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +116,7 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        return LAYOUTS[self.layout_name]
+        return DYNAMIC_LAYOUTS[self.layout_name]
 
     @property
     def cost(self) -> CostModel:
@@ -116,6 +148,8 @@ class Result:
     """The most micro-batches of a rank."""
     milliseconds: float
     """Time of planning."""
+    widths: str = ""
+    """Rows over 2 ranks, over 4, and so on."""
 
 
 def load(folder: Path, num_samples: int) -> dict[str, tuple[np.ndarray, int]]:
@@ -134,22 +168,28 @@ def load(folder: Path, num_samples: int) -> dict[str, tuple[np.ndarray, int]]:
     return {"lognormal": (lognormal, 32768), "bimodal": (bimodal, 32768)}
 
 
-def cases(data: dict[str, tuple[np.ndarray, int]]) -> Iterator[Case]:
+def cases(
+    data: dict[str, tuple[np.ndarray, int]], layouts: Iterable[str] = tuple(LAYOUTS)
+) -> Iterator[Case]:
     for name, (lengths, budget) in data.items():
-        for layout in LAYOUTS:
+        for layout in layouts:
             for model in MODELS:
                 yield Case(name, lengths, budget, layout, model)
 
 
-def run_ours(case: Case, policy: Policy) -> Result:
-    start = time.perf_counter()
-    plan = build_dp_schedule(
+def plan_of(case: Case, policy: Policy) -> Plan:
+    return build_dp_schedule(
         case.lengths,
         layout=case.layout,
         max_tokens_per_gpu=case.budget,
         cost=case.cost,
         policy=policy,
     )
+
+
+def run_ours(case: Case, policy: Policy) -> Result:
+    start = time.perf_counter()
+    plan = plan_of(case, policy)
     return judge(case, plan.steps[0], time.perf_counter() - start)
 
 
@@ -173,16 +213,18 @@ def as_step(case: Case, ranks: Ranks) -> StepPlan:
 
 def judge(case: Case, step: StepPlan, seconds: float) -> Result:
     simulation = simulate(step, layout=case.layout, cost=case.cost)
-    rows = [mb.row_tokens for rank in step.ranks for mb in rank]
+    rows = [mb.row_tokens / mb.width for mb in step.microbatches]
     over = [tokens for tokens in rows if tokens > case.budget]
-    samples = sorted(i for rank in step.ranks for mb in rank for i in mb.samples)
+    samples = sorted(i for mb in step.microbatches for i in mb.samples)
     assert samples == list(range(case.lengths.size)), "a strategy lost samples"
+    widths = [mb.width for mb in step.microbatches if mb.width > 1]
     return Result(
         ratio=simulation.makespan / case.equal_seconds,
         num_over=len(over),
         worst_row=max(rows) / case.budget,
         num_microbatches=max(map(len, step.ranks)),
         milliseconds=1e3 * seconds,
+        widths=" ".join(f"{widths.count(w)}x{w}" for w in sorted(set(widths))),
     )
 
 
@@ -308,6 +350,94 @@ def shared(traces: Path) -> list[str]:
     return [*lines, "", *speed_table(1_000_000, large, cost_of(large, "30B-A3B"), rounds=5)]
 
 
+def dynamic(traces: Path) -> list[str]:
+    """The tables of rows over several DP ranks."""
+    lines = []
+    for batch in DYNAMIC_BATCHES:
+        lines += [f"### Dynamic CP: steps of up to {batch} samples", ""]
+        lines += [*dynamic_quality(load(traces, batch)), ""]
+    lines += ["### Dynamic CP: spread of step times", "", *spread(load(traces, 10**9)), ""]
+    layout, samples = DYNAMIC_SPEED
+    title = f"### Dynamic CP: CPU milliseconds of planning {samples} samples on {layout}"
+    return [*lines, title, "", *dynamic_speed(load(traces, samples), layout)]
+
+
+def dynamic_quality(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
+    """The lines of one table, one per case, and the geometric means of each layout."""
+    names = [*BASELINES, "fixed", "dynamic CP"]
+    lines = [f"| data | layout | model | {' | '.join(names)} | M | wide rows |"]
+    lines.append("|---" * (len(names) + 5) + "|")
+    by_layout: dict[str, list[dict[str, float]]] = {}
+    slower = 0
+    for case in cases(data, DYNAMIC_LAYOUTS):
+        row = {name: run_strategy(case, strategy) for name, strategy in BASELINES.items()}
+        row |= {"fixed": run_ours(case, Policy()), "dynamic CP": run_ours(case, DYNAMIC)}
+        ratios = {name: result.ratio for name, result in row.items()}
+        by_layout.setdefault(case.layout_name, []).append(ratios)
+        slower += ratios["dynamic CP"] > ratios["fixed"] * (1 + 1e-9)
+        cells = " | ".join(
+            f"{row[name].ratio:.3f}{'*' * bool(row[name].num_over)}" for name in names
+        )
+        planned = row["dynamic CP"]
+        lines.append(
+            f"| {case.data} | {case.layout_name} | {case.model} | {cells} | "
+            f"{planned.num_microbatches} | {planned.widths} |"
+        )
+    for layout, rows in by_layout.items():
+        cells = " | ".join(f"**{mean([row[name] for row in rows]):.3f}**" for name in names)
+        lines.append(f"| geometric mean | {layout} | | {cells} | | |")
+    num_cells = sum(map(len, by_layout.values()))
+    return [*lines, "", f"- cells where dynamic CP is slower than fixed: {slower} of {num_cells}"]
+
+
+def spread(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
+    """The table of the standard deviation of step times over many steps, in percent of the mean.
+
+    Each step's samples are drawn from the trace, so that the work of steps differs, too.
+    """
+    names = [*BASELINES, "fixed", "dynamic CP"]
+    lines = [f"| data | layout | model | equal work | {' | '.join(names)} |"]
+    lines.append("|---" * (len(names) + 4) + "|")
+    for name, (lengths, budget) in data.items():
+        for layout in SPREAD_LAYOUTS:
+            rng = np.random.default_rng(0)
+            seconds: dict[str, list[float]] = {n: [] for n in ("equal work", *names)}
+            for _ in range(SPREAD_STEPS):
+                drawn = rng.choice(lengths, SPREAD_SAMPLES)
+                case = Case(name, drawn, budget, layout, "30B-A3B")
+                results = {n: run_strategy(case, s) for n, s in BASELINES.items()}
+                results |= {
+                    "fixed": run_ours(case, Policy()),
+                    "dynamic CP": run_ours(case, DYNAMIC),
+                }
+                seconds["equal work"].append(case.equal_seconds)
+                for n, result in results.items():
+                    seconds[n].append(result.ratio * case.equal_seconds)
+            cells = " | ".join(
+                f"{100 * statistics.pstdev(s) / statistics.fmean(s):.1f} %"
+                for s in seconds.values()
+            )
+            lines.append(f"| {name} | {layout} | 30B-A3B | {cells} |")
+    return lines
+
+
+def dynamic_speed(data: dict[str, tuple[np.ndarray, int]], layout: str) -> list[str]:
+    """The table of CPU milliseconds per plan: medians of five."""
+    lines = ["| data | samples | model | fixed | dynamic CP |", "|---" * 5 + "|"]
+    for case in cases(data, [layout]):
+        medians = []
+        for policy in (Policy(), DYNAMIC):
+            times = []
+            for _ in range(5):
+                start = time.process_time()
+                plan_of(case, policy)
+                times.append(1e3 * (time.process_time() - start))
+            medians.append(statistics.median(times))
+        cells = " | ".join(f"{ms:.0f}" for ms in medians)
+        lines.append(f"| {case.data} | {case.lengths.size} | {case.model} | {cells} |")
+    return lines
+
+
 def peak_gib() -> float:
     """Peak resident memory of this process."""
     import resource
@@ -362,8 +492,16 @@ def main() -> None:
     parser.add_argument("--peer", choices=["verl"], action="append", default=[])
     parser.add_argument("--only-speed", action="store_true")
     parser.add_argument("--only-shared", action="store_true")
+    parser.add_argument("--only-dynamic", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
     options = parser.parse_args()
+    if not options.only_speed and not options.only_shared:
+        head = f"Measured with `python tools/bench_planner.py --only-dynamic` on {machine()}."
+        tables = "\n".join([head, "", *dynamic(options.traces)])
+        print(tables)
+        write_between_marks(options.out, DYNAMIC_MARKS, tables)
+    if options.only_dynamic:
+        return
     if not options.only_speed:
         head = f"Measured with `python tools/bench_planner.py --only-shared` on {machine()}."
         tables = "\n".join([head, "", *shared(options.traces)])

@@ -3,6 +3,8 @@
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         tools/bench_step.py [--rollouts FILE.jsonl] [--markdown OUT.md]
     OMP_NUM_THREADS=1 python tools/bench_step.py --groups 8 --prompt 512 --response 512
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+        tools/bench_step.py --long 4096
 
 All ways run in turn, in one process group and on one model. The table gives the median over rounds
 of each way's time divided by that of packed rows with planned shapes in the same round. A padded
@@ -11,6 +13,9 @@ attention then runs as one [B, heads, S, d] batch.
 
 With `--groups G`, prompts have G responses each, and rows that hold a prompt once are compared with
 rows that hold it G times, under one budget. One process runs the whole model, two run pp2 x vpp2.
+
+With `--long N`, a batch of one sample of N tokens and many short ones is planned with
+context_parallel="fixed" and "dynamic". Two processes run dp2, four dp2 x pp2; give each a core.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +35,25 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megapack import Layout, Plan, Policy, SharedPrefixes, build_dp_schedule, launch
+from megapack import (
+    CostModel,
+    Layout,
+    Plan,
+    Policy,
+    SharedPrefixes,
+    build_dp_schedule,
+    launch,
+)
 from megapack.config.sections import ModelConfig
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_rollouts
 from megapack.data.pieces import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, Ids
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
+from megapack.pipeline import simulate_planned
+from megapack.policy import ContextParallel
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.p2p import PlannedP2PCommunicator
@@ -254,6 +270,79 @@ def compare_groups(options: argparse.Namespace) -> list[str]:
     return [group_table(options, ratios(group_ways(options, chunks, layout), options.rounds))]
 
 
+def width_ways(options: argparse.Namespace, chunks: list, layout: Layout) -> list[Way]:
+    """Rows of one data-parallel rank each, and rows that several may share."""
+    lengths = [options.long, *[options.short] * options.num_short]
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(ByteTokenizer.vocab_size, (n,), generator=generator) for n in lengths]
+    batch = sample_batch([(t[:1].numpy(), t[1:].numpy()) for t in tokens])
+    adapter = ScheduleAdapter(chunks, layout=layout)
+    kinds: tuple[ContextParallel, ...] = ("fixed", "dynamic")
+    return [
+        Way(
+            kind,
+            adapter,
+            build_dp_schedule(
+                batch.lengths,
+                layout=layout,
+                max_tokens_per_gpu=options.budget or options.long,
+                cost=width_cost(options, layout),
+                policy=Policy(context_parallel=kind),
+            ),
+            batch,
+        )
+        for kind in kinds
+    ]
+
+
+def width_cost(options: argparse.Namespace, layout: Layout) -> CostModel:
+    """The cost model that a run on CPUs without a measured one takes."""
+    return cost_from_sizes(
+        replace(GROUPS_MODEL, vocab_size=ByteTokenizer.vocab_size).to_sizes(),
+        layout,
+        GpuSpeed.of("cpu", "fp32"),
+        recompute="none",
+        mean_length=options.long,
+    )
+
+
+def width_table(
+    options: argparse.Namespace, layout: Layout, results: list[tuple[Way, float]]
+) -> str:
+    """A Markdown table of plans with and without rows that ranks share."""
+    cost = width_cost(options, layout)
+    simulated = [simulate_planned(way.plan, way.plan.steps[0], cost).makespan for way, _ in results]
+    lines = [
+        f"### {layout.label}: one sample of {options.long} tokens, {options.num_short} of "
+        f"{options.short}, hidden size {GROUPS_MODEL.hidden_size}",
+        "",
+        "| context_parallel | M | shared rows | simulated, fixed = 1 | step time, fixed = 1 |",
+        "|---|---|---|---|---|",
+    ]
+    for (way, ratio), seconds in zip(results, simulated, strict=True):
+        counts = way.plan.counts
+        lines.append(
+            f"| {way.name} | {counts.microbatch_span} | {counts.num_wide_rows} | "
+            f"{seconds / simulated[0]:.2f} | {ratio:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def compare_widths(options: argparse.Namespace) -> list[str]:
+    """The table of `--long`."""
+    layout = Layout(dp=2, pp=dist.get_world_size() // 2)
+    initialize_parallel(layout, seed=1)
+    chunks = build_model(
+        GROUPS_MODEL,
+        layout,
+        vocab_size=ByteTokenizer.vocab_size,
+        seed=1,
+        distributed_optimizer=False,
+    )
+    results = ratios(width_ways(options, chunks, layout), options.rounds)
+    return [width_table(options, layout, results)]
+
+
 def compare_packings(options: argparse.Namespace) -> list[str]:
     """The tables of all ways to run generated rollouts, and those of a file."""
     initialize_parallel(LAYOUT, seed=1)
@@ -286,12 +375,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="number of prompts")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
-    parser.add_argument("--budget", type=int, help="tokens of a row; default: an unshared group")
+    parser.add_argument(
+        "--budget", type=int, help="tokens of a row; default: an unshared group, or --long"
+    )
+    parser.add_argument("--long", type=int, help="tokens of the longest sample: compare widths")
+    parser.add_argument("--short", type=int, default=128, help="tokens of the other samples")
+    parser.add_argument("--num-short", type=int, default=16, help="number of other samples")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     options = parser.parse_args()
     launch.start("cpu")
-    tables = compare_packings(options) if options.groups is None else compare_groups(options)
+    compare = compare_packings if options.groups is None else compare_groups
+    tables = (compare if options.long is None else compare_widths)(options)
     if dist.get_rank() == 0:
         text = "\n\n".join([machine(), *tables])
         print(text)

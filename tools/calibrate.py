@@ -350,10 +350,12 @@ def calibrate(
 
 def overhead_line(cost: CostModel, layout: Layout, num_rows: int) -> str:
     """What a row over several data-parallel ranks costs, and how that is known."""
+    if cost.cp_overhead != CostModel.cp_overhead:
+        return f"cp_overhead {cost.cp_overhead:.3f} from {num_rows} rows over several ranks"
+    reason = "their seconds hardly depend on their tokens"
     if layout.dp == 1:
-        ranks = 2 * layout.tp * layout.cp
-        return f"cp_overhead {cost.cp_overhead:g}, not measured: that needs {ranks} ranks or more"
-    return f"cp_overhead {cost.cp_overhead:.3f} from {num_rows} rows over several ranks"
+        reason = f"that needs {2 * layout.tp * layout.cp} ranks or more"
+    return f"cp_overhead {cost.cp_overhead:g}, not measured: {reason}"
 
 
 def measured_weights(

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens-per-gpu",
         type=_integers,
         metavar="N,...",
-        help="(the longest sample, and doublings while they fit)",
+        help="(the longest sample, doublings while they fit; dynamic: its quarter and half)",
     )
     for flag, literal, default in (
         ("--count-rule", CountRule, ["legal", "per_rank"]),

@@ -32,6 +32,9 @@ class GridCost(NamedTuple):
     """[levels]: row alignment in tokens."""
     capacity: Ints
     """[levels]: padded tokens that a row may hold."""
+    alone: Ints
+    """[levels]: padded tokens that a row of one item may hold, at least `capacity`. It is more if a
+    cap on live tokens lowers `capacity`."""
     max_live: float
     """Row tokens of one DP rank whose activations a stage may hold, each chunk counted whole; 0
     without a cap."""
@@ -132,7 +135,9 @@ def level_seconds(
 
 
 @kernel
-def seconds_with(cost: GridCost, items: GridItems, grid: Grid, cell: int, k: int, item: int) -> float:
+def seconds_with(
+    cost: GridCost, items: GridItems, grid: Grid, cell: int, k: int, item: int
+) -> float:
     """Seconds of the row at a cell after an item has joined it; k is the level."""
     return level_seconds(
         cost,
@@ -214,7 +219,8 @@ def take(cost: GridCost, items: GridItems, grid: Grid, item: int) -> None:
 def is_room(cost: GridCost, items: GridItems, grid: Grid, cell: int, k: int, item: int) -> bool:
     """Whether the row at a cell stays within its capacity if an item joins; k is the level."""
     tokens = level_tokens(cost, k, grid.tokens[cell] + items.tokens[k, item])
-    return tokens <= int(cost.capacity[k])
+    limit = cost.capacity[k] if grid.num_items[cell] > 0 else cost.alone[k]
+    return tokens <= int(limit)
 
 
 @kernel
@@ -227,10 +233,10 @@ def is_open(grid: Grid, rank: int, slot: int, k: int) -> bool:
         return False
     if grid.num_items[cell] > 0:
         return int(grid.level[cell]) == k
+    held = 0
     for r in range(rank + 1, rank + (1 << k)):
-        if grid.num_items[r * count + slot] > 0:
-            return False
-    return True
+        held += grid.num_items[r * count + slot]
+    return held == 0
 
 
 @kernel
@@ -272,9 +278,9 @@ def grid_seconds(cost: GridCost, grid: Grid, ops: RankOps, end: Floats) -> float
     dp, count = grid.first.shape
     for rank in range(dp):
         for slot in range(count):
-            if grid.first[rank, slot] == rank and not cost.allows_padding:
-                if grid.num_items[rank * count + slot] == 0:
-                    return np.inf
+            is_empty = grid.num_items[grid.first[rank, slot] * count + slot] == 0
+            if is_empty and not cost.allows_padding:
+                return np.inf
     if cost.max_live > 0:
         amounts = np.empty(count)
         for rank in range(dp):

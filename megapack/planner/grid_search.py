@@ -1,13 +1,10 @@
-"""Items into a grid of rows of several widths, and moves that make its simulated step faster.
+"""Moves that make the simulated step of a grid faster.
 
-`fill_grid` lets items choose their rows one by one, the largest first. Each slot has a target: the
-seconds that a row there should take. An item goes over as few ranks as its slot's target allows.
-
-`improve_grid` takes a random operation on the critical path, the chain of operations that the
-step's end waits for. It moves or exchanges items of its row, exchanges blocks of slots, or takes
-all items out of a few blocks and lets them choose again. The result is simulated with all ranks
-together, because ranks that share a row wait for each other. A slightly slower step is accepted,
-less and less, and the fastest one is kept.
+A move takes a random operation on the critical path, the chain of operations that the step's end
+waits for. It moves or exchanges items of its row, exchanges blocks of slots, or takes all items out
+of a few blocks and lets them choose again. The result is simulated with all ranks together, because
+ranks that share a row wait for each other. A slightly slower step is accepted, less and less, and
+the fastest one is kept.
 """
 
 from __future__ import annotations
@@ -17,40 +14,23 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
 from megapack.pipeline.kernels import RankOps
-from megapack.planner.bins import sift_down
 from megapack.planner.grid import (
     Grid,
     GridCost,
     GridItems,
     copy_grid,
     grid_seconds,
-    is_open,
-    is_room,
-    level_tokens,
     put,
-    seconds_with,
     swap_blocks,
     take,
 )
+from megapack.planner.grid_fill import RANDOM_PARTS, fill_grid, mean_target
 from megapack.planner.refine import next_random
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
-# Choice of a row: a second over the stretched target counts as this many seconds of room left.
-_OVER = 4.0
-# Choice of a row: twice the ranks count as this part of a mean target, so that an item is cut
-# further only if a narrower row would be over its target.
-_WIDER = 0.5
-# Items of less than this part of a mean target go to the row with the most room left, from a heap:
-# looking at all rows for each of 2,048 items takes ten times as long.
-_SMALL = 0.25
-# Rows at the top of the heap that are tried before all rows are: 1 + 2 + 4 + 8.
-_TOP_NODES = 15
-
 # Start of the pseudo-random sequence, as in `refine`.
 _SEED = 88172645463325252
-# Random numbers between 0 and 1 are multiples of 1/4096.
-_PARTS = 4096
 # Of 8 kinds of moves, 0 and 1 exchange blocks, 2 to 4 exchange items, and the others let the items
 # of some blocks choose again.
 _KINDS = 8
@@ -74,201 +54,6 @@ _TIE = 0.02
 
 
 @kernel
-def fill_grid(
-    cost: GridCost,
-    items: GridItems,
-    grid: Grid,
-    order: Ints,
-    least: Ints,
-    targets: Floats,
-    stretch: float,
-    random: Ints,
-    noise: float,
-) -> bool:
-    """Put items into the grid; returns whether all of them found a row.
-
-    Args:
-        order: items, in the order in which they choose.
-        least: int64 [I], the least level of a row that holds the item.
-        targets: float64 [M], seconds that the rows of each slot should take.
-        stretch: a row may take this many times its target before its item goes over more ranks.
-        noise: the choice is changed at random by up to this part of a mean target.
-    """
-    mean = targets.mean()
-    last = order.size
-    small = _SMALL * mean
-    if noise == 0:
-        # Heavy items come first within a least level, and the last of them need only one rank.
-        while last > 0 and _is_small(cost, items, order[last - 1], least, small):
-            last -= 1
-    for item in order[:last]:
-        cell, k = _best_place(
-            cost, items, grid, item, least[item], targets, mean, stretch, random, noise
-        )
-        if cell < 0:
-            return False
-        put(cost, items, grid, item, cell, k)
-    return _fill_small(cost, items, grid, order[last:], targets)
-
-
-@kernel
-def _is_small(cost: GridCost, items: GridItems, item: int, least: Ints, small: float) -> bool:
-    """Whether an item needs one rank only, and less than `small` seconds."""
-    seconds = cost.per_token[0] * items.tokens[0, item]
-    seconds += cost.per_token_sq[0] * items.tokens_sq[0, item]
-    return bool(least[item] == 0 and seconds + cost.per_sample[0] * items.samples[item] < small)
-
-
-@kernel
-def _fill_small(
-    cost: GridCost, items: GridItems, grid: Grid, order: Ints, targets: Floats
-) -> bool:
-    """Put each item into the row with the most room up to its target; whether all found one."""
-    dp, count = grid.first.shape
-    if order.size == 0:
-        return True
-    missing = np.empty(dp * count)
-    rows = np.empty(dp * count, dtype=np.int64)
-    size = 0
-    for rank in range(dp):
-        for slot in range(count):
-            if grid.first[rank, slot] == rank:
-                cell = rank * count + slot
-                missing[cell] = targets[slot] - grid.seconds[rank, slot]
-                rows[size] = cell
-                size += 1
-    rows = rows[:size]
-    heap = rows[np.argsort(-missing[rows], kind="mergesort")]
-    node_of = np.empty(dp * count, dtype=np.int64)
-    for node in range(size):
-        node_of[heap[node]] = node
-    for item in order:
-        best = -1
-        for node in range(min(_TOP_NODES, size)):
-            cell = heap[node]
-            if best < 0 or missing[cell] > missing[best]:
-                if is_room(cost, items, grid, cell, grid.level[cell], item):
-                    best = cell
-        if best < 0:
-            for cell in rows:
-                if best < 0 or missing[cell] > missing[best]:
-                    if is_room(cost, items, grid, cell, grid.level[cell], item):
-                        best = cell
-        if best < 0:
-            return False
-        put(cost, items, grid, item, best, grid.level[best])
-        missing[best] = targets[best % count] - grid.seconds[best // count, best % count]
-        sift_down(heap, node_of, missing, node_of[best])
-    return True
-
-
-@kernel
-def close_gaps(cost: GridCost, items: GridItems, grid: Grid, least: Ints) -> bool:
-    """Fill all empty cells; returns whether none is left.
-
-    An empty cell gets an item of the slowest row of several items. If no row has several, a row
-    beside empty cells goes over twice its ranks.
-    """
-    dp, count = grid.first.shape
-    for cell in range(dp * count):
-        rank = cell // count
-        slot = cell % count
-        if grid.first[rank, slot] != rank or grid.num_items[cell] > 0:
-            continue
-        slowest = -1
-        for row in range(dp * count):
-            if grid.num_items[row] < 2 or least[grid.head[row]] > 0:
-                continue
-            seconds = grid.seconds[row // count, row % count]
-            if slowest < 0 or seconds > grid.seconds[slowest // count, slowest % count]:
-                slowest = row
-        if slowest >= 0:
-            item = grid.head[slowest]
-            take(cost, items, grid, item)
-            put(cost, items, grid, item, cell, 0)
-        elif not _widen_into(cost, items, grid, rank, slot):
-            return False
-    return True
-
-
-@kernel
-def _widen_into(cost: GridCost, items: GridItems, grid: Grid, rank: int, slot: int) -> bool:
-    """Let a row go over more ranks until it covers an empty cell; returns whether one does."""
-    dp, count = grid.first.shape
-    for k in range(1, cost.unit.size):
-        width = 1 << k
-        low = rank - rank % width
-        if low + width > dp:
-            return False
-        row = -1
-        is_alone = True
-        for r in range(low, low + width):
-            first = grid.first[r, slot] * count + slot
-            if grid.num_items[first] > 0 and first != row:
-                is_alone = is_alone and row < 0 and grid.level[first] < k
-                row = first
-        if row < 0:
-            continue
-        if not is_alone:
-            return False
-        taken = np.empty(grid.num_items[row], dtype=np.int64)
-        tokens = 0
-        for i in range(taken.size):
-            taken[i] = grid.head[row]
-            tokens += items.tokens[k, taken[i]]
-            take(cost, items, grid, taken[i])
-        fits = level_tokens(cost, k, tokens) <= cost.capacity[k]
-        for item in taken:
-            put(cost, items, grid, item, low * count + slot, k)
-        return bool(fits)
-    return False
-
-
-@kernel
-def _best_place(
-    cost: GridCost,
-    items: GridItems,
-    grid: Grid,
-    item: int,
-    least: int,
-    targets: Floats,
-    mean: float,
-    stretch: float,
-    random: Ints,
-    noise: float,
-) -> tuple[int, int]:
-    """The cell and level of the row that suits an item best; -1, 0 if no row has room."""
-    dp, count = grid.first.shape
-    best = np.inf
-    best_cell = -1
-    best_level = 0
-    for k in range(least, cost.unit.size):
-        width = 1 << k
-        for slot in range(count):
-            goal = targets[slot]
-            for rank in range(0, dp - width + 1, width):
-                if not is_open(grid, rank, slot, k):
-                    continue
-                cell = rank * count + slot
-                if not is_room(cost, items, grid, cell, k, item):
-                    continue
-                seconds = seconds_with(cost, items, grid, cell, k, item)
-                # Less is better: room that is left, then time over the target, then new width.
-                value = (seconds - goal) / mean
-                if seconds > goal * stretch:
-                    value += _OVER * (seconds - goal * stretch) / mean
-                if k > 0 and grid.num_items[cell] == 0:
-                    value += _WIDER * k
-                if noise > 0:
-                    value += noise * next_random(random, _PARTS) / _PARTS
-                if value < best:
-                    best = value
-                    best_cell = cell
-                    best_level = k
-    return best_cell, best_level
-
-
-@kernel
 def improve_grid(
     cost: GridCost,
     items: GridItems,
@@ -287,7 +72,7 @@ def improve_grid(
         budget: simulations to spend.
         goal: seconds that are fast enough.
     """
-    dp, count = grid.first.shape
+    dp = grid.first.shape[0]
     random = np.array([_SEED & 0xFFFFFFFFFFFF])
     rank_of_item = np.empty(order.size, dtype=np.int64)
     for k in range(order.size):
@@ -300,7 +85,7 @@ def improve_grid(
     current = best + _tie(cost, end, last, dp)
     path = np.empty((ops.stage.size, 2), dtype=np.int64)
     length = _critical_path(cost, grid, ops, end, before, last, path)
-    mean = targets.mean()
+    mean = mean_target(targets)
     for used in range(budget):
         if best <= goal:
             break
@@ -462,7 +247,8 @@ def _within(grid: Grid, rank: int, slot: int, width: int, r: int) -> bool:
     """Whether the row at a cell of a block lies wholly inside the block."""
     count = grid.first.shape[1]
     first = grid.first[rank + r, slot]
-    return first >= rank and first + (1 << grid.level[first * count + slot]) <= rank + width
+    last = first + (1 << grid.level[first * count + slot])
+    return bool(first >= rank and last <= rank + width)
 
 
 @kernel
@@ -488,9 +274,7 @@ def _try_exchange(
         j = grid.level[other]
         if b < 0 and grid.num_items[cell] == 1 and k > 0:
             continue
-        if b >= 0 and (
-            grid.num_items[cell] == 1 and grid.num_items[other] == 1 and j == k
-        ):
+        if b >= 0 and (grid.num_items[cell] == 1 and grid.num_items[other] == 1 and j == k):
             continue
         if not _fits_after(cost, items, grid, cell, k, a, b):
             continue
@@ -578,6 +362,6 @@ def _try_ruin(
         return False
     chosen = taken[:size]
     chosen = chosen[np.argsort(place[chosen])]
-    stretch = _LEAST_STRETCH + _STRETCH_RANGE * next_random(random, _PARTS) / _PARTS
-    noise = _NOISE * next_random(random, _PARTS) / _PARTS
-    return fill_grid(cost, items, grid, chosen, least, targets, stretch, random, noise)
+    stretch = _LEAST_STRETCH + _STRETCH_RANGE * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
+    noise = _NOISE * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
+    return bool(fill_grid(cost, items, grid, chosen, least, targets, stretch, random, noise))

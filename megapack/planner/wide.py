@@ -26,7 +26,8 @@ from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline.simulator import Runner, simulate
 from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put_all
-from megapack.planner.grid_search import close_gaps, fill_grid, improve_grid
+from megapack.planner.grid_fill import close_gaps, fill_grid
+from megapack.planner.grid_search import improve_grid
 from megapack.planner.problem import PADDING, StepDraft, StepProblem, build_step
 from megapack.planner.profile import Profile, default_profile, find_profile
 
@@ -84,28 +85,33 @@ class _Shape:
     profile: Profile
 
 
-def plan_wide_rows(problem: StepProblem, fixed: StepDraft | None) -> StepDraft:
+def plan_wide_rows(
+    problem: StepProblem, fixed: StepDraft | None, budget: int | None = None
+) -> StepDraft:
     """The best draft with rows over several ranks; `fixed` if none is faster in the simulator.
 
     Args:
         fixed: the best draft of rows on one rank each; None if there is none, because an item is
             over the capacity or no such draft respects the cap on live tokens.
+        budget: padded tokens that a row of one item may hold per DP rank; None: the capacity, which
+            a cap on live tokens may lower.
 
     Raises:
         PlanError: `fixed` is None, and no draft respects the policy.
     """
     if fixed is not None and (problem.layout.dp == 1 or problem.capacity < 0):
         return fixed
-    search = _WideSearch(problem, fixed)
-    draft = search.run()
+    search = _WideSearch(problem, fixed, budget or problem.capacity)
+    draft = search.run() or fixed
     if draft is None:
-        return fixed or search.refuse()
+        raise search.refuse()
     return draft
 
 
 class _WideSearch:
-    def __init__(self, problem: StepProblem, fixed: StepDraft | None) -> None:
+    def __init__(self, problem: StepProblem, fixed: StepDraft | None, budget: int) -> None:
         self.problem = problem
+        self.budget = budget
         self.fixed = fixed
         self.layout: Layout = problem.layout
         self.policy = problem.policy
@@ -128,7 +134,7 @@ class _WideSearch:
         if before is not None and before.seconds <= goal:
             return None
         self._read_sizes(self._useful_levels(shapes))
-        if not (self.row_cost.capacity[self.least] >= self._row_tokens()).all():
+        if not self.all_fit:
             return None
         best = self._filled(shapes, before)
         if not best:
@@ -142,19 +148,20 @@ class _WideSearch:
             return None
         return draft
 
-    def refuse(self) -> StepDraft:
-        """Raise PlanError: no draft respects the policy."""
-        cap = self.policy.max_live_tokens_per_gpu
+    def refuse(self) -> PlanError:
+        """What is wrong if no draft respects the policy."""
         layout = self.layout
-        reason = "leaves no cell empty"
-        setting = f"unreachable={self.policy.unreachable!r}; set unreachable='pad'"
-        if cap is not None:
+        cap = self.policy.max_live_tokens_per_gpu
+        if cap is None:
+            reason = f"fills all micro-batches (unreachable={self.policy.unreachable!r})"
+            setting = "set unreachable='pad'"
+        else:
             reason = f"stays within max_live_tokens_per_gpu={cap}"
             setting = "raise it or set a larger cp"
-        raise PlanError(
+        return PlanError(
             f"step {self.problem.number}: no plan found {reason} with samples of up to "
             f"{int(self.problem.aligned.max())} padded tokens on dp={layout.dp}, pp={layout.pp}, "
-            f"vpp={layout.vpp}, cp={layout.cp}, context_parallel='dynamic'; {setting}"
+            f"vpp={layout.vpp}, cp={layout.cp} and context_parallel='dynamic'; {setting}"
         )
 
     def _shapes(self) -> list[_Shape]:
@@ -238,21 +245,20 @@ class _WideSearch:
             per_sample=self.cost.per_sample * share,
             unit=np.array([layout.over(width).row_alignment for width in widths]),
             capacity=np.array([problem.capacity * width for width in widths]),
+            alone=np.array([self.budget * width for width in widths]),
             max_live=0.0 if live is None else float(live * layout.cp * layout.vpp),
             lockstep=layout.ep_spans_dp,
             allows_padding=self.policy.unreachable == "pad",
         )
         unit = self.row_cost.unit[:, None]
-        fits = -(-self.items.tokens // unit) * unit <= self.row_cost.capacity[:, None]
-        # The highest level for items that fit on none.
-        self.least = np.where(fits.any(axis=0), np.argmax(fits, axis=0), len(widths) - 1)
+        rows = -(-self.items.tokens // unit) * unit
+        fits = rows <= self.row_cost.capacity[:, None]
+        # The widest of the rows in which it may be alone for an item that fits on no level.
+        may = rows <= self.row_cost.alone[:, None]
+        widest = len(widths) - 1 - np.argmax(may[::-1], axis=0)
+        self.least = np.where(fits.any(axis=0), np.argmax(fits, axis=0), widest)
+        self.all_fit = bool(may.any(axis=0).all())
         self.order = np.lexsort((np.arange(self.work.size), -self.work, -self.least))
-
-    def _row_tokens(self) -> np.ndarray:
-        """int64 [I]: tokens of a row that holds the item alone, at the item's least level."""
-        unit = self.row_cost.unit[self.least]
-        tokens = self.items.tokens[self.least, np.arange(self.least.size)]
-        return -(-tokens // unit) * unit
 
     def _useful_levels(self, shapes: list[_Shape]) -> int:
         """Levels up to where the heaviest item takes under half a mean slot and the longest fits.
@@ -333,9 +339,7 @@ class _WideSearch:
     def _scored(self, grid: Grid, targets: Floats, group: int) -> _Candidate:
         ops = self.runner.ops(targets.size, group)
         end = np.empty((self.layout.dp, ops.stage.size))
-        return _Candidate(
-            float(grid_seconds(self.row_cost, grid, ops, end)), grid, targets, group
-        )
+        return _Candidate(float(grid_seconds(self.row_cost, grid, ops, end)), grid, targets, group)
 
     def _improved(self, filled: list[_Candidate], goal: float) -> list[_Candidate]:
         """The fastest grids after moves, the fastest first."""

@@ -361,7 +361,7 @@ class ScheduleAdapter:
             rows = self._unannounced_rows(call)
         if call.plan.policy.context_parallel == "dynamic":
             self.ranks.place.enter("groups")
-            self.runner.row_groups.make(self.dp_rank, self._device)
+            self.runner.row_groups.make(self._device)
         self._check_inputs(call.batch.tensor_names)
         return rows
 

@@ -8,6 +8,7 @@ DP ranks 2 and 3 are its ranks 4, 5, 6 and 7.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack.errors import ConfigError, ScheduleError
-from megapack.layout import Layout, block_ranks
+from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
 from megapack.rows.packed import PackedRow
 
-# Groups of a process by Megatron's group over dp and cp, then by their ranks. The adapters of
-# actor, critic and reference share them: each NCCL communicator takes memory of the GPU.
-_MADE: dict[Any, dict[tuple[int, ...], Any]] = {}
+# Groups of a process by Megatron's group over dp and cp and by cp, then by number of slices. The
+# adapters of actor, critic and reference share them: NCCL communicators take memory of the GPU.
+_MADE: dict[tuple[Any, int], dict[int, Any]] = {}
 
 
 class RowGroups:
@@ -56,31 +57,34 @@ class RowGroups:
         cp_rank = self._groups[cp].rank()
         return cp * width, dp_rank % width * cp + cp_rank
 
-    def make(self, dp_rank: int, device: torch.device) -> None:
-        """Make the groups of rows over 2, 4, 8, ... DP ranks that the process does not have yet.
+    def make(self, device: torch.device) -> None:
+        """Make the groups of rows over 2, 4, 8, ... DP ranks, unless the process has them.
 
-        Collective of all ranks of `dp_cp`. All ranks make theirs in the same order, the smallest
-        first, and use each once: NCCL makes its communicators at the first use.
+        Collective of all ranks. Every rank takes part in making every group, in the same order,
+        since torch numbers groups by those that a rank has seen. Then each rank uses its own once,
+        the smallest first: NCCL makes its communicators at the first use.
 
         Raises:
-            ConfigError: Megatron numbers the ranks in another order.
             ScheduleError: a group cannot be made; the message names its ranks.
         """
         layout = self._layout
-        made = _MADE.setdefault(self._dp_cp, {})
-        blocks = [block_ranks(dp_rank, width) for width in layout.widths[1:]]
-        wanted = {
-            layout.cp * len(block): block
-            for block in blocks
-            if block[-1] < layout.dp and layout.cp * len(block) not in self._groups
-        }
-        if wanted and not made:
-            _equalize_names(self._dp_cp, device)
-        for num_slices, block in wanted.items():
-            ranks = self._all_ranks()[block[0] * layout.cp : (block[-1] + 1) * layout.cp]
-            if tuple(ranks) not in made:
-                made[tuple(ranks)] = _new_group(ranks, block, device)
-            self._groups[num_slices] = made[tuple(ranks)]
+        key = self._dp_cp, layout.cp
+        if key not in _MADE:
+            ranks = self._all_ranks()
+            every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(every, ranks)
+            made: dict[int, Any] = {}
+            for width in layout.widths[1:]:
+                size = width * layout.cp
+                for stage in sorted({tuple(other) for other in every}):
+                    for first in range(0, len(stage) - size + 1, size):
+                        group = _new_group(stage[first : first + size])
+                        if dist.get_rank() in stage[first : first + size]:
+                            made[size] = group
+            for group in made.values():
+                _use(group, device)
+            _MADE[key] = made
+        self._groups |= _MADE[key]
 
     def check(self, dp_rank: int) -> None:
         """Raise ConfigError unless the ranks of `dp_cp` are numbered by cp, then by dp."""
@@ -98,30 +102,22 @@ class RowGroups:
         return dist.get_process_group_ranks(self._dp_cp)
 
 
-def _equalize_names(dp_cp: Any, device: torch.device) -> None:
-    """Let all ranks of `dp_cp` be in equally many groups.
-
-    With `use_local_synchronization`, torch names a group by its ranks and by the number of groups
-    that the process is in. Where these numbers differ, for example because a framework made a group
-    of some of the ranks, the ranks of a new group would wait for each other under different names,
-    until the timeout. A rank with fewer groups gets groups of its own.
-    """
-    names = dist.distributed_c10d._world.pg_names
-    most = torch.tensor(float(len(names)), device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=dp_cp)
-    while len(names) < int(most):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
-
-def _new_group(ranks: list[int], block: tuple[int, ...], device: torch.device) -> Any:
-    name = f"rows over DP ranks {block[0]} to {block[-1]}"
+def _new_group(ranks: Sequence[int]) -> Any:
     try:
-        # Only its ranks take part: on dp=64 with 32 ranks per DP rank there are 2,016 such groups.
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        return dist.new_group(list(ranks), group_desc="megapack rows")
+    except RuntimeError as error:
+        raise _cannot(ranks, error) from error
+
+
+def _use(group: Any, device: torch.device) -> None:
+    try:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     except RuntimeError as error:
-        raise ScheduleError(
-            f"the group of {name} (ranks {ranks}) cannot be made: {error}; check the connection "
-            "between these ranks, or plan with context_parallel='fixed'"
-        ) from error
-    return group
+        raise _cannot(dist.get_process_group_ranks(group), error) from error
+
+
+def _cannot(ranks: Sequence[int], error: RuntimeError) -> ScheduleError:
+    return ScheduleError(
+        f"the group of ranks {list(ranks)}, which share rows, cannot be made: {error}; check the "
+        "connection between these ranks, or plan with context_parallel='fixed'"
+    )

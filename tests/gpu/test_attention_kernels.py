@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megapack import Layout, SharedPrefixes
 from megapack.model.attention.choice import obstacle
 from megapack.model.attention.merged import attention_pieces, merged_attention
-from megapack.model.attention.packed import packed_seq_params
-from megapack.model.attention.sdpa import packed_causal_attention
-from megapack.model.attention.te_rows import gathered_params
+from megapack.model.attention.packed import PackedAttention, packed_seq_params
+from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
+from megapack.model.attention.te_rows import gathered_params, hook_te_attention
 from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention, varlen_spans
 from megapack.prefixes import Branch, PrefixTable, row_branches
 from megapack.rows.slices import slice_positions
@@ -188,3 +190,89 @@ def test_te_rotates_a_row_by_its_gathered_table_without_synchronization() -> Non
         torch.cuda.set_sync_debug_mode("default")
     wanted = rope_utils._apply_rotary_pos_emb_bshd(query.double(), row_table.double())
     torch.testing.assert_close(found.double(), wanted, atol=0.02, rtol=0.02)
+
+
+class RowGroup:
+    """Ranks that share a row; one GPU has only one of them at a time."""
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self._ranks = ranks
+        self._rank = rank
+
+    def size(self) -> int:
+        return self._ranks
+
+    def rank(self) -> int:
+        return self._rank
+
+
+@pytest.mark.parametrize("kernel", [PackedVarlen, PackedSDPA])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_slices_of_a_row_over_several_ranks_equal_the_whole_row(
+    kernel: type[PackedAttention], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer has no context parallelism of its own: the row names the ranks that share it."""
+    if kernel is PackedVarlen:
+        skip_without("varlen")
+    config = SimpleNamespace(attention_dropout=0.0, kv_channels=D, context_parallel_size=1)
+    module = kernel(config, 1, AttnMaskType.causal, "self")
+    given = [x.requires_grad_() for x in qkv()]
+    wanted = [x.detach().requires_grad_() for x in given]
+    slices = [slice_positions(LENGTHS, ranks, rank).cuda() for rank in range(ranks)]
+    all_slices = torch.cat(slices)
+    _, key, value = given
+
+    def gathered(_: Tensor, __: Tensor, order_K: Tensor, group: RowGroup) -> tuple[Tensor, Tensor]:
+        assert group.size() == ranks
+        return key[all_slices][order_K], value[all_slices][order_K]
+
+    monkeypatch.setattr(sys.modules[kernel.__module__], "gather_rows", gathered)
+    expected = reference(*wanted)
+    weights = torch.linspace(-1, 1, expected.numel(), device="cuda").view_as(expected)
+    for rank, mine in enumerate(slices):
+        row = packed_seq_params(
+            cu_seqlens(),
+            max(LENGTHS),
+            sum(LENGTHS),
+            cp=ranks,
+            lengths=LENGTHS,
+            cp_group=RowGroup(ranks, rank),
+        )
+        out = module.attend(*(x[mine] for x in given), row)
+        torch.testing.assert_close(out.double(), expected[mine], atol=0.02, rtol=0.02)
+        (out.double() * weights[mine]).sum().backward()
+    (expected * weights).sum().backward()
+    for x, y in zip(given, wanted, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert (x.grad - y.grad).norm() < 0.02 * y.grad.norm()
+
+
+def test_te_runs_a_row_of_one_rank_after_one_of_several() -> None:
+    """Megatron's wrapper keeps the ranks of the last row that named some."""
+    skip_without("te")
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * D,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=D,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    groups = SimpleNamespace(tp=None, cp=None)
+    core = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    hook_te_attention([torch.nn.ModuleList([core])])
+    # What a row over two ranks leaves behind.
+    core.set_context_parallel_group(RowGroup(2, 0), [0, 1], torch.cuda.Stream(), "p2p")
+    core._follows_rows = True
+    q, k, v = qkv()
+    alone = packed_seq_params(
+        cu_seqlens(), max(LENGTHS), sum(LENGTHS), lengths=LENGTHS, cp_group=RowGroup(1, 0)
+    )
+    out = core(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=alone)
+    expected = reference(q, k, v).flatten(1)
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)

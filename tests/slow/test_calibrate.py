@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megapack import Layout
+from megapack import CostModel, Layout
 from megapack.config.cost_file import read_cost
 from tests.dist.spawn import ROOT, run_job
 
@@ -49,3 +49,16 @@ def test_a_measured_cost_model_predicts_step_times(tmp_path: Path) -> None:
     for line in map(json.loads, lines):
         # Predictions in seconds. In tokens, 256 per row, the ratio would be far outside.
         assert 0.02 < line["step_predicted_s"] / line["step_measured_s"] < 50
+
+
+def test_two_ranks_measure_what_sharing_rows_costs(tmp_path: Path) -> None:
+    job = [*JOB, "model.num_layers=2", "plan.max_tokens_per_gpu=128"]
+    args = [CONFIG, *job, "--out", "cost.yaml", "--rounds", "1"]
+    done = run_job(2, "tools.calibrate", args, timeout_s=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "over 2 data-parallel ranks: forward mean" in done.stdout
+    overhead = read_cost(tmp_path / "cost.yaml", Layout(pp=2)).cp_overhead
+    # On a busy machine the fit may see nothing but fixed seconds.
+    is_default = overhead == CostModel.cp_overhead
+    text = "not measured: their seconds" if is_default else f"cp_overhead {overhead:.3f} from "
+    assert text in done.stdout

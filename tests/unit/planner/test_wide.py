@@ -1,0 +1,281 @@
+"""Rows over several DP ranks: what the search gains, and what it must not do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapack import (
+    CostModel,
+    Layout,
+    Plan,
+    PlanError,
+    Policy,
+    SharedPrefixes,
+    build_dp_schedule,
+    check_plan,
+    simulate,
+)
+from megapack.pipeline.simulator import Runner, simulate_planned
+from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put, take
+from megapack.planner.grid_fill import close_gaps, fill_grid
+from megapack.planner.grid_search import improve_grid
+
+pytestmark = pytest.mark.unit
+
+COST = CostModel(fixed=100.0, per_token=1.0, per_token_sq=1 / 12288)
+DYNAMIC = Policy(context_parallel="dynamic")
+RNG = np.random.default_rng(7)
+SHORT = np.clip(RNG.lognormal(6, 0.8, 120), 1, 4000).astype(int).tolist()
+# One sample has a quarter of all work.
+ONE_LONG = [*SHORT, 12000]
+LAYOUTS = [
+    Layout(dp=8),
+    Layout(dp=4, pp=4),
+    Layout(dp=4, pp=4, vpp=2),
+    Layout(dp=2, pp=4, vpp=2, microbatch_group_size=6),
+    Layout(dp=4, pp=2, ep=4),
+    Layout(dp=6, pp=2, cp=2),
+]
+
+
+def planned(lengths: list[int], layout: Layout, policy: Policy, **arguments: Any) -> Plan:
+    arguments = {"max_tokens_per_gpu": 32768, "cost": COST, **arguments}
+    plan = build_dp_schedule(lengths, layout=layout, policy=policy, **arguments)
+    check_plan(plan, lengths)
+    return plan
+
+
+def seconds(plan: Plan, cost: CostModel | None = COST) -> float:
+    return sum(simulate_planned(plan, step, cost).makespan for step in plan.steps)
+
+
+def widths(plan: Plan) -> list[int]:
+    return sorted(mb.width for step in plan.steps for mb in step.microbatches)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_long_sample_no_longer_decides_the_step(layout: Layout) -> None:
+    fixed = seconds(planned(ONE_LONG, layout, Policy()))
+    plan = planned(ONE_LONG, layout, DYNAMIC)
+    even = sum(n + n * n / 12288 for n in ONE_LONG) * 3 / (layout.dp * layout.pp * layout.cp)
+    assert seconds(plan) < 1.8 * even < fixed
+    assert widths(plan)[-1] > 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_samples_stay_on_one_rank_each(layout: Layout) -> None:
+    plan = planned([512] * 384, layout, DYNAMIC)
+    fixed = planned([512] * 384, layout, Policy())
+    assert seconds(plan) <= seconds(fixed) * (1 + 1e-9)
+    assert len([width for width in widths(plan) if width > 1]) <= 8
+
+
+@pytest.mark.parametrize("search", [0, 1, 64, 2048])
+@pytest.mark.parametrize("layout", LAYOUTS[1:5])
+def test_a_plan_is_never_slower_and_always_the_same(layout: Layout, search: int) -> None:
+    policy = dataclasses.replace(DYNAMIC, search=search)
+    plan = planned(ONE_LONG, layout, policy)
+    fixed = planned(ONE_LONG, layout, dataclasses.replace(policy, context_parallel="fixed"))
+    assert seconds(plan) <= seconds(fixed) * (1 + 1e-9)
+    assert planned(ONE_LONG, layout, policy).digest() == plan.digest()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("search", [0, 256])
+def test_samples_over_the_budget_go_over_as_many_ranks_as_hold_them(
+    layout: Layout, search: int
+) -> None:
+    lengths = [*SHORT, 4000 * layout.widths[-1] * layout.cp, 5000 * layout.cp]
+    policy = dataclasses.replace(DYNAMIC, search=search, oversize="error")
+    plan = planned(lengths, layout, policy, max_tokens_per_gpu=4096)
+    width = {i: mb.width for mb in plan.steps[0].microbatches for i in mb.samples}
+    assert width[len(SHORT)] == layout.widths[-1]
+    assert width[len(SHORT) + 1] >= 2
+
+
+def test_a_sample_that_fits_on_no_group_is_named_with_what_to_set() -> None:
+    layout = Layout(dp=6, pp=2)
+    with pytest.raises(PlanError, match=r"sample 2: 4001 tokens.* 4 of dp=6 ranks.* to 1002 or"):
+        planned([9, 9, 4001], layout, DYNAMIC, max_tokens_per_gpu=1000)
+    planned([9, 9, 4001], layout, DYNAMIC, max_tokens_per_gpu=1002)
+
+
+def test_colocated_samples_over_the_budget_go_over_ranks_together() -> None:
+    lengths = [700, 700, 50, 60, 70, 80]
+    plan = planned(
+        lengths,
+        Layout(dp=2),
+        DYNAMIC,
+        max_tokens_per_gpu=750,
+        colocate_ids=["a", "a", "b", "b", "c", "c"],
+    )
+    pair = next(mb for mb in plan.steps[0].microbatches if 0 in mb.samples)
+    assert 1 in pair.samples
+    assert pair.width == 2
+    with pytest.raises(PlanError, match=r"samples \[0, 1\] of colocate id 'a': 1400 tokens"):
+        planned(
+            lengths,
+            Layout(dp=2),
+            DYNAMIC,
+            max_tokens_per_gpu=650,
+            colocate_ids=["a", "a", "b", "b", "c", "c"],
+        )
+
+
+def test_long_samples_share_a_wide_row() -> None:
+    """Two samples over the budget of two ranks, and a budget with room for both of them there."""
+    plan = planned([600, 390], Layout(dp=2), DYNAMIC, max_tokens_per_gpu=500)
+    (row,) = plan.steps[0].microbatches
+    assert row.samples == (0, 1)
+    assert row.width == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:4])
+def test_live_tokens_stay_below_the_cap(layout: Layout) -> None:
+    free = simulate(planned(ONE_LONG, layout, DYNAMIC).steps[0], layout=layout).peak_live_tokens
+    cap = int(free * 0.7)
+    policy = dataclasses.replace(DYNAMIC, max_live_tokens_per_gpu=cap)
+    plan = planned(ONE_LONG, layout, policy)
+    assert simulate(plan.steps[0], layout=layout).peak_live_tokens <= cap
+
+
+@pytest.mark.parametrize("unreachable", ["drop", "error"])
+def test_no_micro_batch_is_padding_unless_the_policy_allows_it(unreachable: Any) -> None:
+    policy = dataclasses.replace(DYNAMIC, unreachable=unreachable)
+    for layout in LAYOUTS:
+        plan = planned([*SHORT[:40], 9000], layout, policy, max_tokens_per_gpu=6000)
+        assert all(mb.samples for mb in plan.steps[0].microbatches)
+
+
+def test_multiples_of_the_group_and_other_groups() -> None:
+    layout = Layout(dp=4, pp=4, vpp=2)
+    policy = dataclasses.replace(DYNAMIC, count_rule="multiple", group_size="search")
+    step = planned(ONE_LONG, layout, policy).steps[0]
+    assert step.group_size is not None
+    assert step.num_microbatches is not None
+    assert step.num_microbatches % step.group_size == 0
+
+
+@pytest.mark.parametrize("cost", [None, COST])
+def test_balanced_tokens_are_not_slower_in_tokens_nor_in_seconds(cost: CostModel | None) -> None:
+    layout = Layout(dp=4, pp=2)
+    policy = dataclasses.replace(DYNAMIC, balance="tokens")
+    plan = planned(ONE_LONG, layout, policy, cost=cost)
+    fixed = planned(
+        ONE_LONG, layout, dataclasses.replace(policy, context_parallel="fixed"), cost=cost
+    )
+    for judge in (None, cost):
+        assert seconds(plan, judge) <= seconds(fixed, judge) * (1 + 1e-9)
+    assert widths(plan)[-1] > 1
+
+
+def test_forward_only_steps_go_over_ranks_too() -> None:
+    plan = planned(ONE_LONG, Layout(dp=4, pp=2), DYNAMIC, forward_only=True)
+    fixed = planned(ONE_LONG, Layout(dp=4, pp=2), Policy(), forward_only=True)
+    assert seconds(plan) < 0.7 * seconds(fixed)
+
+
+def test_shared_prefixes_and_wide_rows_together() -> None:
+    lengths = [*[900] * 16, *SHORT[:40], 12000]
+    groups = [*[0] * 16, *range(1, 42)]
+    prefixes = SharedPrefixes.from_groups(groups, [800] * 16 + [1] * 41)
+    layout = Layout(dp=4, pp=2)
+    plan = planned(lengths, layout, DYNAMIC, prefixes=prefixes)
+    fixed = planned(lengths, layout, Policy(), prefixes=prefixes)
+    assert seconds(plan) < 0.7 * seconds(fixed)
+    assert sum(mb.shared_tokens for mb in plan.steps[0].microbatches) > 0
+    assert widths(plan)[-1] == 4
+
+
+def test_a_single_rank_has_no_wide_rows() -> None:
+    plan = planned(ONE_LONG, Layout(pp=4), DYNAMIC)
+    assert widths(plan)[-1] == 1
+    assert seconds(plan) == seconds(planned(ONE_LONG, Layout(pp=4), Policy()))
+
+
+class TestGrid:
+    """The arrays of the search after many moves are those of the same rows made anew."""
+
+    cost = GridCost(
+        fixed=2.0,
+        per_token=np.array([1.0, 0.6, 0.3]),
+        per_token_sq=np.array([0.01, 0.006, 0.003]),
+        per_sample=np.array([1.0, 0.6, 0.3]),
+        unit=np.array([1, 4, 8]),
+        capacity=np.array([100, 200, 400]),
+        alone=np.array([100, 200, 400]),
+        max_live=0.0,
+        lockstep=False,
+        allows_padding=True,
+    )
+
+    def items(self) -> GridItems:
+        tokens = np.array([350, 180, 90, 70, 60, 50, 40, 30, 20, 10, 9, 8, 7, 6])
+        unit = np.array([1, 4, 8])[:, None]
+        aligned = -(-tokens // unit) * unit
+        return GridItems(aligned, aligned * aligned, np.ones(tokens.size, dtype=np.int64))
+
+    def filled(self, cost: GridCost) -> tuple[GridItems, Grid, Any, Any]:
+        items = self.items()
+        num_items = items.samples.size
+        least = np.array([2, 1] + [0] * (num_items - 2))
+        order = np.arange(num_items)
+        grid = empty_grid(cost, num_items, 5, 6)
+        targets = np.full(6, 60.0)
+        none = np.zeros(1, dtype=np.int64)
+        assert fill_grid(cost, items, grid, order, least, targets, 1.15, none, 0.0)
+        return items, grid, order, least
+
+    def made_anew(self, cost: GridCost, items: GridItems, grid: Grid) -> Grid:
+        dp, count = grid.first.shape
+        fresh = empty_grid(cost, items.samples.size, dp, count)
+        for item, cell in enumerate(grid.row_of.tolist()):
+            put(cost, items, fresh, item, cell, int(grid.level[cell]))
+        return fresh
+
+    @pytest.mark.parametrize("lockstep", [False, True])
+    def test_moves_keep_the_sums(self, lockstep: bool) -> None:
+        cost = self.cost._replace(lockstep=lockstep)
+        items, grid, order, least = self.filled(cost)
+        ops = Runner(Layout(dp=5, pp=2), CostModel()).ops(6, None)
+        end = np.empty((5, ops.stage.size))
+        before = grid_seconds(cost, grid, ops, end)
+        targets = np.full(6, 60.0)
+        after = improve_grid(cost, items, grid, ops, order, least, targets, 3000, 0.0)
+        assert after < before
+        fresh = self.made_anew(cost, items, grid)
+        assert grid_seconds(cost, fresh, ops, end) == pytest.approx(after)
+        for name in ("tokens", "tokens_sq", "num_samples", "num_items", "level", "first"):
+            assert np.array_equal(getattr(fresh, name), getattr(grid, name)), name
+        assert np.allclose(fresh.seconds, grid.seconds)
+        assert (least <= grid.level[grid.row_of]).all()
+
+    def test_a_taken_item_leaves_nothing_behind(self) -> None:
+        items, grid, _, _ = self.filled(self.cost)
+        for item in range(items.samples.size):
+            take(self.cost, items, grid, item)
+        empty = empty_grid(self.cost, items.samples.size, 5, 6)
+        for name in ("tokens", "tokens_sq", "num_items", "level", "first", "seconds", "head"):
+            assert np.array_equal(getattr(empty, name), getattr(grid, name)), name
+
+    def test_gaps_are_closed_by_items_of_other_rows_and_by_wider_rows(self) -> None:
+        items = self.items()
+        grid = empty_grid(self.cost, items.samples.size, 4, 2)
+        put(self.cost, items, grid, 5, 0, 0)
+        put(self.cost, items, grid, 6, 0, 0)
+        put(self.cost, items, grid, 7, 1, 0)
+        least = np.zeros(items.samples.size, dtype=np.int64)
+        assert close_gaps(self.cost, items, grid, least)
+        # Slot 0 becomes one row over four ranks, which gives an item to slot 1: two rows over two.
+        assert grid.first.tolist() == [[0, 0], [0, 0], [0, 2], [0, 2]]
+        assert sorted(grid.level[grid.num_items > 0].tolist()) == [1, 1, 2]
+
+    def test_padding_that_is_forbidden_takes_forever(self) -> None:
+        cost = self.cost._replace(allows_padding=False)
+        _, grid, _, _ = self.filled(cost)
+        ops = Runner(Layout(dp=5, pp=2), CostModel()).ops(6, None)
+        assert grid_seconds(cost, grid, ops, np.empty((5, ops.stage.size))) == np.inf
