@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megapack import Layout, SharedPrefixes, build_dp_schedule, launch, patching
+from megapack import Layout, Policy, SharedPrefixes, build_dp_schedule, launch, patching
 from megapack.errors import MegapackError, RankError
 from megapack.hosts import megatron_lm
 from megapack.hosts.shared import megatron_lm_data
@@ -29,6 +29,8 @@ from tests.dist.setup import build_chunks
 
 STUBS = Path(__file__).parent / "stubs"
 BUDGET = 70
+# Samples have up to 63 tokens: some of them lie over two ranks.
+SMALL_BUDGET = 40
 ITEM_ROWS = 2
 SEQ_LENGTH = 64
 NUM_ITEMS = 4
@@ -120,30 +122,52 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
         }
         data = _iterators(layout, adapter.dp_rank)
         found[name]["evaluated"] = training.evaluate(step, data, chunks, NUM_ITEMS)["lm loss"]
-    found["shared"] = _shares(training, chunks, adapter, batch)
+    prefixes = SharedPrefixes.from_samples([batch.tokens(i) for i in range(len(batch))])
+    found["shared"] = _variant(
+        training,
+        adapter,
+        batch,
+        megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET, share_prefixes=True),
+        max_tokens_per_gpu=BUDGET,
+        prefixes=prefixes,
+    )
+    if layout.dp > 1:
+        policy = Policy(context_parallel="dynamic")
+        found["wide"] = _variant(
+            training,
+            adapter,
+            batch,
+            megatron_lm.PlannedStep(max_tokens_per_gpu=SMALL_BUDGET, policy=policy),
+            max_tokens_per_gpu=SMALL_BUDGET,
+            policy=policy,
+        )
     found["refused"] = _run_out_of_data(training, chunks, layout, adapter.dp_rank)
     return found
 
 
-def _shares(
-    training: Any, chunks: list[Any], adapter: ScheduleAdapter, batch: SampleBatch
+def _variant(
+    training: Any, adapter: ScheduleAdapter, batch: SampleBatch, step: Any, **settings: Any
 ) -> dict[str, float]:
-    """Compare a planned step whose rows share prefixes with the adapter's without sharing."""
+    """Compare a planned step with the adapter's on rows that share neither tokens nor ranks.
+
+    Args:
+        settings: of the plan that the step makes.
+    """
     layout = adapter.layout
-    prefixes = SharedPrefixes.from_samples([batch.tokens(i) for i in range(len(batch))])
-    settings: dict[str, Any] = {"layout": layout, "max_tokens_per_gpu": BUDGET}
-    for chunk in chunks:
+    for chunk in adapter.chunks:
         chunk.zero_grad_buffer()
-    step = megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET, share_prefixes=True)
-    report = training.train_step(step, _iterators(layout, adapter.dp_rank), chunks, NUM_ITEMS)
-    grads = gradients(chunks)
-    for chunk in chunks:
+    data = _iterators(layout, adapter.dp_rank)
+    report = training.train_step(step, data, adapter.chunks, NUM_ITEMS)
+    grads = gradients(adapter.chunks)
+    for chunk in adapter.chunks:
         chunk.zero_grad_buffer()
-    want = adapter.step(build_dp_schedule(batch.lengths, **settings), batch, objective=SFT())
-    errors = [_distance(*pair) for pair in zip(grads, gradients(chunks), strict=True)]
-    plan = build_dp_schedule(batch.lengths, prefixes=prefixes, **settings)
+    plain = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=BUDGET)
+    want = adapter.step(plain, batch, objective=SFT())
+    errors = [_distance(*pair) for pair in zip(grads, gradients(adapter.chunks), strict=True)]
+    counts = build_dp_schedule(batch.lengths, layout=layout, **settings).counts
     return {
-        "shared_tokens": plan.counts.shared_tokens,
+        "shared_tokens": counts.shared_tokens,
+        "wide_tokens": counts.wide_tokens,
         "gradient_error": max(errors),
         "loss_error": abs(report["lm loss"] - want.loss),
     }
