@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
-from megapack import CostModel, Layout, build_dp_schedule
+from megapack import CostModel, Layout, Policy, build_dp_schedule
 from megapack.base.files import write_whole
 from megapack.outlook.baselines import naive_plans
 from megapack.outlook.stats import StepReport, step_report
+from megapack.policy import ContextParallel
 from megapack.view.plot import draw_step, draw_timelines
 from megapack.view.timeline import planned
 
@@ -37,7 +39,21 @@ def main() -> None:
     named = {titled(name, reports[name]): planned(plans[name], 0, 0, COST) for name in plans}
     FOLDER.mkdir(exist_ok=True)
     unit = "token times"
+    # A long sample and few others: fixed and dynamic context parallelism.
+    outlier = [BUDGET, *lengths[:63]]
+    shared = {}
+    for kind in get_args(ContextParallel):
+        step = build_dp_schedule(
+            outlier,
+            layout=LAYOUT,
+            max_tokens_per_gpu=BUDGET,
+            cost=COST,
+            policy=Policy(context_parallel=kind),
+        )
+        title = titled(f"context_parallel={kind}", step_report(step, step.steps[0], COST))
+        shared[title] = planned(step, 0, 0, COST)
     pictures = {
+        "dynamic_cp.png": draw_timelines(shared, unit, "png"),
         "next_fit_and_megapack.png": draw_timelines(named, unit, "png"),
         "step.png": draw_step(planned(plan, 0, 0, COST), reports["megapack"], unit, "png"),
     }
