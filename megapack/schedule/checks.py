@@ -248,20 +248,14 @@ def check_shared_prefixes(chunks: Sequence[Any], config: Any, *, is_training: bo
                 f"{name}={getattr(config, name)}: samples that share a prefix would drop the same "
                 f"of its values; set it to 0, {advice}"
             )
-    for chunk in map(unwrapped, chunks):
-        obstacle = position_obstacle(chunk)
-        if obstacle is not None:
-            raise ConfigError(
-                f"positions of tokens after a shared prefix would be wrong: {obstacle}, {advice}"
-            )
-        for module in chunk.modules():
-            if isinstance(module, PackedAttention) and type(module).attend not in _SHARING_KERNELS:
-                raise ConfigError(
-                    f"{type(module).__name__} is not known to attend to shared prefixes; set "
-                    f"PackedSDPA or PackedVarlen, {advice}"
-                )
-        if any(te_attentions(chunk)):
-            _check_te_prefixes(config, advice)
+    _check_attention(
+        chunks,
+        tokens="of tokens after a shared prefix",
+        task="attend to shared prefixes",
+        advice=advice,
+    )
+    if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
+        _check_te_prefixes(config, advice)
 
 
 def check_wide_rows(
@@ -282,20 +276,37 @@ def check_wide_rows(
             shares_rows=True,
         )
         raise ConfigError(f"retries_oom=True with {reason}; set retries_oom=False, {advice}")
+    _check_attention(
+        chunks,
+        tokens="in rows over several ranks",
+        task="run rows over several ranks",
+        advice=advice,
+    )
+    if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
+        _check_te_wide_rows(config, shares_prefixes, advice)
+
+
+def _check_attention(chunks: Sequence[Any], *, tokens: str, task: str, advice: str) -> None:
+    """Raise ConfigError unless the layers' positions and kernels follow the row's description.
+
+    Args:
+        tokens: those whose positions would be wrong.
+        task: what the kernels must be able to do.
+        advice: what to set otherwise.
+    """
     for chunk in map(unwrapped, chunks):
         obstacle = position_obstacle(chunk)
         if obstacle is not None:
-            raise ConfigError(
-                f"positions in rows over several ranks would be wrong: {obstacle}, {advice}"
-            )
+            raise ConfigError(f"positions {tokens} would be wrong: {obstacle}, {advice}")
         for module in chunk.modules():
-            if isinstance(module, PackedAttention) and type(module).attend not in _SHARING_KERNELS:
+            if isinstance(module, PackedAttention) and type(module).attend not in _KNOWN_KERNELS:
                 raise ConfigError(
-                    f"{type(module).__name__} is not known to run rows over several ranks; set "
-                    f"PackedSDPA or PackedVarlen, {advice}"
+                    f"{type(module).__name__} is not known to {task}; set PackedSDPA or "
+                    f"PackedVarlen, {advice}"
                 )
-        if any(te_attentions(chunk)):
-            _check_te_wide_rows(config, shares_prefixes, advice)
+
+
+_KNOWN_KERNELS = (PackedSDPA.attend, PackedVarlen.attend)
 
 
 def _check_te_wide_rows(config: Any, shares_prefixes: bool, advice: str) -> None:
@@ -313,9 +324,6 @@ def _check_te_wide_rows(config: Any, shares_prefixes: bool, advice: str) -> None
                 f"cp_comm_type={kind!r} with context_parallel='dynamic': rows lie over different "
                 f"numbers of ranks; set 'p2p', {advice}"
             )
-
-
-_SHARING_KERNELS = (PackedSDPA.attend, PackedVarlen.attend)
 
 
 def _check_te_prefixes(config: Any, advice: str) -> None:
