@@ -92,7 +92,9 @@ def test_every_sample_once_within_the_budget(lengths: list[int], budget: int) ->
     for row in seen:
         assert sum(lengths[i] for i in row) <= budget or len(row) == 1
     balanced = skyrl.make_seq_packer("balanced", budget).pack(lengths)
-    assert len(batches) <= len(balanced)
+    # First-fit-decreasing, 11/9 of the fewest and 6/9 more at most. Another packer may have fewer:
+    # 18 18 16 11 6 5 5 5 5 5 fill three bins of 33, and it makes four.
+    assert 9 * len(batches) <= 11 * len(balanced) + 6
     restored = iterator.reorder_and_combine_batches(batches)
     for name in ("sequences", "action_log_probs", "loss_mask"):
         assert torch.equal(restored[name], data[name])
