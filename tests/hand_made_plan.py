@@ -5,6 +5,7 @@ from __future__ import annotations
 from megapack.layout import Layout, block_ranks
 from megapack.plan import MicroBatch, Plan, StepPlan
 from megapack.policy import Policy
+from tests.made_rows import made_row
 
 LAYOUT = Layout(dp=4, pp=2, vpp=2)
 BUDGET = 3000
@@ -16,17 +17,7 @@ WIDE_TOKENS = 9000 + 4001
 
 def wide_row(*samples: int, first: int = 0, width: int = 1) -> MicroBatch:
     """A row of these samples over `width` ranks from rank `first` on."""
-    layout = LAYOUT.over(width)
-    aligned = [layout.aligned_sample_tokens(LENGTHS[i]) for i in samples]
-    padded = layout.aligned_row_tokens(sum(aligned))
-    return MicroBatch(
-        samples=samples,
-        row_tokens=padded or layout.row_alignment,
-        tokens=sum(LENGTHS[i] for i in samples),
-        tokens_sq=sum(tokens * tokens for tokens in aligned),
-        padded_tokens=padded,
-        dp_ranks=block_ranks(first, width),
-    )
+    return made_row(samples, LENGTHS, LAYOUT, block_ranks(first, width))
 
 
 def wide_plan() -> Plan:

@@ -130,7 +130,7 @@ def simulate(
     forward = _slowest(work) if lockstep else work
     runner = Runner(layout, cost, forward_only)
     group = step.group_size
-    if step.counts.num_wide_rows:
+    if any(mb.dp_ranks for mb in step.microbatches):
         runs = runner.coupled_timelines(forward, _first_ranks(step), group)
     else:
         runs = [runner.timeline(seconds, group) for seconds in forward]

@@ -16,8 +16,9 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints, check_count
 from megapack.base.jit import kernel
 from megapack.errors import ConfigError, PlanError
+from megapack.layout import Layout
 from megapack.planner.problem import StepProblem
-from megapack.policy import StepSplit
+from megapack.policy import Policy, StepSplit
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,14 @@ def split_rollouts(
         return _contiguous(tokens, num_steps)
     step_of = _lightest_first(tokens, np.argsort(-tokens, kind="stable"), num_steps, limit)
     return [np.flatnonzero(step_of == step) for step in range(num_steps)]
+
+
+def group_sizes(layout: Layout, policy: Policy) -> list[int]:
+    """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
+    if policy.group_size == "fixed" or layout.vpp == 1:
+        return [layout.group_size]
+    pp = layout.pp
+    return sorted({layout.group_size, pp, pp + pp // 2, 2 * pp})
 
 
 def least_count(problem: StepProblem, num_rows: int, group: int) -> int:

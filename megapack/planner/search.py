@@ -27,7 +27,7 @@ from megapack.errors import PlanError
 from megapack.pipeline.kernels import rank_seconds
 from megapack.pipeline.simulator import Runner
 from megapack.planner.bins import first_fit, pack_to_targets
-from megapack.planner.counts import halves, least_count, rank_counts, split_heaviest
+from megapack.planner.counts import group_sizes, halves, least_count, rank_counts, split_heaviest
 from megapack.planner.partition import order_by_target, rows_by_rank, rows_to_ranks
 from megapack.planner.problem import StepDraft, StepProblem
 from megapack.planner.profile import Profile, default_profile, find_profile
@@ -216,7 +216,7 @@ class _Search:
 
     def _split_drafts(self, row_of: Ints, num_rows: int) -> Iterator[tuple[None, StepDraft]]:
         """Yield one draft per G: the rows, split until their number is legal."""
-        for group in self._groups():
+        for group in group_sizes(self.layout, self.policy):
             yield None, self._split(row_of, num_rows, group)
 
     def _packed_by_rank(self) -> StepDraft | None:
@@ -239,21 +239,17 @@ class _Search:
         """A target per M and G to try, sorted by simulated seconds if profiles are searched."""
         if self.problem.max_samples is not None:
             return []
-        pairs = [(group, count) for group in self._groups() for count in self._counts(group)]
+        pairs = [
+            (group, count)
+            for group in group_sizes(self.layout, self.policy)
+            for count in self._counts(group)
+        ]
         if self.evaluations_left == 0 or self.layout.pp == 1:
             return [self._target(count, group, None) for group, count in pairs]
         per_round = 2 * max(1, len(pairs)) * 2 * self.layout.pp
         rounds = min(_MAX_ROUNDS, self.evaluations_left // (_PROFILE_PART * per_round))
         targets = [self._target(count, group, max(1, rounds)) for group, count in pairs]
         return sorted(targets, key=lambda t: t.profile.seconds)
-
-    def _groups(self) -> list[int]:
-        """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
-        layout = self.layout
-        if self.policy.group_size == "fixed" or layout.vpp == 1:
-            return [layout.group_size]
-        pp = layout.pp
-        return sorted({layout.group_size, pp, pp + pp // 2, 2 * pp})
 
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try: from the smallest to where more cannot be faster."""

@@ -25,6 +25,7 @@ from megapack.cost.model import TOKENS
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline.simulator import Runner, simulate
+from megapack.planner.counts import group_sizes
 from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put_all
 from megapack.planner.grid_fill import close_gaps, fill_grid
 from megapack.planner.grid_search import improve_grid
@@ -168,18 +169,10 @@ class _WideSearch:
         """M and G to try, with their profiles; the fastest for divisible work first."""
         shapes = [
             _Shape(count, group, self._profile(count, group))
-            for group in self._groups()
+            for group in group_sizes(self.layout, self.policy)
             for count in self._counts(group)
         ]
         return sorted(shapes, key=lambda s: s.profile.seconds)
-
-    def _groups(self) -> list[int]:
-        """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
-        group = self.layout.group_size
-        if self.policy.group_size == "fixed" or self.layout.vpp == 1:
-            return [group]
-        pp = self.layout.pp
-        return sorted({group, pp, pp + pp // 2, 2 * pp})
 
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
@@ -300,7 +293,7 @@ class _WideSearch:
         rule = self.policy.count_rule
         while not any(c.seconds < math.inf for c in best) and count < self.problem.num_items:
             # As many slots as items have room for all of them.
-            group = self._groups()[0]
+            group = group_sizes(self.layout, self.policy)[0]
             most = self.layout.next_legal_count(self.problem.num_items, rule, group)
             count = min(self.layout.next_legal_count(2 * count, rule, group), most)
             best += self._best_fill(_Shape(count, group, self._profile(count, group)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,18 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, Policy, launch
-from megapack.layout import block_ranks
 from megapack.loss import SFT
 from megapack.model.attention.packed import gather_rows
 from megapack.model.attention.sdpa import packed_causal_attention
 from megapack.model.attention.te_rows import hook_te_attention, te_attentions
-from megapack.plan import MicroBatch, Plan, StepPlan, check_plan
+from megapack.plan import Plan, StepPlan, check_plan
 from megapack.rows.slices import assembly_order
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.row_groups import RowGroups
 from tests.dist import problem
 from tests.dist.setup import build_chunks
+from tests.made_rows import Slot, made_ranks
 
 LENGTHS = [44, 7, 12, 30, 5]
 LAYOUT = Layout(dp=2)
@@ -36,8 +37,8 @@ MODELS = {
     "dense": dataclasses.replace(problem.MODEL, num_layers=2),
     "latent": dataclasses.replace(problem.MLA_MODEL, num_layers=2),
 }
-WIDE = [[(2, [0])], [(1, [1, 2]), (1, [4])], [(2, [3])]]
-FIXED = [[(1, [0]), (1, [3])], [(1, [1, 2]), (1, [4])]]
+WIDE: list[Slot] = [[(2, [0])], [(1, [1, 2]), (1, [4])], [(2, [3])]]
+FIXED: list[Slot] = [[(1, [0]), (1, [3])], [(1, [1, 2]), (1, [4])]]
 
 
 class TEDotProductAttention(torch.nn.Module):
@@ -80,29 +81,11 @@ class TEDotProductAttention(torch.nn.Module):
         return out.flatten(1)
 
 
-def plan_of(slots: list[list[tuple[int, list[int]]]], policy: Policy) -> Plan:
+def plan_of(slots: Sequence[Slot], policy: Policy) -> Plan:
     """The plan whose ranks run these micro-batches: width and samples, from DP rank 0 on."""
-    ranks: list[list[MicroBatch]] = [[] for _ in range(LAYOUT.dp)]
-    for slot in slots:
-        first = 0
-        for width, samples in slot:
-            layout = LAYOUT.over(width)
-            aligned = [layout.aligned_sample_tokens(LENGTHS[i]) for i in samples]
-            tokens = layout.aligned_row_tokens(sum(aligned))
-            row = MicroBatch(
-                samples=tuple(samples),
-                row_tokens=tokens,
-                tokens=sum(LENGTHS[i] for i in samples),
-                tokens_sq=sum(n * n for n in aligned),
-                padded_tokens=tokens,
-                dp_ranks=block_ranks(first, width),
-            )
-            for rank in range(first, first + width):
-                ranks[rank].append(row)
-            first += width
-    count = len(slots)
+    ranks = made_ranks(slots, LENGTHS, LAYOUT)
     kept = tuple(range(len(LENGTHS)))
-    step = StepPlan(tuple(map(tuple, ranks)), count, None, kept, ())
+    step = StepPlan(ranks, len(slots), None, kept, ())
     plan = Plan((step,), LAYOUT, policy, 100, None, len(LENGTHS), None)
     check_plan(plan, LENGTHS)
     return plan

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megapack.layout import block_ranks
-from megapack.plan.plan import MicroBatch, Plan, StepPlan
+from megapack.plan.plan import Plan, StepPlan
+from tests.made_rows import made_row
 
 
 def with_shared_rows(plan: Plan, lengths: Sequence[int], place: int, width: int = 2) -> Plan:
@@ -26,25 +27,9 @@ def with_shared_rows(plan: Plan, lengths: Sequence[int], place: int, width: int 
             rows = [ranks[rank][place] for rank in block]
             samples = sorted(i for row in rows for i in row.samples)
             if samples and not any(row.dp_ranks for row in rows):
-                row = _row(samples, lengths, plan, block)
+                row = made_row(samples, lengths, plan.layout, block)
                 for rank in block:
                     ranks[rank][place] = row
         return replace(step, ranks=tuple(map(tuple, ranks)))
 
     return replace(plan, steps=tuple(map(shared, plan.steps)))
-
-
-def _row(
-    samples: Sequence[int], lengths: Sequence[int], plan: Plan, block: tuple[int, ...]
-) -> MicroBatch:
-    layout = plan.layout.over(len(block))
-    aligned = [layout.aligned_sample_tokens(lengths[i]) for i in samples]
-    padded = layout.aligned_row_tokens(sum(aligned))
-    return MicroBatch(
-        samples=tuple(samples),
-        row_tokens=padded,
-        tokens=sum(lengths[i] for i in samples),
-        tokens_sq=sum(n * n for n in aligned),
-        padded_tokens=padded,
-        dp_ranks=block,
-    )

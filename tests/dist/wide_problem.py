@@ -6,22 +6,15 @@ A plan made by hand certainly mixes what a case is about; the planner might choo
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from megapack.dp_schedule import build_dp_schedule
-from megapack.layout import Layout, block_ranks
-from megapack.plan import MicroBatch, Plan, check_plan
+from megapack.plan import Plan, check_plan
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes
 from tests.dist.row_problem import MODELS, Family, RowCase, Samples
-
-Slot = Sequence[tuple[int, Sequence[int]]]
-"""The micro-batches at one place of all ranks' order: width and samples of each, from DP rank 0 on.
-"""
+from tests.made_rows import Slot, made_ranks
 
 SHAPES: dict[str, list[Family]] = {
     # 18 samples of 79, 55, 36, 20, 14, 35, 13, 25, 19, 15, 16, 7, 41, 17, 1, 33, 8 and 14 tokens.
@@ -139,16 +132,8 @@ def plan_by_hand(samples: Samples, plain: Plan, prefixes: SharedPrefixes | None)
     layout = plain.layout
     lengths = samples.batch.lengths
     table = None if prefixes is None else PrefixTable(prefixes, len(lengths), layout)
-    ranks: list[list[MicroBatch]] = [[] for _ in range(layout.dp)]
-    for slot in SLOTS[samples.shape, layout.dp]:
-        first = 0
-        for width, chosen in slot:
-            row = _row(chosen, lengths, layout, table, block_ranks(first, width))
-            for rank in range(first, first + width):
-                ranks[rank].append(row)
-            first += width
-        assert first == layout.dp
-    step = replace(plain.steps[0], ranks=tuple(map(tuple, ranks)), num_microbatches=len(ranks[0]))
+    ranks = made_ranks(SLOTS[samples.shape, layout.dp], lengths, layout, table)
+    step = replace(plain.steps[0], ranks=ranks, num_microbatches=len(ranks[0]))
     plan = replace(
         plain,
         steps=(step,),
@@ -158,31 +143,6 @@ def plan_by_hand(samples: Samples, plain: Plan, prefixes: SharedPrefixes | None)
     )
     check_plan(plan, lengths)
     return plan
-
-
-def _row(
-    samples: Sequence[int],
-    lengths: Sequence[int],
-    layout: Layout,
-    table: PrefixTable | None,
-    dp_ranks: tuple[int, ...],
-) -> MicroBatch:
-    width = max(1, len(dp_ranks))
-    over = layout.over(width)
-    aligned = [over.aligned_sample_tokens(lengths[i]) for i in samples]
-    saved, saved_sq = (0, 0)
-    if table is not None and len(samples) > 1:
-        saved, saved_sq = table.over(width).saved_in_row(np.array(samples))
-    padded = over.aligned_row_tokens(sum(aligned) - saved)
-    return MicroBatch(
-        samples=tuple(samples),
-        row_tokens=padded or over.row_alignment,
-        tokens=sum(lengths[i] for i in samples),
-        tokens_sq=sum(n * n for n in aligned) - saved_sq,
-        padded_tokens=padded,
-        shared_tokens=saved,
-        dp_ranks=dp_ranks,
-    )
 
 
 def _sets(samples: Samples) -> list[int] | None:

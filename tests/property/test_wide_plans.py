@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -71,7 +72,7 @@ costs = st.none() | st.builds(
 
 
 @st.composite
-def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, object]]:
+def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
     """Mostly short samples, a few long ones, and sets of neighbours that stay together."""
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=40))
     lengths += draw(st.lists(st.integers(100, 900), max_size=4))
@@ -93,10 +94,10 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def planned(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
+def planned(lengths: list[int], arguments: dict[str, Any]) -> Plan | None:
     """The plan; None if it is refused in one line."""
     try:
-        return build_dp_schedule(lengths, **arguments)  # type: ignore[arg-type]
+        return build_dp_schedule(lengths, **arguments)
     except MegapackError as error:
         if len(str(error).splitlines()) != 1:
             raise
@@ -106,7 +107,7 @@ def planned(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
 @given(inputs())
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 def test_wide_rows_keep_the_invariants_and_are_never_slower(
-    drawn: tuple[list[int], dict[str, object]],
+    drawn: tuple[list[int], dict[str, Any]],
 ) -> None:
     lengths, arguments = drawn
     policy = arguments["policy"]
@@ -145,7 +146,7 @@ def _is_over_budget(plan: Plan) -> bool:
 @given(inputs())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_sample_that_fits_on_no_group_is_an_error_and_others_are_planned(
-    drawn: tuple[list[int], dict[str, object]],
+    drawn: tuple[list[int], dict[str, Any]],
 ) -> None:
     lengths, arguments = drawn
     layout = arguments["layout"]
@@ -166,9 +167,9 @@ def test_a_sample_that_fits_on_no_group_is_an_error_and_others_are_planned(
         for length in lengths
     )
     if fits:
-        check_plan(build_dp_schedule(lengths, **free), lengths)  # type: ignore[arg-type]
+        check_plan(build_dp_schedule(lengths, **free), lengths)
         return
     with pytest.raises(PlanError, match="no aligned block of up to") as caught:
-        build_dp_schedule(lengths, **free)  # type: ignore[arg-type]
+        build_dp_schedule(lengths, **free)
     free["max_tokens_per_gpu"] = int(str(caught.value).split("to ")[-1].split()[0])
-    check_plan(build_dp_schedule(lengths, **free), lengths)  # type: ignore[arg-type]
+    check_plan(build_dp_schedule(lengths, **free), lengths)

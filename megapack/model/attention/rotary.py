@@ -30,6 +30,7 @@ Shape suffixes: S positions, T tokens of this rank's row.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,8 @@ _TABLES = (RotaryEmbedding.forward, YarnRotaryEmbedding.forward)
 
 # Attribute of a chunk that has the hooks.
 _MARK = "_gathers_rotary_tables"
+# Attribute of a row's description to a layer: the true one, for core attention.
+_WHOLE = "_whole_row"
 
 
 @dataclass(frozen=True)
@@ -186,38 +189,9 @@ class _LatentTable:
         return output.index_select(0, self._positions_T)
 
 
-@dataclass(frozen=True)
-class _LatentRow:
-    """A row over several DP ranks as multi-latent attention sees it: its own context-parallel ranks
-    have the whole of it."""
-
-    packed: PackedSeqParams
-    """The row's description, which core attention gets."""
-    cu_seqlens_q: Tensor
-    max_seqlen_q: int
-    qkv_format: str = "thd"
-    local_cp_size: None = None
-    cp_group: None = None
-
-    @property
-    def cu_seqlens_kv(self) -> Tensor:
-        return self.cu_seqlens_q
-
-    @property
-    def cu_seqlens_q_padded(self) -> Tensor:
-        return self.cu_seqlens_q
-
-    @property
-    def cu_seqlens_kv_padded(self) -> Tensor:
-        return self.cu_seqlens_q
-
-    @property
-    def max_seqlen_kv(self) -> int:
-        return self.max_seqlen_q
-
-
-def _latent_row(params: PackedSeqParams, width: int, own: Any) -> tuple[_LatentRow, Tensor]:
-    """The row as the layer sees it, and the position of each of its lines.
+def _latent_row(params: PackedSeqParams, width: int, own: Any) -> tuple[PackedSeqParams, Tensor]:
+    """A row over several DP ranks as multi-latent attention sees it, whose own context-parallel
+    ranks have the whole of it; and the position of each of its lines.
 
     Args:
         width: number of DP ranks that share the row.
@@ -230,15 +204,17 @@ def _latent_row(params: PackedSeqParams, width: int, own: Any) -> tuple[_LatentR
     lines = positions_T.new_zeros(sum(lengths))
     mine = slice_positions(lengths, own.size(), own.rank())
     lines[mine.to(lines.device)] = positions_T
-    row = _LatentRow(params, params.cu_seqlens_q // width, params.max_seqlen_q)
+    ends = params.cu_seqlens_q // width
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    given = {name: ends for name in names if getattr(params, name) is not None}
+    row = dataclasses.replace(params, **given)
+    setattr(row, _WHOLE, params)
     return row, lines
 
 
 def _leave_latent(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-    params = kwargs.get("packed_seq_params")
-    if not isinstance(params, _LatentRow):
-        return None
-    return args, {**kwargs, "packed_seq_params": params.packed}
+    whole = getattr(kwargs.get("packed_seq_params"), _WHOLE, None)
+    return None if whole is None else (args, {**kwargs, "packed_seq_params": whole})
 
 
 def _gather(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:

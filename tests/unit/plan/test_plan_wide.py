@@ -9,33 +9,26 @@ import pytest
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch, Plan, StepPlan, check_plan
-from megapack.policy import Policy
+from megapack.policy import ContextParallel, Policy
+from tests.made_rows import made_row
 
 LENGTHS = [100, 10, 20, 30]
 
 
 def row(*samples: int, width: int = 1, first: int = 0) -> MicroBatch:
-    layout = Layout(dp=4).over(width)
-    aligned = [layout.aligned_sample_tokens(LENGTHS[i]) for i in samples]
-    tokens = sum(aligned)
+    # Not `block_ranks`: a case has a block that is not aligned.
     ranks = tuple(range(first, first + width)) if width > 1 else ()
-    return MicroBatch(
-        samples,
-        tokens or 1,
-        sum(LENGTHS[i] for i in samples),
-        sum(n * n for n in aligned),
-        tokens,
-        0,
-        ranks,
-    )
+    return made_row(samples, LENGTHS, Layout(dp=4), ranks)
 
 
-def plan(*ranks: tuple[MicroBatch, ...], policy: str = "dynamic", budget: int = 60) -> Plan:
+def plan(
+    *ranks: tuple[MicroBatch, ...], policy: ContextParallel = "dynamic", budget: int = 60
+) -> Plan:
     step = StepPlan(ranks, len(ranks[0]), None, (0, 1, 2, 3), ())
     return Plan(
         steps=(step,),
         layout=Layout(dp=4),
-        policy=Policy(context_parallel=policy),  # type: ignore[arg-type]
+        policy=Policy(context_parallel=policy),
         max_tokens_per_gpu=budget,
         micro_batch_size=None,
         num_samples=4,
