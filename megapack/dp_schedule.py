@@ -20,7 +20,7 @@ from megapack.planner.problem import StepDraft, StepProblem, build_step
 from megapack.planner.search import plan_rows
 from megapack.planner.sharing import plan_shared_rows
 from megapack.planner.wide import plan_wide_rows
-from megapack.policy import Policy, check_dynamic_cp, check_ranks_are_apart
+from megapack.policy import Policy, check_dynamic_cp, check_ranks_are_apart, check_split_samples
 from megapack.prefixes import PrefixTable, SharedPrefixes, worthwhile
 
 # Limit on the seconds of a whole batch as one row. Sums over many rows then stay finite: 2**60 rows
@@ -79,6 +79,7 @@ def build_dp_schedule(
     policy = policy or Policy()
     _check_combination(layout, policy, cost)
     check_dynamic_cp(policy, micro_batch_size)
+    check_split_samples(policy, layout, micro_batch_size)
     budget = read_budget(layout, max_tokens_per_gpu, micro_batch_size)
     batch = _read_batch(lengths, rollout_ids, colocate_ids, layout)
     _check_set_sizes(batch, micro_batch_size)

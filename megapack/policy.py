@@ -16,6 +16,8 @@ StepSplit = Literal["contiguous", "balanced"]
 GroupSize = Literal["fixed", "search"]
 SharePrefixes = Literal["auto", "off"]
 ContextParallel = Literal["fixed", "dynamic"]
+SplitSamples = Literal["off", "auto"]
+Backward = Literal["joint", "split"]
 
 _CHOICES = {
     "count_rule": get_args(CountRule),
@@ -27,7 +29,13 @@ _CHOICES = {
     "group_size": get_args(GroupSize),
     "share_prefixes": get_args(SharePrefixes),
     "context_parallel": get_args(ContextParallel),
+    "split_samples": get_args(SplitSamples),
+    "backward": get_args(Backward),
 }
+
+# Fields that a payload leaves out at their defaults, so that plans from before they were fields
+# keep their digests.
+_LATER_FIELDS = ("share_prefixes", "context_parallel", "split_samples", "backward")
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
 # 2**40 * 2**20 = 2**60, and int64 ends at 2**63.
@@ -75,6 +83,13 @@ class Policy:
     """"fixed": each row is cut over the layout's cp ranks. "dynamic": a row may lie over 2, 4 or
     more consecutive DP ranks and is cut over all of their cp ranks, where that is faster or where a
     sample is over the budget otherwise. Needs count_rule "legal" or "multiple" and planned rows."""
+    split_samples: SplitSamples = "off"
+    """"auto": a long sample may be cut into pieces in consecutive micro-batches of one DP rank,
+    where that is faster or where it is over the budget. "off": every sample is whole in its row.
+    Training steps with pieces need executor="operations"."""
+    backward: Backward = "joint"
+    """"split": weight gradients are computed apart from input gradients, where a stage waits.
+    "joint": together. Needs executor="operations"."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -85,13 +100,9 @@ class Policy:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
 
     def to_payload(self) -> dict[str, object]:
-        """The fields as JSON types, in the order of their definition.
-
-        `share_prefixes` and `context_parallel` are left out at their defaults, so that plans from
-        before they were fields keep their digests.
-        """
+        """The fields as JSON types, in the order of their definition."""
         payload = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("share_prefixes", "context_parallel"):
+        for name in _LATER_FIELDS:
             if payload[name] == getattr(Policy, name):
                 del payload[name]
         return payload
@@ -143,6 +154,30 @@ def check_dynamic_cp(policy: Policy, micro_batch_size: int | None = None) -> Non
         raise ConfigError(
             f"context_parallel='dynamic' with micro_batch_size={micro_batch_size}: rows are given "
             "to ranks by their tokens; set max_tokens_per_gpu, or context_parallel='fixed'"
+        )
+
+
+def check_split_samples(
+    policy: Policy, layout: Layout, micro_batch_size: int | None = None
+) -> None:
+    """Raise ConfigError if pieces of samples contradict the rest of the policy, or the layout."""
+    if policy.split_samples == "off":
+        return
+    if policy.row_shape == "uniform":
+        raise ConfigError(
+            "split_samples='auto' with row_shape='uniform': pieces are cut to equal work and so "
+            "differ in length; set row_shape='planned', or split_samples='off'"
+        )
+    if micro_batch_size is not None:
+        raise ConfigError(
+            f"split_samples='auto' with micro_batch_size={micro_batch_size}: rows of a number of "
+            "samples have whole ones; set max_tokens_per_gpu, or split_samples='off'"
+        )
+    if layout.ep_spans_dp:
+        raise ConfigError(
+            f"split_samples='auto' with ep={layout.ep}, etp={layout.etp}, tp*cp="
+            f"{layout.tp * layout.cp}: data-parallel ranks exchange tokens of the experts in every "
+            "layer and must run one order, and chains of pieces differ; set split_samples='off'"
         )
 
 

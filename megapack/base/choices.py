@@ -18,6 +18,9 @@ Kernel = Literal["te", "varlen", "sdpa"]
 Attention = Literal["auto", "te", "varlen", "sdpa"]
 """A kernel, or "auto": the first that can run."""
 
+Executor = Literal["megatron", "operations"]
+"""What runs a step: Megatron's schedules, or a list of operations that a plan may order."""
+
 HeadKernel = Literal["torch", "liger"]
 """What computes log-probs from hidden states: products of torch, or Liger's fused kernel."""
 HeadChoice = Literal["auto", "torch", "liger"]

@@ -23,6 +23,7 @@ _NUMBERS = (
     "backward_ratio",
     "p2p",
     "cp_overhead",
+    "weight_ratio",
 )
 
 
@@ -35,7 +36,8 @@ class CostModel:
 
         fixed + (per_token * T + per_token_sq * sum(L_i^2) + per_sample * n) / (pp * vpp * cp)
 
-    and its backward takes `backward_ratio` times that. A row over `width` DP ranks is cut over
+    and its backward takes `backward_ratio` times that. Of the backward, weight gradients take
+    `weight_ratio` times the forward without per_token_sq. A row over `width` DP ranks is cut over
     cp * width ranks, and what is divided by them grows by `cp_overhead`. L_i^2 accounts for the
     attention of sample i; tokens attend only within their sample.
 
@@ -60,6 +62,9 @@ class CostModel:
     cp_overhead: float = 0.05
     """Share by which the work of a row grows when several DP ranks share it, as they exchange keys
     and values. A sample of 1 s takes 1.05 / 2 s over two ranks. 0.05 is assumed until measured."""
+    weight_ratio: float = 1.0
+    """Seconds of the weight gradients over those of the forward's part without attention. A product
+    y = x W takes as long as dW = x^T dy, so 1 is assumed until measured."""
     fit_error: float | None = field(default=None, compare=False)
     """Mean relative error of the fitted forward seconds; None = not fitted."""
 
@@ -95,6 +100,18 @@ class CostModel:
         work = self.per_token * row_tokens + self.per_token_sq * tokens_sq
         work += self.per_sample * num_samples
         return self.fixed + work * self.share_of_rank(layout, width)
+
+    def weight_seconds(
+        self, layout: Layout, *, row_tokens: int, num_samples: int, width: int = 1
+    ) -> float:
+        """Seconds of the weight gradients of one chunk of weight 1, a part of the backward's.
+
+        Args:
+            row_tokens, num_samples, width: see `forward_seconds`.
+        """
+        return self.weight_ratio * self.forward_seconds(
+            layout, row_tokens=row_tokens, tokens_sq=0, num_samples=num_samples, width=width
+        )
 
     def share_of_rank(self, layout: Layout, width: int = 1) -> float:
         """Part of a row's work that one chunk on one GPU does, if `width` DP ranks share the row.

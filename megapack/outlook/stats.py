@@ -19,7 +19,7 @@ from megapack.base.arrays import Ints, read_lengths
 from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import PlanError
 from megapack.layout import Layout
-from megapack.pipeline.simulator import Runner, Simulation, bubble_fraction, simulate_planned
+from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
 from megapack.plan.plan import Counts, MicroBatch, Plan, StepPlan, count_steps
 from megapack.planner.bins import fewest_bins_bound
 
@@ -147,12 +147,13 @@ def gathered_tokens(plan: Plan) -> float:
     rows that a stage holds between forward and backward, where a chunk counts 1/vpp; 0 if no row
     lies over several ranks.
     """
-    runner = Runner(plan.layout, TOKENS, plan.forward_only)
+    layout = plan.layout
     peaks = [0.0]
     for step in plan.steps:
-        for rank in step.ranks if step.counts.wide_rows else ():
-            others = [mb.row_tokens * (mb.width - 1) / mb.width for mb in rank]
-            peaks.append(runner.peak_live(np.array(others), step.group_size))
+        for number, rank in enumerate(step.ranks if step.counts.wide_rows else ()):
+            others = np.array([mb.row_tokens * (mb.width - 1) / mb.width for mb in rank])
+            order = step.order(number, layout, forward_only=plan.forward_only)
+            peaks.append(float(order.peak_live(others).max()) / layout.vpp)
     return max(peaks)
 
 

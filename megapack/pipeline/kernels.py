@@ -15,8 +15,8 @@ class RankOps(NamedTuple):
 
     stage: Ints
     microbatch: Ints
-    backward: Ints
-    """1 for a backward, 0 for a forward."""
+    held: Ints
+    """1 if the operation begins to hold activations, -1 if it frees them, else 0."""
     waits_for: Ints
     """Index of the operation on another stage whose result this one needs; the number of operations
     if it needs none."""
@@ -49,6 +49,26 @@ def rank_seconds(ops: RankOps, forward_seconds: Floats, end: Floats) -> float:
     for stage in range(ops.pp):
         last = max(last, free[stage])
     return last
+
+
+@kernel
+def order_seconds(ops: RankOps, seconds: Floats, end: Floats) -> float:
+    """Seconds until a DP rank's last operation ends, from the seconds of each operation.
+
+    Args:
+        seconds: float64 [operations].
+        end: see `rank_seconds`.
+    """
+    free = np.zeros(ops.pp)
+    count = ops.stage.size
+    for op in range(count):
+        begin = free[ops.stage[op]]
+        source = ops.waits_for[op]
+        if source < count and end[source] + ops.p2p > begin:
+            begin = end[source] + ops.p2p
+        end[op] = begin + seconds[op]
+        free[ops.stage[op]] = end[op]
+    return float(free.max())
 
 
 @kernel
@@ -104,15 +124,11 @@ def peak_live(ops: RankOps, amounts: Floats) -> float:
     Args:
         amounts: float64 [M], what each micro-batch holds.
     """
-    if ops.backward.max() == 0:
+    if ops.held.min() > 0:
         return float(amounts.max())
     live = np.zeros(ops.pp)
     peak = 0.0
     for op in range(ops.stage.size):
-        amount = amounts[ops.microbatch[op]]
-        if ops.backward[op] == 1:
-            live[ops.stage[op]] -= amount
-        else:
-            live[ops.stage[op]] += amount
-            peak = max(peak, live[ops.stage[op]])
+        live[ops.stage[op]] += ops.held[op] * amounts[ops.microbatch[op]]
+        peak = max(peak, live[ops.stage[op]])
     return peak

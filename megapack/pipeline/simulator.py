@@ -1,9 +1,9 @@
 """The pipeline simulator: how long a planned step takes, where it waits, what it keeps in memory.
 
 An operation starts when its stage is free and its input has arrived, `p2p` seconds after the
-operation that makes the input ended. This is Megatron's schedule with overlapped sends: a stage
-never waits to send. For M equal micro-batches the bubble is (pp - 1) / (vpp * M): 3/16 with pp=4,
-vpp=2, M=8.
+operation that makes the input ended. Each stage runs the plan's order of operations, or that of
+Megatron's schedule. Sends overlap: a stage never waits to send. For M equal micro-batches in
+Megatron's order the bubble is (pp - 1) / (vpp * M): 3/16 with pp=4, vpp=2, M=8.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,8 +19,13 @@ from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
-from megapack.pipeline.kernels import RankOps, coupled_seconds, peak_live, rank_seconds
-from megapack.pipeline.order import StepOrder, step_order
+from megapack.pipeline.kernels import (
+    RankOps,
+    coupled_seconds,
+    order_seconds,
+    rank_seconds,
+)
+from megapack.plan.order import KINDS, StepOrder, step_order
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 
 # A mistaken size must not ask for all memory or run for hours. Chosen by hand: 2**12 chunks are far
@@ -31,7 +36,7 @@ _MAX_FORWARDS = 2**24
 
 @dataclass(frozen=True)
 class Event:
-    """One forward or backward of one chunk."""
+    """One operation of one chunk."""
 
     rank: int
     """DP rank."""
@@ -41,7 +46,8 @@ class Event:
     """Chunk of the stage, 0 to vpp - 1."""
     microbatch: int
     """Index among the rank's micro-batches."""
-    kind: Literal["F", "B"]
+    kind: Literal["F", "B", "W"]
+    """Forward, backward, or weight gradients that the backward left."""
     start: float
     """Seconds since the start of the step."""
     end: float
@@ -89,7 +95,7 @@ class _RankRun:
     def events(self, rank: int) -> list[Event]:
         order = self.order
         columns = (order.stage, order.chunk // self.pp, order.microbatch)
-        kinds = ["B" if backward else "F" for backward in order.backward.tolist()]
+        kinds: list[Any] = [KINDS[kind] for kind in order.kind.tolist()]
         return [
             Event(rank, stage, chunk, k, kind, start, end)
             for stage, chunk, k, kind, start, end in zip(
@@ -110,7 +116,7 @@ def simulate(
     lockstep: bool = False,
     forward_only: bool = False,
 ) -> Simulation:
-    """Simulate a step under Megatron's schedule.
+    """Simulate a step in the plan's order of operations, or in that of Megatron's schedule.
 
     Args:
         cost: seconds of micro-batches; None: time is in row tokens.
@@ -130,23 +136,34 @@ def simulate(
     forward = _slowest(work) if lockstep else work
     runner = Runner(layout, cost, forward_only)
     group = step.group_size
+    orders = [
+        step.order(r, layout) if step.orders else runner.order(len(rank), group)
+        for r, rank in enumerate(step.ranks)
+    ]
     if any(mb.dp_ranks for mb in step.microbatches):
         runs = runner.coupled_timelines(forward, _first_ranks(step), group)
+    elif step.orders:
+        weight = [_weight_seconds(rank, layout, cost) for rank in step.ranks]
+        seconds = zip(orders, forward, _slowest(weight) if lockstep else weight, strict=True)
+        runs = [runner.ordered_timeline(*own) for own in seconds]
     else:
         runs = [runner.timeline(seconds, group) for seconds in forward]
     ends = [float(run.end.max()) for run in runs]
     busiest = [runner.busiest_stage_seconds(seconds) for seconds in work]
     slowest = max(range(len(ends)), key=lambda r: (ends[r], busiest[r]))
-    live = [runner.peak_live(_rows_per_gpu(rank, layout), group) for rank in step.ranks]
-    flight = [runner.peak_live(np.ones(len(rank)), group) for rank in step.ranks]
+    live = [
+        order.peak_live(_rows_per_gpu(rank, layout)).max()
+        for order, rank in zip(orders, step.ranks, strict=True)
+    ]
+    flight = [order.peak_live(np.ones(order.microbatch.max() + 1)).max() for order in orders]
     return Simulation(
         makespan=ends[slowest],
         rank_makespans=tuple(ends),
         slowest_rank=slowest,
         rank_work=tuple(math.fsum(seconds.tolist()) for seconds in work),
         busy_seconds=busiest[slowest],
-        peak_live_tokens=max(live),
-        peak_in_flight=max(flight),
+        peak_live_tokens=float(max(live)) / layout.vpp,
+        peak_in_flight=float(max(flight)) / layout.vpp,
         _runs=tuple(runs),
     )
 
@@ -189,12 +206,15 @@ class Runner:
 
     def ops(self, num_microbatches: int, group: int | None) -> RankOps:
         """The same operations with this cost model's factors, for the compiled loops."""
-        order = self.order(num_microbatches, group)
-        passes = np.where(order.backward == 1, self.backward_ratio, 1.0)
+        return self.ops_of(self.order(num_microbatches, group))
+
+    def ops_of(self, order: StepOrder) -> RankOps:
+        """An order with this cost model's factors; weight gradients have none of their own."""
+        passes = np.array([1.0, self.backward_ratio, 0.0])[order.kind]
         return RankOps(
             order.stage,
             order.microbatch,
-            order.backward,
+            order.held,
             order.waits_for,
             self.weights[order.chunk] * passes,
             self.layout.pp,
@@ -212,6 +232,28 @@ class Runner:
         rank_seconds(ops, forward_seconds, end)
         start = end - ops.scale * forward_seconds[ops.microbatch]
         return _RankRun(self.order(forward_seconds.size, group), self.layout.pp, start, end)
+
+    def ordered_timeline(
+        self, order: StepOrder, forward_seconds: Floats, weight_seconds: Floats
+    ) -> _RankRun:
+        """When each operation of a DP rank in an order of its own starts and ends.
+
+        Args:
+            forward_seconds: float64 [M], see `timeline`.
+            weight_seconds: float64 [M], one chunk's weight gradients of each micro-batch.
+        """
+        ops = self.ops_of(order)
+        seconds = ops.scale * forward_seconds[order.microbatch]
+        # Weight gradients are a part of the backward, which is shorter by them where they are
+        # apart.
+        share = self.weights[order.chunk] * weight_seconds[order.microbatch]
+        whole = self.weights[order.chunk] * self.backward_ratio * forward_seconds[order.microbatch]
+        share = np.minimum(share, whole)
+        seconds += np.where(order.kind == 2, share, 0.0)
+        seconds -= np.where((order.kind == 1) & (order.held == 0), share, 0.0)
+        end = np.empty(seconds.size)
+        order_seconds(ops, seconds, end)
+        return _RankRun(order, self.layout.pp, end - seconds, end)
 
     def coupled_timelines(
         self, forward_seconds: list[Floats], first_DM: Ints, group: int | None
@@ -237,16 +279,6 @@ class Runner:
         per_stage = self.weights.reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
         passes = 1.0 if self.forward_only else 1.0 + self.backward_ratio
         return float(per_stage.max()) * passes * float(forward_seconds.sum())
-
-    def peak_live(self, amounts: Floats, group: int | None) -> float:
-        """Peak of what a stage holds between forwards and their backwards; a chunk counts 1/vpp.
-
-        The order of the operations decides it, so no seconds are needed.
-
-        Args:
-            amounts: float64 [M], what each micro-batch holds.
-        """
-        return float(peak_live(self.ops(amounts.size, group), amounts)) / self.layout.vpp
 
 
 def simulate_planned(plan: Plan, step: StepPlan, cost: CostModel | None) -> Simulation:
@@ -279,6 +311,17 @@ def _forward_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostMod
                 tokens_sq=mb.tokens_sq,
                 num_samples=len(mb.samples),
                 width=mb.width,
+            )
+            for mb in rank
+        ]
+    )
+
+
+def _weight_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel) -> Floats:
+    return np.array(
+        [
+            cost.weight_seconds(
+                layout, row_tokens=mb.row_tokens, num_samples=len(mb.samples), width=mb.width
             )
             for mb in rank
         ]

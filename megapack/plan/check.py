@@ -19,6 +19,16 @@
 9. A row that several DP ranks share lies over an aligned block of 2, 4, 8, ... of them and stands
    at the same place of each; only under context_parallel="dynamic". Invariants 4 and 5 hold with
    the alignment and the budget of all its ranks, and no row is over that budget.
+10. A sample in pieces is in consecutive micro-batches of one DP rank, from its first token to its
+   last, only under split_samples="auto". All pieces but the last are aligned. A row with a piece is
+   within the budget; its other samples are whole. With vpp > 1 the pieces are in one group of G
+   micro-batches. Without a budget, with shared prefixes, in colocated sets of several samples, in
+   rows over several ranks, and where ranks exchange tokens of experts, samples are whole.
+11. Orders of operations can run: they are complete, without a circle, and run the backwards of
+   pieces in reverse. They hold no more tokens than `Plan.live_cap`. Weight gradients are apart only
+   under backward="split". A training step with pieces has orders, a pass without backwards none.
+   Where ranks exchange tokens of experts, their forwards and backwards are in one order. Ranks that
+   share a row run in Megatron's.
 """
 
 from __future__ import annotations
@@ -75,6 +85,8 @@ class _Checker:
         for number, step in enumerate(self.plan.steps):
             self._check_counts(step, f"step {number}")
             self._check_sharers(step, f"step {number}")
+            self._check_pieces(step, f"step {number}")
+            self._check_orders(step, f"step {number}")
         self._check_partition()
         for number, step in enumerate(self.plan.steps):
             self._check_rollouts(step, f"step {number}")
@@ -143,6 +155,88 @@ class _Checker:
                         "runs another row there",
                     )
 
+    def _check_pieces(self, step: StepPlan, where: str) -> None:
+        for rank, row in enumerate(step.ranks):
+            if any(mb.piece is not None for mb in row):
+                self._check_may_split(f"{where} rank {rank}")
+            for chain in step.chains(rank):
+                here = f"{where} rank {rank} micro-batches {chain.start} to {chain.stop - 1}"
+                self._check_chain([row[k] for k in chain], here)
+                group = step.group_size
+                if group is not None and chain.start // group != (chain.stop - 1) // group:
+                    raise _broken(10, f"{here} are not in one group of G={group}")
+
+    def _check_may_split(self, where: str) -> None:
+        reasons = {
+            "split_samples='off'": self.policy.split_samples == "off",
+            "no budget": self.budget is None,
+            "shared prefixes": self.table is not None,
+            f"experts over DP ranks, ep={self.layout.ep}": self.layout.ep_spans_dp,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise _broken(10, f"{where} has pieces of samples with {reason}")
+
+    def _check_chain(self, rows: list[MicroBatch], where: str) -> None:
+        sample = rows[0].samples[0]
+        if not 0 <= sample < self.lengths.size:
+            raise _broken(10, f"{where} have pieces of sample {sample} of {self.lengths.size}")
+        pieces = [mb.piece for mb in rows if mb.piece is not None]
+        ends = [0, *(end for _, end in pieces)]
+        if [start for start, _ in pieces] != ends[:-1] or ends[-1] != self.lengths[sample]:
+            raise _broken(
+                10,
+                f"{where} have the pieces {pieces} of sample {sample}, which has "
+                f"{self.lengths[sample]} tokens",
+            )
+        unit = self.layout.sample_alignment
+        if any(end % unit for end in ends[:-1]) or sorted(set(ends)) != ends:
+            raise _broken(10, f"{where}: pieces end at {ends[1:]}, not at multiples of {unit}")
+        together = int((self.set_of == self.set_of[sample]).sum())
+        if together > 1:
+            raise _broken(
+                10, f"{where} split sample {sample}, one of {together} in a colocated set"
+            )
+        if any(mb.width > 1 for mb in rows):
+            raise _broken(10, f"{where} have pieces in rows over several DP ranks")
+
+    def _check_orders(self, step: StepPlan, where: str) -> None:
+        if not step.orders:
+            if any(mb.piece is not None for mb in step.microbatches) and not self.plan.forward_only:
+                raise _broken(11, f"{where} has pieces of samples and no order")
+            return
+        if self.plan.forward_only or len(step.orders) != len(step.ranks):
+            raise _broken(
+                11,
+                f"{where} has orders of {len(step.orders)} ranks, forward_only="
+                f"{self.plan.forward_only}",
+            )
+        cap = self.plan.live_cap(step)
+        passes = []
+        for rank, row in enumerate(step.ranks):
+            here = f"{where} rank {rank}"
+            if len(step.orders[rank]) != self.layout.pp:
+                raise _broken(11, f"{here} has orders of {len(step.orders[rank])} stages")
+            try:
+                order = step.order(rank, self.layout)
+            except PlanError as error:
+                raise _broken(11, f"{here}: {error}") from None
+            if order.has_weights and self.policy.backward != "split":
+                raise _broken(11, f"{here} puts weight gradients off under backward='joint'")
+            tokens = np.array([mb.row_tokens / (self.layout.cp * mb.width) for mb in row])
+            live = order.peak_live(tokens) / self.layout.vpp
+            if live.max() > cap:
+                raise _broken(
+                    11,
+                    f"{here} holds {live.max():.0f} tokens per GPU on stage {live.argmax()}, the "
+                    f"cap is {cap:.0f}",
+                )
+            passes.append([_without_weights(text) for text in step.orders[rank]])
+        if self.layout.ep_spans_dp and any(own != passes[0] for own in passes):
+            raise _broken(11, f"{where}: ranks that exchange tokens have different orders")
+        if any(mb.width > 1 for mb in step.microbatches):
+            raise _broken(11, f"{where} has orders, and rows over several DP ranks")
+
     def _check_partition(self) -> None:
         times = np.zeros(self.plan.num_samples, dtype=np.int64)
         for number, step in enumerate(self.plan.steps):
@@ -194,17 +288,25 @@ class _Checker:
     def _check_row(self, mb: MicroBatch, where: str) -> None:
         layout = self.layout.over(mb.width)
         samples = list(mb.samples)
+        lengths = self.lengths[samples]
         aligned = self.aligned[samples]
         if mb.width > 1:
-            aligned = layout.aligned_sample_tokens(self.lengths[samples])
+            aligned = layout.aligned_sample_tokens(lengths)
+        before = 0
+        if mb.piece is not None:
+            before, end = mb.piece
+            lengths[0] = end - before
+            aligned[0] = layout.aligned_sample_tokens(end) - before
         unit = layout.row_alignment
         shared, shared_sq = self._saved(samples, mb.width)
         padded = layout.aligned_row_tokens(int(aligned.sum()) - shared)
+        # A piece attends to the tokens before it: (before + n)^2 - before^2.
         tokens_sq = int((aligned * aligned).sum()) - shared_sq
+        tokens_sq += 2 * before * int(aligned[0]) if before else 0
         if mb.shared_tokens != shared:
             raise _broken(8, f"{where}: shared_tokens {mb.shared_tokens}, not {shared}")
         planned = (mb.tokens, mb.tokens_sq, mb.padded_tokens)
-        actual = (int(self.lengths[samples].sum()), tokens_sq, padded)
+        actual = (int(lengths.sum()), tokens_sq, padded)
         if planned != actual:
             raise _broken(4, f"{where}: tokens, tokens_sq, padded_tokens {planned}, not {actual}")
         self._check_budget(mb, where)
@@ -249,7 +351,7 @@ class _Checker:
             return
         alone = np.unique(self.set_of[samples]).size == 1
         wide = self.policy.context_parallel == "dynamic"
-        if wide or not alone or self.policy.oversize == "error":
+        if wide or mb.piece is not None or not alone or self.policy.oversize == "error":
             ranks = f" * {mb.width} ranks" if mb.width > 1 else ""
             raise _broken(
                 4,
@@ -257,6 +359,10 @@ class _Checker:
                 f"budget is {self.budget * mb.width} (max_tokens_per_gpu="
                 f"{self.plan.max_tokens_per_gpu} * cp{ranks})",
             )
+
+
+def _without_weights(text: str) -> str:
+    return " ".join(op for op in text.split() if "W" not in op)
 
 
 def _budget(plan: Plan) -> int | None:

@@ -16,8 +16,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from megapack.base.arrays import read_budget
 from megapack.layout import Layout, block_ranks
+from megapack.plan.order import StepOrder, read_order, step_order
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes
@@ -40,10 +43,11 @@ class MicroBatch:
     row_tokens: int
     """Length of the whole row, before it is cut over CP ranks and `dp_ranks`."""
     tokens: int
-    """Real tokens of its samples."""
+    """Real tokens of its samples, of a piece those in the row."""
     tokens_sq: int
     """Squared tokens that attention computes: the sum of squared aligned lengths, less that of the
-    squared positions that samples share with another one. The cost of attention grows with it."""
+    squared positions that samples share with another one, or that are before a piece. The cost of
+    attention grows with it."""
     padded_tokens: int
     """Tokens that the row holds, plus the alignment of the samples and of the row; 0 for a padding
     micro-batch."""
@@ -51,6 +55,14 @@ class MicroBatch:
     """Tokens that the row does not hold again, because another of its samples begins with them."""
     dp_ranks: tuple[int, ...] = ()
     """The DP ranks that share the row; () if one rank has it."""
+    piece: tuple[int, int] | None = None
+    """Where the row's part of its first sample begins and ends, in real tokens, if it has not the
+    whole sample: a piece. The sample's other pieces are in the neighbouring micro-batches."""
+
+    @property
+    def begun_samples(self) -> tuple[int, ...]:
+        """Samples whose first token is in the row: all but one that earlier pieces begin."""
+        return self.samples[1:] if self.piece is not None and self.piece[0] > 0 else self.samples
 
     @property
     def held_tokens(self) -> int:
@@ -89,6 +101,12 @@ class Counts:
     first; other numbers count each row once."""
     wide_tokens: int
     """Real tokens of their samples."""
+    num_pieces: int
+    """Rows that have a piece of a sample."""
+    num_split_samples: int
+    """Samples that are cut into pieces."""
+    piece_tokens: int
+    """Real tokens of these samples."""
 
     @property
     def num_wide_rows(self) -> int:
@@ -104,6 +122,11 @@ class Counts:
     def wide_fraction(self) -> float:
         """Share of the samples' tokens that are in rows over several DP ranks."""
         return self.wide_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def piece_fraction(self) -> float:
+        """Share of the samples' tokens that are in pieces."""
+        return self.piece_tokens / self.tokens if self.tokens else 0.0
 
     @property
     def num_rank_rows(self) -> int:
@@ -152,11 +175,48 @@ class StepPlan:
     """Ids of the rollouts that the step trains on, in order of first appearance."""
     dropped_rollouts: tuple[RolloutId, ...]
     """Ids that unreachable="drop" left out, in order of first appearance."""
+    orders: tuple[tuple[str, ...], ...] = ()
+    """Per DP rank, what each of its stages runs, as `StepOrder.lines`; () is Megatron's order."""
 
     @cached_property
     def kept_samples(self) -> tuple[int, ...]:
         """Sample indices of the step, ascending."""
-        return tuple(sorted(i for mb in self.microbatches for i in mb.samples))
+        return tuple(sorted(i for mb in self.microbatches for i in mb.begun_samples))
+
+    def chains(self, rank: int) -> list[range]:
+        """The micro-batches of a DP rank that have the pieces of one sample, chain after chain."""
+        chains: list[range] = []
+        sample = -1
+        for k, mb in enumerate(self.ranks[rank]):
+            if mb.piece is None:
+                sample = -1
+            elif mb.samples[0] == sample and mb.piece[0] > 0:
+                chains[-1] = range(chains[-1].start, k + 1)
+            else:
+                sample = mb.samples[0]
+                chains.append(range(k, k + 1))
+        return chains
+
+    def order(self, rank: int, layout: Layout, *, forward_only: bool = False) -> StepOrder:
+        """What a DP rank runs: the order of the plan, or Megatron's.
+
+        Args:
+            layout: that of the plan.
+            forward_only: no backwards; such steps run in Megatron's order.
+
+        Raises:
+            PlanError: the plan's order cannot run.
+        """
+        count = len(self.ranks[rank])
+        if forward_only or not self.orders:
+            group = self.group_size or 1
+            return step_order(layout.pp, layout.vpp, count, group, forward_only)
+        return read_order(
+            self.orders[rank],
+            vpp=layout.vpp,
+            num_microbatches=count,
+            chains=self.chains(rank),
+        )
 
     @property
     def microbatches(self) -> Iterator[MicroBatch]:
@@ -232,6 +292,23 @@ class Plan:
         """Rows, samples and tokens of all steps."""
         return count_steps(self.steps)
 
+    def live_cap(self, step: StepPlan) -> float:
+        """Row tokens per GPU that the orders of a step may hold at once.
+
+        That is `Policy.max_live_tokens_per_gpu`; without it as many micro-batches as the first
+        stage holds in Megatron's order, each as long as the budget or the longest row. With pp=4
+        and a budget of 8192 tokens it is 32768.
+        """
+        cap = self.policy.max_live_tokens_per_gpu
+        if cap is not None:
+            return cap
+        layout = self.layout
+        longest = max(mb.row_tokens / (layout.cp * mb.width) for mb in step.microbatches)
+        most = max(map(len, step.ranks))
+        order = step_order(layout.pp, layout.vpp, most, step.group_size or 1, self.forward_only)
+        in_flight = float(order.peak_live(np.ones(most)).max()) / layout.vpp
+        return in_flight * max(longest, self.max_tokens_per_gpu or 0)
+
     @cached_property
     def prefix_table(self) -> PrefixTable | None:
         """`prefixes` on the layout; None if nothing is shared. They must fit the lengths."""
@@ -281,13 +358,16 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
         num_microbatches=(min(per_rank, default=0), max(per_rank, default=0)),
         num_rows=num_rows,
         num_padding_rows=len(microbatches) - num_rows,
-        num_samples=sum(len(mb.samples) for mb in microbatches),
+        num_samples=sum(len(mb.begun_samples) for mb in microbatches),
         num_dropped_rollouts=sum(len(step.dropped_rollouts) for step in steps),
         tokens=sum(mb.tokens for mb in microbatches),
         row_tokens=sum(mb.row_tokens for mb in microbatches),
         shared_tokens=sum(mb.shared_tokens for mb in microbatches),
         wide_rows=tuple(sorted(Counter(mb.width for mb in microbatches if mb.width > 1).items())),
         wide_tokens=sum(mb.tokens for mb in microbatches if mb.width > 1),
+        num_pieces=sum(mb.piece is not None for mb in microbatches),
+        num_split_samples=sum(mb.piece is not None and mb.piece[0] == 0 for mb in microbatches),
+        piece_tokens=sum(mb.piece[1] - mb.piece[0] for mb in microbatches if mb.piece),
     )
 
 
@@ -305,11 +385,14 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
         "kept_rollouts": step.kept_rollouts,
         "dropped_rollouts": step.dropped_rollouts,
         "ranks": [[_cell(mb) for mb in rank] for rank in step.ranks],
+        **({"orders": step.orders} if step.orders else {}),
     }
 
 
 def _cell(mb: MicroBatch) -> tuple[Any, ...]:
     sizes = (mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens)
+    if mb.piece is not None:
+        return (*sizes, mb.shared_tokens, mb.width, *mb.piece)
     # The ranks of a shared row are an aligned block, so its place and its width say which they are.
     if mb.width > 1:
         return (*sizes, mb.shared_tokens, mb.width)
@@ -351,6 +434,7 @@ def _build_microbatch(rank: int, cell: list[Any]) -> MicroBatch:
         padded_tokens,
         shared_tokens,
         block_ranks(rank, width),
+        (others[2], others[3]) if len(others) > 2 else None,
     )
 
 
@@ -364,4 +448,5 @@ def _build_step(step: dict[str, Any]) -> StepPlan:
         group_size=step["group_size"],
         kept_rollouts=tuple(step["kept_rollouts"]),
         dropped_rollouts=tuple(step["dropped_rollouts"]),
+        orders=tuple(map(tuple, step.get("orders", ()))),
     )

@@ -7,7 +7,13 @@ per micro-batch. A cell reads
     samples:row_tokens:tokens:tokens_sq:padded   if the row is longer than its padded tokens
     samples:row_tokens:tokens:tokens_sq:padded:shared   if its samples share tokens
     samples:row_tokens:tokens:tokens_sq:padded:shared:width   if so many ranks share the row
+    samples:row_tokens:tokens:tokens_sq:padded:shared:width:start:end   if it has only this piece of
+                                                                        its first sample
     -:row_tokens                                 a padding micro-batch
+
+If the step has orders, a line for each stage of each rank follows:
+
+    order 0 1 | 0F0 0B0 1F0 1B0      what stage 1 of rank 0 runs, see `plan.order`
 
 Consecutive rollout ids are written as a range, `0..2047`. A plan without `colocate_ids` has no such
 line.
@@ -55,6 +61,7 @@ _COLOCATE = "colocate_ids"
 _PREFIXES = "prefixes"
 _OPTIONAL = (_COLOCATE, _PREFIXES)
 _STEP = ("num_microbatches", "group_size", "kept_rollouts", "dropped_rollouts")
+_ORDERS = "orders"
 
 
 def format_plan(payload: dict[str, Any]) -> str:
@@ -66,6 +73,8 @@ def format_plan(payload: dict[str, Any]) -> str:
         lines += [f"{key} {_format_value(step[key])}" for key in _STEP]
         for rank, row in enumerate(step["ranks"]):
             lines.append(f"rank {rank} | " + " ".join(_format_cell(cell) for cell in row))
+        for rank, stages in enumerate(step.get(_ORDERS, ())):
+            lines += [f"order {rank} {stage} | {text}" for stage, text in enumerate(stages)]
     return "\n".join(lines) + "\n"
 
 
@@ -164,7 +173,18 @@ class _TextReader:
         step["ranks"] = []
         while self._next_starts_with("rank "):
             step["ranks"].append(self._rank(len(step["ranks"])))
-        return step
+        orders: list[list[str]] = []
+        while self._next_starts_with("order "):
+            self._order(orders)
+        return {**step, _ORDERS: orders} if orders else step
+
+    def _order(self, orders: list[list[str]]) -> None:
+        head, _, text = self._line().partition(" | ")
+        if head == f"order {len(orders)} 0":
+            orders.append([])
+        if not orders or head != f"order {len(orders) - 1} {len(orders[-1])}":
+            raise self._error("expected 'order RANK STAGE | ...', rank after rank")
+        orders[-1].append(text)
 
     def _rank(self, number: int) -> list[Any]:
         head, _, cells = self._line().partition(" | ")
@@ -180,7 +200,7 @@ class _TextReader:
                 return [[], numbers[0], 0, 0, 0]
             if len(numbers) == 3:
                 numbers.append(numbers[0])
-            if len(numbers) in (4, 5, 6):
+            if len(numbers) in (4, 5, 6, 8):
                 return [[int(i) for i in samples.split(",") if samples != "-"], *numbers]
         except ValueError:
             pass
@@ -223,7 +243,7 @@ def _check_payload(payload: Any) -> None:
 
 
 def _check_step(step: Any, where: str) -> None:
-    _keys(step, where, {*_STEP, "ranks"})
+    _keys(step, where, {*_STEP, "ranks", *({_ORDERS} & set(step))})
     for key in ("num_microbatches", "group_size"):
         _require(step[key] is None or _is_count(step[key]), f"{where}.{key}", "null or an integer")
     for key in ("kept_rollouts", "dropped_rollouts"):
@@ -233,17 +253,29 @@ def _check_step(step: Any, where: str) -> None:
         _require(isinstance(row, list), f"{where}.ranks[{rank}]", "a list")
         for k, cell in enumerate(row):
             _check_cell(cell, f"{where}.ranks[{rank}][{k}]", len(step["ranks"]))
+    if _ORDERS in step:
+        _check_orders(step[_ORDERS], f"{where}.{_ORDERS}")
+
+
+def _check_orders(value: Any, where: str) -> None:
+    good = isinstance(value, list) and all(isinstance(stages, list) for stages in value)
+    good = good and all(isinstance(text, str) for stages in value for text in stages)
+    _require(good, where, "a list of texts per rank")
 
 
 def _check_cell(cell: Any, where: str, num_ranks: int) -> None:
-    good = isinstance(cell, list) and len(cell) in (5, 6, 7) and isinstance(cell[0], list)
+    good = isinstance(cell, list) and len(cell) in (5, 6, 7, 9) and isinstance(cell[0], list)
     good = good and all(map(_is_count, cell[0])) and all(map(_is_count, cell[1:]))
-    # A damaged width must not make a list of 2**60 ranks.
-    good = good and (len(cell) < 7 or 2 <= cell[6] <= num_ranks)
+    if good and len(cell) == 7:
+        # A damaged width must not make a list of 2**60 ranks.
+        good = 2 <= cell[6] <= num_ranks
+    if good and len(cell) == 9:
+        good = cell[6] == 1 and bool(cell[0]) and cell[7] < cell[8]
     _require(
         good,
         where,
-        "[[samples], row_tokens, tokens, tokens_sq, padded_tokens(, shared_tokens(, width))]",
+        "[[samples], row_tokens, tokens, tokens_sq, padded_tokens(, shared_tokens(, width(, start, "
+        "end)))]",
     )
 
 

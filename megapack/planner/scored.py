@@ -127,7 +127,7 @@ def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:
     all_ops = RankOps(
         np.concatenate([ops.stage for ops in each]),
         np.concatenate([ops.microbatch for ops in each]),
-        np.concatenate([ops.backward for ops in each]),
+        np.concatenate([ops.held for ops in each]),
         np.concatenate([ops.waits_for for ops in each]),
         np.concatenate([ops.scale for ops in each]),
         each[0].pp,

@@ -119,7 +119,7 @@ def ops_of(all_ops: RankOps, bounds: Ints, rank: int) -> RankOps:
     return RankOps(
         all_ops.stage[first:last],
         all_ops.microbatch[first:last],
-        all_ops.backward[first:last],
+        all_ops.held[first:last],
         all_ops.waits_for[first:last],
         all_ops.scale[first:last],
         all_ops.pp,

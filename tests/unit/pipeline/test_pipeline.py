@@ -16,7 +16,7 @@ from megapack import (
     build_dp_schedule,
     simulate,
 )
-from megapack.pipeline.order import step_order
+from megapack.plan.order import KINDS, step_order
 
 pytestmark = pytest.mark.unit
 
@@ -89,9 +89,9 @@ def test_order_is_megatrons(
         wanted += backward[steady:] if not forward_only else []
         mine = order.stage == stage
         found = [
-            ("B" if backward else "F", int(k), int(chunk) // pp)
-            for backward, k, chunk in zip(
-                order.backward[mine], order.microbatch[mine], order.chunk[mine], strict=True
+            (KINDS[kind], int(k), int(chunk) // pp)
+            for kind, k, chunk in zip(
+                order.kind[mine], order.microbatch[mine], order.chunk[mine], strict=True
             )
         ]
         assert found == wanted

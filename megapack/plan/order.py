@@ -1,0 +1,397 @@
+"""The order of operations of a step: forwards, backwards and weight gradients on each stage.
+
+An operation is the forward (F), the backward (B) or the weight gradients (W) of one micro-batch
+through one chunk of a stage. Its text is micro-batch, kind, chunk: `2F1` is the forward of
+micro-batch 2 through the stage's chunk 1. A backward whose micro-batch has a W leaves the gradients
+of weights to it.
+
+`step_order` makes the orders of Megatron's schedules, 1F1B (vpp = 1) and interleaving (vpp > 1): a
+stage runs its warm-up forwards, then alternates one forward and one backward, then runs the
+remaining backwards. In the interleaved schedule, virtual micro-batch k is a pair (micro-batch,
+chunk) of the group table: G micro-batches go through chunk 0, then chunk 1, and so on, then the
+next G; the last group may be smaller. With pp=2, vpp=2, G=3, M=5:
+
+    k            0 1 2 3 4 5 6 7 8 9
+    micro-batch  0 1 2 0 1 2 3 4 3 4
+    chunk        0 0 0 1 1 1 0 0 1 1
+
+Warm-up forwards of stage s: pp - s - 1 in 1F1B, 2 * (pp - s - 1) + (vpp - 1) * G interleaved (in
+the example 5 on stage 0 and 3 on stage 1), and all forwards in a pass without backwards.
+
+`chain_order` reverses the backwards inside of chains, whose later pieces send gradients to earlier
+ones. Before its j-th backward, of virtual micro-batch b_j, a stage has run the forwards up to
+max(b_0, ..., b_j) and its warm-up; in Megatron's orders b_j = j. With pp=1, M=3 and the chain of
+micro-batches 0 and 1: F0 F1 B1 B0 F2 B2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megapack.base.arrays import Floats, Ints
+from megapack.base.jit import kernel
+from megapack.errors import PlanError, brief
+
+KINDS = "FBW"
+"""Forward, backward, weight gradients; `StepOrder.kind` has their indices."""
+
+Chains = Sequence[range]
+"""The micro-batches of each chain of a DP rank."""
+
+
+class Operation(NamedTuple):
+    """One operation of a stage."""
+
+    kind: str
+    """A letter of `KINDS`."""
+    microbatch: int
+    chunk: int
+    """Chunk of the stage, 0 to vpp - 1."""
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}{self.kind}{self.chunk}"
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """Every operation of one DP rank's step, each after the one that it waits for.
+
+    All arrays are int64 [operations]. Operations of one stage are in the order in which it runs
+    them.
+    """
+
+    stage: Ints
+    microbatch: Ints
+    chunk: Ints
+    """Position in the model, 0 to pp*vpp - 1: stage s holds chunks s, s + pp, s + 2*pp, ..."""
+    kind: Ints
+    """Index in `KINDS`."""
+    waits_for: Ints
+    """Index of the operation on another stage whose result this one needs; the array's length if
+    it needs none."""
+    pp: int
+
+    @cached_property
+    def held(self) -> Ints:
+        """int64: 1 if the operation begins to hold a row's activations, -1 if it frees them, else
+        0. A row is held from its F to its W, or to its B if it has no W; in a pass without
+        backwards nothing is freed."""
+        held = np.where(self.kind == 0, 1, -1)
+        if self.has_weights:
+            is_put_off = np.zeros((int(self.chunk.max()) + 1, int(self.microbatch.max()) + 1), bool)
+            is_weights = self.kind == 2
+            is_put_off[self.chunk[is_weights], self.microbatch[is_weights]] = True
+            held[(self.kind == 1) & is_put_off[self.chunk, self.microbatch]] = 0
+        return held
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some backwards are split."""
+        return bool((self.kind == 2).any())
+
+    def operations(self, stage: int) -> list[Operation]:
+        """What a stage runs, in this order."""
+        mine = self.stage == stage
+        columns = (self.kind[mine], self.microbatch[mine], self.chunk[mine] // self.pp)
+        return [
+            Operation(KINDS[kind], microbatch, chunk)
+            for kind, microbatch, chunk in zip(*(c.tolist() for c in columns), strict=True)
+        ]
+
+    def lines(self) -> tuple[str, ...]:
+        """One text line per stage; `read_order` is the inverse.
+
+        >>> step_order(2, 1, 2, 1, False).lines()
+        ('0F0 1F0 0B0 1B0', '0F0 0B0 1F0 1B0')
+        """
+        return tuple(" ".join(map(str, self.operations(stage))) for stage in range(self.pp))
+
+    def peak_live(self, amounts: Floats) -> Floats:
+        """float64 [pp]: peak of what each stage holds; a chunk counts in full.
+
+        Args:
+            amounts: float64 [M], what each micro-batch holds.
+        """
+        if self.held.min() > 0:
+            return np.full(self.pp, float(amounts.max()))
+        return np.array(
+            [
+                np.cumsum((self.held * amounts[self.microbatch])[self.stage == stage]).max()
+                for stage in range(self.pp)
+            ]
+        )
+
+
+@lru_cache(maxsize=256)
+def step_order(
+    pp: int, vpp: int, num_microbatches: int, group: int, forward_only: bool
+) -> StepOrder:
+    """The operations of a step in Megatron's order.
+
+    Args:
+        num_microbatches, group: a legal M and G; G is unused with vpp = 1.
+    """
+    backwards = np.arange(num_microbatches * vpp)
+    return _frozen(pp, vpp, num_microbatches, group, forward_only, backwards)
+
+
+def chain_order(pp: int, vpp: int, num_microbatches: int, group: int, chains: Chains) -> StepOrder:
+    """The operations of a step whose chains run backwards in reverse.
+
+    Args:
+        num_microbatches, group: as in `step_order`.
+        chains: of the DP rank; with vpp > 1 each lies within one group.
+
+    >>> chain_order(2, 1, 3, 1, [range(0, 2)]).lines()
+    ('0F0 1F0 2F0 1B0 0B0 2B0', '0F0 1F0 1B0 0B0 2F0 2B0')
+    """
+    turned = np.arange(num_microbatches)
+    for chain in chains:
+        turned[chain.start : chain.stop] = turned[chain.start : chain.stop][::-1]
+    if vpp == 1:
+        return _frozen(pp, vpp, num_microbatches, group, False, turned)
+    table = _group_table(num_microbatches, vpp, group)
+    # Inside a chunk's part of a group, micro-batches are counted from the part's first one.
+    backwards = np.arange(table.shape[1]) + turned[table[0]] - table[0]
+    return _frozen(pp, vpp, num_microbatches, group, False, backwards)
+
+
+def read_order(
+    lines: Sequence[str], *, vpp: int, num_microbatches: int, chains: Chains = ()
+) -> StepOrder:
+    """Read and check an order of a training step.
+
+    Args:
+        lines: one per stage, see `StepOrder.lines`.
+        chains: those of the DP rank.
+
+    Raises:
+        PlanError: an operation is unknown, missing, there twice, or can never run; the message
+            names it.
+
+    >>> read_order(["0F0 0B0"], vpp=1, num_microbatches=1).kind
+    array([0, 1])
+    >>> read_order(["0F0 1F0 0B0 1B0", "0F0 1B0 0B0 1F0"], vpp=1, num_microbatches=2)
+    Traceback (most recent call last):
+    ...
+    megapack.errors.PlanError: stage 1 cannot run 1B0: its forward 1F0 comes later
+    """
+    stages = [
+        [_read_operation(text, stage, vpp, num_microbatches) for text in line.split()]
+        for stage, line in enumerate(lines)
+    ]
+    for stage, operations in enumerate(stages):
+        _check_stage(operations, stage, vpp, num_microbatches, chains)
+    pp = len(stages)
+    flat = [
+        (KINDS.index(op.kind), op.microbatch, op.chunk * pp + stage)
+        for stage, operations in enumerate(stages)
+        for op in operations
+    ]
+    ends = np.cumsum([0, *map(len, stages)])
+    columns, done = _interleave(np.array(flat, dtype=np.int64).T.copy(), ends, pp, vpp)
+    if columns.shape[1] == 0:
+        stage = next(s for s in range(pp) if done[s] < len(stages[s]))
+        op = stages[stage][done[stage]]
+        way = ("before", -1) if op.kind == "F" else ("after", 1)
+        raise PlanError(
+            f"stage {stage} cannot run {op}: the same operation in the chunk {way[0]} it, "
+            f"{op.microbatch}{op.kind} of model chunk {op.chunk * pp + stage + way[1]}, waits for "
+            "what comes later in the order; give an order without a circle"
+        )
+    return _order(columns, pp)
+
+
+def _read_operation(text: str, stage: int, vpp: int, num_microbatches: int) -> Operation:
+    microbatch, kind, chunk = (text[:1], "", "")
+    for letter in KINDS:
+        if letter in text:
+            kind = letter
+            microbatch, _, chunk = text.partition(letter)
+    if not kind or not (microbatch.isdecimal() and chunk.isdecimal()):
+        raise PlanError(
+            f"stage {stage} has the operation {brief(text)}; write micro-batch, one of {KINDS}, "
+            "chunk, such as 2F0"
+        )
+    op = Operation(kind, int(microbatch), int(chunk))
+    if op.microbatch >= num_microbatches or op.chunk >= vpp:
+        raise PlanError(
+            f"stage {stage} cannot run {op}: there are {num_microbatches} micro-batches and "
+            f"{vpp} chunks per stage"
+        )
+    return op
+
+
+def _check_stage(
+    operations: Sequence[Operation],
+    stage: int,
+    vpp: int,
+    num_microbatches: int,
+    chains: Chains,
+) -> None:
+    """Check what a stage's own order decides; raises PlanError."""
+    place: dict[Operation, int] = {}
+    for index, op in enumerate(operations):
+        if op in place:
+            raise PlanError(f"stage {stage} runs {op} twice; name each operation once")
+        place[op] = index
+    before = {k: k - 1 for chain in chains for k in chain[1:]}
+    for chunk in range(vpp):
+        for k in range(num_microbatches):
+            forward = Operation("F", k, chunk)
+            backward = Operation("B", k, chunk)
+            weights = Operation("W", k, chunk)
+            for op in (forward, backward):
+                if op not in place:
+                    raise PlanError(f"stage {stage} never runs {op}; add it to its line")
+            _check_after(place, forward, backward, stage, "its forward")
+            if weights in place:
+                _check_after(place, backward, weights, stage, "its backward")
+            if k in before:
+                piece = before[k]
+                earlier = Operation("F", piece, chunk)
+                _check_after(place, earlier, forward, stage, "the piece before it,")
+                later = Operation("B", piece, chunk)
+                _check_after(place, backward, later, stage, "the backward of the next piece,")
+
+
+def _check_after(
+    place: dict[Operation, int], first: Operation, then: Operation, stage: int, what: str
+) -> None:
+    if place[then] < place[first]:
+        raise PlanError(f"stage {stage} cannot run {then}: {what} {first} comes later")
+
+
+def _frozen(
+    pp: int,
+    vpp: int,
+    num_microbatches: int,
+    group: int,
+    forward_only: bool,
+    backwards: Ints,
+) -> StepOrder:
+    own, ends = _stage_lists(pp, vpp, num_microbatches, group, forward_only, backwards)
+    columns, _ = _interleave(own, ends, pp, vpp)
+    assert columns.shape[1] > 0, "a legal M never deadlocks"
+    return _order(columns, pp)
+
+
+def _order(columns: Ints, pp: int) -> StepOrder:
+    columns.flags.writeable = False
+    stage, microbatch, chunk, kind, waits_for = columns
+    return StepOrder(stage, microbatch, chunk, kind, waits_for, pp)
+
+
+@kernel
+def _stage_lists(
+    pp: int,
+    vpp: int,
+    num_microbatches: int,
+    group: int,
+    forward_only: bool,
+    backwards: Ints,
+) -> tuple[Ints, Ints]:
+    """What each stage runs: kind, micro-batch and chunk in the model, int64 [3, operations], stage
+    after stage; and where each stage begins, int64 [pp + 1].
+
+    Args:
+        backwards: int64 [M * vpp], the virtual micro-batch of each backward.
+    """
+    total = num_microbatches * vpp
+    table = _group_table(num_microbatches, vpp, group)
+    size = total if forward_only else 2 * total
+    own = np.empty((3, size * pp), dtype=np.int64)
+    ends = np.arange(pp + 1) * size
+    for stage in range(pp):
+        warmup = _num_warmup(pp, vpp, stage, total, group, forward_only)
+        op = ends[stage]
+        forwards = 0
+        needed = 0
+        for j in range(total):
+            needed = max(needed, backwards[j] + 1)
+            while forwards < min(total, needed + warmup):
+                own[0, op] = 0
+                own[1, op] = table[0, forwards]
+                own[2, op] = table[1, forwards] * pp + stage
+                forwards += 1
+                op += 1
+            if not forward_only:
+                own[0, op] = 1
+                own[1, op] = table[0, backwards[j]]
+                own[2, op] = (vpp - 1 - table[1, backwards[j]]) * pp + stage
+                op += 1
+    return own, ends
+
+
+@kernel
+def _interleave(own: Ints, ends: Ints, pp: int, vpp: int) -> tuple[Ints, Ints]:
+    """Run the stages in turn, each until its next operation must wait.
+
+    Args:
+        own, ends: see `_stage_lists`.
+
+    Returns:
+        The first five fields of `StepOrder`, [5, operations]; [5, 0] if the operations wait for
+        each other in a circle. And how many operations each stage has run.
+    """
+    size = own.shape[1]
+    out = np.empty((5, size), dtype=np.int64)
+    # Index of each finished operation by kind, chunk and micro-batch; -1 before it has run.
+    index = np.full((3, pp * vpp, own[1].max() + 1), -1, dtype=np.int64)
+    position = np.zeros(pp, dtype=np.int64)
+    done = 0
+    while done < size:
+        before = done
+        for stage in range(pp):
+            while ends[stage] + position[stage] < ends[stage + 1]:
+                op = ends[stage] + position[stage]
+                kind = own[0, op]
+                chunk = own[2, op]
+                source = chunk + 1 if kind == 1 else chunk - 1
+                waits_for = size
+                if kind != 2 and 0 <= source < pp * vpp:
+                    waits_for = index[kind, source, own[1, op]]
+                    if waits_for < 0:
+                        break
+                out[0, done] = stage
+                out[1, done] = own[1, op]
+                out[2, done] = chunk
+                out[3, done] = kind
+                out[4, done] = waits_for
+                index[kind, chunk, own[1, op]] = done
+                done += 1
+                position[stage] += 1
+        if done == before:
+            return np.empty((5, 0), dtype=np.int64), position
+    return out, position
+
+
+@kernel
+def _group_table(num_microbatches: int, vpp: int, group: int) -> Ints:
+    """Micro-batch and chunk of each virtual micro-batch, int64 [2, M * vpp]."""
+    table = np.empty((2, num_microbatches * vpp), dtype=np.int64)
+    k = 0
+    first = 0
+    while first < num_microbatches:
+        last = min(first + group, num_microbatches)
+        for chunk in range(vpp):
+            for microbatch in range(first, last):
+                table[0, k] = microbatch
+                table[1, k] = chunk
+                k += 1
+        first = last
+    return table
+
+
+@kernel
+def _num_warmup(pp: int, vpp: int, stage: int, total: int, group: int, forward_only: bool) -> int:
+    if forward_only:
+        return total
+    if vpp == 1:
+        return min(total, pp - stage - 1)
+    return min(total, 2 * (pp - stage - 1) + (vpp - 1) * group)
