@@ -10,14 +10,20 @@ Modules:
 """
 
 from megapack.plan.check import check_plan
+from megapack.plan.order import Operation, StepOrder, chain_order, read_order, step_order
 from megapack.plan.plan import Counts, MicroBatch, Plan, RolloutId, StepPlan, own_samples
 
 __all__ = [
     "Counts",
     "MicroBatch",
+    "Operation",
     "Plan",
     "RolloutId",
+    "StepOrder",
     "StepPlan",
+    "chain_order",
     "check_plan",
     "own_samples",
+    "read_order",
+    "step_order",
 ]
