@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from torch import Tensor
 
@@ -91,7 +91,7 @@ class WeightGradients:
 
 
 def check(chunks: Sequence[Any], config: Any) -> None:
-    """Raise ConfigError if a model's weight gradients would be lost or added twice when put off.
+    """Raise ConfigError if weight gradients would be lost or added twice when they are put off.
 
     Args:
         chunks: the rank's model chunks, wrapped in DDP or not.
@@ -103,23 +103,38 @@ def check(chunks: Sequence[Any], config: Any) -> None:
             "overlap_moe_expert_parallel_comm=True puts off weight gradients itself; set it to "
             f"False, {advice}"
         )
+    layers = [layer for chunk in chunks for layer in chunk.modules()]
+    for layer in layers:
+        if hasattr(layer, "wgrad_store") and not _puts_off(layer):
+            raise ConfigError(
+                f"{type(layer).__name__} was built without delay_wgrad_compute, so its weight "
+                "gradients cannot wait; build the model with build_model(splits_backward=True), or "
+                "set delay_wgrad_compute=True in its config and in DDP's before they are used, "
+                f"{advice}"
+            )
+    for layer in filter(_puts_off, layers):
+        if not hasattr(layer, "wgrad_accumulation_and_reduce_hooks"):
+            raise ConfigError(
+                f"{type(layer).__name__} does not tell DDP of the weight gradients that it puts "
+                f"off; install Transformer Engine 2.7 or later, {advice}"
+            )
+        waiting = [param for param in _waiting_params(layer) if param.requires_grad]
+        if len(layer.wgrad_accumulation_and_reduce_hooks) < len(waiting):
+            raise ConfigError(
+                f"DDP does not add the weight gradients that {type(layer).__name__} puts off; set "
+                f"DistributedDataParallelConfig(delay_wgrad_compute=True), {advice}"
+            )
+
+
+def check_none_puts_off(chunks: Sequence[Any]) -> None:
+    """Raise ConfigError if a schedule of Megatron would lose weight gradients of these chunks."""
     for chunk in chunks:
-        for module in chunk.modules():
-            if not hasattr(module, "wgrad_store"):
-                continue
-            name = type(module).__name__
-            if module.wgrad_store is None or not module.wgrad_store.delay_wgrad_compute():
-                raise ConfigError(
-                    f"{name} was built without delay_wgrad_compute, so its weight gradients cannot "
-                    "wait; set delay_wgrad_compute=True in the configs of the model and of DDP "
-                    f"before they are built, {advice}"
-                )
-            waiting = [param for param in _waiting_params(module) if param.requires_grad]
-            if len(module.wgrad_accumulation_and_reduce_hooks) < len(waiting):
-                raise ConfigError(
-                    f"DDP does not add the weight gradients of {name} when they are computed; set "
-                    f"DistributedDataParallelConfig(delay_wgrad_compute=True), {advice}"
-                )
+        for layer in _delaying_layers(chunk):
+            raise ConfigError(
+                f"{type(layer).__name__} was built with delay_wgrad_compute, and Megatron's "
+                "schedules never compute the weight gradients that it puts off; set "
+                "ScheduleAdapter(executor='operations'), or delay_wgrad_compute=False"
+            )
 
 
 class _Product(NamedTuple):
@@ -157,9 +172,8 @@ class _Kept(NamedTuple):
         while self.delayed:
             _run_delayed(self.delayed.pop(0))
         uses: dict[int, list[_Product]] = {}
-        for product in self.products:
-            uses.setdefault(id(product.weight), []).append(product)
-        self.products.clear()
+        while self.products:
+            uses.setdefault(id(self.products[0].weight), []).append(self.products.pop(0))
         while uses:
             _add_products(uses.pop(next(iter(uses))))
 
@@ -167,7 +181,7 @@ class _Kept(NamedTuple):
 @contextlib.contextmanager
 def _keeping(products: list[_Product]) -> Iterator[None]:
     """Within the block, backwards of Megatron's linear layers append to `products`."""
-    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+    linear = megatron_layers.LinearWithGradAccumulationAndAsyncCommunication
     descriptor = vars(linear)["backward"]
     joint = linear.backward
 
@@ -278,12 +292,12 @@ def _whole_input(product: _Product) -> Tensor:
     size = list(product.input.size())
     size[0] *= product.gathers_over.size()
     whole = get_global_memory_buffer().get_tensor(size, product.input.dtype, "mpu")
-    layers.dist_all_gather_func(whole, product.input, group=product.gathers_over)
+    megatron_layers.dist_all_gather_func(whole, product.input, group=product.gathers_over)
     return whole  # type: ignore[no-any-return]
 
 
 def _add_fused(weight: Any, grad_output: Tensor, input: Tensor) -> None:
-    kernels = layers.fused_weight_gradient_mlp_cuda
+    kernels = megatron_layers.fused_weight_gradient_mlp_cuda
     if weight.main_grad.dtype == torch.float32:
         kernels.wgrad_gemm_accum_fp32(input, grad_output, weight.main_grad)
     else:
@@ -292,8 +306,12 @@ def _add_fused(weight: Any, grad_output: Tensor, input: Tensor) -> None:
 
 def _delaying_layers(chunk: Any) -> list[Any]:
     """Transformer Engine's layers that put off their weight gradients."""
-    stores = ((layer, getattr(layer, "wgrad_store", None)) for layer in chunk.modules())
-    return [layer for layer, store in stores if store is not None and store.delay_wgrad_compute()]
+    return [layer for layer in chunk.modules() if _puts_off(layer)]
+
+
+def _puts_off(layer: Any) -> bool:
+    store = getattr(layer, "wgrad_store", None)
+    return store is not None and bool(store.delay_wgrad_compute())
 
 
 def _waiting_params(layer: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
@@ -23,11 +24,11 @@ from torch import Tensor
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.loss import SFT
-from megapack.model import weight_gradients
 from megapack.model.settings import Setting
 from megapack.model.weight_gradients import WeightGradients
-from megapack.schedule import ScheduleAdapter
+from megapack.schedule import ScheduleAdapter, checks
 from tests.dist import problem
+from tests.dist.delayed_linear import linear_layers
 from tests.dist.setup import build_chunks
 
 OBJECTIVES = {"sft": SFT(), "grpo": problem.OBJECTIVE}
@@ -45,6 +46,8 @@ class Case:
     """Weight gradients run this many backwards later."""
     ddp: dict[str, Any] = field(default_factory=dict)
     distributed: bool = False
+    layers: str = ""
+    """Linear layers of `delayed_linear`; "" for Megatron's."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` that differ from the variant's."""
 
@@ -95,45 +98,64 @@ class Later:
             config.finalize_model_grads_func = finalize_model_grads
 
 
-def run_case(case: Case) -> dict[str, Any]:
-    model = dataclasses.replace(
-        problem.MODELS[case.variant][0], recompute=case.recompute, **case.model
-    )
-    chunks = build_chunks(
-        case.layout,
-        model=model,
-        distributed_optimizer=case.distributed,
-        reduction={name: Setting(value) for name, value in case.ddp.items()} or None,
-    )
-    weight_gradients.check(chunks, get_model_config(chunks[0]))
-    adapter = ScheduleAdapter(chunks, layout=case.layout)
-    batch = problem.make_batch()
-    plan = build_dp_schedule(batch.lengths, layout=case.layout, max_tokens_per_gpu=64)
-    objective = OBJECTIVES[case.objective]
+class Run:
+    """A case's model, and steps on it."""
 
-    def step() -> dict[str, Tensor]:
-        for chunk in chunks:
+    def __init__(self, case: Case, *, splits_backward: bool) -> None:
+        model = dataclasses.replace(
+            problem.MODELS[case.variant][0], recompute=case.recompute, **case.model
+        )
+        with linear_layers(case.layers):
+            self.chunks = build_chunks(
+                case.layout,
+                model=model,
+                distributed_optimizer=case.distributed,
+                reduction={name: Setting(value) for name, value in case.ddp.items()} or None,
+                splits_backward=splits_backward,
+            )
+        self.later = Later(self.chunks, case.lag)
+        self._adapter = ScheduleAdapter(self.chunks, layout=case.layout)
+        self._batch = problem.make_batch()
+        self._plan = build_dp_schedule(
+            self._batch.lengths, layout=case.layout, max_tokens_per_gpu=64
+        )
+        self._objective = OBJECTIVES[case.objective]
+
+    def step(self) -> dict[str, Tensor]:
+        """Gradients of a step with joint backwards."""
+        for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        adapter.step(plan, batch, objective=objective)
+        self._adapter.step(self._plan, self._batch, objective=self._objective)
         return {
             f"{number}.{name}": param.main_grad.clone()
-            for number, chunk in enumerate(chunks)
+            for number, chunk in enumerate(self.chunks)
             for name, param in chunk.named_parameters()
             if param.requires_grad
         }
 
-    joint = step()
-    later = Later(chunks, case.lag)
-    with later.splitting():
-        split = step()
-    again = step()
-    different = [name for name, value in joint.items() if not value.equal(split[name])]
+    def split_step(self) -> dict[str, Tensor]:
+        """Gradients of a step with split backwards."""
+        checks.check_split_backward(self.chunks, get_model_config(self.chunks[0]))
+        with self.later.splitting():
+            return self.step()
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Names of gradients that differ between joint and split backwards, and other facts."""
+    run = Run(case, splits_backward=False)
+    joint = run.step()
+    if case.layers:
+        parallel_state.destroy_model_parallel()
+        run = Run(case, splits_backward=True)
+    split = run.split_step()
+    # Afterwards the model is as it was.
+    again = run.split_step() if case.layers else run.step()
     return {
-        "different": different,
+        "different": [name for name, value in joint.items() if not value.equal(split[name])],
         "unsteady": [name for name, value in joint.items() if not value.equal(again[name])],
         "largest": max(float((joint[name] - split[name]).abs().max()) for name in joint),
         "zero": [name for name, value in joint.items() if not value.any()],
-        "num_backwards": later.num_backwards,
+        "num_backwards": run.later.num_backwards,
     }
 
 
@@ -153,6 +175,12 @@ CASES = {
     "single_mtp": Case(layout=Layout(), variant="mtp"),
     "single_other": Case(layout=Layout(), variant="other"),
     "single_bias": Case(layout=Layout(), model={"qkv_bias": True}),
+    "single_te": Case(layout=Layout(), layers="te", recompute="full"),
+    "pp2_te_fused": Case(layout=PP2, layers="te_fused", model={"qkv_bias": True}),
+    "dp2_te_quantized": Case(
+        layout=Layout(dp=2), ddp=OVERLAP, layers="te_quantized", model={"qkv_bias": True}
+    ),
+    "dp2_te_fused": Case(layout=Layout(dp=2), ddp=OVERLAP, layers="te_fused"),
     "pp2": Case(layout=PP2),
     "pp2_full": Case(layout=PP2, recompute="full", objective="sft"),
     "tp2": Case(layout=Layout(tp=2)),
@@ -171,8 +199,6 @@ CASES = {
 def main(out_dir: str, *names: str) -> None:
     """Run the cases and write `OUT_DIR/rank<r>.json`."""
     launch.start("cpu")
-    from megatron.core import parallel_state
-
     results = {}
     for name in names:
         results[name] = run_case(CASES[name])
