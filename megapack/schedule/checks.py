@@ -16,6 +16,7 @@ from packaging.version import Version
 from megapack.base.choices import Executor
 from megapack.errors import ConfigError
 from megapack.layout import Layout, fp8_rows, why_no_retry
+from megapack.model import weight_gradients
 from megapack.model.attention.packed import PackedAttention, refuse_unpacked_attention
 from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.sdpa import PackedSDPA
@@ -313,6 +314,16 @@ def check_wide_rows(
     )
     if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
         _check_te_wide_rows(config, shares_prefixes, advice)
+
+
+def check_split_backward(chunks: Sequence[Any], config: Any) -> None:
+    """Raise ConfigError if the model's weight gradients cannot come later than its backward."""
+    if _has_graphs(config):
+        raise ConfigError(
+            f"CUDA graphs (cuda_graph_impl={config.cuda_graph_impl!r}) replay whole backwards; set "
+            "cuda_graph_impl='none', or plan.backward=joint (Policy(backward='joint'))"
+        )
+    weight_gradients.check(chunks, config)
 
 
 def _check_attention(chunks: Sequence[Any], *, tokens: str, task: str, advice: str) -> None:
