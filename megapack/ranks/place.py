@@ -17,7 +17,8 @@ class Place:
     Attributes:
         step: the step's name, as its caller gives it; "" outside of steps.
         phase: the phase that began last.
-        chunk, microbatch: of a forward, backward or weight gradients, numbered on this rank; None in other phases.
+        chunk, microbatch: of a forward, backward or weight gradients, numbered on this rank; None
+            in other phases.
         exchange: the last exchange with other pipeline stages; "" before the first.
     """
 
