@@ -28,7 +28,8 @@ from megapack.prefixes import SharedPrefixes
 if TYPE_CHECKING:
     from megapack.cost.model import CostModel
     from megapack.hosts.shared.megatron_lm_model import AuxLoss
-    from megapack.plan.plan import Plan
+    from megapack.plan.executor import choose_executor
+from megapack.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,8 @@ class PlannedStep:
             layout = megatron_layout(chunks[0])
             logger.info("planned steps on %s, %d tokens per GPU", layout, self._budget)
             use_packed_parts(chunks, self._aux_loss)
-            self._adapter = ScheduleAdapter(chunks, layout=layout)
+            executor = choose_executor(self._policy)
+            self._adapter = ScheduleAdapter(chunks, layout=layout, executor=executor)
         return self._adapter
 
 
