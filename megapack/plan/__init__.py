@@ -3,6 +3,7 @@
 Modules:
     plan: Plan, StepPlan, MicroBatch and their Counts; digest
     order: StepOrder: the operations of each stage, Megatron's or planned
+    executor: choose_executor: what runs the steps of a policy
     check: check_plan: the invariants, numbered
     text: the text and JSON forms and their parsers
     show: grids and differences, for people
