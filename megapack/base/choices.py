@@ -20,6 +20,8 @@ Attention = Literal["auto", "te", "varlen", "sdpa"]
 
 Executor = Literal["megatron", "operations"]
 """What runs a step: Megatron's schedules, or a list of operations that a plan may order."""
+ExecutorChoice = Literal["auto", "megatron", "operations"]
+"""An executor, or "auto": the one that the policy needs."""
 
 HeadKernel = Literal["torch", "liger"]
 """What computes log-probs from hidden states: products of torch, or Liger's fused kernel."""

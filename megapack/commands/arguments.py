@@ -15,11 +15,11 @@ from megapack.data.lengths import Columns, LengthTable, read_length_file
 from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import Layout
 from megapack.plan.plan import Counts, Plan
-from megapack.plan.show import wide_rows_text
+from megapack.plan.show import operations_text, wide_rows_text
 from megapack.policy import Policy
 
 # Fields of `Policy` that `megapack tune` sweeps.
-_SWEPT = ("count_rule", "group_size", "context_parallel")
+_SWEPT = ("count_rule", "group_size", "context_parallel", "split_samples", "backward")
 
 # 1 PiB, beyond any GPU: a larger number is in other units.
 _MAX_GIB = 2**20
@@ -234,6 +234,17 @@ def wide_text(counts: Counts) -> str:
         f"wide micro-batches: {wide_rows_text(counts)}; they have {counts.wide_tokens} of "
         f"{counts.tokens} tokens ({counts.wide_fraction:.1%})"
     )
+
+
+def orders_text(counts: Counts, live_tokens: float) -> str:
+    """The split samples and split backwards, in one line; "" if there are none.
+
+    Args:
+        live_tokens: `Report.peak_live_tokens`.
+    """
+    text = operations_text(counts)
+    live = f"at most {live_tokens:.0f} tokens are live on a GPU"
+    return f"orders of operations: {text}; {live}" if text else ""
 
 
 def is_run(target: str) -> bool:

@@ -39,9 +39,14 @@ def _print(diff: PlanDiff) -> None:
         print(f"step {number}: {one}\n     -> {two}")
     if len(diff.steps) > _MAX_SHOWN:
         print(f"... {len(diff.steps) - _MAX_SHOWN} more steps")
+    for number, difference in list(diff.orders.items())[:_MAX_SHOWN]:
+        print(f"step {number}, order: {difference}")
+    if len(diff.orders) > _MAX_SHOWN:
+        print(f"... {len(diff.orders) - _MAX_SHOWN} more orders")
     moved = {
         "in another step": diff.other_step,
         "on another rank": diff.other_rank,
+        "cut into other pieces": diff.other_pieces,
         "in another micro-batch": diff.other_microbatch,
     }
     for where, samples in moved.items():

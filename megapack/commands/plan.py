@@ -16,6 +16,7 @@ from megapack.commands.arguments import (
     add_steps,
     check_output,
     integer,
+    orders_text,
     print_json,
     print_table,
     read_layout,
@@ -30,6 +31,7 @@ from megapack.data.lengths import LengthTable
 from megapack.errors import PlanError
 from megapack.plan.file import write_plan
 from megapack.plan.plan import Plan
+from megapack.plan.show import operations_text
 
 if TYPE_CHECKING:
     from megapack.outlook.stats import PlanReport
@@ -80,11 +82,15 @@ def run(args: argparse.Namespace) -> int:
     )
     plan = make(policy=policy)
     strategies = {"megapack": plan}
+    # A sample over the budget of one rank or row has no such plan to compare with.
     if plan.counts.wide_rows:
-        # A sample over the budget of one rank has no fixed plan to compare with.
         with contextlib.suppress(PlanError):
             fixed = replace(policy, context_parallel="fixed", oversize="error")
             strategies["fixed CP"] = make(policy=fixed)
+    if operations_text(plan.counts):
+        with contextlib.suppress(PlanError):
+            whole = replace(policy, split_samples="off", backward="joint", oversize="error")
+            strategies["Megatron's order"] = make(policy=whole)
     strategies |= naive_plans(plan, table.lengths)
     reports = {
         name: plan_report(strategy, table.lengths, pricing.cost)
@@ -144,6 +150,8 @@ def _print(
         print(f"{shared_text(ours)}; the other strategies share nothing")
     if ours.wide_rows:
         print(f"{wide_text(ours)}; the other strategies have none")
+    if orders := orders_text(ours, ours.peak_live_tokens):
+        print(orders)
     print(f"time {pricing.basis}")
     print(f"{args.output}: digest {plan.digest()[:12]}")
 

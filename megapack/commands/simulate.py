@@ -63,6 +63,9 @@ def _payload(step: StepReport) -> dict[str, Any]:
         "shared_tokens": step.shared_tokens,
         "wide_rows": dict(step.wide_rows),
         "wide_fraction": step.wide_fraction,
+        "num_pieces": step.num_pieces,
+        "piece_fraction": step.piece_fraction,
+        "num_split_backwards": step.num_split_backwards,
     }
 
 
@@ -71,7 +74,10 @@ def _print(steps: dict[int, StepReport], seconds: float, pricing: Pricing) -> No
     head = ["step", "M", unit, "bubble", "fastest rank", "slowest rank", "live tokens", "in flight"]
     shares = any(step.shared_tokens for step in steps.values())
     is_wide = any(step.wide_rows for step in steps.values())
-    rows = [[*head, *["shared"] * shares, *["wide", "widest"] * is_wide]]
+    is_split = any(step.num_pieces for step in steps.values())
+    has_weights = any(step.num_split_backwards for step in steps.values())
+    head += [*["shared"] * shares, *["wide", "widest"] * is_wide]
+    rows = [[*head, *["split", "pieces"] * is_split, *["split B"] * has_weights]]
     for number, step in list(steps.items())[:_MAX_SHOWN]:
         rows.append(
             [
@@ -85,6 +91,8 @@ def _print(steps: dict[int, StepReport], seconds: float, pricing: Pricing) -> No
                 f"{step.peak_in_flight:.3g}",
                 *[f"{step.shared_fraction:.1%}"] * shares,
                 *[f"{step.wide_fraction:.1%}", str(step.widest)] * is_wide,
+                *[f"{step.piece_fraction:.1%}", str(step.num_pieces)] * is_split,
+                *[str(step.num_split_backwards)] * has_weights,
             ]
         )
     print_table(rows)

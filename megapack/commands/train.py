@@ -14,6 +14,7 @@ from megapack.commands.arguments import (
     add_json,
     add_memory_limit,
     given_fields,
+    orders_text,
     print_json,
     print_table,
     read_memory_limit,
@@ -165,6 +166,8 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
         print(shared_text(prediction.steps))
     if prediction.steps.wide_rows:
         print(wide_text(prediction.steps))
+    if orders := orders_text(prediction.steps, prediction.steps.peak_live_tokens):
+        print(orders)
     speed = prediction.tokens_per_gpu_second
     print(f"{speed * layout.world_size:.4g} tokens/s, {speed:.4g} tokens/s/GPU")
     print(f"time {pricing.basis}; optimizer and data are not counted")

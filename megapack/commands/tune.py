@@ -17,6 +17,7 @@ from megapack.commands.arguments import (
     add_steps,
     given_fields,
     integer,
+    orders_text,
     print_json,
     print_table,
     read_memory_limit,
@@ -36,7 +37,7 @@ from megapack.cost.sizes import typical_length
 from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
-from megapack.policy import ContextParallel, GroupSize
+from megapack.policy import Backward, ContextParallel, GroupSize, SplitSamples
 
 if TYPE_CHECKING:
     from megapack.outlook.tune import Candidate, Tuning
@@ -65,16 +66,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens-per-gpu",
         type=_integers,
         metavar="N,...",
-        help="(the longest sample, doublings while they fit; dynamic: its quarter and half)",
+        help="(the longest sample, doublings while they fit; cut: its quarter and half)",
     )
     for flag, literal, default in (
         ("--count-rule", CountRule, ["legal", "per_rank"]),
         ("--group-size", GroupSize, ["fixed", "search"]),
         ("--context-parallel", ContextParallel, ["fixed", "dynamic"]),
+        ("--split-samples", SplitSamples, ["off", "auto"]),
+        ("--backward", Backward, ["joint", "split"]),
     ):
         group.add_argument(
             flag,
-            dest=f"{flag[2:].replace('-', '_')}s",
+            dest=f"{flag[2:].replace('-', '_')}_choices",
             nargs="+",
             choices=get_args(literal),
             default=default,
@@ -126,9 +129,11 @@ def run(args: argparse.Namespace) -> int:
         pp=args.pp,
         vpp=args.vpp,
         budgets=args.max_tokens_per_gpu,
-        count_rules=args.count_rules,
-        group_sizes=args.group_sizes,
-        context_parallel=args.context_parallels,
+        count_rules=args.count_rule_choices,
+        group_sizes=args.group_size_choices,
+        context_parallel=args.context_parallel_choices,
+        split_samples=args.split_samples_choices,
+        backward=args.backward_choices,
         uneven=args.uneven,
         given_split=_given_split(args),
         requires_split=bool(given_fields(args, LayerSplit)),
@@ -219,15 +224,16 @@ def _print(
     if not tuning.ranked:
         print(
             f"nothing fits: the least is {tuning.least_memory}; set more --tp, --pp or --recompute "
-            f"full, --context-parallel dynamic, or leave out the longest samples (up to {longest} "
-            "tokens)"
+            "full, --context-parallel dynamic, --split-samples auto, or leave out the longest "
+            f"samples (up to {longest} tokens)"
         )
         return
     sizes = ["dp", "tp", "pp", "vpp", "cp", "ep"]
     if any(candidate.layout.etp > 1 for candidate in shown):
         sizes.append("etp")
     has_uneven = not all(candidate.stage_layers.is_even for candidate in shown)
-    head = [*sizes, "context", "budget", "rule", "G", "M", "fill", "wide", "bubble"]
+    head = [*sizes, "context", "backward", "budget", "rule", "G", "M", "fill", "wide", "split"]
+    head.append("bubble")
     rows = [[*head, "seconds", "GiB", "tokens/s/GPU", *["layers"] * has_uneven]]
     rows += ([*_cells(c, sizes), *[str(c.stage_layers)] * has_uneven] for c in shown)
     print_table(rows)
@@ -236,6 +242,8 @@ def _print(
         print(f"shared prefixes of the first: {report.shared_fraction:.1%} of the samples' tokens")
     if report.wide_rows:
         print(f"first, {wide_text(report)}")
+    if orders := orders_text(report, report.peak_live_tokens):
+        print(f"first, {orders}")
     print(f"memory of the first: {shown[0].memory}")
     print(f"time {basis}")
 
@@ -245,12 +253,14 @@ def _cells(candidate: Candidate, sizes: Sequence[str]) -> list[str]:
     return [
         *(str(getattr(candidate.layout, name)) for name in sizes),
         candidate.policy.context_parallel,
+        candidate.policy.backward,
         str(candidate.max_tokens_per_gpu),
         candidate.policy.count_rule,
         "-" if candidate.group_size is None else str(candidate.group_size),
         report.microbatch_span,
         f"{report.fill:.1%}",
         f"{report.wide_fraction:.1%}",
+        f"{report.piece_fraction:.1%}",
         f"{report.bubble_fraction:.1%}",
         f"{report.seconds:.4g}",
         f"{candidate.memory.total / GIB:.1f}",

@@ -8,7 +8,7 @@ from megapack.config.model import BYTE_VOCAB_SIZE
 from megapack.config.objective import ObjectiveConfig
 from megapack.errors import ConfigError
 from megapack.layout import why_no_retry
-from megapack.policy import check_dynamic_cp
+from megapack.policy import check_dynamic_cp, check_split_samples
 
 if TYPE_CHECKING:
     from megapack.config.sections import TrainConfig
@@ -21,6 +21,7 @@ def check_run(config: TrainConfig) -> None:
     _check_rewards(config)
     _check_routing_replay(config)
     _check_dynamic_cp(config)
+    _check_operations(config)
     _check_shared_prefixes(config)
     _check_value_head(config)
     _check_retry(config)
@@ -168,6 +169,24 @@ def _check_dynamic_cp(config: TrainConfig) -> None:
     """Refuse a plan that rows over several ranks contradict."""
     try:
         check_dynamic_cp(config.plan, config.plan.micro_batch_size)
+    except ConfigError as error:
+        raise ConfigError(f"plan: {error}") from None
+
+
+def _check_operations(config: TrainConfig) -> None:
+    """Refuse what steps with an order of their own contradict."""
+    try:
+        _ = config.executor
+    except ConfigError as error:
+        raise ConfigError(f"train: {error}") from None
+    if config.plan.split_samples == "off":
+        return
+    sizes = config.layout
+    # null is any number of data-parallel ranks; the least that the experts may lie over will do.
+    dp = sizes.dp or sizes.ep * (sizes.etp or sizes.tp)
+    layout = sizes.to_layout(dp * sizes.tp * sizes.pp * sizes.cp)
+    try:
+        check_split_samples(config.plan, layout, config.plan.micro_batch_size)
     except ConfigError as error:
         raise ConfigError(f"plan: {error}") from None
 

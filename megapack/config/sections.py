@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from megapack.base.choices import Device, Kernel, RoutingReplay
+from megapack.base.choices import Device, Executor, ExecutorChoice, Kernel, RoutingReplay
 from megapack.config.cost_file import read_cost
 from megapack.config.critic import CriticConfig
 from megapack.config.data import DataConfig
@@ -26,6 +26,7 @@ from megapack.cost.model import CostModel
 from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout, ParallelSizes
+from megapack.plan.executor import choose_executor
 from megapack.policy import Policy, SharePrefixes
 
 __all__ = [
@@ -236,6 +237,10 @@ class LoopConfig:
     """The experts that tokens go through in all steps of a batch: none: those that the routers
     choose; rollout: those in the rollouts' `routed_experts`, also in the pass for old log-probs;
     old_logprobs: those of that pass."""
+    executor: ExecutorChoice = "auto"
+    """What runs a step: megatron: Megatron's schedules; operations: the plan's list of forwards,
+    backwards and weight gradients, or the one that Megatron's schedules would run; auto: operations
+    where the plan needs them, under plan.split_samples=auto or plan.backward=split."""
     manual_gc_interval: int | None = 100
     """Collect Python's cyclic garbage every this many optimizer steps, on all ranks at the same
     step; ranks that collect at different times wait for each other. null = Python decides."""
@@ -309,6 +314,11 @@ class TrainConfig:
         if self.name in ("", ".", "..") or any(c in self.name for c in "/\\\0\n"):
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         check_run(self)
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the steps."""
+        return choose_executor(self.plan, self.train.executor)
 
     @property
     def tokenizer_folder(self) -> str | None:

@@ -189,10 +189,38 @@ class SavedActivations:
         """
         if self.attention == "te" or self._recomputes("core_attn"):
             return 0.0
+        return self.carried_token
+
+    @property
+    def carried_token(self) -> float:
+        """Keys and values of a token in a layer, which later pieces of its sample read."""
         sizes = self.sizes
         if sizes.uses_mla:
             return self._width * self._heads * (sizes.head_width + sizes.value_width)
         return self._width * 2 * self._groups * sizes.head_width
+
+    @property
+    def put_off_token(self) -> float:
+        """What a layer keeps of a token from its backward to its weight gradients: the inputs of
+        its matrices, and the gradients of their outputs.
+
+        Experts have those of each chosen one. Multi-latent attention is counted as attention whose
+        matrices make queries, keys and values from hidden states.
+        """
+        sizes = self.sizes
+        heads = self._heads * sizes.head_width
+        keys_and_values = self.carried_token / self._width
+        attention = 2 * self._hidden + 2 * heads + keys_and_values
+        matrices = 2 if sizes.gated else 1
+        if sizes.num_experts is None:
+            mlp = 2 * self._hidden + (1 + matrices) * sizes.ffn_hidden_size / self.layout.tp
+        else:
+            routes = sizes.experts_per_token * self.layout.etp / self.layout.tp
+            ffn = (1 + matrices) * sizes.ffn_hidden_size / self.layout.etp
+            mlp = routes * (2 * sizes.hidden_size + ffn)
+            shared = sizes.shared_expert_ffn_hidden_size
+            mlp += 2 * self._hidden + (1 + matrices) * shared / self.layout.tp if shared else 0.0
+        return self._width * (attention + mlp)
 
     @property
     def _gathers(self) -> bool:

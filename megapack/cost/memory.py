@@ -1,14 +1,16 @@
 """Bytes that training needs on one GPU, from a model's sizes and a layout.
 
-Counted: parameters, gradients, optimizer state, activations in flight, the vocabulary head, and the
-first three of a critic. Not counted: the CUDA context, NCCL's buffers, workspaces, the allocator's
-fragmentation and gradients of activations. Leave a tenth of the GPU or more for these.
+Counted: parameters, gradients, optimizer state, activations in flight, what pieces of samples and
+split backwards hold beside these, the vocabulary head, and the first three of a critic. Not
+counted: the CUDA context, NCCL's buffers, workspaces, the allocator's fragmentation and gradients
+of activations. Leave a tenth of the GPU or more for these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
 from megapack.cost.activations import SavedActivations
@@ -18,6 +20,23 @@ from megapack.cost.stages import StageLayers
 from megapack.layout import Layout
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What the orders of a plan hold beside activations: peaks on any stage, in tokens of one GPU;
+    a row in one chunk counts 1/vpp. `outlook.stats.carried` finds them."""
+
+    tokens: float = 0.0
+    """Tokens whose keys and values a stage keeps for later pieces of their sample, from the forward
+    of their piece to its backward."""
+    earlier_tokens: float = 0.0
+    """Tokens of earlier pieces that the attention of later ones reads."""
+    put_off_tokens: float = 0.0
+    """Row tokens between their backward and their weight gradients."""
+
+
+NOTHING_CARRIED = Carried()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +122,7 @@ class MemoryModel:
         live_tokens: float,
         row_tokens: float,
         gathered_tokens: float = 0.0,
+        carried: Carried = NOTHING_CARRIED,
     ) -> GpuMemory:
         """Bytes on one GPU of a pipeline stage.
 
@@ -117,6 +137,8 @@ class MemoryModel:
             row_tokens: tokens of the longest row per GPU, after CP.
             gathered_tokens: tokens of other DP ranks in flight on stage 0, in rows over several of
                 them, as `outlook.stats.gathered_tokens` gives them.
+            carried: what orders of operations hold on any stage. In such an order each stage may
+                hold as many tokens as stage 0.
         """
         dense, experts = self._parameters(layout, stage, value_head=self.value_head)
         weights, gradients, optimizer = self._state(layout, dense, experts)
@@ -125,6 +147,8 @@ class MemoryModel:
             own = self._parameters(layout, stage, value_head=True)
             critic = sum(self._state(layout, *own))
         share = layout.chunks_in_flight(stage) / layout.chunks_in_flight()
+        if carried != NOTHING_CARRIED:
+            share = 1.0
         last = stage == layout.pp - 1
         return GpuMemory(
             stage=stage,
@@ -133,12 +157,13 @@ class MemoryModel:
             optimizer=optimizer,
             activations=self._activations(
                 layout, stage, live_tokens * share, row_tokens, gathered_tokens * share
-            ),
+            )
+            + self._carried(layout, stage, carried),
             head=self._head(layout, row_tokens) if last and not self.value_head else 0,
             critic=critic,
         )
 
-    def fullest_stage(self, layout: Layout, **tokens: float) -> GpuMemory:
+    def fullest_stage(self, layout: Layout, **tokens: Any) -> GpuMemory:
         """Bytes on one GPU of the stage that needs most; arguments as for `stage`."""
         stages = (self.stage(layout, stage, **tokens) for stage in range(layout.pp))
         return max(stages, key=lambda memory: memory.total)
@@ -211,6 +236,28 @@ class MemoryModel:
         if stage == layout.pp - 1:
             kept += row_tokens * saved.final_norm_and_head
         return int(kept)
+
+    def _carried(self, layout: Layout, stage: int, carried: Carried) -> int:
+        """Carried keys and values with their gradients, and what waits for weight gradients.
+
+        Attention over earlier tokens keeps a copy of their keys and values, unless the layer is
+        recomputed: then only the layer in its backward has one. Rows between their backward and
+        their weight gradients are counted as live with all activations of their forward; here comes
+        what they hold beyond that, which is much with full recomputation and little without.
+        """
+        kinds = [kind for chunk in self._layers(layout, stage) for kind in chunk]
+        full = self.recompute == "full"
+        # A chunk counts 1/vpp in the peaks, and a layer 1 over the layers of its chunk.
+        keys = carried.tokens * 2 + (0.0 if full else carried.earlier_tokens)
+        total = 0.0
+        for sizes, count in kinds:
+            saved = self.saved(layout, sizes)
+            held = saved.layer_input if full else saved.layer
+            total += count * keys * saved.carried_token
+            total += count * carried.put_off_tokens * max(0.0, saved.put_off_token - held)
+        if full:
+            total += carried.earlier_tokens * layout.vpp * self.saved(layout).carried_token
+        return int(total)
 
     def _layers(self, layout: Layout, stage: int) -> list[list[tuple[ModelSizes, int]]]:
         """The kinds of transformer layers of each chunk of a stage, each with its number."""

@@ -9,6 +9,7 @@ Modules:
     attention, experts: packed attention; mixtures of experts
     optimizer: Megatron's Adam and learning-rate schedule
     overlap: DDP's communication inside forwards and backwards
+    weight_gradients: weight gradients that are computed later than the rest of a backward
 """
 
 from megapack.model.build import build_model, initialize_parallel, transformer_config

@@ -259,6 +259,7 @@ def build_model(
     model_class: type[GPTModel] = GPTModel,
     reduction: Settings | None = None,
     draws_weights: bool = True,
+    splits_backward: bool = False,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks, wrapped in Megatron's DDP; initial weights depend only on the seed.
 
@@ -271,12 +272,16 @@ def build_model(
         reduction: settings of DDP; None = those that `reduction_settings` chooses by default.
         draws_weights: False leaves matrices as they were allocated, for weights that are loaded
             next: drawing 4 billion numbers takes minutes.
+        splits_backward: Transformer Engine's layers put off their weight gradients, which
+            Policy(backward="split") needs and Megatron's own schedules never compute.
 
     Raises:
         ConfigError: the layout does not divide the sizes, or a value head has tied embeddings.
     """
     check_sizes(model, layout)
     config = transformer_config(model, layout, stage_layers)
+    # Set later: Megatron refuses it in the constructor without its own schedule that uses it.
+    config.delay_wgrad_compute = splits_backward
     if not draws_weights:
         _draw_nothing(config)
     padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
@@ -308,6 +313,7 @@ def build_model(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
+        delay_wgrad_compute=splits_backward,
         **values(reduction),
     )
     wrapped = [

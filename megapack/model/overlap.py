@@ -99,6 +99,13 @@ def without_overlap(chunks: Sequence[Any]) -> Iterator[None]:
     Gradients are reduced when the schedule finalizes them. A collective.
     """
     finish_param_gathers(chunks)
+    with not_counting(chunks):
+        yield
+
+
+@contextlib.contextmanager
+def not_counting(chunks: Sequence[Any]) -> Iterator[None]:
+    """Within the block, DDP adds gradients and does not count which ones of a bucket are there."""
     overlapping = [chunk for chunk in chunks if overlaps_reduction(chunk)]
     for chunk in overlapping:
         chunk.ddp_config.overlap_grad_reduce = False

@@ -29,9 +29,9 @@ from megapack.data.batches import (
 from megapack.data.gae import checked_rewards
 from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.layout import Layout
-from megapack.outlook.stats import PlanReport, gathered_tokens, plan_report
+from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
 from megapack.plan.plan import Plan
-from megapack.policy import check_count_rule
+from megapack.policy import check_count_rule, check_split_samples
 from megapack.prefixes import SharedPrefixes
 
 
@@ -95,6 +95,7 @@ def check_start(config: TrainConfig, world_size: int) -> Layout:
     check_installed(config.train.trackers)
     layout = config.layout.to_layout(world_size, config.model.fp8_rows)
     check_sizes(config.model, layout)
+    check_split_samples(config.plan, layout, config.plan.micro_batch_size)
     check_count_rule(
         config.plan.to_policy(), layout, ranks_share_fp8_scales=config.model.fp8 == "delayed"
     )
@@ -190,8 +191,8 @@ def _rollouts_per_batch(config: TrainConfig) -> int:
 def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
     """Memory of each stage with full rows in flight; a sample over the budget is a longer row.
 
-    A row over several DP ranks is cut over all of their GPUs; what its attention gathers is as in
-    this plan.
+    A row over several DP ranks is cut over all of their GPUs; what its attention gathers, and what
+    pieces of samples and split backwards carry, is as in this plan.
     """
     layout = plan.layout
     model = config.memory_model()
@@ -200,5 +201,8 @@ def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
     row = max(plan.max_tokens_per_gpu or 0, longest)
     group = max(step.group_size or 1 for step in plan.steps)
     live = row * layout.chunks_in_flight(group_size=group) / layout.vpp
+    if any(step.orders for step in plan.steps):
+        live = max(live, *(plan.live_cap(step) for step in plan.steps))
     tokens = {"live_tokens": live, "row_tokens": row, "gathered_tokens": gathered_tokens(plan)}
-    return tuple(model.stage(layout, stage, **tokens) for stage in range(layout.pp))
+    held = carried(plan)
+    return tuple(model.stage(layout, stage, **tokens, carried=held) for stage in range(layout.pp))

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import Ints, read_lengths
+from megapack.base.arrays import Floats, Ints, read_lengths
+from megapack.cost.memory import Carried
 from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
+from megapack.plan.order import StepOrder
 from megapack.plan.plan import Counts, MicroBatch, Plan, StepPlan, count_steps
 from megapack.planner.bins import fewest_bins_bound
 
@@ -49,7 +51,8 @@ class Report(Counts):
     seconds_bound: float | None
     """Lower bound of `seconds`, the larger of two: all work spread evenly at the fewest
     micro-batches and without a bubble; the longest sample's way through the pipeline and back, over
-    as many ranks as may share it."""
+    as many ranks as may share it. Under split_samples="auto" it is that sample's work on the
+    busiest stage, and under backward="split" without weight gradients."""
     equal_work_seconds: float | None
     """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost. What
     samples of a step share is counted once."""
@@ -78,6 +81,7 @@ class Report(Counts):
         values["wide_rows"] = dict(self.wide_rows)
         return values | {
             "wide_fraction": self.wide_fraction,
+            "piece_fraction": self.piece_fraction,
             "time_over_equal_work": self.time_over_equal_work,
         }
 
@@ -87,6 +91,7 @@ class Report(Counts):
             f"padding {self.num_padding_rows}, packed {self.packing_efficiency:.1%}, "
             f"{f'shared {self.shared_fraction:.1%}, ' if self.shared_tokens else ''}"
             f"{f'wide {self.wide_fraction:.1%}, ' if self.wide_rows else ''}"
+            f"{f'split {self.piece_fraction:.1%}, ' if self.num_pieces else ''}"
             f"imbalance {self.imbalance:.3f}{_shown(self.imbalance_bound, '.3f')}, "
             f"seconds {self.seconds:.4g}{_shown(self.seconds_bound, '.4g')}, "
             f"bubble {self.bubble_fraction:.1%}"
@@ -155,6 +160,56 @@ def gathered_tokens(plan: Plan) -> float:
             order = step.order(number, layout, forward_only=plan.forward_only)
             peaks.append(float(order.peak_live(others).max()) / layout.vpp)
     return max(peaks)
+
+
+def carried(plan: Plan) -> Carried:
+    """What the plan's orders hold beside activations; zeros without pieces and split backwards.
+
+    A sample of 3,000 tokens in three equal pieces keeps the keys and values of 2,000 tokens once
+    all of its forwards have run, and its second and third piece read 1,000 and 2,000 earlier ones.
+    """
+    peaks = np.zeros(3)
+    layout = plan.layout
+    for step in plan.steps:
+        has_pieces = step.counts.num_pieces > 0
+        for number, rank in enumerate(step.ranks if has_pieces or step.orders else ()):
+            order = step.order(number, layout, forward_only=plan.forward_only)
+            last = {chain[-1] for chain in step.chains(number)}
+            kept = [
+                mb.piece[1] - mb.piece[0] if mb.piece and k not in last else 0
+                for k, mb in enumerate(rank)
+            ]
+            earlier = [mb.piece[0] if mb.piece else 0 for mb in rank]
+            rows = [mb.row_tokens / mb.width for mb in rank]
+            if plan.forward_only:
+                # Keys are freed at the end of their chain.
+                chains = [sum(kept[k] for k in chain) for chain in step.chains(number)]
+                found = (float(max(chains, default=0)), float(max(earlier)), 0.0)
+            else:
+                found = (
+                    _peak(order, np.array(kept), (0, 1)),
+                    _peak(order, np.array(earlier), (0, 1)),
+                    _peak(order, np.array(rows), (1, 2)),
+                )
+            peaks = np.maximum(peaks, found)
+    return Carried(*(peaks / (layout.cp * layout.vpp)).tolist())
+
+
+def _peak(order: StepOrder, amounts: Floats, kinds: tuple[int, int]) -> float:
+    """Peak of what a stage holds from each operation of one kind to that of another.
+
+    Args:
+        amounts: float64 [M], what each micro-batch holds.
+        kinds: indices in `KINDS`; a micro-batch without an operation of the second kind is not
+            held.
+    """
+    begin, end = kinds
+    ends = order.kind == end
+    key = order.chunk * amounts.size + order.microbatch
+    begins = (order.kind == begin) & np.isin(key, key[ends])
+    held = (begins.astype(float) - ends) * amounts[order.microbatch]
+    stages = range(order.pp)
+    return max(float(np.cumsum(held[order.stage == stage]).max()) for stage in stages)
 
 
 def full_row(plan: Plan, steps: Sequence[StepPlan]) -> tuple[int, str]:
@@ -322,8 +377,11 @@ def _work(lengths: Ints, layout: Layout, cost: CostModel, saved: tuple[int, int]
 
 
 def _rows_bound(plan: Plan, aligned: Ints, saved_tokens: int) -> int:
-    """The fewest rows; with rows over several ranks, the fewest pairs of a row and a rank."""
-    if plan.capacity is not None and plan.policy.context_parallel == "dynamic":
+    """The fewest rows; with rows over several ranks, the fewest pairs of a row and a rank. Where
+    samples may be cut, only their tokens count."""
+    policy = plan.policy
+    divisible = policy.context_parallel == "dynamic" or policy.split_samples == "auto"
+    if plan.capacity is not None and divisible:
         return -(-(int(aligned.sum()) - saved_tokens) // plan.capacity)
     if plan.capacity is not None and saved_tokens:
         # Samples that share tokens are no bins of their own size: only the sum of tokens counts.
@@ -352,6 +410,12 @@ def _seconds_bound(
         rows_per_rank = layout.next_legal_count(math.ceil(rows_per_rank), "legal", step.group_size)
     share = cost.fixed * rows_per_rank + work / layout.dp
     busiest = float(weights.reshape(layout.vpp, layout.pp).sum(axis=0).max())
-    alone = largest * float(weights.sum())
     hops = cost.p2p * (layout.num_chunks - 1) * (1 if plan.forward_only else 2)
-    return max(passes * busiest * share, passes * alone + hops)
+    # Pieces of a sample may be on all stages at once, so only one stage's work on it counts.
+    alone = largest * (busiest if plan.policy.split_samples == "auto" else float(weights.sum()))
+    if plan.policy.backward == "split" and not plan.forward_only:
+        # Weight gradients may fill waits; without them a pass takes no less than its forward.
+        passes_alone = 1.0 + max(0.0, cost.backward_ratio - cost.weight_ratio)
+    else:
+        passes_alone = passes
+    return max(passes * busiest * share, passes_alone * alone + hops)

@@ -13,28 +13,58 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megapack.base.arrays import Ids, Ints
-from megapack.cost.memory import GpuMemory, MemoryModel
+from megapack.cost.memory import NOTHING_CARRIED, GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes, typical_length
 from megapack.cost.stages import StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
-from megapack.outlook.stats import PlanReport, gathered_tokens, plan_report
+from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
 from megapack.plan.plan import Plan, StepPlan
-from megapack.policy import ContextParallel, GroupSize, Policy
+from megapack.policy import Backward, ContextParallel, GroupSize, Policy, SplitSamples
 from megapack.prefixes import SharedPrefixes
 
 # Chosen by hand: by default the longest sample times 1, 2, 4, 8 and 16 is tried as budget.
 _MAX_BUDGETS = 5
-# With dynamic context parallelism it is the longest sample over 4, 2 and 1 DP ranks.
+# With dynamic context parallelism it is the longest sample over 4, 2 and 1 DP ranks; and where
+# samples may be split, a quarter, a half and all of it.
 _MAX_SHARERS = 4
-# Their search is limited to this: 38 plans of 1,000 samples on 64 GPUs take 4 s instead of a minute
-# and are up to 0.4 % slower than with 2048.
-_DYNAMIC_SEARCH = 256
+# The search of plans that are not plain is limited to this: 38 plans of 1,000 samples with rows
+# over several ranks on 64 GPUs take 4 s instead of a minute and are up to 0.4 % slower than with
+# 2048.
+_FREE_SEARCH = 256
 _MAX_VPP = 8
+
+
+class Kind(NamedTuple):
+    """What plans may do beside packing rows of whole samples for Megatron's schedules."""
+
+    context_parallel: ContextParallel = "fixed"
+    split_samples: SplitSamples = "off"
+    backward: Backward = "joint"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether they may do nothing else."""
+        return self == Kind()
+
+    @property
+    def cuts_samples(self) -> bool:
+        """Whether a row may hold less than a sample."""
+        return self.context_parallel == "dynamic" or self.split_samples == "auto"
+
+    def has(self, plan: Plan) -> bool:
+        """Whether a plan does all that it may; else it is a plan of another kind."""
+        counts = plan.counts
+        return (
+            (self.context_parallel == "fixed" or counts.num_wide_rows > 0)
+            and (self.split_samples == "off" or counts.num_pieces > 0)
+            and (self.backward == "joint" or counts.num_split_backwards > 0)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +87,14 @@ class Space:
     """None: all sizes up to 8 that, without `uneven`, divide a stage's layers."""
     budgets: Sequence[int] | None = None
     """max_tokens_per_gpu; None: the longest sample's, doubled up to four times while it fits, and
-    with dynamic context parallelism a quarter, a half and all of it."""
+    where rows may lie over several ranks or samples be split a quarter, a half and all of it."""
     count_rules: Sequence[CountRule] = ("legal",)
     group_sizes: Sequence[GroupSize] = ("fixed",)
     context_parallel: Sequence[ContextParallel] = ("fixed",)
     """"dynamic" is tried with dp > 1, token budgets and one M for all ranks."""
+    split_samples: Sequence[SplitSamples] = ("off",)
+    """"auto" is tried with fixed context parallelism, planned rows, and experts within DP ranks."""
+    backward: Sequence[Backward] = ("joint",)
     sequence_parallel: bool = True
     """Set in layouts with tp > 1."""
     uneven: bool = False
@@ -164,6 +197,11 @@ class Candidate:
     """Memory of the fullest stage when every row in flight is full, as in a later batch."""
 
     @property
+    def kind(self) -> Kind:
+        """What its plan may do."""
+        return Kind(*(getattr(self.policy, name) for name in Kind._fields))
+
+    @property
     def tokens_per_gpu_second(self) -> float:
         """Real tokens per second and GPU; candidates are ranked by it."""
         return self.report.tokens_per_gpu_second
@@ -183,11 +221,10 @@ class Tuning:
 
     @property
     def best_of_layouts(self) -> tuple[Candidate, ...]:
-        """The fastest candidate of each layout with fixed and with dynamic context parallelism, the
-        fastest first."""
-        best: dict[tuple[Layout, ContextParallel], Candidate] = {}
+        """The fastest candidate of each layout and kind, the fastest first."""
+        best: dict[tuple[Layout, Kind], Candidate] = {}
         for candidate in self.ranked:
-            best.setdefault((candidate.layout, candidate.policy.context_parallel), candidate)
+            best.setdefault((candidate.layout, candidate.kind), candidate)
         return tuple(best.values())
 
 
@@ -202,8 +239,8 @@ class Workload:
     global_batch_size: int | None
     num_steps: int | None
     policy: Policy
-    """All settings but `count_rule`, `group_size` and `context_parallel`, which `Space` has. Plans
-    with rows over several ranks are searched with at most 256."""
+    """All settings but `count_rule`, `group_size` and the fields of `Kind`, which `Space` has. Only
+    plain plans are searched with more than 256."""
     memory: MemoryModel
     memory_bytes: int
     """Memory that one GPU may use."""
@@ -233,7 +270,7 @@ def tune(work: Workload, space: Space) -> Tuning:
     needs = (
         _memory(work, layout, split, min(_budgets(work, space, layout, kind)), kind)
         for layout, split in layouts
-        for kind in _kinds(space, layout)
+        for kind in _kinds(work, space, layout)
     )
     return Tuning(
         # The sort is stable: equally fast candidates stay in the order of the sweep.
@@ -259,7 +296,7 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """Candidates with different plans, from the smallest budget on."""
     seen: set[tuple[StepPlan, ...]] = set()
-    for kind in _kinds(space, layout):
+    for kind in _kinds(work, space, layout):
         for budget in _budgets(work, space, layout, kind):
             if _memory(work, layout, split, budget, kind).total > work.memory_bytes:
                 break
@@ -267,44 +304,58 @@ def _candidates(
                 plan = _plan(work, layout, split, budget, policy)
                 if plan is None or plan.steps in seen:
                     continue
-                # Without rows over several ranks it is a plan of the other kind.
-                if kind == "fixed" or plan.counts.wide_rows:
+                if kind.has(plan):
                     seen.add(plan.steps)
-                    yield _candidate(work, plan, split, budget)
+                    yield _candidate(work, plan, split, budget, kind)
 
 
-def _kinds(space: Space, layout: Layout) -> Iterator[ContextParallel]:
-    """The kinds of context parallelism to try; rows of one DP rank are fixed."""
-    yield from (kind for kind in space.context_parallel if kind == "fixed" or layout.dp > 1)
+def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:
+    """The kinds to try.
+
+    Rows of one DP rank are fixed, and no step has both rows over several ranks and pieces. A
+    pipeline of one stage has no waits that weight gradients could fill.
+    """
+    uniform = work.policy.row_shape == "uniform"
+    for names in itertools.product(space.context_parallel, space.split_samples, space.backward):
+        kind = Kind(*names)
+        is_wide = kind.context_parallel == "dynamic"
+        is_split = kind.split_samples == "auto"
+        if (
+            (is_wide and (layout.dp == 1 or uniform or is_split))
+            or (is_split and (layout.ep_spans_dp or uniform))
+            or (kind.backward == "split" and layout.pp == 1)
+        ):
+            continue
+        yield kind
 
 
-def _budgets(work: Workload, space: Space, layout: Layout, kind: ContextParallel) -> Iterator[int]:
+def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterator[int]:
     if space.budgets is not None:
         yield from sorted(space.budgets)
         return
     longest = _longest(work, layout)
-    if kind == "dynamic":
+    if kind.context_parallel == "dynamic":
         shared = [width for width in layout.widths if width <= _MAX_SHARERS]
         yield from (_longest(work, layout.over(width)) for width in reversed(shared))
+    elif kind.split_samples == "auto":
+        unit = layout.row_alignment // layout.cp
+        yield from sorted({-(-longest // (part * unit)) * unit for part in (1, 2, 4)})
     else:
         yield from (longest << doubling for doubling in range(_MAX_BUDGETS))
 
 
-def _policies(
-    work: Workload, space: Space, layout: Layout, kind: ContextParallel
-) -> Iterator[Policy]:
+def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterator[Policy]:
     search = work.policy.search
-    if kind == "dynamic":
-        search = min(search, _DYNAMIC_SEARCH)
+    if not kind.is_plain:
+        search = min(search, _FREE_SEARCH)
+    is_wide = kind.context_parallel == "dynamic"
     for rule, group in itertools.product(space.count_rules, space.group_sizes):
-        if (
-            (rule == "per_rank" and (layout.ep_spans_dp or layout.dp == 1 or kind == "dynamic"))
-            or (group == "search" and layout.vpp == 1)
-            or (kind == "dynamic" and work.policy.row_shape == "uniform")
+        if (rule == "per_rank" and (layout.ep_spans_dp or layout.dp == 1 or is_wide)) or (
+            group == "search" and layout.vpp == 1
         ):
             continue
         yield replace(
-            work.policy, count_rule=rule, group_size=group, context_parallel=kind, search=search
+            work.policy, count_rule=rule, group_size=group, search=search, **kind._asdict()
         )
 
 
@@ -329,7 +380,9 @@ def _plan(
         return None
 
 
-def _candidate(work: Workload, plan: Plan, split: StageLayers, budget: int) -> Candidate:
+def _candidate(
+    work: Workload, plan: Plan, split: StageLayers, budget: int, kind: Kind
+) -> Candidate:
     layout = plan.layout
     return Candidate(
         layout=layout,
@@ -338,7 +391,7 @@ def _candidate(work: Workload, plan: Plan, split: StageLayers, budget: int) -> C
         policy=plan.policy,
         group_size=plan.steps[0].group_size,
         report=plan_report(plan, work.lengths, work.cost_of(layout, split)),
-        memory=_memory(work, layout, split, budget, plan.policy.context_parallel, plan),
+        memory=_memory(work, layout, split, budget, kind, plan),
     )
 
 
@@ -347,25 +400,29 @@ def _memory(
     layout: Layout,
     split: StageLayers,
     budget: int,
-    kind: ContextParallel,
+    kind: Kind,
     plan: Plan | None = None,
 ) -> GpuMemory:
     """The fullest stage with full rows in flight.
 
-    A sample over the budget is a longer row, or lies over as many ranks as hold it.
+    A sample over the budget is a longer row, or lies over as many ranks as hold it, or is split.
 
     Args:
-        plan: decides G and what rows over several ranks gather; None: the layout's G, nothing.
+        plan: decides G, what rows over several ranks gather, and what orders of operations hold;
+            None: the layout's G, nothing.
     """
     group_size = None if plan is None else max(step.group_size or 1 for step in plan.steps)
-    row = budget if kind == "dynamic" else max(budget, _longest(work, layout))
-    in_flight = layout.chunks_in_flight(group_size=group_size) / layout.vpp
+    row = budget if kind.cuts_samples else max(budget, _longest(work, layout))
+    live = row * layout.chunks_in_flight(group_size=group_size) / layout.vpp
+    if plan is not None and any(step.orders for step in plan.steps):
+        live = max(live, *(plan.live_cap(step) for step in plan.steps))
     memory = replace(work.memory, stage_layers=split)
     return memory.fullest_stage(
         layout,
-        live_tokens=row * in_flight,
+        live_tokens=live,
         row_tokens=row,
         gathered_tokens=0.0 if plan is None else gathered_tokens(plan),
+        carried=NOTHING_CARRIED if plan is None else carried(plan),
     )
 
 

@@ -3,6 +3,7 @@
 Modules:
     plan: Plan, StepPlan, MicroBatch and their Counts; digest
     order: StepOrder: the operations of each stage, Megatron's or planned
+    executor: choose_executor: what runs the steps of a policy
     check: check_plan: the invariants, numbered
     text: the text and JSON forms and their parsers
     show: grids and differences, for people
@@ -10,14 +11,20 @@ Modules:
 """
 
 from megapack.plan.check import check_plan
+from megapack.plan.order import Operation, StepOrder, chain_order, read_order, step_order
 from megapack.plan.plan import Counts, MicroBatch, Plan, RolloutId, StepPlan, own_samples
 
 __all__ = [
     "Counts",
     "MicroBatch",
+    "Operation",
     "Plan",
     "RolloutId",
+    "StepOrder",
     "StepPlan",
+    "chain_order",
     "check_plan",
     "own_samples",
+    "read_order",
+    "step_order",
 ]

@@ -107,6 +107,8 @@ class Counts:
     """Samples that are cut into pieces."""
     piece_tokens: int
     """Real tokens of these samples."""
+    num_split_backwards: int
+    """Backwards of a micro-batch through a chunk whose weight gradients are apart."""
 
     @property
     def num_wide_rows(self) -> int:
@@ -368,6 +370,9 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
         num_pieces=sum(mb.piece is not None for mb in microbatches),
         num_split_samples=sum(mb.piece is not None and mb.piece[0] == 0 for mb in microbatches),
         piece_tokens=sum(mb.piece[1] - mb.piece[0] for mb in microbatches if mb.piece),
+        num_split_backwards=sum(
+            line.count("W") for step in steps for stages in step.orders for line in stages
+        ),
     )
 
 

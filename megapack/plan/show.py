@@ -16,18 +16,21 @@ _MAX_RANKS = 8
 _MAX_ROWS = 64
 _MAX_STEPS = 32
 _MAX_SAMPLES = 16
+_MAX_OPERATIONS = 256
 
 
 def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) -> str:
     """A plan's head, then a line per step, the grid of one step, or the rows of one rank.
 
     A cell reads `samples:row_tokens`, `.` is a padding micro-batch, `!` marks a row over the
-    budget. A row over several ranks is in the cell of each, as `samples:row_tokens@4-7`. Ranks,
-    rows and steps beyond the limits are counted, not shown.
+    budget. A row over several ranks is in the cell of each, as `samples:row_tokens@4-7`. A row with
+    the tokens 512 to 1024 of its first sample reads `samples:row_tokens[512:1024]`. With a rank,
+    each stage's operations follow its rows, if the step has an order of its own. Ranks, rows,
+    operations and steps beyond the limits are counted, not shown.
 
     Args:
         step: show this step's grid; None shows the grid only if the plan has a single step.
-        rank: show the samples of this DP rank in the step.
+        rank: show the samples of this DP rank in the step, and its order.
 
     Raises:
         ConfigError: no such step or rank.
@@ -48,6 +51,7 @@ def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) ->
     else:
         _check_range("rank", rank, len(shown.ranks))
         lines += [_row_line(plan, k, mb) for k, mb in enumerate(shown.ranks[rank])]
+        lines += _order_lines(shown, rank)
     return "\n".join(lines)
 
 
@@ -70,7 +74,7 @@ def _step_line(number: int, step: StepPlan) -> str:
     return (
         f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows"
         f"{_wide(counts)}, {counts.num_padding_rows} padding, {counts.tokens} tokens{shared} in "
-        f"{counts.row_tokens} row tokens{dropped}"
+        f"{counts.row_tokens} row tokens{dropped}{_operations(counts)}"
     )
 
 
@@ -83,6 +87,34 @@ def wide_rows_text(counts: Counts) -> str:
     """The rows over several ranks by their width: "3 over 2 ranks, 1 over 4"."""
     (width, count), *others = counts.wide_rows
     return ", ".join([f"{count} over {width} ranks", *(f"{n} over {w}" for w, n in others)])
+
+
+def _operations(counts: Counts) -> str:
+    text = operations_text(counts)
+    return f"; {text}" if text else ""
+
+
+def operations_text(counts: Counts) -> str:
+    """The split samples and split backwards: "2 samples in 7 pieces (31.0% of the tokens), 128
+    split backwards"; "" if there are none."""
+    parts = []
+    if counts.num_pieces:
+        name = "sample" if counts.num_split_samples == 1 else "samples"
+        parts.append(
+            f"{counts.num_split_samples} {name} in {counts.num_pieces} pieces "
+            f"({counts.piece_fraction:.1%} of the tokens)"
+        )
+    if counts.num_split_backwards:
+        parts.append(f"{counts.num_split_backwards} split backwards")
+    return ", ".join(parts)
+
+
+def piece_text(mb: MicroBatch) -> str:
+    """The piece that a row holds: "sample 17, tokens 512 to 1024"; "" if it holds none."""
+    if mb.piece is None:
+        return ""
+    start, end = mb.piece
+    return f"sample {mb.samples[0]}, tokens {start} to {end}"
 
 
 def ranks_text(mb: MicroBatch) -> str:
@@ -110,7 +142,8 @@ def _cell(plan: Plan, mb: MicroBatch) -> str:
     if not mb.samples:
         return "."
     ranks = f"@{ranks_text(mb)}" if mb.dp_ranks else ""
-    return f"{len(mb.samples)}:{mb.row_tokens}{ranks}{_mark(plan, mb)}"
+    piece = f"[{mb.piece[0]}:{mb.piece[1]}]" if mb.piece else ""
+    return f"{len(mb.samples)}:{mb.row_tokens}{ranks}{piece}{_mark(plan, mb)}"
 
 
 def _mark(plan: Plan, mb: MicroBatch) -> str:
@@ -125,10 +158,20 @@ def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
     more = len(mb.samples) - _MAX_SAMPLES
     shared = f", {mb.shared_tokens} of them shared" if mb.shared_tokens else ""
     ranks = f" on ranks {ranks_text(mb)}" if mb.dp_ranks else ""
+    piece = f"; of {piece_text(mb)}" if mb.piece else ""
     return (
         f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens{shared}{ranks}: samples {samples}"
-        f"{f' and {more} more' if more > 0 else ''}"
+        f"{f' and {more} more' if more > 0 else ''}{piece}"
     )
+
+
+def _order_lines(step: StepPlan, rank: int) -> Iterator[str]:
+    """What each stage of a rank runs; nothing in Megatron's order."""
+    for stage, line in enumerate(step.orders[rank] if step.orders else ()):
+        operations = line.split()
+        more = len(operations) - _MAX_OPERATIONS
+        shown = " ".join(operations[:_MAX_OPERATIONS])
+        yield f"stage {stage}: {shown}{f' and {more} more' if more > 0 else ''}"
 
 
 def _limited(lines: list[str]) -> list[str]:
@@ -143,8 +186,8 @@ def _check_range(what: str, value: int, count: int) -> None:
         raise ConfigError(f"{what} {value} of {count}; set --{what} from 0 to {count - 1}")
 
 
-Position = tuple[int, tuple[int, ...], int]
-"""Step, DP ranks, micro-batch."""
+Position = tuple[int, tuple[int, ...], tuple[tuple[int, int] | None, ...], tuple[int, ...]]
+"""Step, DP ranks, pieces, micro-batches; a sample that is not split has one micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +202,12 @@ class PlanDiff:
     """Samples that train in another step, or in only one of the plans."""
     other_rank: tuple[int, ...]
     """Samples of the same step on another DP rank, or on more or fewer ranks."""
+    other_pieces: tuple[int, ...]
+    """Samples of the same step and rank that are cut at other tokens."""
     other_microbatch: tuple[int, ...]
     """Samples of the same step and rank in another micro-batch."""
+    orders: dict[int, str]
+    """Where the orders of a step that is in both plans first differ, by step number."""
     digests: tuple[str, str]
 
     @property
@@ -173,7 +220,7 @@ def diff_plans(a: Plan, b: Plan) -> PlanDiff:
     """Compare two plans: settings, steps, and the position of each sample."""
     positions_a = _positions(a)
     positions_b = _positions(b)
-    moved: tuple[list[int], list[int], list[int]] = ([], [], [])
+    moved: tuple[list[int], ...] = ([], [], [], [])
     for sample in sorted(positions_a.keys() | positions_b.keys()):
         first = positions_a.get(sample)
         second = positions_b.get(sample)
@@ -189,23 +236,51 @@ def diff_plans(a: Plan, b: Plan) -> PlanDiff:
         steps={k: (first, second) for k, (first, second) in enumerate(steps) if first != second},
         other_step=tuple(moved[0]),
         other_rank=tuple(moved[1]),
-        other_microbatch=tuple(moved[2]),
+        other_pieces=tuple(moved[2]),
+        other_microbatch=tuple(moved[3]),
+        orders={
+            k: _order_difference(*pair)
+            for k, pair in enumerate(zip(a.steps, b.steps, strict=False))
+            if pair[0].orders != pair[1].orders
+        },
         digests=(a.digest(), b.digest()),
     )
 
 
 def _first_difference(first: Position, second: Position) -> int:
-    return next(level for level in range(3) if first[level] != second[level])
+    return next(level for level in range(4) if first[level] != second[level])
 
 
 def _positions(plan: Plan) -> dict[int, Position]:
-    return {
-        sample: (number, mb.dp_ranks or (rank,), k)
-        for number, step in enumerate(plan.steps)
-        for rank, row in enumerate(step.ranks)
-        for k, mb in enumerate(row)
-        for sample in mb.samples
-    }
+    positions: dict[int, Position] = {}
+    for number, step in enumerate(plan.steps):
+        for rank, row in enumerate(step.ranks):
+            for k, mb in enumerate(row):
+                ranks = mb.dp_ranks or (rank,)
+                for sample in mb.begun_samples:
+                    positions[sample] = (number, ranks, (None,), (k,))
+                if mb.piece is not None:
+                    begun = mb.piece[0] == 0
+                    *_, pieces, rows = ((), ()) if begun else positions[mb.samples[0]]
+                    place = (number, ranks, (*pieces, mb.piece), (*rows, k))
+                    positions[mb.samples[0]] = place
+    return positions
+
+
+def _order_difference(a: StepPlan, b: StepPlan) -> str:
+    """The first operation that differs: "rank 0 stage 1 operation 5: 2F0 -> 2B0"."""
+    if not (a.orders and b.orders):
+        name = "Megatron's order"
+        return f"{'own' if a.orders else name} -> {'own' if b.orders else name}"
+    if len(a.orders) != len(b.orders):
+        return f"{len(a.orders)} ranks -> {len(b.orders)} ranks"
+    for rank, (stages, others) in enumerate(zip(a.orders, b.orders, strict=True)):
+        for stage, (line, other) in enumerate(zip_longest(stages, others, fillvalue="")):
+            pairs = zip_longest(line.split(), other.split(), fillvalue="nothing")
+            for index, (first, second) in enumerate(pairs):
+                if first != second:
+                    return f"rank {rank} stage {stage} operation {index}: {first} -> {second}"
+    return "equal operations"
 
 
 def _settings_diff(a: Plan, b: Plan) -> dict[str, tuple[Any, Any]]:
@@ -238,5 +313,5 @@ def _step_sizes(step: StepPlan) -> str:
     return (
         f"M={counts.microbatch_span}{group}, {counts.num_rows} rows{_wide(counts)}, "
         f"{counts.num_samples} samples, {counts.row_tokens} row tokens, "
-        f"{counts.num_dropped_rollouts} rollouts dropped"
+        f"{counts.num_dropped_rollouts} rollouts dropped{_operations(counts)}"
     )

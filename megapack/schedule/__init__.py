@@ -5,6 +5,8 @@ Modules:
     call: StepCall: the arguments of one call, and what all ranks must agree on
     checks: refuses settings with which Megatron would hang or train wrongly
     runner: one run of Megatron's schedule over the packed rows
+    operations: runs a step as a list of operations in any legal order
+    channels: exchanges between stages with receives posted early
     forward: Megatron's forward step, and the loss on the last stage
     listeners: who is told of each forward and backward
     overrides: settings of Megatron's config during a call of its schedule

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megapack.base.choices import HeadChoice
+from megapack.base.choices import Executor, HeadChoice
 from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
@@ -91,6 +91,8 @@ class ScheduleAdapter:
         retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
             StepOutOfMemory on every rank; the caller may try it again. DDP's communication then
             does not overlap with forwards and backwards. See `faults`.
+        executor: what runs a step: "megatron", its `forward_backward_func`, or "operations", the
+            operations in the plan's order, by default Megatron's, with receives posted early.
         ranks: the threads and connections that carry an error of one rank to the others and pack
             the next step ahead. None: in a job of several processes, the first adapter of a
             process starts them for all its adapters (`Ranks.start()`); a job of one process has
@@ -115,12 +117,14 @@ class ScheduleAdapter:
         temperature: float = 1.0,
         head: checks.Head = "vocabulary",
         retries_oom: bool = False,
+        executor: Executor = "megatron",
         ranks: Ranks | None = None,
     ) -> None:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.layout = layout
         self.head = head
         self.retries_oom = retries_oom
+        self.executor = executor
         self.config = get_model_config(self.chunks[0])
         self.ranks = shared_ranks() if ranks is None else ranks
         self.ranks.check()
@@ -162,6 +166,7 @@ class ScheduleAdapter:
             routing=self._routing,
             place=self.ranks.place,
             retries_oom=retries_oom,
+            executor=executor,
         )
         self._checked_digest = ""
         # Tensor names that all ranks have agreed on; a batch without tensors needs no agreement.
@@ -174,6 +179,7 @@ class ScheduleAdapter:
         checks.check_layout(self.layout, len(self.chunks), has_experts=has_experts)
         checks.check_config(self.config, self.layout)
         checks.check_chunks(self.chunks)
+        checks.check_executor(self.config, self.executor)
         checks.check_cp_comm(self.chunks, self.config)
         checks.check_expert_gradients(self.chunks, self.layout)
         if retries_oom:
@@ -404,6 +410,10 @@ class ScheduleAdapter:
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
             self._checked_digest = plan.digest()
+        if self.executor == "operations":
+            self.runner.stage_order(call)
+        elif call.is_training:
+            checks.check_no_orders(call.step_plan)
         if call.is_training:
             checks.check_reduction(self.config, self.chunks, self.layout)
         call.check(self.head)

@@ -57,6 +57,12 @@ class StepCall:
         return self.plan.policy.row_shape == "planned"
 
     @property
+    def has_weight_operations(self) -> bool:
+        """Whether some rank runs weight gradients by themselves."""
+        lines = (line for rank in self.step_plan.orders for line in rank)
+        return self.is_training and any("W" in line for line in lines)
+
+    @property
     def with_entropy(self) -> bool:
         """Whether the entropy is computed."""
         return self.entropy or (self.objective is not None and self.objective.needs_entropy)

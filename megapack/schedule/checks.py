@@ -13,8 +13,10 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, get_te_version
 from packaging.version import Version
 
+from megapack.base.choices import Executor
 from megapack.errors import ConfigError
 from megapack.layout import Layout, fp8_rows, why_no_retry
+from megapack.model import weight_gradients
 from megapack.model.attention.packed import PackedAttention, refuse_unpacked_attention
 from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.sdpa import PackedSDPA
@@ -24,7 +26,7 @@ from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.init import is_expert
 from megapack.model.mtp import check_mtp, num_depths
-from megapack.plan.plan import Plan
+from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import check_count_rule
 
 Head = Literal["vocabulary", "value"]
@@ -177,6 +179,34 @@ def _check_features(config: Any) -> None:
             raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
 
 
+def check_executor(config: Any, executor: Executor) -> None:
+    """Raise ConfigError for what a list of operations cannot follow.
+
+    CUDA graphs are captured and replayed in the order of Megatron's schedules, and so are tensors
+    offloaded or stashed.
+    """
+    if executor == "megatron":
+        return
+    names = ["cuda_graph_impl"] if _has_graphs(config) else []
+    names += ["fine_grained_activation_offloading", "moe_paged_stash"]
+    for name in names:
+        if getattr(config, name, None):
+            raise ConfigError(
+                f"config.{name}={getattr(config, name)!r} follows the order of Megatron's "
+                "schedules; unset it, or set executor='megatron'"
+            )
+
+
+def check_no_orders(step: StepPlan) -> None:
+    """Raise ConfigError if Megatron's schedule would run a step that has its own order."""
+    if step.orders:
+        raise ConfigError(
+            "the plan's step has an order of operations, which Megatron's schedules do not follow; "
+            "set ScheduleAdapter(executor='operations'), or plan with "
+            "Policy(split_samples='off', backward='joint')"
+        )
+
+
 def check_counts(plan: Plan, config: Any) -> None:
     """Raise ConfigError for counts per rank if ranks communicate in every micro-batch."""
     check_count_rule(plan.policy, plan.layout, ranks_share_fp8_scales=shares_fp8_scales(config))
@@ -284,6 +314,16 @@ def check_wide_rows(
     )
     if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
         _check_te_wide_rows(config, shares_prefixes, advice)
+
+
+def check_split_backward(chunks: Sequence[Any], config: Any) -> None:
+    """Raise ConfigError if the model's weight gradients cannot come later than its backward."""
+    if _has_graphs(config):
+        raise ConfigError(
+            f"CUDA graphs (cuda_graph_impl={config.cuda_graph_impl!r}) replay whole backwards; set "
+            "cuda_graph_impl='none', or plan.backward=joint (Policy(backward='joint'))"
+        )
+    weight_gradients.check(chunks, config)
 
 
 def _check_attention(chunks: Sequence[Any], *, tokens: str, task: str, advice: str) -> None:

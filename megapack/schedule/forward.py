@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -205,21 +204,17 @@ class ForwardStep:
         self._pass = schedule_pass
         self._listeners = Listeners(listeners)
         self._attempt = attempt
-        self._num_forwards: Counter[int] = Counter()
 
     def __call__(
-        self, rows: Iterator[PackedRow], model: Any
+        self, rows: Iterator[tuple[int, PackedRow]], model: Any
     ) -> tuple[Tensor, Callable[[Tensor], LossReport] | None]:
         """The chunk's output, and on the pipeline's last chunk the loss function.
 
         Args:
-            rows: the rows on the device, with their `params`.
+            rows: (micro-batch, row): rows on the device, with their `params`.
         """
-        row = next(rows)
+        microbatch, row = next(rows)
         chunk = next(i for i, own in enumerate(self._chunks) if own is model)
-        # Each chunk runs the rows in their order.
-        microbatch = self._num_forwards[chunk]
-        self._num_forwards[chunk] += 1
         result = self._attempt(lambda: self._forward(row, model, chunk, microbatch))
         if result is None:
             result = _zero_output(row, model), None

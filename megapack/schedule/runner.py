@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megapack.base.choices import Executor
 from megapack.layout import Layout
 from megapack.model.attention.packed import with_params
 from megapack.model.experts.model import ModelRouting
@@ -23,10 +24,12 @@ from megapack.model.overlap import (
     sync_functions,
     without_overlap,
 )
+from megapack.plan.plan import StepPlan
 from megapack.ranks.place import Place
 from megapack.rows.packed import PackedRow
 from megapack.schedule import checks
 from megapack.schedule.call import StepCall
+from megapack.schedule.channels import Channels, Exchange, StageOrder
 from megapack.schedule.faults import (
     FiniteFlags,
     OutOfMemoryGuard,
@@ -35,6 +38,7 @@ from megapack.schedule.faults import (
 )
 from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage
 from megapack.schedule.listeners import Listener, PlaceKeeper
+from megapack.schedule.operations import Operations
 from megapack.schedule.overrides import config_with, pipeline_settings
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
 from megapack.schedule.row_groups import RowGroups
@@ -50,7 +54,7 @@ class ScheduleRunner:
         device: rows are moved to it.
         routing: the routing of the model's experts.
         place: the runner keeps it up to date.
-        retries_oom: see `ScheduleAdapter`.
+        retries_oom, executor: see `ScheduleAdapter`.
 
     Attributes:
         listeners: are called at each forward and backward.
@@ -72,6 +76,7 @@ class ScheduleRunner:
         routing: ModelRouting,
         place: Place,
         retries_oom: bool,
+        executor: Executor,
     ) -> None:
         self.chunks = chunks
         self.config = config
@@ -84,6 +89,12 @@ class ScheduleRunner:
         self.row_groups = RowGroups(layout, cp=groups.cp, dp_cp=groups.dp_cp)
         self._groups = groups
         self._retries_oom = retries_oom
+        self._channels: Channels | None = None
+        if executor == "operations":
+            self._channels = Channels(groups.pp, layout.vpp)
+            self._channels.make(device)
+        # The step plan and what its stage runs, of this step and the next one.
+        self._orders: dict[tuple[int, bool], tuple[StepPlan, StageOrder]] = {}
 
     def run(self, call: StepCall, rows: list[PackedRow]) -> SchedulePass:
         """Run all rows of this rank: forward, and in training also backward and reduction.
@@ -119,12 +130,12 @@ class ScheduleRunner:
         flags: FiniteFlags,
         memory: OutOfMemoryGuard | None,
     ) -> None:
-        """Call Megatron's schedule."""
+        """Call Megatron's schedule, or run the operations of the plan's order."""
         options: dict[str, Any] = {"listeners": [*self.listeners, flags]}
         if memory is not None:
             options["attempt"] = memory.attempt
         device_rows = self.device_rows(rows)
-        communicator = self._communicator(call, rows) if self.layout.pp > 1 else None
+        forward_step = self.forward_step(call, schedule_pass, **options)
         with (
             contextlib.nullcontext() if memory is None else memory.backwards(),
             contextlib.nullcontext() if memory is None else without_overlap(self.chunks),
@@ -132,19 +143,71 @@ class ScheduleRunner:
             config_with(self.config, self._overrides(call, flags, memory)),
             self.routing.following(schedule_pass),
         ):
-            get_forward_backward_func()(
-                forward_step_func=self.forward_step(call, schedule_pass, **options),
-                data_iterator=[iter(device_rows) for _ in self.chunks],
-                model=self.chunks,
-                num_microbatches=len(rows),
-                seq_length=rows[0].row_tokens,
-                micro_batch_size=1,
-                forward_only=not call.is_training,
-                p2p_communicator=communicator,
-                pg_collection=None if communicator is None else self._groups,
-            )
+            if self._channels is None:
+                self._run_megatron(call, device_rows, forward_step)
+            else:
+                self._run_operations(call, device_rows, forward_step, self._channels)
+
+    def _run_megatron(
+        self, call: StepCall, rows: list[PackedRow], forward_step: ForwardStep
+    ) -> None:
+        communicator = self._communicator(call, rows) if self.layout.pp > 1 else None
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[enumerate(rows) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(rows),
+            seq_length=rows[0].row_tokens,
+            micro_batch_size=1,
+            forward_only=not call.is_training,
+            p2p_communicator=communicator,
+            pg_collection=None if communicator is None else self._groups,
+        )
         if isinstance(communicator, PlannedP2PCommunicator):
             assert communicator.num_pending == 0, "a planned receive is missing"
+
+    def _run_operations(
+        self, call: StepCall, rows: list[PackedRow], forward_step: ForwardStep, channels: Channels
+    ) -> None:
+        order = self.stage_order(call)
+        exchange = None
+        if self.layout.pp > 1:
+            exchange = Exchange(
+                channels,
+                order,
+                shapes=[(*shape, self.config.hidden_size) for shape in self._row_shapes(rows)],
+                dtype=self.config.pipeline_dtype,
+                device=self.device,
+                place=self.place,
+            )
+        Operations(
+            self.chunks,
+            self.config,
+            self._groups,
+            forward_step=forward_step,
+            rows=rows,
+            order=order,
+            exchange=exchange,
+            device=self.device,
+            is_training=call.is_training,
+            reduces_after=call.has_weight_operations,
+        ).run()
+
+    def stage_order(self, call: StepCall) -> StageOrder:
+        """What this stage runs in a call. It is kept for this call and the next one.
+
+        Raises:
+            PlanError: the plan's order cannot run.
+        """
+        step = call.step_plan
+        key = id(step), call.is_training
+        kept = self._orders.get(key)
+        if kept is None or kept[0] is not step:
+            dp_rank = self._groups.dp.rank()
+            order = step.order(dp_rank, self.layout, forward_only=not call.is_training)
+            kept = step, StageOrder(order, self._groups.pp.rank(), self.layout.vpp)
+            self._orders = dict([*self._orders.items()][-1:]) | {key: kept}
+        return kept[1]
 
     def device_rows(self, rows: list[PackedRow]) -> list[PackedRow]:
         """The rows on the device, with Megatron's packed-sequence parameters and their groups."""
@@ -191,13 +254,12 @@ class ScheduleRunner:
 
     def _communicator(self, call: StepCall, rows: list[PackedRow]) -> RecordingP2PCommunicator:
         layout = self.layout
-        shards = layout.tp if layout.sequence_parallel else 1
         communicator = RecordingP2PCommunicator(self._groups.pp, self.config)
         if call.has_planned_rows:
             communicator = self.communicator_class(
                 self._groups.pp,
                 self.config,
-                row_shapes=[(row.tokens_T.numel() // shards, 1) for row in rows],
+                row_shapes=self._row_shapes(rows),
                 vpp=layout.vpp,
                 group_size=call.step_plan.group_size,
                 forward_only=not call.is_training,
@@ -205,11 +267,22 @@ class ScheduleRunner:
         communicator.place = self.place
         return communicator
 
+    def _row_shapes(self, rows: list[PackedRow]) -> list[tuple[int, int]]:
+        """(tokens, batch size) of each row's hidden states on this GPU."""
+        shards = self.layout.tp if self.layout.sequence_parallel else 1
+        return [(row.tokens_T.numel() // shards, 1) for row in rows]
+
     def _overrides(
         self, call: StepCall, flags: FiniteFlags, memory: OutOfMemoryGuard | None
     ) -> dict[str, Any]:
         layout = self.layout
-        overrides = pipeline_settings(pp=layout.pp, vpp=layout.vpp, variable=call.has_planned_rows)
+        overrides = pipeline_settings(
+            pp=layout.pp,
+            vpp=layout.vpp,
+            variable=call.has_planned_rows,
+            # A list of operations keeps what is being sent.
+            keeps_outputs=self._channels is None,
+        )
         if call.is_training:
             overrides |= sync_functions(self.chunks, self.config)
         if layout.vpp > 1:

@@ -90,6 +90,7 @@ class Critic:
             # A folder's weights come with the copy, and its value head begins with zeros.
             draws_weights=config.model.hf_path is None,
             value_head=True,
+            splits_backward=config.plan.backward == "split",
         )
         agree(lambda: copy_weights(policy, self.chunks), device=device)
         self.optimizer = build_optimizer(self._optim, self.chunks, config.model.dtype == "bf16")

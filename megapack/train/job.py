@@ -131,6 +131,7 @@ class Trainer:
             stage_layers=config.stage_layers,
             draws_weights=hf_path is None,
             value_head=has_value_head,
+            splits_backward=config.plan.backward == "split",
         )
         # Before the optimizer and the reference copy the weights. A resumed run does so too: what
         # follows from the initial weights, such as the head's kernel, must be as it was.

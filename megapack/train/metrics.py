@@ -16,7 +16,7 @@ from tqdm import tqdm
 from megapack import cpu
 from megapack.outlook.stats import StepReport
 from megapack.plan.plan import Plan
-from megapack.plan.show import wide_rows_text
+from megapack.plan.show import operations_text, wide_rows_text
 from megapack.schedule.adapter import StepResult
 from megapack.train.trackers import Metrics
 
@@ -52,6 +52,9 @@ def packing_metrics(step: StepReport) -> dict[str, Any]:
         "num_wide_microbatches": step.num_wide_rows,
         "widest_microbatch_ranks": step.widest,
         "wide_tokens_fraction": step.wide_fraction,
+        "num_pieces": step.num_pieces,
+        "piece_tokens_fraction": step.piece_fraction,
+        "num_split_backwards": step.num_split_backwards,
         "packing_efficiency": step.packing_efficiency,
         "padding_fraction": step.padding_fraction,
         "imbalance": step.imbalance,
@@ -157,6 +160,7 @@ def plan_line(plan: Plan) -> str:
     steps = plan.steps
     counts = plan.counts
     shared = counts.shared_tokens
+    operations = operations_text(counts)
     spans = ", ".join(step.counts.microbatch_span for step in steps[:8])
     return (
         f"plan {plan.digest()[:12]}: {plan.num_samples} samples, {len(steps)} step(s), "
@@ -164,6 +168,7 @@ def plan_line(plan: Plan) -> str:
         f"{counts.num_dropped_rollouts} rollout(s) dropped"
         f"{f', {shared} of {counts.tokens} tokens shared' if shared else ''}"
         f"{f', wide micro-batches: {wide_rows_text(counts)}' if counts.wide_rows else ''}"
+        f"{f', {operations}' if operations else ''}"
     )
 
 

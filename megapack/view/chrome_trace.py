@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megapack.pipeline.simulator import Event
-from megapack.plan.show import ranks_text
+from megapack.plan.show import piece_text, ranks_text
 from megapack.view.timeline import Timeline
 
-_NAMES = {"F": "forward", "B": "backward"}
+_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 def chrome_trace(timelines: Sequence[Timeline], microseconds: float = 1e6) -> str:
@@ -66,7 +66,7 @@ def _slices(timelines: Sequence[Timeline], microseconds: float) -> Iterator[dict
                 "ph": "X",
                 "pid": _process(timeline, event.rank, sources),
                 "tid": event.stage,
-                "name": f"{_NAMES[event.kind]} {event.microbatch}{_on_ranks(timeline, event)}",
+                "name": f"{_NAMES[event.kind]} {event.microbatch}{_what(timeline, event)}",
                 "cat": timeline.source,
                 "ts": round((begin + event.start) * microseconds, 3),
                 "dur": round((event.end - event.start) * microseconds, 3),
@@ -74,15 +74,19 @@ def _slices(timelines: Sequence[Timeline], microseconds: float) -> Iterator[dict
             }
 
 
-def _on_ranks(timeline: Timeline, event: Event) -> str:
-    """The DP ranks that share the micro-batch, for its name."""
-    ranks = ranks_text(timeline.microbatch(event))
+def _what(timeline: Timeline, event: Event) -> str:
+    """The DP ranks that share the micro-batch, or the piece that it holds, for its name."""
+    mb = timeline.microbatch(event)
+    if mb.piece:
+        return f" ({piece_text(mb)})"
+    ranks = ranks_text(mb)
     return f" (ranks {ranks})" if ranks else ""
 
 
 def _args(timeline: Timeline, event: Event) -> dict[str, int | str]:
     mb = timeline.microbatch(event)
     shared = {"dp_ranks": ranks_text(mb)} if mb.dp_ranks else {}
+    piece = {"piece": piece_text(mb)} if mb.piece else {}
     return {
         "step": timeline.number,
         "chunk": event.chunk,
@@ -92,6 +96,7 @@ def _args(timeline: Timeline, event: Event) -> dict[str, int | str]:
         "shared_tokens": mb.shared_tokens,
         "row_tokens": mb.row_tokens,
         **shared,
+        **piece,
     }
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.outlook.stats import full_row, plan_report, row_fill
+from megapack.plan.order import KINDS
 from megapack.plan.plan import Counts, Plan
-from megapack.plan.show import ranks_text, wide_rows_text
+from megapack.plan.show import operations_text, piece_text, ranks_text, wide_rows_text
 from megapack.view.records import RunRecords, number_or_none
 from megapack.view.timeline import Timeline, planned, traced, typical_ranks
 
@@ -97,6 +98,9 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
     if any(line.get("wide_tokens_fraction") for line in metrics):
         names = {"of the tokens": "wide_tokens_fraction"}
         charts.append(("share of wide micro-batches", "", names))
+    if any(line.get("piece_tokens_fraction") for line in metrics):
+        names = {"of the tokens": "piece_tokens_fraction"}
+        charts.append(("share of split samples", "", names))
     numbers = [line["step"] for line in metrics]
     for title, unit, keys in charts:
         series = {
@@ -129,6 +133,7 @@ def _plan_facts(plan: Plan) -> Facts:
         ("tokens", f"{counts.tokens}"),
         *_shared_facts(counts),
         *_wide_facts(counts),
+        *_operations_facts(counts),
         ("padding", f"{counts.padding_fraction:.2%} of row tokens"),
         ("dropped rollouts", f"{counts.num_dropped_rollouts}"),
     ]
@@ -146,6 +151,11 @@ def _wide_facts(counts: Counts) -> Facts:
         return []
     text = f"{wide_rows_text(counts)}; {counts.wide_fraction:.1%} of the tokens"
     return [("wide micro-batches", text)]
+
+
+def _operations_facts(counts: Counts) -> Facts:
+    text = operations_text(counts)
+    return [("orders of operations", text)] if text else []
 
 
 def _run_facts(records: RunRecords) -> Facts:
@@ -226,11 +236,18 @@ def _track(timeline: Timeline, rank: int) -> dict[str, Any]:
         "stages": timeline.plan.layout.pp,
         "chunks": timeline.plan.layout.vpp,
         "rows": [
-            (len(mb.samples), mb.tokens, mb.row_tokens, mb.shared_tokens, ranks_text(mb))
+            (
+                len(mb.samples),
+                mb.tokens,
+                mb.row_tokens,
+                mb.shared_tokens,
+                ranks_text(mb),
+                piece_text(mb),
+            )
             for mb in timeline.step.ranks[rank]
         ],
         "events": [
-            (e.stage, e.chunk, e.microbatch, int(e.kind == "B"), _short(e.start), _short(e.end))
+            (e.stage, e.chunk, e.microbatch, KINDS.index(e.kind), _short(e.start), _short(e.end))
             for e in timeline.events
             if e.rank == rank
         ],

@@ -21,9 +21,11 @@ from megapack.view.timeline import Timeline, typical_ranks
 # Okabe and Ito's colours, which colour-blind readers can distinguish too.
 _FORWARD = "#56b4e9"
 _BACKWARD = "#e69f00"
+_WEIGHTS = "#009e73"
+_COLOURS = {"F": _FORWARD, "B": _BACKWARD, "W": _WEIGHTS}
 _PADDING = "#999999"
 _WAITING = "#ececec"
-_INK = "#333333"
+_INK = "#1a1a1a"
 _SHARED = "#cc0066"
 # More ranks than _MAX_RANKS are shown as _NUM_TYPICAL: the slowest, the median and the fastest.
 _MAX_RANKS = 8
@@ -52,7 +54,7 @@ def draw_step(timeline: Timeline, report: StepReport, unit: str, suffix: str) ->
         top, bottom = figure.subfigures(2, 1, height_ratios=heights)
         axes = top.subplots()
         _draw_timeline(axes, timeline, ranks, max(ends))
-        _legend(axes, bool(report.wide_rows))
+        _legend(axes, [timeline])
         _name_time(axes, timeline, unit)
         if len(ranks) < len(ends):
             shown = f"{len(ranks)} of {len(ends)} DP ranks: the slowest, the median, the fastest"
@@ -84,7 +86,7 @@ def draw_timelines(timelines: dict[str, Timeline], unit: str, suffix: str) -> by
             ends = timeline.rank_ends
             _draw_timeline(axes, timeline, [ends.index(max(ends))], end)
             axes.set_title(name, fontsize=9, loc="left")
-        _legend(plots[0], any(t.step.counts.wide_rows for t in timelines.values()))
+        _legend(plots[0], list(timelines.values()))
         _name_time(plots[-1], timeline, unit)
         return _bytes(figure, suffix)
 
@@ -140,6 +142,7 @@ def _draw_timeline(axes: Any, timeline: Timeline, ranks: Sequence[int], end: flo
         )
     )
     _join_shared(axes, timeline, events, lane_of)
+    _frame_pieces(axes, timeline, events, lane_of)
     _label_boxes(axes, events, lane_of, end)
     axes.set_xlim(0, end)
     axes.set_ylim(len(ranks) * (pp + 0.6) - 0.6, 0)
@@ -169,12 +172,12 @@ def _rectangle(x: float, y: float, width: float, height: float, **style: Any) ->
 
 
 def _colour(timeline: Timeline, event: Any) -> Any:
-    """Colour of the direction, paler for later chunks."""
+    """Colour of the operation, paler for later chunks."""
     from matplotlib.colors import to_rgb
 
     if not timeline.microbatch(event).samples:
         return to_rgb(_PADDING)
-    rgb = np.array(to_rgb(_FORWARD if event.kind == "F" else _BACKWARD))
+    rgb = np.array(to_rgb(_COLOURS[event.kind]))
     share = 0.55 * event.chunk / max(1, timeline.plan.layout.vpp - 1)
     return tuple(rgb + (1 - rgb) * share)
 
@@ -202,6 +205,21 @@ def _join_shared(
     axes.add_collection(LineCollection(lines, colors=_SHARED, linewidths=1.6))
 
 
+def _frame_pieces(
+    axes: Any, timeline: Timeline, events: Sequence[Event], lane_of: dict[int, float]
+) -> None:
+    """Frame micro-batches that hold a piece of a sample."""
+    from matplotlib.collections import PolyCollection
+
+    frames = [
+        _box(event.start, lane_of[event.rank] + event.stage, event.end - event.start)
+        for event in events
+        if timeline.microbatch(event).piece
+    ]
+    style: dict[str, Any] = {"facecolors": "none", "edgecolors": _INK, "linewidths": 0.9}
+    axes.add_collection(PolyCollection(frames, **style))
+
+
 def _label_boxes(axes: Any, events: Sequence[Any], lane_of: dict[int, float], end: float) -> None:
     """Write the micro-batch's number into boxes that are wide enough."""
     wide = [event for event in events if event.end - event.start > 0.011 * end]
@@ -213,13 +231,22 @@ def _label_boxes(axes: Any, events: Sequence[Any], lane_of: dict[int, float], en
         axes.text(x, y, str(event.microbatch), ha="center", va="center", fontsize=6, color=_INK)
 
 
-def _legend(axes: Any, has_shared: bool) -> None:
-    names = {"forward": _FORWARD, "backward": _BACKWARD, "padding": _PADDING, "waiting": _WAITING}
+def _legend(axes: Any, timelines: Sequence[Timeline]) -> None:
+    """The colours, and the frames and operations that some of the timelines have."""
+    names = {"forward": _FORWARD, "backward": _BACKWARD}
+    if any(event.kind == "W" for timeline in timelines for event in timeline.events):
+        names["weight gradients"] = _WEIGHTS
+    names |= {"padding": _PADDING, "waiting": _WAITING}
     patches = [_rectangle(0, 0, 1, 1, facecolor=colour) for colour in names.values()]
-    if has_shared:
-        names["over several ranks"] = _SHARED
+    frames = {}
+    if any(timeline.step.counts.wide_rows for timeline in timelines):
+        frames["over several ranks"] = _SHARED
+    if any(timeline.step.counts.num_pieces for timeline in timelines):
+        frames["piece of a sample"] = _INK
+    for colour in frames.values():
         patches.append(_rectangle(0, 0, 1, 1, fill=False))
-        patches[-1].set(edgecolor=_SHARED, linewidth=1.5)
+        patches[-1].set(edgecolor=colour, linewidth=1.5)
+    names |= frames
     axes.legend(
         patches,
         names,
@@ -235,7 +262,7 @@ def _draw_fill(axes: Any, timeline: Timeline) -> None:
     """Real tokens that each row holds over the budget, or over the longest row without a budget.
 
     A row that shares prefixes has the share of its samples' tokens that it saves written on it. A
-    row over several ranks has one frame around its cells.
+    row over several ranks has one frame around its cells, and so have the pieces of a sample.
     """
     ranks = timeline.step.ranks
     full, name = full_row(timeline.plan, [timeline.step])
@@ -252,6 +279,7 @@ def _draw_fill(axes: Any, timeline: Timeline) -> None:
     )
     axes.set_title(f"row fill: real tokens over {name}", fontsize=9, loc="left")
     _frame_shared_cells(axes, ranks)
+    _frame_chains(axes, timeline)
     saves = _label_saved(axes, ranks)
     axes.set_xlabel(f"micro-batch{'; number: tokens saved by shared prefixes' if saves else ''}")
     axes.set_ylabel("DP rank")
@@ -267,6 +295,15 @@ def _frame_shared_cells(axes: Any, ranks: Sequence[Sequence[MicroBatch]]) -> Non
                 frame = _rectangle(k - 0.5, r - 0.5, 1, mb.width, fill=False)
                 frame.set(edgecolor=_SHARED, linewidth=1.5)
                 axes.add_patch(frame)
+
+
+def _frame_chains(axes: Any, timeline: Timeline) -> None:
+    """A frame around the cells that hold the pieces of one sample."""
+    for rank in range(len(timeline.step.ranks)):
+        for chain in timeline.step.chains(rank):
+            frame = _rectangle(chain.start - 0.5, rank - 0.5, len(chain), 1, fill=False)
+            frame.set(edgecolor=_INK, linewidth=1.5)
+            axes.add_patch(frame)
 
 
 def _label_saved(axes: Any, ranks: Sequence[Sequence[MicroBatch]]) -> bool:

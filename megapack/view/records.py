@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Measured times of a step's forwards and backwards."""
+    """Measured times of a step's operations."""
 
     number: int
     """The step's number in the run, from 1."""
@@ -131,7 +131,7 @@ def _traced(line: dict[str, Any]) -> TracedStep:
         if not _is_index(event.microbatch, len(plan.steps[0].ranks[event.rank])):
             raise ValueError(f"micro-batch {event.microbatch} of rank {event.rank}")
         times = number_or_none(event.start), number_or_none(event.end)
-        if event.kind not in ("F", "B") or None in times or not event.start <= event.end:
+        if event.kind not in ("F", "B", "W") or None in times or not event.start <= event.end:
             raise ValueError(f"an event {event.kind!r} from {event.start} to {event.end}")
     cost = _cost(line.get("cost"))
     is_calibrated = line.get("is_calibrated", cost is not None)

@@ -16,7 +16,7 @@ from megapack.view.records import RunRecords
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each forward and backward of one step runs."""
+    """When each operation of one step runs."""
 
     source: str
     """"planned" or "measured"."""

@@ -22,6 +22,7 @@ def build_chunks(
     split: LayerSplit | None = None,
     value_head: bool = False,
     reduction: Settings | None = None,
+    splits_backward: bool = False,
 ) -> list[DistributedDataParallel]:
     """Make Megatron's groups for a layout, and this rank's chunks."""
     initialize_parallel(layout, problem.SEED)
@@ -37,6 +38,7 @@ def build_chunks(
         stage_layers=stage_layers,
         value_head=value_head,
         reduction=reduction,
+        splits_backward=splits_backward,
     )
 
 

@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -47,8 +51,23 @@ class WholeLinear(torch.nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """The product, and no bias."""
-        return super().forward(input), None
+        """The product, and no bias.
+
+        By Megatron's function, so that its backward can be split (`model.weight_gradients`).
+        """
+        linear = linear_with_grad_accumulation_and_async_allreduce
+        if not self.weight.requires_grad:
+            linear = linear_with_frozen_weight
+        product = linear(
+            input,
+            self.weight,
+            None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=None,
+        )
+        return product, None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

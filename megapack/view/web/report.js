@@ -31,6 +31,7 @@ function ticks(low, high, count, least = 0) {
 
 // ---- timeline
 
+const KINDS = ["forward", "backward", "weight gradients"];
 const LANE = 13, LABEL = 18, GAP = 8, AXIS = 22;
 
 class Timeline {
@@ -87,6 +88,10 @@ class Timeline {
     this.step = this.steps[index];
     const isShared = this.step.tracks.some(({ rows }) => rows.some((row) => row[4]));
     document.getElementById("shared").hidden = !isShared;
+    const hasPieces = this.step.tracks.some(({ rows }) => rows.some((row) => row[5]));
+    document.getElementById("pieces").hidden = !hasPieces;
+    const hasWeights = this.step.tracks.some(({ events }) => events.some((event) => event[3] === 2));
+    document.getElementById("weights").hidden = !hasWeights;
     this.lit = null;
     this.tip.hidden = true;
     this.zoom(0, 0);
@@ -126,11 +131,12 @@ class Timeline {
     this.boxes = [];
     this.step.tracks.forEach((track, i) => this.drawTrack(paint, track, tops[i], width));
     this.drawShared(paint);
+    this.drawPieces(paint);
     this.drawAxis(paint, width);
   }
 
   drawTrack(paint, track, top, width) {
-    const colours = [css("--forward"), css("--backward")];
+    const colours = [css("--forward"), css("--backward"), css("--weights")];
     const padding = css("--padding"), ground = css("--ground"), x = this.scale(width);
     paint.fillStyle = css("--faint");
     paint.fillText(track.label, 0, top + LABEL / 2);
@@ -138,7 +144,7 @@ class Timeline {
     paint.fillStyle = css("--waiting");
     paint.fillRect(0, first, width, track.stages * LANE);
     for (const event of track.events) {
-      const [stage, chunk, microbatch, backward, start, end] = event;
+      const [stage, chunk, microbatch, kind, start, end] = event;
       const left = Math.max(0, x(start)), right = Math.min(width, x(end));
       if (right <= 0 || left >= width) continue;
       const y = first + stage * LANE, wide = right - left;
@@ -148,7 +154,7 @@ class Timeline {
       paint.fillRect(...box);
       const strength = 1 - (0.5 * chunk) / Math.max(1, track.chunks - 1);
       paint.globalAlpha = strength;
-      paint.fillStyle = track.rows[microbatch][0] ? colours[backward] : padding;
+      paint.fillStyle = track.rows[microbatch][0] ? colours[kind] : padding;
       paint.fillRect(...box);
       paint.globalAlpha = 1;
       if (wide > 20) {
@@ -165,13 +171,13 @@ class Timeline {
     const joins = new Map();
     paint.strokeStyle = css("--shared");
     for (const { box, event, track } of this.boxes) {
-      const [stage, chunk, microbatch, backward] = event, ranks = track.rows[microbatch][4];
+      const [stage, chunk, microbatch, kind] = event, ranks = track.rows[microbatch][4];
       if (!ranks) continue;
       const [x, y, w, h] = box, hit = this.lit === sharedKey(event, track);
       paint.lineWidth = hit ? 2.5 : 1;
       paint.strokeRect(x + 0.5, y + 0.5, Math.max(0.5, w - 1), h - 1);
       if (!hit && (stage || chunk)) continue;
-      const key = `${sharedKey(event, track)} ${stage} ${chunk} ${backward}`;
+      const key = `${sharedKey(event, track)} ${stage} ${chunk} ${kind}`;
       if (!joins.has(key)) joins.set(key, []);
       joins.get(key).push([x + 0.5, y], [x + 0.5, y + h]);
     }
@@ -180,6 +186,18 @@ class Timeline {
       paint.beginPath();
       for (const corner of corners) paint.lineTo(...corner);
       paint.stroke();
+    }
+  }
+
+  // Frames of the micro-batches that hold a piece of a sample; the pointer on one thickens those of
+  // the whole sample.
+  drawPieces(paint) {
+    paint.strokeStyle = css("--ink");
+    for (const { box, event, track } of this.boxes) {
+      if (!track.rows[event[2]][5]) continue;
+      const [x, y, w, h] = box;
+      paint.lineWidth = this.lit === pieceKey(event, track) ? 2.5 : 1;
+      paint.strokeRect(x + 0.5, y + 0.5, Math.max(0.5, w - 1), h - 1);
     }
   }
 
@@ -213,21 +231,22 @@ class Timeline {
     const hit = this.boxes.find(
       ({ box: [x, y, w, h] }) => px >= x && px <= x + w && py >= y && py <= y + h,
     );
-    const lit = hit && hit.track.rows[hit.event[2]][4] ? sharedKey(hit.event, hit.track) : null;
+    const lit = hit ? litKey(hit.event, hit.track) : null;
     if (lit !== this.lit) {
       this.lit = lit;
       this.draw();
     }
     this.tip.hidden = !hit;
     if (!hit) return;
-    const [stage, chunk, microbatch, backward, start, end] = hit.event;
-    const [samples, tokens, rowTokens, shared, ranks] = hit.track.rows[microbatch];
+    const [stage, chunk, microbatch, kind, start, end] = hit.event;
+    const [samples, tokens, rowTokens, shared, ranks, piece] = hit.track.rows[microbatch];
     this.tip.textContent =
-      `${backward ? "backward" : "forward"} of micro-batch ${microbatch}\n` +
+      `${KINDS[kind]} of micro-batch ${microbatch}\n` +
       `${hit.track.label}, stage ${stage}, chunk ${chunk}\n` +
       `${samples} samples, ${tokens} tokens, row of ${rowTokens}` +
       `${shared ? `, ${shared} shared` : ""}\n` +
       `${ranks ? `over the ranks ${ranks}\n` : ""}` +
+      `${piece ? `${piece}\n` : ""}` +
       `${short(start)} to ${short(end)} ${data.unit}: ${short(end - start)}`;
     const room = this.canvas.clientWidth - this.tip.offsetWidth;
     this.tip.style.left = `${Math.max(0, Math.min(room, px + 12))}px`;
@@ -238,6 +257,18 @@ class Timeline {
 // The micro-batch of an event among those that several ranks share, of one source.
 function sharedKey(event, track) {
   return `${track.source} ${event[2]} ${track.rows[event[2]][4]}`;
+}
+
+// The sample of an event's piece, of one source: the text of a piece begins with it.
+function pieceKey(event, track) {
+  return `${track.source} ${track.rows[event[2]][5].split(",")[0]}`;
+}
+
+// What lights up with an event that the pointer is on; null: nothing.
+function litKey(event, track) {
+  const row = track.rows[event[2]];
+  if (row[4]) return sharedKey(event, track);
+  return row[5] ? pieceKey(event, track) : null;
 }
 
 // ---- charts

@@ -78,9 +78,10 @@ def make(modules: list[torch.nn.Module], *listeners: Any, **options: Any) -> For
     return ForwardStep(modules, loss, SchedulePass(), listeners=listeners, **options)
 
 
-def rows(num: int) -> Iterator[PackedRow]:
+def rows(num: int) -> Iterator[tuple[int, PackedRow]]:
+    """Micro-batches of one row, as Megatron's schedule gives them to the forward step."""
     micro_batch = MicroBatch((0,), row_tokens=3, tokens=3, tokens_sq=9, padded_tokens=3)
-    return iter([pack_row(SampleBatch([[5, 6, 7]]), micro_batch, Layout())] * num)
+    return enumerate([pack_row(SampleBatch([[5, 6, 7]]), micro_batch, Layout())] * num)
 
 
 def test_listeners_of_a_middle_stage() -> None:
@@ -126,16 +127,15 @@ def test_the_backward_ends_after_its_gradients_exist() -> None:
     assert recorder.events[-2:] == ["(B0.0", "B0.0)"]
 
 
-def test_micro_batches_are_counted_per_chunk() -> None:
+def test_micro_batches_come_with_their_numbers() -> None:
     modules = chunks(2, is_last=False)
     recorder = Recorder()
     forward = make(modules, recorder)
-    of_first = rows(2)
-    of_second = rows(2)
-    for module, inputs in [(0, of_first), (0, of_first), (1, of_second), (1, of_second)]:
-        forward(inputs, modules[module])
+    first, second = rows(2)
+    for row, module in [(second, 0), (first, 0), (first, 1)]:
+        forward(iter([row]), modules[module])
     begun = [text for text in recorder.events if text.startswith("(")]
-    assert begun == ["(F0.0", "(F0.1", "(F1.0", "(F1.1"]
+    assert begun == ["(F0.1", "(F0.0", "(F1.0"]
 
 
 def test_a_pass_without_gradients_has_no_backward() -> None:
@@ -197,7 +197,7 @@ def test_hidden_states_of_a_bf16_model_stay_bf16() -> None:
     sizes = {"num_layers": 1, "hidden_size": 2, "num_attention_heads": 1}
     config = TransformerConfig(**sizes, bf16=True, **without_cuda_graphs())
     wrapped = Float16Module(config, module)
-    (row,) = rows(1)
+    ((_, row),) = rows(1)
     hidden, head = make([wrapped]).run_row(row, wrapped)
     assert head is not None
     assert hidden.dtype == torch.bfloat16

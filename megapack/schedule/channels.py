@@ -1,0 +1,295 @@
+"""Connections between pipeline stages on which receives may be posted early.
+
+Activations run from stage s to s + 1 and, between chunks, from the last stage to the first; this is
+link s. Gradients run back along the same links. NCCL runs the sends and receives of one group in
+the order in which they were posted: a receive that is posted early would hold up each send after
+it. So every rank has at most one link, in one direction, in a group. With pp=4 and vpp=2 these are
+four groups of the whole pipeline: links 0 and 2, links 1 and 3, each in both directions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapack.base.arrays import Ints
+from megapack.base.jit import kernel
+from megapack.errors import ScheduleError
+from megapack.plan.order import KINDS, Operation, StepOrder
+from megapack.ranks.place import Place
+
+Direction = Literal["activations", "gradients"]
+DIRECTIONS: tuple[Direction, ...] = ("activations", "gradients")
+
+# Groups of a process by pipeline group and whether its last stage sends to the first, then by
+# direction and link. The adapters of actor, critic and reference share them: NCCL communicators
+# take memory of the GPU.
+_MADE: dict[tuple[Any, bool], dict[tuple[Direction, int], Any]] = {}
+
+
+class Channels:
+    """This rank's connections with the pipeline stages before and after it.
+
+    Args:
+        pp_group: Megatron's pipeline group of this rank.
+        vpp: chunks per stage; with more than one, the last stage sends to the first.
+    """
+
+    def __init__(self, pp_group: Any, vpp: int) -> None:
+        self.stage: int = pp_group.rank()
+        self.pp: int = pp_group.size()
+        self.vpp = vpp
+        self._ranks = dist.get_process_group_ranks(pp_group)
+        self._key = pp_group, vpp > 1
+        self._groups: dict[tuple[Direction, int], Any] = {}
+
+    def make(self, device: torch.device) -> None:
+        """Make the groups, unless the process has them. Collective of all ranks.
+
+        Every rank takes part in making every group, in the same order, since torch numbers groups
+        by those that a rank has seen. Then each link is used once, in one order: NCCL connects two
+        ranks at their first exchange, and both wait there for each other.
+
+        Raises:
+            ScheduleError: a group cannot be made; the message names its ranks.
+        """
+        if self.pp == 1:
+            return
+        if self._key not in _MADE:
+            every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(every, self._ranks)
+            sets = link_sets(self.pp, wraps=self.vpp > 1)
+            made: dict[tuple[Direction, int], Any] = {}
+            for ranks in sorted({tuple(other) for other in every}):
+                for direction in DIRECTIONS:
+                    for links in sets:
+                        group = _new_group(ranks)
+                        if dist.get_rank() in ranks:
+                            made |= {(direction, link): group for link in links}
+            self._groups = made
+            for direction in DIRECTIONS:
+                for links in sets:
+                    for link in links:
+                        self._use(direction, link, device)
+            _MADE[self._key] = made
+        self._groups = _MADE[self._key]
+
+    def source(self, direction: Direction) -> int:
+        """The stage from which this one receives."""
+        return (self.stage + (-1 if direction == "activations" else 1)) % self.pp
+
+    def send(self, direction: Direction, tensor: Tensor) -> Any:
+        """Begin to send to the next stage of a direction; returns the work."""
+        link = self.stage if direction == "activations" else (self.stage - 1) % self.pp
+        to = self.target_rank(direction)
+        return dist.isend(tensor, to, group=self._groups[direction, link])
+
+    def receive(self, direction: Direction, tensor: Tensor) -> Any:
+        """Begin to receive from the stage before in a direction; returns the work."""
+        source = self.source(direction)
+        link = source if direction == "activations" else self.stage
+        return dist.irecv(tensor, self._ranks[source], group=self._groups[direction, link])
+
+    def source_rank(self, direction: Direction) -> int:
+        """The global rank from which this one receives."""
+        return self._ranks[self.source(direction)]
+
+    def target_rank(self, direction: Direction) -> int:
+        """The global rank to which this one sends."""
+        return self._ranks[(self.stage + (1 if direction == "activations" else -1)) % self.pp]
+
+    def _use(self, direction: Direction, link: int, device: torch.device) -> None:
+        ends = (link, (link + 1) % self.pp)
+        sender, receiver = ends if direction == "activations" else ends[::-1]
+        if self.stage not in ends:
+            return
+        tensor = torch.zeros(1, device=device)
+        try:
+            exchange = self.send if self.stage == sender else self.receive
+            exchange(direction, tensor).wait()
+        except RuntimeError as error:
+            raise _cannot([self._ranks[sender], self._ranks[receiver]], error) from error
+
+
+def link_sets(pp: int, *, wraps: bool) -> list[list[int]]:
+    """The links of a pipeline in sets; no stage has two links of one set.
+
+    Link s is from stage s to the next one.
+
+    >>> link_sets(4, wraps=False)
+    [[0, 2], [1]]
+    >>> link_sets(2, wraps=True)
+    [[0], [1]]
+    >>> link_sets(3, wraps=True)
+    [[0], [1], [2]]
+    """
+    links = range(pp if wraps else pp - 1)
+    is_odd_circle = wraps and pp % 2 == 1
+    inner = links[:-1] if is_odd_circle else links
+    sets = [list(inner[0::2]), list(inner[1::2]), list(links[-1:]) if is_odd_circle else []]
+    return [own for own in sets if own]
+
+
+class StageOrder:
+    """What one stage runs in a step, and what it receives for that.
+
+    Messages of a direction arrive in the order in which the other stage sends them, and are kept
+    until this one needs them. Operations have levels: 1 + the higher one of the operation before it
+    on its stage and of the one that it waits for. All messages of lower levels than an operation's
+    are posted before it runs, and one more if the next operation needs it. So no receive that is
+    queued before an operation waits for something of a higher level, whatever holds up the queue:
+    on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1 a kernel that cannot start holds up all streams.
+
+    Args:
+        order: the operations of the DP rank.
+        stage: this rank's pipeline stage.
+        vpp: chunks per stage.
+
+    Attributes:
+        operations: what the stage runs.
+        levels: int64 [operations].
+        messages: for each direction the (micro-batch, chunk of this stage) of the tensors that it
+            receives, in the order in which they come.
+        posted: for each direction the number of receives that are posted before each operation.
+        first_levels, last_levels: for each chunk the levels of the first stage's first and last
+            operation on it.
+    """
+
+    def __init__(self, order: StepOrder, stage: int, vpp: int) -> None:
+        pp = order.pp
+        levels = _levels(order.stage, order.waits_for, pp)
+        own = order.stage == stage
+        self.operations: list[Operation] = order.operations(stage)
+        self.levels: Ints = levels[own]
+        self.messages: dict[Direction, list[tuple[int, int]]] = {}
+        self.posted: dict[Direction, list[int]] = {}
+        for direction, kind in zip(DIRECTIONS, "FB", strict=True):
+            target = order.chunk + (1 if kind == "F" else -1)
+            is_sent = (order.kind == KINDS.index(kind)) & (target >= 0) & (target < pp * vpp)
+            is_own = is_sent & (target % pp == stage)
+            if pp == 1:
+                is_own[:] = False
+            chunks = (target[is_own] // pp).tolist()
+            self.messages[direction] = list(
+                zip(order.microbatch[is_own].tolist(), chunks, strict=True)
+            )
+            due = np.searchsorted(levels[is_own], self.levels)
+            next_due = np.append(due[1:], len(chunks))
+            self.posted[direction] = np.minimum(due + 1, next_due).tolist()
+        first = order.stage == 0
+        self.first_levels = [int(levels[first & (order.chunk == c * pp)][0]) for c in range(vpp)]
+        self.last_levels = [int(levels[first & (order.chunk == c * pp)][-1]) for c in range(vpp)]
+
+
+@kernel
+def _levels(stage: Ints, waits_for: Ints, pp: int) -> Ints:
+    size = stage.size
+    levels = np.zeros(size, dtype=np.int64)
+    last = np.zeros(pp, dtype=np.int64)
+    for op in range(size):
+        level = last[stage[op]]
+        if waits_for[op] < size:
+            level = max(level, levels[waits_for[op]])
+        levels[op] = level + 1
+        last[stage[op]] = level + 1
+    return levels
+
+
+class Exchange:
+    """The sends and receives of one stage in one step.
+
+    Args:
+        channels: of this rank.
+        order: what this stage runs.
+        shapes: of the hidden states of each micro-batch on this GPU: tokens, 1, hidden size.
+        dtype, device: of the hidden states.
+        place: gets the text of each exchange.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        order: StageOrder,
+        *,
+        shapes: Sequence[tuple[int, int, int]],
+        dtype: torch.dtype | None,
+        device: torch.device,
+        place: Place,
+    ) -> None:
+        self._channels = channels
+        self._order = order
+        self._shapes = shapes
+        self._dtype = dtype
+        self._device = device
+        self._place = place
+        self._num_posted: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)
+        self._coming: dict[tuple[Direction, int, int], tuple[Tensor, Any]] = {}
+        # Sends hold their tensors until they have ended.
+        self._going: deque[tuple[Direction, Tensor, Any]] = deque()
+
+    def post(self, index: int) -> None:
+        """Post receives for the operation of this index, and for the next one."""
+        for direction in DIRECTIONS:
+            messages = self._order.messages[direction]
+            while self._num_posted[direction] < self._order.posted[direction][index]:
+                microbatch, chunk = messages[self._num_posted[direction]]
+                tensor = torch.empty(
+                    self._shapes[microbatch],
+                    dtype=self._dtype,
+                    device=self._device,
+                    requires_grad=True,
+                )
+                work = self._channels.receive(direction, tensor.detach())
+                self._coming[direction, microbatch, chunk] = tensor, work
+                self._num_posted[direction] += 1
+
+    def receive(self, direction: Direction, microbatch: int, chunk: int) -> Tensor | None:
+        """The tensor that came for an operation; None if it needs none."""
+        coming = self._coming.pop((direction, microbatch, chunk), None)
+        if coming is None:
+            return None
+        tensor, work = coming
+        rank = self._channels.source_rank(direction)
+        self._place.exchange = f"receives {direction} from rank {rank}"
+        work.wait()
+        return tensor
+
+    def send(self, direction: Direction, tensor: Tensor) -> None:
+        """Begin to send an operation's result to the stage that waits for it."""
+        while self._going and self._going[0][2].is_completed():
+            self._going.popleft()
+        rank = self._channels.target_rank(direction)
+        self._place.exchange = f"sends {direction} to rank {rank}"
+        # The schedule may free the memory of its own tensor, whose storage stays with this one.
+        tensor = tensor.detach().contiguous()
+        self._going.append((direction, tensor, self._channels.send(direction, tensor)))
+
+    def finish(self) -> None:
+        """Wait for the sends."""
+        assert not self._coming, "a planned receive was not used"
+        while self._going:
+            direction, _, work = self._going[0]
+            rank = self._channels.target_rank(direction)
+            self._place.exchange = f"sends {direction} to rank {rank}"
+            work.wait()
+            self._going.popleft()
+
+
+def _new_group(ranks: Sequence[int]) -> Any:
+    try:
+        return dist.new_group(list(ranks), group_desc="megapack stages")
+    except RuntimeError as error:
+        raise _cannot(ranks, error) from error
+
+
+def _cannot(ranks: Sequence[int], error: RuntimeError) -> ScheduleError:
+    return ScheduleError(
+        f"the pipeline stages of ranks {list(ranks)} cannot be connected: {error}; check the "
+        "connection between these ranks, or set executor='megatron'"
+    )

@@ -1,0 +1,89 @@
+"""Commands on plans with pieces of samples and split backwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.hand_made_orders import LENGTHS, PIECES, piece_row, split_plan
+
+pytestmark = pytest.mark.unit
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a plan and its lengths."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(split_plan().to_json())
+    (tmp_path / "lengths.txt").write_text("".join(f"{n}\n" for n in LENGTHS))
+    return tmp_path
+
+
+def test_show_prints_pieces_and_orders(call: Call) -> None:
+    _, out, _ = call("show", "plan.json")
+    assert "; 1 sample in 3 pieces (44.6% of the tokens), 20 split backwards\n" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[3:6] == [
+        ["0", "1:2800[0:2800]", "2:1500"],
+        ["1", "1:2400[2800:5200]", "1:900"],
+        ["2", "2:2300[5200:7000]", "1:1000"],
+    ]
+    assert "!" not in out
+    _, out, _ = call("show", "plan.json", "--rank", "0")
+    assert "2300 tokens: samples 0,1; of sample 0, tokens 5200 to 7000\n" in out
+    assert "stage 1: 0F0 1F0 2F0 2B0 1B0 2W0 0B0 1W0 3F0" in out
+    assert call("check", "plan.json", "lengths.txt")[0] == 0
+
+
+def test_diff_sees_other_pieces_and_other_orders(call: Call) -> None:
+    plan = split_plan()
+    (step,) = plan.steps
+    # The same micro-batches, cut at another token.
+    cut = ((0, 2700), (2700, 5200), PIECES[2])
+    first = [piece_row((0,), cut[0]), piece_row((0,), cut[1]), *step.ranks[0][2:]]
+    lines = [line.replace("2W0 4F0", "4F0 2W0") for line in step.orders[1]]
+    assert tuple(lines) != step.orders[1]
+    other = replace(
+        step, ranks=(tuple(first), step.ranks[1]), orders=(step.orders[0], tuple(lines))
+    )
+    Path("other.json").write_text(replace(plan, steps=(other,)).to_json())
+    code, out, _ = call("diff", "plan.json", "other.json")
+    assert code == 1
+    assert "1 samples cut into other pieces: 0\n" in out
+    assert "step 0, order: rank 1 stage 1 operation 10: 2W0 -> 4F0\n" in out
+    diff = json.loads(call("diff", "plan.json", "other.json", "--json")[1])
+    assert diff["other_pieces"] == [0]
+    assert diff["other_microbatch"] == []
+
+
+def test_diff_with_megatrons_order(call: Call) -> None:
+    plan = split_plan()
+    (step,) = plan.steps
+    Path("other.json").write_text(replace(plan, steps=(replace(step, orders=()),)).to_json())
+    code, out, _ = call("diff", "plan.json", "other.json")
+    assert code == 1
+    assert "step 0, order: own -> Megatron's order\n" in out
+    assert call("diff", "plan.json", "plan.json")[0] == 0
+
+
+def test_simulate_counts_pieces_and_split_backwards(call: Call) -> None:
+    head, step, *_ = call("simulate", "plan.json")[1].splitlines()
+    assert head.endswith("split  pieces  split B")
+    assert step.split()[-3:] == ["44.6%", "3", "20"]
+    (found,) = json.loads(call("simulate", "plan.json", "--json")[1])["steps"].values()
+    assert (found["num_pieces"], found["num_split_backwards"]) == (3, 20)
+    assert found["piece_fraction"] == 7000 / sum(LENGTHS)
+
+
+def test_pictures_pages_and_traces_are_written(call: Call) -> None:
+    for command in (("plot",), ("trace",), ("report", "lengths.txt")):
+        code, _, err = call(command[0], "plan.json", *command[1:])
+        assert (code, err) == (0, "")
+    assert "weight gradients 4" in Path("trace.json").read_text()
+    assert "20 split backwards" in Path("report.html").read_text()
