@@ -13,9 +13,12 @@ from megapack.base.arrays import Ids, Ints, read_budget, read_lengths, read_sets
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import Layout, round_up
+from megapack.pipeline.simulator import simulate
 from megapack.plan.plan import Plan, RolloutId, StepPlan
 from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.families import with_own_sharing
+from megapack.planner.operations import plan_operations
+from megapack.planner.pieces import may_cut
 from megapack.planner.problem import StepDraft, StepProblem, build_step
 from megapack.planner.search import plan_rows
 from megapack.planner.sharing import plan_shared_rows
@@ -236,11 +239,93 @@ def _plan_step(problem: StepProblem, batch: _Batch, budget: int) -> StepPlan:
         sharing = with_own_sharing(problem, problem.prefixes)
     kept, num_kept = keep_reachable(sharing, np.cumsum(num_items))
     loose = problem.take(kept.num_items)
-    if problem.policy.context_parallel == "fixed":
-        kept, draft = _plan_narrow_rows(loose, kept)
-    else:
+    policy = problem.policy
+    if policy.split_samples == "auto" or (policy.backward == "split" and not kept.forward_only):
+        kept, draft = _plan_with_operations(loose, kept, budget)
+    elif policy.context_parallel == "dynamic":
         kept, draft = _plan_dynamic(loose, kept, budget)
+    else:
+        kept, draft = _plan_narrow_rows(loose, kept)
     return build_step(kept, draft, ids[:num_kept], ids[num_kept:])
+
+
+def _plan_with_operations(
+    loose: StepProblem, problem: StepProblem, budget: int
+) -> tuple[StepProblem, StepDraft]:
+    """The fastest of a draft in Megatron's order, one with rows over several ranks where the policy
+    allows them, and one in an order of its own, which may have pieces.
+
+    A sample over the budget is cut, if samples may be.
+
+    Args:
+        budget: padded tokens that a row of one DP rank may hold; -1 without a budget.
+    """
+    policy = problem.policy
+    cuts = policy.split_samples == "auto" and may_cut(problem)
+    over = cuts and bool(((problem.item_samples == 1) & (problem.aligned > budget)).any())
+    narrow: StepDraft | None = None
+    wide: StepDraft | None = None
+    refused: PlanError | None = None
+    try:
+        if policy.context_parallel == "dynamic":
+            problem, narrow, wide = _plan_both_widths(loose, problem, budget)
+        elif not over:
+            problem, narrow = _plan_narrow_rows(loose, problem)
+    except PlanError as error:
+        if not cuts:
+            raise
+        # Whole rows are over the cap on live tokens, or a sample over the budget is nowhere whole.
+        logger.info("%s; trying pieces of samples", error)
+        refused = error
+    found = plan_operations(problem, narrow, budget)
+    if found is not None and (wide is None or found.seconds < _seconds(problem, wide)):
+        return found.problem, found.draft
+    draft = wide or narrow
+    if draft is not None:
+        return problem, draft
+    return _plan_uncut(loose, problem, budget, refused)
+
+
+def _seconds(problem: StepProblem, draft: StepDraft) -> float:
+    """Simulated seconds of a draft's step by the cost model."""
+    simulation = simulate(
+        build_step(problem, draft, (), ()),
+        layout=problem.layout,
+        cost=problem.cost,
+        lockstep=problem.layout.ep_spans_dp,
+        forward_only=problem.forward_only,
+    )
+    return simulation.makespan
+
+
+def _plan_uncut(
+    loose: StepProblem, problem: StepProblem, budget: int, refused: PlanError | None
+) -> tuple[StepProblem, StepDraft]:
+    """The draft if neither whole samples in rows within the budget nor pieces are possible: under
+    oversize="alone" with samples over the budget alone in their rows.
+
+    Raises:
+        PlanError: `refused`, or what keeps samples over the budget from being cut.
+    """
+    if refused is not None:
+        raise refused
+    item = int(np.where(problem.item_samples == 1, problem.aligned, 0).argmax())
+    sample = int(problem.samples[problem.item_samples[:item].sum()])
+    tokens = int(problem.aligned[item])
+    layout = problem.layout
+    what = (
+        f"step {problem.number}: sample {sample} has {tokens} padded tokens, over the budget of "
+        f"{budget} per row, and no order of its pieces was found that holds them: all pieces are "
+        f"live at once, {-(-tokens // layout.cp)} tokens per GPU on each of pp={layout.pp} stages "
+        f"(max_live_tokens_per_gpu={problem.policy.max_live_tokens_per_gpu})"
+    )
+    if problem.policy.oversize == "error" or problem.policy.context_parallel == "dynamic":
+        raise PlanError(
+            f"{what}; set max_live_tokens_per_gpu to {2 * -(-tokens // layout.cp)} or more, raise "
+            "max_tokens_per_gpu, or set oversize='alone'"
+        )
+    logger.warning("%s; it is alone in its row", what)
+    return _plan_narrow_rows(loose, problem)
 
 
 def _plan_narrow_rows(loose: StepProblem, problem: StepProblem) -> tuple[StepProblem, StepDraft]:
@@ -262,15 +347,27 @@ def _plan_dynamic(
     Args:
         budget: padded tokens that a row of one DP rank may hold.
     """
-    fixed = None
+    problem, narrow, wide = _plan_both_widths(loose, problem, budget)
+    draft = wide or narrow
+    assert draft is not None
+    return problem, draft
+
+
+def _plan_both_widths(
+    loose: StepProblem, problem: StepProblem, budget: int
+) -> tuple[StepProblem, StepDraft | None, StepDraft | None]:
+    """The best draft of rows on one DP rank each, and the one with rows over several if it is
+    faster; at least one is not None."""
+    narrow = None
     try:
-        problem, fixed = _plan_narrow_rows(loose, problem)
+        problem, narrow = _plan_narrow_rows(loose, problem)
     except PlanError as error:
         # Rows of one rank are over the cap on live tokens; shorter ones may not be.
         logger.info("%s; trying rows over several ranks", error)
     if int(problem.aligned.max()) > budget:
-        fixed = None
-    return problem, plan_wide_rows(problem, fixed, budget)
+        narrow = None
+    draft = plan_wide_rows(problem, narrow, budget)
+    return problem, narrow, None if draft is narrow else draft
 
 
 def _row_capacity(budget: int, layout: Layout, policy: Policy, forward_only: bool) -> int:
@@ -341,9 +438,20 @@ def _check_oversize(
     if not over.size:
         return
     dynamic = policy.context_parallel == "dynamic"
+    if policy.split_samples == "auto" and table is None:
+        alone = np.bincount(batch.item_of)[over] == 1
+        if alone.any():
+            logger.info(
+                "%d sample(s) over the budget of %d padded tokens per row are cut into pieces",
+                int(alone.sum()),
+                budget,
+            )
+        over = over[~alone]
+        if not over.size:
+            return
     if dynamic:
         least = _least_budgets(batch, layout, table)
-        beyond = np.flatnonzero(least > budget)
+        beyond = over[least[over] > budget]
         over = beyond if beyond.size else over
     samples = np.flatnonzero(batch.item_of == over[0]).tolist()
     held = int(layout.aligned_row_tokens(int(tokens[over[0]])))

@@ -75,8 +75,8 @@ class Policy:
     """"fixed": the layout's G. "search": other G are tried too; a larger one keeps more activations
     alive."""
     max_live_tokens_per_gpu: int | None = None
-    """Row tokens per GPU whose activations a stage may hold at once. No cap by default; a step in an
-    order of its own then holds at most what Megatron's order of full rows would."""
+    """Row tokens per GPU whose activations a stage may hold at once. No cap by default; a step in
+    an order of its own then holds at most what Megatron's order of full rows would."""
     share_prefixes: SharePrefixes = "auto"
     """"auto": a row holds the tokens that its samples have in common at their beginnings once,
     where that pays; the planner must be given them. "off": each sample has its own tokens."""

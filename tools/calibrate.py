@@ -4,6 +4,7 @@
 
 With tensor or context parallelism, start it with torchrun on tp * cp ranks. On 2, 4, ... times as
 many, it also times long rows over 2, 4, ... data-parallel ranks (plan.context_parallel=dynamic).
+With plan.backward=split it times input gradients and weight gradients apart.
 All layers run on one pipeline stage; docs/calibration.md explains how the seconds of the layout's
 chunks follow. The training job reads the file with plan.cost_model=cost.yaml.
 """
@@ -18,11 +19,12 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -49,10 +51,12 @@ from megapack.layout import block_ranks
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
 from megapack.model.experts.rows import SchedulePass
+from megapack.model.weight_gradients import WeightGradients
 from megapack.rows.packed import PackedRow
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.call import StepCall
+from megapack.schedule.checks import check_split_backward
 from megapack.schedule.runner import ScheduleRunner
 from megapack.train.trace import mark, seconds_between
 from tools.bench_planner import machine
@@ -64,10 +68,20 @@ from tools.benching.calibration_rows import (
     relative_errors,
     stage_weights,
     total_seconds,
+    weight_errors,
     worth_sharing,
 )
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
+
+
+class RowSeconds(NamedTuple):
+    """Seconds of one row."""
+
+    forward: float
+    backward: float
+    weight: float
+    """Of the backward's, those of the weight gradients; 0 if they were not put off."""
 
 
 class RowRunner(ScheduleRunner):
@@ -77,8 +91,10 @@ class RowRunner(ScheduleRunner):
     reduction of gradients.
     """
 
-    seconds: Sequence[tuple[float, float]] = ()
-    """Forward and backward seconds of each row of the last step."""
+    splits = False
+    """Compute weight gradients after the rest of a backward."""
+    seconds: Sequence[RowSeconds] = ()
+    """Those of each row of the last step."""
 
     def run_schedule(
         self, call: StepCall, rows: list[PackedRow], found: SchedulePass, *_: Any
@@ -87,9 +103,10 @@ class RowRunner(ScheduleRunner):
         together = torch.zeros(1, device=self.device)
         device_rows = self.device_rows(rows)
         forward_row = self.forward_step(call, found)
+        later = WeightGradients(self.chunks)
         marks = []
         with self.routing.following(found), chunk.no_sync():
-            for row in device_rows:
+            for number, row in enumerate(device_rows):
                 if self.layout.dp > 1:
                     # Ranks that share a row would wait in it for one that is still in another.
                     dist.all_reduce(together)
@@ -98,12 +115,24 @@ class RowRunner(ScheduleRunner):
                 assert loss_function is not None
                 loss = loss_function(hidden)[0]
                 middle = mark()
-                loss.backward()
-                marks.append((begin, middle, mark()))
+                if self.splits:
+                    with later.deferring(0, number):
+                        loss.backward()
+                    put_off = mark()
+                    later.run(0, number)
+                else:
+                    loss.backward()
+                    later.finish_joint(0)
+                    put_off = None
+                marks.append((begin, middle, put_off, mark()))
         torch.cuda.synchronize()
         self.seconds = [
-            (seconds_between(begin, middle), seconds_between(middle, end))
-            for begin, middle, end in marks
+            RowSeconds(
+                seconds_between(begin, middle),
+                seconds_between(middle, end),
+                0.0 if put_off is None else seconds_between(put_off, end),
+            )
+            for begin, middle, put_off, end in marks
         ]
 
 
@@ -121,37 +150,58 @@ class TimedStep:
     plan: Plan
     batch: SampleBatch
 
-    def run(self, timer: RowTimer) -> Sequence[tuple[float, float]]:
-        """Run the step once; forward and backward seconds of each row."""
+    def run(self, timer: RowTimer, *, splits: bool = False) -> Sequence[RowSeconds]:
+        """Run the step once; the seconds of each row.
+
+        Args:
+            splits: compute weight gradients after the rest of a backward.
+        """
         for chunk in timer.chunks:
             chunk.zero_grad_buffer()
+        timer.runner.splits = splits
         timer.step(self.plan, self.batch, objective=SFT())
         return timer.runner.seconds
 
 
-def measure(timer: RowTimer, steps: Sequence[TimedStep], rounds: int) -> list[list[Measurement]]:
+def measure(
+    timer: RowTimer, steps: Sequence[TimedStep], rounds: int, *, splits: bool
+) -> list[list[Measurement]]:
     """Measurements of each step's rows: medians over the rounds, on the slowest rank.
 
     Each round runs every row once, so that a machine that slows down for a while slows down all
     rows. The first two rounds warm up and do not count.
+
+    Args:
+        splits: run every row once more in each round, with a split backward, for the seconds of
+            its weight gradients. All other seconds are those of joint backwards.
     """
-    seconds = [[step.run(timer) for step in steps] for _ in range(rounds + 2)][2:]
+    kinds = (False, True) if splits else (False,)
+    seconds = [
+        [[step.run(timer, splits=kind) for kind in kinds] for step in steps]
+        for _ in range(rounds + 2)
+    ][2:]
     measurements = []
     for step, of_rounds in zip(steps, zip(*seconds, strict=True), strict=True):
         medians = torch.tensor(np.median(of_rounds, axis=0), device=torch.cuda.current_device())
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        joint, split = medians[0].tolist(), medians[-1].tolist()
         measurements.append(
             [
                 Measurement(
                     micro_batch.row_tokens,
                     micro_batch.tokens_sq,
                     len(micro_batch.samples),
-                    forward_seconds,
-                    backward_seconds,
+                    forward,
+                    backward,
                     micro_batch.width,
+                    # A pause of the machine in all rounds of a row.
+                    min(put_off.weight, backward) if splits else None,
                 )
-                for micro_batch, (forward_seconds, backward_seconds) in zip(
-                    step.plan.steps[0].ranks[0], medians.tolist(), strict=True
+                for micro_batch, (forward, backward, _), put_off in zip(
+                    step.plan.steps[0].ranks[0],
+                    joint,
+                    (RowSeconds(*row) for row in split),
+                    strict=True,
                 )
             ]
         )
@@ -209,6 +259,7 @@ class Job:
         self.budget = config.plan.max_tokens_per_gpu * self.layout.cp
         self.longest = config.data.max_length or config.model.max_position_embeddings
         self.vocab_size = config.model.vocab_size or ByteTokenizer().vocab_size
+        self.splits_backward = config.plan.backward == "split"
 
     def timer(self, num_layers: int) -> RowTimer:
         """The model with this many layers, all on this stage."""
@@ -218,7 +269,10 @@ class Job:
             vocab_size=self.vocab_size,
             seed=self.config.seed,
             distributed_optimizer=self.config.optim.distributed_optimizer,
+            splits_backward=self.splits_backward,
         )
+        if self.splits_backward:
+            check_split_backward(chunks, get_model_config(chunks[0]))
         chunk_tokens = self.config.objective.logprob_chunk_tokens
         return RowTimer(
             chunks,
@@ -320,7 +374,7 @@ def calibrate(
     timer = job.timer(job.config.model.num_layers)
     steps = [job.grid(trace, job.layout.widths)]
     steps += [] if trace is None else [job.planned(trace)]
-    measured, *held_out = measure(timer, steps, rounds)
+    measured, *held_out = measure(timer, steps, rounds, splits=job.splits_backward)
     cost = fit_whole_model(measured, target)
     whole = on_one_stage(cost, target)
     alone = on_one_rank(measured)
@@ -329,6 +383,7 @@ def calibrate(
         f"fitted to {len(alone)} rows of up to {job.budget} tokens: {errors_line(forward, both)}"
     )
     report(overhead_line(cost, job.layout, len(measured) - len(alone)))
+    report(weight_line(whole, job.layout, alone) if job.splits_backward else NO_WEIGHT_LINE)
     for width in job.layout.widths[1:]:
         shared = [row for row in measured if row.width == width]
         errors = errors_line(*relative_errors(whole, job.layout, shared))
@@ -336,6 +391,8 @@ def calibrate(
     for rows in held_out:
         errors = errors_line(*relative_errors(whole, job.layout, rows))
         report(f"held out, {len(rows)} rows of {steps[1].plan.num_samples} samples: {errors}")
+        if job.splits_backward:
+            report(f"held out, {weight_line(whole, job.layout, rows)}")
     del timer  # free its model before the one for the stage weights is built
     if target.num_chunks > 1:
         try:
@@ -358,6 +415,22 @@ def overhead_line(cost: CostModel, layout: Layout, num_rows: int) -> str:
     return f"cp_overhead {cost.cp_overhead:g}, not measured: {reason}"
 
 
+NO_WEIGHT_LINE = (
+    f"weight_ratio {CostModel.weight_ratio:g}, not measured: that needs plan.backward=split"
+)
+
+
+def weight_line(cost: CostModel, layout: Layout, rows: Sequence[Measurement]) -> str:
+    """What weight gradients cost, and how well that is predicted."""
+    errors = np.abs(weight_errors(cost, layout, rows))
+    weight_s = sum(row.weight_seconds or 0.0 for row in rows)
+    backward_s = sum(row.backward_seconds or 0.0 for row in rows)
+    return (
+        f"weight_ratio {cost.weight_ratio:.3f}, weight gradients are {weight_s / backward_s:.0%} "
+        f"of the backward: mean {errors.mean():.1%}, worst {errors.max():.1%}"
+    )
+
+
 def measured_weights(
     job: Job, trace: Trace | None, measured: Sequence[Measurement], rounds: int
 ) -> tuple[float, ...]:
@@ -370,7 +443,8 @@ def measured_weights(
     num_few = max(1, split.total // job.target.num_chunks)
     if num_few == split.total:
         raise DataError(f"a model of {num_few} layer cannot be measured with fewer")
-    (few,) = measure(job.timer(num_few), [job.grid(trace, widths=(1,))], rounds)
+    steps = [job.grid(trace, widths=(1,))]
+    (few,) = measure(job.timer(num_few), steps, rounds, splits=False)
     return stage_weights(
         sum(map(total_seconds, measured)),
         sum(map(total_seconds, few)),

@@ -13,7 +13,8 @@ from megapack.errors import DataError
 from megapack.layout import Layout
 
 # Rows over several ranks with less work than this share of their seconds tell no overhead: a noise
-# of 2 % of the seconds would be an overhead of 100 %. Chosen by hand.
+# of 2 % of the seconds would be an overhead of 100 %. Forwards with a smaller share outside of
+# attention tell no ratio of weight gradients. Chosen by hand.
 _LEAST_WORK = 0.02
 
 
@@ -32,6 +33,8 @@ class Measurement(NamedTuple):
     """Seconds of the chunk's backward; None = not measured."""
     width: int = 1
     """DP ranks that shared the row."""
+    weight_seconds: float | None = None
+    """Seconds of the weight gradients, a part of the backward's; None = not measured."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -49,6 +52,8 @@ class Coefficients(NamedTuple):
     backward_ratio: float
     cp_overhead: float | None
     """None: no row over several DP ranks tells it."""
+    weight_ratio: float | None
+    """None: weight gradients were not measured apart."""
     relative_error: float
     """Mean of |predicted - measured| / measured over the forward seconds of rows of one DP rank."""
 
@@ -61,7 +66,8 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
     from `fixed`.
 
     Rows over several DP ranks only give `cp_overhead`: all other coefficients, and the error, are
-    those of the rows of one rank.
+    those of the rows of one rank. `weight_ratio` is relative to the fitted forward without its
+    part per squared token.
 
     Raises:
         DataError: no measurements of rows of one rank, or a measurement with impossible sizes or
@@ -91,6 +97,7 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
         per_sample,
         _backward_ratio(rows),
         _cp_overhead(given, fixed, coefficients[1:] * share),
+        _weight_ratio(rows, columns[:, [0, 1, 3]] @ coefficients[[0, 1, 3]]),
         error,
     )
 
@@ -103,14 +110,19 @@ def _check(rows: Sequence[Measurement]) -> None:
             f"{len(rows)} measurements, all of rows over several DP ranks; add rows of one rank"
         )
     for number, row in enumerate(rows):
-        *sizes, forward, backward, width = row
-        seconds = [forward] if backward is None else [forward, backward]
+        *sizes, forward, backward, width, weight = row
+        seconds = [value for value in (forward, backward, weight) if value is not None]
         if not all(0 < value < math.inf for value in seconds):
             raise DataError(f"row {number} took {seconds} seconds; give positive, finite ones")
         if not all(0 <= value < math.inf for value in sizes):
             raise DataError(f"row {number} has tokens and samples {sizes}; give 0 or more")
         if not 1 <= width < math.inf:
             raise DataError(f"row {number} lies over {width} DP ranks; give 1 or more")
+        if weight is not None and (backward is None or weight > backward):
+            raise DataError(
+                f"row {number} has weight gradients of {weight} seconds and a backward of "
+                f"{backward}; give the seconds of both, the backward's with its weight gradients"
+            )
 
 
 def _backward_ratio(rows: Sequence[Measurement]) -> float:
@@ -120,6 +132,19 @@ def _backward_ratio(rows: Sequence[Measurement]) -> float:
         return 2.0
     backward = sum(float(row.backward_seconds or 0.0) for row in both)
     return backward / sum(row.forward_seconds for row in both)
+
+
+def _weight_ratio(rows: Sequence[Measurement], without_attention: Floats) -> float | None:
+    """Seconds of weight gradients over those of forwards without attention, summed over rows.
+
+    Args:
+        without_attention: float64, fitted forward seconds of each row without squared tokens.
+    """
+    measured = [k for k, row in enumerate(rows) if row.weight_seconds is not None]
+    forward = float(without_attention[measured].sum())
+    if forward <= _LEAST_WORK * sum(rows[k].forward_seconds for k in measured):
+        return None
+    return sum(float(rows[k].weight_seconds or 0.0) for k in measured) / forward
 
 
 def _cp_overhead(rows: Sequence[Measurement], fixed: float, work: Floats) -> float | None:

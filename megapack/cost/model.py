@@ -213,9 +213,10 @@ class CostModel:
 
         Args:
             measurements: (row_tokens, tokens_sq, num_samples, forward_seconds, backward_seconds,
-                width) of micro-batches of different sizes; the last two may be left out. Rows over
-                several DP ranks give `cp_overhead`, best if the same rows were measured on one
-                rank; without them it keeps its default.
+                width, weight_seconds) of micro-batches of different sizes; the last three may be
+                left out. Rows over several DP ranks give `cp_overhead`, best if the same rows were
+                measured on one rank, and rows with weight_seconds `weight_ratio`; without them
+                both keep their defaults.
             layout: the measured layout; None for one chunk on one GPU.
 
         Returns:
@@ -226,6 +227,7 @@ class CostModel:
         """
         fitted = fit_coefficients(measurements, layout or Layout())
         overhead = fitted.cp_overhead
+        weight_ratio = fitted.weight_ratio
         return cls(
             fixed=fitted.fixed,
             per_token=fitted.per_token,
@@ -233,6 +235,7 @@ class CostModel:
             per_sample=fitted.per_sample,
             backward_ratio=fitted.backward_ratio,
             cp_overhead=cls.cp_overhead if overhead is None else overhead,
+            weight_ratio=cls.weight_ratio if weight_ratio is None else weight_ratio,
             fit_error=fitted.relative_error,
         )
 

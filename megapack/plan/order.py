@@ -155,7 +155,7 @@ def chain_order(pp: int, vpp: int, num_microbatches: int, group: int, chains: Ch
         turned[chain.start : chain.stop] = turned[chain.start : chain.stop][::-1]
     if vpp == 1:
         return _frozen(pp, vpp, num_microbatches, group, False, turned)
-    table = _group_table(num_microbatches, vpp, group)
+    table = group_table(num_microbatches, vpp, group)
     # Inside a chunk's part of a group, micro-batches are counted from the part's first one.
     backwards = np.arange(table.shape[1]) + turned[table[0]] - table[0]
     return _frozen(pp, vpp, num_microbatches, group, False, backwards)
@@ -194,7 +194,7 @@ def read_order(
         for op in operations
     ]
     ends = np.cumsum([0, *map(len, stages)])
-    columns, done = _interleave(np.array(flat, dtype=np.int64).T.copy(), ends, pp, vpp)
+    columns, done = interleave(np.array(flat, dtype=np.int64).T.copy(), ends, pp, vpp)
     if columns.shape[1] == 0:
         stage = next(s for s in range(pp) if done[s] < len(stages[s]))
         op = stages[stage][done[stage]]
@@ -275,8 +275,8 @@ def _frozen(
     forward_only: bool,
     backwards: Ints,
 ) -> StepOrder:
-    own, ends = _stage_lists(pp, vpp, num_microbatches, group, forward_only, backwards)
-    columns, _ = _interleave(own, ends, pp, vpp)
+    own, ends = stage_lists(pp, vpp, num_microbatches, group, forward_only, backwards)
+    columns, _ = interleave(own, ends, pp, vpp)
     assert columns.shape[1] > 0, "a legal M never deadlocks"
     return _order(columns, pp)
 
@@ -288,7 +288,7 @@ def _order(columns: Ints, pp: int) -> StepOrder:
 
 
 @kernel
-def _stage_lists(
+def stage_lists(
     pp: int,
     vpp: int,
     num_microbatches: int,
@@ -303,7 +303,7 @@ def _stage_lists(
         backwards: int64 [M * vpp], the virtual micro-batch of each backward.
     """
     total = num_microbatches * vpp
-    table = _group_table(num_microbatches, vpp, group)
+    table = group_table(num_microbatches, vpp, group)
     size = total if forward_only else 2 * total
     own = np.empty((3, size * pp), dtype=np.int64)
     ends = np.arange(pp + 1) * size
@@ -329,11 +329,11 @@ def _stage_lists(
 
 
 @kernel
-def _interleave(own: Ints, ends: Ints, pp: int, vpp: int) -> tuple[Ints, Ints]:
+def interleave(own: Ints, ends: Ints, pp: int, vpp: int) -> tuple[Ints, Ints]:
     """Run the stages in turn, each until its next operation must wait.
 
     Args:
-        own, ends: see `_stage_lists`.
+        own, ends: see `stage_lists`.
 
     Returns:
         The first five fields of `StepOrder`, [5, operations]; [5, 0] if the operations wait for
@@ -372,7 +372,7 @@ def _interleave(own: Ints, ends: Ints, pp: int, vpp: int) -> tuple[Ints, Ints]:
 
 
 @kernel
-def _group_table(num_microbatches: int, vpp: int, group: int) -> Ints:
+def group_table(num_microbatches: int, vpp: int, group: int) -> Ints:
     """Micro-batch and chunk of each virtual micro-batch, int64 [2, M * vpp]."""
     table = np.empty((2, num_microbatches * vpp), dtype=np.int64)
     k = 0

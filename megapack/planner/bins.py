@@ -72,7 +72,9 @@ def fewest_bins_bound(sizes: Ints, capacity: int) -> int:
     return over + num_over_half + int((-(-middle // capacity)).max())
 
 
-def pack_to_targets(sizes: Ints, work: Floats, targets: Floats, capacity: int) -> Ints | None:
+def pack_to_targets(
+    sizes: Ints, work: Floats, targets: Floats, capacity: int, taken: Ints | None = None
+) -> Ints | None:
     """Fill rows towards their targets.
 
     With n >= R no row stays empty.
@@ -82,6 +84,7 @@ def pack_to_targets(sizes: Ints, work: Floats, targets: Floats, capacity: int) -
         work: float64 [n], the work that the targets count.
         targets: float64 [R], work that each row should get.
         capacity: tokens per row. A larger item is alone in its row.
+        taken: int64 [R], tokens that rows hold already; None: all rows are empty.
 
     Returns:
         row_of: int64 [n]; None if this rule finds no row for an item.
@@ -90,7 +93,8 @@ def pack_to_targets(sizes: Ints, work: Floats, targets: Floats, capacity: int) -
     row_of = np.empty(sizes.size, dtype=np.int64)
     # A max-heap of rows by missing work: a descending list is one.
     heap = np.argsort(-targets, kind="stable")
-    fits = _pack(sizes, work, order, targets.copy(), heap, capacity, row_of)
+    taken = np.zeros(targets.size, dtype=np.int64) if taken is None else taken
+    fits = _pack(sizes, work, order, targets.copy(), heap, taken, capacity, row_of)
     return row_of if fits else None
 
 
@@ -135,6 +139,7 @@ def _pack(
     order: Ints,
     missing: Floats,
     heap: Ints,
+    taken: Ints,
     capacity: int,
     row_of: Ints,
 ) -> bool:
@@ -144,11 +149,12 @@ def _pack(
         order: items, most work first.
         missing: float64 [R], work that each row's target still lacks; changed in place.
         heap: a max-heap of rows by `missing`; changed in place.
+        taken: int64 [R], tokens that rows hold already.
     """
     num_rows = missing.size
-    free = np.full(num_rows, capacity, dtype=np.int64)
-    num_empty = num_rows
-    used = np.zeros(num_rows, dtype=np.bool_)
+    free = capacity - taken
+    used = taken > 0
+    num_empty = num_rows - used.sum()
     # The heap node of each row.
     node_of = np.empty(num_rows, dtype=np.int64)
     for node in range(num_rows):

@@ -29,6 +29,18 @@ class ItemSizes(NamedTuple):
     shared_sq: Ints
 
 
+class ItemPieces(NamedTuple):
+    """Which items of a problem are pieces of cut samples, int64 [I] each."""
+
+    start: Ints
+    """First padded token of the piece; 0 for a whole item."""
+    end: Ints
+    """Padded token after its last one; the item's padded tokens for a whole item."""
+    chain: Ints
+    """Number of the piece's chain; -1 for a whole item. The pieces of a chain are neighbours, in
+    the order of their tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepProblem:
     """The samples of one step, n of them in I items, and what the plan must respect.
@@ -65,6 +77,8 @@ class StepProblem:
     """What samples of a row share; None: nothing."""
     batch_lengths: Ints
     """int64: real tokens of every sample of the input, those of other steps included."""
+    pieces: ItemPieces | None = None
+    """The items that are pieces; None: all items are whole."""
 
     @property
     def sample_lengths(self) -> Ints:
@@ -170,6 +184,8 @@ class StepDraft:
     """G; None with vpp=1."""
     widths: Ints | None = None
     """int64 [R]: DP ranks of each row; None: one each."""
+    orders: tuple[tuple[str, ...], ...] = ()
+    """See `StepPlan.orders`."""
 
 
 def build_step(
@@ -200,15 +216,20 @@ def build_step(
         group_size=draft.group_size,
         kept_rollouts=kept,
         dropped_rollouts=dropped,
+        orders=draft.orders,
     )
 
 
 def _micro_batches(problem: StepProblem, draft: StepDraft) -> list[MicroBatch]:
-    """One micro-batch per row, as long as its samples; samples ascend within a row."""
+    """One micro-batch per row, as long as its samples; a piece first, then samples ascend."""
     row_of = draft.row_of
     sample_row = np.repeat(row_of, problem.item_samples)
-    order = np.lexsort((problem.samples, sample_row))
     num_rows = int(row_of.max()) + 1
+    pieces = _row_pieces(problem, row_of, num_rows)
+    whole = np.ones(problem.num_items, dtype=np.int64)
+    if problem.pieces is not None:
+        whole[problem.pieces.chain >= 0] = 0
+    order = np.lexsort((problem.samples, np.repeat(whole, problem.item_samples), sample_row))
     widths = np.ones(num_rows, dtype=np.int64) if draft.widths is None else draft.widths
     tokens = row_sums(problem.lengths, row_of, num_rows)
     padded, tokens_sq, shared = np.zeros((3, num_rows), dtype=np.int64)
@@ -224,9 +245,23 @@ def _micro_batches(problem: StepProblem, draft: StepDraft) -> list[MicroBatch]:
     ranks = _row_ranks(draft, widths)
     columns = (starts, ends, *(c.tolist() for c in (padded, tokens, tokens_sq, shared)), ranks)
     return [
-        MicroBatch(tuple(samples[start:end]), row, real, square, row, saved, dp_ranks)
-        for start, end, row, real, square, saved, dp_ranks in zip(*columns, strict=True)
+        MicroBatch(tuple(samples[start:end]), row, real, square, row, saved, dp_ranks, piece)
+        for start, end, row, real, square, saved, dp_ranks, piece in zip(
+            *columns, pieces, strict=True
+        )
     ]
+
+
+def _row_pieces(problem: StepProblem, row_of: Ints, num_rows: int) -> list[tuple[int, int] | None]:
+    """The real tokens of each row's piece; None for a row without one."""
+    found: list[tuple[int, int] | None] = [None] * num_rows
+    if problem.pieces is None:
+        return found
+    start, _, chain = problem.pieces
+    for item in np.flatnonzero(chain >= 0).tolist():
+        first = int(start[item])
+        found[int(row_of[item])] = (first, first + int(problem.lengths[item]))
+    return found
 
 
 def _row_sizes(

@@ -98,7 +98,7 @@ def refine(
         else:
             other = slow
             if kind > _LAST_OWN_ROWS:
-                other = _fastest(state)
+                other = fastest(state)
                 if kind == _RANDOM_RANK or lockstep or other == slow:
                     other = next_random(random, state.counts.size)
             spent = _try_exchange(
@@ -110,7 +110,7 @@ def refine(
 
 
 @kernel
-def _fastest(state: State) -> int:
+def fastest(state: State) -> int:
     """The rank with the fewest simulated seconds; the first one if ranks are equal."""
     best = 0
     for rank in range(state.seconds.size):
@@ -215,7 +215,7 @@ def next_random(random: Ints, limit: int) -> int:
 
 
 @kernel
-def _pick(state: State, random: Ints, row: int) -> int:
+def pick(state: State, random: Ints, row: int) -> int:
     """A random item of a row."""
     item = state.head[row]
     for _ in range(next_random(random, state.num_items[row])):
@@ -224,7 +224,7 @@ def _pick(state: State, random: Ints, row: int) -> int:
 
 
 @kernel
-def _relief(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> float:
+def relief(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> float:
     """Forward seconds that a row saves if one item leaves and another one comes (-1: no item)."""
     tokens = state.tokens[row] - state.item_tokens[leaving]
     tokens_sq = state.tokens_sq[row] - state.item_tokens_sq[leaving]
@@ -254,14 +254,14 @@ def _draw(
         row_b = state.rows[other, next_random(random, state.counts[other])]
         if row_a < 0 or row_b < 0 or row_a == row_b:
             continue
-        a = _pick(state, random, row_a)
+        a = pick(state, random, row_a)
         b = -1
         # One draw in three moves an item without an exchange.
         if next_random(random, 3) > 0:
-            b = _pick(state, random, row_b)
+            b = pick(state, random, row_b)
         if not (fits(cost, state, row_a, a, b) and fits(cost, state, row_b, b, a)):
             continue
-        miss = abs(_relief(cost, state, row_a, a, b) - wanted)
+        miss = abs(relief(cost, state, row_a, a, b) - wanted)
         if miss < nearest:
             nearest = miss
             best = (a, b, row_a, row_b)

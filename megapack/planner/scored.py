@@ -56,9 +56,9 @@ def score_draft(
     problem: StepProblem, cost: CostModel, runner: Runner, draft: StepDraft, lockstep: bool
 ) -> Scored:
     """Simulate every rank of a draft: dp evaluations."""
-    state = _state(problem, draft)
+    state = draft_state(problem, draft)
     ops, bounds = _all_ops(runner, draft)
-    row_cost = _row_cost(problem, cost, state)
+    row_cost = row_cost_of(problem, cost, state)
     seconds = float(score_all(row_cost, state, ops, bounds, lockstep))
     return Scored(draft, state, row_cost, ops, bounds, seconds)
 
@@ -72,16 +72,16 @@ def drafted_seconds(problem: StepProblem, draft: StepDraft) -> float:
     cost = problem.cost or TOKENS
     lockstep = problem.layout.ep_spans_dp
     runner = Runner(problem.layout, cost, problem.forward_only)
-    state = _state(problem, draft)
+    state = draft_state(problem, draft)
     num_rows = state.tokens.size
     saved, saved_sq = problem.saved(draft.row_of, num_rows)
     state.tokens[:] -= saved - row_sums(problem.shared, draft.row_of, num_rows)
     state.tokens_sq[:] -= saved_sq - row_sums(problem.shared_sq, draft.row_of, num_rows)
     ops, bounds = _all_ops(runner, draft)
-    return float(score_all(_row_cost(problem, cost, state), state, ops, bounds, lockstep))
+    return float(score_all(row_cost_of(problem, cost, state), state, ops, bounds, lockstep))
 
 
-def _state(problem: StepProblem, draft: StepDraft) -> State:
+def draft_state(problem: StepProblem, draft: StepDraft) -> State:
     """The arrays of a draft, with seconds that are not simulated yet."""
     row_of = draft.row_of.copy()
     num_items = np.bincount(row_of)
@@ -136,7 +136,7 @@ def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 
-def _row_cost(problem: StepProblem, cost: CostModel, state: State) -> RowCost:
+def row_cost_of(problem: StepProblem, cost: CostModel, state: State) -> RowCost:
     """The cost model per chunk and CP rank, and the limits of a row."""
     layout = problem.layout
     policy = problem.policy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 Phase = Literal[
-    "idle", "plan", "pack", "groups", "schedule", "forward", "backward", "reduction", "output",
-    "optimizer", "checkpoint", "export",
+    "idle", "plan", "pack", "groups", "schedule", "forward", "backward", "weight gradients",
+    "reduction", "output", "optimizer", "checkpoint", "export",
 ]  # fmt: skip
 """The last thing that began. `schedule` is the time between forwards and backwards."""
 
@@ -17,7 +17,8 @@ class Place:
     Attributes:
         step: the step's name, as its caller gives it; "" outside of steps.
         phase: the phase that began last.
-        chunk, microbatch: of a forward or backward, numbered on this rank; None in other phases.
+        chunk, microbatch: of a forward, backward or weight gradients, numbered on this rank; None
+            in other phases.
         exchange: the last exchange with other pipeline stages; "" before the first.
     """
 
@@ -30,7 +31,7 @@ class Place:
         self.phase = phase
         self.chunk = chunk
         self.microbatch = microbatch
-        if phase not in ("forward", "backward", "reduction"):
+        if phase not in ("forward", "backward", "weight gradients", "reduction"):
             self.exchange = ""
 
     @property

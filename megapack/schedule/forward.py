@@ -174,7 +174,8 @@ class LastStage:
                 self._pass.outputs[name][sample] = value
 
 
-def _run(work: Callable[[], T]) -> T | None:
+def run_now(work: Callable[[], T]) -> T | None:
+    """Run a piece of work; memory that runs out is an error."""
     return work()
 
 
@@ -197,7 +198,7 @@ class ForwardStep:
         schedule_pass: SchedulePass,
         *,
         listeners: Sequence[Listener] = (),
-        attempt: Callable[[Callable[[], Any]], Any] = _run,
+        attempt: Callable[[Callable[[], Any]], Any] = run_now,
     ) -> None:
         self._chunks = chunks
         self._last_stage = last_stage

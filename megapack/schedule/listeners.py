@@ -1,4 +1,4 @@
-"""Who is told of each forward and backward that this rank runs."""
+"""Who is told of each operation that this rank runs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megapack.ranks.place import Place
+from megapack.ranks.place import Phase, Place
 
-Kind = Literal["F", "B"]
-"""Forward or backward."""
+Kind = Literal["F", "B", "W"]
+"""Forward, backward, or the weight gradients that a backward has left."""
 
 
 class Listener:
-    """Called at each forward and backward, on the thread that runs it, where it may raise.
+    """Called at each operation, on the thread that runs it, where it may raise.
 
     Chunks and micro-batches are numbered on this rank.
     """
 
     def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        """A forward or backward begins."""
+        """An operation begins."""
 
     def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        """A forward or backward has ended: all its work is queued on the device."""
+        """An operation has ended: all its work is queued on the device."""
 
     def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
         """The result of a forward: hidden states, or on the last chunk the loss."""
@@ -37,7 +37,7 @@ class Listeners:
         self._listeners = listeners
 
     def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        """A forward or backward begins."""
+        """An operation begins."""
         for listener in self._listeners:
             listener.on_begin(kind, chunk, microbatch)
 
@@ -45,7 +45,7 @@ class Listeners:
         """A forward has ended; its backward will be noticed by its output's gradient."""
         for listener in self._listeners:
             listener.on_output(chunk, microbatch, output)
-        self._end("F", chunk, microbatch)
+        self.end("F", chunk, microbatch)
         if not output.requires_grad:
             return
 
@@ -54,21 +54,25 @@ class Listeners:
             self.begin("B", chunk, microbatch)
             # The engine calls this at the end of the whole backward, including recomputed forwards.
             torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: self._end("B", chunk, microbatch)
+                lambda: self.end("B", chunk, microbatch)
             )
 
         output.register_hook(begin_backward)
 
-    def _end(self, kind: Kind, chunk: int, microbatch: int) -> None:
+    def end(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """An operation has ended."""
         for listener in self._listeners:
             listener.on_end(kind, chunk, microbatch)
 
 
+_PHASES: dict[Kind, Phase] = {"F": "forward", "B": "backward", "W": "weight gradients"}
+
+
 class PlaceKeeper(Listener):
-    """Records the forward or backward that began last in this rank's place."""
+    """Records the operation that began last in this rank's place."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
 
     def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        self._place.enter("forward" if kind == "F" else "backward", chunk, microbatch)
+        self._place.enter(_PHASES[kind], chunk, microbatch)

@@ -20,9 +20,12 @@ from megatron.core.utils import get_model_type
 from torch import Tensor
 
 from megapack.model.overlap import overlaps_reduction
+from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.order import Operation
 from megapack.rows.packed import PackedRow
 from megapack.schedule.channels import Exchange, StageOrder
+from megapack.schedule.forward import run_now
+from megapack.schedule.listeners import Listener, Listeners
 
 # Megatron-Core 0.16 asks for the type of the model, 0.19 does not.
 _ASKS_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
@@ -37,9 +40,12 @@ class Operations:
         rows: of this rank, on the device.
         order: what this stage runs.
         exchange: with the other stages; None without.
+        weight_gradients: those of the chunks.
         is_training: whether backwards run and gradients are reduced.
         reduces_after: a chunk's reduction starts after its last operation and not inside it. All
             ranks must start reductions in one order, so it is the same on all DP ranks.
+        listeners: are told of weight gradients; `forward_step` tells them of the rest.
+        attempt: as in `ForwardStep`.
     """
 
     def __init__(
@@ -52,9 +58,12 @@ class Operations:
         rows: Sequence[PackedRow],
         order: StageOrder,
         exchange: Exchange | None,
+        weight_gradients: WeightGradients,
         device: torch.device,
         is_training: bool,
         reduces_after: bool,
+        listeners: Sequence[Listener] = (),
+        attempt: Callable[[Callable[[], Any]], Any] = run_now,
     ) -> None:
         self._chunks = chunks
         self._config = config
@@ -63,6 +72,9 @@ class Operations:
         self._rows = rows
         self._order = order
         self._exchange = exchange
+        self._weights = weight_gradients
+        self._listeners = Listeners(listeners)
+        self._attempt = attempt
         self._is_training = is_training
         self._communication = _Communication(
             chunks,
@@ -76,20 +88,30 @@ class Operations:
         # Input and output of each chunk and micro-batch between its forward and its backward.
         self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._begun_chunks: set[int] = set()
+        operations = order.operations
+        self._put_off = {(op.chunk, op.microbatch) for op in operations if op.kind == "W"}
 
     def run(self) -> None:
         """Run all operations, and finalize the gradients."""
+        try:
+            self._run()
+        finally:
+            # Some are left if the step has failed or run out of memory.
+            self._weights.drop()
+
+    def _run(self) -> None:
         config = self._config
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
+        run_one = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         with self._communication if self._is_training else contextlib.nullcontext():
             for index, op in enumerate(self._order.operations):
                 if self._exchange is not None:
                     self._exchange.post(index)
                 if self._is_training:
                     self._communication.before(index)
-                self._run_one(op)
+                run_one[op.kind](op)
                 if self._is_training:
                     self._communication.after(index)
         if self._exchange is not None:
@@ -103,12 +125,6 @@ class Operations:
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
-
-    def _run_one(self, op: Operation) -> None:
-        if op.kind == "F":
-            self._forward(op)
-        else:
-            self._backward(op)
 
     def _forward(self, op: Operation) -> None:
         input_tensor = None
@@ -149,10 +165,20 @@ class Operations:
         arguments = [input_tensor, output, gradient]
         if _ASKS_MODEL_TYPE:
             arguments.append(get_model_type(self._chunks[op.chunk]))
-        input_gradient = schedules.backward_step(*arguments, self._config)
+        is_split = (op.chunk, op.microbatch) in self._put_off
+        deferring = self._weights.deferring(op.chunk, op.microbatch)
+        with deferring if is_split else contextlib.nullcontext():
+            input_gradient = schedules.backward_step(*arguments, self._config)
         if self._sends(op):
             assert self._exchange is not None
             self._exchange.send("gradients", input_gradient)
+        if not is_split:
+            self._attempt(lambda: self._weights.finish_joint(op.chunk))
+
+    def _weight_gradients(self, op: Operation) -> None:
+        self._listeners.begin("W", op.chunk, op.microbatch)
+        self._attempt(lambda: self._weights.run(op.chunk, op.microbatch))
+        self._listeners.end("W", op.chunk, op.microbatch)
 
     def _sends(self, op: Operation) -> bool:
         """Whether another stage waits for the operation's result."""

@@ -24,6 +24,7 @@ from megapack.model.overlap import (
     sync_functions,
     without_overlap,
 )
+from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.plan import StepPlan
 from megapack.ranks.place import Place
 from megapack.rows.packed import PackedRow
@@ -93,6 +94,7 @@ class ScheduleRunner:
         if executor == "operations":
             self._channels = Channels(groups.pp, layout.vpp)
             self._channels.make(device)
+        self._weight_gradients = WeightGradients(chunks)
         # The step plan and what its stage runs, of this step and the next one.
         self._orders: dict[tuple[int, bool], tuple[StepPlan, StageOrder]] = {}
 
@@ -146,7 +148,7 @@ class ScheduleRunner:
             if self._channels is None:
                 self._run_megatron(call, device_rows, forward_step)
             else:
-                self._run_operations(call, device_rows, forward_step, self._channels)
+                self._run_operations(call, device_rows, forward_step, self._channels, **options)
 
     def _run_megatron(
         self, call: StepCall, rows: list[PackedRow], forward_step: ForwardStep
@@ -167,7 +169,12 @@ class ScheduleRunner:
             assert communicator.num_pending == 0, "a planned receive is missing"
 
     def _run_operations(
-        self, call: StepCall, rows: list[PackedRow], forward_step: ForwardStep, channels: Channels
+        self,
+        call: StepCall,
+        rows: list[PackedRow],
+        forward_step: ForwardStep,
+        channels: Channels,
+        **options: Any,
     ) -> None:
         order = self.stage_order(call)
         exchange = None
@@ -188,9 +195,11 @@ class ScheduleRunner:
             rows=rows,
             order=order,
             exchange=exchange,
+            weight_gradients=self._weight_gradients,
             device=self.device,
             is_training=call.is_training,
             reduces_after=call.has_weight_operations,
+            **options,
         ).run()
 
     def stage_order(self, call: StepCall) -> StageOrder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from megapack.cost import CostModel, StageLayers
@@ -76,7 +77,14 @@ def fit_whole_model(measured: Sequence[Measurement], layout: Layout) -> CostMode
     for row in measured:
         total = total_seconds(row) / layout.num_chunks
         forward = total * forward_share
-        rows.append(row._replace(forward_seconds=forward, backward_seconds=total - forward))
+        weight = row.weight_seconds
+        rows.append(
+            row._replace(
+                forward_seconds=forward,
+                backward_seconds=total - forward,
+                weight_seconds=None if weight is None else weight / layout.num_chunks,
+            )
+        )
     return CostModel.fit(rows, layout=layout)
 
 
@@ -120,6 +128,23 @@ def relative_errors(
         forward.append(seconds / row.forward_seconds - 1)
         both.append(seconds * (1 + cost.backward_ratio) / total_seconds(row) - 1)
     return forward, both
+
+
+def weight_errors(cost: CostModel, layout: Layout, measured: Sequence[Measurement]) -> list[float]:
+    """Per row, predicted over measured seconds of the weight gradients, minus 1.
+
+    Args:
+        cost: a model of one chunk of the layout.
+        measured: rows with these seconds.
+    """
+    return [
+        cost.weight_seconds(
+            layout, row_tokens=row.row_tokens, num_samples=row.num_samples, width=row.width
+        )
+        / (row.weight_seconds or math.nan)
+        - 1
+        for row in measured
+    ]
 
 
 def stage_weights(

@@ -24,6 +24,7 @@ from tools.benching.calibration_rows import (
     on_one_stage,
     relative_errors,
     stage_weights,
+    weight_errors,
 )
 
 pytestmark = pytest.mark.unit
@@ -191,6 +192,21 @@ def test_forward_and_backward_are_fitted_together() -> None:
     assert 0.1 < max(map(abs, forward)) < 0.3
     with pytest.raises(DataError):
         fit_whole_model([], ONE_STAGE)
+
+
+def test_weight_gradients_are_split_over_chunks_too() -> None:
+    rows = [
+        row._replace(
+            weight_seconds=COST.weight_seconds(
+                ONE_STAGE, row_tokens=row.row_tokens, num_samples=row.num_samples
+            )
+        )
+        for row in seconds_of_grid(COST, 2.2)
+    ]
+    found = fit_whole_model(rows, LAYOUT)
+    assert found.weight_ratio == pytest.approx(COST.weight_ratio, rel=1e-4)
+    errors = weight_errors(on_one_stage(found, LAYOUT), ONE_STAGE, rows)
+    assert errors == pytest.approx([0.0] * len(rows), abs=1e-4)
 
 
 def test_rows_over_several_ranks_only_give_the_overhead() -> None:

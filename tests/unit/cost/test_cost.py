@@ -183,6 +183,37 @@ def test_a_pause_of_the_machine_does_not_move_the_overhead() -> None:
     assert CostModel.fit([*rows[:9], *slow]).cp_overhead == pytest.approx(0.12, abs=1e-6)
 
 
+def test_weight_gradients_that_were_measured_apart_give_their_ratio() -> None:
+    cost = replace(WIDE, weight_ratio=0.7)
+    layout = Layout(dp=4)
+    rows = [
+        row._replace(
+            weight_seconds=cost.weight_seconds(
+                layout, row_tokens=row.row_tokens, num_samples=row.num_samples
+            )
+        )
+        for row in measured(cost, 1)
+    ]
+    found = CostModel.fit(rows)
+    assert found.weight_ratio == pytest.approx(0.7, rel=1e-6)
+    few = [*rows[:4], *(row._replace(weight_seconds=None) for row in rows[4:])]
+    assert CostModel.fit(few).weight_ratio == pytest.approx(0.7, rel=1e-6)
+    without = CostModel.fit(measured(cost, 1))
+    assert without.weight_ratio == CostModel.weight_ratio
+    assert replace(found, weight_ratio=without.weight_ratio) == without, "other numbers change"
+    # Rows of nothing but attention have no forward to compare with.
+    attention = [Measurement(8, 64, 1, 1.0, 2.0, 1, 0.5), Measurement(8, 128, 1, 2.0, 4.0, 1, 0.5)]
+    assert CostModel.fit(attention).weight_ratio == CostModel.weight_ratio
+
+
+def test_weight_gradients_are_a_part_of_the_backward() -> None:
+    for backward in (None, 1.0):
+        with pytest.raises(DataError, match=r"row 0 has weight gradients of 1\.5 seconds and"):
+            CostModel.fit([Measurement(8, 64, 1, 1.0, backward, 1, 1.5)])
+    with pytest.raises(DataError, match="give positive, finite ones"):
+        CostModel.fit([Measurement(8, 64, 1, 1.0, 2.0, 1, 0.0)])
+
+
 def test_measurements_of_wide_rows_alone_are_refused() -> None:
     with pytest.raises(DataError, match="9 measurements, all of rows over several DP ranks"):
         CostModel.fit(measured(WIDE, 2))

@@ -174,6 +174,10 @@ def watch_kept(model: Model, later: WeightGradients) -> list[Callable[[], Any]]:
     return seen
 
 
+class Held:
+    """An object."""
+
+
 class Holder(torch.autograd.Function):
     """The identity; its node of the graph holds an object."""
 
@@ -190,7 +194,7 @@ class Holder(torch.autograd.Function):
 def test_the_graph_is_not_kept() -> None:
     model = Model()
     later = WeightGradients([model])
-    held = SimpleNamespace()
+    held = Held()
     of_graph = weakref.ref(held)
     with later.deferring(0, 0):
         hidden = Holder.apply(model.norm(inputs()[0]), held)

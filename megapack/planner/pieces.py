@@ -1,0 +1,264 @@
+"""Long samples into pieces: where they are cut, on which rank a chain is, and at which place.
+
+A long sample alone in its row keeps the stages behind it waiting. Cut into pieces of equal work it
+goes through the pipeline as rows of usual size do. Its chain is on one DP rank; the pieces' rows
+have room for whole items, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megapack.base.arrays import Floats, Ints
+from megapack.cost.model import CostModel
+from megapack.planner.bins import pack_to_targets
+from megapack.planner.problem import PADDING, ItemPieces, StepDraft, StepProblem
+
+# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+
+# Limit on passes of `_targets`.
+_FILL_PASSES = 8
+# Levels of the first two and the last two rows, relative to those in the middle, as in `profile`.
+_HEAD = (0.4, 0.65)
+_TAIL = (0.85, 0.65)
+# A sample whose work is this little above a whole number of pieces gets that number.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class CutProblem:
+    """A problem with pieces, and the rank of each chain."""
+
+    problem: StepProblem
+    """Its whole items are first; the pieces follow, chain after chain."""
+    num_whole: int
+    """Whole items."""
+    sizes: tuple[int, ...]
+    """Pieces of each chain."""
+    ranks: tuple[tuple[int, ...], ...]
+    """The chains of each DP rank, the one with the most work first."""
+    work: Floats
+    """float64 [I]: seconds of each item's forward through one chunk."""
+
+
+def item_work(problem: StepProblem, cost: CostModel) -> Floats:
+    """float64 [I]: seconds of each item's forward through one chunk, without `fixed`."""
+    work = cost.per_token * problem.aligned.astype(np.float64)
+    work += cost.per_token_sq * problem.aligned_sq.astype(np.float64)
+    work += cost.per_sample * problem.item_samples
+    return np.asarray(work * cost.share_of_rank(problem.layout))
+
+
+def may_cut(problem: StepProblem) -> bool:
+    """Whether a problem's samples may be cut at all."""
+    return problem.prefixes is None and problem.capacity > 0 and problem.pieces is None
+
+
+def cut_problem(
+    problem: StepProblem, cost: CostModel, count: int, longest: float, most: int
+) -> CutProblem | None:
+    """Cut samples into pieces; None if a chain finds no rank with room.
+
+    Chains go to ranks with the most work first, each to the rank with the least.
+
+    Args:
+        count: M.
+        longest: seconds of a piece's forward through one chunk at most, as far as `most` allows.
+        most: pieces of a sample.
+    """
+    work = item_work(problem, cost)
+    wanted = np.ones(work.size)
+    if longest > 0:
+        wanted = np.minimum(np.ceil(work / longest - _ROUNDING), most)
+    single = problem.item_samples == 1
+    over = single & (problem.aligned > problem.capacity)
+    items = np.flatnonzero(single & ((wanted > 1) | over))
+    items = items[np.argsort(-work[items], kind="stable")]
+    dp = problem.layout.dp
+    cuts: list[list[int]] = []
+    ranks: list[list[int]] = [[] for _ in range(dp)]
+    rows = [0] * dp
+    loads = [0.0] * dp
+    for item in items.tolist():
+        ends = _ends(problem, cost, item, int(wanted[item]), most)
+        free = [r for r in range(dp) if ends is not None and rows[r] + len(ends) <= count]
+        if ends is None or not free:
+            return None
+        rank = min(free, key=lambda r: (loads[r], r))
+        ranks[rank].append(len(cuts))
+        rows[rank] += len(ends)
+        loads[rank] += float(work[item])
+        cuts.append(ends)
+    whole = np.setdiff1d(np.arange(work.size), items)
+    cut = _with_pieces(problem, whole, items.tolist(), cuts)
+    return CutProblem(
+        problem=cut,
+        num_whole=whole.size,
+        sizes=tuple(map(len, cuts)),
+        ranks=tuple(map(tuple, ranks)),
+        work=item_work(cut, cost),
+    )
+
+
+def place_chains(cut: CutProblem, count: int, group: int | None, place: float) -> StepDraft | None:
+    """A draft whose chains stand at one place of each rank's order; None if items find no room.
+
+    Args:
+        count: M.
+        group: G; None with vpp=1. Each chain is in one group.
+        place: 0 puts chains first, 1 last.
+    """
+    problem = cut.problem
+    dp = problem.layout.dp
+    row_of = np.full(problem.num_items, PADDING, dtype=np.int64)
+    firsts = cut.num_whole + np.cumsum((0, *cut.sizes))
+    for rank, chains in enumerate(cut.ranks):
+        starts = _starts([cut.sizes[c] for c in chains], count, group, place)
+        if starts is None:
+            return None
+        for chain, start in zip(chains, starts, strict=True):
+            size = cut.sizes[chain]
+            row = rank * count + start
+            row_of[firsts[chain] : firsts[chain] + size] = np.arange(row, row + size)
+    rows = row_of[cut.num_whole :]
+    taken = np.zeros(dp * count, dtype=np.int64)
+    taken[rows] = problem.aligned[cut.num_whole :]
+    held = np.zeros(dp * count)
+    held[rows] = cut.work[cut.num_whole :]
+    rank_work = math.fsum(cut.work.tolist()) / dp
+    targets = [_targets(own, rank_work) for own in held.reshape(dp, count)]
+    missing = np.concatenate(targets) - held
+    whole = slice(cut.num_whole)
+    found = pack_to_targets(
+        problem.aligned[whole], cut.work[whole], missing, problem.capacity, taken
+    )
+    if found is None:
+        return None
+    row_of[whole] = found
+    used = np.unique(row_of)
+    if used.size < dp * count and problem.policy.unreachable != "pad":
+        return None
+    number = np.full(dp * count, PADDING, dtype=np.int64)
+    number[used] = np.arange(used.size)
+    return StepDraft(
+        row_of=number[row_of], rank_rows=tuple(number.reshape(dp, count)), group_size=group
+    )
+
+
+def _ends(
+    problem: StepProblem, cost: CostModel, item: int, num: int, most: int
+) -> list[int] | None:
+    """Where the pieces of a sample end, in padded tokens: `num` of them, or more if the capacity
+    asks for it; None if so many are too many."""
+    length = int(problem.aligned[item])
+    unit = problem.layout.sample_alignment
+    num = max(num, -(-length // problem.capacity), 1)
+    while num <= min(most, length // unit):
+        cuts = [_cut_at(cost, length, k / num) for k in range(1, num)]
+        ends = [round(cut / unit) * unit for cut in cuts] + [length]
+        sizes = np.diff(ends, prepend=0)
+        if int(sizes.min()) > 0 and int(sizes.max()) <= problem.capacity:
+            return ends
+        # Either a piece is still too long, or alignment leaves another one without a token.
+        if int(sizes.max()) <= problem.capacity:
+            return None
+        num += 1
+    return None
+
+
+def _cut_at(cost: CostModel, length: int, part: float) -> float:
+    """The tokens that have this part of a sample's work: the root of a*x + b*x^2 = part * work."""
+    a = float(cost.per_token)
+    b = float(cost.per_token_sq)
+    work = part * (a * length + b * length * length)
+    root = math.sqrt(a * a + 4 * b * work)
+    return 2 * work / (a + root) if a + root > 0 else part * length
+
+
+def _with_pieces(
+    problem: StepProblem, whole: Ints, items: Sequence[int], cuts: Sequence[Sequence[int]]
+) -> StepProblem:
+    """The problem of the whole items and the pieces of the others."""
+    sizes = [len(ends) for ends in cuts]
+    item_of = np.concatenate([whole, np.repeat(np.array(items, dtype=np.int64), sizes)])
+    chain = np.full(item_of.size, -1, dtype=np.int64)
+    chain[whole.size :] = np.repeat(np.arange(len(sizes)), sizes)
+    start = np.zeros(item_of.size, dtype=np.int64)
+    end = problem.aligned[item_of]
+    flat = [pair for ends in cuts for pair in zip((0, *ends[:-1]), ends, strict=True)]
+    if flat:
+        start[whole.size :], end[whole.size :] = np.array(flat, dtype=np.int64).T
+    is_piece = chain >= 0
+    real_end = np.minimum(end, problem.lengths[item_of])
+    return replace(
+        _of_items(problem, item_of),
+        lengths=np.where(is_piece, real_end - start, problem.lengths[item_of]),
+        aligned=end - start,
+        aligned_sq=np.where(is_piece, end * end - start * start, problem.aligned_sq[item_of]),
+        pieces=ItemPieces(start, end, chain),
+    )
+
+
+def _of_items(problem: StepProblem, item_of: Ints) -> StepProblem:
+    """The problem with these of its items, some of them several times."""
+    ends = np.cumsum(problem.item_samples)
+    num = problem.item_samples[item_of]
+    first = np.repeat(ends[item_of] - num, num)
+    within = np.arange(first.size) - np.repeat(np.cumsum(num) - num, num)
+    return replace(
+        problem,
+        samples=problem.samples[first + within],
+        item_samples=num,
+        shared=problem.shared[item_of],
+        shared_sq=problem.shared_sq[item_of],
+    )
+
+
+def _starts(sizes: Sequence[int], count: int, group: int | None, place: float) -> list[int] | None:
+    """Where the chains of a rank begin; None if they do not fit.
+
+    With 1F1B they follow each other. In groups, each goes to the one nearest to the place that has
+    room.
+    """
+    if group is None:
+        first = round(place * (count - sum(sizes)))
+        return [first + sum(sizes[:k]) for k in range(len(sizes))]
+    room = [min(group, count - first) for first in range(0, count, group)]
+    wanted = place * (len(room) - 1)
+    starts = []
+    for size in sizes:
+        fitting = [g for g, free in enumerate(room) if free >= size]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda g: (abs(g - wanted), g))
+        starts.append(min((best + 1) * group, count) - room[best])
+        room[best] -= size
+    return starts
+
+
+def _targets(held: Floats, work: float) -> Floats:
+    """Work that each row of a rank should have: that of a mountain, at least what it holds.
+
+    With 5 rows, 10 s of work and a piece of 4 s in the third one, the others share 6 s.
+    """
+    count = held.size
+    levels = np.ones(count)
+    near = min(2, (count - 1) // 2)
+    levels[:near] = _HEAD[:near]
+    levels[count - near :] = _TAIL[2 - near :]
+    over = np.zeros(count, dtype=np.bool_)
+    targets = held.copy()
+    for _ in range(_FILL_PASSES):
+        rest = work - float(held[over].sum())
+        if rest <= 0 or over.all():
+            break
+        targets = np.where(over, held, levels * (rest / float(levels[~over].sum())))
+        more = ~over & (held > targets)
+        if not more.any():
+            break
+        over |= more
+    return np.maximum(targets, held)
