@@ -59,7 +59,7 @@ def test_megatrons_schedules_run_no_other_order(setting: str) -> None:
         ),
         (
             ["model.num_experts=4", "layout.ep=2"],
-            r": plan: split_samples='auto' with ep=2, etp=1, tp\*cp=1: data-parallel ranks exchange",
+            r": plan: split_samples='auto' with ep=2, etp=1, tp\*cp=1: data-parallel ranks",
         ),
     ],
 )
