@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack import launch
+from megapack.base.choices import Executor
 from megapack.loss.sequence import ValueLoss
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
@@ -27,6 +28,9 @@ from tests.dist.worker import gradient_errors, logprob_errors, own_errors, squar
 
 class Run:
     """One model of a case, on this rank."""
+
+    executor: Executor = "megatron"
+    """What runs the steps; a subclass may set another one."""
 
     def __init__(self, case: RowCase, name: str, *, value_head: bool) -> None:
         self.case = case
@@ -41,6 +45,7 @@ class Run:
             layout=case.layout,
             logprob_chunk_tokens=16,
             head="value" if value_head else "vocabulary",
+            executor=self.executor,
         )
 
     def routing(self, samples: Samples) -> Any:
