@@ -20,6 +20,7 @@ from megapack.base.choices import Executor
 from megapack.loss.sequence import ValueLoss
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
+from tests.dist.executor import executor
 from tests.dist.row_problem import KINDS, MODELS, PRECISE, RowCase, Samples, result_name
 from tests.dist.sequence_worker import output_error
 from tests.dist.setup import build_chunks
@@ -29,8 +30,8 @@ from tests.dist.worker import gradient_errors, logprob_errors, own_errors, squar
 class Run:
     """One model of a case, on this rank."""
 
-    executor: Executor = "megatron"
-    """What runs the steps; a subclass may set another one."""
+    executor: Executor | None = None
+    """What runs the steps; None: that of the process."""
 
     def __init__(self, case: RowCase, name: str, *, value_head: bool) -> None:
         self.case = case
@@ -45,7 +46,7 @@ class Run:
             layout=case.layout,
             logprob_chunk_tokens=16,
             head="value" if value_head else "vocabulary",
-            executor=self.executor,
+            executor=self.executor or executor(),
         )
 
     def routing(self, samples: Samples) -> Any:

@@ -52,6 +52,8 @@ ROWS_2: list[list[Row]] = [
 
 CAPACITY = 64
 """Padded tokens that a row may hold; the longest sample has 97."""
+LIVE_TOKENS = 400
+"""Row tokens that a stage may hold at once. A chain is held whole, also without a pipeline."""
 PLAIN_CAPACITY = 128
 """The same for plans without pieces."""
 
@@ -92,7 +94,7 @@ def plan_by_hand(samples: Samples, plain: Plan) -> Plan:
     plan = replace(
         plain,
         steps=(replace(step, orders=orders),),
-        policy=Policy(split_samples="auto"),
+        policy=Policy(split_samples="auto", max_live_tokens_per_gpu=LIVE_TOKENS // layout.cp),
         max_tokens_per_gpu=CAPACITY // layout.cp,
     )
     check_plan(plan, lengths)
