@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -52,9 +53,26 @@ def main() -> None:
         )
         title = titled(f"context_parallel={kind}", step_report(step, step.steps[0], COST))
         shared[title] = planned(step, 0, 0, COST)
+    # The same samples without interleaving: Megatron's order, and orders of operations.
+    ordered = {}
+    whole = Layout(dp=LAYOUT.dp, pp=LAYOUT.pp)
+    cost = replace(COST, fixed=256 / whole.num_chunks)
+    policies = {
+        "Megatron's order": Policy(),
+        "backward=split": Policy(backward="split"),
+        "split_samples=auto": Policy(split_samples="auto"),
+        "both": Policy(split_samples="auto", backward="split"),
+    }
+    for name, policy in policies.items():
+        step = build_dp_schedule(
+            outlier, layout=whole, max_tokens_per_gpu=BUDGET, cost=cost, policy=policy
+        )
+        title = titled(name, step_report(step, step.steps[0], cost))
+        ordered[title] = planned(step, 0, 0, cost)
     pictures = {
         "dynamic_cp.png": draw_timelines(shared, unit, "png"),
         "next_fit_and_megapack.png": draw_timelines(named, unit, "png"),
+        "operations.png": draw_timelines(ordered, unit, "png"),
         "step.png": draw_step(planned(plan, 0, 0, COST), reports["megapack"], unit, "png"),
     }
     for name, picture in pictures.items():

@@ -22,13 +22,15 @@ import megapack
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts.shared.options import HostOptions
 from megapack.layout import Layout, fp8_rows
+from megapack.plan.executor import choose_executor
 from megapack.policy import Policy
 from megapack.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
     from megapack.cost.model import CostModel
     from megapack.hosts.shared.megatron_lm_model import AuxLoss
-    from megapack.plan.plan import Plan
+    from megapack.plan.executor import choose_executor
+from megapack.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ class PlannedStep:
         weighting: weights of tokens, see `loss.sample_weights`.
         norm_constant: see `loss.sample_weights`; only seq-mean-token-sum-norm uses it.
         cost: see `build_dp_schedule`.
-        policy: see `build_dp_schedule`.
+        policy: see `build_dp_schedule`; with split samples or split backwards, the steps run as
+            lists of operations.
         aux_loss: "per_sequence" balances the experts' load over each sample (`seq_aux_loss`) where
             the recipe sets `aux_loss` or `global_aux_loss`, which balance the tokens that are
             packed together; "as_set" refuses these.
@@ -191,7 +194,8 @@ class PlannedStep:
             layout = megatron_layout(chunks[0])
             logger.info("planned steps on %s, %d tokens per GPU", layout, self._budget)
             use_packed_parts(chunks, self._aux_loss)
-            self._adapter = ScheduleAdapter(chunks, layout=layout)
+            executor = choose_executor(self._policy or Policy())
+            self._adapter = ScheduleAdapter(chunks, layout=layout, executor=executor)
         return self._adapter
 
 

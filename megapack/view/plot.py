@@ -255,6 +255,9 @@ def _legend(axes: Any, timelines: Sequence[Timeline]) -> None:
         ncols=len(names),
         frameon=False,
         fontsize=8,
+        # Room for a title beside six entries.
+        columnspacing=1.1,
+        handlelength=1.5,
     )
 
 

@@ -19,6 +19,7 @@ from megapack import launch
 from megapack.loss.sequence import ValueLoss
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
+from tests.dist.executor import executor
 from tests.dist.row_problem import KINDS, MODELS, PRECISE, RowCase, Samples, result_name
 from tests.dist.sequence_worker import output_error
 from tests.dist.setup import build_chunks
@@ -41,6 +42,7 @@ class Run:
             layout=case.layout,
             logprob_chunk_tokens=16,
             head="value" if value_head else "vocabulary",
+            executor=executor(),
         )
 
     def routing(self, samples: Samples) -> Any:

@@ -60,7 +60,13 @@ def test_names_in_documents_exist(document: str) -> None:
 
 @pytest.mark.parametrize(
     "document",
-    ["docs/concepts.md", "docs/configuration.md", "docs/prefixes.md", "docs/dynamic_cp.md"],
+    [
+        "docs/concepts.md",
+        "docs/configuration.md",
+        "docs/prefixes.md",
+        "docs/dynamic_cp.md",
+        "docs/operations.md",
+    ],
 )
 def test_planning_blocks_run(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,0 +1,97 @@
+"""Dry runs and sweeps with split samples and split backwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megapack import CostModel, Layout, ModelSizes, Policy
+from megapack.config.load import load_config
+from megapack.config.sections import TrainConfig
+from megapack.cost.memory import MemoryModel
+from megapack.outlook.dry_run import Batch, check_start, predict
+from megapack.outlook.tune import Kind, Space, Workload, tune
+
+pytestmark = pytest.mark.unit
+
+CONFIG = "configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
+SIZES = ModelSizes(
+    num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512
+)
+# One sample as long as 20 others.
+LENGTHS = np.array([4000, *([200] * 40)])
+WORK = Workload(
+    lengths=LENGTHS,
+    rollout_ids=None,
+    colocate_ids=None,
+    global_batch_size=None,
+    num_steps=None,
+    policy=Policy(search=64),
+    memory=MemoryModel(sizes=SIZES),
+    memory_bytes=2**40,
+    cost_of=lambda layout, split: CostModel(per_token=1.0),
+)
+SPACE = Space(
+    num_gpus=4,
+    pp=(2,),
+    vpp=(1,),
+    budgets=(4000,),
+    context_parallel=("fixed", "dynamic"),
+    split_samples=("off", "auto"),
+    backward=("joint", "split"),
+)
+
+
+def test_a_sweep_has_a_candidate_of_each_kind() -> None:
+    tuning = tune(WORK, SPACE)
+    best = {candidate.kind: candidate for candidate in tuning.best_of_layouts}
+    plain = best[Kind()]
+    assert plain.kind.is_plain
+    assert Kind(split_samples="auto") in best
+    both = best[Kind(split_samples="auto", backward="split")]
+    assert both.report.num_pieces > 1
+    assert both.report.num_split_backwards > 0
+    assert both.report.seconds < 0.8 * plain.report.seconds
+    # No step has rows over several ranks and pieces.
+    assert not any(
+        kind.context_parallel == "dynamic" and kind.split_samples == "auto" for kind in best
+    )
+    for kind, candidate in best.items():
+        assert kind.is_plain or candidate.report.seconds <= plain.report.seconds
+
+
+def test_pieces_are_not_tried_where_ranks_exchange_tokens_of_experts() -> None:
+    sizes = replace(SIZES, num_experts=4, experts_per_token=1)
+    work = replace(WORK, memory=MemoryModel(sizes=sizes), policy=Policy(search=0))
+    tuning = tune(work, replace(SPACE, ep=(2,), context_parallel=("fixed",)))
+    assert tuning.ranked
+    assert all(candidate.policy.split_samples == "off" for candidate in tuning.ranked)
+
+
+def test_a_stage_alone_has_no_waits_to_fill() -> None:
+    tuning = tune(WORK, replace(SPACE, pp=(1,), num_gpus=1, split_samples=("off",)))
+    assert all(candidate.policy.backward == "joint" for candidate in tuning.ranked)
+
+
+def test_a_dry_run_has_the_orders_of_the_first_batch() -> None:
+    overrides = ["plan.max_tokens_per_gpu=4096", "plan.global_batch_size=null"]
+    overrides += ["layout.pp=2", "layout.vpp=1", "model.max_position_embeddings=4096"]
+    batch = Batch(
+        lengths=LENGTHS, rollout_ids=list(range(41)), pair_ids=None, source="made by hand"
+    )
+    found = {}
+    for backward, pieces in (("joint", "off"), ("split", "auto")):
+        free = [f"plan.backward={backward}", f"plan.split_samples={pieces}"]
+        config = load_config(CONFIG, [*overrides, *free], TrainConfig)
+        layout = check_start(config, 4)
+        assert layout == Layout(dp=2, pp=2)
+        found[backward] = predict(config, layout, batch, config.cost_model(layout))
+    joint, split = found["joint"], found["split"]
+    assert joint.plan.counts.num_split_backwards == joint.plan.counts.num_pieces == 0
+    assert split.plan.counts.num_split_backwards > 0
+    assert split.steps.seconds < joint.steps.seconds
+    assert split.steps.peak_live_tokens <= split.plan.live_cap(split.plan.steps[0])
+    # The last stage may hold as much as the first.
+    assert split.memory[1].activations > joint.memory[1].activations
