@@ -5,6 +5,7 @@
     python tools/bench_planner.py --only-speed
     python tools/bench_planner.py --only-shared        # writes the tables of shared prefixes
     python tools/bench_planner.py --only-dynamic       # writes those of rows over several DP ranks
+    python tools/bench_planner.py --only-operations    # those of split samples and backwards
 
 Quality is time over equal work: a step's simulated seconds over the seconds of its samples' work
 spread evenly over all GPUs, without a bubble, alignment or fixed costs. No plan can reach 1.
@@ -36,6 +37,7 @@ from megapack import (
     Policy,
     StepPlan,
     build_dp_schedule,
+    check_plan,
     simulate,
 )
 from tools.benching.planner_families import generated_steps, shared_table, speed_table, trace_steps
@@ -48,11 +50,14 @@ BATCHES = (512, 1024, 2048)
 DYNAMIC_BATCHES = (128, 256, 512)
 # Samples of a step of the table of shared prefixes.
 SHARED_SAMPLES = 512
+# The same for split samples and split backwards.
+OPERATION_BATCHES = (128, 512)
 # Steps of the table of the spread of step times, and samples of each.
 SPREAD_STEPS = 200
 SPREAD_SAMPLES = 128
 MARKS = ("<!-- measured -->", "<!-- end -->")
 SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes -->")
+OPERATION_MARKS = ("<!-- measured: operations -->", "<!-- end: operations -->")
 DYNAMIC_MARKS = ("<!-- measured: dynamic CP -->", "<!-- end: dynamic CP -->")
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
@@ -70,10 +75,27 @@ DYNAMIC_LAYOUTS = {
     "dp8 pp4": Layout(dp=8, pp=4),
     "dp8 pp4 vpp2": Layout(dp=8, pp=4, vpp=2),
 }
+OPERATION_LAYOUTS = {
+    "dp4 pp4": Layout(dp=4, pp=4),
+    "dp4 pp4 vpp2": Layout(dp=4, pp=4, vpp=2),
+    "dp2 pp8": Layout(dp=2, pp=8),
+    "dp8 pp4": Layout(dp=8, pp=4),
+}
 SPREAD_LAYOUTS = ("dp4 pp4 vpp2", "dp8 pp4")
 # Layout and samples of the table of milliseconds of planning rows over several ranks.
 DYNAMIC_SPEED = ("dp8 pp4 vpp2", 2048)
 DYNAMIC = Policy(context_parallel="dynamic")
+# Columns of the tables of split samples and split backwards.
+OPERATIONS = {
+    "fixed": Policy(),
+    "dynamic CP": DYNAMIC,
+    "split samples": Policy(split_samples="auto"),
+    "split backward": Policy(backward="split"),
+    "both": Policy(split_samples="auto", backward="split"),
+    "all three": Policy(split_samples="auto", backward="split", context_parallel="dynamic"),
+}
+# What the tables say more about.
+BOTH = "both"
 # Seconds per squared token over seconds per token.
 MODELS = {"7B": 1 / 49152, "30B-A3B": 1 / 12288}
 # File and budget per row of each trace.
@@ -116,7 +138,7 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        return DYNAMIC_LAYOUTS[self.layout_name]
+        return {**DYNAMIC_LAYOUTS, **OPERATION_LAYOUTS}[self.layout_name]
 
     @property
     def cost(self) -> CostModel:
@@ -150,6 +172,10 @@ class Result:
     """Time of planning."""
     widths: str = ""
     """Rows over 2 ranks, over 4, and so on."""
+    num_pieces: int = 0
+    """Rows that hold a piece of a sample."""
+    live_tokens: float = 0.0
+    """Most tokens whose activations a GPU holds at once."""
 
 
 def load(folder: Path, num_samples: int) -> dict[str, tuple[np.ndarray, int]]:
@@ -215,7 +241,7 @@ def judge(case: Case, step: StepPlan, seconds: float) -> Result:
     simulation = simulate(step, layout=case.layout, cost=case.cost)
     rows = [mb.row_tokens / mb.width for mb in step.microbatches]
     over = [tokens for tokens in rows if tokens > case.budget]
-    samples = sorted(i for mb in step.microbatches for i in mb.samples)
+    samples = sorted(i for mb in step.microbatches for i in mb.begun_samples)
     assert samples == list(range(case.lengths.size)), "a strategy lost samples"
     widths = [mb.width for mb in step.microbatches if mb.width > 1]
     return Result(
@@ -225,6 +251,8 @@ def judge(case: Case, step: StepPlan, seconds: float) -> Result:
         num_microbatches=max(map(len, step.ranks)),
         milliseconds=1e3 * seconds,
         widths=" ".join(f"{widths.count(w)}x{w}" for w in sorted(set(widths))),
+        num_pieces=step.counts.num_pieces,
+        live_tokens=simulation.peak_live_tokens,
     )
 
 
@@ -350,6 +378,51 @@ def shared(traces: Path) -> list[str]:
     return [*lines, "", *speed_table(1_000_000, large, cost_of(large, "30B-A3B"), rounds=5)]
 
 
+def operations(traces: Path) -> list[str]:
+    """The tables of split samples and split backwards."""
+    lines = []
+    for batch in OPERATION_BATCHES:
+        lines += [f"### Operations: steps of up to {batch} samples", ""]
+        lines += [*operation_quality(load(traces, batch)), ""]
+    layout, samples = DYNAMIC_SPEED
+    title = f"### Operations: CPU milliseconds of planning {samples} samples on {layout}"
+    return [*lines, title, "", *plan_speed(load(traces, samples), layout, OPERATIONS)]
+
+
+def operation_quality(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
+    """The lines of one table, one per case, and the geometric means of each layout."""
+    names = list(OPERATIONS)
+    lines = [f"| data | layout | model | {' | '.join(names)} | M | pieces | live | CPU ms |"]
+    lines.append("|---" * (len(names) + 7) + "|")
+    by_layout: dict[str, list[dict[str, float]]] = {}
+    slower = 0
+    for case in cases(data, OPERATION_LAYOUTS):
+        # Kernels are compiled at the first plan, so that no milliseconds contain it.
+        plan_of(case, OPERATIONS[BOTH])
+        row = {}
+        for name, policy in OPERATIONS.items():
+            start = time.process_time()
+            plan = plan_of(case, policy)
+            seconds = time.process_time() - start
+            check_plan(plan, case.lengths)
+            row[name] = judge(case, plan.steps[0], seconds)
+        ratios = {name: result.ratio for name, result in row.items()}
+        by_layout.setdefault(case.layout_name, []).append(ratios)
+        slower += any(ratio > ratios["fixed"] * (1 + 1e-9) for ratio in ratios.values())
+        cells = " | ".join(f"{ratio:.3f}" for ratio in ratios.values())
+        best = row[BOTH]
+        live = best.live_tokens / row["fixed"].live_tokens
+        lines.append(
+            f"| {case.data} | {case.layout_name} | {case.model} | {cells} | "
+            f"{best.num_microbatches} | {best.num_pieces} | {live:.2f} | {best.milliseconds:.0f} |"
+        )
+    for layout, rows in by_layout.items():
+        cells = " | ".join(f"**{mean([row[name] for row in rows]):.3f}**" for name in names)
+        lines.append(f"| geometric mean | {layout} | | {cells} | | | | |")
+    num_cells = sum(map(len, by_layout.values()))
+    return [*lines, "", f"- cells where a plan is slower than fixed: {slower} of {num_cells}"]
+
+
 def dynamic(traces: Path) -> list[str]:
     """The tables of rows over several DP ranks."""
     lines = []
@@ -359,7 +432,8 @@ def dynamic(traces: Path) -> list[str]:
     lines += ["### Dynamic CP: spread of step times", "", *spread(load(traces, 10**9)), ""]
     layout, samples = DYNAMIC_SPEED
     title = f"### Dynamic CP: CPU milliseconds of planning {samples} samples on {layout}"
-    return [*lines, title, "", *dynamic_speed(load(traces, samples), layout)]
+    policies = {"fixed": Policy(), "dynamic CP": DYNAMIC}
+    return [*lines, title, "", *plan_speed(load(traces, samples), layout, policies)]
 
 
 def dynamic_quality(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
@@ -421,12 +495,15 @@ def spread(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
     return lines
 
 
-def dynamic_speed(data: dict[str, tuple[np.ndarray, int]], layout: str) -> list[str]:
+def plan_speed(
+    data: dict[str, tuple[np.ndarray, int]], layout: str, policies: dict[str, Policy]
+) -> list[str]:
     """The table of CPU milliseconds per plan: medians of five."""
-    lines = ["| data | samples | model | fixed | dynamic CP |", "|---" * 5 + "|"]
+    names = " | ".join(policies)
+    lines = [f"| data | samples | model | {names} |", "|---" * (3 + len(policies)) + "|"]
     for case in cases(data, [layout]):
         medians = []
-        for policy in (Policy(), DYNAMIC):
+        for policy in policies.values():
             times = []
             for _ in range(5):
                 start = time.process_time()
@@ -493,9 +570,18 @@ def main() -> None:
     parser.add_argument("--only-speed", action="store_true")
     parser.add_argument("--only-shared", action="store_true")
     parser.add_argument("--only-dynamic", action="store_true")
+    parser.add_argument("--only-operations", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
     options = parser.parse_args()
-    if not options.only_speed and not options.only_shared:
+    only = (options.only_speed, options.only_shared, options.only_dynamic, options.only_operations)
+    if options.only_operations or not any(only):
+        head = f"Measured with `python tools/bench_planner.py --only-operations` on {machine()}."
+        tables = "\n".join([head, "", *operations(options.traces)])
+        print(tables)
+        write_between_marks(options.out, OPERATION_MARKS, tables)
+    if options.only_operations:
+        return
+    if options.only_dynamic or not any(only):
         head = f"Measured with `python tools/bench_planner.py --only-dynamic` on {machine()}."
         tables = "\n".join([head, "", *dynamic(options.traces)])
         print(tables)

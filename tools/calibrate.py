@@ -111,7 +111,7 @@ class RowRunner(ScheduleRunner):
                     # Ranks that share a row would wait in it for one that is still in another.
                     dist.all_reduce(together)
                 begin = mark()
-                hidden, loss_function = forward_row(iter([row]), chunk)
+                hidden, loss_function = forward_row(iter([(number, row)]), chunk)
                 assert loss_function is not None
                 loss = loss_function(hidden)[0]
                 middle = mark()
@@ -383,7 +383,10 @@ def calibrate(
         f"fitted to {len(alone)} rows of up to {job.budget} tokens: {errors_line(forward, both)}"
     )
     report(overhead_line(cost, job.layout, len(measured) - len(alone)))
-    report(weight_line(whole, job.layout, alone) if job.splits_backward else NO_WEIGHT_LINE)
+    if job.splits_backward:
+        report(f"weight_ratio {cost.weight_ratio:.3f}, {weight_line(whole, job.layout, alone)}")
+    else:
+        report(f"weight_ratio {cost.weight_ratio:g}, not measured: that needs plan.backward=split")
     for width in job.layout.widths[1:]:
         shared = [row for row in measured if row.width == width]
         errors = errors_line(*relative_errors(whole, job.layout, shared))
@@ -415,19 +418,14 @@ def overhead_line(cost: CostModel, layout: Layout, num_rows: int) -> str:
     return f"cp_overhead {cost.cp_overhead:g}, not measured: {reason}"
 
 
-NO_WEIGHT_LINE = (
-    f"weight_ratio {CostModel.weight_ratio:g}, not measured: that needs plan.backward=split"
-)
-
-
 def weight_line(cost: CostModel, layout: Layout, rows: Sequence[Measurement]) -> str:
-    """What weight gradients cost, and how well that is predicted."""
+    """How much of backwards weight gradients are, and how well they are predicted."""
     errors = np.abs(weight_errors(cost, layout, rows))
     weight_s = sum(row.weight_seconds or 0.0 for row in rows)
     backward_s = sum(row.backward_seconds or 0.0 for row in rows)
     return (
-        f"weight_ratio {cost.weight_ratio:.3f}, weight gradients are {weight_s / backward_s:.0%} "
-        f"of the backward: mean {errors.mean():.1%}, worst {errors.max():.1%}"
+        f"weight gradients are {weight_s / backward_s:.0%} of the backward: "
+        f"mean {errors.mean():.1%}, worst {errors.max():.1%}"
     )
 
 

@@ -1,19 +1,25 @@
 """Compare every layout and feature with one unpadded sample at a time; writes docs/exactness.md.
 
     python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN] [--models PATTERN]
-        [--prefixes PATTERN] [--dynamic-cp PATTERN]
+        [--prefixes PATTERN] [--dynamic-cp PATTERN] [--executor operations]
 
 Runs the reference and then each case of `tests/dist/cases.py` on 1, 2, 4 and 8 processes over gloo;
 models of Hugging Face folders, the cases of `tests/dist/hf_cases.py`, beside transformers; rows
 with shared prefixes, the cases of `tests/dist/prefix_cases.py`; and rows over several data-parallel
 ranks, the cases of `tests/dist/wide_cases.py`, whose tables go into docs/dynamic_cp.md. With some
 of the patterns, only those.
+
+With `--executor operations` the cases run as lists of operations, in Megatron's order. Nothing is
+written then; cases of `tests/dist/cases.py` and `tests/dist/overlap_worker.py` are compared with
+Megatron's schedules bit for bit, and the exit code is 1 if one differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
+import os
 import platform
 import shlex
 import sys
@@ -21,26 +27,31 @@ import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megapack.base.choices import Executor  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
 from tests.dist import problem  # noqa: E402
 from tests.dist.cases import ALL_CASES, Case  # noqa: E402
+from tests.dist.executor import VARIABLE, executor  # noqa: E402
 from tests.dist.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
+from tests.dist.operations_worker import OVERLAP, OVERLAP_CASES  # noqa: E402
 from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES  # noqa: E402
 from tests.dist.prefix_cases import GRID, SPECIAL  # noqa: E402
 from tests.dist.row_problem import MODELS as ROW_MODELS  # noqa: E402
 from tests.dist.row_problem import PRECISE as ROW_PRECISE  # noqa: E402
 from tests.dist.row_problem import RowCase  # noqa: E402
 from tests.dist.run_cases import (  # noqa: E402
+    CASES_PER_JOB,
     make_reference,
     run_cases,
     run_prefix_cases,
     run_wide_cases,
 )
+from tests.dist.spawn import checked_job  # noqa: E402
 from tests.dist.wide_cases import ALL_CASES as WIDE_CASES  # noqa: E402
 from tests.dist.wide_cases import GRID as WIDE_GRID  # noqa: E402
 from tests.dist.wide_cases import SPECIAL as WIDE_SPECIAL  # noqa: E402
@@ -342,22 +353,51 @@ def row_summary(cases: Mapping[str, RowCase], results: dict[str, dict[str, Any]]
 
 
 def write(page: Path, marks: tuple[str, str], lines: list[str]) -> None:
-    """Replace the part of the page between two marks."""
+    """Replace the part of the page between two marks; only print under another executor."""
     body = "\n".join(lines)
     print(body)
+    if executor() != "megatron":
+        return
     before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
     after = rest.partition(marks[1])[2]
     page.write_text(f"{before}{marks[0]}\n{body}\n{marks[1]}{after}", encoding="utf-8")
 
 
-def main() -> None:
+def compare_bits(pattern: str) -> bool:
+    """Run cases under both executors on one model and print what differs; whether nothing does."""
+    worlds = {name: case.world for name, case in ALL_CASES.items()}
+    worlds |= {f"{OVERLAP}{n}": case.layout.world_size for n, case in OVERLAP_CASES.items()}
+    names = fnmatch.filter(worlds, pattern)
+    results: dict[str, dict[str, Any]] = {}
+    for world in sorted({worlds[name] for name in names}):
+        own = [name for name in names if worlds[name] == world]
+        for first in range(0, len(own), CASES_PER_JOB):
+            part = own[first : first + CASES_PER_JOB]
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "out.json"
+                args = [str(out), *part]
+                checked_job(world, "tests.dist.operations_worker", args, timeout_s=600)
+                results |= json.loads(out.read_text())
+            for name in part:
+                differ = results[name]["differ"]
+                print(
+                    name, results[name]["compared"], "tensors,", len(differ), "differ", *differ[:3]
+                )
+    equal = sum(not result["differ"] for result in results.values())
+    print(f"{equal} of {len(results)} cases have the bits of Megatron's schedules")
+    return equal == len(results)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "exactness.md")
     parser.add_argument("--cases", help="glob of the cases to run")
     parser.add_argument("--models", help="glob of the cases of Hugging Face models to run")
     parser.add_argument("--prefixes", help="glob of the cases with shared prefixes to run")
     parser.add_argument("--dynamic-cp", help="glob of the cases with wide rows to run")
+    parser.add_argument("--executor", choices=get_args(Executor), default="megatron")
     options = parser.parse_args()
+    os.environ[VARIABLE] = options.executor
     patterns = (options.cases, options.models, options.prefixes, options.dynamic_cp)
     everything = all(pattern is None for pattern in patterns)
     if everything or options.dynamic_cp is not None:
@@ -372,7 +412,10 @@ def main() -> None:
     if everything or options.cases is not None:
         names = fnmatch.filter(ALL_CASES, options.cases or "*")
         write(options.out, MARKS, case_lines(names))
+        if options.executor == "operations":
+            return 0 if compare_bits(options.cases or "*") else 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,7 +29,8 @@ from megapack.prefixes import SharedPrefixes
 if TYPE_CHECKING:
     from megapack.cost.model import CostModel
     from megapack.hosts.shared.megatron_lm_model import AuxLoss
-    from megapack.plan.plan import Plan
+    from megapack.plan.executor import choose_executor
+from megapack.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
 

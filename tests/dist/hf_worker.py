@@ -27,6 +27,7 @@ from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from tests.dist.executor import executor
 from tests.dist.hf_cases import HF_CASES, MAX_TOKENS, HfCase, samples
 
 
@@ -40,7 +41,9 @@ def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]
         model, case.layout, vocab_size=model.vocab_size, seed=1, distributed_optimizer=False
     )
     load_hf_weights(chunks, source, device=device)
-    adapter = ScheduleAdapter(chunks, layout=case.layout, logprob_chunk_tokens=16)
+    adapter = ScheduleAdapter(
+        chunks, layout=case.layout, logprob_chunk_tokens=16, executor=executor()
+    )
     prompts, responses = samples()
     batch = SampleBatch.from_prompt_response(prompts, responses)
     plan = build_dp_schedule(batch.lengths, layout=case.layout, max_tokens_per_gpu=MAX_TOKENS)

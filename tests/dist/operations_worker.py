@@ -17,14 +17,20 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megapack import launch
+from megapack import build_dp_schedule, launch
 from megapack.base.choices import Executor
 from megapack.model.init import global_parameters
+from megapack.model.settings import Setting
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.cases import ALL_CASES, Case
+from tests.dist.overlap_worker import CASES as OVERLAP_CASES
+from tests.dist.overlap_worker import STEPS
+from tests.dist.overlap_worker import Case as OverlapCase
 from tests.dist.setup import build_chunks
 
+OVERLAP = "overlap_"
+"""Before the name of a case of `overlap_worker`."""
 EXECUTORS: tuple[Executor, ...] = ("megatron", "operations")
 
 
@@ -55,6 +61,31 @@ def run_case(case: Case) -> dict[str, Any]:
             executor=executor,
         )
         found.append(_values(adapter, case))
+    return differences(*found)
+
+
+def run_overlap(case: OverlapCase) -> dict[str, Any]:
+    """Run steps of different M under each executor, with DDP's overlap; returns what differs."""
+    found: list[dict[str, Tensor]] = []
+    for executor in EXECUTORS:
+        # New chunks: DDP learns in the first step which gradients it waits for.
+        chunks = build_chunks(
+            case.layout,
+            model=problem.MODELS[case.variant][0],
+            distributed_optimizer=case.distributed,
+            reduction={name: Setting(value) for name, value in case.ddp.items()},
+        )
+        adapter = ScheduleAdapter(chunks, layout=case.layout, executor=executor)
+        found.append({})
+        for step, num_samples in enumerate(STEPS):
+            batch = problem.make_batch(num_samples)
+            plan = build_dp_schedule(batch.lengths, layout=case.layout, max_tokens_per_gpu=64)
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            adapter.step(plan, batch, objective=problem.OBJECTIVE)
+            gradients = _gradients(chunks)
+            found[-1] |= {f"gradient {step} {name}": grad for name, grad in gradients.items()}
+        parallel_state.destroy_model_parallel()
     return differences(*found)
 
 
@@ -89,6 +120,15 @@ def _values(adapter: ScheduleAdapter, case: Case) -> dict[str, Tensor]:
     return values
 
 
+def _gradients(chunks: list[Any]) -> dict[str, Tensor]:
+    return {
+        name: param.main_grad.clone()
+        for chunk in chunks
+        for name, param in global_parameters(chunk)
+        if param.requires_grad
+    }
+
+
 def _buffers(chunks: list[Any]) -> dict[str, Tensor]:
     return {f"{i} {n}": b for i, c in enumerate(chunks) for n, b in c.module.named_buffers()}
 
@@ -112,8 +152,11 @@ def main(out: str, names: list[str]) -> None:
     launch.start("cpu")
     results = {}
     for name in names:
-        results[name] = run_case(ALL_CASES[name])
-        parallel_state.destroy_model_parallel()
+        if name.startswith(OVERLAP):
+            results[name] = run_overlap(OVERLAP_CASES[name.removeprefix(OVERLAP)])
+        else:
+            results[name] = run_case(ALL_CASES[name])
+            parallel_state.destroy_model_parallel()
     if os.environ.get("RANK", "0") == "0":
         with open(out, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)

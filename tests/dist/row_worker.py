@@ -16,9 +16,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack import launch
+from megapack.base.choices import Executor
 from megapack.loss.sequence import ValueLoss
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
+from tests.dist.executor import executor
 from tests.dist.row_problem import KINDS, MODELS, PRECISE, RowCase, Samples, result_name
 from tests.dist.sequence_worker import output_error
 from tests.dist.setup import build_chunks
@@ -27,6 +29,9 @@ from tests.dist.worker import gradient_errors, logprob_errors, own_errors, squar
 
 class Run:
     """One model of a case, on this rank."""
+
+    executor: Executor | None = None
+    """What runs the steps; None: that of the process."""
 
     def __init__(self, case: RowCase, name: str, *, value_head: bool) -> None:
         self.case = case
@@ -41,6 +46,7 @@ class Run:
             layout=case.layout,
             logprob_chunk_tokens=16,
             head="value" if value_head else "vocabulary",
+            executor=self.executor or executor(),
         )
 
     def routing(self, samples: Samples) -> Any:

@@ -59,6 +59,8 @@ class Later:
         self.gradients = WeightGradients(chunks)
         self.waiting: deque[int] = deque()
         self.num_backwards = 0
+        self.num_put_off = 0
+        """Products with weights that did not run in their backward."""
         self._chunks = chunks
         self._lag = lag
 
@@ -76,6 +78,7 @@ class Later:
                 for chunk in self._chunks:
                     stack.enter_context(chunk.no_sync())
                 result = original(*args, **kwargs)
+            self.num_put_off += sum(map(len, self.gradients._kept[0, number]))
             self.waiting.append(number)
             while len(self.waiting) > self._lag:
                 self.gradients.run(0, self.waiting.popleft())

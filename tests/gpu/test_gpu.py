@@ -69,6 +69,11 @@ def test_reductions_overlap_with_steps_of_different_m(attention: str, gpu_result
     check_overlap(part(gpu_results, attention, "overlap"))
 
 
+@pytest.mark.parametrize("attention", ["te", "sdpa"])
+def test_weight_gradients_come_later(attention: str, gpu_results: Results) -> None:
+    check_split_backward(part(gpu_results, attention, "split_backward"))
+
+
 @pytest.mark.parametrize("attention", ["te", "varlen"])
 def test_no_forward_waits_for_the_device(attention: str, gpu_results: Results) -> None:
     assert part(gpu_results, attention, "waits")["num_microbatches"] > 1
@@ -82,6 +87,12 @@ def test_logprobs_come_from_fp32_logits(gpu_results: Results) -> None:
 def check_overlap(found: dict[str, Any]) -> None:
     """An exact step after one of fewer micro-batches."""
     assert 0 < found["num_microbatches_before"] < found["num_microbatches"]
+    check_fp32(found)
+
+
+def check_split_backward(found: dict[str, Any]) -> None:
+    """Exact, with the four linear layers of each of four layers put off."""
+    assert found["products_put_off"] == 4 * 4
     check_fp32(found)
 
 

@@ -18,8 +18,10 @@ from megapack.model import initialize_parallel
 from megapack.model.settings import Setting
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
+from megapack.schedule.checks import check_split_backward
 from megapack.schedule.forward import ForwardStep
 from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE
+from tests.dist.split_backward_worker import Later
 from tests.gpu import problem
 from tests.gpu.compare import Samples, build_adapter, exactness
 from tools import logit_precision
@@ -68,6 +70,16 @@ def overlap(attention: str, reference: dict[str, Samples]) -> Found:
         chunk.zero_grad_buffer()
     second = exactness(adapter, reference["fp32"])
     return {**second, "num_microbatches_before": first["num_microbatches"]}
+
+
+def split_backward(attention: str, reference: dict[str, Samples]) -> Found:
+    """Errors in fp32 of a step whose weight gradients come up to three micro-batches later."""
+    adapter = build_adapter(problem.model(attention, "fp32"), Layout(), splits_backward=True)
+    check_split_backward(adapter.chunks, adapter.config)
+    later = Later(adapter.chunks, lag=3)
+    with later.splitting():
+        found: Found = exactness(adapter, reference["fp32"])
+    return {**found, "products_put_off": later.num_put_off / later.num_backwards}
 
 
 def waits(attention: str, reference: dict[str, Samples]) -> Found:
@@ -205,7 +217,7 @@ def parts(device: str, attention: str) -> dict[str, Callable[[str, dict[str, Sam
     # torch's varlen attention supports half precision only.
     if attention != "varlen":
         found["fp32"] = in_fp32
-        found |= {"experts": experts, "overlap": overlap}
+        found |= {"experts": experts, "overlap": overlap, "split_backward": split_backward}
     if attention != "sdpa":
         found["waits"] = waits
     if attention == "te":

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.run import run
-from tests.gpu.test_gpu import check_bf16, check_fp32, check_isolation, check_overlap
+from tests.gpu.test_gpu import (
+    check_bf16,
+    check_fp32,
+    check_isolation,
+    check_overlap,
+    check_split_backward,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +25,7 @@ def test_sdpa_and_pipelines_equal_the_reference_on_a_cpu(tmp_path: Path) -> None
     assert list(found) == ["sdpa", "pipeline_sdpa"]
     check_isolation(found["sdpa"].pop("isolation"))
     check_overlap(found["sdpa"].pop("overlap"))
+    check_split_backward(found["sdpa"].pop("split_backward"))
     check_fp32(found["sdpa"].pop("experts"))
     assert {**found["sdpa"], **found["pipeline_sdpa"]}.keys() == {
         *("fp32", "bf16", "pp2_fp32", "pp2_bf16", "pp2_vpp2_fp32", "pp2_vpp2_bf16")

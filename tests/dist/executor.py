@@ -1,0 +1,14 @@
+"""The executor that workers run cases with, which a tool may choose for all of its jobs."""
+
+from __future__ import annotations
+
+import os
+
+from megapack.base.choices import Executor
+
+VARIABLE = "MEGAPACK_TEST_EXECUTOR"
+
+
+def executor() -> Executor:
+    """The executor of this process's cases."""
+    return "operations" if os.environ.get(VARIABLE) == "operations" else "megatron"

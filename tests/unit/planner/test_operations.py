@@ -1,0 +1,168 @@
+"""Split samples and split backwards: what the search gains, and what it must not do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapack import (
+    CostModel,
+    Layout,
+    Plan,
+    PlanError,
+    Policy,
+    SharedPrefixes,
+    build_dp_schedule,
+    check_plan,
+)
+from megapack.pipeline.simulator import simulate_planned
+from megapack.planner import pieces, weight_fill
+
+pytestmark = pytest.mark.unit
+
+COST = CostModel(fixed=100.0, per_token=1.0, per_token_sq=1 / 12288)
+PIECES = Policy(split_samples="auto", search=300)
+WEIGHTS = Policy(backward="split", search=300)
+BOTH = Policy(split_samples="auto", backward="split", search=300)
+RNG = np.random.default_rng(7)
+SHORT = np.clip(RNG.lognormal(6, 0.8, 120), 1, 4000).astype(int).tolist()
+# One sample has a quarter of all work.
+ONE_LONG = [*SHORT, 12000]
+LAYOUTS = [
+    Layout(dp=4, pp=4),
+    Layout(dp=2, pp=4, vpp=2, microbatch_group_size=6),
+    Layout(dp=2, pp=2, cp=2, tp=2, sequence_parallel=True),
+]
+
+
+def planned(lengths: list[int], layout: Layout, policy: Policy, **arguments: Any) -> Plan:
+    arguments = {"max_tokens_per_gpu": 32768, "cost": COST, **arguments}
+    plan = build_dp_schedule(lengths, layout=layout, policy=policy, **arguments)
+    check_plan(plan, lengths)
+    return plan
+
+
+def seconds(plan: Plan, cost: CostModel | None = COST) -> float:
+    return sum(simulate_planned(plan, step, cost).makespan for step in plan.steps)
+
+
+def split_samples(plan: Plan) -> set[int]:
+    return {mb.samples[0] for step in plan.steps for mb in step.microbatches if mb.piece}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_long_sample_no_longer_decides_the_step(layout: Layout) -> None:
+    fixed = seconds(planned(ONE_LONG, layout, Policy(search=300)))
+    plan = planned(ONE_LONG, layout, PIECES)
+    both = planned(ONE_LONG, layout, BOTH)
+    assert len(ONE_LONG) - 1 in split_samples(plan)
+    assert seconds(both) < seconds(plan) < 0.9 * fixed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weight_gradients_fill_waits_within_the_cap(layout: Layout) -> None:
+    fixed = planned(SHORT, layout, Policy(search=300))
+    plan = planned(SHORT, layout, WEIGHTS)
+    assert seconds(plan) < 0.97 * seconds(fixed)
+    step = plan.steps[0]
+    live = simulate_planned(plan, step, COST).peak_live_tokens
+    assert live <= plan.live_cap(step)
+    assert all("W" in line for lines in step.orders for line in lines)
+    tight = dataclasses.replace(WEIGHTS, max_live_tokens_per_gpu=int(0.9 * live))
+    capped = planned(SHORT, layout, tight)
+    assert simulate_planned(capped, capped.steps[0], COST).peak_live_tokens <= 0.9 * live
+
+
+def test_equal_seconds_without_a_gain_leave_megatrons_order() -> None:
+    plan = planned(SHORT, Layout(dp=2), BOTH)
+    assert plan.steps[0].orders == ()
+    assert not split_samples(plan)
+    none_left = dataclasses.replace(COST, weight_ratio=0.0)
+    assert planned([64] * 64, Layout(pp=2), WEIGHTS, cost=none_left).steps[0].orders == ()
+
+
+@pytest.mark.parametrize("policy", [BOTH, dataclasses.replace(BOTH, search=0)])
+def test_a_sample_over_the_budget_is_cut_until_its_pieces_fit(policy: Policy) -> None:
+    lengths = [*SHORT, 20000]
+    plan = planned(lengths, Layout(dp=2, pp=4), policy, max_tokens_per_gpu=8192)
+    assert 120 in split_samples(plan)
+    assert max(mb.padded_tokens for mb in plan.steps[0].microbatches) <= 8192
+
+
+def test_a_sample_whose_pieces_are_over_the_cap_is_alone_or_refused() -> None:
+    layout = Layout(dp=2, pp=2)
+    lengths = [*SHORT, 40000]
+    plan = planned(lengths, layout, BOTH, max_tokens_per_gpu=8192)
+    assert max(mb.padded_tokens for mb in plan.steps[0].microbatches) == 40000
+    strict = dataclasses.replace(BOTH, oversize="error")
+    with pytest.raises(PlanError, match="sample 120 has 40000 padded tokens") as caught:
+        planned(lengths, layout, strict, max_tokens_per_gpu=8192)
+    live = int(str(caught.value).split("max_live_tokens_per_gpu to ")[1].split()[0])
+    allowed = dataclasses.replace(strict, max_live_tokens_per_gpu=live)
+    plan = planned(lengths, layout, allowed, max_tokens_per_gpu=8192)
+    assert 120 in split_samples(plan)
+
+
+def test_a_forward_pass_cuts_only_samples_over_the_budget() -> None:
+    arguments: dict[str, Any] = {"max_tokens_per_gpu": 8192, "forward_only": True}
+    plan = planned([*SHORT, 20000], Layout(dp=2, pp=2), BOTH, **arguments)
+    assert split_samples(plan) == {120}
+    assert plan.steps[0].orders == ()
+    assert not split_samples(planned([*SHORT, 8000], Layout(dp=2, pp=2), BOTH, **arguments))
+
+
+def test_colocated_sets_and_shared_prefixes_stay_whole() -> None:
+    sets = [i // 2 for i in range(len(ONE_LONG) + 1)]
+    plan = planned([*ONE_LONG, 5000], Layout(dp=2, pp=4), BOTH, colocate_ids=sets)
+    assert not split_samples(plan) & {120, 121}
+    tokens = [list(range(length)) for length in [2000] * 8 + [12000] * 4]
+    prefixes = SharedPrefixes.from_samples(tokens)
+    lengths = [len(own) for own in tokens]
+    plan = planned(lengths, Layout(dp=2, pp=2), BOTH, prefixes=prefixes)
+    assert not split_samples(plan)
+    assert plan.steps[0].orders
+
+
+def test_the_faster_of_wide_rows_and_pieces_is_taken() -> None:
+    layout = Layout(dp=4, pp=4)
+    dynamic = Policy(context_parallel="dynamic", search=300)
+    all_three = dataclasses.replace(BOTH, context_parallel="dynamic")
+    fastest = min(seconds(planned(ONE_LONG, layout, policy)) for policy in (dynamic, BOTH))
+    plan = planned(ONE_LONG, layout, all_three)
+    assert seconds(plan) == pytest.approx(fastest)
+    wide = any(mb.width > 1 for mb in plan.steps[0].microbatches)
+    assert wide != bool(plan.steps[0].orders)
+
+
+def test_ranks_in_lockstep_run_one_order() -> None:
+    layout = Layout(dp=2, pp=4, ep=2)
+    fixed = planned(SHORT, layout, Policy(search=300))
+    plan = planned(SHORT, layout, WEIGHTS)
+    assert plan.steps[0].orders
+    assert seconds(plan) < seconds(fixed)
+
+
+def test_pieces_have_equal_work_and_whole_alignments() -> None:
+    layout = Layout(pp=2, cp=2)
+    plan = planned([12000, *[500] * 10], layout, PIECES)
+    rows = [mb for mb in plan.steps[0].microbatches if mb.piece]
+    assert len(rows) > 1
+    assert all(mb.piece[0] % layout.sample_alignment == 0 for mb in rows if mb.piece)
+    halves = [pieces._cut_at(COST, 12000, part) for part in (0.25, 0.5, 0.75)]
+    work = [n + n * n / 12288 for n in (0.0, *halves, 12000.0)]
+    assert np.ptp(np.diff(work)) == pytest.approx(0, abs=1e-6)
+
+
+def test_waits_are_filled_as_the_docstring_shows() -> None:
+    plan = planned(
+        [1] * 2, Layout(pp=2), WEIGHTS, max_tokens_per_gpu=1, cost=CostModel(per_token=1.0)
+    )
+    drawn = [
+        [op for op in line.split()[2:] if op != "."]
+        for line in (weight_fill.__doc__ or "").splitlines()
+        if line.startswith("    stage")
+    ]
+    assert [line.split() for line in plan.steps[0].orders[0]] == drawn
