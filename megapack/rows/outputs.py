@@ -95,7 +95,9 @@ def samples_in_scope(step: StepPlan, dp_rank: int, scope: Scope) -> tuple[int, .
     """
     if scope == "all":
         return step.kept_samples
-    return tuple(sorted(i for micro_batch in step.ranks[dp_rank] for i in micro_batch.samples))
+    return tuple(
+        sorted(i for micro_batch in step.ranks[dp_rank] for i in micro_batch.begun_samples)
+    )
 
 
 def reduced_samples(
@@ -109,7 +111,7 @@ def reduced_samples(
     """
     if scope == "all":
         return [(step.kept_samples, True)]
-    own = [i for mb in step.ranks[dp_rank] if mb.width == 1 for i in mb.samples]
+    own = [i for mb in step.ranks[dp_rank] if mb.width == 1 for i in mb.begun_samples]
     spread = [i for mb in step.microbatches if mb.width > 1 for i in mb.samples]
     groups = [(tuple(sorted(own)), False)]
     return [*groups, (tuple(sorted(spread)), True)] if spread else groups

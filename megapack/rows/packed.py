@@ -7,6 +7,10 @@ each begins. A branch is a whole sample, or a part of one that shares its beginn
 `prefixes`). The position of token t predicts token t + 1, its label. A loss belongs to one sample
 and one label: where samples share a position, it has a loss for each of them.
 
+A row may begin with a piece of a sample: a branch that starts at an offset. The label of its last
+position is the first token of the next piece. N counts all tokens of such a sample; so what rows of
+its pieces have is added up to the whole sample.
+
 Shape suffixes: T row tokens, t tokens of the row that this rank's routers see, S1 branches (dummies
 included) plus one, n and S real samples, N tokens of all samples, one sample after the other, O
 those of them that this rank's routers see, P pairs of branches and samples, J branches, R losses, U
@@ -15,6 +19,7 @@ distinct positions of losses, E sample ends, L MoE layers of the whole model, K 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,16 +107,30 @@ class PackedRow:
         sample_of_R          0 0 1 1
         end_positions_E      2 4
         cu_seqlens_S1        0 1 3 5
+
+    With the piece (1, 3) of the sample [5, 6, 7, 8], and a row of 2 tokens:
+
+        tokens_T             6 7
+        position_ids_T       1 2
+        labels_T             7 8
+        branch_of_T          0 0
+        positions_N          -1 0 1 -1
+        loss_positions_R     0 1
+        label_index_R        2 3
+        sample_of_R          0 0
+        end_positions_E
+        cu_seqlens_S1        0 2
     """
 
     samples: tuple[int, ...]
     """Sample indices of the plan, in the order of the plan; () for a padding micro-batch."""
     lengths: tuple[int, ...]
-    """Real tokens of each sample."""
+    """Real tokens of each sample, of a piece those of the whole sample."""
     branches: tuple[Branch, ...] = field(metadata={"moves": False})
     """Where the samples are in the row; `Branch.samples` are indices into `samples`."""
     positions_N: Tensor = field(metadata={"moves": False})
-    """int64, on the host: the position of each token of each sample."""
+    """int64, on the host: the position of each token of each sample; -1 if the row has only a piece
+    without it."""
     tokens_T: Tensor
     position_ids_T: Tensor
     labels_T: Tensor
@@ -150,6 +169,8 @@ class PackedRow:
     """The value of each field at each loss's label, [R]; per-sample fields are repeated."""
     sample_fields: Mapping[str, Tensor] = field(default_factory=dict)
     """The fields with one number per sample, once more as [n]."""
+    piece: tuple[int, int] | None = None
+    """Where the row's part of its first sample begins and ends; None if the sample is whole."""
     tensors: Mapping[str, RowTensor] = field(default_factory=dict)
     """The samples' `TensorField`s; whole on every context-parallel rank."""
     ahead: tuple[PackedRow, ...] = ()
@@ -166,6 +187,11 @@ class PackedRow:
     def num_slices(self) -> int:
         """Ranks that the row is cut over; 1 for a whole row."""
         return self.row_tokens // self.tokens_T.numel()
+
+    @property
+    def ends_chain(self) -> bool:
+        """Whether the row has the last piece of a sample."""
+        return self.piece is not None and self.piece[1] == self.lengths[0]
 
     @property
     def num_shared(self) -> int:
@@ -205,18 +231,27 @@ def pack_row(
     Raises:
         DataError: the samples differ in length from the plan, share positions although their tokens
             differ, or have a token id outside the model's vocabulary (on a GPU the embedding lookup
-            would end the process).
+            would end the process); or a sample in pieces has tensors.
     """
     samples = micro_batch.samples
     lengths = tuple(batch.length(i) for i in samples)
-    if sum(lengths) != micro_batch.tokens:
+    start, end = micro_batch.piece or (0, lengths[0] if lengths else 0)
+    held_lengths = [end - start, *lengths[1:]] if lengths else []
+    if sum(held_lengths) != micro_batch.tokens or (lengths and end > lengths[0]):
         raise DataError(
-            f"samples {samples} hold {sum(lengths)} tokens, the plan counts {micro_batch.tokens}; "
-            "plan with the lengths of this batch"
+            f"samples {samples} hold {sum(held_lengths)} tokens, the plan counts "
+            f"{micro_batch.tokens}; plan with the lengths of this batch"
+        )
+    if micro_batch.piece is not None and batch.tensor_names:
+        raise DataError(
+            f"sample {samples[0]} is in pieces, and the batch has the tensor "
+            f"{batch.tensor_names[0]!r}, which is not cut; plan with Policy(split_samples='off')"
         )
     layout = layout.over(micro_batch.width)
     table = None if prefixes is None else prefixes.over(micro_batch.width)
-    branches = row_branches(samples, lengths, layout, table)
+    branches = row_branches(samples, held_lengths, layout, table)
+    if micro_batch.piece is not None:
+        branches[0] = dataclasses.replace(branches[0], offset=start)
     held = sum(branch.tokens for branch in branches)
     tail = micro_batch.row_tokens - held
     if tail < 0:
@@ -232,6 +267,7 @@ def pack_row(
     writer = _RowWriter(batch, samples, branches, micro_batch.row_tokens)
     names = batch.field_names if field_names is None else field_names
     losses = writer.losses(sample_weights)
+    end_positions_E, end_samples_E = writer.ends()
     return PackedRow(
         samples=samples,
         lengths=lengths,
@@ -242,8 +278,8 @@ def pack_row(
         labels_T=writer.labels(),
         branch_of_T=writer.branch_of(),
         **losses,
-        end_positions_E=writer.end_positions(),
-        end_samples_E=torch.arange(len(samples)),
+        end_positions_E=end_positions_E,
+        end_samples_E=end_samples_E,
         set_of_n=_sets(samples, colocate_ids),
         cu_seqlens_S1=torch.tensor([0, *spans], dtype=torch.int64).cumsum(0).to(torch.int32),
         padded_lengths=tuple(spans),
@@ -254,6 +290,7 @@ def pack_row(
         sample_fields={
             name: writer.per_sample(name) for name in names if writer.is_per_sample(name)
         },
+        piece=micro_batch.piece,
         tensors=batch.row_tensors(samples, _trees(branches)),
     )
 
@@ -278,7 +315,8 @@ def unpack_row(row: PackedRow, values_R: Tensor) -> list[Tensor]:
         values_R: one value per loss, about its label (such as a log-prob).
 
     Returns:
-        For each sample of `row.samples` a tensor of its real length, a view of one tensor.
+        For each sample of `row.samples` a tensor of its real length, a view of one tensor. Tokens
+        of a sample's other pieces are 0 too.
 
     >>> from megapack import Layout, MicroBatch
     >>> batch = SampleBatch([[5, 6, 7], [8, 9]])
@@ -332,25 +370,26 @@ class _RowWriter:
         self.is_shared = any(len(branch.samples) > 1 for branch in branches)
         self.lengths = [batch.length(i) for i in samples]
         self.positions_N = _joined(self._positions(), torch.int64)
+        self.is_held_N = self.positions_N >= 0
         self.ids_N = _joined([batch.tokens(i) for i in samples], torch.int64)
         firsts = list(itertools.accumulate(self.lengths, initial=0))[:-1]
         self.is_first_N = torch.zeros(self.ids_N.numel(), dtype=torch.bool)
         self.is_first_N[firsts] = True
 
     def _positions(self) -> list[Tensor]:
-        parts: list[list[Tensor]] = [[] for _ in self.samples]
+        positions = [torch.full((length,), -1) for length in self.lengths]
         for branch in self.branches:
             for k in branch.samples:
-                tokens = min(branch.tokens, self.lengths[k] - branch.offset)
-                parts[k].append(torch.arange(branch.start, branch.start + tokens))
-        return [torch.cat(own) for own in parts]
+                own = positions[k][branch.offset : branch.offset + branch.tokens]
+                own[:] = torch.arange(branch.start, branch.start + own.numel())
+        return positions
 
     def tokens(self) -> Tensor:
-        return self._written(self.positions_N, self.ids_N)
+        return self._written(self.positions_N[self.is_held_N], self.ids_N[self.is_held_N])
 
     def labels(self) -> Tensor:
         # The token after each one, but after the last of a sample.
-        has_label_N = ~self.is_first_N.roll(-1)
+        has_label_N = ~self.is_first_N.roll(-1) & self.is_held_N
         return self._written(self.positions_N[has_label_N], self.ids_N.roll(-1)[has_label_N])
 
     def _written(self, positions: Tensor, ids: Tensor) -> Tensor:
@@ -384,9 +423,12 @@ class _RowWriter:
             out_T[branch.start : branch.start + tokens] = index
         return out_T
 
-    def end_positions(self) -> Tensor:
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Positions of the samples' last tokens that the row has, and the index of each sample."""
         ends = torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1
-        return self.positions_N[ends]
+        positions = self.positions_N[ends]
+        held = positions >= 0
+        return positions[held], torch.arange(len(self.samples))[held]
 
     def losses(self, sample_weights: Sequence[float] | None) -> dict[str, Any]:
         """The attributes of a row about its losses."""
@@ -398,6 +440,8 @@ class _RowWriter:
         sample_of_N = torch.arange(len(self.samples)).repeat_interleave(lengths)
         weights_N = torch.tensor(weights, dtype=torch.float32)[sample_of_N] * mask_N
         weights_N[self.is_first_N] = 0.0
+        # A loss is in the row that has the position before its label.
+        weights_N[~self.is_held_N.roll(1)] = 0.0
         index_R = weights_N.nonzero().squeeze(1)
         return {
             "label_index_R": index_R,

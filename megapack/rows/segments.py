@@ -134,3 +134,41 @@ def no_segments(field_names: Sequence[str]) -> Segments:
         fields=dict.fromkeys(field_names, values),
         scores_n=values,
     )
+
+
+def chain_segments(rows: Sequence[Segments]) -> Segments:
+    """The segments of the rows of a chain, as those of one row; losses stay in their order.
+
+    The sample in pieces is the first of each row, and a colocated set by itself. Only the row that
+    has its end has its score; in the others the score is 0.
+
+    >>> two = Segments(sample_of_R=torch.tensor([0, 0, 1]), set_of_n=torch.tensor([0, 1]))
+    >>> joined = chain_segments([two, two])
+    >>> joined.sample_of_R, joined.set_of_n
+    (tensor([0, 0, 1, 0, 0, 2]), tensor([0, 1, 2]))
+    """
+    first, *others = rows
+    samples = [first.sample_of_R]
+    sets = [first.set_of_n]
+    count = first.num_samples
+    num_sets = first.set_of_n.max() + 1
+    for row in others:
+        samples.append(torch.where(row.sample_of_R > 0, row.sample_of_R + (count - 1), 0))
+        sets.append(row.set_of_n[1:] + (num_sets - 1))
+        count += row.num_samples - 1
+        num_sets = num_sets + row.set_of_n.max()
+    scores_n = None
+    if first.scores_n is not None:
+        scores = [row.scores_n for row in rows if row.scores_n is not None]
+        end = torch.stack([own[0] for own in scores]).sum(0, keepdim=True)
+        scores_n = torch.cat([end, *(own[1:] for own in scores)])
+    return Segments(
+        sample_of_R=torch.cat(samples),
+        set_of_n=torch.cat(sets),
+        fields={
+            name: torch.cat([first.fields[name], *(row.fields[name][1:] for row in others)])
+            for name in first.fields
+        },
+        scores_n=scores_n,
+        cp_group=first.cp_group,
+    )

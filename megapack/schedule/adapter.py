@@ -408,6 +408,8 @@ class ScheduleAdapter:
             )
         if plan.prefixes is not None:
             checks.check_shared_prefixes(self.chunks, self.config, is_training=call.is_training)
+        if any(mb.piece is not None for mb in call.rows(self.dp_rank)):
+            checks.check_split_samples(self.chunks, self.config, is_training=call.is_training)
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
             self._checked_digest = plan.digest()

@@ -22,7 +22,7 @@ from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_rows import te_attentions
 from megapack.model.attention.varlen import PackedVarlen
-from megapack.model.experts.model import check_experts
+from megapack.model.experts.model import check_experts, has_balance_loss
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.init import is_expert
 from megapack.model.mtp import check_mtp, num_depths
@@ -286,7 +286,7 @@ def check_shared_prefixes(chunks: Sequence[Any], config: Any, *, is_training: bo
         advice=advice,
     )
     if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
-        _check_te_prefixes(config, advice)
+        _check_te_gathered_keys(config, "shared prefixes", advice)
 
 
 def check_wide_rows(
@@ -315,6 +315,34 @@ def check_wide_rows(
     )
     if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
         _check_te_wide_rows(config, shares_prefixes, advice)
+
+
+def check_split_samples(chunks: Sequence[Any], config: Any, *, is_training: bool) -> None:
+    """Raise ConfigError if the model would be wrong on samples in pieces."""
+    advice = "or plan.split_samples=off (Policy(split_samples='off'))"
+    if is_training and config.attention_dropout:
+        raise ConfigError(
+            f"attention_dropout={config.attention_dropout}: attention to a sample's earlier pieces "
+            f"has none; set it to 0, {advice}"
+        )
+    if num_depths(config):
+        raise ConfigError(
+            f"mtp_num_layers={config.mtp_num_layers}: multi-token prediction needs tokens of a "
+            f"sample's next piece; set it to None, {advice}"
+        )
+    if is_training and config.num_moe_experts and has_balance_loss(config):
+        raise ConfigError(
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff}: a sample's balance loss needs the "
+            f"routes of all its pieces; set it to 0, {advice}"
+        )
+    _check_attention(
+        chunks,
+        tokens="of a sample's later pieces",
+        task="attend to a sample's earlier pieces",
+        advice=advice,
+    )
+    if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
+        _check_te_gathered_keys(config, "samples in pieces", advice)
 
 
 def _check_attention(chunks: Sequence[Any], *, tokens: str, task: str, advice: str) -> None:
@@ -357,17 +385,17 @@ def _check_te_wide_rows(config: Any, shares_prefixes: bool, advice: str) -> None
             )
 
 
-def _check_te_prefixes(config: Any, advice: str) -> None:
+def _check_te_gathered_keys(config: Any, what: str, advice: str) -> None:
     if config.context_parallel_size > 1:
         raise ConfigError(
-            "Transformer Engine's attention has no shared prefixes with context parallelism "
+            f"Transformer Engine's attention has no {what} with context parallelism "
             f"(cp={config.context_parallel_size}); set model.attention=varlen, {advice}"
         )
     # FP8 kernels take no packed rows with that mask; windows with it are not tested.
     for name in ("fp8_dot_product_attention", "fp8_multi_head_attention", "window_size"):
         if getattr(config, name, None):
             raise ConfigError(
-                f"{name}={getattr(config, name)} with shared prefixes is not supported by "
+                f"{name}={getattr(config, name)} with {what} is not supported by "
                 f"Transformer Engine's attention; unset it, {advice}"
             )
 

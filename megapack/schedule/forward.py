@@ -19,9 +19,10 @@ from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scor
 from megapack.model.liger import Logprobs
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name
-from megapack.rows.packed import PackedRow, unpack_row
+from megapack.rows.packed import PackedRow, RoutingRow, unpack_row
 from megapack.rows.segments import row_segments
-from megapack.schedule.listeners import Listener, Listeners
+from megapack.schedule.chains import ChainLosses, LossInputs
+from megapack.schedule.listeners import Kind, Listener, Listeners
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class LastStage:
         self._with_entropy = with_entropy
         self._options = options
         self._pass = schedule_pass
+        self._chains = ChainLosses(self._objective_loss)
 
     def __call__(self, row: PackedRow, head: DeferredHead, hidden: Tensor) -> LossReport:
         """The loss of one row; without an objective, a sum whose gradient is not used."""
@@ -97,8 +99,7 @@ class LastStage:
         self._collect(row, {"values": values_R})
         # Every context-parallel rank has the scores, but outputs are summed over these ranks.
         if row.cp_group is None or row.cp_group.rank() == 0:
-            scores = zip(row.samples, scores_n.unbind(), strict=True)
-            self._pass.outputs["scores"].update(scores)
+            self._add_outputs(row, "scores", scores_n.unbind())
         return _report(values_R.sum())
 
     def _loss(
@@ -108,14 +109,23 @@ class LastStage:
         entropy_R: Tensor | None,
         scores_n: Tensor | None,
     ) -> Tensor:
-        assert self._objective is not None
-        segments = row_segments(row, scores_n=scores_n)
-        losses_R, metrics = call_objective(
-            self._objective, values_R, entropy_R, row.fields, segments
+        inputs = LossInputs(
+            values_R=values_R,
+            entropy_R=entropy_R,
+            fields=row.fields,
+            weights_R=row.weights_R,
+            segments=row_segments(row, scores_n=scores_n),
         )
-        if entropy_R is not None:
-            metrics = {"entropy": entropy_R, **metrics}
-        return self._add_up(row.weights_R, {"loss": losses_R, **metrics})
+        return self._objective_loss(inputs) if row.piece is None else self._chains.add(row, inputs)
+
+    def _objective_loss(self, inputs: LossInputs) -> Tensor:
+        assert self._objective is not None
+        losses_R, metrics = call_objective(
+            self._objective, inputs.values_R, inputs.entropy_R, inputs.fields, inputs.segments
+        )
+        if inputs.entropy_R is not None:
+            metrics = {"entropy": inputs.entropy_R, **metrics}
+        return self._add_up(inputs.weights_R, {"loss": losses_R, **metrics})
 
     def _logprobs(
         self, row: PackedRow, head: DeferredHead, hidden: Tensor, with_entropy: bool
@@ -170,13 +180,33 @@ class LastStage:
                 continue
             # Losses of other context-parallel ranks stay zero, so that the sum over these ranks is
             # the whole row.
-            for sample, value in zip(row.samples, unpack_row(row, values_R), strict=True):
-                self._pass.outputs[name][sample] = value
+            self._add_outputs(row, name, unpack_row(row, values_R))
+
+    def _add_outputs(self, row: PackedRow, name: str, values: Sequence[Tensor]) -> None:
+        outputs = self._pass.outputs[name]
+        for sample, value in zip(row.samples, values, strict=True):
+            # Each row of a sample in pieces has 0 for its other tokens.
+            outputs[sample] = outputs[sample] + value if sample in outputs else value
 
 
 def run_now(work: Callable[[], T]) -> T | None:
     """Run a piece of work; memory that runs out is an error."""
     return work()
+
+
+class _RowOfBackward(Listener):
+    """Tells routers whose forward is recomputed which row it is."""
+
+    def __init__(self, schedule_pass: SchedulePass) -> None:
+        self._pass = schedule_pass
+        self._rows: dict[int, RoutingRow | None] = {}
+
+    def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
+        self._rows[microbatch] = self._pass.routing
+
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        if kind == "B":
+            self._pass.recomputed = self._rows[microbatch]
 
 
 class ForwardStep:
@@ -203,7 +233,7 @@ class ForwardStep:
         self._chunks = chunks
         self._last_stage = last_stage
         self._pass = schedule_pass
-        self._listeners = Listeners(listeners)
+        self._listeners = Listeners([*listeners, _RowOfBackward(schedule_pass)])
         self._attempt = attempt
 
     def __call__(

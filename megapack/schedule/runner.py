@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megapack.base.choices import Executor
 from megapack.layout import Layout
+from megapack.model.attention.carried import carry_keys
 from megapack.model.attention.packed import with_params
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, token_weight
@@ -137,6 +138,7 @@ class ScheduleRunner:
         if memory is not None:
             options["attempt"] = memory.attempt
         device_rows = self.device_rows(rows)
+        carry_keys(device_rows, keeps_gradients=call.is_training)
         forward_step = self.forward_step(call, schedule_pass, **options)
         with (
             contextlib.nullcontext() if memory is None else memory.backwards(),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack import launch
+from megapack.base.choices import Executor
 from megapack.loss.sequence import ValueLoss
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
@@ -28,6 +29,9 @@ from tests.dist.worker import gradient_errors, logprob_errors, own_errors, squar
 
 class Run:
     """One model of a case, on this rank."""
+
+    executor: Executor | None = None
+    """What runs the steps; None: that of the process."""
 
     def __init__(self, case: RowCase, name: str, *, value_head: bool) -> None:
         self.case = case
@@ -42,7 +46,7 @@ class Run:
             layout=case.layout,
             logprob_chunk_tokens=16,
             head="value" if value_head else "vocabulary",
-            executor=executor(),
+            executor=self.executor or executor(),
         )
 
     def routing(self, samples: Samples) -> Any:

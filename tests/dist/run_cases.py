@@ -11,6 +11,7 @@ from tests.dist.cases import ALL_CASES
 from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES
 from tests.dist.row_problem import RowCase
 from tests.dist.spawn import checked_job
+from tests.dist.split_cases import ALL_CASES as SPLIT_CASES
 from tests.dist.wide_cases import ALL_CASES as WIDE_CASES
 
 # Each case leaves its process groups and their threads behind, which slow down the next case.
@@ -58,6 +59,17 @@ def run_wide_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, An
         all_cases=WIDE_CASES,
         module="tests.dist.wide_cases",
         worker="tests.dist.wide_worker",
+    )
+
+
+def run_split_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run cases of `split_cases.py` and their reference; results by case and objective."""
+    return _run_row_cases(
+        list(names),
+        folder,
+        all_cases=SPLIT_CASES,
+        module="tests.dist.split_cases",
+        worker="tests.dist.split_worker",
     )
 
 

@@ -25,9 +25,14 @@ from megapack.plan.order import Operation
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.delayed_linear import linear_layers
+from tests.dist.sequence_problem import KINDS
 from tests.dist.setup import build_chunks
 
-OBJECTIVES = {"sft": SFT(), "grpo": problem.OBJECTIVE}
+OBJECTIVES = {
+    "sft": SFT(),
+    "grpo": problem.OBJECTIVE,
+    "gspo": KINDS["gspo"].objective,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,40 +135,53 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 PP2 = Layout(pp=2)
+PP2_VPP2 = Layout(pp=2, vpp=2)
+DP2_PP2 = Layout(dp=2, pp=2)
 TP2_SP = Layout(tp=2, sequence_parallel=True)
+TP2_SP_PP2 = Layout(tp=2, pp=2, sequence_parallel=True)
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 5000}
 CASES = {
-    "single": Case(layout=Layout()),
-    "single_full": Case(layout=Layout(), recompute="full"),
     "single_moe": Case(layout=Layout(), variant="moe"),
     # Without updates of the biases, which would change the experts of the second step.
     "single_moe_shared": Case(
         layout=Layout(), variant="moe_shared", model={"moe_bias_update_rate": 0.0}
     ),
-    "single_mla": Case(layout=Layout(), variant="mla"),
     "single_mla_full": Case(layout=Layout(), variant="mla", recompute="full"),
     "single_mtp": Case(layout=Layout(), variant="mtp"),
     "single_other": Case(layout=Layout(), variant="other"),
-    "single_bias": Case(layout=Layout(), model={"qkv_bias": True}),
     "single_te": Case(layout=Layout(), layers="te", recompute="full"),
     "pp2_te_fused": Case(layout=PP2, layers="te_fused", model={"qkv_bias": True}),
     "dp2_te_quantized": Case(
         layout=Layout(dp=2), ddp=OVERLAP, layers="te_quantized", model={"qkv_bias": True}
     ),
-    "dp2_te_fused": Case(layout=Layout(dp=2), ddp=OVERLAP, layers="te_fused"),
-    "pp2": Case(layout=PP2),
-    "pp2_full": Case(layout=PP2, recompute="full", objective="sft"),
-    "tp2": Case(layout=Layout(tp=2)),
-    "tp2_sp": Case(layout=TP2_SP),
+    "pp2_full_sft": Case(layout=PP2, recompute="full", objective="sft"),
+    "tp2_bias": Case(layout=Layout(tp=2), model={"qkv_bias": True}),
     "tp2_sp_mla": Case(layout=TP2_SP, variant="mla"),
-    "dp2_overlap": Case(layout=Layout(dp=2), ddp=OVERLAP),
     "dp2_sharded_overlap": Case(layout=Layout(dp=2), ddp=OVERLAP, distributed=True),
     "dp2_ep2": Case(layout=Layout(dp=2, ep=2), variant="moe", ddp=OVERLAP),
-    "pp2_vpp2": Case(layout=Layout(pp=2, vpp=2), recompute="full"),
-    "dp2_pp2": Case(layout=Layout(dp=2, pp=2), ddp=OVERLAP, distributed=True),
+    "pp2_vpp2": Case(layout=PP2_VPP2),
+    "dp2_pp2": Case(layout=DP2_PP2, ddp=OVERLAP, distributed=True),
     "pp4": Case(layout=Layout(pp=4)),
-    "tp2_sp_pp2": Case(layout=Layout(tp=2, pp=2, sequence_parallel=True), recompute="full"),
+    "tp2_sp_pp2_full": Case(layout=TP2_SP_PP2, recompute="full"),
 }
+
+_GRID = {
+    "pp1": Layout(),
+    "pp2": PP2,
+    "pp2_vpp2": PP2_VPP2,
+    "pp4": Layout(pp=4),
+    "dp2_pp2": DP2_PP2,
+    "tp2_sp_pp2": TP2_SP_PP2,
+}
+MORE_CASES = {
+    f"{name}-{objective}-{recompute}": Case(
+        layout=layout, objective=objective, recompute=recompute, lag=lag
+    )
+    for name, layout in _GRID.items()
+    for objective in OBJECTIVES
+    for recompute, lag in (("none", 2), ("full", 5))
+}
+"""Every layout with every objective; these are not in CI. """
 
 
 def main(out_dir: str, *names: str) -> None:
@@ -171,7 +189,7 @@ def main(out_dir: str, *names: str) -> None:
     launch.start("cpu")
     results = {}
     for name in names:
-        results[name] = run_case(CASES[name])
+        results[name] = run_case({**CASES, **MORE_CASES}[name])
         parallel_state.destroy_model_parallel()
     path = Path(out_dir) / f"rank{dist.get_rank()}.json"
     path.write_text(json.dumps(results), encoding="utf-8")

@@ -1,10 +1,11 @@
-"""Attention in pieces that are merged exactly: rows with shared prefixes on a CPU.
+"""Attention in parts that are merged exactly: rows with shared prefixes or pieces on a CPU.
 
 A piece is a run of queries against a run of keys: causal in itself, or full. A branch of a row
 attends causally to itself. The positions that continue it are one run right after it, and attend to
 all of it: one full piece per prefix, whatever the depth of the tree. With context parallelism, a
-part of a branch attends causally to itself and fully to what is before it in the branch. So no
-piece needs a mask.
+part of a branch attends causally to itself and fully to what is before it in the branch. A piece of
+a sample attends fully to the pieces before it, whose keys are before the row's. So no piece needs a
+mask.
 
 Two pieces of one query merge by their log-sum-exps: with l = logaddexp(l1, l2), the output is
 exp(l1 - l) o1 + exp(l2 - l) o2. A kernel's log-sum-exp carries no gradient, so autograd must not
@@ -47,34 +48,45 @@ class Piece:
 
 
 def attention_pieces(
-    padded_lengths: Sequence[int], branches: Sequence[Branch], *, cp: int = 1, cp_rank: int = 0
+    padded_lengths: Sequence[int],
+    branches: Sequence[Branch],
+    *,
+    carried: Sequence[int] = (),
+    cp: int = 1,
+    cp_rank: int = 0,
 ) -> list[Piece]:
     """The pieces of a row, the causal ones first; these have each query once.
 
     Args:
         padded_lengths: tokens of each branch of the row, and of its dummies.
         branches: those of the row.
+        carried: padded tokens of the earlier pieces of the row's first sample.
         cp: number of context-parallel ranks.
         cp_rank: this rank among them; its queries are those of `rows.slices.slice_positions`.
     """
     causal: list[Piece] = []
     full: list[Piece] = []
+    # Where the row's keys begin.
+    own = sum(carried)
+    if own:
+        full.append(Piece(0, padded_lengths[0] // cp, 0, own, causal=False))
     start = 0
     for tokens in padded_lengths:
         chunk = tokens // (2 * cp) if cp > 1 else tokens
         query = start // cp
         for end in chunk_ends(tokens, cp, cp_rank):
             before = end - chunk
-            _add_causal(causal, Piece(query, chunk, start + before, chunk, causal=True))
+            _add_causal(causal, Piece(query, chunk, own + start + before, chunk, causal=True))
             if before:
-                full.append(Piece(query, chunk, start, before, causal=False))
+                full.append(Piece(query, chunk, own + start, before, causal=False))
             query += chunk
         start += tokens
     for branch in branches:
         first = branch.start + branch.tokens
         if branch.end > first:
             queries = (branch.end - first) // cp
-            full.append(Piece(first // cp, queries, branch.start, branch.tokens, causal=False))
+            keys = own + branch.start
+            full.append(Piece(first // cp, queries, keys, branch.tokens, causal=False))
     return causal + full
 
 

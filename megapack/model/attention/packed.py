@@ -77,7 +77,7 @@ def packed_seq_params(
             layer needs them.
         position_ids_T: the position of this rank's tokens in their samples. None: rotary
             embeddings take Megatron's path for packed rows (see `rotary`).
-        branches: those of a row whose samples share prefixes; () if they share nothing.
+        branches: those of a row whose samples share prefixes, or that has a piece; () otherwise.
         cp_group: the ranks that share the row. None: those of the model's layers.
     """
     bucket = seqlen_bucket(max_seqlen, row_tokens)
@@ -121,7 +121,7 @@ def with_params(row: PackedRow, cp_group: Any = None) -> PackedRow:
         cp=row.num_slices,
         lengths=row.padded_lengths,
         position_ids_T=row.position_ids_T,
-        branches=row.branches if row.num_shared else (),
+        branches=row.branches if row.num_shared or row.piece is not None else (),
         cp_group=cp_group,
     )
     return dataclasses.replace(row, params=params, cp_group=cp_group)
@@ -149,7 +149,7 @@ def row_positions(params: PackedSeqParams) -> Tensor | None:
 
 
 def shared_branches(params: PackedSeqParams) -> tuple[Branch, ...]:
-    """The branches of a row whose samples share prefixes; () if they share nothing."""
+    """The branches of a row whose samples share prefixes, or that has a piece; () otherwise."""
     return vars(params).get("_megapack", {}).get("branches", ())  # type: ignore[no-any-return]
 
 
@@ -158,9 +158,42 @@ def row_cp_group(params: PackedSeqParams) -> Any:
     return vars(params).get("_megapack", {}).get("cp_group")
 
 
+class CarriedKeys:
+    """What a row that has a piece of a sample attends to besides; see `carried`."""
+
+    lengths: tuple[int, ...] = ()
+    """Padded tokens of the sample's earlier pieces, over all ranks that share the row."""
+
+    def join(self, layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The earlier pieces' keys and values and the row's: [T, G, D] -> [C + T, G, D].
+
+        Keeps those of this piece for later ones. Called once by each forward of a layer.
+
+        Args:
+            layer: tells the layers apart.
+        """
+        raise NotImplementedError
+
+
+def set_carried(params: PackedSeqParams, carried: CarriedKeys) -> None:
+    """Let attention of a row attend to a sample's earlier pieces."""
+    _facts(params)["carried"] = carried
+
+
+def carried_keys(params: PackedSeqParams) -> CarriedKeys | None:
+    """What the row attends to besides; None if all its samples are whole."""
+    return vars(params).get("_megapack", {}).get("carried")  # type: ignore[no-any-return]
+
+
+def carried_lengths(params: PackedSeqParams) -> tuple[int, ...]:
+    """Padded tokens of the earlier pieces of the row's first sample; their keys come first."""
+    carried = carried_keys(params)
+    return () if carried is None else carried.lengths
+
+
 def branch_positions(params: PackedSeqParams) -> Tensor | None:
     """int64: the position of each token of the whole row in its samples, on the row's device; None
-    if the row's samples share nothing."""
+    if each branch is a whole sample."""
     branches = shared_branches(params)
     if not branches:
         return None
@@ -237,10 +270,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 f"{type(self).__name__} got a row without packed_seq_params (qkv_format='thd'); "
                 "pass them to every pipeline and VPP chunk, or samples would attend to each other"
             )
+        carried = carried_keys(packed_seq_params)
+        if carried is not None:
+            key, value = carried.join(self, key, value)
         return self.attend(query, key, value, packed_seq_params).flatten(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """As `forward`, but the result is [T, heads, v]."""
+        """As `forward`, but the result is [T, heads, v], and keys and values begin with those of
+        a sample's earlier pieces (`carried_lengths`)."""
         raise NotImplementedError
 
     def slices(self, params: PackedSeqParams) -> tuple[Any, int, int]:

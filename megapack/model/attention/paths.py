@@ -1,8 +1,12 @@
-"""Gathered keys: attention over shared prefixes with kernels that know of sequences only.
+"""Gathered keys: attention over shared prefixes and earlier pieces with kernels that know of
+sequences only.
 
 Each branch of a row is a sequence of queries. Its keys are those on its path: the branches that it
 continues, from the first on, and its own. A key on several paths is gathered as often. The backward
 of the gather adds their gradients up. The last query of a sequence sees its last key.
+
+Keys of a sample's earlier pieces are before the row's (see `carried`): the path of the row's first
+branch begins with them.
 
 Shape suffix: K gathered keys.
 """
@@ -34,13 +38,19 @@ class Paths:
 
 
 def key_paths(
-    padded_lengths: Sequence[int], branches: Sequence[Branch], *, cp: int = 1, cp_rank: int = 0
+    padded_lengths: Sequence[int],
+    branches: Sequence[Branch],
+    *,
+    carried: Sequence[int] = (),
+    cp: int = 1,
+    cp_rank: int = 0,
 ) -> Paths:
     """The sequences of one context-parallel rank: branches, with cp > 1 the parts that it holds.
 
     Args:
         padded_lengths: tokens of each branch of the row, and of its dummies.
         branches: those of the row; () if samples share nothing.
+        carried: padded tokens of the earlier pieces of the row's first sample.
         cp: number of context-parallel ranks.
         cp_rank: this rank among them.
 
@@ -53,14 +63,23 @@ def key_paths(
     ([2, 3, 2], [2, 5, 4])
     >>> paths.order_K
     tensor([0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6])
+
+    A piece of 2 tokens after one of 3 tokens, and a sample of 2:
+
+    >>> paths = key_paths([2, 2], [], carried=[3])
+    >>> paths.num_keys, paths.order_K
+    ([5, 2], tensor([0, 1, 2, 3, 4, 5, 6]))
     """
-    starts = itertools.accumulate(padded_lengths[:-1], initial=0)
+    num_carried = sum(carried)
+    starts = itertools.accumulate(padded_lengths[:-1], initial=num_carried)
     before: list[list[Tensor]] = []
     num_queries = []
     keys = []
     for index, (start, tokens) in enumerate(zip(starts, padded_lengths, strict=True)):
         parent = branches[index].parent if index < len(branches) else -1
         path = before[parent] if parent >= 0 else []
+        if index == 0 and num_carried:
+            path = [torch.arange(num_carried)]
         for end in chunk_ends(tokens, cp, cp_rank):
             num_queries.append(tokens // (2 * cp) if cp > 1 else tokens)
             keys.append(torch.cat([*path, torch.arange(start, start + end)]))
@@ -69,7 +88,7 @@ def key_paths(
     return Paths(
         num_queries=num_queries,
         num_keys=[own.numel() for own in keys],
-        order_K=assembly_order(padded_lengths, cp)[order_K] if cp > 1 else order_K,
+        order_K=assembly_order([*carried, *padded_lengths], cp)[order_K] if cp > 1 else order_K,
     )
 
 

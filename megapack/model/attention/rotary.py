@@ -19,11 +19,12 @@ Everything in between is Megatron's: interleaved and partial rotation, scaling, 
 layers without rotation.
 
 Multi-latent attention makes a table in each layer, and takes Megatron's path for packed rows. Where
-samples share prefixes, a token's position does not follow from `cu_seqlens`; where several DP ranks
-share the row, Megatron does not know which slice of it this rank has. The layer then gets the lines
-that it needs: Megatron takes a table that is as long as the row line by line, and from it the slice
-of its own context-parallel rank. A row over several DP ranks is described to the layer as if the
-context-parallel ranks of one had the whole of it; core attention gets the true description.
+samples share prefixes or are in pieces, a token's position does not follow from `cu_seqlens`; where
+several DP ranks share the row, Megatron does not know which slice of it this rank has. The layer
+then gets the lines that it needs: Megatron takes a table that is as long as the row line by line,
+and from it the slice of its own context-parallel rank. A row over several DP ranks is described to
+the layer as if the context-parallel ranks of one had the whole of it; core attention gets the true
+description.
 
 Shape suffixes: S positions, T tokens of this rank's row.
 """
@@ -79,7 +80,8 @@ class OneSequence:
 def gather_rotary_tables(chunks: Sequence[Any]) -> None:
     """Let the chunks gather their rotary table once per row, where `gathers` is true.
 
-    Layers of multi-latent attention gather theirs for rows with shared prefixes. It acts on rows
+    Layers of multi-latent attention gather theirs for rows with shared prefixes or pieces, or of
+    several DP ranks. It acts on rows
     whose description has positions (`packed.with_params`); others take Megatron's path. Idempotent.
     """
     for chunk in map(unwrapped, chunks):
@@ -123,8 +125,8 @@ def gathers(chunk: Any) -> bool:
 
 
 def position_obstacle(chunk: Any) -> str | None:
-    """Why rotary embeddings would give wrong positions to tokens after a shared prefix, or to those
-    of a row over several DP ranks; None if they are right."""
+    """Why rotary embeddings would give wrong positions to tokens after a shared prefix or a piece,
+    or to those of a row over several DP ranks; None if they are right."""
     attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
     embedding = getattr(chunk, "position_embedding_type", None)
     if gathers(chunk) or embedding in _WITHOUT_ROTARY:
@@ -230,8 +232,8 @@ def _gather(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call 
         if shared_branches(params):
             raise ScheduleError(
                 f"{type(block).__name__} got a rotary table of {table.shape[0]} lines for samples "
-                f"of at most {params.max_seqlen_q} tokens that share prefixes; set "
-                "plan.share_prefixes=off"
+                f"of at most {params.max_seqlen_q} tokens that share prefixes or are in pieces; "
+                "set plan.share_prefixes=off and plan.split_samples=off"
             )
         return None
     row_table_Td = table.flatten(1).index_select(0, positions_T)

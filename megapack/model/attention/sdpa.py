@@ -12,6 +12,7 @@ from torch import Tensor
 from megapack.model.attention.merged import attention_pieces, merged_attention
 from megapack.model.attention.packed import (
     PackedAttention,
+    carried_lengths,
     chunk_ends,
     gather_rows,
     once_per_row,
@@ -25,8 +26,8 @@ from megapack.rows.slices import assembly_order
 class PackedSDPA(PackedAttention):
     """`PackedAttention` with torch's SDPA, one call per run of samples of equal length.
 
-    Where samples share prefixes, calls are merged on a CPU (see `merged`). torch has no such kernel
-    in fp32 on other devices, where keys are gathered instead (see `paths`).
+    Where samples share prefixes or are in pieces, calls are merged on a CPU (see `merged`). torch
+    has no such kernel in fp32 on other devices, where keys are gathered instead (see `paths`).
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
@@ -42,7 +43,13 @@ class PackedSDPA(PackedAttention):
             pieces = once_per_row(
                 params,
                 "attention pieces",
-                lambda: attention_pieces(sample_lengths(params), branches, cp=cp, cp_rank=cp_rank),
+                lambda: attention_pieces(
+                    sample_lengths(params),
+                    branches,
+                    carried=carried_lengths(params),
+                    cp=cp,
+                    cp_rank=cp_rank,
+                ),
             )
             return merged_attention(query, key, value, pieces, self.softmax_scale)
         return packed_causal_attention(
@@ -63,7 +70,13 @@ class PackedSDPA(PackedAttention):
 
         def make() -> Paths:
             lengths = sample_lengths(params)
-            paths = key_paths(lengths, shared_branches(params), cp=cp, cp_rank=cp_rank)
+            paths = key_paths(
+                lengths,
+                shared_branches(params),
+                carried=carried_lengths(params),
+                cp=cp,
+                cp_rank=cp_rank,
+            )
             return dataclasses.replace(paths, order_K=paths.order_K.to(query.device))
 
         paths = once_per_row(params, "key paths", make)
@@ -178,6 +191,7 @@ def _runs(lengths: list[int]) -> list[tuple[int, int]]:
 
 def _assembly_order(params: PackedSeqParams, cp: int, device: torch.device) -> Tensor:
     def make() -> Tensor:
-        return assembly_order(sample_lengths(params), cp).to(device)
+        spans = [*carried_lengths(params), *sample_lengths(params)]
+        return assembly_order(spans, cp).to(device)
 
     return once_per_row(params, "assembly order", make)

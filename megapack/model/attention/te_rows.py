@@ -1,8 +1,8 @@
-"""Rows with shared prefixes, or over several DP ranks, with Transformer Engine's attention.
+"""Rows with shared prefixes, pieces or several DP ranks, with Transformer Engine's attention.
 
-Prefixes: its attention returns no log-sum-exp, so calls cannot be merged. It takes sequences with
-more keys than queries (see `paths`) if the mask is aligned with the last key, and no context
-parallelism with that mask. So keys are gathered before it.
+Prefixes, and earlier pieces of a sample: its attention returns no log-sum-exp, so calls cannot be
+merged. It takes sequences with more keys than queries (see `paths`) if the mask is aligned with the
+last key, and no context parallelism with that mask. So keys are gathered before it.
 
 Several DP ranks: Megatron's wrapper takes the ranks that share a row from the row's description. It
 keeps them until another row names its own, so from the first such row on each row names them.
@@ -19,6 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megapack.model.attention.packed import (
+    carried_keys,
+    carried_lengths,
     gather_rows,
     once_per_row,
     row_cp_group,
@@ -53,8 +55,8 @@ def te_attentions(chunk: Any) -> Iterator[Any]:
 
 
 def hook_te_attention(chunks: Sequence[Any]) -> None:
-    """Let Transformer Engine's attention gather keys for rows whose samples share prefixes, and run
-    rows over several DP ranks.
+    """Let Transformer Engine's attention gather keys for rows whose samples share prefixes or are
+    in pieces, and run rows over several DP ranks.
 
     After `rotary.gather_rotary_tables`, whose hooks on the same layers come first. Other rows are
     passed on as they are. Idempotent.
@@ -92,6 +94,9 @@ def _gather_keys(
     if row is None or not shared_branches(row):
         return None
     query, key, value, *others = args
+    carried = carried_keys(row)
+    if carried is not None:
+        key, value = carried.join(core, key, value)
     params, order_K = once_per_row(
         row, "gathered params", lambda: gathered_params(row, query.device)
     )
@@ -102,7 +107,8 @@ def _gather_keys(
 
 def gathered_params(row: PackedSeqParams, device: torch.device) -> tuple[PackedSeqParams, Tensor]:
     """The row's description with the gathered keys, and their order."""
-    paths = key_paths(sample_lengths(row), shared_branches(row))
+    lengths = sample_lengths(row)
+    paths = key_paths(lengths, shared_branches(row), carried=carried_lengths(row))
     ends = cumulative(paths.num_keys, device)
     changed = {
         "cu_seqlens_kv": ends,

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megapack.errors import ConfigError
 from megapack.model.attention.packed import (
     PackedAttention,
+    carried_lengths,
     gather_rows,
     once_per_row,
     sample_lengths,
@@ -43,7 +44,7 @@ class PackedVarlen(PackedAttention):
 
     The kernel aligns the last query of a sequence with its last key. So with context parallelism
     each part of a rank's queries is passed as a separate sequence, with the keys up to the part's
-    end. Where samples share prefixes, a branch's keys begin with those of the branches that it
+    end. Where samples share prefixes or are in pieces, a branch's keys begin with those of what it
     continues (see `paths`).
 
     Raises:
@@ -105,6 +106,7 @@ def varlen_spans(
     cp_rank: int,
     device: torch.device,
     branches: Sequence[Branch] = (),
+    carried: Sequence[int] = (),
 ) -> VarlenSpans:
     """The parts of each branch that a context-parallel rank holds, and the keys of each part.
 
@@ -113,11 +115,12 @@ def varlen_spans(
         cp: number of context-parallel ranks.
         cp_rank: this rank among them.
         branches: those of a row whose samples share prefixes.
+        carried: padded tokens of the earlier pieces of the row's first sample.
 
     With samples of 8 and 4 tokens, cp=2 and rank 0, the queries are positions 0 1, 6 7, 8 and 11:
     sequences of 2, 2, 1 and 1 queries with 2, 8, 1 and 4 keys.
     """
-    paths = key_paths(lengths, branches, cp=cp, cp_rank=cp_rank)
+    paths = key_paths(lengths, branches, carried=carried, cp=cp, cp_rank=cp_rank)
     return VarlenSpans(
         cu_seqlens_q_S1=cumulative(paths.num_queries, device),
         cu_seqlens_k_S1=cumulative(paths.num_keys, device),
@@ -129,7 +132,7 @@ def varlen_spans(
 
 def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.device) -> VarlenSpans:
     """The spans of a row, computed once for all layers; with cp=1 the params already have those of
-    a row whose samples share nothing."""
+    a row of whole samples that share nothing."""
     branches = shared_branches(params)
     if cp == 1 and not branches:
         return VarlenSpans(
@@ -140,7 +143,8 @@ def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.devi
         )
 
     def make() -> VarlenSpans:
-        return varlen_spans(sample_lengths(params), cp, cp_rank, device, branches)
+        lengths = sample_lengths(params)
+        return varlen_spans(lengths, cp, cp_rank, device, branches, carried_lengths(params))
 
     return once_per_row(params, "varlen spans", make)
 

@@ -72,14 +72,18 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         """The row of this call.
 
         With recomputation the same row comes again in the backward pass. A checkpointed forward
-        runs without gradients and its recomputation with them. The backward passes of a chunk run
-        in the order of its forward passes, so the rows are kept in a queue.
+        runs without gradients and its recomputation with them. The pass knows which row's backward
+        runs; without it, backward passes of a chunk run in the order of its forward passes.
         """
         assert self._pass is not None
         if self._pass.token_weight is not None and not torch.is_grad_enabled():
             self._checkpointed.append(self._pass.routing)
         elif self._checkpointed:
-            return self._checkpointed.popleft()
+            kept = enumerate(self._checkpointed)
+            index = next((k for k, row in kept if row is self._pass.recomputed), 0)
+            row = self._checkpointed[index]
+            del self._checkpointed[index]
+            return row
         return self._pass.routing
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:

@@ -103,7 +103,7 @@ def routing_row(
     copies_J = torch.tensor([len(branch.samples) for branch in row.branches] + [0])
     samples_of = [sample for branch in row.branches for sample in branch.samples]
     tokens_N = indices_in(positions_t, row.row_tokens)[row.positions_N]
-    held_N = tokens_N >= 0
+    held_N = (tokens_N >= 0) & (row.positions_N >= 0)
     tokens_O = tokens_N[held_N]
     lengths = torch.tensor(row.lengths, dtype=torch.int64)
     samples_N = torch.arange(lengths.numel()).repeat_interleave(lengths)
@@ -136,7 +136,9 @@ def _whole_row_choices(
         value = choices[sample]
         check_choices(value, sample, length, shape)
         assert value is not None
-        out_TLK[own[: value.shape[0]]] = value.to(shape.dtype)
+        positions_N = own[: value.shape[0]]
+        held = positions_N >= 0
+        out_TLK[positions_N[held]] = value[held].to(shape.dtype)
     _check_shared_choices(row, choices)
     return out_TLK
 
@@ -215,6 +217,7 @@ class SchedulePass:
 
     Attributes:
         routing: the row of the current forward, as routers see it.
+        recomputed: the row of the current backward; None if nothing tells it.
         sums: the last stage's weighted sums of losses and metrics over the rows so far.
         outputs: the last stage's values, name -> sample -> values.
         router_sums: sums of auxiliary losses, without their coefficients, over rows and layers.
@@ -224,6 +227,7 @@ class SchedulePass:
         self.token_weight = token_weight
         self.record = record
         self.routing: RoutingRow | None = None
+        self.recomputed: RoutingRow | None = None
         self.sums: dict[str, Tensor] = {}
         self.outputs: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self.router_sums: dict[str, Tensor] = {}
