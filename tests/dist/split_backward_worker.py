@@ -127,6 +127,7 @@ def run_case(case: Case) -> dict[str, Any]:
     split = run.step(splits=True)
     again = run.step(splits=False)
     return {
+        "num_gradients": len(joint),
         "different": [name for name, value in joint.items() if not value.equal(split[name])],
         "unsteady": [name for name, value in joint.items() if not value.equal(again[name])],
         "largest": max(float((joint[name] - split[name]).abs().max()) for name in joint),
@@ -181,7 +182,7 @@ MORE_CASES = {
     for objective in OBJECTIVES
     for recompute, lag in (("none", 2), ("full", 5))
 }
-"""Every layout with every objective; these are not in CI. """
+"""Every layout with every objective. These are not in CI: `tools/split_backward.py` runs them."""
 
 
 def main(out_dir: str, *names: str) -> None:
