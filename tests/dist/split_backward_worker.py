@@ -148,6 +148,12 @@ CASES = {
         layout=Layout(), variant="moe_shared", model={"moe_bias_update_rate": 0.0}
     ),
     "single_mla_full": Case(layout=Layout(), variant="mla", recompute="full"),
+    "single_mla_selective": Case(
+        layout=Layout(),
+        variant="mla",
+        recompute="selective",
+        model={"recompute_modules": ("core_attn", "mlp")},
+    ),
     "single_mtp": Case(layout=Layout(), variant="mtp"),
     "single_other": Case(layout=Layout(), variant="other"),
     "single_te": Case(layout=Layout(), layers="te", recompute="full"),
