@@ -142,12 +142,10 @@ TP2_SP = Layout(tp=2, sequence_parallel=True)
 TP2_SP_PP2 = Layout(tp=2, pp=2, sequence_parallel=True)
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 5000}
 CASES = {
-    "single_moe": Case(layout=Layout(), variant="moe"),
     # Without updates of the biases, which would change the experts of the second step.
     "single_moe_shared": Case(
         layout=Layout(), variant="moe_shared", model={"moe_bias_update_rate": 0.0}
     ),
-    "single_mla_full": Case(layout=Layout(), variant="mla", recompute="full"),
     "single_mla_selective": Case(
         layout=Layout(),
         variant="mla",
@@ -181,6 +179,9 @@ _GRID = {
     "tp2_sp_pp2": TP2_SP_PP2,
 }
 MORE_CASES = {
+    "single_moe": Case(layout=Layout(), variant="moe"),
+    "single_mla_full": Case(layout=Layout(), variant="mla", recompute="full"),
+} | {
     f"{name}-{objective}-{recompute}": Case(
         layout=layout, objective=objective, recompute=recompute, lag=lag
     )
