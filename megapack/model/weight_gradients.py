@@ -47,6 +47,11 @@ class WeightGradients:
         self._delaying = [_delaying_layers(chunk) for chunk in chunks]
         self._kept: dict[tuple[int, int], _Kept] = {}
 
+    @property
+    def are_always_late(self) -> bool:
+        """Whether layers put weight gradients off in every backward, split or not."""
+        return any(self._delaying)
+
     @contextlib.contextmanager
     def deferring(self, chunk: int, microbatch: int) -> Iterator[None]:
         """Within the block, a backward leaves the weight gradients of linear layers to `run`.

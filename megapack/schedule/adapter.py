@@ -24,7 +24,6 @@ from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
 from megapack.loss.token import LossWeighting
-from megapack.model import weight_gradients
 from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.model import ModelRouting
@@ -72,8 +71,8 @@ class ScheduleAdapter:
             `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
         `agree`: all ranks have packed the same call, or all raise
         `ScheduleRunner.run`: makes the `SchedulePass`, which collects sums and outputs
-        `ScheduleRunner.run_schedule`: moves rows to the device, runs Megatron's schedule with a
-            `ForwardStep`
+        `ScheduleRunner.run_schedule`: moves rows to the device, runs Megatron's schedule, or the
+            plan's operations, with a `ForwardStep`
         `ForwardStep.run_row`: runs a row through a chunk; `LastStage` computes the loss
         `FiniteFlags.refuse`: all ranks raise if one of them has a NaN
         `sum_metrics`: adds the pass's sums over ranks, for the `StepResult`
@@ -180,7 +179,7 @@ class ScheduleAdapter:
         checks.check_layout(self.layout, len(self.chunks), has_experts=has_experts)
         checks.check_config(self.config, self.layout)
         checks.check_chunks(self.chunks)
-        checks.check_executor(self.config, self.executor)
+        checks.check_executor(self.chunks, self.config, self.executor)
         checks.check_cp_comm(self.chunks, self.config)
         checks.check_expert_gradients(self.chunks, self.layout)
         if retries_oom:
@@ -416,7 +415,7 @@ class ScheduleAdapter:
         if self.executor == "operations":
             self.runner.stage_order(call)
             if call.has_weight_operations:
-                weight_gradients.check(self.chunks, self.config)
+                checks.check_split_backward(self.chunks, self.config)
         elif call.is_training:
             checks.check_no_orders(call.step_plan)
         if call.is_training:

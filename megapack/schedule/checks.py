@@ -179,13 +179,14 @@ def _check_features(config: Any) -> None:
             raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
 
 
-def check_executor(config: Any, executor: Executor) -> None:
-    """Raise ConfigError for what a list of operations cannot follow.
+def check_executor(chunks: Sequence[Any], config: Any, executor: Executor) -> None:
+    """Raise ConfigError for what the executor cannot follow.
 
     CUDA graphs are captured and replayed in the order of Megatron's schedules, and so are tensors
-    offloaded or stashed.
+    offloaded or stashed. Megatron's schedules compute no weight gradients that layers put off.
     """
     if executor == "megatron":
+        weight_gradients.check_none_puts_off(chunks)
         return
     names = ["cuda_graph_impl"] if _has_graphs(config) else []
     names += ["fine_grained_activation_offloading", "moe_paged_stash"]
