@@ -48,8 +48,8 @@ class WeightGradients:
         self._kept: dict[tuple[int, int], _Kept] = {}
 
     @property
-    def are_always_late(self) -> bool:
-        """Whether layers put weight gradients off in every backward, split or not."""
+    def puts_off_always(self) -> bool:
+        """Whether some weight gradients come after their backward even outside of `deferring`."""
         return any(self._delaying)
 
     @contextlib.contextmanager

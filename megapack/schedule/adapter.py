@@ -24,6 +24,7 @@ from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
 from megapack.loss.token import LossWeighting
+from megapack.model import weight_gradients
 from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.model import ModelRouting
@@ -415,7 +416,7 @@ class ScheduleAdapter:
         if self.executor == "operations":
             self.runner.stage_order(call)
             if call.has_weight_operations:
-                checks.check_split_backward(self.chunks, self.config)
+                weight_gradients.check(self.chunks, self.config)
         elif call.is_training:
             checks.check_no_orders(call.step_plan)
         if call.is_training:
