@@ -2,35 +2,65 @@
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         tools/bench_simulator.py [--vpp 2]
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+        tools/bench_simulator.py --operations [--vpp 2]
 
 Steps of equal rows give the measurements: their makespan is a known multiple of one chunk's
 forward. The model fitted to them then predicts steps of many unequal rows. Prints each relative
 error and their mean. Nothing is asserted, as the seconds depend on the machine.
+
+With --operations each forward, backward and W of the equal steps is timed by itself, on each stage,
+and the fitted model has these three numbers and the weights of the stages. It plans one batch under
+four policies, and the executor runs them in turn. Stages run the simulated order by construction;
+what is compared is each policy's seconds over those of the fixed plan, predicted and measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megapack import CostModel, Layout, Measurement, Plan, build_dp_schedule, launch, simulate
+from megapack import (
+    CostModel,
+    Layout,
+    Measurement,
+    Plan,
+    Policy,
+    build_dp_schedule,
+    launch,
+    simulate,
+)
 from megapack.config.sections import ModelConfig
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from megapack.schedule.listeners import Kind, Listener
 from megapack.schedule.runner import ScheduleRunner
 
 MODEL = ModelConfig(num_layers=8, hidden_size=128, num_attention_heads=4, num_query_groups=2)
 ROUNDS = 5
 # Samples per row and tokens per sample of the steps that the cost model is fitted to.
 EQUAL = [(1, 64), (8, 64), (1, 512), (4, 256), (1, 1024), (16, 64), (2, 768)]
+# The steps of --operations: short samples and long ones, and what may change.
+SHORT_SAMPLES = 40
+LONG_SAMPLES = (3000, 1800)
+BUDGET = 4096
+POLICIES = {
+    "fixed": Policy(),
+    "split backward": Policy(backward="split"),
+    "split samples": Policy(split_samples="auto"),
+    "both": Policy(backward="split", split_samples="auto"),
+}
 
 
 class TimedRunner(ScheduleRunner):
@@ -54,6 +84,27 @@ class TimedAdapter(ScheduleAdapter):
     runner_class = TimedRunner
 
 
+class Clock(Listener):
+    """Seconds of the operations of one stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        """Of each kind of operation, in the order in which the stage ran them."""
+        self._began = 0.0
+
+    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        self._began = time.perf_counter()
+
+    def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        self.seconds[kind].append(time.perf_counter() - self._began)
+
+    def medians(self) -> list[float]:
+        """The median seconds of each kind since the last call; 0 for a kind that did not run."""
+        found = [statistics.median(self.seconds[kind] or [0.0]) for kind in "FBW"]
+        self.seconds.clear()
+        return found
+
+
 def batch_of(lengths: list[int]) -> SampleBatch:
     """Samples of random tokens, each with a prompt of one token."""
     tokens = [torch.randint(0, 256, (n,)) for n in lengths]
@@ -64,30 +115,39 @@ def batch_of(lengths: list[int]) -> SampleBatch:
 Case = tuple[Plan, list[int]]
 
 
-def measured(adapter: TimedAdapter, cases: list[Case]) -> list[float]:
-    """Median seconds of each case's step, after a warm-up round.
+def rounds_of(
+    adapter: TimedAdapter, cases: list[Case], read: Callable[[], Any], num_rounds: int = ROUNDS
+) -> list[list[Any]]:
+    """What `read` returns after each case's step, for every round after a warm-up round.
 
     A round runs every case once, so that a slow period of the machine slows down all cases.
     """
     batches = [(plan, batch_of(lengths)) for plan, lengths in cases]
     rounds = []
-    for _ in range(ROUNDS + 1):
-        seconds = []
+    for _ in range(num_rounds + 1):
+        found = []
         for plan, batch in batches:
             for chunk in adapter.chunks:
                 chunk.zero_grad_buffer()
             adapter.step(plan, batch, objective=SFT())
-            seconds.append(adapter.runner.seconds)
-        rounds.append(seconds)
-    return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+            found.append(read())
+        rounds.append(found)
+    return rounds[1:]
 
 
-def equal_cases(layout: Layout) -> list[Case]:
+def measured(adapter: TimedAdapter, cases: list[Case]) -> list[float]:
+    """Median seconds of each case's step."""
+    rounds = rounds_of(adapter, cases, lambda: adapter.runner.seconds)
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+
+
+def equal_cases(layout: Layout, policy: Policy | None = None) -> list[Case]:
     """A step for each pair in EQUAL; all its rows hold `num` samples of `length` tokens."""
     cases = []
     for num, length in EQUAL:
         lengths = [length] * (num * 4 * layout.group_size)
-        cases.append((build_dp_schedule(lengths, layout=layout, micro_batch_size=num), lengths))
+        plan = build_dp_schedule(lengths, layout=layout, micro_batch_size=num, policy=policy)
+        cases.append((plan, lengths))
     return cases
 
 
@@ -112,20 +172,12 @@ def measurements(layout: Layout, cases: list[Case], seconds: list[float]) -> lis
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vpp", type=int, default=1)
-    layout = Layout(pp=2, vpp=parser.parse_args().vpp)
-    launch.quiet_known_warnings()
-    launch.start("cpu")
-    torch.manual_seed(0)
-    initialize_parallel(layout, 0)
-    chunks = build_model(MODEL, layout, vocab_size=256, seed=0, distributed_optimizer=False)
+def compare_steps(chunks: Sequence[Any], layout: Layout, say: Callable[[str], None]) -> None:
+    """Predict and measure steps of unequal rows in Megatron's order."""
     equal, unequal = equal_cases(layout), unequal_cases(layout)
     seconds = measured(TimedAdapter(chunks, layout=layout), equal + unequal)
     known = measurements(layout, equal, seconds[: len(equal)])
     cost = CostModel.fit(known, layout=layout)
-    say = print if dist.get_rank() == 0 else lambda *_: None
     say(f"pp2 vpp{layout.vpp}: {cost.to_json()}")
     errors = []
     for (plan, _), real in zip(unequal, seconds[len(equal) :], strict=True):
@@ -136,6 +188,101 @@ def main() -> None:
             f"measured {real:.3f} s, error {errors[-1]:+.1%}"
         )
     say(f"  mean absolute error {statistics.mean(map(abs, errors)):.1%}")
+
+
+def operation_cost(adapter: TimedAdapter, layout: Layout) -> CostModel:
+    """A cost model fitted to single operations of equal steps, on all stages.
+
+    Joint steps give seconds of forwards and whole backwards, split ones those of W's.
+    """
+    clock = Clock()
+    adapter.runner.listeners.append(clock)
+    joint = equal_cases(layout)
+    split = equal_cases(layout, Policy(backward="split"))
+    rounds = torch.tensor(rounds_of(adapter, joint + split, clock.medians))
+    adapter.runner.listeners.remove(clock)
+    # float [stages, cases, 3], the median round of each.
+    stages = [torch.empty_like(rounds[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(stages, rounds.median(dim=0).values)
+    seconds = torch.stack(stages)
+    forward, backward = seconds[:, : len(EQUAL), 0], seconds[:, : len(EQUAL), 1]
+    weight = seconds[:, len(EQUAL) :, 2]
+    cost = CostModel.fit(
+        [
+            Measurement(num * length, num * length**2, num, f, b, weight_seconds=min(w, b))
+            for (num, length), f, b, w in zip(
+                EQUAL,
+                forward.mean(dim=0).tolist(),
+                backward.mean(dim=0).tolist(),
+                weight.mean(dim=0).tolist(),
+                strict=True,
+            )
+        ],
+        layout=layout,
+    )
+    busy = (forward + backward).sum(dim=1)
+    weights = (busy / busy.mean()).tolist()
+    return dataclasses.replace(cost, stage_weights=tuple(weights * layout.vpp))
+
+
+def compare_operations(chunks: Sequence[Any], layout: Layout, say: Callable[[str], None]) -> None:
+    """Predict and measure what split samples and split backwards gain."""
+    adapter = TimedAdapter(chunks, layout=layout, executor="operations")
+    cost = operation_cost(adapter, layout)
+    say(f"pp2 vpp{layout.vpp}: {cost.to_json()}")
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5, 0.8, SHORT_SAMPLES), 8, 500).astype(int).tolist()
+    lengths += LONG_SAMPLES
+    plans = {
+        name: build_dp_schedule(
+            lengths, layout=layout, max_tokens_per_gpu=BUDGET, cost=cost, policy=policy
+        )
+        for name, policy in POLICIES.items()
+    }
+    rounds = rounds_of(
+        adapter,
+        [(plan, lengths) for plan in plans.values()],
+        lambda: adapter.runner.seconds,
+        num_rounds=2 * ROUNDS,
+    )
+    predicted = [simulate(p.steps[0], layout=layout, cost=cost).makespan for p in plans.values()]
+    errors = []
+    for k, (name, plan) in enumerate(plans.items()):
+        real = statistics.median(seconds[k] for seconds in rounds)
+        # Ratios of neighbours in time: a slow period of the machine slows down both.
+        ratio = statistics.median(seconds[k] / seconds[0] for seconds in rounds)
+        wanted = predicted[k] / predicted[0]
+        step = plan.steps[0]
+        say(
+            f"  {name}: M={step.num_microbatches}, {step.counts.num_pieces} pieces, predicted "
+            f"{predicted[k]:.3f} s, measured {real:.3f} s ({predicted[k] / real - 1:+.1%}); over "
+            f"fixed: predicted {wanted:.3f}, measured {ratio:.3f} ({wanted / ratio - 1:+.1%})"
+        )
+        errors.append(wanted / ratio - 1)
+    say(f"  mean absolute error of the ratios {statistics.mean(map(abs, errors[1:])):.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vpp", type=int, default=1)
+    parser.add_argument("--operations", action="store_true")
+    options = parser.parse_args()
+    launch.quiet_known_warnings()
+    launch.start("cpu")
+    layout = Layout(pp=dist.get_world_size(), vpp=options.vpp)
+    torch.manual_seed(0)
+    initialize_parallel(layout, 0)
+    chunks = build_model(
+        MODEL,
+        layout,
+        vocab_size=256,
+        seed=0,
+        distributed_optimizer=False,
+        splits_backward=options.operations,
+    )
+    say = print if dist.get_rank() == 0 else lambda *_: None
+    compare = compare_operations if options.operations else compare_steps
+    compare(chunks, layout, say)
     dist.destroy_process_group()
 
 

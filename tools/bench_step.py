@@ -5,6 +5,8 @@
     OMP_NUM_THREADS=1 python tools/bench_step.py --groups 8 --prompt 512 --response 512
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         tools/bench_step.py --long 4096
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+        tools/bench_step.py --executors
 
 All ways run in turn, in one process group and on one model. The table gives the median over rounds
 of each way's time divided by that of packed rows with planned shapes in the same round. A padded
@@ -16,6 +18,9 @@ rows that hold it G times, under one budget. One process runs the whole model, t
 
 With `--long N`, a batch of one sample of N tokens and many short ones is planned with
 context_parallel="fixed" and "dynamic". Two processes run dp2, four dp2 x pp2; give each a core.
+
+With `--executors`, one plan runs in Megatron's schedules and as the list of their operations. One
+process runs the whole model, two run pp2 and pp2 x vpp2, four pp4 and pp4 x vpp2.
 """
 
 from __future__ import annotations
@@ -29,10 +34,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megapack import (
@@ -44,6 +50,7 @@ from megapack import (
     build_dp_schedule,
     launch,
 )
+from megapack.base.choices import Executor
 from megapack.config.sections import ModelConfig
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.data.dataset import Dataset
@@ -189,20 +196,25 @@ def ratios(ways: Sequence[Way], rounds: int) -> list[tuple[Way, float]]:
     return [(way, statistics.median(c)) for way, c in zip(ways, columns, strict=True)]
 
 
-def table(title: str, samples: Sequence[Sample], results: list[tuple[Way, float]]) -> str:
+def table(
+    title: str,
+    samples: Sequence[Sample],
+    results: list[tuple[Way, float]],
+    heading: Sequence[str] = ("way", "M", "real / row tokens", "step time, packed = 1"),
+) -> str:
     """A Markdown table of ratios to the first way."""
     tokens = sum(map(num_tokens, samples))
     lines = [
         f"### {title}: {len(samples)} samples, {tokens} tokens",
         "",
-        "| way | M | real / row tokens | step time, packed = 1 |",
+        f"| {' | '.join(heading)} |",
         "|---|---|---|---|",
     ]
     for way, ratio in results:
         step = way.plan.steps[0]
         row_tokens = sum(mb.row_tokens for rank in step.ranks for mb in rank)
         lines.append(
-            f"| {way.name} | {step.num_microbatches} | {tokens / row_tokens:.3f} | {ratio:.2f} |"
+            f"| {way.name} | {step.num_microbatches} | {tokens / row_tokens:.3f} | {ratio:.3f} |"
         )
     return "\n".join(lines)
 
@@ -343,6 +355,38 @@ def compare_widths(options: argparse.Namespace) -> list[str]:
     return [width_table(options, layout, results)]
 
 
+def compare_executors(options: argparse.Namespace) -> list[str]:
+    """The tables of `--executors`."""
+    pp = dist.get_world_size()
+    layouts = [Layout()] if pp == 1 else [Layout(pp=pp), Layout(pp=pp, vpp=2)]
+    samples = [(r.prompt_ids, r.response_ids) for r in generate_rollouts(32, 4, seed=0)]
+    batch = sample_batch(samples)
+    tables = []
+    for layout in layouts:
+        initialize_parallel(layout, seed=1)
+        for model in (MODEL, GROUPS_MODEL):
+            chunks = build_model(
+                replace(model, num_layers=max(model.num_layers, layout.pp * layout.vpp)),
+                layout,
+                vocab_size=ByteTokenizer.vocab_size,
+                seed=1,
+                distributed_optimizer=False,
+            )
+            plan = build_dp_schedule(
+                batch.lengths, layout=layout, max_tokens_per_gpu=options.budget or 640
+            )
+            ways = [
+                Way(name, ScheduleAdapter(chunks, layout=layout, executor=name), plan, batch)
+                for name in get_args(Executor)
+            ]
+            title = f"{layout.label}, hidden size {model.hidden_size}, generated rollouts"
+            heading = ("way", "M", "real / row tokens", "step time, Megatron's schedules = 1")
+            results = ratios(ways, options.rounds)
+            tables.append(table(title, samples, results, heading))
+        parallel_state.destroy_model_parallel()
+    return tables
+
+
 def compare_packings(options: argparse.Namespace) -> list[str]:
     """The tables of all ways to run generated rollouts, and those of a file."""
     initialize_parallel(LAYOUT, seed=1)
@@ -381,12 +425,19 @@ def main() -> None:
     parser.add_argument("--long", type=int, help="tokens of the longest sample: compare widths")
     parser.add_argument("--short", type=int, default=128, help="tokens of the other samples")
     parser.add_argument("--num-short", type=int, default=16, help="number of other samples")
+    parser.add_argument("--executors", action="store_true", help="compare the two executors")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     options = parser.parse_args()
     launch.start("cpu")
-    compare = compare_packings if options.groups is None else compare_groups
-    tables = (compare if options.long is None else compare_widths)(options)
+    compare = compare_packings
+    if options.groups is not None:
+        compare = compare_groups
+    elif options.long is not None:
+        compare = compare_widths
+    elif options.executors:
+        compare = compare_executors
+    tables = compare(options)
     if dist.get_rank() == 0:
         text = "\n\n".join([machine(), *tables])
         print(text)
