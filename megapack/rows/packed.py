@@ -111,17 +111,17 @@ class PackedRow:
         end_positions_E      2 4
         cu_seqlens_S1        0 1 3 5
 
-    With the piece (1, 3) of the sample [5, 6, 7, 8], and a row of 2 tokens:
+    With the piece (2, 4) of the sample [1, 2, 3, 4], and a row of 2 tokens:
 
-        tokens_T             6 7
-        position_ids_T       1 2
-        labels_T             7 8
+        tokens_T             3 4
+        position_ids_T       2 3
+        labels_T             4 0
         branch_of_T          0 0
-        positions_N          -1 0 1 -1
-        loss_positions_R     0 1
-        label_index_R        2 3
-        sample_of_R          0 0
-        end_positions_E
+        positions_N          -1 -1 0 1
+        loss_positions_R     0
+        label_index_R        3
+        sample_of_R          0
+        end_positions_E      1
         cu_seqlens_S1        0 2
     """
 

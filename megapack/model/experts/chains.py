@@ -134,6 +134,7 @@ def with_chain_counts(rows: Sequence[PackedRow]) -> list[PackedRow]:
             counts = _Chain(len(chain))
             first = len(out) - len(chain)
             for index, own in enumerate(chain):
+                assert own.routing is not None
                 routing = dataclasses.replace(own.routing, chain=ChainCounts(counts, index))
                 out[first + index] = dataclasses.replace(own, routing=routing)
             chain = []

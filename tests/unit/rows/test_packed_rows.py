@@ -92,8 +92,10 @@ def test_the_docstring_example_is_correct() -> None:
         "cu_seqlens_S1",
     ]
     without = [name for name in names if name != "positions_N"]
-    assert [name for name, _ in lines] in ([*names, *names], [*without, *names])
-    rows = [row_of((0, 1), 6)] * (len(lines) - len(names)) + [shared_row()] * len(names)
+    assert [name for name, _ in lines] in ([*names, *names, *names], [*without, *names, *names])
+    piece = pack_row(batch(), MicroBatch((3,), 2, 2, 0, 2, piece=(2, 4)), Layout())
+    count = len(names)
+    rows = [row_of((0, 1), 6)] * (len(lines) - 2 * count) + [shared_row()] * count + [piece] * count
     for row, (name, numbers) in zip(rows, lines, strict=True):
         assert getattr(row, name).tolist() == [int(number) for number in numbers.split()], name
 
