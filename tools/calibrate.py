@@ -49,14 +49,12 @@ from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import ConfigError
 from megapack.layout import block_ranks
 from megapack.loss import SFT
-from megapack.model import build_model, initialize_parallel
+from megapack.model import build_model, initialize_parallel, weight_gradients
 from megapack.model.experts.rows import SchedulePass
-from megapack.model.weight_gradients import WeightGradients
 from megapack.rows.packed import PackedRow
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.call import StepCall
-from megapack.schedule.checks import check_split_backward
 from megapack.schedule.runner import ScheduleRunner
 from megapack.train.trace import mark, seconds_between
 from tools.bench_planner import machine
@@ -103,7 +101,7 @@ class RowRunner(ScheduleRunner):
         together = torch.zeros(1, device=self.device)
         device_rows = self.device_rows(rows)
         forward_row = self.forward_step(call, found)
-        later = WeightGradients(self.chunks)
+        later = self._weight_gradients
         marks = []
         with self.routing.following(found), chunk.no_sync():
             for number, row in enumerate(device_rows):
@@ -272,13 +270,15 @@ class Job:
             splits_backward=self.splits_backward,
         )
         if self.splits_backward:
-            check_split_backward(chunks, get_model_config(chunks[0]))
+            weight_gradients.check(chunks, get_model_config(chunks[0]))
         chunk_tokens = self.config.objective.logprob_chunk_tokens
         return RowTimer(
             chunks,
             layout=self.layout,
             logprob_chunk_tokens=chunk_tokens,
             head_kernel=self.config.model.head_kernel,
+            # Megatron's schedules cannot run layers that put off weight gradients.
+            executor="operations" if self.splits_backward else "megatron",
         )
 
     def batch(self, lengths: Sequence[int], prompts: Sequence[int]) -> SampleBatch:

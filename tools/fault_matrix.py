@@ -3,6 +3,9 @@
     python tools/fault_matrix.py [--faults FAULT ...] [--phases PHASE ...] [--ranks RANK ...]
                                  [--set section.key=value ...]
 
+With --set train.executor=operations, steps run as lists of operations; with plan.backward=split,
+weight_gradients is a phase too and must be asked for.
+
 With --set plan.context_parallel=dynamic, DP ranks share the micro-batches of the faults. Two more
 faults have one phase each and must be asked for: stopped (SIGSTOP in a forward), and other_sharers
 (one rank plans that other micro-batches are shared), which needs that setting.

@@ -181,6 +181,17 @@ def _check_operations(config: TrainConfig) -> None:
         raise ConfigError(f"train: {error}") from None
     if config.plan.split_samples == "off":
         return
+    model = config.model
+    coef = model.moe_balance_loss_coef
+    reasons = {
+        f"model.mtp_num_layers={model.mtp_num_layers} needs tokens of a sample's next piece; set "
+        "it to 0": model.mtp_num_layers > 0,
+        f"model.moe_balance_loss_coef={coef} needs the routes of all pieces of a sample; set it "
+        "to 0": model.num_experts is not None and coef > 0,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"plan.split_samples=auto: {reason}, or plan.split_samples=off")
     sizes = config.layout
     # null is any number of data-parallel ranks; the least that the experts may lie over will do.
     dp = sizes.dp or sizes.ep * (sizes.etp or sizes.tp)

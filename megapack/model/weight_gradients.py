@@ -47,6 +47,11 @@ class WeightGradients:
         self._delaying = [_delaying_layers(chunk) for chunk in chunks]
         self._kept: dict[tuple[int, int], _Kept] = {}
 
+    @property
+    def puts_off_always(self) -> bool:
+        """Whether some weight gradients come after their backward even outside of `deferring`."""
+        return any(self._delaying)
+
     @contextlib.contextmanager
     def deferring(self, chunk: int, microbatch: int) -> Iterator[None]:
         """Within the block, a backward leaves the weight gradients of linear layers to `run`.

@@ -180,7 +180,7 @@ class ScheduleAdapter:
         checks.check_layout(self.layout, len(self.chunks), has_experts=has_experts)
         checks.check_config(self.config, self.layout)
         checks.check_chunks(self.chunks)
-        checks.check_executor(self.config, self.executor)
+        checks.check_executor(self.chunks, self.config, self.executor)
         checks.check_cp_comm(self.chunks, self.config)
         checks.check_expert_gradients(self.chunks, self.layout)
         if retries_oom:

@@ -179,13 +179,14 @@ def _check_features(config: Any) -> None:
             raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
 
 
-def check_executor(config: Any, executor: Executor) -> None:
-    """Raise ConfigError for what a list of operations cannot follow.
+def check_executor(chunks: Sequence[Any], config: Any, executor: Executor) -> None:
+    """Raise ConfigError for what a list of operations, or Megatron's schedule, cannot follow.
 
     CUDA graphs are captured and replayed in the order of Megatron's schedules, and so are tensors
     offloaded or stashed.
     """
     if executor == "megatron":
+        weight_gradients.check_none_puts_off(chunks)
         return
     names = ["cuda_graph_impl"] if _has_graphs(config) else []
     names += ["fine_grained_activation_offloading", "moe_paged_stash"]
@@ -342,16 +343,6 @@ def check_split_samples(chunks: Sequence[Any], config: Any, *, is_training: bool
     )
     if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
         _check_te_gathered_keys(config, "samples in pieces", advice)
-
-
-def check_split_backward(chunks: Sequence[Any], config: Any) -> None:
-    """Raise ConfigError if the model's weight gradients cannot come later than its backward."""
-    if _has_graphs(config):
-        raise ConfigError(
-            f"CUDA graphs (cuda_graph_impl={config.cuda_graph_impl!r}) replay whole backwards; set "
-            "cuda_graph_impl='none', or plan.backward=joint (Policy(backward='joint'))"
-        )
-    weight_gradients.check(chunks, config)
 
 
 def _check_attention(chunks: Sequence[Any], *, tokens: str, task: str, advice: str) -> None:

@@ -200,7 +200,7 @@ class ScheduleRunner:
             weight_gradients=self._weight_gradients,
             device=self.device,
             is_training=call.is_training,
-            reduces_after=call.has_weight_operations,
+            reduces_after=call.has_weight_operations or self._weight_gradients.puts_off_always,
             **options,
         ).run()
 

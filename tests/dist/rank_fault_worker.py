@@ -43,8 +43,10 @@ SETTINGS = [
     *("model.num_layers=4", "model.hidden_size=32", "plan.search=64", "objective.kl_coef=0.0"),
 ]
 PHASES = ("plan", "pack", "forward", "backward", "reduction", "output")
-ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint")
-"""Phases outside of a step; they are not in the matrix."""
+WEIGHTS = "weight_gradients"
+"""A phase of a step with plan.backward=split."""
+ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint", WEIGHTS)
+"""Phases outside of a step, or not of all steps; they are not in the matrix."""
 ON_RANK_0 = ("write_plan",)
 FAULTS = ("bad_sample", "out_of_memory", "user_error", "nan", "killed")
 OTHER_SHARERS = "other_sharers"
@@ -104,7 +106,7 @@ def inject(trigger: Trigger, phase: str) -> None:
     is_nan = trigger.fault == "nan"
     if phase == "none" or trigger.fault == OTHER_SHARERS:
         return
-    if phase in ELSEWHERE:
+    if phase in ELSEWHERE and phase != WEIGHTS:
         _inject_elsewhere(trigger, phase)
     elif phase == "plan" and is_nan:
         _around(job, "batch_advantages", after=lambda values: _poisoned(values, trigger))
@@ -122,7 +124,7 @@ def inject(trigger: Trigger, phase: str) -> None:
         _around(ForwardStep, "run_row", after=lambda result: _poisoned_forward(result, trigger))
     elif phase == "backward" and is_nan:
         _around(ForwardStep, "run_row", after=lambda result: _poisoned_backward(result, trigger))
-    elif phase in ("forward", "backward", "log-probs"):
+    elif phase in ("forward", "backward", WEIGHTS, "log-probs"):
         _around(ScheduleRunner, "run", before=lambda *call: _listen(call[0], phase, trigger))
     elif phase == "critic":
         _around(job.Critic, "step", before=_listen_to_critic(trigger))
@@ -246,7 +248,12 @@ class _Faulty(Listener):
 
     def __init__(self, phase: str, trigger: Trigger) -> None:
         # Kind, and whether gradients are enabled: passes for log-probs run forwards too.
-        phases = {"forward": ("F", True), "backward": ("B", False), "log-probs": ("F", False)}
+        phases = {
+            "forward": ("F", True),
+            "backward": ("B", False),
+            WEIGHTS: ("W", True),
+            "log-probs": ("F", False),
+        }
         self._wanted = phases[phase]
         self._trigger = trigger
 

@@ -61,7 +61,13 @@ SPECIAL: dict[str, SplitCase] = {
     "bf16": SplitCase(title="bf16", layout=_PP2, model="bf16", kinds=("sft",)),
 }
 
-ALL_CASES = {**GRID, **SPECIAL}
+MUTATED = {
+    mutation: SplitCase(layout=_PP2, kinds=("sft",), mutation=mutation)
+    for mutation in ("no carried gradients", "no carried keys", "no losses of a piece")
+}
+"""Cases that do something wrong, which must be seen."""
+
+ALL_CASES = {**GRID, **SPECIAL, **MUTATED}
 
 CASES = (
     "single-none",
@@ -72,5 +78,6 @@ CASES = (
     "cp2_pp2-full",
     "value",
     "mla_full",
+    *MUTATED,
 )
 """The cases that CI runs; `tools/exactness.py --split-samples '*'` runs all."""

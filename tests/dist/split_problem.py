@@ -64,6 +64,8 @@ class SplitCase(RowCase):
 
     shape: str = "split"
     kinds: tuple[str, ...] = ("sft", "grpo", "gspo")
+    mutation: str = ""
+    """What the case does wrong, see `split_worker`."""
 
     shapes = SHAPES
     shape_of_pairs = "split"

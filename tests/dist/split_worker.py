@@ -6,15 +6,49 @@ torchrun --nproc-per-node 2 -m tests.dist.split_worker CASES_MODULE REFERENCE OU
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
+import torch
+from torch import Tensor
+
+from megapack.model.attention import carried
+from megapack.plan import Plan
+from megapack.schedule import chains
+from tests.dist.row_problem import Samples
 from tests.dist.row_worker import main
+from tests.dist.split_problem import SplitCase
 from tests.dist.wide_worker import WideRun
+
+_FIND_GRADIENTS = chains.ChainLosses._find_gradients
+
+
+def _without_a_piece(self: chains.ChainLosses, forwards: Sequence[Any]) -> Tensor:
+    """The chain's loss, whose second piece gets no gradients."""
+    loss = _FIND_GRADIENTS(self, forwards)
+    forwards[1].gradients = [torch.zeros_like(x) for x in forwards[1].gradients]
+    return loss
+
+
+_MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "no carried gradients": (carried, "_with_leaf", lambda grad, leaf: grad),
+    "no carried keys": (carried, "_carry_chain", lambda rows, keeps_gradients: None),
+    "no losses of a piece": (chains.ChainLosses, "_find_gradients", _without_a_piece),
+}
 
 
 class SplitRun(WideRun):
     """A model of a case with samples in pieces, whose steps have orders."""
 
     executor = "operations"
+
+    def step(self, plan: Plan, samples: Samples, kind: str) -> Any:
+        assert isinstance(self.case, SplitCase)
+        if not self.case.mutation:
+            return super().step(plan, samples, kind)
+        with mock.patch.object(*_MUTATIONS[self.case.mutation]):
+            return super().step(plan, samples, kind)
 
 
 if __name__ == "__main__":

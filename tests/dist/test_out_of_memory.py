@@ -49,12 +49,18 @@ def replanned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("phase", "rank"), [("forward", 0), ("backward", 1), ("backward", 2), ("loss", 3)]
+    ("phase", "rank", "executor"),
+    [
+        ("forward", 0, "megatron"),
+        ("backward", 1, "megatron"),
+        ("backward", 2, "operations"),
+        ("loss", 3, "megatron"),
+    ],
 )
 def test_nothing_is_left_of_the_failed_attempt(
-    phase: str, rank: int, tmp_path: Path, replanned: list[dict[str, Any]]
+    phase: str, rank: int, executor: str, tmp_path: Path, replanned: list[dict[str, Any]]
 ) -> None:
-    code, output = job(tmp_path, "out_of_memory", phase, rank)
+    code, output = job(tmp_path, "out_of_memory", phase, rank, f"train.executor={executor}")
     assert code == 0, output[-4000:]
     assert "1 of 4 ranks failed: rank" in output
     assert "replanned with rows of half the size" in output

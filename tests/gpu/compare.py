@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack import Layout
+from megapack import Layout, Plan
 from megapack.model.init import global_parameters
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
@@ -51,6 +51,7 @@ def exactness(
     exact: Samples,
     own: Samples | None = None,
     budget: int = problem.BUDGET,
+    plan: Plan | None = None,
 ) -> dict[str, float]:
     """Errors of a forward and a step on all ranks together.
 
@@ -58,9 +59,10 @@ def exactness(
         exact: the reference's samples in fp32.
         own: the reference's samples in the model's precision, if that is not fp32.
         budget: tokens of a row.
+        plan: another plan than one with this budget.
     """
     batch = problem.make_batch()
-    plan = problem.make_plan(adapter.layout, budget)
+    plan = plan or problem.make_plan(adapter.layout, budget)
     outputs = adapter.forward(plan, batch, entropy=True)
     result = adapter.step(plan, batch, objective=OBJECTIVE)
     case = Case(layout=adapter.layout)

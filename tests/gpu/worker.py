@@ -5,6 +5,7 @@ python -m tests.gpu.worker DEVICE ATTENTION REFERENCE OUT
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import traceback
@@ -16,12 +17,13 @@ import torch
 from megapack import Layout, launch
 from megapack.model import initialize_parallel
 from megapack.model.settings import Setting
+from megapack.model.weight_gradients import WeightGradients
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
-from megapack.schedule.checks import check_split_backward
+from megapack.schedule import ScheduleAdapter
 from megapack.schedule.forward import ForwardStep
 from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE
-from tests.dist.split_backward_worker import Later
+from tests.dist.split_backward_worker import with_weights_later
 from tests.gpu import problem
 from tests.gpu.compare import Samples, build_adapter, exactness
 from tools import logit_precision
@@ -74,12 +76,26 @@ def overlap(attention: str, reference: dict[str, Samples]) -> Found:
 
 def split_backward(attention: str, reference: dict[str, Samples]) -> Found:
     """Errors in fp32 of a step whose weight gradients come up to three micro-batches later."""
-    adapter = build_adapter(problem.model(attention, "fp32"), Layout(), splits_backward=True)
-    check_split_backward(adapter.chunks, adapter.config)
-    later = Later(adapter.chunks, lag=3)
-    with later.splitting():
-        found: Found = exactness(adapter, reference["fp32"])
-    return {**found, "products_put_off": later.num_put_off / later.num_backwards}
+    adapter = build_adapter(
+        problem.model(attention, "fp32"),
+        Layout(),
+        functools.partial(ScheduleAdapter, executor="operations"),
+        splits_backward=True,
+    )
+    products = []
+
+    def counting(self: WeightGradients, chunk: int, microbatch: int) -> None:
+        products.append(sum(map(len, self._kept[chunk, microbatch])))
+        original(self, chunk, microbatch)
+
+    original = WeightGradients.run
+    WeightGradients.run = counting  # type: ignore[method-assign]
+    try:
+        plan = with_weights_later(problem.make_plan(Layout()), 3)
+        found: Found = exactness(adapter, reference["fp32"], plan=plan)
+    finally:
+        WeightGradients.run = original  # type: ignore[method-assign]
+    return {**found, "products_put_off": products}
 
 
 def waits(attention: str, reference: dict[str, Samples]) -> Found:

@@ -52,11 +52,12 @@ def test_a_measured_cost_model_predicts_step_times(tmp_path: Path) -> None:
 
 
 def test_two_ranks_measure_what_sharing_rows_costs(tmp_path: Path) -> None:
-    job = [*JOB, "model.num_layers=2", "plan.max_tokens_per_gpu=128"]
+    job = [*JOB, "model.num_layers=2", "plan.max_tokens_per_gpu=128", "plan.backward=split"]
     args = [CONFIG, *job, "--out", "cost.yaml", "--rounds", "1"]
     done = run_job(2, "tools.calibrate", args, timeout_s=200, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "over 2 data-parallel ranks: forward mean" in done.stdout
+    assert "weight gradients are" in done.stdout
     overhead = read_cost(tmp_path / "cost.yaml", Layout(pp=2)).cp_overhead
     # On a busy machine the fit may see nothing but fixed seconds.
     is_default = overhead == CostModel.cp_overhead

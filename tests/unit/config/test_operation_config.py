@@ -58,6 +58,14 @@ def test_megatrons_schedules_run_no_other_order(setting: str) -> None:
             r": plan: split_samples='auto' with micro_batch_size=2",
         ),
         (
+            ["model.mtp_num_layers=1"],
+            r": plan.split_samples=auto: model.mtp_num_layers=1 needs .* to 0, or ",
+        ),
+        (
+            ["model.num_experts=4", "model.moe_balance_loss_coef=0.01"],
+            r": plan.split_samples=auto: model.moe_balance_loss_coef=0.01 needs",
+        ),
+        (
             ["model.num_experts=4", "layout.ep=2"],
             r": plan: split_samples='auto' with ep=2, etp=1, tp\*cp=1: data-parallel ranks",
         ),

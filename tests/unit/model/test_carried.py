@@ -217,9 +217,7 @@ def test_both_forms_of_attention_equal_the_whole_sample_on_each_rank(cp: int) ->
         keys, values = (x[order][paths.order_K] for x in (k, v))
         gathered = path_causal_attention(queries, keys, values, paths, SCALE)
         torch.testing.assert_close(gathered, expected[mine], atol=2e-6, rtol=1e-5)
-        spans_of_varlen = varlen_spans(
-            row_lengths, cp, rank, torch.device("cpu"), carried=before
-        )
+        spans_of_varlen = varlen_spans(row_lengths, cp, rank, torch.device("cpu"), carried=before)
         assert spans_of_varlen.order_K is not None
         assert torch.equal(spans_of_varlen.order_K, paths.order_K)
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model import weight_gradients
 from megapack.model.weight_gradients import WeightGradients
-from megapack.schedule.checks import check_split_backward
 from tests.dist.delayed_linear import DelayedLinear
 
 pytestmark = pytest.mark.unit
@@ -266,7 +265,6 @@ def test_weights_that_cannot_wait_are_in_the_backward(kind: str) -> None:
 @dataclasses.dataclass
 class Config:
     overlap_moe_expert_parallel_comm: bool = False
-    cuda_graph_impl: str = "none"
     delay_wgrad_compute: bool = False
 
 
@@ -276,22 +274,20 @@ def te_model(config: Config) -> torch.nn.Module:
 
 def test_models_that_cannot_put_off() -> None:
     plain = Config()
-    check_split_backward([Model()], plain)
+    weight_gradients.check([Model()], plain)
     with pytest.raises(ConfigError, match=r"overlap_moe_expert_parallel_comm=True .* set it to"):
-        check_split_backward([], Config(overlap_moe_expert_parallel_comm=True))
-    with pytest.raises(ConfigError, match=r"CUDA graphs .* set cuda_graph_impl='none', or plan"):
-        check_split_backward([], Config(cuda_graph_impl="local"))
+        weight_gradients.check([], Config(overlap_moe_expert_parallel_comm=True))
     with pytest.raises(ConfigError, match=r"DelayedLinear was built without delay_wgrad_compute"):
-        check_split_backward([te_model(plain)], plain)
+        weight_gradients.check([te_model(plain)], plain)
     delaying = Config(delay_wgrad_compute=True)
     model = te_model(delaying)
     with pytest.raises(ConfigError, match=r"DDP does not add the weight gradients that Delayed"):
-        check_split_backward([model], delaying)
+        weight_gradients.check([model], delaying)
     model[0].register_wgrad_accumulation_and_reduce_hooks(print)  # type: ignore[index]
-    check_split_backward([model], delaying)
+    weight_gradients.check([model], delaying)
     del model[0].wgrad_accumulation_and_reduce_hooks  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"install Transformer Engine 2\.7 or later"):
-        check_split_backward([model], delaying)
+        weight_gradients.check([model], delaying)
 
 
 def test_megatrons_schedules_would_lose_what_is_put_off() -> None:

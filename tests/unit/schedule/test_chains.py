@@ -188,9 +188,7 @@ def test_two_chains_at_a_time_and_a_nan() -> None:
     run = Run(SFT())
     chains = ChainLosses(run.loss)
     first, second, last = (row_of(*row) for row in ROWS)
-    other = pack_row(
-        batch(), MicroBatch((1,), 2, 2, 0, 2, piece=(0, 2)), Layout(), [0.3, 0.5, 0.2]
-    )
+    other = pack_row(batch(), MicroBatch((1,), 2, 2, 0, 2, piece=(0, 2)), Layout(), [0.3, 0.5, 0.2])
     chains.add(first, run.inputs(first))
     chains.add(other, run.inputs(other))
     with torch.no_grad():
