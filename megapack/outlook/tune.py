@@ -376,9 +376,11 @@ def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Itera
 def _plan(
     work: Workload, layout: Layout, split: StageLayers, budget: int, policy: Policy
 ) -> Plan | None:
-    """Plan under one policy; None if it allows no legal plan."""
+    """Plan under one policy; None if it allows no legal plan, or leaves a sample that should be cut
+    into pieces alone in its row."""
+    is_cut = policy.split_samples == "auto"
     try:
-        return build_dp_schedule(
+        plan = build_dp_schedule(
             work.lengths,
             layout=layout,
             max_tokens_per_gpu=budget,
@@ -387,11 +389,12 @@ def _plan(
             global_batch_size=work.global_batch_size,
             num_steps=work.num_steps,
             cost=work.cost_of(layout, split),
-            policy=policy,
+            policy=replace(policy, oversize="error") if is_cut else policy,
             prefixes=work.prefixes,
         )
     except PlanError:
         return None
+    return replace(plan, policy=policy)
 
 
 def _candidate(
@@ -427,10 +430,6 @@ def _memory(
     """
     group_size = None if plan is None else max(step.group_size or 1 for step in plan.steps)
     row = budget if kind.cuts_samples else max(budget, _longest(work, layout))
-    if plan is not None and kind.split_samples == "auto":
-        # A sample that no order of pieces holds is alone in its row.
-        rows = (mb.row_tokens for step in plan.steps for mb in step.microbatches)
-        row = max(row, -(-max(rows) // layout.cp))
     live = row * layout.chunks_in_flight(group_size=group_size) / layout.vpp
     if plan is not None and any(step.orders for step in plan.steps):
         live = max(live, *(plan.live_cap(step) for step in plan.steps))

@@ -136,13 +136,15 @@ def simulate(
     forward = _slowest(work) if lockstep else work
     runner = Runner(layout, cost, forward_only)
     group = step.group_size
+    # A pass without backwards over the rows of a training step runs in Megatron's order.
+    is_ordered = bool(step.orders) and not forward_only
     orders = [
-        step.order(r, layout) if step.orders else runner.order(len(rank), group)
+        step.order(r, layout) if is_ordered else runner.order(len(rank), group)
         for r, rank in enumerate(step.ranks)
     ]
     if any(mb.dp_ranks for mb in step.microbatches):
         runs = runner.coupled_timelines(forward, _first_ranks(step), group)
-    elif step.orders:
+    elif is_ordered:
         weight = [_weight_seconds(rank, layout, cost) for rank in step.ranks]
         seconds = zip(orders, forward, _slowest(weight) if lockstep else weight, strict=True)
         runs = [runner.ordered_timeline(*own) for own in seconds]

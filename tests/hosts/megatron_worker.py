@@ -29,7 +29,7 @@ from tests.dist.setup import build_chunks
 
 STUBS = Path(__file__).parent / "stubs"
 BUDGET = 70
-# Samples have up to 63 tokens: some of them lie over two ranks.
+# Samples have up to 63 tokens: some of them lie over two ranks, or are cut into pieces.
 SMALL_BUDGET = 40
 ITEM_ROWS = 2
 SEQ_LENGTH = 64
@@ -141,6 +141,16 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
             max_tokens_per_gpu=SMALL_BUDGET,
             policy=policy,
         )
+    if layout.pp > 1:
+        policy = Policy(split_samples="auto", backward="split", max_live_tokens_per_gpu=400)
+        found["ordered"] = _variant(
+            training,
+            adapter,
+            batch,
+            megatron_lm.PlannedStep(max_tokens_per_gpu=SMALL_BUDGET, policy=policy),
+            max_tokens_per_gpu=SMALL_BUDGET,
+            policy=policy,
+        )
     found["refused"] = _run_out_of_data(training, chunks, layout, adapter.dp_rank)
     return found
 
@@ -168,6 +178,8 @@ def _variant(
     return {
         "shared_tokens": counts.shared_tokens,
         "wide_tokens": counts.wide_tokens,
+        "num_pieces": counts.num_pieces,
+        "num_split_backwards": counts.num_split_backwards,
         "gradient_error": max(errors),
         "loss_error": abs(report["lm loss"] - want.loss),
     }

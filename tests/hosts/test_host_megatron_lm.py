@@ -80,6 +80,18 @@ def test_a_planned_step_with_rows_over_two_ranks_has_the_same_gradients(
 
 
 @pytest.mark.dist
+def test_a_planned_step_with_an_order_of_its_own_has_the_same_gradients(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank in found:
+        got = rank["pp2_vpp2"]["ordered"]
+        assert got["num_pieces"] > 0
+        assert got["num_split_backwards"] > 0
+        assert got["gradient_error"] < 1e-5
+        assert got["loss_error"] < 1e-5
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exhausted_data_raises_on_every_rank(found: list[dict[str, Any]], layout: str) -> None:
     (error,) = {rank[layout]["refused"] for rank in found}

@@ -93,5 +93,8 @@ def test_a_dry_run_has_the_orders_of_the_first_batch() -> None:
     assert split.plan.counts.num_split_backwards > 0
     assert split.steps.seconds < joint.steps.seconds
     assert split.steps.peak_live_tokens <= split.plan.live_cap(split.plan.steps[0])
+    # A pass for log-probs over the same rows has no backwards.
+    assert split.logprobs is not None
+    assert split.logprobs.seconds < 0.6 * split.steps.seconds
     # The last stage may hold as much as the first.
     assert split.memory[1].activations > joint.memory[1].activations
