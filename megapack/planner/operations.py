@@ -33,6 +33,7 @@ from megapack.planner.piece_moves import (
 from megapack.planner.pieces import CutProblem, cut_problem, item_work, may_cut, place_chains
 from megapack.planner.problem import ItemPieces, StepDraft, StepProblem, row_sums
 from megapack.planner.scored import draft_state, row_cost_of
+from megapack.planner.state import row_tokens
 from megapack.planner.weight_fill import FillRules, order_lines
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
@@ -94,17 +95,17 @@ def plan_operations(
         budget: padded tokens that a row of one DP rank may hold; the capacity is less where a cap
             on live tokens lowers it. -1 without a budget.
     """
-    search = _OperationSearch(problem, budget)
-    best = search.run(fixed)
+    search = _OperationSearch(problem, fixed, budget)
+    best = search.run()
     if best is None:
         return None
-    if fixed is not None and best.seconds >= search.joint_seconds(fixed) * (1 - _LEAST_GAIN):
+    if search.whole is not None and best.seconds >= search.whole.seconds * (1 - _LEAST_GAIN):
         return None
     return search.finished(best)
 
 
 class _OperationSearch:
-    def __init__(self, problem: StepProblem, budget: int) -> None:
+    def __init__(self, problem: StepProblem, fixed: StepDraft | None, budget: int) -> None:
         self.problem = problem
         self.layout = problem.layout
         self.policy = problem.policy
@@ -114,10 +115,18 @@ class _OperationSearch:
         self.split = self.policy.backward == "split" and not problem.forward_only
         self.cuts = self.policy.split_samples == "auto" and may_cut(problem)
         self.total = math.fsum(item_work(problem, self.cost).tolist())
+        # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
+        self.held = math.inf
+        self.whole: _Candidate | None = None
+        if fixed is not None:
+            self.whole = self._scored(problem, fixed, split=False)
+            self.held = self._held(self.whole)
 
-    def run(self, fixed: StepDraft | None) -> _Candidate | None:
+    def run(self) -> _Candidate | None:
         """The best candidate; None if none respects the cap on live tokens."""
-        whole = [] if fixed is None else [self._scored(self.problem, fixed, self.split)]
+        whole = []
+        if self.whole is not None:
+            whole.append(self._scored(self.problem, self.whole.draft, self.split))
         cut = self._best_cuts() if self.cuts else []
         moves = _MOVES_GROWTH * self.policy.search
         # The draft of whole samples gets as many as the others together.
@@ -129,10 +138,6 @@ class _OperationSearch:
             return None
         self._improve(best, moves - moves // 2)
         return best
-
-    def joint_seconds(self, draft: StepDraft) -> float:
-        """Seconds of a draft of whole samples in Megatron's order."""
-        return self._scored(self.problem, draft, split=False).seconds
 
     def finished(self, candidate: _Candidate) -> FoundOperations:
         """A candidate's draft with its orders."""
@@ -286,7 +291,11 @@ class _OperationSearch:
         return _Candidate(problem, draft, rows, float(score_rows(rows)))
 
     def _cap(self, problem: StepProblem, count: int, group: int, longest: int) -> float:
-        """Tokens that a stage may hold, each chunk counted whole; see `Plan.live_cap`."""
+        """Tokens that a stage may hold, each chunk counted whole.
+
+        At most `Plan.live_cap`, and without a cap in the policy no more than the draft of whole
+        samples holds in Megatron's order: W's that wait longer gain little (docs/planner.md).
+        """
         layout = self.layout
         if problem.forward_only:
             return math.inf
@@ -296,7 +305,24 @@ class _OperationSearch:
         order = self.runner.order(count, group)
         in_flight = float(order.peak_live(np.ones(count)).max())
         longest = max(longest, layout.row_alignment)
-        return in_flight * max(layout.aligned_row_tokens(longest), self.budget)
+        return min(in_flight * max(layout.aligned_row_tokens(longest), self.budget), self.held)
+
+    def _held(self, candidate: _Candidate) -> float:
+        """The most tokens that a stage holds in Megatron's order, each chunk counted whole.
+
+        Ranks in lockstep run one order, as if each had the longest of their rows.
+        """
+        state = candidate.rows.state
+        ranks = []
+        for rows, count in zip(state.rows, state.counts.tolist(), strict=True):
+            tokens = [int(state.tokens[row]) if row >= 0 else 0 for row in rows[:count].tolist()]
+            ranks.append(np.array([float(row_tokens(candidate.rows.cost, n)) for n in tokens]))
+        if self.layout.ep_spans_dp:
+            ranks = [np.maximum.reduce(ranks)]
+        group = candidate.draft.group_size
+        orders = [self.runner.order(held.size, group) for held in ranks]
+        peaks = [order.peak_live(held) for order, held in zip(orders, ranks, strict=True)]
+        return float(max(peak.max() for peak in peaks))
 
     def _improve(self, candidate: _Candidate, budget: int) -> None:
         """Improve a candidate by moves, if its rows may change."""
