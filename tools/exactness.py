@@ -1,7 +1,8 @@
 """Compare every layout and feature with one unpadded sample at a time; writes docs/exactness.md.
 
     python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN] [--models PATTERN]
-        [--prefixes PATTERN] [--dynamic-cp PATTERN] [--executor operations]
+        [--prefixes PATTERN] [--dynamic-cp PATTERN] [--split-samples PATTERN]
+        [--executor operations]
 
 Runs the reference and then each case of `tests/dist/cases.py` on 1, 2, 4 and 8 processes over gloo;
 models of Hugging Face folders, the cases of `tests/dist/hf_cases.py`, beside transformers; rows
@@ -9,9 +10,9 @@ with shared prefixes, the cases of `tests/dist/prefix_cases.py`; and rows over s
 ranks, the cases of `tests/dist/wide_cases.py`, whose tables go into docs/dynamic_cp.md. With some
 of the patterns, only those.
 
-With `--executor operations` the cases run as lists of operations, in Megatron's order. Nothing is
-written then; cases of `tests/dist/cases.py` and `tests/dist/overlap_worker.py` are compared with
-Megatron's schedules bit for bit, and the exit code is 1 if one differs.
+With `--executor operations` nothing is written. Cases of `tests/dist/cases.py` and
+`tests/dist/overlap_worker.py` run in Megatron's schedules and as lists of their operations, which
+are compared bit for bit; the exit code is 1 if one differs. All other cases run as lists.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ from tests.dist.row_problem import MODELS as ROW_MODELS  # noqa: E402
 from tests.dist.row_problem import PRECISE as ROW_PRECISE  # noqa: E402
 from tests.dist.row_problem import RowCase  # noqa: E402
 from tests.dist.run_cases import (  # noqa: E402
-    CASES_PER_JOB,
     make_reference,
     run_cases,
     run_prefix_cases,
+    run_split_cases,
     run_wide_cases,
 )
 from tests.dist.spawn import checked_job  # noqa: E402
+from tests.dist.split_cases import GRID as SPLIT_GRID  # noqa: E402
+from tests.dist.split_cases import SPECIAL as SPLIT_SPECIAL  # noqa: E402
 from tests.dist.wide_cases import ALL_CASES as WIDE_CASES  # noqa: E402
 from tests.dist.wide_cases import GRID as WIDE_GRID  # noqa: E402
 from tests.dist.wide_cases import SPECIAL as WIDE_SPECIAL  # noqa: E402
@@ -60,6 +63,7 @@ MARKS = ("<!-- measured -->", "<!-- end -->")
 MODEL_MARKS = ("<!-- models -->", "<!-- end of models -->")
 DYNAMIC_CP_PAGE = ROOT / "docs" / "dynamic_cp.md"
 DYNAMIC_CP_MARKS = ("<!-- dynamic cp -->", "<!-- end of dynamic cp -->")
+SPLIT_MARKS = ("<!-- split samples -->", "<!-- end of split samples -->")
 PREFIX_MARKS = ("<!-- prefixes -->", "<!-- end of prefixes -->")
 MODELS = {
     "llama": "Llama",
@@ -335,6 +339,28 @@ def wide_lines(names: list[str]) -> list[str]:
     return [*lines, *special_wide_rows(results)]
 
 
+def special_split_samples(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Per feature: the largest errors of its objectives."""
+    lines = ["| feature | layout | objectives | gradient, outputs |", "|---|---|---|---|"]
+    for name, case in SPLIT_SPECIAL.items():
+        if name in results and case.model not in ROW_PRECISE:
+            runs = list(results[name].values())
+            kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
+            layout = _row_layout(case)
+            lines.append(f"| {case.title} | {layout} | {kinds} | {_row_errors(runs)} |")
+    return lines
+
+
+def split_lines(names: list[str]) -> list[str]:
+    """The section of samples in pieces."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_split_cases(names, Path(folder))
+    lines = [row_summary({**SPLIT_GRID, **SPLIT_SPECIAL}, results), ""]
+    if any(name in SPLIT_GRID for name in names):
+        lines += [*row_grid(SPLIT_GRID, results), ""]
+    return [*lines, *special_split_samples(results)]
+
+
 def row_summary(cases: Mapping[str, RowCase], results: dict[str, dict[str, Any]]) -> str:
     """What was measured with what, and the largest errors."""
     runs = [(name, kind, run) for name, found in results.items() for kind, run in found.items()]
@@ -371,8 +397,9 @@ def compare_bits(pattern: str) -> bool:
     results: dict[str, dict[str, Any]] = {}
     for world in sorted({worlds[name] for name in names}):
         own = [name for name in names if worlds[name] == world]
-        for first in range(0, len(own), CASES_PER_JOB):
-            part = own[first : first + CASES_PER_JOB]
+        # Each case leaves its process groups and their threads behind.
+        for first in range(0, len(own), 6):
+            part = own[first : first + 6]
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "out.json"
                 args = [str(out), *part]
@@ -395,14 +422,25 @@ def main() -> int:
     parser.add_argument("--models", help="glob of the cases of Hugging Face models to run")
     parser.add_argument("--prefixes", help="glob of the cases with shared prefixes to run")
     parser.add_argument("--dynamic-cp", help="glob of the cases with wide rows to run")
+    parser.add_argument("--split-samples", help="glob of the cases with samples in pieces to run")
     parser.add_argument("--executor", choices=get_args(Executor), default="megatron")
     options = parser.parse_args()
     os.environ[VARIABLE] = options.executor
-    patterns = (options.cases, options.models, options.prefixes, options.dynamic_cp)
+    patterns = (
+        options.cases,
+        options.models,
+        options.prefixes,
+        options.dynamic_cp,
+        options.split_samples,
+    )
     everything = all(pattern is None for pattern in patterns)
     if everything or options.dynamic_cp is not None:
         names = fnmatch.filter(WIDE_CASES, options.dynamic_cp or "*")
         write(DYNAMIC_CP_PAGE, DYNAMIC_CP_MARKS, wide_lines(names))
+    if everything or options.split_samples is not None:
+        cases = [*SPLIT_GRID, *SPLIT_SPECIAL]
+        names = fnmatch.filter(cases, options.split_samples or "*")
+        write(options.out, SPLIT_MARKS, split_lines(names))
     if everything or options.prefixes is not None:
         names = fnmatch.filter(PREFIX_CASES, options.prefixes or "*")
         write(options.out, PREFIX_MARKS, prefix_lines(names))
@@ -411,9 +449,9 @@ def main() -> int:
         write(options.out, MODEL_MARKS, model_lines(names))
     if everything or options.cases is not None:
         names = fnmatch.filter(ALL_CASES, options.cases or "*")
-        write(options.out, MARKS, case_lines(names))
         if options.executor == "operations":
             return 0 if compare_bits(options.cases or "*") else 1
+        write(options.out, MARKS, case_lines(names))
     return 0
 
 

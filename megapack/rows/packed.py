@@ -70,6 +70,9 @@ class RoutingRow:
     """Experts that replace the router's own choice; None: the router chooses."""
     groups: tuple[Any, ...] = field(default=(), metadata={"moves": False})
     """Groups of ranks that hold the row's other tokens; set with `PackedRow.params`."""
+    chain: Any = field(default=None, metadata={"moves": False})
+    """Of a row that has a piece of its first sample: the counts of the other pieces, see
+    `model.experts.chains`. Set with `PackedRow.params`."""
     recorded: dict[int, Tensor] = field(default_factory=dict, metadata={"moves": False})
     """MoE layer -> [t, K] chosen experts, filled in a pass that records routing; the row on the
     device shares it."""

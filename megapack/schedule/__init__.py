@@ -8,6 +8,7 @@ Modules:
     operations: runs a step as a list of operations in any legal order
     channels: exchanges between stages with receives posted early
     forward: Megatron's forward step, and the loss on the last stage
+    chains: the losses of rows with pieces of one sample
     listeners: who is told of each forward and backward
     overrides: settings of Megatron's config during a call of its schedule
     row_groups: the ranks that hold the slices of one row

@@ -72,8 +72,8 @@ class ScheduleAdapter:
             `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
         `agree`: all ranks have packed the same call, or all raise
         `ScheduleRunner.run`: makes the `SchedulePass`, which collects sums and outputs
-        `ScheduleRunner.run_schedule`: moves rows to the device, runs Megatron's schedule with a
-            `ForwardStep`
+        `ScheduleRunner.run_schedule`: moves rows to the device, runs Megatron's schedule, or the
+            plan's operations, with a `ForwardStep`
         `ForwardStep.run_row`: runs a row through a chunk; `LastStage` computes the loss
         `FiniteFlags.refuse`: all ranks raise if one of them has a NaN
         `sum_metrics`: adds the pass's sums over ranks, for the `StepResult`

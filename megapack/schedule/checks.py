@@ -22,7 +22,7 @@ from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_rows import te_attentions
 from megapack.model.attention.varlen import PackedVarlen
-from megapack.model.experts.model import check_experts, has_balance_loss
+from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.init import is_expert
 from megapack.model.mtp import check_mtp, num_depths
@@ -329,11 +329,6 @@ def check_split_samples(chunks: Sequence[Any], config: Any, *, is_training: bool
         raise ConfigError(
             f"mtp_num_layers={config.mtp_num_layers}: multi-token prediction needs tokens of a "
             f"sample's next piece; set it to None, {advice}"
-        )
-    if is_training and config.num_moe_experts and has_balance_loss(config):
-        raise ConfigError(
-            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff}: a sample's balance loss needs the "
-            f"routes of all its pieces; set it to 0, {advice}"
         )
     _check_attention(
         chunks,

@@ -42,8 +42,9 @@ class Operations:
         exchange: with the other stages; None without.
         weight_gradients: those of the chunks.
         is_training: whether backwards run and gradients are reduced.
-        reduces_after: a chunk's reduction starts after its last operation and not inside it. All
-            ranks must start reductions in one order, so it is the same on all DP ranks.
+        reduces_after: a chunk's reduction starts after its last operation and not inside it: DDP
+            does not learn when late weight gradients are ready. All ranks must start reductions in
+            one order, so it is the same on all DP ranks.
         listeners: are told of weight gradients; `forward_step` tells them of the rest.
         attempt: as in `ForwardStep`.
     """
@@ -176,9 +177,12 @@ class Operations:
             self._attempt(lambda: self._weights.finish_joint(op.chunk))
 
     def _weight_gradients(self, op: Operation) -> None:
-        self._listeners.begin("W", op.chunk, op.microbatch)
-        self._attempt(lambda: self._weights.run(op.chunk, op.microbatch))
-        self._listeners.end("W", op.chunk, op.microbatch)
+        def work() -> None:
+            self._listeners.begin("W", op.chunk, op.microbatch)
+            self._weights.run(op.chunk, op.microbatch)
+            self._listeners.end("W", op.chunk, op.microbatch)
+
+        self._attempt(work)
 
     def _sends(self, op: Operation) -> bool:
         """Whether another stage waits for the operation's result."""

@@ -18,6 +18,7 @@ from megapack.base.choices import Executor
 from megapack.layout import Layout
 from megapack.model.attention.carried import carry_keys
 from megapack.model.attention.packed import with_params
+from megapack.model.experts.chains import with_chain_counts
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, token_weight
 from megapack.model.overlap import (
@@ -139,6 +140,7 @@ class ScheduleRunner:
             options["attempt"] = memory.attempt
         device_rows = self.device_rows(rows)
         carry_keys(device_rows, keeps_gradients=call.is_training)
+        device_rows = with_chain_counts(device_rows)
         forward_step = self.forward_step(call, schedule_pass, **options)
         with (
             contextlib.nullcontext() if memory is None else memory.backwards(),

@@ -6,6 +6,7 @@ Written from module/_common.py, base.py and linear.py of Transformer Engine 2.7 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -139,7 +140,10 @@ def linear_layers(kind: str) -> Iterator[None]:
             def spec(*args: Any, **kwargs: Any) -> Any:
                 layer = original(*args, **kwargs)
                 attention = layer.submodules.self_attention.submodules
-                mlp = layer.submodules.mlp.submodules
+                mlp = layer.submodules.mlp
+                # Megatron-Core 0.19 has a partial function instead of a spec.
+                is_partial = isinstance(mlp, functools.partial)
+                mlp = mlp.keywords["submodules"] if is_partial else mlp.submodules
                 for parts, names in (
                     (attention, ("linear_qkv", "linear_proj")),
                     (mlp, ("linear_fc1", "linear_fc2")),

@@ -15,7 +15,7 @@ from tests.dist.split_cases import ALL_CASES as SPLIT_CASES
 from tests.dist.wide_cases import ALL_CASES as WIDE_CASES
 
 # Each case leaves its process groups and their threads behind, which slow down the next case.
-CASES_PER_JOB = 8
+_CASES_PER_JOB = 8
 
 
 def make_reference(folder: Path) -> Path:
@@ -32,9 +32,9 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
         by_world.setdefault(ALL_CASES[name].world, []).append(name)
     results: dict[str, dict[str, Any]] = {}
     for world, own in by_world.items():
-        for first in range(0, len(own), CASES_PER_JOB):
+        for first in range(0, len(own), _CASES_PER_JOB):
             out = folder / f"world{world}_{first}.json"
-            args = [str(reference), str(out), *own[first : first + CASES_PER_JOB]]
+            args = [str(reference), str(out), *own[first : first + _CASES_PER_JOB]]
             checked_job(world, "tests.dist.worker", args, timeout_s=300)
             results |= json.loads(out.read_text())
     return results
@@ -84,9 +84,9 @@ def _run_row_cases(
         by_world.setdefault(all_cases[name].world, []).append(name)
     results: dict[str, dict[str, Any]] = {}
     for world, own in by_world.items():
-        for first in range(0, len(own), CASES_PER_JOB):
+        for first in range(0, len(own), _CASES_PER_JOB):
             out = folder / f"world{world}_{first}.json"
-            args = [module, reference, str(out), *own[first : first + CASES_PER_JOB]]
+            args = [module, reference, str(out), *own[first : first + _CASES_PER_JOB]]
             checked_job(world, worker, args, timeout_s=600)
             results |= json.loads(out.read_text())
     return {name: results[name] for name in names}

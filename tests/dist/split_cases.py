@@ -9,7 +9,7 @@ LAYOUTS = {
     "single": Layout(),
     "pp2": Layout(pp=2),
     "pp4": Layout(pp=4),
-    "pp2_vpp2": Layout(pp=2, vpp=2),
+    "pp2_vpp2": Layout(pp=2, vpp=2, microbatch_group_size=4),
     "dp2_pp2": Layout(dp=2, pp=2),
     "tp2_sp_pp2": Layout(tp=2, pp=2, sequence_parallel=True),
     "cp2_pp2": Layout(cp=2, pp=2),
@@ -58,6 +58,32 @@ SPECIAL: dict[str, SplitCase] = {
     "mla_cp2": SplitCase(
         title="multi-latent attention", layout=Layout(cp=2), model="mla", kinds=_TOKENS
     ),
+    "moe": SplitCase(
+        title="4 experts, balance and z-loss",
+        layout=Layout(pp=2, tp=2, ep=2, sequence_parallel=True),
+        model="moe",
+    ),
+    "moe_full": SplitCase(
+        title="4 experts, balance and z-loss, recompute full",
+        layout=_PP2,
+        model="moe",
+        recompute="full",
+        kinds=_TOKENS,
+    ),
+    "moe_bias_cp2_selective": SplitCase(
+        title="4 experts, sigmoid scores, expert bias, balance and z-loss, recompute selective",
+        layout=Layout(cp=2, ep=2),
+        model="moe_bias",
+        recompute="selective",
+        kinds=_TOKENS,
+    ),
+    "moe_replay_full": SplitCase(
+        title="routes replayed, recompute full",
+        layout=Layout(cp=2, ep=2),
+        model="moe_replay",
+        recompute="full",
+        kinds=_TOKENS,
+    ),
     "bf16": SplitCase(title="bf16", layout=_PP2, model="bf16", kinds=("sft",)),
 }
 
@@ -78,6 +104,8 @@ CASES = (
     "cp2_pp2-full",
     "value",
     "mla_full",
+    "moe_full",
+    "moe_replay_full",
     *MUTATED,
 )
 """The cases that CI runs; `tools/exactness.py --split-samples '*'` runs all."""

@@ -89,7 +89,7 @@ def plan_by_hand(samples: Samples, plain: Plan) -> Plan:
     rows = [ROWS] if layout.dp == 1 else ROWS_2
     ranks = tuple(tuple(_row(row, lengths, layout) for row in rank) for rank in rows)
     count = len(ranks[0])
-    group = 4 if layout.vpp > 1 else None
+    group = layout.group_size if layout.vpp > 1 else None
     step = replace(plain.steps[0], ranks=ranks, num_microbatches=count, group_size=group)
     make = functools.partial(chain_order, layout.pp, layout.vpp, count, group or 1)
     orders = tuple(make(step.chains(rank)).lines() for rank in range(layout.dp))

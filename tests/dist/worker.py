@@ -28,7 +28,6 @@ from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.cases import ALL_CASES, Case
-from tests.dist.executor import executor
 from tests.dist.expected import (
     auxiliary_gradients,
     auxiliary_metrics,
@@ -57,11 +56,7 @@ def run_case(
         setattr(get_model_config(chunks[0]), name, value)
     adapter_class = StagedAdapter if case.staged else ScheduleAdapter
     adapter = adapter_class(
-        chunks,
-        layout=case.layout,
-        logprob_chunk_tokens=16,
-        temperature=temperature,
-        executor=executor(),
+        chunks, layout=case.layout, logprob_chunk_tokens=16, temperature=temperature
     )
     batch = problem.make_batch(case.num_samples)
     plan = case.plan()

@@ -77,7 +77,9 @@ class _Carried(CarriedKeys):
     def _leaf(self, tensor: Tensor) -> Tensor:
         # A copy: a view would keep the whole row's tensor alive.
         own = tensor[: self._tokens].detach().clone()
-        return own.requires_grad_(self._chain.keeps_gradients)
+        # The first forward of a checkpointed layer does not know whether the second one needs them.
+        needs_gradient = tensor.requires_grad or not torch.is_grad_enabled()
+        return own.requires_grad_(self._chain.keeps_gradients and needs_gradient)
 
 
 class _Own(torch.autograd.Function):

@@ -3,5 +3,6 @@
 Modules:
     model: all routers of a rank: checks, rows and metrics
     router: PackedRouter: losses per sample without padding, and routing replay
+    chains: load balance of samples in pieces
     rows: a packed row as routers see it; auxiliary losses; recorded choices
 """

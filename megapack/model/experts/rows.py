@@ -269,12 +269,19 @@ def balance_loss(scores_tE: Tensor, chosen_tE: Tensor, row: RoutingRow, top_k: i
     >>> balance_loss(scores, torch.tensor([[True, False], [True, False]]), row, top_k=1)
     tensor(2.5000)
     """
-    counts_SE = sample_counts(chosen_tE, row, scores_tE.dtype)
+    counts_SE = whole_sample_counts(chosen_tE, row, scores_tE.dtype)
+    share_SE = counts_SE * (scores_tE.shape[1] / top_k) / row.lengths_S[:, None]
+    return (scores_tE * branch_shares(share_SE, row)[row.branches_t]).sum()
+
+
+def whole_sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) -> Tensor:
+    """How often each sample's tokens in the whole row choose each expert, [S, E]; collective in the
+    row's groups."""
+    counts_SE = sample_counts(chosen_tE, row, dtype)
     for group in row.groups:
         if group.size() > 1:
             dist.all_reduce(counts_SE, group=group)
-    share_SE = counts_SE * (scores_tE.shape[1] / top_k) / row.lengths_S[:, None]
-    return (scores_tE * _branch_shares(share_SE, row)[row.branches_t]).sum()
+    return counts_SE
 
 
 def sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) -> Tensor:
@@ -291,7 +298,7 @@ def sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) -> Ten
     return counts_SE.index_add_(0, row.sample_of_P, counts_JE[row.branch_of_P])
 
 
-def _branch_shares(share_SE: Tensor, row: RoutingRow) -> Tensor:
+def branch_shares(share_SE: Tensor, row: RoutingRow) -> Tensor:
     """The sum of the shares of each branch's samples, and 0 for padding: [J + 1, E]."""
     num_branches = row.num_branches + 1
     if row.branch_of_P.numel() == row.num_branches:

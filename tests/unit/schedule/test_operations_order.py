@@ -254,10 +254,10 @@ def test_without_interleaving_the_first_stage_reduces_inside_its_last_backward()
 )
 def test_what_follows_megatrons_order_is_refused(name: str) -> None:
     config = SimpleNamespace(**{name: "local" if name == "cuda_graph_impl" else True})
-    check_executor(config, "megatron")
+    check_executor([], config, "megatron")
     with pytest.raises(ConfigError, match=f"config.{name}=.*set executor='megatron'"):
-        check_executor(config, "operations")
-    check_executor(SimpleNamespace(), "operations")
+        check_executor([], config, "operations")
+    check_executor([], SimpleNamespace(), "operations")
 
 
 def test_megatrons_schedules_refuse_a_step_with_an_order() -> None:
