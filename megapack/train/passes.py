@@ -234,21 +234,19 @@ def halved(config: PlanConfig, steps: Sequence[StepPlan], *, inseparable: int = 
     """Settings that plan all samples as one step, with half of these steps' largest row as budget.
 
     The largest row counts, not the budget: two rows of 30 and 40 tokens under a budget of 1000 give
-    a budget of 20. Rows limited by `micro_batch_size` get half the number of samples. Under
-    split_samples="auto" a row of one sample, or of a piece of it, becomes rows of shorter pieces.
+    a budget of 20. Rows limited by `micro_batch_size` get half the number of samples.
 
     Args:
         inseparable: samples that stay in one row: 2 for pairs.
 
     Raises:
-        StepOutOfMemory: every row already holds a single sample, or a single pair, which may not be
-            cut. All ranks raise it.
+        StepOutOfMemory: every row already holds a single sample, or a single pair. All ranks raise
+            it.
     """
     microbatches = [mb for step in steps for mb in step.microbatches]
     tokens = max(mb.padded_tokens for mb in microbatches)
     num_samples = max(len(mb.samples) for mb in microbatches)
-    may_cut = config.split_samples == "auto" and inseparable == 1
-    if num_samples < 2 * inseparable and not may_cut:
+    if num_samples < 2 * inseparable:
         held = "sample" if inseparable == 1 else "pair"
         raise StepOutOfMemory(
             f"a GPU ran out of memory though each row holds one {held}, of up to {tokens} padded "
