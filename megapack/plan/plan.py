@@ -299,17 +299,23 @@ class Plan:
 
         That is `Policy.max_live_tokens_per_gpu`; without it as many micro-batches as the first
         stage holds in Megatron's order, each as long as the budget or the longest row. With pp=4
-        and a budget of 8192 tokens it is 32768.
+        and a budget of 8192 tokens it is 32768. Under oversize="alone" the longest sample over the
+        budget that is in pieces is added: without pieces it would be a row by itself.
         """
         cap = self.policy.max_live_tokens_per_gpu
         if cap is not None:
             return cap
         layout = self.layout
         longest = max(mb.row_tokens / (layout.cp * mb.width) for mb in step.microbatches)
+        over = 0
+        if self.policy.oversize == "alone" and self.capacity is not None:
+            ends = [mb.piece[1] for mb in step.microbatches if mb.piece is not None]
+            aligned = layout.aligned_sample_tokens(max(ends, default=0))
+            over = aligned if aligned > self.capacity else 0
         most = max(map(len, step.ranks))
         order = step_order(layout.pp, layout.vpp, most, step.group_size or 1, self.forward_only)
         in_flight = float(order.peak_live(np.ones(most)).max()) / layout.vpp
-        return in_flight * max(longest, self.max_tokens_per_gpu or 0)
+        return in_flight * max(longest, self.max_tokens_per_gpu or 0) + over / layout.cp
 
     @cached_property
     def prefix_table(self) -> PrefixTable | None:

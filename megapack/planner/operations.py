@@ -223,8 +223,8 @@ class _OperationSearch:
     def _cut(self, group: int, count: int, stretch: float) -> CutProblem | None:
         """The problem with pieces of up to `stretch` mean rows of M."""
         longest = stretch * self.total / (self.layout.dp * count)
-        if self.problem.forward_only:
-            # Rows do not wait for backwards, so only samples over the budget are cut.
+        if self.problem.forward_only or self.layout.pp == 1:
+            # No stage waits for a backward, so only samples over the budget are cut.
             longest = 0.0
         most = count if self.layout.vpp == 1 else min(group, count)
         return cut_problem(self.problem, self.cost, count, longest, most)
@@ -233,8 +233,13 @@ class _OperationSearch:
         """Legal values of M to try, smaller ones closer together."""
         layout = self.layout
         rule = self.policy.count_rule
-        held = self.problem.capacity * layout.dp
-        least = layout.next_legal_count(-(-int(self.problem.aligned.sum()) // held), rule, group)
+        capacity = self.problem.capacity
+        tokens = self.problem.aligned
+        pieces = np.where(tokens > capacity, -(-tokens // capacity), 0)
+        # The rows of a sample over the budget hold nothing else, and are on one rank.
+        held = int(np.where(pieces > 0, pieces * capacity, tokens).sum())
+        rows = max(-(-held // (capacity * layout.dp)), int(pieces.max()))
+        least = layout.next_legal_count(rows, rule, group)
         top = least + group if layout.pp > 1 else least + 1
         if self.cost.fixed > 0:
             equal = self.total / layout.dp * (layout.pp - 1) / (layout.vpp * self.cost.fixed)
@@ -305,7 +310,12 @@ class _OperationSearch:
         order = self.runner.order(count, group)
         in_flight = float(order.peak_live(np.ones(count)).max())
         longest = max(longest, layout.row_alignment)
-        return min(in_flight * max(layout.aligned_row_tokens(longest), self.budget), self.held)
+        over = 0
+        if problem.pieces is not None and self.policy.oversize == "alone":
+            ends = problem.pieces.end[problem.pieces.chain >= 0]
+            over = int(ends[ends > self.budget].max(initial=0)) * layout.vpp
+        cap = in_flight * max(layout.aligned_row_tokens(longest), self.budget) + over
+        return min(cap, self.held)
 
     def _held(self, candidate: _Candidate) -> float:
         """The most tokens that a stage holds in Megatron's order, each chunk counted whole.

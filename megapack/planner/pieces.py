@@ -127,6 +127,12 @@ def place_chains(cut: CutProblem, count: int, group: int | None, place: float) -
     rows = row_of[cut.num_whole :]
     taken = np.zeros(dp * count, dtype=np.int64)
     taken[rows] = problem.aligned[cut.num_whole :]
+    # All rows of a chain are live at once: those of a sample over the budget get nothing else.
+    assert problem.pieces is not None
+    sample_tokens = np.zeros(len(cut.sizes), dtype=np.int64)
+    chain_of = problem.pieces.chain[cut.num_whole :]
+    np.maximum.at(sample_tokens, chain_of, problem.pieces.end[cut.num_whole :])
+    taken[rows[sample_tokens[chain_of] > problem.capacity]] = problem.capacity
     held = np.zeros(dp * count)
     held[rows] = cut.work[cut.num_whole :]
     rank_work = math.fsum(cut.work.tolist()) / dp
@@ -152,22 +158,30 @@ def place_chains(cut: CutProblem, count: int, group: int | None, place: float) -
 def _ends(
     problem: StepProblem, cost: CostModel, item: int, num: int, most: int
 ) -> list[int] | None:
-    """Where the pieces of a sample end, in padded tokens: `num` of them, or more if the capacity
-    asks for it; None if so many are too many."""
+    """Where the pieces of a sample end, in padded tokens: `num` pieces of equal work, and more
+    where the capacity makes them shorter; None if so many are too many."""
     length = int(problem.aligned[item])
     unit = problem.layout.sample_alignment
-    num = max(num, -(-length // problem.capacity), 1)
-    while num <= min(most, length // unit):
-        cuts = [_cut_at(cost, length, k / num) for k in range(1, num)]
-        ends = [round(cut / unit) * unit for cut in cuts] + [length]
-        sizes = np.diff(ends, prepend=0)
-        if int(sizes.min()) > 0 and int(sizes.max()) <= problem.capacity:
-            return ends
-        # Either a piece is still too long, or alignment leaves another one without a token.
-        if int(sizes.max()) <= problem.capacity:
-            return None
-        num += 1
-    return None
+    room = problem.capacity // unit * unit
+    ends: list[int] = []
+    start = 0
+    while start < length and len(ends) < most and room > 0:
+        part = _part_at(cost, length, start) + 1 / num
+        end = length
+        # Half a piece more is not worth a piece.
+        if part < 1 - 0.5 / num:
+            end = round(_cut_at(cost, length, part) / unit) * unit
+        start = min(max(end, start + unit), start + room, length)
+        ends.append(start)
+    return ends if start == length else None
+
+
+def _part_at(cost: CostModel, length: int, tokens: int) -> float:
+    """The part of a sample's work that its first tokens have; the inverse of `_cut_at`."""
+    a = float(cost.per_token)
+    b = float(cost.per_token_sq)
+    whole = a * length + b * length * length
+    return (a * tokens + b * tokens * tokens) / whole if whole > 0 else tokens / length
 
 
 def _cut_at(cost: CostModel, length: int, part: float) -> float:

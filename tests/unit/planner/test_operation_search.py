@@ -92,11 +92,13 @@ def test_a_sample_over_the_budget_is_cut_until_its_pieces_fit(policy: Policy) ->
     assert max(mb.padded_tokens for mb in plan.steps[0].microbatches) <= 8192
 
 
-def test_a_sample_whose_pieces_are_over_the_cap_is_alone_or_refused() -> None:
-    layout = Layout(dp=2, pp=2)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_sample_of_many_budgets_is_cut_or_refused(pp: int) -> None:
+    layout = Layout(dp=2, pp=pp)
     lengths = [*SHORT, 40000]
     plan = planned(lengths, layout, BOTH, max_tokens_per_gpu=8192)
-    assert max(mb.padded_tokens for mb in plan.steps[0].microbatches) == 40000
+    assert split_samples(plan) >= {120}
+    assert plan.live_cap(plan.steps[0]) == pp * 8192 + 40000
     strict = dataclasses.replace(BOTH, oversize="error")
     with pytest.raises(PlanError, match="sample 120 has 40000 padded tokens") as caught:
         planned(lengths, layout, strict, max_tokens_per_gpu=8192)
@@ -104,6 +106,11 @@ def test_a_sample_whose_pieces_are_over_the_cap_is_alone_or_refused() -> None:
     allowed = dataclasses.replace(strict, max_live_tokens_per_gpu=live)
     plan = planned(lengths, layout, allowed, max_tokens_per_gpu=8192)
     assert 120 in split_samples(plan)
+
+
+def test_a_sample_with_more_pieces_than_a_group_is_alone_in_its_row() -> None:
+    plan = planned([*SHORT, 40000], Layout(dp=2, pp=2, vpp=2), BOTH, max_tokens_per_gpu=8192)
+    assert max(mb.padded_tokens for mb in plan.steps[0].microbatches) == 40000
 
 
 def test_a_forward_pass_cuts_only_samples_over_the_budget() -> None:
