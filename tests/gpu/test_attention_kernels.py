@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapack import Layout, SharedPrefixes
 from megapack.model.attention.choice import obstacle
-from megapack.model.attention.merged import attention_pieces, merged_attention
+from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import PackedAttention, packed_seq_params
 from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
 from megapack.model.attention.te_rows import gathered_params, hook_te_attention
@@ -135,8 +135,8 @@ def shared_row() -> tuple[PackedSeqParams, list[Branch], list[Tensor]]:
 
 
 def merged_on_the_cpu(branches: list[Branch], tensors: list[Tensor]) -> Tensor:
-    pieces = attention_pieces([branch.tokens for branch in branches], branches)
-    return merged_attention(*(x.detach().cpu().double() for x in tensors), pieces, SCALE)
+    blocks = attention_blocks([branch.tokens for branch in branches], branches)
+    return merged_attention(*(x.detach().cpu().double() for x in tensors), blocks, SCALE)
 
 
 def test_varlen_with_shared_prefixes_equals_merged_calls_with_its_gradients() -> None:
@@ -148,8 +148,8 @@ def test_varlen_with_shared_prefixes_equals_merged_calls_with_its_gradients() ->
     out = module.attend(*(x.requires_grad_() for x in tensors), row)
     torch.testing.assert_close(out.cpu().double(), expected, atol=0.02, rtol=0.02)
     wanted = [x.detach().cpu().double().requires_grad_() for x in tensors]
-    pieces = attention_pieces([branch.tokens for branch in branches], branches)
-    merged_attention(*wanted, pieces, SCALE).sum().backward()
+    blocks = attention_blocks([branch.tokens for branch in branches], branches)
+    merged_attention(*wanted, blocks, SCALE).sum().backward()
     out.float().sum().backward()
     for x, y in zip(tensors, wanted, strict=True):
         assert x.grad is not None

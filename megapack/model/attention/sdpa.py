@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megapack.model.attention.merged import attention_pieces, merged_attention
+from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import (
     PackedAttention,
     carried_lengths,
@@ -40,10 +40,10 @@ class PackedSDPA(PackedAttention):
             order_T = _assembly_order(params, cp, query.device)
             key, value = gather_rows(key, value, order_T, group)
         if branches:
-            pieces = once_per_row(
+            blocks = once_per_row(
                 params,
-                "attention pieces",
-                lambda: attention_pieces(
+                "attention blocks",
+                lambda: attention_blocks(
                     sample_lengths(params),
                     branches,
                     carried=carried_lengths(params),
@@ -51,7 +51,7 @@ class PackedSDPA(PackedAttention):
                     cp_rank=cp_rank,
                 ),
             )
-            return merged_attention(query, key, value, pieces, self.softmax_scale)
+            return merged_attention(query, key, value, blocks, self.softmax_scale)
         return packed_causal_attention(
             query,
             key,

@@ -1,4 +1,4 @@
-"""Attention over shared prefixes in merged pieces equals attention with a mask."""
+"""Attention over shared prefixes in merged blocks equals attention with a mask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapack.layout import Layout
 from megapack.model.attention import sdpa
-from megapack.model.attention.merged import Piece, attention_pieces, merged_attention
+from megapack.model.attention.merged import Block, attention_blocks, merged_attention
 from megapack.model.attention.packed import shared_branches, with_params
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.plan import MicroBatch
@@ -39,8 +39,8 @@ SCALE = 0.3
 LIMITS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2}
 
 
-def pieces_of(row: Forest) -> list[Piece]:
-    return attention_pieces(row.spans, row.branches)
+def blocks_of(row: Forest) -> list[Block]:
+    return attention_blocks(row.spans, row.branches)
 
 
 def cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ def cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def compared(row: Forest, dtype: torch.dtype, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
     q, k, v = cast(inputs, dtype)
-    found = with_gradients(merged_attention(q, k, v, pieces_of(row), SCALE), (q, k, v))
+    found = with_gradients(merged_attention(q, k, v, blocks_of(row), SCALE), (q, k, v))
     # The same rounded numbers, in float64.
     exact = cast((q, k, v), torch.float64)
     wanted = with_gradients(masked_attention(*exact, row.mask_TT, SCALE), exact)
@@ -58,7 +58,7 @@ def compared(row: Forest, dtype: torch.dtype, inputs: tuple[Tensor, Tensor, Tens
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("depth", range(5))
-def test_merged_pieces_equal_a_mask(depth: int, dtype: torch.dtype) -> None:
+def test_merged_blocks_equal_a_mask(depth: int, dtype: torch.dtype) -> None:
     for seed in range(4):
         row = random_forest(seed, depth=depth)
         inputs = row_tensors(row.tokens, HEADS, GROUPS, D, seed=seed)
@@ -126,35 +126,35 @@ def test_slices_attend_as_the_whole_row_does(cp: int, monkeypatch: pytest.Monkey
         assert error(total, list(wanted)) < 1e-12
 
 
-def test_a_prefix_is_one_piece_for_all_that_continues_it() -> None:
+def test_a_prefix_is_one_block_for_all_that_continues_it() -> None:
     row = forest([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7, 8]])
     starts_tokens_ends = [(b.start, b.tokens, b.end) for b in row.branches]
     assert starts_tokens_ends == [(0, 1, 10), (1, 2, 7), (3, 2, 5), (5, 2, 7), (7, 3, 10)]
-    full = [piece for piece in pieces_of(row) if not piece.causal]
-    assert full == [Piece(1, 9, 0, 1, causal=False), Piece(3, 4, 1, 2, causal=False)]
+    full = [block for block in blocks_of(row) if not block.causal]
+    assert full == [Block(1, 9, 0, 1, causal=False), Block(3, 4, 1, 2, causal=False)]
 
 
 def test_neighbours_of_one_length_are_one_batch() -> None:
-    pieces = attention_pieces([5, 3, 3, 3, 2], ())
-    assert [(p.first_query, p.num_queries, p.count) for p in pieces] == [
+    blocks = attention_blocks([5, 3, 3, 3, 2], ())
+    assert [(p.first_query, p.num_queries, p.count) for p in blocks] == [
         *((0, 5, 1), (5, 3, 3), (14, 2, 1))
     ]
 
 
-def test_layers_share_the_pieces_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_the_blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     row = random_forest(1)
-    made: list[list[Piece]] = []
+    made: list[list[Block]] = []
 
-    def make(*args: Any, **options: Any) -> list[Piece]:
-        made.append(attention_pieces(*args, **options))
+    def make(*args: Any, **options: Any) -> list[Block]:
+        made.append(attention_blocks(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(sdpa, "attention_pieces", make)
+    monkeypatch.setattr(sdpa, "attention_blocks", make)
     params = row.params()
     q, k, v = row_tensors(row.tokens, HEADS, GROUPS, D)
     for _ in range(3):
         core().attend(q, k, v, params)
-    assert made == [pieces_of(row)]
+    assert made == [blocks_of(row)]
 
 
 def test_rows_that_share_nothing_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

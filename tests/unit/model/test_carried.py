@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megapack.layout import Layout
 from megapack.model.attention import carried
 from megapack.model.attention.carried import carry_keys
-from megapack.model.attention.merged import attention_pieces, merged_attention
+from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import (
     CarriedKeys,
     branch_positions,
@@ -207,8 +207,8 @@ def test_both_forms_of_attention_equal_the_whole_sample_on_each_rank(cp: int) ->
     for rank in range(cp):
         mine = slice_positions(row_lengths, cp, rank)
         queries = q[sum(before) :][mine]
-        pieces = attention_pieces(row_lengths, [], carried=before, cp=cp, cp_rank=rank)
-        merged = merged_attention(queries, k, v, pieces, SCALE)
+        blocks = attention_blocks(row_lengths, [], carried=before, cp=cp, cp_rank=rank)
+        merged = merged_attention(queries, k, v, blocks, SCALE)
         torch.testing.assert_close(merged, expected[mine], atol=2e-6, rtol=1e-5)
         paths = key_paths(row_lengths, [], carried=before, cp=cp, cp_rank=rank)
         # All ranks' slices of the carried pieces and the row, one rank after the other.
