@@ -243,7 +243,7 @@ def compare_operations(chunks: Sequence[Any], layout: Layout, say: Callable[[str
         adapter,
         [(plan, lengths) for plan in plans.values()],
         lambda: adapter.runner.seconds,
-        num_rounds=2 * ROUNDS,
+        num_rounds=ROUNDS,
     )
     predicted = [simulate(p.steps[0], layout=layout, cost=cost).makespan for p in plans.values()]
     errors = []
