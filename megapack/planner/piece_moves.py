@@ -15,8 +15,8 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.base.jit import kernel
 from megapack.plan.order import group_table, interleave, stage_lists
-from megapack.planner.refine import fastest, next_random, pick, relief
-from megapack.planner.state import RowCost, State, exchange, fits, row_seconds, row_tokens, slowest
+from megapack.planner.refine import draw_exchange, fastest, next_random
+from megapack.planner.state import RowCost, State, exchange, row_seconds, row_tokens, slowest
 from megapack.planner.weight_fill import FillRules, Times, filled_seconds
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
@@ -30,8 +30,6 @@ _LAST_ORDER = 2
 _LAST_OWN_ROWS = 5
 _RANDOM_RANK = 6
 _LAST_EXCHANGE = 7
-# Exchanges with another rank that are drawn per move; the one nearest to the wanted shift is tried.
-_DRAWS = 64
 # The search ends after 4 moves without a legal draw per simulation of the budget, and 64 more.
 _MISSES_PER_SIMULATION = 4
 _FREE_MISSES = 64
@@ -320,7 +318,9 @@ def _try_exchange(rows: Rows, random: Ints, slow: int, other: int, passes: float
     state = rows.state
     before = state.seconds[slow]
     wanted = (before - state.seconds[other]) / (2 * passes)
-    a, b, row_a, row_b = _draw(rows, random, slow, other, wanted)
+    a, b, row_a, row_b = draw_exchange(
+        rows.cost, state, rows.pieces.chain, random, slow, other, wanted
+    )
     if a < 0:
         return 0
     exchange(state, a, b, row_a, row_b)
@@ -337,38 +337,6 @@ def _try_exchange(rows: Rows, random: Ints, slow: int, other: int, passes: float
             return spent
     exchange(state, a, b, row_b, row_a)
     return spent
-
-
-@kernel
-def _draw(
-    rows: Rows, random: Ints, slow: int, other: int, wanted: float
-) -> tuple[int, int, int, int]:
-    """Draw an exchange of whole items between two ranks that saves the slow one about `wanted`
-    seconds; returns what `refine` does."""
-    state = rows.state
-    best = (-1, -1, -1, -1)
-    nearest = np.inf
-    for _ in range(_DRAWS):
-        row_a = state.rows[slow, next_random(random, state.counts[slow])]
-        row_b = state.rows[other, next_random(random, state.counts[other])]
-        if row_a < 0 or row_b < 0 or row_a == row_b:
-            continue
-        a = pick(state, random, row_a)
-        b = -1
-        # One draw in three moves an item without an exchange.
-        if next_random(random, 3) > 0:
-            b = pick(state, random, row_b)
-        if rows.pieces.chain[a] >= 0 or (b >= 0 and rows.pieces.chain[b] >= 0):
-            continue
-        if not (fits(rows.cost, state, row_a, a, b) and fits(rows.cost, state, row_b, b, a)):
-            continue
-        miss = abs(relief(rows.cost, state, row_a, a, b) - wanted)
-        if miss < nearest:
-            nearest = miss
-            best = (a, b, row_a, row_b)
-        if slow == other:
-            break  # Within a rank no shift of seconds is wanted, so any exchange will do.
-    return best
 
 
 @kernel

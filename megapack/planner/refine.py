@@ -82,6 +82,7 @@ def refine(
     if all_ops.pp == 1 and not lockstep and not cost.fixed_rows:
         return _even_ranks(cost, state, budget, passes)
     random = np.array([_SEED & 0xFFFFFFFFFFFF])
+    no_chain = np.full(state.row_of.size, -1, dtype=np.int64)
     most_misses = _MISSES_PER_SIMULATION * budget + _FREE_MISSES
     used = 0
     misses = 0
@@ -102,7 +103,7 @@ def refine(
                 if kind == _RANDOM_RANK or lockstep or other == slow:
                     other = next_random(random, state.counts.size)
             spent = _try_exchange(
-                cost, state, all_ops, bounds, lockstep, random, slow, other, passes
+                cost, state, no_chain, all_ops, bounds, lockstep, random, slow, other, passes
             )
         used += spent
         misses += 1 if spent == 0 else 0
@@ -159,6 +160,7 @@ def _try_order(
 def _try_exchange(
     cost: RowCost,
     state: State,
+    no_chain: Ints,
     all_ops: RankOps,
     bounds: Ints,
     lockstep: bool,
@@ -175,7 +177,7 @@ def _try_exchange(
         Simulations spent: 0, 1 or 2.
     """
     wanted = (state.seconds[slow] - state.seconds[other]) / (2 * passes)
-    a, b, row_a, row_b = _draw(cost, state, random, slow, other, wanted)
+    a, b, row_a, row_b = draw_exchange(cost, state, no_chain, random, slow, other, wanted)
     if a < 0:
         return 0
     exchange(state, a, b, row_a, row_b)
@@ -215,7 +217,7 @@ def next_random(random: Ints, limit: int) -> int:
 
 
 @kernel
-def pick(state: State, random: Ints, row: int) -> int:
+def _pick(state: State, random: Ints, row: int) -> int:
     """A random item of a row."""
     item = state.head[row]
     for _ in range(next_random(random, state.num_items[row])):
@@ -224,7 +226,7 @@ def pick(state: State, random: Ints, row: int) -> int:
 
 
 @kernel
-def relief(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> float:
+def _relief(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> float:
     """Forward seconds that a row saves if one item leaves and another one comes (-1: no item)."""
     tokens = state.tokens[row] - state.item_tokens[leaving]
     tokens_sq = state.tokens_sq[row] - state.item_tokens_sq[leaving]
@@ -238,10 +240,19 @@ def relief(cost: RowCost, state: State, row: int, leaving: int, coming: int) -> 
 
 
 @kernel
-def _draw(
-    cost: RowCost, state: State, random: Ints, slow: int, other: int, wanted: float
+def draw_exchange(
+    cost: RowCost,
+    state: State,
+    chain: Ints,
+    random: Ints,
+    slow: int,
+    other: int,
+    wanted: float,
 ) -> tuple[int, int, int, int]:
     """Draw an exchange between two ranks that saves the slow one about `wanted` seconds.
+
+    Args:
+        chain: int64 [I], -1 for the items that may be exchanged, see `ItemPieces.chain`.
 
     Returns:
         Items a and b, the row of a and the row of b. b is -1 if a moves and no item comes back; a
@@ -254,14 +265,16 @@ def _draw(
         row_b = state.rows[other, next_random(random, state.counts[other])]
         if row_a < 0 or row_b < 0 or row_a == row_b:
             continue
-        a = pick(state, random, row_a)
+        a = _pick(state, random, row_a)
         b = -1
         # One draw in three moves an item without an exchange.
         if next_random(random, 3) > 0:
-            b = pick(state, random, row_b)
+            b = _pick(state, random, row_b)
+        if chain[a] >= 0 or (b >= 0 and chain[b] >= 0):
+            continue
         if not (fits(cost, state, row_a, a, b) and fits(cost, state, row_b, b, a)):
             continue
-        miss = abs(relief(cost, state, row_a, a, b) - wanted)
+        miss = abs(_relief(cost, state, row_a, a, b) - wanted)
         if miss < nearest:
             nearest = miss
             best = (a, b, row_a, row_b)
