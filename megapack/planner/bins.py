@@ -72,8 +72,18 @@ def fewest_bins_bound(sizes: Ints, capacity: int) -> int:
     return over + num_over_half + int((-(-middle // capacity)).max())
 
 
+def heaviest_first(sizes: Ints, work: Floats) -> Ints:
+    """Items in the order in which they are packed to targets: most work first, then most tokens."""
+    return np.lexsort((-sizes, -work))
+
+
 def pack_to_targets(
-    sizes: Ints, work: Floats, targets: Floats, capacity: int, taken: Ints | None = None
+    sizes: Ints,
+    work: Floats,
+    targets: Floats,
+    capacity: int,
+    taken: Ints | None = None,
+    order: Ints | None = None,
 ) -> Ints | None:
     """Fill rows towards their targets.
 
@@ -85,11 +95,12 @@ def pack_to_targets(
         targets: float64 [R], work that each row should get.
         capacity: tokens per row. A larger item is alone in its row.
         taken: int64 [R], tokens that rows hold already; None: all rows are empty.
+        order: `heaviest_first` of the items, if it is known.
 
     Returns:
         row_of: int64 [n]; None if this rule finds no row for an item.
     """
-    order = np.lexsort((-sizes, -work))
+    order = heaviest_first(sizes, work) if order is None else order
     row_of = np.empty(sizes.size, dtype=np.int64)
     # A max-heap of rows by missing work: a descending list is one.
     heap = np.argsort(-targets, kind="stable")
@@ -102,8 +113,18 @@ def pack_to_targets(
 def _first_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
     """Put each item into the lowest-numbered bin with room; `free` is a max-tree over the bins."""
     n = sizes.size
+    # Two neighbouring bins hold more than one capacity, so there are at most twice as many bins as
+    # the tokens fill, besides those of items over the capacity. A small tree stays in the cache.
+    over = 0
+    tokens = 0
+    for item in range(n):
+        if sizes[item] > capacity:
+            over += 1
+        else:
+            tokens += sizes[item]
+    most = min(n, over + 2 * (tokens // max(capacity, 1)) + 2)
     leaves = 1
-    while leaves < n:
+    while leaves < most:
         leaves *= 2
     free = np.full(2 * leaves, capacity, dtype=np.int64)
     bin_of = np.empty(n, dtype=np.int64)

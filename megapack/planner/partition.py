@@ -125,18 +125,21 @@ def order_by_target(rows: Ints, targets: Floats) -> Ints:
     Rows 10, 11, 12 with targets 1, 3, 2, 0.5 give 12, 10, 11, PADDING.
 
     Args:
-        rows: at most M rows, heaviest first. The smallest targets get PADDING if there are fewer.
-        targets: float64 [M].
+        rows: int64 [..., at most M], heaviest first. The smallest targets get PADDING if there are
+            fewer rows.
+        targets: float64 [..., M].
 
     Returns:
-        int64 [M].
+        int64 [..., M].
     """
-    count = targets.size
+    count = targets.shape[-1]
     position = np.arange(count)
     from_end = np.minimum(position, count - 1 - position)
-    order = np.lexsort((position, -from_end, -targets))
-    out = np.full(count, PADDING, dtype=np.int64)
-    out[order[: rows.size]] = rows
+    from_end = np.broadcast_to(from_end, targets.shape)
+    # Stable, so that of equal targets as far from the ends the first comes first.
+    order = np.lexsort((-from_end, -targets))
+    out = np.full(targets.shape, PADDING, dtype=np.int64)
+    np.put_along_axis(out, order[..., : rows.shape[-1]], rows, axis=-1)
     return out
 
 
