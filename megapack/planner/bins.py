@@ -98,12 +98,15 @@ def pack_to_targets(
         row_of: int64 [n]; None if this rule finds no row for an item.
     """
     order = heaviest_first(sizes, work) if order is None else order
-    row_of = np.empty(sizes.size, dtype=np.int64)
     # A max-heap of rows by missing work: a descending list is one.
     heap = np.argsort(-targets, kind="stable")
     taken = np.zeros(targets.size, dtype=np.int64) if taken is None else taken
-    fits = _pack(sizes, work, order, targets.copy(), heap, taken, capacity, row_of)
-    return row_of if fits else None
+    rows = np.empty(sizes.size, dtype=np.int64)
+    if not _pack(sizes[order], work[order], targets.copy(), heap, taken, capacity, rows):
+        return None
+    row_of = np.empty(sizes.size, dtype=np.int64)
+    row_of[order] = rows
+    return row_of
 
 
 @kernel
@@ -163,7 +166,6 @@ def _set_leaf(tree: Ints, leaf: int, value: int) -> None:
 def _pack(
     sizes: Ints,
     work: Floats,
-    order: Ints,
     missing: Floats,
     heap: Ints,
     taken: Ints,
@@ -173,7 +175,7 @@ def _pack(
     """Write each item's row to `row_of`; returns whether all items found one.
 
     Args:
-        order: items, most work first.
+        sizes, work: of the items, most work first.
         missing: float64 [R], work that each row's target still lacks; changed in place.
         heap: a max-heap of rows by `missing`; changed in place.
         taken: int64 [R], tokens that rows hold already.
@@ -188,10 +190,9 @@ def _pack(
     node_of = np.empty(num_rows, dtype=np.int64)
     for node in range(num_rows):
         node_of[heap[node]] = node
-    for done in range(order.size):
-        item = order[done]
+    for item in range(sizes.size):
         # As many items left as empty rows: each must go into an empty one.
-        must_open = order.size - done <= num_empty
+        must_open = sizes.size - item <= num_empty
         row = -1
         if not must_open:
             row = _near_top(sizes[item], heap, missing, free, used, capacity)
@@ -200,7 +201,7 @@ def _pack(
                 room = _max_tree(free)
             row = _emptiest(room)
             alone = must_open or sizes[item] > capacity
-            if (used[row] if alone else free[row] < sizes[item]):
+            if used[row] if alone else free[row] < sizes[item]:
                 return False
         row_of[item] = row
         if not used[row]:
@@ -225,6 +226,8 @@ def _near_top(
         fits = free[row] >= size if size <= capacity else not used[row]
         if fits and (best < 0 or missing[row] > missing[best]):
             best = row
+            if node == 0:
+                break  # No row misses more than the top of the heap.
     return best
 
 

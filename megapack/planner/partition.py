@@ -182,6 +182,36 @@ def _quotas(counts: Ints, num_rows: int) -> Ints:
 
 
 @kernel
+def lightest_ranks(work: Floats, num_ranks: int) -> Ints:
+    """Rank of each item, int64 [n]: items in order, each to the rank with the least work so far.
+
+    Of several such ranks, the first one gets it.
+    """
+    rank_of = np.empty(work.size, dtype=np.int64)
+    load = np.zeros(num_ranks)
+    # A min-heap of ranks by load, then by number.
+    heap = np.arange(num_ranks)
+    for item in range(work.size):
+        rank = heap[0]
+        rank_of[item] = rank
+        load[rank] += work[item]
+        node = 0
+        while 2 * node + 1 < num_ranks:
+            child = 2 * node + 1
+            if child + 1 < num_ranks and (load[heap[child + 1]], heap[child + 1]) < (
+                load[heap[child]],
+                heap[child],
+            ):
+                child += 1
+            if (load[rank], rank) < (load[heap[child]], heap[child]):
+                break
+            heap[node] = heap[child]
+            node = child
+        heap[node] = rank
+    return rank_of
+
+
+@kernel
 def _to_lightest_rank(row_work: Floats, order: Ints, quota: Ints, round_size: int) -> Ints:
     """Rank of each row: rows in `order`, each to the least loaded rank below its quota.
 

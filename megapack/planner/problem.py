@@ -208,10 +208,11 @@ def build_step(
         rows = [replace(row, row_tokens=longest) for row in rows]
         padding = replace(padding, row_tokens=longest)
     per_rank = problem.policy.count_rule == "per_rank"
+    # The last of the list is number -1, PADDING.
+    rows.append(padding)
     return StepPlan(
         ranks=tuple(
-            tuple(padding if row == PADDING else rows[row] for row in rank_rows.tolist())
-            for rank_rows in draft.rank_rows
+            tuple(map(rows.__getitem__, rank_rows.tolist())) for rank_rows in draft.rank_rows
         ),
         num_microbatches=None if per_rank else draft.rank_rows[0].size,
         group_size=draft.group_size,

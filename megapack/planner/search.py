@@ -13,7 +13,6 @@ count_rule="per_rank" lets the search change each rank's M separately.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,8 +27,13 @@ from megapack.pipeline.kernels import rank_seconds
 from megapack.pipeline.simulator import Runner
 from megapack.planner.bins import first_fit, heaviest_first, pack_to_targets
 from megapack.planner.counts import group_sizes, halves, least_count, rank_counts, split_heaviest
-from megapack.planner.partition import order_by_target, rows_by_rank, rows_to_ranks
-from megapack.planner.problem import StepDraft, StepProblem
+from megapack.planner.partition import (
+    lightest_ranks,
+    order_by_target,
+    rows_by_rank,
+    rows_to_ranks,
+)
+from megapack.planner.problem import StepDraft, StepProblem, by_row
 from megapack.planner.profile import Profile, default_profile, find_profile
 from megapack.planner.scored import Scored, score_draft
 from megapack.planner.state import row_seconds
@@ -102,9 +106,6 @@ class _Search:
         self.total = float(np.cumsum(self.work)[-1])
         # Work of a full row with average samples.
         self.cap = self.total * problem.capacity / int(problem.aligned.sum())
-        # Ranks of the heaviest items as far as they are known, and a heap of the ranks' loads.
-        self._heavy_ranks: list[int] = []
-        self._heavy_loads = [(0.0, rank) for rank in range(self.layout.dp)]
         self.runner = Runner(self.layout, self.cost, problem.forward_only)
         self.evaluations_left = self.policy.search
         self.num_fewest = problem.fewest_rows[1]
@@ -303,23 +304,14 @@ class _Search:
         if self.same_targets:
             return [np.zeros(0)] * dp
         mean = self.total / (dp * count)
-        num_heavy = int(np.count_nonzero(self.work > mean))
-        heavy = self.work[self.order[:num_heavy]]
-        rank_of = self._ranks_of_heaviest(num_heavy)
-        by_rank = np.argsort(rank_of, kind="stable")
-        ends = np.cumsum(np.bincount(rank_of, minlength=dp))
+        heavy = self.work[self.order[: int(np.count_nonzero(self.work > mean))]]
+        rank_of = lightest_ranks(heavy, dp)
+        by_rank = heavy[by_row(rank_of, dp)]
+        ends = np.cumsum(np.bincount(rank_of, minlength=dp)).tolist()
         # Two micro-batches are left for the other items.
         most = max(count - 2, 0)
-        return [heavy[items[:most]] for items in np.split(by_rank, ends[:-1])]
-
-    def _ranks_of_heaviest(self, num_items: int) -> Ints:
-        """int64 [num_items]: the rank of each of the heaviest items; the same for every M."""
-        known = self._heavy_ranks
-        for item in self.order[len(known) : num_items].tolist():
-            load, rank = self._heavy_loads[0]
-            known.append(rank)
-            heapq.heapreplace(self._heavy_loads, (load + float(self.work[item]), rank))
-        return np.array(known[:num_items], dtype=np.int64)
+        begins = [0, *ends[:-1]]
+        return [by_rank[a : min(b, a + most)] for a, b in zip(begins, ends, strict=True)]
 
     def _target(self, count: int, group: int, rounds: int | None) -> _Target:
         """The target of one M and G; with `rounds=None` its profile is not searched."""
