@@ -1,8 +1,9 @@
 """`kernel`: numba's njit, with machine code that the processes of a machine share on disk.
 
 Kernels use neither fastmath nor parallel reductions, so that equal inputs give equal bits on every
-rank and machine. As plain Python they give the same bits too. They run so with MEGAPACK_COMPILE=off,
-where numba cannot be imported, and in a process that asked for it with `plan_without_compiling`.
+rank and machine. As plain Python they give the same bits too. They run so with
+MEGAPACK_COMPILE=off, where numba cannot be imported, and in a process that asked for it with
+`plan_without_compiling`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from typing import Any, TypeVar
 
 from megapack.base.machine_lock import MachineLock
 
-FunctionCache: Any = object
+_NumbaCache: Any = object
 _missing = ""
 _IS_OFF = os.environ.get("MEGAPACK_COMPILE", "") == "off"
 if not _IS_OFF:
     try:
         import llvmlite.binding as llvm
         import numba
-        from numba.core.caching import FunctionCache
+        from numba.core import caching
         from numba.core.runtime import rtsys
+
+        _NumbaCache = caching.FunctionCache
     except ImportError as error:
         _missing = str(error)
 
@@ -97,7 +100,7 @@ def is_compiled() -> bool:
     return False
 
 
-class _SharedCache(FunctionCache):
+class _SharedCache(_NumbaCache):  # type: ignore[misc]
     """numba's cache of one kernel, whose misses are compiled by one process of a machine.
 
     Its entries depend on the sources of all kernels. numba checks the kernel's own file only, but
@@ -114,8 +117,8 @@ class _SharedCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled kernel; on a miss, the lock is held until `_compiling` ends."""
-        # numba's own method first loads all that it needs to compile, a quarter of a second. Compiled
-        # code needs the functions that count references of arrays.
+        # numba's own method first loads all that it needs to compile, a quarter of a second.
+        # Compiled code needs the functions that count references of arrays.
         rtsys.initialize(target_context)
         compiled = self._load_overload(sig, target_context)
         if compiled is None:
@@ -203,7 +206,7 @@ def _lock() -> MachineLock:
 @cache
 def cache_folder() -> Path:
     """Where numba would cache a kernel of this file."""
-    return Path(FunctionCache(_sources.__wrapped__).cache_path)
+    return Path(_NumbaCache(_sources.__wrapped__).cache_path)
 
 
 @cache

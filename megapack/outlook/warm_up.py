@@ -15,8 +15,8 @@ from megapack.outlook.stats import plan_report
 from megapack.policy import Policy
 from megapack.prefixes import SharedPrefixes
 
-# Seconds of one process, on an idle core: 22 s for the plans of a usual policy and 42 s for those of
-# context_parallel="dynamic", measured. The watchdog allows a multiple of it.
+# Seconds of one process, on a core that others use too. Measured on an idle one: 22 s for a usual
+# policy, 42 s for context_parallel="dynamic". The watchdog allows a multiple of it.
 COMPILE_S = 60.0
 
 # Sixteen short samples, of which eight have 300 tokens in common, and one that fills a row: pieces
