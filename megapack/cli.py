@@ -37,13 +37,14 @@ COMMANDS = {
     "plot": "draw a step of a plan",
     "report": "write a page about a plan or a run",
     "data": "show a sample of a data file as it will be trained",
+    "warm-up": "compile the planner for this machine, ahead of the first plan",
     "doctor": "check this machine's software and settings for what would break a run",
     "train": "train on rollouts; start it with torchrun, or --dry-run world=N alone",
     "export": "write a run's weights as a Hugging Face folder",
     "run": "run a script of another framework with megapack's patches",
     "patch": "show what the patches for a framework replace, and whether they fit",
 }
-"""Name of each command and of its module, and its line in `--help`."""
+"""Name of each command, which is its module's with - for _, and its line in `--help`."""
 
 
 # The exit code that a shell reports for a program ended by SIGPIPE: 128 + 13.
@@ -59,7 +60,13 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv is None:
+        argv = sys.argv[1:]
+        # The process makes this plan only, so compiling the planner for it would not pay.
+        if argv[:1] == ["plan"]:
+            from megapack.base.jit import plan_without_compiling
+
+            plan_without_compiling()
     args = _parse(_parser(argv[:1]), argv)
     on_first_rank = os.environ.get("RANK", "0") == "0"
     if not args.is_others_program:
@@ -133,7 +140,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
         if name in given:
-            module = importlib.import_module(f"megapack.commands.{name}")
+            module = importlib.import_module(f"megapack.commands.{name.replace('-', '_')}")
             command.description = module.__doc__
             module.add_arguments(command)
             is_others_program = getattr(module, "IS_OTHERS_PROGRAM", False)

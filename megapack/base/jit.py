@@ -1,56 +1,221 @@
-"""`kernel`: numba's njit, cached on disk where possible.
+"""`kernel`: numba's njit, with machine code that the processes of a machine share on disk.
 
 Kernels use neither fastmath nor parallel reductions, so that equal inputs give equal bits on every
-rank and machine.
+rank and machine. As plain Python they give the same bits too. They run so with
+MEGAPACK_COMPILE=off, where numba cannot be imported, and in a process that asked for it with
+`plan_without_compiling`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+import logging
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numba
+from megapack.base.machine_lock import MachineLock
+
+_NumbaCache: Any = object
+_missing = ""
+_IS_OFF = os.environ.get("MEGAPACK_COMPILE", "") == "off"
+if not _IS_OFF:
+    try:
+        import llvmlite.binding as llvm
+        import numba
+        from numba.core import caching
+        from numba.core.runtime import rtsys
+
+        _NumbaCache = caching.FunctionCache
+    except ImportError as error:
+        _missing = str(error)
+
+logger = logging.getLogger(__name__)
 
 # The whole package, because kernels are defined in several rooms.
 _PACKAGE = Path(__file__).resolve().parents[1]
+# A kernel that every plan needs, and that is compiled after most of the others.
+_MAIN_KERNEL = "megapack.planner.state.score_all"
+
+# In the cache folder of this module.
+_LOCK_NAME = "megapack-compiling.lock"
+_LIST_NAME = "megapack-compiled.txt"
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Mode:
+    """How this process runs kernels; all of them in one way, because they call each other."""
+
+    compiles = not (_IS_OFF or _missing)
+    num_kernels = 0
 
 
 def kernel(function: F) -> F:
     """Compile with numba at the first call, and cache the machine code for later processes.
 
-    numba caches beside the source file, or in a user-wide folder if that is read-only. It raises if
-    neither can be written; then every process compiles for itself. The numpy error model omits
-    checks for division by zero. No kernel needs them, and the machine code is much shorter.
+    One process of a machine compiles, and the others wait for it. numba caches beside the source
+    file, or in a user-wide folder if that is read-only. If neither can be written, every process
+    compiles for itself. The numpy error model omits checks for division by zero. No kernel needs
+    them, and the machine code is much shorter. Python's lock is released while a kernel runs.
     """
-    try:
-        compiled = numba.njit(cache=True, error_model="numpy")(function)
-    except RuntimeError as error:
-        if "cache" not in str(error):
-            raise
-    else:
-        if _stamp(compiled):
-            return compiled  # type: ignore[no-any-return]
-    return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
+    _Mode.num_kernels += 1
+    if not _Mode.compiles:
+        if _missing and _Mode.num_kernels == 1:
+            logger.warning("numba: %s; plans are made in plain Python, which is slow", _missing)
+        return function
+    compiled = numba.njit(error_model="numpy", nogil=True)(function)
+    with contextlib.suppress(RuntimeError, AttributeError):
+        _share(compiled)
+    return compiled  # type: ignore[no-any-return]
 
 
-def _stamp(compiled: Any) -> bool:
-    """Make a kernel's cache entry depend on the sources of all kernels; False if that failed.
+def plan_without_compiling() -> bool:
+    """Run kernels as plain Python in this process, if the machine has no machine code of them yet.
 
-    numba checks the kernel's own file only, but the kernels that it calls are compiled into it.
-    After an upgrade, a rank could run an old one from its cache and make a different plan than its
-    peers. numba has no public way to extend a cache entry's stamp, so the private field is
-    replaced. A numba without that field gets no cache.
+    Must be called before the first kernel is defined; later it does nothing.
+
+    Returns:
+        Whether kernels run as plain Python.
     """
-    file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if not hasattr(file, "_source_stamp"):
-        return False
-    file._source_stamp = (file._source_stamp, _sources())
-    return True
+    if _Mode.num_kernels == 0 and _Mode.compiles and not is_compiled():
+        _Mode.compiles = False
+    return not _Mode.compiles
+
+
+def compiles() -> bool:
+    """Whether this process runs compiled kernels."""
+    return _Mode.compiles
+
+
+def is_compiled() -> bool:
+    """Whether a process of this machine has compiled the planner from these sources."""
+    with contextlib.suppress(OSError, RuntimeError):
+        return _MAIN_KERNEL in _CompiledList().names()
+    return False
+
+
+class _SharedCache(_NumbaCache):  # type: ignore[misc]
+    """numba's cache of one kernel, whose misses are compiled by one process of a machine.
+
+    Its entries depend on the sources of all kernels. numba checks the kernel's own file only, but
+    the kernels that it calls are compiled into it. After an upgrade, a rank could run an old one
+    from its cache and make a different plan than its peers. numba has no public way to extend an
+    entry's stamp, so private fields are used; a numba without them gets no cache.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        file = self._cache_file
+        file._source_stamp = (file._source_stamp, _sources())
+        self._full_name = f"{function.__module__}.{function.__qualname__}"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled kernel; on a miss, the lock is held until `_compiling` ends."""
+        # numba's own method first loads all that it needs to compile, a quarter of a second.
+        # Compiled code needs the functions that count references of arrays.
+        rtsys.initialize(target_context)
+        compiled = self._load_overload(sig, target_context)
+        if compiled is None:
+            target_context.refresh()
+            _lock().acquire()
+            # Another process may have compiled it before this one had the lock.
+            compiled = self._load_overload(sig, target_context)
+        return compiled
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write the compiled kernel, and its name into the list of compiled kernels."""
+        super().save_overload(sig, data)
+        with contextlib.suppress(OSError):
+            _CompiledList().add(self._full_name)
+
+
+class _CompiledList:
+    """Names of the kernels that are compiled from these sources for this machine's processor."""
+
+    def __init__(self) -> None:
+        self._path = cache_folder() / _LIST_NAME
+        self._machine = _machine()
+
+    def names(self) -> set[str]:
+        """Full names of the kernels."""
+        lines = (line.split() for line in self._lines())
+        return {name for *key, name in lines if key == self._key}
+
+    def add(self, name: str) -> None:
+        """Add a kernel, and forget those of other sources. Written by the lock's holder."""
+        line = " ".join([*self._key, name])
+        lines = [old for old in self._lines() if old.split()[:2] == self._key]
+        others = [old for old in self._lines() if old.split()[0] != self._machine]
+        if line not in lines:
+            temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            temporary.write_text("\n".join([*others, *lines, line]) + "\n", encoding="utf-8")
+            temporary.replace(self._path)
+
+    @property
+    def _key(self) -> list[str]:
+        return [self._machine, _sources()[:16]]
+
+    def _lines(self) -> list[str]:
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        return [line for line in lines if len(line.split()) == 3]
+
+
+def _share(compiled: Any) -> None:
+    """Give a kernel the shared cache, and release the lock when a compilation ends."""
+    compiled._cache = _SharedCache(compiled.py_func)
+    compile_now = compiled.compile
+
+    def compile_once(sig: Any) -> Any:
+        with _compiling():
+            return compile_now(sig)
+
+    compiled.compile = compile_once
+
+
+_thread_lock = threading.RLock()
+_depths = [0]
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """A compilation; those of the kernels that it calls are within it, and keep the lock."""
+    with _thread_lock:
+        _depths[0] += 1
+        try:
+            yield
+        finally:
+            _depths[0] -= 1
+            if _depths[0] == 0 and _lock.cache_info().currsize:
+                _lock().release()
+
+
+@cache
+def _lock() -> MachineLock:
+    return MachineLock(cache_folder() / _LOCK_NAME, "compiles the planner")
+
+
+@cache
+def cache_folder() -> Path:
+    """Where numba would cache a kernel of this file."""
+    return Path(_NumbaCache(_sources.__wrapped__).cache_path)
+
+
+@cache
+def _machine() -> str:
+    """A digest of what machine code depends on apart from the sources."""
+    features = llvm.get_host_cpu_features().flatten()
+    given = (numba.config.CPU_NAME, numba.config.CPU_FEATURES, numba.config.OPT)
+    parts = (numba.__version__, platform.python_version(), llvm.get_host_cpu_name(), features)
+    return hashlib.sha256(repr((*parts, *given)).encode()).hexdigest()[:16]
 
 
 @cache

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megapack.base.jit import compiles
 from megapack.commands.arguments import (
     add_json,
     add_layout,
@@ -36,6 +38,8 @@ from megapack.plan.show import operations_text
 if TYPE_CHECKING:
     from megapack.outlook.stats import PlanReport
 
+logger = logging.getLogger(__name__)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add LENGTHS, the arguments of `build_dp_schedule`, and a cost model."""
@@ -61,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output, args.lengths)
     typical = typical_length(table.lengths)
     pricing = read_pricing(args, layout, typical)
+    if not compiles():
+        logger.warning(
+            "the planner is not compiled on this machine: the same plan is made in plain Python, "
+            "up to 100 times slower; `megapack warm-up` compiles it, once and in half a minute"
+        )
     # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.dp_schedule import build_dp_schedule
     from megapack.outlook.baselines import naive_plans

@@ -81,7 +81,11 @@ def fill_grid(
 @kernel
 def mean_target(targets: Floats) -> float:
     """The mean of the targets; 1 if all are 0, as with a cost model without coefficients."""
-    mean = targets.mean()
+    # Added one by one: numpy and numba add arrays in different orders.
+    total = 0.0
+    for target in targets:
+        total += target
+    mean = total / targets.size
     return float(mean) if mean > 0 else 1.0
 
 

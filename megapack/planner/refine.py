@@ -58,7 +58,6 @@ _EVEN = 1e-6
 _LEAST_GAIN = 1e-9
 
 
-@kernel
 def refine(
     cost: RowCost,
     state: State,
@@ -82,6 +81,20 @@ def refine(
     """
     if all_ops.pp == 1 and not lockstep and not cost.fixed_rows:
         return _even_ranks(cost, state, budget, passes)
+    return _try_moves(cost, state, all_ops, bounds, lockstep, budget, passes)
+
+
+@kernel
+def _try_moves(
+    cost: RowCost,
+    state: State,
+    all_ops: RankOps,
+    bounds: Ints,
+    lockstep: bool,
+    budget: int,
+    passes: float,
+) -> int:
+    """Make pseudo-random moves that make the slowest rank faster; returns simulations spent."""
     random = np.array([_SEED & 0xFFFFFFFFFFFF])
     no_chain = np.full(state.row_of.size, -1, dtype=np.int64)
     most_misses = _MISSES_PER_SIMULATION * budget + _FREE_MISSES
@@ -213,7 +226,9 @@ def next_random(random: Ints, limit: int) -> int:
 
     It is scaled from the upper 32 bits, as the lower bits repeat after few numbers.
     """
-    random[0] = (random[0] * 25214903917 + 11) & 0xFFFFFFFFFFFF
+    # As plain Python, the product of ints has all its bits; compiled, it wraps, which changes bits
+    # above the mask only.
+    random[0] = (int(random[0]) * 25214903917 + 11) & 0xFFFFFFFFFFFF
     return int(((random[0] >> 16) * limit) >> 32)
 
 
@@ -299,7 +314,7 @@ def _even_ranks(cost: RowCost, state: State, budget: int, passes: float) -> int:
     improved = True
     while improved and used < budget:
         improved = False
-        rising = np.argsort(state.seconds)
+        rising = np.argsort(state.seconds, kind="mergesort")
         slow = rising[-1]
         if state.seconds[slow] - state.seconds[rising[0]] < _EVEN * state.seconds[slow]:
             break
@@ -349,7 +364,7 @@ def _best_exchange(
     items_b = _items(state, other)
     seconds_a = _seconds(cost, state, items_a)
     seconds_b = _seconds(cost, state, items_b)
-    rising = np.argsort(seconds_b)
+    rising = np.argsort(seconds_b, kind="mergesort")
     seconds_b = seconds_b[rising]
     items_b = items_b[rising]
     roomiest = _roomiest(state, other)

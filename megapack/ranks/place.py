@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 Phase = Literal[
-    "idle", "plan", "pack", "groups", "schedule", "forward", "backward", "weight gradients",
-    "reduction", "output", "optimizer", "checkpoint", "export",
+    "idle", "compile", "plan", "pack", "groups", "schedule", "forward", "backward",
+    "weight gradients", "reduction", "output", "optimizer", "checkpoint", "export",
 ]  # fmt: skip
 """The last thing that began. `schedule` is the time between forwards and backwards."""
 

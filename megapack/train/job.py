@@ -45,6 +45,7 @@ from megapack.model.build import attention_sizes, build_model, initialize_parall
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.model.settings import describe, layer_settings, reduction_settings
 from megapack.outlook.stats import step_report
+from megapack.outlook.warm_up import COMPILE_S, compile_planner
 from megapack.plan.plan import Plan
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.interrupt import Interrupt
@@ -109,6 +110,9 @@ class Trainer:
         )
         self.cost = agree(lambda: config.cost_model(self.layout), device=device)
         agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
+        with ranks.guarded("the first plan", predicted_s=COMPILE_S):
+            ranks.place.enter("compile")
+            agree(lambda: compile_planner([config.plan.to_policy()]), device=device)
         self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
         tokenizer_size = ByteTokenizer().vocab_size
         replans = config.train.on_oom == "replan"

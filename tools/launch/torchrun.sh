@@ -22,6 +22,9 @@ if (($# == 0)); then
     exit 2
 fi
 
+# Once per node, before the ranks ask for it together. Without compiled code the ranks compile.
+"${PYTHON:-python3}" -m megapack warm-up >&2 || true
+
 if [[ -n ${RDZV_ENDPOINT:-} ]]; then
     # Set explicitly, because a node may know itself by another name than the other nodes do.
     is_host=$([[ ${SLURM_NODEID:-0} == 0 ]] && echo true || echo false)

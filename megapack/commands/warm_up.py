@@ -1,0 +1,33 @@
+"""Compile the planner for this machine, ahead of the first plan. Run it once per node or image."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+
+from megapack.base.jit import cache_folder, compiles
+from megapack.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --all."""
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="also what context_parallel=dynamic, split_samples=auto and backward=split need",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile, or load what is compiled, and say where it is."""
+    from megapack.outlook.warm_up import ALL, compile_planner
+
+    if not compiles():
+        raise ConfigError("MEGAPACK_COMPILE=off, or numba is missing: nothing can be compiled")
+    logging.getLogger("megapack").setLevel(logging.WARNING)
+    began = time.perf_counter()
+    compile_planner(ALL if args.all else ALL[:1])
+    seconds = time.perf_counter() - began
+    print(f"the planner is compiled ({seconds:.1f} s): {cache_folder()}")
+    return 0
