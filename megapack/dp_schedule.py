@@ -150,6 +150,13 @@ class _Batch:
         """The id of each rollout number."""
         return range(self.lengths.size) if self.ids is None else tuple(dict.fromkeys(self.ids))
 
+    def names_of(self, rollouts: Ints) -> tuple[RolloutId, ...]:
+        """The ids of rollout numbers."""
+        numbers = rollouts.tolist()
+        if self.ids is None:
+            return tuple(numbers)  # A range numbers itself.
+        return tuple(map(self.names.__getitem__, numbers))
+
     def rollout_tokens(self) -> Ints:
         """int64 [R]: aligned tokens of each rollout."""
         tokens = np.zeros(len(self.names), dtype=np.int64)
@@ -233,7 +240,7 @@ def _kept_prefixes(
 def _plan_step(problem: StepProblem, batch: _Batch, budget: int) -> StepPlan:
     first_samples = problem.samples[np.cumsum(problem.item_samples) - problem.item_samples]
     rollouts, num_items = np.unique(batch.rollout_of[first_samples], return_counts=True)
-    ids = tuple(batch.names[rollout] for rollout in rollouts.tolist())
+    ids = batch.names_of(rollouts)
     sharing = problem
     if problem.prefixes is not None and batch.colocate_ids is not None:
         sharing = with_own_sharing(problem, problem.prefixes)

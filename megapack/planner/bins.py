@@ -12,12 +12,9 @@ import numpy as np
 from megapack.base.arrays import Bools, Floats, Ints
 from megapack.base.jit import kernel
 
-# Heap nodes that `_near_top` checks before all rows are scanned: the top 4 levels, 1 + 2 + 4 + 8.
-# Chosen by hand.
+# Heap nodes that `_near_top` checks before the emptiest row is taken: the top 4 levels, 1 + 2 + 4 +
+# 8. Chosen by hand.
 _TOP_NODES = 15
-# Rows that the scans of one packing may visit before it gives up, within a second: in 32,768 rows
-# these are 15,258 scans. Chosen by hand.
-_MAX_VISITS = 500_000_000
 
 
 def first_fit(sizes: Ints, capacity: int) -> tuple[Ints, int]:
@@ -72,8 +69,18 @@ def fewest_bins_bound(sizes: Ints, capacity: int) -> int:
     return over + num_over_half + int((-(-middle // capacity)).max())
 
 
+def heaviest_first(sizes: Ints, work: Floats) -> Ints:
+    """Items in the order in which they are packed to targets: most work first, then most tokens."""
+    return np.lexsort((-sizes, -work))
+
+
 def pack_to_targets(
-    sizes: Ints, work: Floats, targets: Floats, capacity: int, taken: Ints | None = None
+    sizes: Ints,
+    work: Floats,
+    targets: Floats,
+    capacity: int,
+    taken: Ints | None = None,
+    order: Ints | None = None,
 ) -> Ints | None:
     """Fill rows towards their targets.
 
@@ -85,25 +92,39 @@ def pack_to_targets(
         targets: float64 [R], work that each row should get.
         capacity: tokens per row. A larger item is alone in its row.
         taken: int64 [R], tokens that rows hold already; None: all rows are empty.
+        order: `heaviest_first` of the items, if it is known.
 
     Returns:
         row_of: int64 [n]; None if this rule finds no row for an item.
     """
-    order = np.lexsort((-sizes, -work))
-    row_of = np.empty(sizes.size, dtype=np.int64)
+    order = heaviest_first(sizes, work) if order is None else order
     # A max-heap of rows by missing work: a descending list is one.
     heap = np.argsort(-targets, kind="stable")
     taken = np.zeros(targets.size, dtype=np.int64) if taken is None else taken
-    fits = _pack(sizes, work, order, targets.copy(), heap, taken, capacity, row_of)
-    return row_of if fits else None
+    rows = np.empty(sizes.size, dtype=np.int64)
+    if not _pack(sizes[order], work[order], targets.copy(), heap, taken, capacity, rows):
+        return None
+    row_of = np.empty(sizes.size, dtype=np.int64)
+    row_of[order] = rows
+    return row_of
 
 
 @kernel
 def _first_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
     """Put each item into the lowest-numbered bin with room; `free` is a max-tree over the bins."""
     n = sizes.size
+    # Two neighbouring bins hold more than one capacity, so there are at most twice as many bins as
+    # the tokens fill, besides those of items over the capacity. A small tree stays in the cache.
+    over = 0
+    tokens = 0
+    for item in range(n):
+        if sizes[item] > capacity:
+            over += 1
+        else:
+            tokens += sizes[item]
+    most = min(n, over + 2 * (tokens // max(capacity, 1)) + 2)
     leaves = 1
-    while leaves < n:
+    while leaves < most:
         leaves *= 2
     free = np.full(2 * leaves, capacity, dtype=np.int64)
     bin_of = np.empty(n, dtype=np.int64)
@@ -124,19 +145,27 @@ def _first_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
             left = free[node] - size
         bin_of[item] = chosen
         num_bins = max(num_bins, chosen + 1)
-        node = chosen + leaves
-        free[node] = left
-        while node > 1:
-            node //= 2
-            free[node] = max(free[2 * node], free[2 * node + 1])
+        _set_leaf(free, chosen, left)
     return bin_of, num_bins
+
+
+@kernel
+def _set_leaf(tree: Ints, leaf: int, value: int) -> None:
+    """Change a leaf of a max-tree; the children of node k are 2 k and 2 k + 1, its root is 1."""
+    node = leaf + tree.size // 2
+    tree[node] = value
+    while node > 1:
+        node //= 2
+        largest = max(tree[2 * node], tree[2 * node + 1])
+        if tree[node] == largest:
+            break
+        tree[node] = largest
 
 
 @kernel
 def _pack(
     sizes: Ints,
     work: Floats,
-    order: Ints,
     missing: Floats,
     heap: Ints,
     taken: Ints,
@@ -146,37 +175,41 @@ def _pack(
     """Write each item's row to `row_of`; returns whether all items found one.
 
     Args:
-        order: items, most work first.
+        sizes, work: of the items, most work first.
         missing: float64 [R], work that each row's target still lacks; changed in place.
         heap: a max-heap of rows by `missing`; changed in place.
         taken: int64 [R], tokens that rows hold already.
     """
     num_rows = missing.size
     free = capacity - taken
+    # A max-tree over `free`, made when it is first needed. Rows that do not exist have -1.
+    room = np.empty(0, dtype=np.int64)
     used = taken > 0
     num_empty = num_rows - used.sum()
     # The heap node of each row.
     node_of = np.empty(num_rows, dtype=np.int64)
     for node in range(num_rows):
         node_of[heap[node]] = node
-    visits = 0
-    for done in range(order.size):
-        item = order[done]
+    for item in range(sizes.size):
         # As many items left as empty rows: each must go into an empty one.
-        must_open = order.size - done <= num_empty
+        must_open = sizes.size - item <= num_empty
         row = -1
         if not must_open:
             row = _near_top(sizes[item], heap, missing, free, used, capacity)
         if row < 0:
-            row = _emptiest(sizes[item], free, used, capacity, must_open)
-            visits += num_rows
-        if row < 0 or visits > _MAX_VISITS:
-            return False
+            if room.size == 0:
+                room = _max_tree(free)
+            row = _emptiest(room)
+            alone = must_open or sizes[item] > capacity
+            if used[row] if alone else free[row] < sizes[item]:
+                return False
         row_of[item] = row
         if not used[row]:
             used[row] = True
             num_empty -= 1
         free[row] = free[row] - sizes[item] if sizes[item] <= capacity else 0
+        if room.size > 0:
+            _set_leaf(room, row, free[row])
         missing[row] -= work[item]
         sift_down(heap, node_of, missing, node_of[row])
     return True
@@ -193,18 +226,36 @@ def _near_top(
         fits = free[row] >= size if size <= capacity else not used[row]
         if fits and (best < 0 or missing[row] > missing[best]):
             best = row
+            if node == 0:
+                break  # No row misses more than the top of the heap.
     return best
 
 
 @kernel
-def _emptiest(size: int, free: Ints, used: Bools, capacity: int, must_open: bool) -> int:
-    """The row with the most room, among the unused rows if `must_open`; -1 if no row has room."""
-    best = -1
-    for row in range(free.size):
-        fits = not used[row] if must_open or size > capacity else free[row] >= size
-        if fits and (best < 0 or free[row] > free[best]):
-            best = row
-    return best
+def _max_tree(values: Ints) -> Ints:
+    """A max-tree over the values, see `_set_leaf`; leaves without a value have -1."""
+    leaves = 1
+    while leaves < values.size:
+        leaves *= 2
+    tree = np.full(2 * leaves, -1, dtype=np.int64)
+    tree[leaves : leaves + values.size] = values
+    for node in range(leaves - 1, 0, -1):
+        tree[node] = max(tree[2 * node], tree[2 * node + 1])
+    return tree
+
+
+@kernel
+def _emptiest(room: Ints) -> int:
+    """The row with the most room, the first of several.
+
+    An unused row has the whole capacity, and every other row less, so this is one if there is any.
+    """
+    node = 1
+    while 2 * node < room.size:
+        node *= 2
+        if room[node] < room[node // 2]:
+            node += 1
+    return node - room.size // 2
 
 
 @kernel

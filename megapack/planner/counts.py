@@ -215,7 +215,7 @@ def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tu
 
     def key(row: int) -> float:
         """heapq pops the smallest, so the heaviest row has the smallest key."""
-        return -math.fsum(item_work[i] for i in members[row].tolist())
+        return -math.fsum(work[members[row]].tolist())
 
     heap = [(key(row), row) for row in range(num_rows) if members[row].size > 1]
     heapq.heapify(heap)

@@ -125,18 +125,21 @@ def order_by_target(rows: Ints, targets: Floats) -> Ints:
     Rows 10, 11, 12 with targets 1, 3, 2, 0.5 give 12, 10, 11, PADDING.
 
     Args:
-        rows: at most M rows, heaviest first. The smallest targets get PADDING if there are fewer.
-        targets: float64 [M].
+        rows: int64 [..., at most M], heaviest first. The smallest targets get PADDING if there are
+            fewer rows.
+        targets: float64 [..., M].
 
     Returns:
-        int64 [M].
+        int64 [..., M].
     """
-    count = targets.size
+    count = targets.shape[-1]
     position = np.arange(count)
     from_end = np.minimum(position, count - 1 - position)
-    order = np.lexsort((position, -from_end, -targets))
-    out = np.full(count, PADDING, dtype=np.int64)
-    out[order[: rows.size]] = rows
+    from_end = np.broadcast_to(from_end, targets.shape)
+    # Stable, so that of equal targets as far from the ends the first comes first.
+    order = np.lexsort((-from_end, -targets))
+    out = np.full(targets.shape, PADDING, dtype=np.int64)
+    np.put_along_axis(out, order[..., : rows.shape[-1]], rows, axis=-1)
     return out
 
 
@@ -176,6 +179,36 @@ def _quotas(counts: Ints, num_rows: int) -> Ints:
         quota[top] -= whole
         missing -= whole * top.size
     return quota
+
+
+@kernel
+def lightest_ranks(work: Floats, num_ranks: int) -> Ints:
+    """Rank of each item, int64 [n]: items in order, each to the rank with the least work so far.
+
+    Of several such ranks, the first one gets it.
+    """
+    rank_of = np.empty(work.size, dtype=np.int64)
+    load = np.zeros(num_ranks)
+    # A min-heap of ranks by load, then by number.
+    heap = np.arange(num_ranks)
+    for item in range(work.size):
+        rank = heap[0]
+        rank_of[item] = rank
+        load[rank] += work[item]
+        node = 0
+        while 2 * node + 1 < num_ranks:
+            child = 2 * node + 1
+            if child + 1 < num_ranks and (load[heap[child + 1]], heap[child + 1]) < (
+                load[heap[child]],
+                heap[child],
+            ):
+                child += 1
+            if (load[rank], rank) < (load[heap[child]], heap[child]):
+                break
+            heap[node] = heap[child]
+            node = child
+        heap[node] = rank
+    return rank_of
 
 
 @kernel

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
+from megapack.base.jit import kernel
 from megapack.cost.model import TOKENS, CostModel
 from megapack.layout import Layout, block_ranks
 from megapack.plan.plan import MicroBatch, RolloutId, StepPlan
@@ -207,10 +208,11 @@ def build_step(
         rows = [replace(row, row_tokens=longest) for row in rows]
         padding = replace(padding, row_tokens=longest)
     per_rank = problem.policy.count_rule == "per_rank"
+    # The last of the list is number -1, PADDING.
+    rows.append(padding)
     return StepPlan(
         ranks=tuple(
-            tuple(padding if row == PADDING else rows[row] for row in rank_rows.tolist())
-            for rank_rows in draft.rank_rows
+            tuple(map(rows.__getitem__, rank_rows.tolist())) for rank_rows in draft.rank_rows
         ),
         num_microbatches=None if per_rank else draft.rank_rows[0].size,
         group_size=draft.group_size,
@@ -226,10 +228,11 @@ def _micro_batches(problem: StepProblem, draft: StepDraft) -> list[MicroBatch]:
     sample_row = np.repeat(row_of, problem.item_samples)
     num_rows = int(row_of.max()) + 1
     pieces = _row_pieces(problem, row_of, num_rows)
-    whole = np.ones(problem.num_items, dtype=np.int64)
+    order = np.argsort(problem.samples, kind="stable")
     if problem.pieces is not None:
-        whole[problem.pieces.chain >= 0] = 0
-    order = np.lexsort((problem.samples, np.repeat(whole, problem.item_samples), sample_row))
+        is_whole = np.repeat(problem.pieces.chain < 0, problem.item_samples)
+        order = order[np.argsort(is_whole[order], kind="stable")]
+    order = order[by_row(sample_row[order], num_rows)]
     widths = np.ones(num_rows, dtype=np.int64) if draft.widths is None else draft.widths
     tokens = row_sums(problem.lengths, row_of, num_rows)
     padded, tokens_sq, shared = np.zeros((3, num_rows), dtype=np.int64)
@@ -284,6 +287,22 @@ def _row_ranks(draft: StepDraft, widths: Ints) -> list[tuple[int, ...]]:
         for row in rows[rows >= 0].tolist():
             ranks[row] = ranks[row] or block_ranks(rank, int(widths[row]))
     return ranks
+
+
+@kernel
+def by_row(row_of: Ints, num_rows: int) -> Ints:
+    """Items row after row, int64 [I]; those of one row keep their order."""
+    begin = np.zeros(num_rows + 1, dtype=np.int64)
+    for row in row_of:
+        begin[row + 1] += 1
+    for row in range(num_rows):
+        begin[row + 1] += begin[row]
+    order = np.empty(row_of.size, dtype=np.int64)
+    for item in range(row_of.size):
+        row = row_of[item]
+        order[begin[row]] = item
+        begin[row] += 1
+    return order
 
 
 def row_sums(values: Ints, row_of: Ints, num_rows: int) -> Ints:

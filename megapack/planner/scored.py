@@ -12,7 +12,7 @@ from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
 from megapack.planner.problem import PADDING, StepDraft, StepProblem, row_sums
 from megapack.planner.refine import refine
-from megapack.planner.state import RowCost, State, score_all
+from megapack.planner.state import RowCost, State, fill_rows, score_all
 
 # Capacity of a row without a budget: no int64 sum of a step's tokens reaches it.
 _UNLIMITED = 2**62
@@ -83,33 +83,28 @@ def drafted_seconds(problem: StepProblem, draft: StepDraft) -> float:
 
 def draft_state(problem: StepProblem, draft: StepDraft) -> State:
     """The arrays of a draft, with seconds that are not simulated yet."""
-    row_of = draft.row_of.copy()
-    num_items = np.bincount(row_of)
-    # Items of a row follow each other in `order`, and each points to the next one.
-    order = np.argsort(row_of, kind="stable")
-    after = np.full(row_of.size, -1, dtype=np.int64)
-    same_row = row_of[order[:-1]] == row_of[order[1:]]
-    after[order[:-1][same_row]] = order[1:][same_row]
-    head = order[np.cumsum(num_items) - num_items]
+    num_rows = int(draft.row_of.max()) + 1
     counts = np.array([rows.size for rows in draft.rank_rows])
     rows = np.full((counts.size, int(counts.max())), PADDING, dtype=np.int64)
     for rank, rank_rows in enumerate(draft.rank_rows):
         rows[rank, : rank_rows.size] = rank_rows
-    return State(
+    state = State(
         item_tokens=problem.aligned,
         item_tokens_sq=problem.aligned_sq,
         item_samples=problem.item_samples,
-        row_of=row_of,
-        next=after,
-        head=head,
-        tokens=row_sums(problem.aligned, row_of, num_items.size),
-        tokens_sq=row_sums(problem.aligned_sq, row_of, num_items.size),
-        num_samples=row_sums(problem.item_samples, row_of, num_items.size),
-        num_items=num_items,
+        row_of=draft.row_of.copy(),
+        next=np.empty(problem.num_items, dtype=np.int64),
+        head=np.full(num_rows, -1, dtype=np.int64),
+        tokens=np.zeros(num_rows, dtype=np.int64),
+        tokens_sq=np.zeros(num_rows, dtype=np.int64),
+        num_samples=np.zeros(num_rows, dtype=np.int64),
+        num_items=np.zeros(num_rows, dtype=np.int64),
         rows=rows,
         counts=counts,
         seconds=np.zeros(counts.size),
     )
+    fill_rows(state)
+    return state
 
 
 def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:

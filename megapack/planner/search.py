@@ -13,7 +13,6 @@ count_rule="per_rank" lets the search change each rank's M separately.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,10 +25,15 @@ from megapack.cost.model import TOKENS
 from megapack.errors import PlanError
 from megapack.pipeline.kernels import rank_seconds
 from megapack.pipeline.simulator import Runner
-from megapack.planner.bins import first_fit, pack_to_targets
+from megapack.planner.bins import first_fit, heaviest_first, pack_to_targets
 from megapack.planner.counts import group_sizes, halves, least_count, rank_counts, split_heaviest
-from megapack.planner.partition import order_by_target, rows_by_rank, rows_to_ranks
-from megapack.planner.problem import StepDraft, StepProblem
+from megapack.planner.partition import (
+    lightest_ranks,
+    order_by_target,
+    rows_by_rank,
+    rows_to_ranks,
+)
+from megapack.planner.problem import StepDraft, StepProblem, by_row
 from megapack.planner.profile import Profile, default_profile, find_profile
 from megapack.planner.scored import Scored, score_draft
 from megapack.planner.state import row_seconds
@@ -97,7 +101,8 @@ class _Search:
             self.work = problem.aligned.astype(np.float64)
         # Ranks in lockstep, or rows of one length: all ranks have the same targets.
         self.same_targets = self.lockstep or self.uniform
-        self.work_descending = np.sort(self.work)[::-1]
+        # The longest items first, as all packing to targets takes them.
+        self.order = heaviest_first(problem.aligned, self.work)
         self.total = float(np.cumsum(self.work)[-1])
         # Work of a full row with average samples.
         self.cap = self.total * problem.capacity / int(problem.aligned.sum())
@@ -295,18 +300,18 @@ class _Search:
             The work of each rank's items, in descending order; empty if all ranks have the same
             targets.
         """
-        ranks: list[list[float]] = [[] for _ in range(self.layout.dp)]
-        loads = [(0.0, rank) for rank in range(self.layout.dp)]
-        mean = self.total / (self.layout.dp * count)
-        heavy = self.work_descending[self.work_descending > mean].tolist()
-        huge = heavy if not self.same_targets else []
-        for work in huge:
-            load, rank = loads[0]
-            # Two micro-batches are left for the other items.
-            if len(ranks[rank]) < count - 2:
-                ranks[rank].append(work)
-            heapq.heapreplace(loads, (load + work, rank))
-        return [np.array(rank) for rank in ranks]
+        dp = self.layout.dp
+        if self.same_targets:
+            return [np.zeros(0)] * dp
+        mean = self.total / (dp * count)
+        heavy = self.work[self.order[: int(np.count_nonzero(self.work > mean))]]
+        rank_of = lightest_ranks(heavy, dp)
+        by_rank = heavy[by_row(rank_of, dp)]
+        ends = np.cumsum(np.bincount(rank_of, minlength=dp)).tolist()
+        # Two micro-batches are left for the other items.
+        most = max(count - 2, 0)
+        begins = [0, *ends[:-1]]
+        return [by_rank[a : min(b, a + most)] for a, b in zip(begins, ends, strict=True)]
 
     def _target(self, count: int, group: int, rounds: int | None) -> _Target:
         """The target of one M and G; with `rounds=None` its profile is not searched."""
@@ -345,7 +350,11 @@ class _Search:
         if self.uniform:
             targets[:] = self.total / (dp * count)
         row_of = pack_to_targets(
-            self.problem.aligned, self.work, targets.ravel(), self.problem.capacity
+            self.problem.aligned,
+            self.work,
+            targets.ravel(),
+            self.problem.capacity,
+            order=self.order,
         )
         if row_of is None:
             return None
@@ -355,8 +364,7 @@ class _Search:
         row_work = self._row_work(row_of, dp * count).reshape(dp, count)
         heaviest_first = np.argsort(-row_work, axis=1, kind="stable")
         ranks = heaviest_first + np.arange(dp)[:, None] * count
-        rows = (order_by_target(*pair) for pair in zip(ranks, targets, strict=True))
-        return self._draft(row_of, rows, target.group)
+        return self._draft(row_of, order_by_target(ranks, targets), target.group)
 
     def _split(self, row_of: Ints, num_rows: int, group: int) -> StepDraft:
         """A draft of these rows, split until they fill the smallest legal counts."""
@@ -382,9 +390,7 @@ class _Search:
 
     def _row_work(self, row_of: Ints, num_rows: int) -> Floats:
         """float64 [R]: work of each row."""
-        row_work = np.zeros(num_rows)
-        np.add.at(row_work, row_of, self.problem.work)
-        return row_work
+        return np.bincount(row_of, weights=self.problem.work, minlength=num_rows)
 
     def _draft(self, row_of: Ints, rank_rows: Iterable[Ints], group: int) -> StepDraft:
         group_size = group if self.layout.vpp > 1 else None

@@ -161,6 +161,19 @@ def score_all(cost: RowCost, state: State, all_ops: RankOps, bounds: Ints, locks
 
 
 @kernel
+def fill_rows(state: State) -> None:
+    """Link the items of each row, in ascending order, and add up their sizes."""
+    for item in range(state.row_of.size - 1, -1, -1):
+        row = state.row_of[item]
+        state.next[item] = state.head[row]
+        state.head[row] = item
+        state.tokens[row] += state.item_tokens[item]
+        state.tokens_sq[row] += state.item_tokens_sq[item]
+        state.num_samples[row] += state.item_samples[item]
+        state.num_items[row] += 1
+
+
+@kernel
 def _unlink(state: State, item: int) -> None:
     """Take an item out of its row's linked list."""
     row = state.row_of[item]
