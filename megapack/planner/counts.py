@@ -17,7 +17,7 @@ from megapack.base.arrays import Floats, Ints, check_count
 from megapack.base.jit import kernel
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
-from megapack.planner.problem import StepProblem
+from megapack.planner.problem import StepProblem, members_by_row
 from megapack.policy import Policy, StepSplit
 
 logger = logging.getLogger(__name__)
@@ -209,8 +209,7 @@ def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tu
     if num_rows >= wanted:
         return row_of, num_rows
     row_of = row_of.copy()
-    order = np.argsort(row_of, kind="stable")
-    members = np.split(order, np.cumsum(np.bincount(row_of, minlength=num_rows))[:-1])
+    members = members_by_row(row_of, num_rows)
     item_work = work.tolist()
 
     def key(row: int) -> float:

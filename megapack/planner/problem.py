@@ -305,6 +305,13 @@ def by_row(row_of: Ints, num_rows: int) -> Ints:
     return order
 
 
+def members_by_row(row_of: Ints, num_rows: int) -> list[Ints]:
+    """The items of each row, ascending."""
+    order = by_row(row_of, num_rows)
+    ends = np.cumsum(np.bincount(row_of, minlength=num_rows)).tolist()
+    return [order[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
 def row_sums(values: Ints, row_of: Ints, num_rows: int) -> Ints:
     """int64 [num_rows]: sum of the items' values in each row."""
     sums = np.zeros(num_rows, dtype=np.int64)

@@ -33,7 +33,7 @@ from megapack.planner.partition import (
     rows_by_rank,
     rows_to_ranks,
 )
-from megapack.planner.problem import StepDraft, StepProblem, by_row
+from megapack.planner.problem import StepDraft, StepProblem, by_row, members_by_row
 from megapack.planner.profile import Profile, default_profile, find_profile
 from megapack.planner.scored import Scored, score_draft
 from megapack.planner.state import row_seconds
@@ -420,8 +420,7 @@ class _CountAdjuster:
         self.evaluations_left = budget
         self.group = scored.draft.group_size
         row_of = scored.draft.row_of
-        order = np.argsort(row_of, kind="stable")
-        self.members = np.split(order, np.cumsum(np.bincount(row_of))[:-1])
+        self.members = members_by_row(row_of, int(row_of.max()) + 1)
         self.ranks = [rows.tolist() for rows in scored.draft.rank_rows]
 
     def run(self) -> StepDraft:
