@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,22 @@ class LineParser:
     vocab_size: int
     """Token ids must be below it."""
 
+    @cached_property
+    def _readers(self) -> dict[str, Callable[[dict[str, Any]], list[dict[str, Any]]]]:
+        """What reads the samples of a row of each form."""
+        return {
+            "text": self._text,
+            "ids": self._ids,
+            "chat": self._chat,
+            "pair": self._pair,
+            "pair_ids": self._pair_ids,
+        }
+
+    @cached_property
+    def _checks_text(self) -> bool:
+        """Whether the tokenizer has token ids that the model has not."""
+        return self.tokenizer.vocab_size > self.vocab_size
+
     def parse(self, line: Row, own_id: str) -> list[Rollout]:
         """The samples of one line: one, two of a preference pair, or several of a chat.
 
@@ -63,21 +80,14 @@ class LineParser:
         else:
             row = {key: _filled(value) if key in _CHATS else value for key, value in line.items()}
         # null and absent are the same.
-        row = {key: value for key, value in row.items() if value is not None}
-        form = _form(row)
-        readers = {
-            "text": self._text,
-            "ids": self._ids,
-            "chat": self._chat,
-            "pair": self._pair,
-            "pair_ids": self._pair_ids,
-        }
-        samples = readers[form](row)
+        if any(value is None for value in row.values()):
+            row = {key: value for key, value in row.items() if value is not None}
+        form = _form(tuple(row))
+        samples = self._readers[form](row)
         if form != "ids":
             _refuse_columns_of_ids(row)
         shared: dict[str, Any] = {"group": own_id, "rollout": own_id}
-        checks = {"reward": _number, "advantage": _number, "group": _identity, "rollout": _identity}
-        for key, check in checks.items():
+        for key, check in _CHECKS:
             if key in row:
                 shared[key] = check(key, row[key])
         for fields in samples:
@@ -175,7 +185,7 @@ class LineParser:
         return ids
 
     def _check_text(self, ids: Ids) -> None:
-        if len(ids) and int(ids.max()) >= self.vocab_size:
+        if self._checks_text and len(ids) and int(ids.max()) >= self.vocab_size:
             raise BadLine(
                 f"text needs a vocabulary of {self.tokenizer.vocab_size}, the model has "
                 f"{self.vocab_size}; set model.vocab_size, or give ids"
@@ -198,13 +208,14 @@ class LineParser:
         return np.array(values, dtype=np.int64)
 
 
-def _form(row: dict[str, Any]) -> str:
+@lru_cache(maxsize=1024)  # Rows of a file have few different sets of columns.
+def _form(columns: tuple[str, ...]) -> str:
     """The kind of samples that a row has, by the columns that it gives.
 
     Raises:
         BadLine: none, or columns that do not go together.
     """
-    given = [key for key in row if key in _TOKEN_COLUMNS]
+    given = [key for key in columns if key in _TOKEN_COLUMNS]
     ids = [key for key in given if key.endswith("_ids")]
     text = [key for key in given if key not in ids]
     if text and ids:
@@ -454,6 +465,15 @@ def _identity(key: str, value: Any) -> int | str:
     if not is_id(value):
         raise BadLine(f"{key} is {_shown(value)}, expected an int64 or a string")
     return value
+
+
+# Columns that all samples of a row share.
+_CHECKS: tuple[tuple[str, Callable[[str, Any], Any]], ...] = (
+    ("reward", _number),
+    ("advantage", _number),
+    ("group", _identity),
+    ("rollout", _identity),
+)
 
 
 def _shown(value: Any) -> str:

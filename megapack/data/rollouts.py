@@ -80,8 +80,10 @@ class Rollout:
     @property
     def num_loss_tokens(self) -> int:
         """Response tokens that count in the loss; a sample's first token never does."""
-        mask = np.ones(len(self.response_ids), bool) if self.loss_mask is None else self.loss_mask
-        return int(mask[0 if len(self.prompt_ids) else 1 :].sum())
+        first = 0 if len(self.prompt_ids) else 1
+        if self.loss_mask is None:
+            return max(len(self.response_ids) - first, 0)
+        return int(self.loss_mask[first:].sum())
 
     def cut(self, most: int) -> Rollout:
         """The first `most` tokens, with their mask and routes."""

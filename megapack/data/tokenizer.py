@@ -105,18 +105,23 @@ class ByteTokenizer:
         Raises:
             TextError: the text has half of a surrogate pair.
         """
-        try:
-            return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
-        except UnicodeEncodeError:
-            raise TextError("has half of a surrogate pair; write it again") from None
+        return _utf8(text).astype(np.int64)
 
     def encode_prompt(self, text: str) -> Ids:
         """`bos`, then the bytes."""
-        return np.concatenate([_BOS, self.encode(text)])
+        found = _utf8(text)
+        ids = np.empty(found.size + 1, dtype=np.int64)
+        ids[0] = self.bos
+        ids[1:] = found
+        return ids
 
     def encode_response(self, text: str) -> Ids:
         """The bytes, then `eos`."""
-        return np.concatenate([self.encode(text), _EOS])
+        found = _utf8(text)
+        ids = np.empty(found.size + 1, dtype=np.int64)
+        ids[:-1] = found
+        ids[-1] = self.eos
+        return ids
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
@@ -134,5 +139,8 @@ class ByteTokenizer:
         return bytes(token for token in map(int, ids) if 0 <= token < 256).decode(errors="replace")
 
 
-_BOS = np.array([ByteTokenizer.bos], dtype=np.int64)
-_EOS = np.array([ByteTokenizer.eos], dtype=np.int64)
+def _utf8(text: str) -> npt.NDArray[np.uint8]:
+    try:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+    except UnicodeEncodeError:
+        raise TextError("has half of a surrogate pair; write it again") from None
