@@ -390,7 +390,8 @@ class _Search:
 
     def _row_work(self, row_of: Ints, num_rows: int) -> Floats:
         """float64 [R]: work of each row."""
-        return np.bincount(row_of, weights=self.problem.work, minlength=num_rows)
+        row_work = np.bincount(row_of, weights=self.problem.work, minlength=num_rows)
+        return row_work.astype(np.float64, copy=False)
 
     def _draft(self, row_of: Ints, rank_rows: Iterable[Ints], group: int) -> StepDraft:
         group_size = group if self.layout.vpp > 1 else None

@@ -2,6 +2,7 @@
 
 Modules:
     job: Trainer: batches -> passes -> optimizer -> checkpoint
+    ahead: the next batch's plan and tokens, made while the steps of this one run
     passes: log-probs and gradients of a batch
     garbage: Python's garbage collection at the same steps on all ranks
     folder, metrics: what a run leaves behind

@@ -51,6 +51,7 @@ from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_fla
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.schedule.adapter import ScheduleAdapter
+from megapack.train.ahead import Ahead
 from megapack.train.critic import FIELDS, REWARDS, Critic
 from megapack.train.folder import RunFolder
 from megapack.train.garbage import GarbageCollection
@@ -162,6 +163,7 @@ class Trainer:
             replays_rollouts=config.train.routing_replay == "rollout",
             mtp_num_layers=config.model.mtp_num_layers,
         )
+        self.ahead = Ahead(self._prepare)
         self.passes = BatchPasses(
             config.objective,
             self.adapter,
@@ -241,8 +243,8 @@ class Trainer:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
             with self.garbage.manual():
-                for numbers in self._batches():
-                    self._train_on(numbers)
+                for numbers, following in self._batches():
+                    self._train_on(numbers, following)
             if config.train.save_interval is not None and self._last is not None:
                 self._save(self._last)
             self._finish_save()
@@ -250,6 +252,7 @@ class Trainer:
                 self._export()
             agree(self._close_folder, device=self.device)
         finally:
+            self.ahead.close()
             self.progress.close()
             self.checkpoints.abandon()
             # The folder is still open only after an error. That error says more than one from
@@ -326,8 +329,9 @@ class Trainer:
         agree(lambda: None, device=self.device, same=same)
         return kernels
 
-    def _batches(self) -> Iterator[SampleNumbers]:
-        """The run's remaining batches in order; sets up the learning rate schedule first."""
+    def _batches(self) -> Iterator[tuple[SampleNumbers, SampleNumbers | None]]:
+        """The run's remaining batches in order, each with the one after it; sets up the learning
+        rate schedule first."""
         config = self.config
         data = self.data
         total_steps = sum(
@@ -338,21 +342,32 @@ class Trainer:
         self.schedule.step(increment=self.num_steps)
         if self.critic is not None:
             self.critic.expect(total_steps, self.num_steps)
-        for epoch, index, batch in all_batches(config, data):
-            if (epoch, index) >= (self.position.epoch, self.position.batch):
-                self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
-                yield batch
+        begin = (self.position.epoch, self.position.batch)
+        left = (each for each in all_batches(config, data) if each[:2] >= begin)
+        current = next(left, None)
+        while current is not None:
+            epoch, index, batch = current
+            current = next(left, None)
+            self.position = dataclasses.replace(self.position, epoch=epoch, batch=index)
+            yield batch, None if current is None else current[2]
 
-    def _train_on(self, numbers: SampleNumbers) -> None:
-        """Plan a batch, compute what the objective reads, and take its optimizer steps."""
+    def _train_on(self, numbers: SampleNumbers, following: SampleNumbers | None) -> None:
+        """Plan a batch, compute what the objective reads, and take its optimizer steps.
+
+        Args:
+            following: the next batch, which is planned while the steps of this one run; None if
+                there is none.
+        """
         self._raise_if_stopping()
         started = time.perf_counter()
         with self.ranks.guarded(f"the plan of batch {self.position.batch}"):
             self.ranks.place.enter("plan")
-            batch = agree(lambda: self._prepare(numbers), device=self.device)
+            batch = agree(lambda: self._planned(numbers), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
-        batch_seconds = {"plan_s": planned - started}
+        batch_seconds = {"plan_s": planned - started, "plan_ahead_s": self.ahead.ahead_s}
+        if following is not None:
+            self.ahead.begin(following)
         first_step = self.position.step_in_batch
         resumed = self._resumed_inside
         if resumed is not None:
@@ -420,8 +435,27 @@ class Trainer:
         self._exported_at = self.num_steps
         self.progress.line(f"exported {exported}")
 
+    def _planned(self, numbers: SampleNumbers) -> PlannedBatch:
+        """The batch that `_prepare` has made ahead, or makes now, and its plan in the folder."""
+        batch = self.ahead.take(numbers)
+        if self._lacks_equal_routes(batch.plan):
+            apart = dataclasses.replace(self.config.plan, share_prefixes="off")
+            planner = dataclasses.replace(self.planner, config=apart)
+            batch = planner.plan(numbers, self._fields(numbers))
+        if self.folder is not None:
+            self.folder.write_plan(batch.plan, batch.samples.lengths)
+        return batch
+
     def _prepare(self, numbers: SampleNumbers) -> PlannedBatch:
-        """Local work of a batch: tensors, advantages, and plans that are equal on all ranks."""
+        """Local work of a batch: tensors, advantages, and plans that are equal on all ranks.
+
+        It may run on a thread while steps change the weights and the run's position, so it reads
+        neither.
+        """
+        return self.planner.plan(numbers, self._fields(numbers))
+
+    def _fields(self, numbers: SampleNumbers) -> dict[str, Any]:
+        """What the objective reads of samples and the data has."""
         fields: dict[str, Any] = {}
         if self.critic is not None:
             fields[REWARDS] = checked_rewards(
@@ -432,13 +466,7 @@ class Trainer:
             fields["advantages"] = torch.from_numpy(advantages).float()
         if PAIR_SIGN in self.passes.objective.required_fields:
             fields[PAIR_SIGN] = torch.tensor(self.data.pair_signs(numbers)).float()
-        batch = self.planner.plan(numbers, fields)
-        if self._lacks_equal_routes(batch.plan):
-            apart = dataclasses.replace(self.config.plan, share_prefixes="off")
-            batch = dataclasses.replace(self.planner, config=apart).plan(numbers, fields)
-        if self.folder is not None:
-            self.folder.write_plan(batch.plan, batch.samples.lengths)
-        return batch
+        return fields
 
     @property
     def _resumed_inside(self) -> Checkpoint | None:

@@ -428,6 +428,14 @@ _ONLY_OF_THE_TOOL = {
     *("moe_replay_tp2_sp_cp2", "tp2_sp_pp2_loss_alone"),
     *("moe_bias_tp2_sp_ep2_recompute", "moe_replay_pp2_vpp2_uneven", "dp2_pp2_per_rank"),
     *("pp3_uneven_loss_counts", "moe_dp2_pp2_vpp2_ep2_pad"),
+    # Plans, weights and frozen parts on pp2, of which pp2_uniform, dp2_pp2_vpp2 (rollout-mean),
+    # pp2_vpp2_forward_plan and pp2_embedding_alone_frozen have the code.
+    *("pp2_count_based", "rollout-mean", "pp2_forward_plan", "pp2_frozen_stage"),
+    # Ways to divide a model one at a time, which the cases on 4 processes combine:
+    # cp2_pp2_vpp2_pad, tp2_sp_pp2_recompute, mtp_moe_dp2_pp2_vpp2_ep2, moe_cp2_pp2_vpp2 and
+    # moe_dp2_pp2_vpp2_ep2_uneven, whose loss has a stage of its own.
+    *("cp2", "cp2_pp2", "tp2_sp", "tp2_sp_pp2", "mtp_moe_dp2_ep2", "moe_dp2_ep2"),
+    *("moe_pp2_vpp2", "pp2_vpp2_loss_alone", "moe_replay"),
 }
 CASES = {
     name: case

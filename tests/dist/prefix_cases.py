@@ -157,6 +157,6 @@ ALL_CASES = GRID | SPECIAL
 # prediction and other objectives is among `wide_cases.CASES`.
 CASES = (
     *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full"),
-    *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "uniform", "bf16"),
+    *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "bf16"),
 )
 """The cases of the tests. tools/exactness.py runs all."""

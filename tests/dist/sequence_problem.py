@@ -52,12 +52,8 @@ KINDS = {
 
 LAYOUTS = {
     "single": Layout(),
-    "pp2": Layout(pp=2),
     "pp2_vpp2": Layout(pp=2, vpp=2),
     "pp2_vpp2_pad": Layout(pp=2, vpp=2, microbatch_group_size=12),
-    "dp2": Layout(dp=2),
-    "tp2_sp": Layout(tp=2, sequence_parallel=True),
-    "cp2": Layout(cp=2),
     "cp2_pp2_vpp2": Layout(cp=2, pp=2, vpp=2),
     "dp2_pp2_vpp2": Layout(dp=2, pp=2, vpp=2),
     "tp2_sp_pp2": Layout(tp=2, pp=2, sequence_parallel=True),

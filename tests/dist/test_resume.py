@@ -42,6 +42,7 @@ PP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=1")
 FIRST_STAGE = "[embedding.*, decoder.layers.0.*, decoder.layers.1.*]"
 UNEVEN = (*PP2_VPP2, "layout.pipeline_model_parallel_layout=Et*2|t|t|L")
 PP4 = ("layout.dp=1", "layout.pp=4", "layout.vpp=1")
+PLAIN = "optim.distributed_optimizer=false"
 
 
 def job(
@@ -202,25 +203,26 @@ def test_resumed_on_another_layout(
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 
-def test_killed_on_an_uneven_split_and_resumed_on_another(
-    undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (UNEVEN, (*PP2, "layout.num_layers_in_first_pipeline_stage=1")),
+        ((*TP2, PLAIN), (*PP2_VPP2, PLAIN)),
+    ],
+    ids=["uneven-other", "tp2-pp2_vpp2"],
+)
+def test_saved_on_one_layout_and_resumed_on_another(
+    undisturbed: Path, tmp_path: Path, saved: tuple[str, ...], resumed: tuple[str, ...]
 ) -> None:
-    killed(tmp_path, *UNEVEN, "train.resume=auto", after_steps=4)
-    other = (*PP2, "layout.num_layers_in_first_pipeline_stage=1")
-    lines = finished(tmp_path, *other, "train.resume=auto")
+    finished(tmp_path, *saved)
+    copy_of_run(tmp_path, tmp_path / "other", until=3)
+    lines = finished(tmp_path / "other", *resumed, "train.resume=auto")
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 
 def test_killed_on_dp2_pp2_and_resumed_on_pp4(undisturbed: Path, tmp_path: Path) -> None:
     killed(tmp_path, *DP2_PP2, "train.resume=auto", after_steps=4, world=4)
     lines = finished(tmp_path, *PP4, "train.resume=auto", world=4)
-    assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
-
-
-def test_killed_on_tp2_and_resumed_on_pp2_vpp2(undisturbed: Path, tmp_path: Path) -> None:
-    plain = "optim.distributed_optimizer=false"
-    killed(tmp_path, *TP2, plain, "train.resume=auto", after_steps=4)
-    lines = finished(tmp_path, *PP2_VPP2, plain, "train.resume=auto")
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 

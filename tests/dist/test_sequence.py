@@ -60,7 +60,7 @@ def test_rows_hold_several_pairs_and_ratios_are_clipped(
         if name.endswith("gspo"):
             assert 0.05 < results[name]["metrics"]["clip_fraction"] < 0.8
         assert "_pad" not in name or results[name]["num_padding_rows"] > 0
-    fractions = results["pp2 value"]["metrics"]["value_clip_fraction"]
+    fractions = results["pp2_vpp2 value"]["metrics"]["value_clip_fraction"]
     assert 0.05 < fractions < 0.95
 
 

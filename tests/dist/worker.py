@@ -63,7 +63,8 @@ def run_case(
     routing = problem.choices() if case.variant == "moe_replay" else None
     forward_plan = case.forward_plan()
     outputs = adapter.forward(forward_plan, batch, entropy=True, routing=routing)
-    if routing is None:
+    # One DP rank owns all samples.
+    if routing is None and case.layout.dp > 1:
         check_own_outputs(adapter, forward_plan, batch, outputs["logprobs"])
     replayed = _replay_facts(adapter, case, samples) if model.num_experts else {}
     result = adapter.step(

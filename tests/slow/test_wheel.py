@@ -116,8 +116,16 @@ def run(folder: Path, *command: str | Path, patch: str = "") -> tuple[int, str, 
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_wheel_plans_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    python, site = environment(tmp_path, wheel)
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> tuple[Path, Path]:
+    """The `environment` of the wheel, for all tests that only read it."""
+    return environment(tmp_path_factory.mktemp("installed"), wheel)
+
+
+def test_the_wheel_plans_from_another_folder(
+    installed: tuple[Path, Path], wheel: Path, tmp_path: Path
+) -> None:
+    python, site = installed
     code, said, why = run(tmp_path, python, "-c", USE, str(site))
     assert code == 0, why
     assert int(said) >= 2
@@ -130,16 +138,16 @@ def test_the_wheel_plans_from_another_folder(wheel: Path, tmp_path: Path) -> Non
         ((*plan, "--max-tokens-per-gpu", "1024"), "plan.json: digest"),
         (("check", "plan.json", "lengths.csv"), "plan.json: sound"),
     ):
-        code, said, why = run(tmp_path, tmp_path / "bin" / "megapack", *arguments)
+        code, said, why = run(tmp_path, python.parent / "megapack", *arguments)
         assert code == 0, why
         assert expected in said
 
 
 @pytest.mark.parametrize("editable", [False, True])
 def test_the_startup_file_is_read(
-    editable: bool, wheel: Path, source: Path, tmp_path: Path
+    editable: bool, installed: tuple[Path, Path], source: Path, tmp_path: Path
 ) -> None:
-    python, _ = environment(tmp_path, *(["-e", source] if editable else [wheel]))
+    python, _ = environment(tmp_path, "-e", source) if editable else installed
     code = "import sys; print('megapack.patching' in sys.modules)"
     for flags, patch, done in (
         ((), "slime,verl", (0, "True\n", "")),
