@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     pricing = read_pricing(args, layout, typical)
     if not compiles():
         logger.warning(
-            "the planner is not compiled on this machine: the same plan is made in plain Python, "
-            "up to 100 times slower; `megapack warm-up` compiles it, once and in half a minute"
+            "the planner is not compiled on this machine: plain Python makes the same plan, "
+            "several times slower; `megapack warm-up` compiles it, once and in half a minute"
         )
     # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.dp_schedule import build_dp_schedule

@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from megapack.config.sections import WatchdogConfig
 from megapack.errors import RankError
+from megapack.outlook.warm_up import COMPILE_S
 from megapack.ranks import board, watchdog
 from megapack.ranks.board import Board, Failure
 from megapack.ranks.interrupt import Interrupt
+from megapack.ranks.links import guarded
 from megapack.ranks.watchdog import Peers, Watchdog
 from tests.job_in_process import Clock, job_of_one, pid_is, sleeper, until
 
@@ -197,6 +199,20 @@ def test_a_prediction_only_raises_the_limit(
         clock.now += 59
         wait_for_a_round(one)
         assert lines(caplog, "has run for") == []
+
+
+def test_compiling_the_planner_has_a_limit_of_its_own(
+    make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that compile on a busy machine, or wait for the one that does, are not late."""
+    one = make()
+    with guarded(one, "the first plan", COMPILE_S):
+        one.place.enter("compile")
+        clock.now += 299
+        wait_for_a_round(one)
+        assert lines(caplog, "has run for") == []
+        clock.now += 2
+        until(lambda: lines(caplog, "rank 0: the first plan, compile has run for 301 s"))
 
 
 def test_a_block_inside_another_is_not_timed(
