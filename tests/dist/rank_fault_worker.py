@@ -109,9 +109,9 @@ def inject(trigger: Trigger, phase: str) -> None:
     if phase in ELSEWHERE and phase != WEIGHTS:
         _inject_elsewhere(trigger, phase)
     elif phase == "plan" and is_nan:
-        _around(job, "batch_advantages", after=lambda values: _poisoned(values, trigger))
+        _around(job.Trainer, "_planned", after=lambda batch: _poisoned_batch(batch, trigger))
     elif phase == "plan":
-        _around(job.Trainer, "_prepare", before=trigger)
+        _around(job.Trainer, "_planned", before=trigger)
     elif phase == "pack" and is_nan:
         _around(
             megapack.schedule.call,
@@ -212,6 +212,14 @@ def _is_next(call: StepCall) -> bool:
 
 def _poisoned(values: Any, trigger: Trigger) -> Any:
     return values * NAN if trigger.fires() else values
+
+
+def _poisoned_batch(batch: passes.PlannedBatch, trigger: Trigger) -> passes.PlannedBatch:
+    if trigger.fires():
+        samples = batch.samples
+        advantages = [samples.field("advantages", i) * NAN for i in range(len(samples))]
+        samples.set_field("advantages", advantages)
+    return batch
 
 
 def _poisoned_forward(result: Any, trigger: Trigger) -> Any:
