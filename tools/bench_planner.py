@@ -2,7 +2,7 @@
 
     python tools/bench_planner.py                      # prints the tables, writes docs/planner.md
     python tools/bench_planner.py --peer verl          # with the installed package's own functions
-    python tools/bench_planner.py --only-speed
+    python tools/bench_planner.py --only-speed         # writes the tables and the picture of speed
     python tools/bench_planner.py --only-shared        # writes the tables of shared prefixes
     python tools/bench_planner.py --only-dynamic       # writes those of rows over several DP ranks
     python tools/bench_planner.py --only-operations    # those of split samples and backwards
@@ -42,6 +42,7 @@ from megapack import (
 )
 from tools.benching.planner_families import generated_steps, shared_table, speed_table, trace_steps
 from tools.benching.planner_peers import BASELINES, Ranks, Strategy
+from tools.benching.planner_speed import draw, growth_table, target_table
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples per optimizer step.
@@ -55,6 +56,7 @@ OPERATION_BATCHES = (128, 512)
 # Steps of the table of the spread of step times, and samples of each.
 SPREAD_STEPS = 200
 SPREAD_SAMPLES = 128
+SPEED_MARKS = ("<!-- measured: speed -->", "<!-- end: speed -->")
 MARKS = ("<!-- measured -->", "<!-- end -->")
 SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes -->")
 OPERATION_MARKS = ("<!-- measured: operations -->", "<!-- end: operations -->")
@@ -106,13 +108,6 @@ TRACES = {
     "azure": ("azure2023_conv.csv", 16384),
     "openchat": ("openchat_v1_sft.csv", 32768),
 }
-# Samples, dp, `Policy.search` (None: the default), target in milliseconds.
-SPEED = [
-    (2048, 8, 0, 5.0),
-    (2048, 8, None, 30.0),
-    (32768, 64, None, 200.0),
-    (1_000_000, 1024, None, 4000.0),
-]
 
 
 def cost_of(layout: Layout, model: str) -> CostModel:
@@ -341,27 +336,14 @@ def summary(results: list[dict[str, Result]], strategies: list[str]) -> list[str
     ]
 
 
-def speed(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
-    """The table of milliseconds per plan: medians after the first call."""
-    lengths, budget = next(iter(data.values()))
-    rng = np.random.default_rng(1)
-    lines = ["| samples | dp | search | median ms | target ms | peak RSS GiB |", "|---" * 6 + "|"]
-    cost = CostModel(fixed=3e-4, per_token=1e-6, per_token_sq=1e-6 / 49152)
-    for n, dp, search, target in SPEED:
-        drawn = rng.choice(lengths, n)
-        policy = Policy() if search is None else Policy(search=search)
-        times = []
-        for _ in range(3 if n > 100_000 else 9):
-            start = time.perf_counter()
-            build_dp_schedule(
-                drawn, layout=Layout(dp=dp), max_tokens_per_gpu=budget, cost=cost, policy=policy
-            )
-            times.append(1e3 * (time.perf_counter() - start))
-        median = statistics.median(times[1:])
-        lines.append(
-            f"| {n} | {dp} | {policy.search} | {median:.1f} | {target:.0f} | {peak_gib():.2f} |"
-        )
-    return lines
+def speed(pictures: Path) -> list[str]:
+    """The tables of CPU milliseconds per plan, and their picture."""
+    growth, points = growth_table()
+    draw(points, pictures / "planner_speed.svg")
+    compiling = first_call(cached=False)
+    cached = first_call(cached=True)
+    first_calls = f"{compiling:.1f} s to compile, {cached:.2f} s from the cache."
+    return [*target_table(), "", *growth, "", f"First plan of a process: {first_calls}"]
 
 
 def shared(traces: Path) -> list[str]:
@@ -515,13 +497,6 @@ def plan_speed(
     return lines
 
 
-def peak_gib() -> float:
-    """Peak resident memory of this process."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 def first_call(cached: bool) -> float:
     """Seconds of a new process's first plan, without the imports."""
     code = (
@@ -588,27 +563,27 @@ def main() -> None:
         write_between_marks(options.out, DYNAMIC_MARKS, tables)
     if options.only_dynamic:
         return
-    if not options.only_speed:
+    if options.only_shared or not any(only):
         head = f"Measured with `python tools/bench_planner.py --only-shared` on {machine()}."
         tables = "\n".join([head, "", *shared(options.traces)])
         print(tables)
         write_between_marks(options.out, SHARED_MARKS, tables)
     if options.only_shared:
         return
+    head = f"Measured with `python tools/bench_planner.py --only-speed` on {machine()}."
+    tables = "\n".join([head, "", *speed(options.out.parent / "images")])
+    print(tables)
+    write_between_marks(options.out, SPEED_MARKS, tables)
+    if options.only_speed:
+        return
     peers = {name: verl_strategy() for name in options.peer}
     command = " ".join(["python tools/bench_planner.py", *(f"--peer {p}" for p in peers)])
     lines = [f"Measured with `{command}` on {machine()}.", ""]
-    for batch in () if options.only_speed else BATCHES:
+    for batch in BATCHES:
         table = quality(load(options.traces, batch), peers)
         lines += [f"### Steps of up to {batch} samples", "", *table, ""]
-    lines += ["### Speed", "", *speed(load(options.traces, max(BATCHES)))]
-    compiling = first_call(cached=False)
-    cached = first_call(cached=True)
-    first_calls = f"{compiling:.1f} s to compile, {cached:.2f} s from the cache."
-    lines += ["", f"First call of a process: {first_calls}"]
     print("\n".join(lines))
-    if not options.only_speed:
-        write_between_marks(options.out, MARKS, "\n".join(lines))
+    write_between_marks(options.out, MARKS, "\n".join(lines))
 
 
 if __name__ == "__main__":
