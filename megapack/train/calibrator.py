@@ -105,6 +105,8 @@ class Calibrator:
         self._start_clock = StepClock()
         # Of a run that resumed inside a batch: the model for the batch after it.
         self._resumed_next: CostModel | None = None
+        # Whether `load` has been called.
+        self._is_resumed = False
 
     @property
     def cost(self) -> CostModel:
@@ -115,6 +117,27 @@ class Calibrator:
     def is_measured(self) -> bool:
         """Whether the cost model in force was measured."""
         return self.starts_measured or self.num_fits > 0
+
+    def begin(self, folder: RunFolder, number: int) -> None:
+        """Call when the run's folder is open, on the rank that writes.
+
+        Notes the cost model of the beginning, unless the run goes on with fits that are there.
+
+        Args:
+            number: steps that the run has done.
+        """
+        if not self.is_on or (self._is_resumed and (folder.path / CALIBRATION_FILE).exists()):
+            return
+        line = {
+            "step": number,
+            "num_fits": 0,
+            "cost": asdict(self.start),
+            "error_before": None,
+            "error_after": None,
+            "num_left_out": 0,
+            "messages": [],
+        }
+        folder.append_line(CALIBRATION_FILE, line)
 
     def begin_batch(self) -> None:
         """Call when a batch is planned and its steps are about to begin."""
@@ -231,6 +254,7 @@ class Calibrator:
             self._window = [[] for _ in range(plain["num_window_steps"])]
             for number, *values in saved.tensors[_ROWS].tolist():
                 self._window[int(number)].append(_row(values))
+            self._is_resumed = True
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"the checkpoint's calibration cannot be read ({first_line(error)}); resume with "
@@ -287,6 +311,7 @@ class Calibrator:
             if folder is not None:
                 line = {
                     "step": number,
+                    "num_fits": self.num_fits,
                     "cost": asdict(self.cost),
                     "error_before": relative_error(window, before, self._layout),
                     "error_after": relative_error(window, self.cost, self._layout),

@@ -288,15 +288,15 @@ class Trainer:
         if dist.get_rank() != 0:
             return None
         config = self.config
-        own = self.resumed
-        if own is not None and not self.checkpoints.is_own(own):
-            own = None
+        saved = self.resumed
+        own = saved if saved is not None and self.checkpoints.is_own(saved) else None
         done = None if own is None else self.num_steps
         folder = RunFolder(config.runs_dir, config.name, continue_after=done)
         # Only with the folder's lock: another run may be using these checkpoints.
         if own is not None:
             drop_after(own.path.parent, self.num_steps)
         folder.write_text("config.yaml", dump_yaml(config))
+        self.calibrator.begin(folder, self.num_steps)
         folder.trackers = open_trackers(
             config.train.trackers, folder.path, to_dict(config), continue_after=done
         )
