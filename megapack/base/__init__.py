@@ -5,6 +5,7 @@ Modules:
     choices, field_docs: values that a setting may have; the docstrings of dataclass fields
     files: reads that do not block, atomic writes, strict JSON
     jit: `kernel`: numba's njit, cached on disk by the sources of all kernels
+    loops: loops over arrays, for kernels
     machine_lock: a lock that one process of a machine holds
     apex, te: whether the installed apex is NVIDIA's, and Transformer Engine imports
     megatron: what versions of Megatron-Core do
