@@ -17,8 +17,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
+from megapack.data.blocks import read_block
 from megapack.data.files import Block
-from megapack.data.pieces import Piece, ReadSettings, read_block
+from megapack.data.pieces import Piece, ReadSettings
 from megapack.errors import DataError
 
 Blocks = Iterable[tuple[int, Block]]

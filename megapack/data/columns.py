@@ -1,0 +1,162 @@
+"""Lines of one simple form -> their piece, column by column, without an object per sample.
+
+The lines give the same keys in the same order, and text or token ids without masks and routes. All
+checks are those of `lines`, made for all lines at once. Where one fails, or a line is unusual in any
+way, there is no piece: `lines` then reads them one by one, and names what it refuses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megapack.base.arrays import is_id
+from megapack.data.files import COLUMNS, Lines
+from megapack.data.pieces import ROW_DTYPE, Piece, ReadSettings
+from megapack.data.tokenizer import TextTokens
+
+_TEXT = {"prompt", "response"}
+_IDS = {"prompt_ids", "response_ids"}
+_IDENTITIES = ("group", "rollout")
+_NUMBERS = ("reward", "advantage")
+# Columns that say what a sample's tokens are. `tools` is read beside chats alone.
+_OF_TOKENS = {*COLUMNS} - {*_IDENTITIES, *_NUMBERS, "tools"}
+_SCALARS = {str, int, float, bool, type(None)}
+# Objects become tuples of pairs, so that a key that appears twice is not lost.
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple)
+
+Column = Sequence[Any]
+
+
+def read_columns(lines: Lines, file: int, settings: ReadSettings) -> Piece | None:
+    """Parse and tokenize lines together.
+
+    Args:
+        file: the file's number; it and the line's number identify a sample without `group`.
+
+    Returns:
+        None: these lines must be read one by one.
+    """
+    try:
+        columns = _columns(lines.data.decode())
+        if columns is None:
+            return None
+        return _piece(columns, lines.first, file, settings)
+    # Invalid UTF-8 or JSON, deep brackets, integers of too many digits, text without ids.
+    except (ValueError, RecursionError, OverflowError):
+        return None
+
+
+def _columns(text: str) -> dict[str, Column] | None:
+    """The values of each key that is not null, by line; None if the lines differ in their keys."""
+    row, end = _DECODER.raw_decode(text)
+    names = tuple(key for key, _ in row) if isinstance(row, tuple) else ()
+    if not (_TEXT <= set(names) or _IDS <= set(names)) or len(set(names)) < len(names):
+        return None
+    rows = [row]
+    size = len(text)
+    while end + 1 < size:
+        if text[end] != "\n":
+            return None
+        row, end = _DECODER.raw_decode(text, end + 1)
+        rows.append(row)
+    # Each line break is between two lines: none is white space inside an object.
+    if text.count("\n") != len(rows) - (end == size) or text[end:] not in ("", "\n"):
+        return None
+    if set(map(type, rows)) != {tuple} or set(map(len, rows)) != {len(names)}:
+        return None
+    keys, values = zip(*itertools.chain.from_iterable(rows), strict=True)
+    if keys != names * len(rows):
+        return None
+    columns = {name: values[place :: len(names)] for place, name in enumerate(names)}
+    # null and absent are the same.
+    return {name: column for name, column in columns.items() if column.count(None) < len(column)}
+
+
+def _piece(
+    columns: dict[str, Column], first: int, file: int, settings: ReadSettings
+) -> Piece | None:
+    given = columns.keys() & _OF_TOKENS
+    if given == _TEXT:
+        tokens = _of_text(columns, settings)
+    elif given == _IDS:
+        tokens = _of_ids(columns, settings)
+    else:
+        return None
+    if tokens is None or not all(_is_good(name, column) for name, column in columns.items()):
+        return None
+    lengths = tokens.prompt_tokens + tokens.response_tokens
+    most = settings.max_length
+    if lengths.min() < 1 or (most is not None and lengths.max() > most):
+        return None
+    rows = np.zeros(len(lengths), dtype=ROW_DTYPE)
+    rows["number"] = np.arange(first, first + len(rows))
+    rows["prompt_tokens"] = tokens.prompt_tokens
+    rows["response_tokens"] = tokens.response_tokens
+    all_count = tokens.response_tokens - (tokens.prompt_tokens == 0)
+    rows["loss_tokens"] = np.maximum(all_count, 0)
+    for name in _NUMBERS:
+        rows[name] = _floats(columns[name]) if name in columns else np.nan
+    own_ids = [f"{file} line-{number}" for number in range(first, first + len(rows))]
+    groups, rollouts = (list(columns.get(name, own_ids)) for name in _IDENTITIES)
+    return Piece(rows, groups, rollouts, tokens.ids, [])
+
+
+def _of_text(columns: dict[str, Column], settings: ReadSettings) -> TextTokens | None:
+    prompts = columns["prompt"]
+    responses = columns["response"]
+    if _types(prompts) | _types(responses) != {str}:
+        return None
+    tokens = settings.tokenizer.encode_texts(prompts, responses)
+    is_inside = tokens.ids.size == 0 or int(tokens.ids.max()) < settings.num_ids
+    return tokens if is_inside else None
+
+
+def _of_ids(columns: dict[str, Column], settings: ReadSettings) -> TextTokens | None:
+    prompts = columns["prompt_ids"]
+    responses = columns["response_ids"]
+    if _types(prompts) | _types(responses) != {list}:
+        return None
+    pairs = zip(prompts, responses, strict=True)
+    chain = itertools.chain.from_iterable
+    values = list(chain(chain(pairs)))
+    # Of one type: bool is a subclass of int, but not a token id.
+    if _types(values) != {int}:
+        return None
+    ids = np.array(values, dtype=np.int64)
+    if ids.min() < 0 or ids.max() >= settings.num_ids:
+        return None
+    return TextTokens(
+        ids.astype(np.int32),
+        np.array(list(map(len, prompts)), dtype=np.int64),
+        np.array(list(map(len, responses)), dtype=np.int64),
+    )
+
+
+def _is_good(name: str, column: Column) -> bool:
+    types = _types(column)
+    if name in _IDENTITIES:
+        return types == {str} or (types == {int} and is_id(min(column)) and is_id(max(column)))
+    if name in _NUMBERS:
+        return types <= {int, float} and bool(np.isfinite(_floats(column)).all())
+    return types <= _SCALARS or name in _IDS or all(map(_has_unique_keys, column))
+
+
+def _has_unique_keys(value: Any) -> bool:
+    if isinstance(value, tuple):
+        is_unique = len(dict(value)) == len(value)
+        return is_unique and all(_has_unique_keys(one) for _, one in value)
+    return not isinstance(value, list) or all(map(_has_unique_keys, value))
+
+
+def _floats(column: Column) -> npt.NDArray[np.float64]:
+    return np.array(column, dtype=np.float64)
+
+
+def _types(values: Iterable[Any]) -> set[type]:
+    return set(map(type, values))
