@@ -8,6 +8,8 @@ that of one process.
 from __future__ import annotations
 
 import collections
+import contextlib
+import gc
 import itertools
 import os
 import pickle
@@ -27,6 +29,9 @@ Blocks = Iterable[tuple[int, Block]]
 
 # Starting a process takes seconds where the tokenizer is loaded: fewer blocks are read here.
 _FEW_BLOCKS = 8
+# Rows that are read together are some 10,000 tuples, and Python looks for cycles among them after
+# each 700 new ones: twice the CPU time.
+_OBJECTS_PER_COLLECTION = 50_000
 # A bar is shown only of what takes longer, in seconds.
 _BAR_AFTER_S = 1.0
 
@@ -57,12 +62,23 @@ def read_pieces(
         # None: no bar where nobody looks.
         disable=None,
     )
-    with bar:
+    with bar, _rare_collections():
         for block_file, num_bytes, piece in read(
             itertools.chain(first, blocks), settings, num_workers
         ):
             bar.update(num_bytes)
             yield block_file, piece
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Garbage is looked for after `_OBJECTS_PER_COLLECTION` new objects."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def _read_here(
@@ -164,7 +180,8 @@ def serve() -> None:
     out = os.fdopen(os.dup(1), "wb")
     # What a library prints must not come between the pieces.
     os.dup2(2, 1)
-    _serve(sys.stdin.buffer, out)
+    with _rare_collections():
+        _serve(sys.stdin.buffer, out)
 
 
 def _serve(stdin: BinaryIO, out: BinaryIO) -> None:
