@@ -1,8 +1,8 @@
 """Lines of one simple form -> their piece, column by column, without an object per sample.
 
-The lines give the same keys in the same order, and text or token ids without masks and routes. All
-checks are those of `lines`, made for all lines at once. Where one fails, or a line is unusual in any
-way, there is no piece: `lines` then reads them one by one, and names what it refuses.
+The lines give the same keys in the same order, and text or token ids without masks and routes.
+All checks are those of `lines`, made for all lines at once. Where one fails, or a line is unusual
+in any way, there is no piece: `lines` then reads them one by one, and names what it refuses.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _columns(text: str) -> dict[str, Column] | None:
     """The values of each key that is not null, by line; None if the lines differ in their keys."""
     row, end = _DECODER.raw_decode(text)
     names = tuple(key for key, _ in row) if isinstance(row, tuple) else ()
-    if not (_TEXT <= set(names) or _IDS <= set(names)) or len(set(names)) < len(names):
+    if not (_TEXT.issubset(names) or _IDS.issubset(names)) or len(set(names)) < len(names):
         return None
     rows = [row]
     size = len(text)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -139,9 +138,7 @@ def make_piece(samples: Iterable[tuple[int, Rollout]]) -> Piece:
         groups.append(sample.group)
         rollouts.append(sample.rollout)
     joined = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64)
-    return Piece(
-        np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), routes
-    )
+    return Piece(np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), routes)
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
