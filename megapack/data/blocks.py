@@ -1,6 +1,6 @@
 """A block of a data file -> its piece.
 
-Lines of one simple form are read together (`columns`), all others one by one (`lines`).
+Rows of one simple form are read together (`columns`), all others one by one (`lines`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ def read_block(block: Block, file: int, settings: ReadSettings, parser: LinePars
         file: the file's number; it and the row's number identify a sample without `group`.
         parser: of the settings; made once, because a tokenizer may take seconds to load.
     """
-    if not isinstance(block, Lines):
-        return _read_rows(block, file, settings, parser)
+    parts = block.parts(_PART_BYTES) if isinstance(block, Lines) else [block]
     pieces: list[Piece] = []
-    for part in block.parts(_PART_BYTES):
+    for part in parts:
         piece = read_columns(part, file, settings) or _read_rows(part, file, settings, parser)
         pieces.append(piece)
         if piece.error:

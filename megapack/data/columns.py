@@ -1,8 +1,9 @@
-"""Lines of one simple form -> their piece, column by column, without an object per sample.
+"""Rows of one simple form -> their piece, column by column, without an object per sample.
 
-The lines give the same keys in the same order, and text or token ids without masks and routes.
-All checks are those of `lines`, made for all lines at once. Where one fails, or a line is unusual
-in any way, there is no piece: `lines` then reads them one by one, and names what it refuses.
+The rows give the same columns, as keys in the same order, and text or token ids without masks and
+routes. All checks are those of `lines`, made for all rows at once. Where one fails, or a row is
+unusual in any way, there is no piece: `lines` then reads them one by one, and names what it
+refuses.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.base.arrays import is_id
-from megapack.data.files import COLUMNS, Lines
+from megapack.data.files import COLUMNS, Block, Lines, TableRows
 from megapack.data.pieces import ROW_DTYPE, Piece, ReadSettings
 from megapack.data.tokenizer import TextTokens
 
@@ -33,54 +34,66 @@ _DECODER = json.JSONDecoder(object_pairs_hook=tuple)
 Column = Sequence[Any]
 
 
-def read_columns(lines: Lines, file: int, settings: ReadSettings) -> Piece | None:
-    """Parse and tokenize lines together.
+def read_columns(block: Block, file: int, settings: ReadSettings) -> Piece | None:
+    """Parse and tokenize rows together.
 
     Args:
-        file: the file's number; it and the line's number identify a sample without `group`.
+        file: the file's number; it and the row's number identify a sample without `group`.
 
     Returns:
-        None: these lines must be read one by one.
+        None: these rows must be read one by one.
     """
     try:
-        columns = _columns(lines.data.decode())
-        if columns is None:
-            return None
-        return _piece(columns, lines.first, file, settings)
+        if isinstance(block, Lines):
+            return _piece(_of_lines(block.data.decode()), block.first, file, settings)
+        if isinstance(block, TableRows):
+            return _piece(_of_table(block.table()), block.first, file, settings)
     # Invalid UTF-8 or JSON, deep brackets, integers of too many digits, text without ids.
     except (ValueError, RecursionError, OverflowError):
-        return None
+        pass
+    return None
 
 
-def _columns(text: str) -> dict[str, Column] | None:
-    """The values of each key that is not null, by line; None if the lines differ in their keys."""
+def _of_lines(text: str) -> dict[str, Column]:
+    """The values of each key, by line; {} if the lines differ in their keys."""
     row, end = _DECODER.raw_decode(text)
     names = tuple(key for key, _ in row) if isinstance(row, tuple) else ()
     if not (_TEXT.issubset(names) or _IDS.issubset(names)) or len(set(names)) < len(names):
-        return None
+        return {}
     rows = [row]
     size = len(text)
     while end + 1 < size:
         if text[end] != "\n":
-            return None
+            return {}
         row, end = _DECODER.raw_decode(text, end + 1)
         rows.append(row)
     # Each line break is between two lines: none is white space inside an object.
     if text.count("\n") != len(rows) - (end == size) or text[end:] not in ("", "\n"):
-        return None
-    if set(map(type, rows)) != {tuple} or set(map(len, rows)) != {len(names)}:
-        return None
+        return {}
+    if _types(rows) != {tuple} or set(map(len, rows)) != {len(names)}:
+        return {}
     keys, values = zip(*itertools.chain.from_iterable(rows), strict=True)
     if keys != names * len(rows):
-        return None
-    columns = {name: values[place :: len(names)] for place, name in enumerate(names)}
-    # null and absent are the same.
-    return {name: column for name, column in columns.items() if column.count(None) < len(column)}
+        return {}
+    return {name: values[place :: len(names)] for place, name in enumerate(names)}
+
+
+def _of_table(table: Any) -> dict[str, Column]:
+    """The values of each column; {} if there are others than `_piece` reads."""
+    given = {
+        name: column
+        for name, column in zip(table.column_names, table.columns, strict=True)
+        if column.null_count < table.num_rows
+    }
+    is_simple = given.keys() & _OF_TOKENS in (_TEXT, _IDS)
+    return {name: column.to_pylist() for name, column in given.items()} if is_simple else {}
 
 
 def _piece(
     columns: dict[str, Column], first: int, file: int, settings: ReadSettings
 ) -> Piece | None:
+    # null and absent are the same.
+    columns = {name: each for name, each in columns.items() if each.count(None) < len(each)}
     given = columns.keys() & _OF_TOKENS
     if given == _TEXT:
         tokens = _of_text(columns, settings)

@@ -139,12 +139,16 @@ class TableRows:
     num_bytes: int
     """See `Block`."""
 
-    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See `Block`."""
+    def table(self) -> Any:
+        """The rows as a `pyarrow.Table`."""
         import pyarrow
 
         with pyarrow.ipc.open_stream(self.data) as stream:
-            table = stream.read_all()
+            return stream.read_all()
+
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See `Block`."""
+        table = self.table()
         # Row by row: as Python lists, the experts of a token take kilobytes.
         for index in range(table.num_rows):
             (row,) = table.slice(index, 1).to_pylist()

@@ -1,10 +1,11 @@
-"""Lines that are read together give what they give one by one, or are left to that."""
+"""Rows that are read together give what they give one by one, or are left to that."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from megapack.data import blocks
 from megapack.data.blocks import read_block
 from megapack.data.columns import read_columns
-from megapack.data.files import Lines
+from megapack.data.files import Block, Lines, open_file
 from megapack.data.pieces import Piece, ReadSettings
 from megapack.data.tokenizer import ByteTokenizer
 
@@ -98,12 +99,15 @@ def encoded(rows: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def read(data: bytes, **settings: Any) -> Piece:
+def read(data: bytes | Block, **settings: Any) -> Piece:
     given = ReadSettings(**settings)
-    return read_block(Lines(11, data), 3, given, given.parser())
+    block = Lines(11, data) if isinstance(data, bytes) else data
+    return read_block(block, 3, given, given.parser())
 
 
-def assert_as_one_by_one(data: bytes, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+def assert_as_one_by_one(
+    data: bytes | Block, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> None:
     together = read(data, **settings)
     with monkeypatch.context() as patched:
         patched.setattr(blocks, "read_columns", lambda *_: None)
@@ -154,6 +158,33 @@ def test_text_is_checked_against_the_vocabulary(monkeypatch: pytest.MonkeyPatch)
     data = encoded(TEXT)
     assert read_columns(Lines(1, data), 0, ReadSettings(vocab_size=257)) is None
     assert_as_one_by_one(data, monkeypatch, vocab_size=257)
+
+
+# With whether the rows are read together.
+TABLES: list[tuple[bool, list[dict[str, Any]]]] = [
+    (True, [{**row, "reward": float(row["reward"]), "messages": None} for row in TEXT]),
+    (True, [{**row, "advantage": float(row["advantage"])} for row in IDS]),
+    (True, [{"prompt": "a", "response": "b", "tools": tools} for tools in ("x", None)]),
+    (False, [{"prompt": "a", "response": "b", "reward": reward} for reward in (1.0, None)]),
+    (False, [{"prompt": "a", "response": "b", "reward": reward} for reward in (1.0, np.inf)]),
+    (False, [{"prompt": "a", "response": response} for response in ("b", None)]),
+    (False, [{"prompt_ids": ids, "response_ids": [1]} for ids in ([1], [None])]),
+    (False, [{**row, "response_mask": [1] * len(row["response_ids"])} for row in IDS]),
+]
+
+
+@pytest.mark.parametrize(("is_together", "rows"), TABLES)
+def test_rows_of_parquet_are_read_together(
+    is_together: bool, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    (block,) = open_file(path).blocks()
+    assert (read_columns(block, 3, ReadSettings()) is not None) == is_together
+    assert_as_one_by_one(block, monkeypatch)
 
 
 def test_random_files_are_read_as_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
