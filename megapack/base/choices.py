@@ -18,6 +18,9 @@ Kernel = Literal["te", "varlen", "sdpa"]
 Attention = Literal["auto", "te", "varlen", "sdpa"]
 """A kernel, or "auto": the first that can run."""
 
+Calibrate = Literal["off", "online"]
+"""Whether a run fits its cost model to its own seconds."""
+
 Executor = Literal["megatron", "operations"]
 """What runs a step: Megatron's schedules, or a list of operations that a plan may order."""
 ExecutorChoice = Literal["auto", "megatron", "operations"]

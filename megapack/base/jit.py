@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megapack.base.files import write_whole
 from megapack.base.machine_lock import MachineLock
 
 _NumbaCache: Any = object
@@ -153,9 +154,7 @@ class _CompiledList:
         lines = [old for old in self._lines() if old.split()[:2] == self._key]
         others = [old for old in self._lines() if old.split()[0] != self._machine]
         if line not in lines:
-            temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-            temporary.write_text("\n".join([*others, *lines, line]) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
+            write_whole(self._path, "\n".join([*others, *lines, line]) + "\n")
 
     @property
     def _key(self) -> list[str]:

@@ -10,6 +10,7 @@ agree up to rounding.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import shutil
@@ -47,6 +48,17 @@ _FREE = (
 )
 _BATCH_FILE = "batch.pt"
 _ROUTING = "routing-dp"
+_CALIBRATION = "calibration"
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The state of a run's calibration on one rank."""
+
+    plain: Mapping[str, Any]
+    """For JSON; equal on all ranks."""
+    tensors: dict[str, torch.Tensor]
+    """This rank's."""
 
 
 class Checkpoints:
@@ -187,6 +199,21 @@ class Checkpoints:
                 "progress; resume from a checkpoint at a batch's end"
             )
 
+    def load_calibration(self, checkpoint: Checkpoint) -> Calibration | None:
+        """The calibration that `save` got on this rank.
+
+        Returns:
+            None if there was none, or if it was on another layout: that has other chunks.
+
+        Raises:
+            CheckpointError: this rank's file cannot be read.
+        """
+        manifest = checkpoint.manifest
+        if not manifest.calibration or Layout.from_payload(manifest.layout) != self.layout:
+            return None
+        tensors = _read_tensors(checkpoint.path / _CALIBRATION / _rank_file())
+        return Calibration(manifest.calibration, tensors)
+
     def due(self, num_steps: int) -> bool:
         """Whether to save after this many steps."""
         interval = self.config.train.save_interval
@@ -200,6 +227,7 @@ class Checkpoints:
         field_names: Sequence[str],
         routing: Sequence[torch.Tensor | None] | None = None,
         dp_rank: int = 0,
+        calibration: Calibration | None = None,
     ) -> None:
         """Write a checkpoint, with `train.async_save` on threads. A collective.
 
@@ -213,6 +241,7 @@ class Checkpoints:
             routing: the experts recorded in that pass, of each sample that this rank packs, or None
                 if no pass records them.
             dp_rank: this process's data-parallel rank.
+            calibration: the state of the run's calibration; None without one.
 
         Raises:
             CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
@@ -226,13 +255,15 @@ class Checkpoints:
             return
         started = time.perf_counter()
         path = folders.checkpoint_path(self.folder, position.num_steps)
-        manifest = self._manifest(position, plan)
+        manifest = self._manifest(position, plan, calibration)
         fields = field_names if position.step_in_batch else ()
         with self._removing(path):
             self._write(path, self._on_first_rank, _open, path, self._num_bytes())
             small = _small_files(batch, fields)
             if routing is not None and position.step_in_batch:
                 small |= _routing_file(plan, position.step_in_batch, dp_rank, routing)
+            if calibration is not None:
+                small[f"{_CALIBRATION}/{_rank_file()}"] = calibration.tensors
             self._pending = self._start(path, manifest, small)
         self._blocked_s += time.perf_counter() - started
         if not self.config.train.async_save:
@@ -375,14 +406,16 @@ class Checkpoints:
     def _load_rng(self, checkpoint: Checkpoint) -> None:
         # Another layout has other random streams; they start from the seed.
         if Layout.from_payload(checkpoint.manifest.layout) == self.layout:
-            set_rng_state(_read_tensors(checkpoint.path / "rng" / _rng_name()))
+            set_rng_state(_read_tensors(checkpoint.path / "rng" / _rank_file()))
 
     def _num_bytes(self) -> int:
         total = torch.tensor([self.state.num_bytes()], dtype=torch.int64, device=self.device)
         dist.all_reduce(total)
         return int(total)
 
-    def _manifest(self, position: Position, plan: Plan) -> Manifest:
+    def _manifest(
+        self, position: Position, plan: Plan, calibration: Calibration | None
+    ) -> Manifest:
         return Manifest(
             position=position,
             config=to_dict(self.config),
@@ -392,6 +425,7 @@ class Checkpoints:
             data_digest=self._data_digest,
             has_reference=self._has_reference,
             has_critic=self.state.has_critic,
+            calibration={} if calibration is None else calibration.plain,
             megatron_core=importlib.metadata.version("megatron-core"),
         )
 
@@ -433,7 +467,7 @@ def _small_files(
     batch: SampleBatch, field_names: Sequence[str]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The content of the files outside Megatron's format: random states, the batch in progress."""
-    files = {f"rng/{_rng_name()}": rng_state()}
+    files = {f"rng/{_rank_file()}": rng_state()}
     if dist.get_rank() == 0 and field_names:
         files[_BATCH_FILE] = {name: _flat(batch, name) for name in field_names}
     return files
@@ -464,7 +498,7 @@ def _flat(batch: SampleBatch, name: str) -> torch.Tensor:
     return torch.cat(values)
 
 
-def _rng_name() -> str:
+def _rank_file() -> str:
     return f"rank{dist.get_rank()}.pt"
 
 

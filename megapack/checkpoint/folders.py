@@ -5,6 +5,7 @@
                               rng/rank0.pt      random states of a rank
                               batch.pt          log-probs of the batch in progress, if any; with a
                                                 critic values, advantages and returns
+                              calibration/rank0.pt   under plan.calibrate=online, measured seconds
                               routing-dp0.pt    experts that the log-prob pass of that batch
                                                 recorded on data-parallel rank 0, if steps replay it
 
@@ -97,6 +98,8 @@ class Manifest:
     """The Megatron-Core version that wrote the checkpoint."""
     has_critic: bool = False
     """Whether the checkpoint has a critic's weights and optimizer."""
+    calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The cost models of a run with plan.calibrate=online; else empty."""
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes of every other file, by its path in the folder."""
     format: int = FORMAT
@@ -168,7 +171,7 @@ def _refuse_format(path: Path, found: Any) -> None:
 
 def _check_types(manifest: Manifest) -> None:
     """Raise ValueError for a value that no run wrote."""
-    kinds: dict[str, type] = {"config": dict, "layout": dict, "files": dict}
+    kinds: dict[str, type] = dict.fromkeys(("config", "layout", "files", "calibration"), dict)
     kinds |= dict.fromkeys(("has_reference", "has_critic"), bool)
     digests = ("plan_digest", "samples_done_digest", "data_digest")
     kinds |= dict.fromkeys((*digests, "megatron_core"), str)

@@ -12,7 +12,14 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
-from megapack.base.choices import Device, Executor, ExecutorChoice, Kernel, RoutingReplay
+from megapack.base.choices import (
+    Calibrate,
+    Device,
+    Executor,
+    ExecutorChoice,
+    Kernel,
+    RoutingReplay,
+)
 from megapack.config.cost_file import read_cost
 from megapack.config.critic import CriticConfig
 from megapack.config.data import DataConfig
@@ -99,6 +106,12 @@ class _BatchSizes:
     """YAML file of a cost model in seconds, written by tools/calibrate.py. Relative to the working
     directory; must be the same on all ranks. null = from the model's sizes, for a GPU of an assumed
     speed; `balance: tokens` balances by tokens."""
+    calibrate: Calibrate = "off"
+    """"online": fit the cost model to the run's own seconds while it trains, and plan with it.
+    Plans then depend on measured times; checkpoints keep the model. "off": one model, which the run
+    begins with."""
+    calibrate_interval: int = 5
+    """Optimizer steps from one fit of `calibrate` to the next."""
 
 
 # A dataclass lists the fields of its last base first: so the sizes, of which one must be set, lead.
@@ -113,6 +126,7 @@ class PlanConfig(Policy, _BatchSizes):
     def __post_init__(self) -> None:
         sizes = ("max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "num_steps")
         at_least(self, "plan", 1, *sizes, "forward_max_tokens_per_gpu", "max_live_tokens_per_gpu")
+        at_least(self, "plan", 1, "calibrate_interval")
         at_least(self, "plan", 0, "search")
         if (self.max_tokens_per_gpu is None) == (self.micro_batch_size is None):
             both = "neither" if self.max_tokens_per_gpu is None else "both"
@@ -121,6 +135,11 @@ class PlanConfig(Policy, _BatchSizes):
             )
         if self.global_batch_size is not None and self.num_steps is not None:
             raise ConfigError("both of plan.global_batch_size and plan.num_steps set; unset one")
+        if self.calibrate == "online" and self.balance == "tokens":
+            raise ConfigError(
+                "plan.calibrate=online fits a cost model, which plan.balance=tokens does not read; "
+                "set balance=time, or calibrate=off"
+            )
         super().__post_init__()
 
     def to_policy(self) -> Policy:

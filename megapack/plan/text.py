@@ -60,6 +60,8 @@ _HEADER = (
 _COLOCATE = "colocate_ids"
 _PREFIXES = "prefixes"
 _OPTIONAL = (_COLOCATE, _PREFIXES)
+# In the JSON that a run writes: the cost model that it planned with. It is not part of the plan.
+COST = "cost"
 _STEP = ("num_microbatches", "group_size", "kept_rollouts", "dropped_rollouts")
 _ORDERS = "orders"
 
@@ -222,7 +224,7 @@ def _build_checked(payload: Any, build: Build[P]) -> P:
 
 def _check_payload(payload: Any) -> None:
     _require(isinstance(payload, dict), "plan", "an object")
-    _keys(payload, "plan", {*_HEADER, "steps", *(set(_OPTIONAL) & set(payload))})
+    _keys(payload, "plan", {*_HEADER, "steps", *({*_OPTIONAL, COST} & set(payload))})
     for key, cls in _SETTINGS.items():
         names = {field.name for field in dataclasses.fields(cls)}
         # Absent settings get their defaults, so that plans from before a setting stay readable.

@@ -6,7 +6,7 @@ from typing import Literal
 
 Phase = Literal[
     "idle", "compile", "plan", "pack", "groups", "schedule", "forward", "backward",
-    "weight gradients", "reduction", "output", "optimizer", "checkpoint", "export",
+    "weight gradients", "reduction", "output", "optimizer", "calibration", "checkpoint", "export",
 ]  # fmt: skip
 """The last thing that began. `schedule` is the time between forwards and backwards."""
 

@@ -3,10 +3,13 @@
 Modules:
     job: Trainer: batches -> passes -> optimizer -> checkpoint
     ahead: the next batch's plan and tokens, made while the steps of this one run
+    kernels: what computes the model, equal on all ranks
     passes: log-probs and gradients of a batch
+    calibrator: the run's own seconds -> the cost model of its next plans
     garbage: Python's garbage collection at the same steps on all ranks
     folder, metrics: what a run leaves behind
     trace, trackers: measured timelines; TensorBoard and W&B
+    marks: points in a rank's work, on the GPU's or the host's clock
 """
 
 from megapack.train.job import Trainer, train

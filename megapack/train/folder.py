@@ -15,10 +15,18 @@ from typing import Any, TextIO
 
 from megapack.base.files import write_whole
 from megapack.checkpoint.folders import writing
+from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, DataError
 from megapack.plan.plan import Plan
+from megapack.plan.text import COST
 from megapack.train.trackers import Metrics, Tracker
-from megapack.view.records import LENGTHS_FILE, METRICS_FILE, PLAN_FILE, TRACE_FILE
+from megapack.view.records import (
+    CALIBRATION_FILE,
+    LENGTHS_FILE,
+    METRICS_FILE,
+    PLAN_FILE,
+    TRACE_FILE,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +38,9 @@ _WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 class RunFolder:
     """`runs/<name>/`, written by one rank.
 
-    It holds config.yaml, metrics.jsonl, plan.json and lengths.txt of the last batch, and
-    trace.jsonl of traced steps. A folder of the same name from an earlier run is kept as
-    `<name>.1`, `<name>.2` and so on.
+    It holds config.yaml, metrics.jsonl, plan.json and lengths.txt of the last batch, trace.jsonl of
+    traced steps, and calibration.jsonl of fitted cost models. A folder of the same name from an
+    earlier run is kept as `<name>.1`, `<name>.2` and so on.
 
     Args:
         continue_after: continue in the existing folder after this many steps: lines of later
@@ -51,7 +59,8 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
             opened.enter_context(lock_folder(self.path))
             if continue_after is not None:
-                for path in (self.path / METRICS_FILE, self.path / TRACE_FILE):
+                for name in (METRICS_FILE, TRACE_FILE, CALIBRATION_FILE):
+                    path = self.path / name
                     if path.exists():
                         self.write_text(path.name, _lines_until(path, continue_after))
             self._metrics = opened.enter_context(
@@ -68,9 +77,10 @@ class RunFolder:
         with writing(path):
             write_whole(path, text)
 
-    def write_plan(self, plan: Plan, lengths: Sequence[int]) -> None:
-        """Write the plan of the current batch, and its samples' lengths, one per line."""
-        self.write_text(PLAN_FILE, plan.to_json())
+    def write_plan(self, plan: Plan, cost: CostModel, lengths: Sequence[int]) -> None:
+        """Write the plan of the current batch with the cost model that it was made with, and its
+        samples' lengths, one per line."""
+        self.write_text(PLAN_FILE, f'{plan.to_json()[:-1]},"{COST}":{cost.to_json()}}}')
         self.write_text(LENGTHS_FILE, "".join(f"{length}\n" for length in lengths))
 
     def append_line(self, name: str, values: Mapping[str, Any]) -> None:

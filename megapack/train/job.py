@@ -40,21 +40,23 @@ from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.hf import LoadedWeights, export_hf, load_hf_weights
 from megapack.layout import Layout
 from megapack.loss.preference import PAIR_SIGN
-from megapack.model.attention.choice import Kernels, find_kernels
-from megapack.model.build import attention_sizes, build_model, initialize_parallel
+from megapack.model.build import build_model, initialize_parallel
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.model.settings import describe, layer_settings, reduction_settings
 from megapack.outlook.stats import step_report
 from megapack.outlook.warm_up import COMPILE_S, compile_planner
-from megapack.plan.plan import Plan
+from megapack.pipeline.simulator import simulate_planned
+from megapack.plan.plan import Plan, StepPlan
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.schedule.adapter import ScheduleAdapter
 from megapack.train.ahead import Ahead
+from megapack.train.calibrator import Calibrator
 from megapack.train.critic import FIELDS, REWARDS, Critic
 from megapack.train.folder import RunFolder
 from megapack.train.garbage import GarbageCollection
+from megapack.train.kernels import agreed_kernels
 from megapack.train.metrics import (
     Progress,
     StepClock,
@@ -108,8 +110,8 @@ class Trainer:
             lambda: config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows),
             device=device,
         )
-        self.cost = agree(lambda: config.cost_model(self.layout), device=device)
-        agree(lambda: None, device=device, same={"cost model": repr(self.cost)})
+        cost = agree(lambda: config.cost_model(self.layout), device=device)
+        agree(lambda: None, device=device, same={"cost model": repr(cost)})
         with ranks.guarded("the first plan", predicted_s=COMPILE_S):
             ranks.place.enter("compile")
             agree(lambda: compile_planner([config.plan.to_policy()]), device=device)
@@ -119,7 +121,7 @@ class Trainer:
         self.reduction = agree(
             lambda: reduction_settings(config.optim, self.layout, replans=replans), device=device
         )
-        self.kernels = self._agreed_kernels()
+        self.kernels = agreed_kernels(config, self.layout, device=device)
         # All models of the run are built with the kernel that was agreed on.
         model = dataclasses.replace(config.model, attention=self.kernels.attention)
         initialize_parallel(self.layout, config.seed)
@@ -157,11 +159,15 @@ class Trainer:
         self.planner = BatchPlanner(
             config.plan,
             self.layout,
-            self.cost,
+            cost,
             self.data,
             self.adapter.dp_rank,
             replays_rollouts=config.train.routing_replay == "rollout",
             mtp_num_layers=config.model.mtp_num_layers,
+        )
+        is_measured = config.plan.cost_model is not None
+        self.calibrator = Calibrator(
+            config.plan, self.adapter, self.layout, cost, is_measured=is_measured, device=device
         )
         self.ahead = Ahead(self._prepare)
         self.passes = BatchPasses(
@@ -189,11 +195,8 @@ class Trainer:
                 on_oom=self._note_oom,
             )
         self.schedule: OptimizerParamScheduler | None = None
-        is_calibrated = config.plan.cost_model is not None
-        self.clock = StepClock(is_calibrated=is_calibrated)
-        self.tracer = StepTracer(
-            self.adapter, config.train.trace_steps, self.cost, is_calibrated=is_calibrated
-        )
+        self.clock = StepClock()
+        self.tracer = StepTracer(self.adapter, config.train.trace_steps)
         self.garbage = GarbageCollection(config.train.manual_gc_interval)
         self.position = Position()
         self.resumed: Checkpoint | None = None
@@ -224,6 +227,7 @@ class Trainer:
         # Load before the folder is opened, so that a failed resume changes no file.
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self._saved_fields)
+            self.calibrator.resume(self.checkpoints, self.resumed)
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(
             active=dist.get_rank() == 0, log_interval=config.train.log_interval
@@ -304,31 +308,6 @@ class Trainer:
         if folder is not None:
             folder.close()
 
-    def _agreed_kernels(self) -> Kernels:
-        """The model's kernels, the same on all ranks.
-
-        Layers of different libraries order their parameters differently: data-parallel ranks would
-        add up gradients of different ones.
-        """
-        model = self.config.model
-        plan = self.config.plan
-        sizes = attention_sizes(
-            model, self.layout, has_wide_rows=plan.context_parallel == "dynamic"
-        )
-        kernels = agree(
-            lambda: find_kernels(
-                model.attention,
-                model.dtype,
-                sizes,
-                shares_prefixes=plan.share_prefixes == "auto",
-            ),
-            device=self.device,
-        )
-        settings = agree(lambda: layer_settings(model, kernels.attention), device=self.device)
-        same = {"kernels": str(kernels), "settings": describe(settings)}
-        agree(lambda: None, device=self.device, same=same)
-        return kernels
-
     def _batches(self) -> Iterator[tuple[SampleNumbers, SampleNumbers | None]]:
         """The run's remaining batches in order, each with the one after it; sets up the learning
         rate schedule first."""
@@ -366,6 +345,7 @@ class Trainer:
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
         batch_seconds = {"plan_s": planned - started, "plan_ahead_s": self.ahead.ahead_s}
+        self.calibrator.begin_batch()
         if following is not None:
             self.ahead.begin(following)
         first_step = self.position.step_in_batch
@@ -412,6 +392,7 @@ class Trainer:
                 self._saved_fields,
                 batch.routing if self._records_routing else None,
                 self.adapter.dp_rank,
+                self.calibrator.state(batch.cost if self.position.step_in_batch else None),
             )
 
     def _finish_save(self) -> None:
@@ -440,19 +421,20 @@ class Trainer:
         batch = self.ahead.take(numbers)
         if self._lacks_equal_routes(batch.plan):
             apart = dataclasses.replace(self.config.plan, share_prefixes="off")
-            planner = dataclasses.replace(self.planner, config=apart)
+            planner = dataclasses.replace(self.planner, config=apart, cost=batch.cost)
             batch = planner.plan(numbers, self._fields(numbers))
         if self.folder is not None:
-            self.folder.write_plan(batch.plan, batch.samples.lengths)
+            self.folder.write_plan(batch.plan, batch.cost, batch.samples.lengths)
         return batch
 
     def _prepare(self, numbers: SampleNumbers) -> PlannedBatch:
         """Local work of a batch: tensors, advantages, and plans that are equal on all ranks.
 
-        It may run on a thread while steps change the weights and the run's position, so it reads
-        neither.
+        It may run on a thread while steps change the weights, the run's position and the cost model
+        in force, so it reads none of these.
         """
-        return self.planner.plan(numbers, self._fields(numbers))
+        planner = dataclasses.replace(self.planner, cost=self.calibrator.next_cost)
+        return planner.plan(numbers, self._fields(numbers))
 
     def _fields(self, numbers: SampleNumbers) -> dict[str, Any]:
         """What the objective reads of samples and the data has."""
@@ -489,6 +471,7 @@ class Trainer:
 
     def _note_oom(self, error: StepOutOfMemory) -> None:
         self.tracer.drop()
+        self.calibrator.drop_step()
         # The failed step's activations may be in cycles with its exceptions.
         gc.collect()
         self.progress.line(f"{error}; replanned with rows of half the size")
@@ -496,11 +479,15 @@ class Trainer:
     def _step(self, batch: PlannedBatch, index: int, batch_seconds: dict[str, float]) -> None:
         """Take one optimizer step and write its line of metrics."""
         plan = batch.plan
-        report = step_report(plan, plan.steps[index], self.cost)
-        predicted_s = self.clock.predict(report.seconds)
+        calibrator = self.calibrator
+        cost = calibrator.cost
+        is_measured = calibrator.is_measured
+        report = step_report(plan, plan.steps[index], cost)
+        predicted_s = self.clock.predict(report.seconds, is_measured=calibrator.starts_measured)
         with self.ranks.guarded(f"step {self.num_steps + 1}", predicted_s):
             reset_memory_peaks()
             self.tracer.start()
+            self.calibrator.begin_step()
             ran = self.passes.gradients(batch, index, report, num_steps=self.num_steps)
             started = time.perf_counter()
             self.ranks.place.enter("optimizer")
@@ -512,6 +499,11 @@ class Trainer:
         optimizer_s = time.perf_counter() - started
         total_s = ran.failed_s + ran.measured_s + optimizer_s
         self.clock.record(ran.report.seconds, ran.measured_s)
+        step_seconds = {
+            "step_predicted_s": predicted_s,
+            **self.calibrator.predictions(plan, plan.steps[index], ran.measured_s),
+            "step_measured_s": ran.measured_s,
+        }
         num_oom_replans = self.passes.num_oom_replans
         of_critic: dict[str, Any] = {}
         critic_updated = False
@@ -526,6 +518,7 @@ class Trainer:
         self.position = self.position.after_step(
             index + 1, len(plan.steps), bool(updated), critic_updated
         )
+        calibration_s = self._calibrate(plan, plan.steps[index], ran.measured_s)
         self._write(
             {
                 "step": self.num_steps,
@@ -535,9 +528,9 @@ class Trainer:
                 "grad_norm": float(grad_norm),
                 "updated": int(updated),
                 "lr": lr,
-                "step_predicted_s": predicted_s,
-                "step_measured_s": ran.measured_s,
+                **step_seconds,
                 "optimizer_s": optimizer_s,
+                **calibration_s,
                 **of_critic,
                 **batch_seconds,
                 **self.checkpoints.take_seconds(),
@@ -551,8 +544,28 @@ class Trainer:
                 ),
             }
         )
-        self.tracer.finish(plan, index, self.num_steps, self.folder)
+        self.tracer.finish(
+            plan, index, self.num_steps, self.folder, cost, is_calibrated=is_measured
+        )
         self.garbage.after_step(self.num_steps)
+
+    def _calibrate(self, plan: Plan, step: StepPlan, measured_s: float) -> dict[str, float]:
+        """Give the calibrator a step that ran, and show what it finds."""
+        calibrator = self.calibrator
+        if not calibrator.is_on:
+            return {}
+        started = time.perf_counter()
+        before = calibrator.cost
+        with self.ranks.guarded(f"the calibration after step {self.num_steps}"):
+            self.ranks.place.enter("calibration")
+            messages = calibrator.finish_step(step, self.num_steps, self.folder)
+        for message in messages:
+            self.progress.line(message)
+        if calibrator.cost is not before:
+            # Seconds of the old model say nothing about the scale of the new one's.
+            self.clock = StepClock()
+            self.clock.record(simulate_planned(plan, step, calibrator.cost).makespan, measured_s)
+        return {"calibration_s": time.perf_counter() - started}
 
     def _data_metrics(self) -> dict[str, int]:
         if not self.config.data.drop_equal_rewards:

@@ -97,6 +97,8 @@ class PlannedBatch:
     """The optimizer steps."""
     forward_plan: Plan
     """Plan of the log-prob passes; the same as `plan` if these use the rows of the steps."""
+    cost: CostModel
+    """The cost model that the batch was planned with."""
     routing: list[torch.Tensor | None]
     """Per sample the experts to replay in the policy, [tokens, MoE layers, experts per token]; None
     for samples that this rank does not pack, or that no pass has recorded so far."""
@@ -159,6 +161,7 @@ class BatchPlanner:
             samples=samples,
             plan=plan,
             forward_plan=forward_plan,
+            cost=self.cost,
             routing=[None] * len(lengths),
         )
         self.give(batch, (plan, forward_plan))
@@ -207,7 +210,8 @@ def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> Plann
         unreachable="pad",
         oversize="alone",
     )
-    return dataclasses.replace(planner, config=config).plan(batch.numbers[kept], fields)
+    planner = dataclasses.replace(planner, config=config, cost=batch.cost)
+    return planner.plan(batch.numbers[kept], fields)
 
 
 def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
@@ -220,7 +224,7 @@ def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
     """
     config = halved(planner.config, batch.forward_plan.steps)
     prefixes = planner.prefixes(batch.numbers)
-    settings = (config, planner.layout, planner.cost, batch.samples.lengths)
+    settings = (config, planner.layout, batch.cost, batch.samples.lengths)
     plan = plan_logprobs(*settings, prefixes)
     if plan is None:
         # Rows are limited by their number of samples: plan all samples as one step.
@@ -393,7 +397,7 @@ class BatchPasses:
         except StepOutOfMemory as error:
             smaller = self._replanned(error, lambda: replan_step(self._planner, batch, index))
         plan = smaller.plan
-        report = step_report(plan, plan.steps[0], self._planner.cost)
+        report = step_report(plan, plan.steps[0], batch.cost)
         failed_s = time.perf_counter() - started
         return self._gradients(smaller, 0, report, num_steps, failed_s)
 

@@ -2,14 +2,12 @@
 
     adapter.step -> a mark before and after each chunk's work -> rank 0 -> trace.jsonl
 
-A mark is a CUDA event on a GPU, and a reading of the host's clock elsewhere. Steps that are not
-traced run without marks.
+Steps that are not traced run without these marks.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,13 +15,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megapack import cpu
 from megapack.cost.model import CostModel
 from megapack.plan.plan import Plan
 from megapack.ranks.agree import agree
 from megapack.schedule.adapter import ScheduleAdapter
 from megapack.schedule.listeners import Kind, Listener
 from megapack.train.folder import RunFolder
+from megapack.train.marks import mark, seconds_between
 from megapack.view.records import TRACE_FILE
 
 Span = tuple[int, int, str, Any, Any]
@@ -38,17 +36,11 @@ class StepTracer:
 
     Args:
         num_steps: number of steps to trace.
-        cost: the cost model that the steps are planned with.
-        is_calibrated: it was measured.
     """
 
-    def __init__(
-        self, adapter: ScheduleAdapter, num_steps: int, cost: CostModel, *, is_calibrated: bool
-    ) -> None:
+    def __init__(self, adapter: ScheduleAdapter, num_steps: int) -> None:
         self._adapter = adapter
         self._steps_left = num_steps
-        self._cost = cost
-        self._is_calibrated = is_calibrated
         self._is_warm = False
         self._recorder: _Recorder | None = None
 
@@ -66,13 +58,24 @@ class StepTracer:
             self._adapter.runner.listeners.remove(self._recorder)
             self._recorder = None
 
-    def finish(self, plan: Plan, index: int, number: int, folder: RunFolder | None) -> None:
+    def finish(
+        self,
+        plan: Plan,
+        index: int,
+        number: int,
+        folder: RunFolder | None,
+        cost: CostModel,
+        *,
+        is_calibrated: bool,
+    ) -> None:
         """Call after the step; writes its line.
 
         Args:
             plan, index: the plan, and the step within it that ran.
             number: the step's number in the run, from 1.
             folder: the run folder on the rank that writes; None on all others.
+            cost: the cost model that was in force.
+            is_calibrated: it was measured.
         """
         if self._recorder is None:
             return
@@ -87,8 +90,8 @@ class StepTracer:
                 line = {
                     "step": number,
                     "plan": json.loads(one_step.to_json()),
-                    "cost": asdict(self._cost),
-                    "is_calibrated": self._is_calibrated,
+                    "cost": asdict(cost),
+                    "is_calibrated": is_calibrated,
                     "events": events,
                 }
                 folder.append_line(TRACE_FILE, line)
@@ -128,22 +131,6 @@ class _Recorder(Listener):
             ]
             for *span, begin, end in self._spans
         ]
-
-
-def mark() -> Any:
-    """The current point in the device's work: a CUDA event, or seconds of the host's clock."""
-    if not cpu.uses_cuda():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(begin: Any, end: Any) -> float:
-    """Seconds from one mark to another; on a GPU both events must have completed."""
-    if isinstance(begin, float):
-        return float(end - begin)
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _gather(events: list[list[Any]]) -> list[list[Any]]:

@@ -20,6 +20,7 @@ from megapack.plan.plan import Plan
 
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace.jsonl"
+CALIBRATION_FILE = "calibration.jsonl"
 PLAN_FILE = "plan.json"
 LENGTHS_FILE = "lengths.txt"
 

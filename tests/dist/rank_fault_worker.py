@@ -8,6 +8,7 @@ backward happens.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -144,21 +145,32 @@ def inject(trigger: Trigger, phase: str) -> None:
 
 def share_micro_batches(trigger: Trigger) -> None:
     """Let DP ranks share the micro-batches of faults in all plans of the job's steps: a NaN begins
-    in the first one."""
+    in the first one.
+
+    OTHER_SHARERS gives a rank the plan in which only the first one is shared.
+    """
     plan_steps = passes.plan_steps
+    with_fewer: dict[str, Any] = {}
 
     def shared(config: Any, layout: Any, cost: Any, lengths: Any, *others: Any) -> Any:
         plan = plan_steps(config, layout, cost, lengths, *others)
-        places = [0, AT_MICROBATCH]
-        if trigger.fault == OTHER_SHARERS and trigger.fires():
-            places.remove(AT_MICROBATCH)
-        for place in places:
+        for place in (0, AT_MICROBATCH):
+            fewer = plan
             plan = with_shared_rows(plan, lengths, place)
             everyone = [rank[place] for step in plan.steps for rank in step.ranks]
             assert all(row.width > 1 for row in everyone), "no rank shares the micro-batch"
+        with_fewer[plan.digest()] = fewer
         return plan
 
+    def of_others(batch: Any) -> Any:
+        if not trigger.fires():
+            return batch
+        fewer = with_fewer[batch.plan.digest()]
+        return dataclasses.replace(batch, plan=fewer, forward_plan=fewer)
+
     passes.plan_steps = shared
+    if trigger.fault == OTHER_SHARERS:
+        _around(job.Trainer, "_planned", after=of_others)
 
 
 def _inject_elsewhere(trigger: Trigger, phase: str) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megapack.cost.model import CostModel
 from megapack.errors import CheckpointError
+from megapack.plan.plan import Plan
 from megapack.train.folder import RunFolder
 from tests.run_folder import LENGTHS, make_plan, write_run
 from tests.small_disk import PAGE, fill, small_disk
@@ -65,10 +67,10 @@ def test_a_run_resumes_after_its_disk_was_full(disk: Path) -> None:
         run.append_metrics({"step": step, "loss": 0.5})
         run.append_line("trace.jsonl", {"step": step, "events": [{}]})
     plan = make_plan()
-    run.write_plan(plan, LENGTHS)
+    run.write_plan(plan, CostModel(), LENGTHS)
     ballast = fill(disk)
     attempts: dict[str, Callable[[], None]] = {
-        "plan.json": lambda: run.write_plan(make_plan(1), LENGTHS),
+        "plan.json": lambda: run.write_plan(make_plan(1), CostModel(), LENGTHS),
         "config.yaml": lambda: run.write_text("config.yaml", "name: run\n"),
         "metrics.jsonl": lambda: run.append_metrics({"step": 3, "text": "x" * PAGE}),
         "trace.jsonl": lambda: run.append_line("trace.jsonl", {"step": 3, "text": "x" * PAGE}),
@@ -77,7 +79,7 @@ def test_a_run_resumes_after_its_disk_was_full(disk: Path) -> None:
         says = rf"^{run.path / name} cannot be written \(No space left on device\); .* make room"
         with pytest.raises(CheckpointError, match=says):
             attempt()
-    assert (run.path / "plan.json").read_text() == plan.to_json()
+    assert Plan.from_json((run.path / "plan.json").read_text()) == plan
     with pytest.raises(OSError, match="No space left"):
         run.close()
     with pytest.raises(CheckpointError, match="No space left"):

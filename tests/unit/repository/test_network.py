@@ -21,6 +21,7 @@ NETWORK = (
 # Imports that are allowed, with their use. Ranks of a job also communicate by torch.distributed.
 ALLOWED_IMPORTS = {
     ("train.trackers", "wandb"): "only if train.trackers names it",
+    ("base.machine_lock", "socket"): "the host's name",
     ("ranks.board", "socket"): "the host's name",
     ("train.folder", "socket"): "the host's name",
     ("ranks.watchdog", "socket"): "the host's name",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megapack import cli
+from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import CheckpointError, ConfigError, DataError
 from megapack.layout import Layout
@@ -179,5 +180,5 @@ def test_a_written_plan_passes_the_check_command(tmp_path: Path) -> None:
     lengths = [5, 9, 3]
     plan = build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=16)
     run = folder(tmp_path)
-    run.write_plan(plan, lengths)
+    run.write_plan(plan, CostModel(), lengths)
     assert cli.main(["check", str(run.path / "plan.json"), str(run.path / "lengths.txt")]) == 0
