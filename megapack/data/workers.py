@@ -8,8 +8,6 @@ that of one process.
 from __future__ import annotations
 
 import collections
-import contextlib
-import gc
 import itertools
 import os
 import pickle
@@ -19,6 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
+from megapack.base.garbage import rare_collections
 from megapack.data.blocks import read_block
 from megapack.data.files import Block
 from megapack.data.pieces import Piece, ReadSettings
@@ -29,9 +28,6 @@ Blocks = Iterable[tuple[int, Block]]
 
 # Starting a process takes seconds where the tokenizer is loaded: fewer blocks are read here.
 _FEW_BLOCKS = 8
-# Rows that are read together are some 10,000 tuples, and Python looks for cycles among them after
-# each 700 new ones: twice the CPU time.
-_OBJECTS_PER_COLLECTION = 50_000
 # A bar is shown only of what takes longer, in seconds.
 _BAR_AFTER_S = 1.0
 
@@ -62,23 +58,12 @@ def read_pieces(
         # None: no bar where nobody looks.
         disable=None,
     )
-    with bar, _rare_collections():
+    with bar, rare_collections():
         for block_file, num_bytes, piece in read(
             itertools.chain(first, blocks), settings, num_workers
         ):
             bar.update(num_bytes)
             yield block_file, piece
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Garbage is looked for after `_OBJECTS_PER_COLLECTION` new objects."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(_OBJECTS_PER_COLLECTION, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 def _read_here(
@@ -180,7 +165,7 @@ def serve() -> None:
     out = os.fdopen(os.dup(1), "wb")
     # What a library prints must not come between the pieces.
     os.dup2(2, 1)
-    with _rare_collections():
+    with rare_collections():
         _serve(sys.stdin.buffer, out)
 
 
