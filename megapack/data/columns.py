@@ -1,9 +1,8 @@
 """Rows of one simple form -> their piece, column by column, without an object per sample.
 
-The rows give the same columns, as keys in the same order, and text or token ids without masks and
-routes. All checks are those of `lines`, made for all rows at once. Where one fails, or a row is
-unusual in any way, there is no piece: `lines` then reads them one by one, and names what it
-refuses.
+The rows all give text, or all give token ids, with masks or without, and no routes. All checks are
+those of `lines`, made for all rows at once. Where one fails, or a row is unusual in another way,
+there is no piece: `lines` then reads them one by one, and names what it refuses.
 """
 
 from __future__ import annotations
@@ -19,15 +18,18 @@ import numpy.typing as npt
 from megapack.base.arrays import is_id
 from megapack.data.files import COLUMNS, Block, Lines, TableRows
 from megapack.data.pieces import ROW_DTYPE, Piece, ReadSettings
-from megapack.data.tokenizer import TextTokens
+from megapack.data.tokenizer import Ids, TextTokens
 
 _TEXT = {"prompt", "response"}
 _IDS = {"prompt_ids", "response_ids"}
+_MASKS = ("response_mask", "loss_mask")
+_FORMS = (_TEXT, _IDS, *(_IDS | {name} for name in _MASKS))
 _IDENTITIES = ("group", "rollout")
 _NUMBERS = ("reward", "advantage")
 # Columns that say what a sample's tokens are. `tools` is read beside chats alone.
 _OF_TOKENS = {*COLUMNS} - {*_IDENTITIES, *_NUMBERS, "tools"}
-_SCALARS = {str, int, float, bool, type(None)}
+_NONE = type(None)
+_SCALARS = {str, int, float, bool, _NONE}
 # Objects become tuples of pairs, so that a key that appears twice is not lost.
 _DECODER = json.JSONDecoder(object_pairs_hook=tuple)
 
@@ -55,10 +57,12 @@ def read_columns(block: Block, file: int, settings: ReadSettings) -> Piece | Non
 
 
 def _of_lines(text: str) -> dict[str, Column]:
-    """The values of each key, by line; {} if the lines differ in their keys."""
+    """The values of each key, by line; {} if there are others than `_piece` reads."""
     row, end = _DECODER.raw_decode(text)
-    names = tuple(key for key, _ in row) if isinstance(row, tuple) else ()
-    if not (_TEXT.issubset(names) or _IDS.issubset(names)) or len(set(names)) < len(names):
+    if not isinstance(row, tuple):
+        return {}
+    # Chats, for example, need not be parsed twice.
+    if {key for key, value in row if value is not None} & _OF_TOKENS not in _FORMS:
         return {}
     rows = [row]
     size = len(text)
@@ -70,12 +74,17 @@ def _of_lines(text: str) -> dict[str, Column]:
     # Each line break is between two lines: none is white space inside an object.
     if text.count("\n") != len(rows) - (end == size) or text[end:] not in ("", "\n"):
         return {}
-    if _types(rows) != {tuple} or set(map(len, rows)) != {len(names)}:
+    if _types(rows) != {tuple}:
         return {}
+    names = tuple(key for key, _ in row)
     keys, values = zip(*itertools.chain.from_iterable(rows), strict=True)
-    if keys != names * len(rows):
+    is_even = set(map(len, rows)) == {len(names)} and keys == names * len(rows)
+    if is_even and len(set(names)) == len(names):
+        return {name: values[place :: len(names)] for place, name in enumerate(names)}
+    if not all(map(_has_unique_keys, rows)):
         return {}
-    return {name: values[place :: len(names)] for place, name in enumerate(names)}
+    objects = list(map(dict, rows))
+    return {name: [each.get(name) for each in objects] for name in COLUMNS}
 
 
 def _of_table(table: Any) -> dict[str, Column]:
@@ -85,7 +94,7 @@ def _of_table(table: Any) -> dict[str, Column]:
         for name, column in zip(table.column_names, table.columns, strict=True)
         if column.null_count < table.num_rows
     }
-    is_simple = given.keys() & _OF_TOKENS in (_TEXT, _IDS)
+    is_simple = given.keys() & _OF_TOKENS in _FORMS
     return {name: column.to_pylist() for name, column in given.items()} if is_simple else {}
 
 
@@ -95,28 +104,32 @@ def _piece(
     # null and absent are the same.
     columns = {name: each for name, each in columns.items() if each.count(None) < len(each)}
     given = columns.keys() & _OF_TOKENS
-    if given == _TEXT:
-        tokens = _of_text(columns, settings)
-    elif given == _IDS:
-        tokens = _of_ids(columns, settings)
-    else:
+    if given not in _FORMS:
         return None
+    tokens = _of_text(columns, settings) if given == _TEXT else _of_ids(columns, settings)
     if tokens is None or not all(_is_good(name, column) for name, column in columns.items()):
         return None
-    lengths = tokens.prompt_tokens + tokens.response_tokens
+    prompt_tokens = tokens.prompt_tokens
+    response_tokens = tokens.response_tokens
+    lengths = prompt_tokens + response_tokens
     most = settings.max_length
     if lengths.min() < 1 or (most is not None and lengths.max() > most):
         return None
+    loss_tokens = np.maximum(response_tokens - (prompt_tokens == 0), 0)
+    for name in given.intersection(_MASKS):
+        counted = _sign(tokens, columns[name])
+        if counted is None:
+            return None
+        loss_tokens = counted
     rows = np.zeros(len(lengths), dtype=ROW_DTYPE)
     rows["number"] = np.arange(first, first + len(rows))
-    rows["prompt_tokens"] = tokens.prompt_tokens
-    rows["response_tokens"] = tokens.response_tokens
-    all_count = tokens.response_tokens - (tokens.prompt_tokens == 0)
-    rows["loss_tokens"] = np.maximum(all_count, 0)
+    rows["prompt_tokens"] = prompt_tokens
+    rows["response_tokens"] = response_tokens
+    rows["loss_tokens"] = loss_tokens
     for name in _NUMBERS:
         rows[name] = _floats(columns[name]) if name in columns else np.nan
     own_ids = [f"{file} line-{number}" for number in range(first, first + len(rows))]
-    groups, rollouts = (list(columns.get(name, own_ids)) for name in _IDENTITIES)
+    groups, rollouts = (_filled(columns.get(name, own_ids), own_ids) for name in _IDENTITIES)
     return Piece(rows, groups, rollouts, tokens.ids, [])
 
 
@@ -151,13 +164,51 @@ def _of_ids(columns: dict[str, Column], settings: ReadSettings) -> TextTokens | 
     )
 
 
+def _sign(tokens: TextTokens, column: Column) -> Ids | None:
+    """Mark the tokens that do not count, as `pieces.Tokens` says.
+
+    Returns:
+        Each sample's response tokens that count in the loss; None if a mask is bad.
+    """
+    response_tokens = tokens.response_tokens
+    if _types(column) != {list} or list(map(len, column)) != response_tokens.tolist():
+        return None
+    values = list(itertools.chain.from_iterable(column))
+    if not _types(values) <= {int, bool}:
+        return None
+    mask = np.array(values, dtype=np.int64)
+    stops = np.cumsum(response_tokens)
+    starts = stops - response_tokens
+    sums = np.concatenate([[0], np.cumsum(mask)])
+    counted: Ids = sums[stops] - sums[starts]
+    if mask.min() < 0 or mask.max() > 1 or counted.min() < 1:
+        return None
+    spans = np.stack([tokens.prompt_tokens, response_tokens], axis=1).reshape(-1)
+    is_response = np.repeat(np.tile([False, True], len(column)), spans)
+    apart = np.flatnonzero(is_response)[mask == 0]
+    tokens.ids[apart] = -1 - tokens.ids[apart]
+    # A sample's first token never counts.
+    counted -= (tokens.prompt_tokens == 0) & (mask[starts] == 1)
+    return counted
+
+
 def _is_good(name: str, column: Column) -> bool:
     types = _types(column)
     if name in _IDENTITIES:
-        return types == {str} or (types == {int} and is_id(min(column)) and is_id(max(column)))
+        integers = [value for value in column if isinstance(value, int)]
+        is_in_range = not integers or (is_id(min(integers)) and is_id(max(integers)))
+        return types <= {str, int, _NONE} and is_in_range
     if name in _NUMBERS:
-        return types <= {int, float} and bool(np.isfinite(_floats(column)).all())
-    return types <= _SCALARS or name in _IDS or all(map(_has_unique_keys, column))
+        # None is NaN.
+        num_finite = np.isfinite(_floats(column)).sum() if types <= {int, float, _NONE} else -1
+        return bool(num_finite == len(column) - column.count(None))
+    return types <= _SCALARS or name in _OF_TOKENS or all(map(_has_unique_keys, column))
+
+
+def _filled(column: Column, own_ids: list[str]) -> list[int | str]:
+    if None not in column:
+        return list(column)
+    return [own if one is None else one for one, own in zip(column, own_ids, strict=True)]
 
 
 def _has_unique_keys(value: Any) -> bool:

@@ -32,6 +32,16 @@ IDS = [
     {"group": "a", "rollout": 2**63 - 1, "prompt_ids": [1, 2], "response_ids": [3, 0, 4],
      "advantage": -1e-320},
 ]  # fmt: skip
+MASKED = [
+    {**row, "loss_mask": mask} for row, mask in zip(IDS[::2], ([1], [0, True, 0]), strict=True)
+]
+# Absent or null.
+UNEVEN: list[dict[str, Any]] = [
+    {"prompt": "a", "response": "b", "reward": 1, "group": 1},
+    {"response": "b", "prompt": "a", "rollout": "r", "x": {"y": [{"z": 1}]}},
+    {"prompt": "a", "response": "b", "reward": None, "group": None, "rollout": None},
+    {"prompt": "a", "response": "b", "group": "1", "messages": None},
+]
 # What may stand beside the columns that are read.
 BESIDE: list[dict[str, Any]] = [
     {},
@@ -92,6 +102,13 @@ ODD_BY_ITSELF = [
     b'{"prompt_ids": [[1]], "response_ids": [1]}',
     b'{"prompt_ids": [1, 2], "response_ids": [1], "response_mask": [1]}',
     b'{"prompt_ids": [1], "response_ids": [1, 2], "loss_mask": [0, 1]}',
+    b'{"prompt_ids": [], "response_ids": [1, 2], "loss_mask": [1, 0]}',
+    b'{"prompt_ids": [1], "response_ids": [1, 2], "loss_mask": [0, 2]}',
+    b'{"prompt_ids": [1], "response_ids": [1, 2], "loss_mask": [0, -1]}',
+    b'{"prompt_ids": [1], "response_ids": [1, 2], "loss_mask": [0, 1.0]}',
+    b'{"prompt_ids": [1], "response_ids": [1, 2], "loss_mask": [0, 0]}',
+    b'{"prompt_ids": [1], "response_ids": [], "loss_mask": []}',
+    b'{"prompt_ids": [1], "response_ids": [1], "loss_mask": [1], "response_mask": [1]}',
 ]
 
 
@@ -122,7 +139,7 @@ def assert_as_one_by_one(
             assert repr(found) == repr(expected)
 
 
-@pytest.mark.parametrize("rows", [TEXT, IDS], ids=["text", "ids"])
+@pytest.mark.parametrize("rows", [TEXT, IDS, MASKED, UNEVEN])
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("ending", [b"\n", b""])
 def test_plain_lines_are_read_together(
@@ -165,7 +182,8 @@ TABLES: list[tuple[bool, list[dict[str, Any]]]] = [
     (True, [{**row, "reward": float(row["reward"]), "messages": None} for row in TEXT]),
     (True, [{**row, "advantage": float(row["advantage"])} for row in IDS]),
     (True, [{"prompt": "a", "response": "b", "tools": tools} for tools in ("x", None)]),
-    (False, [{"prompt": "a", "response": "b", "reward": reward} for reward in (1.0, None)]),
+    (True, [{"prompt": "a", "response": "b", "reward": reward} for reward in (1.0, None)]),
+    (True, [{**row, "response_mask": [1] * len(row["response_ids"])} for row in IDS[::2]]),
     (False, [{"prompt": "a", "response": "b", "reward": reward} for reward in (1.0, np.inf)]),
     (False, [{"prompt": "a", "response": response} for response in ("b", None)]),
     (False, [{"prompt_ids": ids, "response_ids": [1]} for ids in ([1], [None])]),
@@ -192,7 +210,9 @@ def test_random_files_are_read_as_line_by_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(blocks, "_PART_BYTES", 150)
     rng = random.Random(0)
     for _ in range(100):
-        lines = encoded(rng.choices(TEXT, k=20) + rng.choices(IDS, k=20)).splitlines(True)
+        lines = encoded(
+            rng.choices(TEXT + UNEVEN, k=20) + rng.choices(IDS + MASKED, k=20)
+        ).splitlines(True)
         for _ in range(rng.randrange(3)):
             lines.insert(rng.randrange(len(lines)), rng.choice(ODD[:-1]) + b"\n")
         data = bytearray(b"".join(lines))
