@@ -40,7 +40,8 @@ def run(folder: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[
 
 def test_a_run_learns_its_cost_model_and_a_resumed_one_does_so_bit_by_bit(tmp_path: Path) -> None:
     metrics, fits = run(tmp_path)
-    fits = [line for line in fits if line["step"]]
+    begin, *fits = fits
+    assert (begin["step"], begin["num_fits"]) == (0, 0)
     assert [line["step"] for line in fits] == [2, 4, 6, 8]
     # The slow rank is named once, and the model is that of the others.
     messages = [message for line in fits for message in line["messages"]]
@@ -70,5 +71,7 @@ def test_a_run_learns_its_cost_model_and_a_resumed_one_does_so_bit_by_bit(tmp_pa
 def test_another_layout_begins_with_the_model_of_the_config(tmp_path: Path) -> None:
     run(tmp_path, "train.num_batches=2")
     _, fits = run(tmp_path, "layout.dp=4", "layout.pp=1", "train.resume=auto")
-    assert [line["num_left_out"] for line in fits] == [2, 2, 2, 2]
-    assert [len(line["cost"]["stage_weights"]) for line in fits if line["step"] > 4] == [1, 1]
+    assert [line["step"] for line in fits] == [0, 2, 4, 4, 6, 8]
+    assert [line["num_fits"] for line in fits] == [0, 1, 2, 0, 1, 2]
+    assert [line["num_left_out"] for line in fits if line["num_fits"]] == [2, 2, 2, 2]
+    assert [len(line["cost"]["stage_weights"]) for line in fits[4:]] == [1, 1]
