@@ -99,11 +99,12 @@ def read_run(folder: str | Path) -> RunRecords:
     """
     path = Path(folder)
     lengths = path / LENGTHS_FILE
+    metrics = tuple(_lines(path / METRICS_FILE, _metrics))
     plan = read_plan(path / PLAN_FILE)
     fits = _lines_if_any(path / CALIBRATION_FILE, _fit)
     return RunRecords(
         name=path.resolve().name,
-        metrics=tuple(_lines(path / METRICS_FILE, _metrics)),
+        metrics=metrics,
         plan=plan,
         lengths=read_length_file(str(lengths), Columns()).lengths if lengths.exists() else None,
         traced=_lines_if_any(path / TRACE_FILE, _traced),
