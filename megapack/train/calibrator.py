@@ -101,7 +101,7 @@ class Calibrator:
         self._moved_stages = MovedStages(layout, start)
         # Rows of each step since the last fit.
         self._window: list[list[ChunkSeconds]] = []
-        self._recorder: _Recorder | None = None
+        self._recorder: Recorder | None = None
         self._start_clock = StepClock()
         # Of a run that resumed inside a batch: the model for the batch after it.
         self._resumed_next: CostModel | None = None
@@ -124,7 +124,7 @@ class Calibrator:
     def begin_step(self) -> None:
         """Call right before a step."""
         if self.is_on:
-            self._recorder = _Recorder()
+            self._recorder = Recorder()
             self._adapter.runner.listeners.append(self._recorder)
 
     def drop_step(self) -> None:
@@ -196,20 +196,23 @@ class Calibrator:
         }
         return Calibration(plain, tensors)
 
-    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> bool:
         """Go on with the cost models of a checkpoint, if it has some for this layout. A collective.
+
+        Returns:
+            Whether the model in force is now that of the checkpoint.
 
         Raises:
             ScheduleError: a rank cannot read them.
         """
 
-        def load() -> None:
+        def load() -> bool:
             saved = checkpoints.load_calibration(checkpoint)
             if saved is not None:
                 self.load(saved)
+            return saved is not None
 
-        if self.is_on:
-            agree(load, device=self._device)
+        return self.is_on and agree(load, device=self._device)
 
     def load(self, saved: Calibration) -> None:
         """Go on where `state` was taken on the same layout.
@@ -247,7 +250,7 @@ class Calibrator:
     def _stage(self) -> int:
         return int(parallel_state.get_pipeline_model_parallel_rank())
 
-    def _measured(self, recorder: _Recorder, step: StepPlan) -> list[ChunkSeconds]:
+    def _measured(self, recorder: Recorder, step: StepPlan) -> list[ChunkSeconds]:
         """The rows that this rank ran, with their seconds."""
         rows = step.ranks[self._adapter.dp_rank]
         found = []
@@ -324,7 +327,7 @@ class Calibrator:
         return CostModel.from_json(texts[0])
 
 
-class _Recorder(Listener):
+class Recorder(Listener):
     """Marks of one step on this rank."""
 
     def __init__(self) -> None:

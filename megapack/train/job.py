@@ -224,10 +224,11 @@ class Trainer:
         """Train on all batches of all epochs and return the run's folder."""
         config = self.config
         self.resumed = self.checkpoints.find()
+        goes_on = False
         # Load before the folder is opened, so that a failed resume changes no file.
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self._saved_fields)
-            self.calibrator.resume(self.checkpoints, self.resumed)
+            goes_on = self.calibrator.resume(self.checkpoints, self.resumed)
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(
             active=dist.get_rank() == 0, log_interval=config.train.log_interval
@@ -240,7 +241,8 @@ class Trainer:
         self.progress.line(f"{self.kernels}; {self.adapter.vocabulary_head}")
         settings = layer_settings(config.model, self.kernels.attention)
         self.progress.line(describe(settings, self.reduction))
-        self.progress.line(f"cost model {config.cost_basis}")
+        basis = "fitted by the run so far" if goes_on else config.cost_basis
+        self.progress.line(f"cost model {basis}")
         if self.loaded is not None:
             self.progress.line(f"loaded {self.loaded}")
         if self.resumed is not None:
