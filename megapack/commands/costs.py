@@ -190,11 +190,8 @@ def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
     basis = (
         "of the run's cost model, scaled to the seconds that the run had measured before the step"
     )
-    are_calibrated = [step.is_calibrated for step in records.traced]
-    if are_calibrated and are_calibrated[0]:
+    if records.traced and records.traced[0].is_calibrated:
         basis = "of the run's cost model"
-    elif any(are_calibrated):
-        basis += ", and from the first fit on in the model's own seconds"
     return replace(pricing, basis=basis)
 
 

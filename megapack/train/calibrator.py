@@ -65,13 +65,12 @@ class Calibrator:
         adapter: runs the steps.
         layout: the resolved layout.
         start: the cost model of the run's beginning.
-        is_measured: `start` was measured.
         device: see `agree`.
 
     Attributes:
         is_on: the config asks for it.
         start: the cost model of the run's beginning.
-        starts_measured: `start` was measured.
+        is_start_measured: it is that of `plan.cost_model`.
         next_cost: the model for the next batch that is planned. It is the one that was in force
             when the steps of the batch before began, as the plan is made while these run.
         num_fits: fits so far.
@@ -84,14 +83,13 @@ class Calibrator:
         layout: Layout,
         start: CostModel,
         *,
-        is_measured: bool,
         device: torch.device,
     ) -> None:
+        self.is_start_measured = config.cost_model is not None
         self.start = start
         self.next_cost = start
         self.num_fits = 0
         self.is_on = config.calibrate == "online"
-        self.starts_measured = is_measured
         self._interval = config.calibrate_interval
         self._adapter = adapter
         self._layout = layout
@@ -102,7 +100,7 @@ class Calibrator:
         # Rows of each step since the last fit.
         self._window: list[list[ChunkSeconds]] = []
         self._recorder: Recorder | None = None
-        self._start_clock = StepClock()
+        self._start_clock = StepClock(is_calibrated=self.is_start_measured)
         # Of a run that resumed inside a batch: the model for the batch after it.
         self._resumed_next: CostModel | None = None
         # Whether `load` has been called.
@@ -112,11 +110,6 @@ class Calibrator:
     def cost(self) -> CostModel:
         """The cost model in force."""
         return self._fit.model
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the cost model in force was measured."""
-        return self.starts_measured or self.num_fits > 0
 
     def begin(self, folder: RunFolder, number: int) -> None:
         """Call when the run's folder is open, on the rank that writes.
@@ -165,7 +158,7 @@ class Calibrator:
         if not self.is_on:
             return {}
         makespan = simulate_planned(plan, step, self.start).makespan
-        predicted_s = self._start_clock.predict(makespan, is_measured=self.starts_measured)
+        predicted_s = self._start_clock.predict(makespan)
         self._start_clock.record(makespan, measured_s)
         return {"step_predicted_at_start_s": predicted_s}
 

@@ -165,10 +165,7 @@ class Trainer:
             replays_rollouts=config.train.routing_replay == "rollout",
             mtp_num_layers=config.model.mtp_num_layers,
         )
-        is_measured = config.plan.cost_model is not None
-        self.calibrator = Calibrator(
-            config.plan, self.adapter, self.layout, cost, is_measured=is_measured, device=device
-        )
+        self.calibrator = Calibrator(config.plan, self.adapter, self.layout, cost, device=device)
         self.ahead = Ahead(self._prepare)
         self.passes = BatchPasses(
             config.objective,
@@ -195,8 +192,11 @@ class Trainer:
                 on_oom=self._note_oom,
             )
         self.schedule: OptimizerParamScheduler | None = None
-        self.clock = StepClock()
-        self.tracer = StepTracer(self.adapter, config.train.trace_steps)
+        is_calibrated = self.calibrator.is_start_measured
+        self.clock = StepClock(is_calibrated=is_calibrated)
+        self.tracer = StepTracer(
+            self.adapter, config.train.trace_steps, is_calibrated=is_calibrated
+        )
         self.garbage = GarbageCollection(config.train.manual_gc_interval)
         self.position = Position()
         self.resumed: Checkpoint | None = None
@@ -483,9 +483,8 @@ class Trainer:
         plan = batch.plan
         calibrator = self.calibrator
         cost = calibrator.cost
-        is_measured = calibrator.is_measured
         report = step_report(plan, plan.steps[index], cost)
-        predicted_s = self.clock.predict(report.seconds, is_measured=calibrator.starts_measured)
+        predicted_s = self.clock.predict(report.seconds)
         with self.ranks.guarded(f"step {self.num_steps + 1}", predicted_s):
             reset_memory_peaks()
             self.tracer.start()
@@ -546,9 +545,7 @@ class Trainer:
                 ),
             }
         )
-        self.tracer.finish(
-            plan, index, self.num_steps, self.folder, cost, is_calibrated=is_measured
-        )
+        self.tracer.finish(plan, index, self.num_steps, self.folder, cost)
         self.garbage.after_step(self.num_steps)
 
     def _calibrate(self, plan: Plan, step: StepPlan, measured_s: float) -> dict[str, float]:
@@ -565,7 +562,7 @@ class Trainer:
             self.progress.line(message)
         if calibrator.cost is not before:
             # Seconds of the old model say nothing about the scale of the new one's.
-            self.clock = StepClock()
+            self.clock = StepClock(is_calibrated=calibrator.is_start_measured)
             self.clock.record(simulate_planned(plan, step, calibrator.cost).makespan, measured_s)
         return {"calibration_s": time.perf_counter() - started}
 

@@ -90,22 +90,19 @@ class StepClock:
     assumes a GPU's speed, which may be far off: its seconds are multiplied by the measured over the
     simulated seconds of this run so far, and the first step has no prediction. After steps of 1 and
     3 simulated seconds that took 2 and 10 s, the factor is 3.
+
+    Args:
+        is_calibrated: the cost model was measured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_calibrated: bool = False) -> None:
+        self._is_calibrated = is_calibrated
         self._measured_s = 0.0
         self._simulated = 0.0
 
-    def predict(self, makespan: float, *, is_measured: bool) -> float | None:
-        """Seconds of a step with this simulated makespan.
-
-        Args:
-            is_measured: the cost model was measured.
-
-        Returns:
-            None before the first measured step, unless the cost model was measured.
-        """
-        if is_measured:
+    def predict(self, makespan: float) -> float | None:
+        """Seconds of a step with this simulated makespan; None before the first measured step."""
+        if self._is_calibrated:
             return makespan
         if not self._simulated:
             return None

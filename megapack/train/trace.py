@@ -36,10 +36,12 @@ class StepTracer:
 
     Args:
         num_steps: number of steps to trace.
+        is_calibrated: the cost model of the run's beginning was measured.
     """
 
-    def __init__(self, adapter: ScheduleAdapter, num_steps: int) -> None:
+    def __init__(self, adapter: ScheduleAdapter, num_steps: int, *, is_calibrated: bool) -> None:
         self._adapter = adapter
+        self._is_calibrated = is_calibrated
         self._steps_left = num_steps
         self._is_warm = False
         self._recorder: _Recorder | None = None
@@ -59,14 +61,7 @@ class StepTracer:
             self._recorder = None
 
     def finish(
-        self,
-        plan: Plan,
-        index: int,
-        number: int,
-        folder: RunFolder | None,
-        cost: CostModel,
-        *,
-        is_calibrated: bool,
+        self, plan: Plan, index: int, number: int, folder: RunFolder | None, cost: CostModel
     ) -> None:
         """Call after the step; writes its line.
 
@@ -75,7 +70,6 @@ class StepTracer:
             number: the step's number in the run, from 1.
             folder: the run folder on the rank that writes; None on all others.
             cost: the cost model that was in force.
-            is_calibrated: it was measured.
         """
         if self._recorder is None:
             return
@@ -91,7 +85,7 @@ class StepTracer:
                     "step": number,
                     "plan": json.loads(one_step.to_json()),
                     "cost": asdict(cost),
-                    "is_calibrated": is_calibrated,
+                    "is_calibrated": self._is_calibrated,
                     "events": events,
                 }
                 folder.append_line(TRACE_FILE, line)

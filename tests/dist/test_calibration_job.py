@@ -13,6 +13,7 @@ from megapack import CostModel
 from megapack.plan.file import read_plan
 from tests.dist.calibration_worker import TRUE
 from tests.dist.spawn import ROOT, run_job
+from tests.metric_names import documented
 
 pytestmark = pytest.mark.dist
 
@@ -40,6 +41,7 @@ def run(folder: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[
 
 def test_a_run_learns_its_cost_model_and_a_resumed_one_does_so_bit_by_bit(tmp_path: Path) -> None:
     metrics, fits = run(tmp_path)
+    assert documented("Calibration during the run") <= set(metrics[0])
     begin, *fits = fits
     assert (begin["step"], begin["num_fits"]) == (0, 0)
     assert [line["step"] for line in fits] == [2, 4, 6, 8]

@@ -26,7 +26,7 @@ DEVICE = torch.device("cpu")
 def calibrator(start: CostModel = START, **config: Any) -> Calibrator:
     settings = PlanConfig(max_tokens_per_gpu=64, **{"calibrate": "online", **config})
     adapter: Any = SimpleNamespace(dp_rank=0)
-    return Calibrator(settings, adapter, LAYOUT, start, is_measured=False, device=DEVICE)
+    return Calibrator(settings, adapter, LAYOUT, start, device=DEVICE)
 
 
 def resumed() -> Calibrator:

@@ -54,19 +54,19 @@ def test_alignment_counts_as_padding() -> None:
 
 def test_the_clock_learns_the_seconds_per_simulated_unit() -> None:
     clock = StepClock()
-    assert clock.predict(100.0, is_measured=False) is None
+    assert clock.predict(100.0) is None
     clock.record(100.0, 2.0)
-    assert clock.predict(50.0, is_measured=False) == pytest.approx(1.0)
+    assert clock.predict(50.0) == pytest.approx(1.0)
     clock.record(300.0, 10.0)
     # 12 seconds for 400 units.
-    assert clock.predict(100.0, is_measured=False) == pytest.approx(3.0)
+    assert clock.predict(100.0) == pytest.approx(3.0)
 
 
 def test_simulated_seconds_are_the_prediction() -> None:
-    clock = StepClock()
-    assert clock.predict(2.5, is_measured=True) == 2.5
+    clock = StepClock(is_calibrated=True)
+    assert clock.predict(2.5) == 2.5
     clock.record(2.5, 5.0)
-    assert clock.predict(2.5, is_measured=True) == 2.5
+    assert clock.predict(2.5) == 2.5
 
 
 METRICS = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megapack import CostModel, MegapackError, build_dp_schedule, cli
+from megapack import CostModel, MegapackError, build_dp_schedule
 from megapack.plan.text import COST
 from megapack.prefixes import SharedPrefixes
 from megapack.view.page import page_html
@@ -202,20 +202,6 @@ def test_weights_of_many_chunks_are_a_range(tmp_path: Path) -> None:
     many = replace(LAST, stage_weights=(0.5, *[1.0] * 8, 1.5))
     facts = dict(page_of(write_calibrated(tmp_path / "run", [fit_line(0, 0, many)])).facts)
     assert facts["cost model: weights of the chunks"] == "0.50 to 1.50"
-
-
-def test_steps_that_were_traced_after_a_fit_are_in_seconds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_calibrated(tmp_path / "run")
-    traces = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
-    for trace, is_calibrated in zip(traces, (False, True), strict=True):
-        trace |= {"cost": asdict(FITTED), "is_calibrated": is_calibrated}
-    (folder / "trace.jsonl").write_text("".join(f"{json.dumps(trace)}\n" for trace in traces))
-    assert cli.main(["report", str(folder), "-o", str(tmp_path / "run.html")]) == 0
-    assert "before the step, and from the first fit on in the model's own seconds" in (
-        capsys.readouterr().out
-    )
 
 
 @pytest.mark.parametrize(
