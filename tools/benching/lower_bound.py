@@ -49,9 +49,12 @@ _MAX_CHUNKS = 8
 # Seconds of a peak, as parts of the longest that the pipeline lets through in one second. Between
 # two of them the bound is the lower of two tangents.
 _PEAKS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
-# Largest forwards per row of a group in the LP of all rows of one M: M=150 on pp=4 without vpp,
-# and M=150 with pp=8 and vpp=4, whose legal M are 8 apart.
-_MAX_FORWARDS = 600
+# Most forwards of a rank in the LP of all its rows, per row of a group: M=100 on pp=4 without vpp,
+# and with pp=8 and vpp=4, whose legal M are 8 apart. Larger M: the mean row is a peak.
+_MAX_FORWARDS = 400
+# Operations above which the interior-point solver is faster: with pp=8, vpp=4 and M=112, 7,168 of
+# them take it 4 s and the simplex method 8 s.
+_MANY_OPERATIONS = 3000
 # Bisections stop here; the result is lowered by as much as solvers may be wrong.
 _TOLERANCE = 1e-6
 
@@ -76,9 +79,16 @@ class LowerBounds:
 
     Args:
         cost: its fixed seconds, weights of stages and backward ratio are used.
+
+    Raises:
+        ValueError: no fixed seconds, so that there is no largest M to look at.
     """
 
     def __init__(self, layout: Layout, cost: CostModel) -> None:
+        if cost.fixed <= 0:
+            raise ValueError(
+                "a bound of a cost model with fixed=0; set the seconds of a micro-batch"
+            )
         self.layout = layout
         self.fixed = cost.fixed
         self._runner = Runner(layout, CostModel(backward_ratio=cost.backward_ratio))
@@ -332,8 +342,9 @@ class _Rows:
         objective[self.num_ops :] = -1.0
         bounds = self.bounds.copy()
         bounds[self.num_ops + place, 0] = peak
+        method = "highs-ipm" if self.num_ops > _MANY_OPERATIONS else "highs-ds"
         result: OptimizeResult = linprog(
-            objective, A_ub=self.matrix, b_ub=self.limits, bounds=bounds, method="highs"
+            objective, A_ub=self.matrix, b_ub=self.limits, bounds=bounds, method=method
         )
         if result.status != 0:
             raise RuntimeError(f"no bound: {result.message}")

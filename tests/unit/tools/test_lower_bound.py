@@ -75,7 +75,7 @@ def test_equal_samples_that_divide_evenly_reach_the_bound(layout: Layout) -> Non
 
 @pytest.mark.parametrize("layout", [Layout(pp=3), Layout(pp=2, vpp=2)], ids=str)
 def test_no_rows_around_a_long_one_are_faster_than_the_share_of_its_window(layout: Layout) -> None:
-    bounds = LowerBounds(layout, CostModel(per_token=1.0))
+    bounds = LowerBounds(layout, CostModel(fixed=1e-6, per_token=1.0))
     runner = Runner(layout, CostModel(per_token=1.0))
     rng = np.random.default_rng(1)
     closest = np.inf
