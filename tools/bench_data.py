@@ -2,10 +2,12 @@
 
     python tools/bench_data.py [--rows 1000000] [--ranks 2] [--folder /tmp/megapack_bench_data]
     python tools/bench_data.py --chats [--rows 1000000] [--tokenizer FOLDER]
+    python tools/bench_data.py --forms [--rows 100000]
 
 The main job runs twice: the first run tokenizes the file and stores the samples, the second one
 loads them. With --chats, no job runs: a file of chats is tokenized by one process and by two, with
-a tokenizer that is trained on the spot, or that of a model's folder.
+a tokenizer that is trained on the spot, or that of a model's folder. With --forms, one process
+reads rows of several forms, together and one by one.
 """
 
 from __future__ import annotations
@@ -33,11 +35,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/megapack_bench_data"))
     parser.add_argument("--chats", action="store_true", help="measure tokenization alone")
+    parser.add_argument("--forms", action="store_true", help="measure rows of several forms")
     parser.add_argument("--tokenizer", type=Path, help="a Hugging Face folder; one with a template")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.chats:
         tokenize_chats(args.folder, args.rows, args.tokenizer)
+        return
+    if args.forms:
+        read_forms(args.folder, args.rows)
         return
     path = args.folder / f"{args.rows}.jsonl"
     if not path.exists():
@@ -68,6 +74,57 @@ def write_rows(path: Path, num_rows: int) -> None:
                 "reward": rng.random(),
             }
             file.write(json.dumps(sample) + "\n")
+
+
+def read_forms(folder: Path, num_rows: int) -> None:
+    """Print the CPU seconds from rows to the index, read together and one by one."""
+    from megapack.data import blocks
+    from megapack.data.dataset import Dataset
+    from megapack.data.pieces import ReadSettings
+
+    read_columns = blocks.read_columns
+    for path in write_forms(folder, num_rows):
+        found = []
+        for read in (read_columns, lambda *_: None):
+            blocks.read_columns = read
+            for stored in folder.glob(f".{path.name}.*.npy"):
+                stored.unlink()
+            started = time.process_time()
+            Dataset.from_files(path, ReadSettings(), folder, num_workers=1)
+            found.append(time.process_time() - started)
+        print(
+            f"{path.name}: {num_rows} rows of {path.stat().st_size / num_rows:.0f} bytes, "
+            f"{found[0]:.2f} s of CPU together, {found[1]:.2f} s one by one",
+            flush=True,
+        )
+
+
+def write_forms(folder: Path, num_rows: int) -> list[Path]:
+    """Write text, text with an unusual row per thousand, ids, ids with masks; text as Parquet."""
+    import pyarrow
+    from pyarrow import parquet
+
+    text = folder / f"text_{num_rows}.jsonl"
+    write_rows(text, num_rows)
+    rows = [json.loads(line) for line in text.read_text().splitlines()]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "text.parquet")
+    rng = random.Random(0)
+    ids = [
+        {
+            "group": row["group"],
+            "prompt_ids": rng.choices(range(259), k=30),
+            "response_ids": rng.choices(range(259), k=100),
+            "reward": row["reward"],
+        }
+        for row in rows
+    ]
+    mask = {"response_mask": [0] * 20 + [1] * 80}
+    uneven = [{**row, "reward": None} if i % 1000 == 0 else row for i, row in enumerate(rows)]
+    forms = {"uneven": uneven, "ids": ids, "masks": [{**row, **mask} for row in ids]}
+    for name, lines in forms.items():
+        content = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(content)
+    return [text, *(folder / f"{name}.jsonl" for name in forms), folder / "text.parquet"]
 
 
 def tokenize_chats(folder: Path, num_rows: int, tokenizer_folder: Path | None) -> None:

@@ -48,7 +48,7 @@ _FREE = (
 )
 _BATCH_FILE = "batch.pt"
 _ROUTING = "routing-dp"
-_CALIBRATION = "calibration"
+_CALIBRATION = "calibration-"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Checkpoints:
         manifest = checkpoint.manifest
         if not manifest.calibration or Layout.from_payload(manifest.layout) != self.layout:
             return None
-        tensors = _read_tensors(checkpoint.path / _CALIBRATION / _rank_file())
+        tensors = _read_tensors(checkpoint.path / f"{_CALIBRATION}{_rank_file()}")
         return Calibration(manifest.calibration, tensors)
 
     def due(self, num_steps: int) -> bool:
@@ -263,7 +263,7 @@ class Checkpoints:
             if routing is not None and position.step_in_batch:
                 small |= _routing_file(plan, position.step_in_batch, dp_rank, routing)
             if calibration is not None:
-                small[f"{_CALIBRATION}/{_rank_file()}"] = calibration.tensors
+                small[f"{_CALIBRATION}{_rank_file()}"] = calibration.tensors
             self._pending = self._start(path, manifest, small)
         self._blocked_s += time.perf_counter() - started
         if not self.config.train.async_save:

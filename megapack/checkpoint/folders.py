@@ -5,7 +5,8 @@
                               rng/rank0.pt      random states of a rank
                               batch.pt          log-probs of the batch in progress, if any; with a
                                                 critic values, advantages and returns
-                              calibration/rank0.pt   under plan.calibrate=online, measured seconds
+                              calibration-rank0.pt
+                                                under plan.calibrate=online, measured seconds
                               routing-dp0.pt    experts that the log-prob pass of that batch
                                                 recorded on data-parallel rank 0, if steps replay it
 

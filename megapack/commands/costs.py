@@ -190,8 +190,11 @@ def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
     basis = (
         "of the run's cost model, scaled to the seconds that the run had measured before the step"
     )
-    if records.traced and records.traced[0].is_calibrated:
+    are_calibrated = [step.is_calibrated for step in records.traced]
+    if are_calibrated and are_calibrated[0]:
         basis = "of the run's cost model"
+    elif any(are_calibrated):
+        basis += ", and from the first fit on in the model's own seconds"
     return replace(pricing, basis=basis)
 
 

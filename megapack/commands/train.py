@@ -9,6 +9,7 @@ import argparse
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from megapack.base.garbage import importing
 from megapack.commands.arguments import (
     add_fields,
     add_json,
@@ -55,18 +56,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         raise ConfigError("--json is for dry runs; set --dry-run world=N")
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
-        from megapack.base.apex import warn_of_other_apex
-        from megapack.base.gpu_environment import set_missing_variables
-        from megapack.base.te import refuse_broken_te
-        from megapack.launch import quiet_known_warnings
+        with importing():
+            from megapack.base.apex import warn_of_other_apex
+            from megapack.base.gpu_environment import set_missing_variables
+            from megapack.base.te import refuse_broken_te
+            from megapack.launch import quiet_known_warnings
 
-        if config.device == "cuda":
-            set_missing_variables(tp=config.layout.tp, cp=config.layout.cp)
-        quiet_known_warnings()
-        warn_of_other_apex()
-        refuse_broken_te()
-        from megapack.train.job import train  # torch and Megatron-Core take seconds to import
-
+            if config.device == "cuda":
+                set_missing_variables(tp=config.layout.tp, cp=config.layout.cp)
+            quiet_known_warnings()
+            warn_of_other_apex()
+            refuse_broken_te()
+            from megapack.train.job import train  # torch and Megatron-Core take seconds to import
         train(config, interrupt)
     return 0
 

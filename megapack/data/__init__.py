@@ -5,7 +5,8 @@ Modules:
     tokenizer, hf_tokenizer, chats: text and chats -> token ids, and what counts in the loss
     rollouts: the format of a line; batches of whole prompt groups
     advantages: rewards of rollouts -> advantages
-    pieces, workers: tokenization, by several processes
+    columns: rows of one simple form, read together
+    pieces, blocks, workers: tokenization, by several processes
     index, dataset: random access to any sample
     lengths: lengths alone, for the planner's commands
     generated: toy rollouts

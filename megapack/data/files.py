@@ -97,6 +97,18 @@ class Lines:
             if line.strip():
                 yield number, line
 
+    def parts(self, num_bytes: int) -> Iterator[Lines]:
+        """Yield the lines in parts of `num_bytes`, up to the end of a line."""
+        first = self.first
+        start = 0
+        while start < len(self.data):
+            # 0 without another end of a line.
+            stop = self.data.find(b"\n", start + num_bytes - 1) + 1 or len(self.data)
+            part = self.data[start:stop]
+            yield Lines(first, part)
+            first += part.count(b"\n")
+            start = stop
+
 
 class JsonLinesFile:
     """One JSON object per line, blank lines skipped."""
@@ -127,12 +139,16 @@ class TableRows:
     num_bytes: int
     """See `Block`."""
 
-    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See `Block`."""
+    def table(self) -> Any:
+        """The rows as a `pyarrow.Table`."""
         import pyarrow
 
         with pyarrow.ipc.open_stream(self.data) as stream:
-            table = stream.read_all()
+            return stream.read_all()
+
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See `Block`."""
+        table = self.table()
         # Row by row: as Python lists, the experts of a token take kilobytes.
         for index in range(table.num_rows):
             (row,) = table.slice(index, 1).to_pylist()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megapack.data.chats import ChatText, Span, chat_texts
-from megapack.data.tokenizer import ChatTokens, Ids, Message, TextError
+from megapack.data.tokenizer import ChatTokens, Ids, Message, TextError, TextTokens
 from megapack.errors import ConfigError, first_line
 
 _MAIN_FILE = "tokenizer.json"
@@ -94,6 +94,17 @@ class HfTokenizer:
             )
         ids = self._encode(text)
         return ids if ids[-1:].tolist() == [eos] else np.concatenate([ids, np.array([eos])])
+
+    def encode_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> TextTokens:
+        """See `Tokenizer`."""
+        prompt_ids = list(map(self.encode_prompt, prompts))
+        response_ids = list(map(self.encode_response, responses))
+        pairs = zip(prompt_ids, response_ids, strict=True)
+        return TextTokens(
+            np.concatenate(list(itertools.chain.from_iterable(pairs))).astype(np.int32),
+            np.array(list(map(len, prompt_ids)), dtype=np.int64),
+            np.array(list(map(len, response_ids)), dtype=np.int64),
+        )
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0

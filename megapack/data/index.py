@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.data.files import list_files, open_file, unreadable
-from megapack.data.pieces import Piece, ReadSettings, Routes, Tokens, make_piece
+from megapack.data.pieces import ROW_DTYPE, Piece, ReadSettings, Routes, Tokens, make_piece
 from megapack.data.rollouts import Rollout
 from megapack.data.tokenizer import Ids, Mask
 from megapack.data.workers import read_pieces
@@ -56,6 +56,8 @@ INDEX_DTYPE = np.dtype(
     ]
 )
 Index = npt.NDArray[np.void]
+# What a piece has already.
+_ROW_COLUMNS = [name for name in ROW_DTYPE.names or () if name in (INDEX_DTYPE.names or ())]
 
 # Part of the key. Increase it when INDEX_DTYPE or the meaning of a column changes.
 _FORMAT = 3
@@ -201,8 +203,9 @@ class _Builder:
     """Makes index rows of pieces; numbers prompt groups and rollouts by their first appearance."""
 
     def __init__(self) -> None:
-        self._groups: dict[Any, int] = {}
-        self._rollouts: dict[Any, int] = {}
+        self._groups: dict[int | str, int] = {}
+        # By the number of the prompt group, and the name within it.
+        self._rollouts: dict[tuple[int, int | str], int] = {}
         self._num_tokens = 0
         self._num_routes = 0
         self.num_samples = 0
@@ -214,28 +217,28 @@ class _Builder:
         Raises:
             DataError: its routes have another shape than those before; without the file's name.
         """
-        nan = float("nan")
-        routes = iter(piece.routes)
-        rows = []
-        for row in piece.rows:
-            route_start = -1
-            if row.has_routes:
-                route_start = self._num_routes
-                self._num_routes += self._checked(row.number, next(routes))
-            rows.append(
-                (
-                    *(file, row.number, row.part, self._num_tokens),
-                    *(row.prompt_tokens, row.response_tokens, row.loss_tokens, row.pair_sign),
-                    self._groups.setdefault(row.group, len(self._groups)),
-                    self._rollouts.setdefault((row.group, row.rollout), len(self._rollouts)),
-                    nan if row.reward is None else row.reward,
-                    nan if row.advantage is None else row.advantage,
-                    route_start,
-                )
-            )
-            self._num_tokens += row.prompt_tokens + row.response_tokens
+        rows = piece.rows
+        index = np.empty(len(rows), dtype=INDEX_DTYPE)
+        for name in _ROW_COLUMNS:
+            index[name] = rows[name]
+        lengths = rows["prompt_tokens"].astype(np.int64) + rows["response_tokens"]
+        stops = self._num_tokens + np.cumsum(lengths)
+        groups = self._groups
+        rollouts = self._rollouts
+        group = [groups.setdefault(each, len(groups)) for each in piece.groups]
+        keys = zip(group, piece.rollouts, strict=True)
+        index["file"] = file
+        index["start"] = stops - lengths
+        index["group"] = group
+        index["rollout"] = [rollouts.setdefault(each, len(rollouts)) for each in keys]
+        index["route_start"] = -1
+        routed = np.flatnonzero(rows["has_routes"])
+        for row, routes in zip(routed.tolist(), piece.routes, strict=True):
+            index["route_start"][row] = self._num_routes
+            self._num_routes += self._checked(int(rows["number"][row]), routes)
         self.num_samples += len(rows)
-        return np.array(rows, dtype=INDEX_DTYPE)
+        self._num_tokens += int(lengths.sum())
+        return index
 
     def _checked(self, number: int, routes: Routes) -> int:
         shape = routes.shape[1:]

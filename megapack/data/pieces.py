@@ -1,4 +1,4 @@
-"""A block of a data file -> a piece: its samples' token ids and what the index keeps of them.
+"""A piece: the token ids of a block's samples, and what the index keeps of them.
 
 Pieces are made one by one, in any process; a piece depends on its block and the settings alone.
 """
@@ -6,15 +6,14 @@ Pieces are made one by one, in any process; a piece depends on its block and the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megapack.base.choices import Overlong
-from megapack.data.files import Block
 from megapack.data.lines import BadLine, LineParser
 from megapack.data.rollouts import Rollout
 from megapack.data.tokenizer import ByteTokenizer, Tokenizer
@@ -40,10 +39,14 @@ class ReadSettings:
     counts in the loss. Of a preference pair both samples are left out. A warning says how many were
     truncated or skipped."""
 
+    @property
+    def num_ids(self) -> int:
+        """Token ids are below it."""
+        return self.tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
+
     def parser(self) -> LineParser:
         """A parser with this tokenizer and vocabulary."""
-        vocab_size = self.tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
-        return LineParser(self.tokenizer, vocab_size)
+        return LineParser(self.tokenizer, self.num_ids)
 
     def fit(self, samples: list[Rollout]) -> list[Rollout]:
         """Apply `overlong` to the samples of one line: those that are kept, perhaps shorter.
@@ -74,27 +77,33 @@ class ReadSettings:
         return [] if is_pair and len(kept) < len(samples) else kept
 
 
-class IndexRow(NamedTuple):
-    """A sample without its tokens."""
-
-    number: int
-    part: int
-    prompt_tokens: int
-    response_tokens: int
-    loss_tokens: int
-    pair_sign: int
-    group: int | str
-    rollout: int | str
-    reward: float | None
-    advantage: float | None
-    has_routes: bool
+ROW_DTYPE = np.dtype(
+    [
+        ("number", np.int64),  # line or row, from 1
+        ("part", np.int32),  # number of the sample within its line, from 0
+        ("prompt_tokens", np.int32),
+        ("response_tokens", np.int32),
+        ("loss_tokens", np.int32),  # response tokens that count in the loss
+        ("pair_sign", np.int8),  # 1 = preferred, -1 = the other, 0 = no pair
+        ("reward", np.float64),  # NaN = not given
+        ("advantage", np.float64),  # NaN = not given
+        ("has_routes", np.bool_),
+    ]
+)
+"""What is known of a sample without those before it. The columns that the index has too have its
+names."""
 
 
 @dataclass
 class Piece:
     """The samples of a block in order."""
 
-    rows: list[IndexRow]
+    rows: npt.NDArray[np.void]
+    """`ROW_DTYPE` [samples]."""
+    groups: list[int | str]
+    """Each sample's prompt group, as the file names it."""
+    rollouts: list[int | str]
+    """Each sample's rollout within its prompt group, as the file names it."""
     tokens: Tokens
     """Of all samples, one after another: prompt, then response."""
     routes: list[Routes]
@@ -105,39 +114,12 @@ class Piece:
     """Line number and reason of the first line that is refused; "" without one."""
 
 
-def read_block(block: Block, file: int, settings: ReadSettings, parser: LineParser) -> Piece:
-    """Parse and tokenize the rows of a block.
-
-    Args:
-        file: the file's number; it and the row's number identify a sample without `group`.
-        parser: of the settings; made once, because a tokenizer may take seconds to load.
-    """
-    samples: list[tuple[int, Rollout]] = []
-    num_skipped = 0
-    num_truncated = 0
-    error = ""
-    for number, row in block.rows():
-        try:
-            whole = parser.parse(row, f"{file} line-{number}")
-            kept = settings.fit(whole)
-        except BadLine as bad:
-            error = f"{number}: {bad}"
-            break
-        if kept is not whole:
-            num_skipped += len(whole) - len(kept)
-            before = {sample.part: sample.num_tokens for sample in whole}
-            num_truncated += sum(sample.num_tokens < before[sample.part] for sample in kept)
-        samples += [(number, sample) for sample in kept]
-    piece = make_piece(samples)
-    piece.num_skipped = num_skipped
-    piece.num_truncated = num_truncated
-    piece.error = error
-    return piece
-
-
 def make_piece(samples: Iterable[tuple[int, Rollout]]) -> Piece:
     """The piece of these samples, each with the number of its line."""
-    rows: list[IndexRow] = []
+    nan = float("nan")
+    rows = []
+    groups: list[int | str] = []
+    rollouts: list[int | str] = []
     tokens: list[npt.NDArray[np.int64]] = []
     routes: list[Routes] = []
     for number, sample in samples:
@@ -145,23 +127,35 @@ def make_piece(samples: Iterable[tuple[int, Rollout]]) -> Piece:
         if sample.routed_experts is not None:
             routes.append(sample.routed_experts)
         rows.append(
-            # By position: names would take a tenth of the time of a whole line.
-            IndexRow(
-                number,
-                sample.part,
-                len(sample.prompt_ids),
-                len(sample.response_ids),
-                sample.num_loss_tokens,
-                sample.pair_sign,
-                sample.group,
-                sample.rollout,
-                sample.reward,
-                sample.advantage,
+            (
+                *(number, sample.part, len(sample.prompt_ids), len(sample.response_ids)),
+                *(sample.num_loss_tokens, sample.pair_sign),
+                nan if sample.reward is None else sample.reward,
+                nan if sample.advantage is None else sample.advantage,
                 sample.routed_experts is not None,
             )
         )
+        groups.append(sample.group)
+        rollouts.append(sample.rollout)
     joined = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64)
-    return Piece(rows, joined.astype(np.int32), routes)
+    return Piece(np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), routes)
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    """The pieces of consecutive rows, at least one, as one; only the last may have an error."""
+    if len(pieces) == 1:
+        return pieces[0]
+    chain = itertools.chain.from_iterable
+    return Piece(
+        rows=np.concatenate([piece.rows for piece in pieces]),
+        groups=list(chain(piece.groups for piece in pieces)),
+        rollouts=list(chain(piece.rollouts for piece in pieces)),
+        tokens=np.concatenate([piece.tokens for piece in pieces]),
+        routes=list(chain(piece.routes for piece in pieces)),
+        num_skipped=sum(piece.num_skipped for piece in pieces),
+        num_truncated=sum(piece.num_truncated for piece in pieces),
+        error=pieces[-1].error,
+    )
 
 
 def _signed(sample: Rollout) -> npt.NDArray[np.int64]:

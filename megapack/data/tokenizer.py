@@ -35,6 +35,18 @@ class ChatTokens:
     """Per token: whether it counts in the loss."""
 
 
+@dataclass(frozen=True, eq=False)
+class TextTokens:
+    """The ids of many samples."""
+
+    ids: npt.NDArray[np.int32]
+    """Of all samples, one after another: prompt, then response."""
+    prompt_tokens: Ids
+    """[samples]."""
+    response_tokens: Ids
+    """[samples]."""
+
+
 class Tokenizer(Protocol):
     """Turns text into token ids, equally on every machine. It can be pickled."""
 
@@ -57,6 +69,14 @@ class Tokenizer(Protocol):
 
         Raises:
             TextError: the tokenizer cannot encode it.
+        """
+        ...
+
+    def encode_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> TextTokens:
+        """The ids of `encode_prompt` and `encode_response`, of many samples at once.
+
+        Raises:
+            TextError: the tokenizer cannot encode one of them.
         """
         ...
 
@@ -123,6 +143,24 @@ class ByteTokenizer:
         ids[-1] = self.eos
         return ids
 
+    def encode_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> TextTokens:
+        """See `Tokenizer`."""
+        try:
+            prompt_bytes = list(map(str.encode, prompts))
+            response_bytes = list(map(str.encode, responses))
+        except UnicodeEncodeError:
+            raise TextError("has half of a surrogate pair; write it again") from None
+        # One join for all: two bytes that UTF-8 does not have stand for the special tokens.
+        parts = [_BOS_BYTE] * (4 * len(prompts))
+        parts[1::4] = prompt_bytes
+        parts[2::4] = response_bytes
+        parts[3::4] = [_EOS_BYTE] * len(prompts)
+        return TextTokens(
+            _ID_OF_BYTE[np.frombuffer(b"".join(parts), dtype=np.uint8)],
+            np.array(list(map(len, prompt_bytes)), dtype=np.int64) + 1,
+            np.array(list(map(len, response_bytes)), dtype=np.int64) + 1,
+        )
+
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
     ) -> list[ChatTokens]:
@@ -144,3 +182,9 @@ def _utf8(text: str) -> npt.NDArray[np.uint8]:
         return np.frombuffer(text.encode(), dtype=np.uint8)
     except UnicodeEncodeError:
         raise TextError("has half of a surrogate pair; write it again") from None
+
+
+_BOS_BYTE = b"\xfe"
+_EOS_BYTE = b"\xff"
+_ID_OF_BYTE = np.arange(256, dtype=np.int32)
+_ID_OF_BYTE[[_BOS_BYTE[0], _EOS_BYTE[0]]] = [ByteTokenizer.bos, ByteTokenizer.eos]

@@ -17,8 +17,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
+from megapack.base.garbage import rare_collections
+from megapack.data.blocks import read_block
 from megapack.data.files import Block
-from megapack.data.pieces import Piece, ReadSettings, read_block
+from megapack.data.pieces import Piece, ReadSettings
 from megapack.errors import DataError
 
 Blocks = Iterable[tuple[int, Block]]
@@ -56,7 +58,7 @@ def read_pieces(
         # None: no bar where nobody looks.
         disable=None,
     )
-    with bar:
+    with bar, rare_collections():
         for block_file, num_bytes, piece in read(
             itertools.chain(first, blocks), settings, num_workers
         ):
@@ -163,7 +165,8 @@ def serve() -> None:
     out = os.fdopen(os.dup(1), "wb")
     # What a library prints must not come between the pieces.
     os.dup2(2, 1)
-    _serve(sys.stdin.buffer, out)
+    with rare_collections():
+        _serve(sys.stdin.buffer, out)
 
 
 def _serve(stdin: BinaryIO, out: BinaryIO) -> None:

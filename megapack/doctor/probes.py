@@ -37,7 +37,7 @@ _FAULTS: _Rules = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": (_OFF, "ranks wait for ever for a failed one; unset it"),
     "TORCH_DISTRIBUTED_DEBUG": (("detail",), "every collective is checked; set INFO, or unset it"),
     "PYTHONOPTIMIZE": (("1", "2"), "Megatron checks settings by assert; unset it"),
-    "NUMBA_DISABLE_JIT": (_ON, "the planner runs uncompiled, minutes per plan; unset it"),
+    "NUMBA_DISABLE_JIT": (_ON, "the planner runs uncompiled, many times slower; unset it"),
     "NVTE_FLASH_ATTN": (_OFF, _ASSERTS_1),
     "NVTE_FUSED_ATTN": (_OFF, _ASSERTS_1),
     "NVTE_UNFUSED_ATTN": (_OFF, _ASSERTS_1),

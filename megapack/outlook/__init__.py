@@ -5,4 +5,5 @@ Modules:
     dry_run: the main job without a GPU: plan, seconds and memory of its first batch
     tune: layouts, budgets and policies ranked by predicted speed
     baselines: simple packing strategies to compare a plan with
+    regret: what another cost model's plan would have cost
 """

@@ -8,6 +8,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
+from megapack.base.loops import largest, smallest
 
 
 class RankOps(NamedTuple):
@@ -68,7 +69,7 @@ def order_seconds(ops: RankOps, seconds: Floats, end: Floats) -> float:
             begin = end[source] + ops.p2p
         end[op] = begin + seconds[op]
         free[ops.stage[op]] = end[op]
-    return float(free.max())
+    return float(largest(free))
 
 
 @kernel
@@ -124,8 +125,8 @@ def peak_live(ops: RankOps, amounts: Floats) -> float:
     Args:
         amounts: float64 [M], what each micro-batch holds.
     """
-    if ops.held.min() > 0:
-        return float(amounts.max())
+    if smallest(ops.held) > 0:
+        return float(largest(amounts))
     live = np.zeros(ops.pp)
     peak = 0.0
     for op in range(ops.stage.size):

@@ -35,6 +35,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
+from megapack.base.loops import largest
 from megapack.errors import PlanError, brief
 
 KINDS = "FBW"
@@ -342,7 +343,7 @@ def interleave(own: Ints, ends: Ints, pp: int, vpp: int) -> tuple[Ints, Ints]:
     size = own.shape[1]
     out = np.empty((5, size), dtype=np.int64)
     # Index of each finished operation by kind, chunk and micro-batch; -1 before it has run.
-    index = np.full((3, pp * vpp, own[1].max() + 1), -1, dtype=np.int64)
+    index = np.full((3, pp * vpp, int(largest(own[1])) + 1), -1, dtype=np.int64)
     position = np.zeros(pp, dtype=np.int64)
     done = 0
     while done < size:

@@ -11,6 +11,7 @@ import numpy as np
 
 from megapack.base.arrays import Bools, Floats, Ints
 from megapack.base.jit import kernel
+from megapack.base.loops import copy_into
 
 # Heap nodes that `_near_top` checks before the emptiest row is taken: the top 4 levels, 1 + 2 + 4 +
 # 8. Chosen by hand.
@@ -185,7 +186,10 @@ def _pack(
     # A max-tree over `free`, made when it is first needed. Rows that do not exist have -1.
     room = np.empty(0, dtype=np.int64)
     used = taken > 0
-    num_empty = num_rows - used.sum()
+    num_empty = 0
+    for row in range(num_rows):
+        if not used[row]:
+            num_empty += 1
     # The heap node of each row.
     node_of = np.empty(num_rows, dtype=np.int64)
     for node in range(num_rows):
@@ -238,7 +242,7 @@ def _max_tree(values: Ints) -> Ints:
     while leaves < values.size:
         leaves *= 2
     tree = np.full(2 * leaves, -1, dtype=np.int64)
-    tree[leaves : leaves + values.size] = values
+    copy_into(tree[leaves:], values)
     for node in range(leaves - 1, 0, -1):
         tree[node] = max(tree[2 * node], tree[2 * node + 1])
     return tree

@@ -14,6 +14,7 @@ import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.base.jit import kernel
+from megapack.base.loops import largest
 from megapack.plan.order import group_table, interleave, stage_lists
 from megapack.planner.refine import draw_exchange, fastest, next_random
 from megapack.planner.state import RowCost, State, exchange, row_seconds, row_tokens, slowest
@@ -98,7 +99,7 @@ def score_rows(rows: Rows) -> float:
     for rank in range(state.counts.size):
         _set_order(rows, rank, _turned(rows, rank))
         state.seconds[rank] = _score_rank(rows, rank)
-    return float(state.seconds.max())
+    return float(largest(state.seconds))
 
 
 @kernel

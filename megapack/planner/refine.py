@@ -16,6 +16,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
+from megapack.base.loops import copy_into
 from megapack.pipeline.kernels import RankOps
 from megapack.planner.state import (
     RowCost,
@@ -166,7 +167,7 @@ def _try_order(
     if seconds < state.seconds[rank]:
         _set_seconds(state, rank, seconds, lockstep)
     else:
-        state.rows[rank, :count] = before
+        copy_into(state.rows[rank], before)
     return 1
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
+from megapack.base.loops import largest
 from megapack.plan.order import Operation
 
 
@@ -112,7 +113,7 @@ def filled_seconds(rules: FillRules, ops: Ints, times: Times, ran: Ints, num_ran
             free[stage] += times.weights[ops[waiting, 1]] * rules.chunk_weights[ops[waiting, 2]]
             ran[stage, num_ran[stage]] = -1 - waiting
             num_ran[stage] += 1
-    return float(free.max())
+    return float(largest(free))
 
 
 def order_lines(ops: Ints, ran: Ints, num_ran: Ints) -> tuple[str, ...]:

@@ -101,10 +101,12 @@ class Calibrator:
         self._moved_stages = MovedStages(layout, start)
         # Rows of each step since the last fit.
         self._window: list[list[ChunkSeconds]] = []
-        self._recorder: _Recorder | None = None
+        self._recorder: Recorder | None = None
         self._start_clock = StepClock()
         # Of a run that resumed inside a batch: the model for the batch after it.
         self._resumed_next: CostModel | None = None
+        # Whether `load` has been called.
+        self._is_resumed = False
 
     @property
     def cost(self) -> CostModel:
@@ -116,6 +118,27 @@ class Calibrator:
         """Whether the cost model in force was measured."""
         return self.starts_measured or self.num_fits > 0
 
+    def begin(self, folder: RunFolder, number: int) -> None:
+        """Call when the run's folder is open, on the rank that writes.
+
+        Notes the cost model of the beginning, unless the run goes on with fits that are there.
+
+        Args:
+            number: steps that the run has done.
+        """
+        if not self.is_on or (self._is_resumed and (folder.path / CALIBRATION_FILE).exists()):
+            return
+        line = {
+            "step": number,
+            "num_fits": 0,
+            "cost": asdict(self.start),
+            "error_before": None,
+            "error_after": None,
+            "num_left_out": 0,
+            "messages": [],
+        }
+        folder.append_line(CALIBRATION_FILE, line)
+
     def begin_batch(self) -> None:
         """Call when a batch is planned and its steps are about to begin."""
         self.next_cost = self._resumed_next or self.cost
@@ -124,7 +147,7 @@ class Calibrator:
     def begin_step(self) -> None:
         """Call right before a step."""
         if self.is_on:
-            self._recorder = _Recorder()
+            self._recorder = Recorder()
             self._adapter.runner.listeners.append(self._recorder)
 
     def drop_step(self) -> None:
@@ -196,20 +219,23 @@ class Calibrator:
         }
         return Calibration(plain, tensors)
 
-    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> bool:
         """Go on with the cost models of a checkpoint, if it has some for this layout. A collective.
+
+        Returns:
+            Whether the model in force is now that of the checkpoint.
 
         Raises:
             ScheduleError: a rank cannot read them.
         """
 
-        def load() -> None:
+        def load() -> bool:
             saved = checkpoints.load_calibration(checkpoint)
             if saved is not None:
                 self.load(saved)
+            return saved is not None
 
-        if self.is_on:
-            agree(load, device=self._device)
+        return self.is_on and agree(load, device=self._device)
 
     def load(self, saved: Calibration) -> None:
         """Go on where `state` was taken on the same layout.
@@ -231,6 +257,7 @@ class Calibrator:
             self._window = [[] for _ in range(plain["num_window_steps"])]
             for number, *values in saved.tensors[_ROWS].tolist():
                 self._window[int(number)].append(_row(values))
+            self._is_resumed = True
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"the checkpoint's calibration cannot be read ({first_line(error)}); resume with "
@@ -247,7 +274,7 @@ class Calibrator:
     def _stage(self) -> int:
         return int(parallel_state.get_pipeline_model_parallel_rank())
 
-    def _measured(self, recorder: _Recorder, step: StepPlan) -> list[ChunkSeconds]:
+    def _measured(self, recorder: Recorder, step: StepPlan) -> list[ChunkSeconds]:
         """The rows that this rank ran, with their seconds."""
         rows = step.ranks[self._adapter.dp_rank]
         found = []
@@ -287,6 +314,7 @@ class Calibrator:
             if folder is not None:
                 line = {
                     "step": number,
+                    "num_fits": self.num_fits,
                     "cost": asdict(self.cost),
                     "error_before": relative_error(window, before, self._layout),
                     "error_after": relative_error(window, self.cost, self._layout),
@@ -324,7 +352,7 @@ class Calibrator:
         return CostModel.from_json(texts[0])
 
 
-class _Recorder(Listener):
+class Recorder(Listener):
     """Marks of one step on this rank."""
 
     def __init__(self) -> None:

@@ -224,10 +224,11 @@ class Trainer:
         """Train on all batches of all epochs and return the run's folder."""
         config = self.config
         self.resumed = self.checkpoints.find()
+        goes_on = False
         # Load before the folder is opened, so that a failed resume changes no file.
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self._saved_fields)
-            self.calibrator.resume(self.checkpoints, self.resumed)
+            goes_on = self.calibrator.resume(self.checkpoints, self.resumed)
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(
             active=dist.get_rank() == 0, log_interval=config.train.log_interval
@@ -240,7 +241,8 @@ class Trainer:
         self.progress.line(f"{self.kernels}; {self.adapter.vocabulary_head}")
         settings = layer_settings(config.model, self.kernels.attention)
         self.progress.line(describe(settings, self.reduction))
-        self.progress.line(f"cost model {config.cost_basis}")
+        basis = "fitted by the run so far" if goes_on else config.cost_basis
+        self.progress.line(f"cost model {basis}")
         if self.loaded is not None:
             self.progress.line(f"loaded {self.loaded}")
         if self.resumed is not None:
@@ -288,15 +290,15 @@ class Trainer:
         if dist.get_rank() != 0:
             return None
         config = self.config
-        own = self.resumed
-        if own is not None and not self.checkpoints.is_own(own):
-            own = None
+        saved = self.resumed
+        own = saved if saved is not None and self.checkpoints.is_own(saved) else None
         done = None if own is None else self.num_steps
         folder = RunFolder(config.runs_dir, config.name, continue_after=done)
         # Only with the folder's lock: another run may be using these checkpoints.
         if own is not None:
             drop_after(own.path.parent, self.num_steps)
         folder.write_text("config.yaml", dump_yaml(config))
+        self.calibrator.begin(folder, self.num_steps)
         folder.trackers = open_trackers(
             config.train.trackers, folder.path, to_dict(config), continue_after=done
         )

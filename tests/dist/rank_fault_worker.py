@@ -34,6 +34,7 @@ from megapack.schedule.forward import ForwardStep, LastStage
 from megapack.schedule.listeners import Kind, Listener
 from megapack.schedule.runner import ScheduleRunner
 from megapack.train import job, passes
+from megapack.train.calibrator import Calibrator
 from megapack.train.folder import RunFolder
 from tests.dist.spawn import ROOT
 from tests.dist.wide_plans import with_shared_rows
@@ -46,7 +47,9 @@ SETTINGS = [
 PHASES = ("plan", "pack", "forward", "backward", "reduction", "output")
 WEIGHTS = "weight_gradients"
 """A phase of a step with plan.backward=split."""
-ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint", WEIGHTS)
+CALIBRATION = "calibration"
+"""A fit of the cost model, with plan.calibrate=online."""
+ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint", WEIGHTS, CALIBRATION)
 """Phases outside of a step, or not of all steps; they are not in the matrix."""
 ON_RANK_0 = ("write_plan",)
 FAULTS = ("bad_sample", "out_of_memory", "user_error", "nan", "killed")
@@ -186,6 +189,8 @@ def _inject_elsewhere(trigger: Trigger, phase: str) -> None:
         _around(StepCall, "rows", before=lambda call, *_: _is_next(call) and trigger())
     elif phase == "optimizer":
         _around(job, "build_optimizer", after=with_trigger)
+    elif phase == CALIBRATION:
+        _around(Calibrator, "_fit_window", before=trigger)
     elif phase == "checkpoint":
         _around(state, "_write_tensors", before=trigger)
     else:

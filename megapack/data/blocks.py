@@ -1,0 +1,56 @@
+"""A block of a data file -> its piece.
+
+Rows of one simple form are read together (`columns`), all others one by one (`lines`).
+"""
+
+from __future__ import annotations
+
+from megapack.data.columns import read_columns
+from megapack.data.files import Block, Lines
+from megapack.data.lines import BadLine, LineParser
+from megapack.data.pieces import Piece, ReadSettings, join, make_piece
+from megapack.data.rollouts import Rollout
+
+# Lines that are read together. An unusual line slows down those that share its part alone: in
+# lines of 120 bytes, 1100 of them.
+_PART_BYTES = 1 << 17
+
+
+def read_block(block: Block, file: int, settings: ReadSettings, parser: LineParser) -> Piece:
+    """Parse and tokenize the rows of a block.
+
+    Args:
+        file: the file's number; it and the row's number identify a sample without `group`.
+        parser: of the settings; made once, because a tokenizer may take seconds to load.
+    """
+    parts = block.parts(_PART_BYTES) if isinstance(block, Lines) else [block]
+    pieces: list[Piece] = []
+    for part in parts:
+        piece = read_columns(part, file, settings) or _read_rows(part, file, settings, parser)
+        pieces.append(piece)
+        if piece.error:
+            break
+    return join(pieces)
+
+
+def _read_rows(block: Block, file: int, settings: ReadSettings, parser: LineParser) -> Piece:
+    samples: list[tuple[int, Rollout]] = []
+    num_skipped = 0
+    num_truncated = 0
+    error = ""
+    for number, row in block.rows():
+        try:
+            whole = parser.parse(row, f"{file} line-{number}")
+            kept = settings.fit(whole)
+        except BadLine as bad:
+            error = f"{number}: {bad}"
+            break
+        num_skipped += len(whole) - len(kept)
+        before = {sample.part: sample.num_tokens for sample in whole}
+        num_truncated += sum(sample.num_tokens < before[sample.part] for sample in kept)
+        samples += [(number, sample) for sample in kept]
+    piece = make_piece(samples)
+    piece.num_skipped = num_skipped
+    piece.num_truncated = num_truncated
+    piece.error = error
+    return piece
