@@ -41,7 +41,7 @@ from megapack.pipeline.simulator import Runner
 
 # Groups of rows on each side of a peak. More rows see more of the way up to the peak and down: on
 # pp=4, 16 bound a peak of 1/60 of a step's seconds to 0.950 of the full speed, 4 to 0.980. A peak
-# in fewer rows than 2 * 4 + 1 needs a smaller window, or none. Deeper pipelines have larger groups.
+# in at most 2 * 4 rows has all of them in its window. Deeper pipelines have larger groups.
 _SIDES = {False: (4, 8, 16), True: (1, 2, 4)}
 # Chunks above which only the first of these windows is used: with pp=8 and vpp=4 it has 24 rows of
 # 32 chunks, and its LP takes 0.5 s.
@@ -95,7 +95,7 @@ class LowerBounds:
         self._runner.weights = np.array(cost.weights_for(layout))
         self._group = layout.group_size if layout.vpp > 1 else 1
         self._even: dict[int, float] = {}
-        self._windows: dict[int, _Tangents] = {}
+        self._windows: dict[tuple[int, int], _Tangents] = {}
 
     def of(self, seconds: Floats, least_count: int, beat: float = math.inf) -> Bound:
         """The bound of a step.
@@ -202,32 +202,50 @@ class LowerBounds:
         sides = _SIDES[self.layout.vpp > 1]
         if self.layout.num_chunks > _MAX_CHUNKS:
             sides = sides[:1]
-        fitting = [side for side in sides if groups > 2 * side]
-        if rest or not fitting or self.layout.pp == 1:
+        if self.layout.pp == 1 or (rest and groups > 2 * sides[0]):
             return 1 / self._busiest
-        side = fitting[-1]
-        if side not in self._windows:
-            self._windows[side] = self._window(side)
-        return self._windows[side].share(peak)
+        fitting = [side for side in sides if groups > 2 * side]
+        # Few rows are all in the window.
+        window = (fitting[-1], 0) if fitting else (0, count)
+        if window not in self._windows:
+            self._windows[window] = self._window(*window)
+        return self._windows[window].share(peak)
 
-    def _window(self, side: int) -> _Tangents:
-        """The tangents of all places of a peak that has or has not this many groups beside it."""
-        sides = [(side, side)]
-        sides += [(groups, side) for groups in range(side)]
-        sides += [(side, groups) for groups in range(side)]
+    def _window(self, side: int, count: int) -> _Tangents:
+        """The tangents of all places of a peak.
+
+        Args:
+            side: groups beside the peak, or fewer at the first or last row; 0 for all M rows.
+            count: M, if all rows are in the window.
+        """
+        group = self._group
+        # Rows in the window, places of the peak, and whether there may be rows before and after.
+        cases = [(count, range(count), False, False)]
+        if side:
+            numbers = [(side, side)]
+            numbers += [(groups, side) for groups in range(side)]
+            numbers += [(side, groups) for groups in range(side)]
+            cases = [
+                (
+                    (before + 1 + after) * group,
+                    range(before * group, (before + 1) * group),
+                    before == side,
+                    after == side,
+                )
+                for before, after in numbers
+            ]
         longest = 1 / float(self._row_seconds.sum())
         values = []
         slopes = []
-        for before, after in sides:
-            count = (before + 1 + after) * self._group
+        for num_rows, places, more_before, more_after in cases:
             rows = _Rows(
-                self._runner.ops(count, self._group),
-                count,
+                self._runner.ops(num_rows, group),
+                num_rows,
                 self._row_seconds,
-                more_before=before == side,
-                more_after=after == side,
+                more_before=more_before,
+                more_after=more_after,
             )
-            for place in range(before * self._group, (before + 1) * self._group):
+            for place in places:
                 solved = [rows.solve(place, part * longest) for part in _PEAKS]
                 values.append([one.share for one in solved])
                 slopes.append([one.slope for one in solved])
