@@ -295,7 +295,11 @@ class _Search:
         layout = self.layout
         share = self.cost.share_of_rank(layout)
         kinds: list[list[_Target]] = [[], []]
+        # Packing and refining get about two thirds of what is left.
+        least = self.evaluations_left * 2 // 3
         for target in targets:
+            if self.evaluations_left < least:
+                break
             count = target.num_microbatches
             # As many as `_huge` leaves to a rank.
             together = concentrated(self._heavy(count), layout.dp, max(count - 2, 0))
