@@ -6,6 +6,7 @@
     python tools/bench_planner.py --only-shared        # writes the tables of shared prefixes
     python tools/bench_planner.py --only-dynamic       # writes those of rows over several DP ranks
     python tools/bench_planner.py --only-operations    # those of split samples and backwards
+    python tools/bench_planner.py --only-bound         # writes the table of the lower bound
 
 Quality is time over equal work: a step's simulated seconds over the seconds of its samples' work
 spread evenly over all GPUs, without a bubble, alignment or fixed costs. No plan can reach 1.
@@ -40,6 +41,7 @@ from megapack import (
     check_plan,
     simulate,
 )
+from tools.benching.lower_bound import LowerBounds, sample_seconds
 from tools.benching.planner_families import generated_steps, shared_table, speed_table, trace_steps
 from tools.benching.planner_peers import BASELINES, Ranks, Strategy
 from tools.benching.planner_speed import draw, growth_table, target_table
@@ -51,7 +53,11 @@ BATCHES = (512, 1024, 2048)
 DYNAMIC_BATCHES = (128, 256, 512)
 # Samples of a step of the table of shared prefixes.
 SHARED_SAMPLES = 512
-# The same for split samples and split backwards.
+# The same for the lower bound.
+BOUND_SAMPLES = 512
+# Geometric mean of the distance to the bound that is wanted; cells that are further are counted.
+WANTED_DISTANCE = 1.03
+# Samples of a step of the tables of split samples and split backwards.
 OPERATION_BATCHES = (128, 512)
 # Steps of the table of the spread of step times, and samples of each.
 SPREAD_STEPS = 200
@@ -60,6 +66,7 @@ SPEED_MARKS = ("<!-- measured: speed -->", "<!-- end: speed -->")
 MARKS = ("<!-- measured -->", "<!-- end -->")
 SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes -->")
 OPERATION_MARKS = ("<!-- measured: operations -->", "<!-- end: operations -->")
+BOUND_MARKS = ("<!-- measured: lower bound -->", "<!-- end: lower bound -->")
 DYNAMIC_MARKS = ("<!-- measured: dynamic CP -->", "<!-- end: dynamic CP -->")
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
@@ -164,7 +171,7 @@ class Result:
     num_microbatches: int
     """The most micro-batches of a rank."""
     milliseconds: float
-    """Time of planning."""
+    """CPU time of planning."""
     widths: str = ""
     """Rows over 2 ranks, over 4, and so on."""
     num_pieces: int = 0
@@ -209,15 +216,15 @@ def plan_of(case: Case, policy: Policy) -> Plan:
 
 
 def run_ours(case: Case, policy: Policy) -> Result:
-    start = time.perf_counter()
+    start = time.process_time()
     plan = plan_of(case, policy)
-    return judge(case, plan.steps[0], time.perf_counter() - start)
+    return judge(case, plan.steps[0], time.process_time() - start)
 
 
 def run_strategy(case: Case, strategy: Strategy) -> Result:
-    start = time.perf_counter()
+    start = time.process_time()
     ranks = strategy(case.lengths, case.work, case.layout, case.budget)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return judge(case, as_step(case, ranks), seconds)
 
 
@@ -333,6 +340,43 @@ def summary(results: list[dict[str, Result]], strategies: list[str]) -> list[str
         f"- cells where a strategy that holds the budget is faster: {slower} of {len(results)}",
         f"- rows over the budget: megapack {sum(row['megapack'].num_over for row in results)}; "
         f"the longest row of the others is {worst:.2f} times the budget (marked *)",
+    ]
+
+
+def bound(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
+    """The lines of the table of the lower bound, one per case, and the mean distance to it."""
+    lines = ["| data | layout | model | megapack | M | lower bound | M | distance |"]
+    lines.append("|---" * 8 + "|")
+    bounds: dict[str, LowerBounds] = {}
+    by_layout: dict[str, list[float]] = {}
+    start = time.process_time()
+    for case in cases(data):
+        planned = run_ours(case, Policy())
+        if case.layout_name not in bounds:
+            bounds[case.layout_name] = LowerBounds(case.layout, case.cost)
+        least = bounds[case.layout_name].of(
+            sample_seconds(case.lengths, case.layout, case.cost),
+            -(-int(case.lengths.sum()) // (case.budget * case.layout.dp)),
+            beat=planned.ratio * case.equal_seconds,
+        )
+        ratio = least.seconds / case.equal_seconds
+        by_layout.setdefault(case.layout_name, []).append(planned.ratio / ratio)
+        lines.append(
+            f"| {case.data} | {case.layout_name} | {case.model} | {planned.ratio:.3f} | "
+            f"{planned.num_microbatches} | {ratio:.3f} | {least.num_microbatches} | "
+            f"{planned.ratio / ratio:.3f} |"
+        )
+    for layout, distances in by_layout.items():
+        lines.append(f"| geometric mean | {layout} | | | | | | **{mean(distances):.3f}** |")
+    distances = [distance for own in by_layout.values() for distance in own]
+    lines.append(f"| geometric mean | | | | | | | **{mean(distances):.3f}** |")
+    far = sum(distance > WANTED_DISTANCE for distance in distances)
+    seconds = (time.process_time() - start) / len(distances)
+    return [
+        *lines,
+        "",
+        f"- cells further than {WANTED_DISTANCE} from the bound: {far} of {len(distances)}",
+        f"- CPU seconds of a cell: {seconds:.1f}",
     ]
 
 
@@ -546,9 +590,23 @@ def main() -> None:
     parser.add_argument("--only-shared", action="store_true")
     parser.add_argument("--only-dynamic", action="store_true")
     parser.add_argument("--only-operations", action="store_true")
+    parser.add_argument("--only-bound", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
     options = parser.parse_args()
-    only = (options.only_speed, options.only_shared, options.only_dynamic, options.only_operations)
+    only = (
+        options.only_speed,
+        options.only_shared,
+        options.only_dynamic,
+        options.only_operations,
+        options.only_bound,
+    )
+    if options.only_bound or not any(only):
+        head = f"Measured with `python tools/bench_planner.py --only-bound` on {machine()}."
+        tables = "\n".join([head, "", *bound(load(options.traces, BOUND_SAMPLES))])
+        print(tables)
+        write_between_marks(options.out, BOUND_MARKS, tables)
+    if options.only_bound:
+        return
     if options.only_operations or not any(only):
         head = f"Measured with `python tools/bench_planner.py --only-operations` on {machine()}."
         tables = "\n".join([head, "", *operations(options.traces)])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -37,6 +38,7 @@ from megapack.planner.problem import StepDraft, StepProblem, by_row, members_by_
 from megapack.planner.profile import Profile, default_profile, find_profile
 from megapack.planner.scored import Scored, score_draft
 from megapack.planner.state import row_seconds
+from megapack.planner.uneven import concentrated, find_uneven
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search, with
 # 2,048 evaluations and with none.
@@ -52,6 +54,12 @@ _MAX_ROUNDS = 8
 _PROFILE_PART = 4
 # Profiles that samples are packed to, best first. Simulating such a draft costs dp evaluations.
 _MAX_PACKED = 4
+# The same if there are profiles of unequal work, too: of equal work, of unequal work, and of
+# unequal work with the huge samples together. Chosen on the traces of docs/planner.md.
+_MAX_PACKED_EACH = (3, 2, 2)
+# Profiles of unequal work are searched only if that many evaluations per rank are left, as many as
+# their drafts need: 2,048 are enough for dp=40.
+_UNEVEN_EVALUATIONS = 40
 # Without a bubble a draft with more micro-batches than the fewest must be this much faster: M=11
 # must take less than 0.998 s if M=10 takes 1 s.
 _LEAST_GAIN = 0.002
@@ -74,7 +82,17 @@ class _Target:
     """G."""
     huge: list[Floats]
     """Per rank the work of the samples that get a micro-batch each, in descending order."""
-    profile: Profile
+    profiles: list[Profile]
+    """Per rank."""
+    shares: Floats
+    """float64 [dp]: each rank's share of the work; their mean is 1."""
+    seconds: float
+    """Simulated seconds for divisible work; inf if not simulated."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.profiles[0].num_microbatches
 
 
 def plan_rows(problem: StepProblem) -> StepDraft:
@@ -206,9 +224,12 @@ class _Search:
     def _drafts(self) -> Iterator[tuple[_Target | None, StepDraft]]:
         """Yield drafts to simulate, at least one, each with its target if it has one."""
         even = np.ones(self.layout.dp)
-        pairs = ((target, self._pack(target, even)) for target in self._targets())
-        packed = ((target, draft) for target, draft in pairs if draft is not None)
-        yield from islice(packed, _MAX_PACKED)
+        targets = self._targets()
+        most = [_MAX_PACKED] if len(targets) == 1 else _MAX_PACKED_EACH
+        for own, limit in zip(targets, most, strict=True):
+            pairs = ((target, self._pack(target, even)) for target in own)
+            packed = ((target, draft) for target, draft in pairs if draft is not None)
+            yield from islice(packed, limit)
         by_rank = self._packed_by_rank()
         if by_rank is not None:
             yield None, by_rank
@@ -240,21 +261,82 @@ class _Search:
         ranks = np.arange(dp * count).reshape(dp, count)
         return self._draft(row_of, ranks, self.layout.group_size)
 
-    def _targets(self) -> list[_Target]:
-        """A target per M and G to try, sorted by simulated seconds if profiles are searched."""
+    def _targets(self) -> list[list[_Target]]:
+        """A target per M and G to try, sorted by simulated seconds if profiles are searched.
+
+        Returns:
+            Targets of equal work; and of unequal work where huge samples are worth it, see
+            `_uneven_targets`.
+        """
         if self.problem.max_samples is not None:
-            return []
+            return [[]]
         pairs = [
             (group, count)
             for group in group_sizes(self.layout, self.policy)
             for count in self._counts(group)
         ]
         if self.evaluations_left == 0 or self.layout.pp == 1:
-            return [self._target(count, group, None) for group, count in pairs]
+            return [[self._target(count, group, None) for group, count in pairs]]
         per_round = 2 * max(1, len(pairs)) * 2 * self.layout.pp
         rounds = min(_MAX_ROUNDS, self.evaluations_left // (_PROFILE_PART * per_round))
         targets = [self._target(count, group, max(1, rounds)) for group, count in pairs]
-        return sorted(targets, key=lambda t: t.profile.seconds)
+        targets.sort(key=lambda t: t.seconds)
+        enough = self.evaluations_left >= _UNEVEN_EVALUATIONS * self.layout.dp
+        if self.layout.dp == 1 or not enough or not any(t.huge[0].size for t in targets):
+            return [targets]
+        return [targets, *self._uneven_targets(targets, max(1, rounds // 2))]
+
+    def _uneven_targets(self, targets: list[_Target], rounds: int) -> list[list[_Target]]:
+        """The same M and G with less work for ranks that have long samples.
+
+        Returns:
+            Targets with the same huge samples on each rank; and with those together on few ranks.
+        """
+        layout = self.layout
+        share = self.cost.share_of_rank(layout)
+        kinds: list[list[_Target]] = [[], []]
+        # Packing and refining get about two thirds of what is left.
+        least = self.evaluations_left * 2 // 3
+        for target in targets:
+            if self.evaluations_left < least:
+                break
+            count = target.num_microbatches
+            # As many as `_huge` leaves to a rank.
+            together = concentrated(self._heavy(count), layout.dp, max(count - 2, 0))
+            known = target.profiles[0]
+            for kind, huge, profile in zip(
+                kinds, (target.huge, together), (known, None), strict=True
+            ):
+                uneven = find_uneven(
+                    partial(self._profile, count, target.group, rounds),
+                    self.runner.ops(count, target.group),
+                    [share * own for own in huge],
+                    work=share * self.total / layout.dp,
+                    fixed=self.cost.fixed,
+                    cap=share * self.cap,
+                    heavy_profile=profile,
+                )
+                if uneven is None:
+                    continue
+                self.evaluations_left -= uneven.evaluations
+                heavy, light = uneven.profiles
+                num_light = layout.dp - uneven.num_heavy
+                profiles = [heavy] * uneven.num_heavy + [light] * num_light
+                kind.append(_Target(target.group, huge, profiles, uneven.shares, uneven.seconds))
+        return [sorted(kind, key=lambda t: t.seconds) for kind in kinds]
+
+    def _profile(self, count: int, group: int, rounds: int, work: float, huge: Floats) -> Profile:
+        """The profile of a rank with this work and these huge samples, in seconds."""
+        return find_profile(
+            self.runner,
+            count,
+            group,
+            work=work,
+            fixed=self.cost.fixed,
+            cap=self.cost.share_of_rank(self.layout) * self.cap,
+            huge=huge,
+            rounds=rounds,
+        )
 
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try: from the smallest to where more cannot be faster."""
@@ -303,8 +385,7 @@ class _Search:
         dp = self.layout.dp
         if self.same_targets:
             return [np.zeros(0)] * dp
-        mean = self.total / (dp * count)
-        heavy = self.work[self.order[: int(np.count_nonzero(self.work > mean))]]
+        heavy = self._heavy(count)
         rank_of = lightest_ranks(heavy, dp)
         by_rank = heavy[by_row(rank_of, dp)]
         ends = np.cumsum(np.bincount(rank_of, minlength=dp)).tolist()
@@ -313,38 +394,41 @@ class _Search:
         begins = [0, *ends[:-1]]
         return [by_rank[a : min(b, a + most)] for a, b in zip(begins, ends, strict=True)]
 
+    def _heavy(self, count: int) -> Floats:
+        """Work of the items that have more than a mean row, in descending order."""
+        mean = self.total / (self.layout.dp * count)
+        return self.work[self.order[: int(np.count_nonzero(self.work > mean))]]
+
     def _target(self, count: int, group: int, rounds: int | None) -> _Target:
         """The target of one M and G; with `rounds=None` its profile is not searched."""
         layout = self.layout
         huge = self._huge(count)
         if rounds is None or self.uniform or layout.pp == 1:
-            return _Target(group, huge, default_profile(layout, count, group, huge[0].size))
-        share = self.cost.share_of_rank(layout)
-        profile = find_profile(
-            self.runner,
-            count,
-            group,
-            work=share * self.total / layout.dp,
-            fixed=self.cost.fixed,
-            cap=share * self.cap,
-            huge=share * huge[0],
-            rounds=rounds,
-        )
-        self.evaluations_left -= profile.evaluations
-        return _Target(group, huge, profile)
+            profile = default_profile(layout, count, group, huge[0].size)
+        else:
+            share = self.cost.share_of_rank(layout)
+            work = share * self.total / layout.dp
+            profile = self._profile(count, group, rounds, work, share * huge[0])
+            self.evaluations_left -= profile.evaluations
+        even = np.ones(layout.dp)
+        return _Target(group, huge, [profile] * layout.dp, even, profile.seconds)
 
     def _pack(self, target: _Target, shares: Floats) -> StepDraft | None:
         """A draft of rows packed to a target; None if the items do not fit.
 
         Args:
-            shares: float64 [dp], each rank's share of the work; their mean is 1.
+            shares: float64 [dp], factors on the target's shares of the work; their mean is 1.
         """
         dp = self.layout.dp
-        count = target.profile.num_microbatches
+        count = target.num_microbatches
+        shares = target.shares * shares
+        shares = shares * (dp / float(np.cumsum(shares)[-1]))
         targets = np.array(
             [
-                target.profile.targets(share * self.total / dp, huge, self.cap)
-                for share, huge in zip(shares.tolist(), target.huge, strict=True)
+                profile.targets(share * self.total / dp, huge, self.cap)
+                for profile, share, huge in zip(
+                    target.profiles, shares.tolist(), target.huge, strict=True
+                )
             ]
         )
         if self.uniform:
