@@ -60,13 +60,23 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    if argv is None:
-        argv = sys.argv[1:]
-        # The process makes this plan only, so compiling the planner for it would not pay.
-        if argv[:1] == ["plan"]:
-            from megapack.base.jit import plan_without_compiling
+    if argv is not None:
+        return _run(argv)
+    argv = sys.argv[1:]
+    if argv[:1] != ["plan"]:
+        return _run(argv)
+    from megapack.base.garbage import no_collections
 
-            plan_without_compiling()
+    # The process makes this plan only, so neither searching for garbage nor compiling the planner
+    # would pay.
+    with no_collections():
+        from megapack.base.jit import plan_without_compiling
+
+        plan_without_compiling()
+        return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     args = _parse(_parser(argv[:1]), argv)
     on_first_rank = os.environ.get("RANK", "0") == "0"
     if not args.is_others_program:

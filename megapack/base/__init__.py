@@ -4,7 +4,7 @@ Modules:
     arrays: sample lengths, ids and budgets: checked and turned into arrays
     choices, field_docs: values that a setting may have; the docstrings of dataclass fields
     files: reads that do not block, atomic writes, strict JSON
-    garbage: fewer searches for cyclic garbage during imports and while data is read
+    garbage: fewer searches for cyclic garbage at the start and while data is read
     jit: `kernel`: numba's njit, cached on disk by the sources of all kernels
     loops: loops over arrays, for kernels
     machine_lock: a lock that one process of a machine holds

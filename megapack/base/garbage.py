@@ -1,4 +1,4 @@
-"""When Python looks for cyclic garbage while a process starts, and while it reads data.
+"""When Python looks for cyclic garbage while a process starts, plans once, or reads data.
 
 It does so after each 700 new objects that can be in cycles, and looks at older ones now and then.
 Modules, and rows that are read together, are many such objects, and no garbage.
@@ -15,12 +15,12 @@ _OBJECTS_PER_COLLECTION = 50_000
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Import modules that stay: Python looks for no garbage within the block, and never again among
-    the objects that there are at its end.
+def no_collections() -> Iterator[None]:
+    """Python looks for no garbage within the block, and never again among the objects that there
+    are at its end, not even when the process ends.
 
     Torch and Megatron-Core take a quarter less CPU time to import, and each later collection need
-    not look at their 400,000 objects.
+    not look at their 400,000 objects. `megapack plan` takes a sixth less.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from megapack.base.garbage import importing
+from megapack.base.garbage import no_collections
 from megapack.commands.arguments import (
     add_fields,
     add_json,
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         raise ConfigError("--json is for dry runs; set --dry-run world=N")
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
-        with importing():
+        with no_collections():
             from megapack.base.apex import warn_of_other_apex
             from megapack.base.gpu_environment import set_missing_variables
             from megapack.base.te import refuse_broken_te

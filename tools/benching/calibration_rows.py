@@ -77,12 +77,16 @@ def fit_whole_model(measured: Sequence[Measurement], layout: Layout) -> CostMode
     for row in measured:
         total = total_seconds(row) / layout.num_chunks
         forward = total * forward_share
+        backward = total - forward
         weight = row.weight_seconds
+        if weight is not None:
+            # A row with a longer forward than the ratio says has a shorter backward here.
+            weight = min(weight / layout.num_chunks, backward)
         rows.append(
             row._replace(
                 forward_seconds=forward,
-                backward_seconds=total - forward,
-                weight_seconds=None if weight is None else weight / layout.num_chunks,
+                backward_seconds=backward,
+                weight_seconds=weight,
             )
         )
     return CostModel.fit(rows, layout=layout)

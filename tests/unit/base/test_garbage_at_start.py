@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from megapack.base.garbage import importing, rare_collections
+from megapack.base.garbage import no_collections, rare_collections
 
 pytestmark = pytest.mark.unit
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 def test_what_is_imported_is_never_looked_at_again() -> None:
     before = gc.get_freeze_count()
     try:
-        with contextlib.suppress(ImportError), importing():
+        with contextlib.suppress(ImportError), no_collections():
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled()
@@ -27,7 +27,7 @@ def test_what_is_imported_is_never_looked_at_again() -> None:
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:
-        with importing():
+        with no_collections():
             pass
         assert not gc.isenabled()
     finally:
