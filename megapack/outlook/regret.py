@@ -1,6 +1,6 @@
 """What another cost model's plan would have cost.
 
-    samples of each step -> a plan by each cost model -> seconds, all by one of the models
+Samples of each step -> a plan by each cost model -> seconds, all by one of the models
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the page of a run with `plan.calibrate=online` says about its fits.
 
-    calibration.jsonl -> fits since the run, or its layout, began -> facts, notes, what they gained
+calibration.jsonl -> fits since the run, or its layout, began -> facts, notes, what they gained
 """
 
 from __future__ import annotations
