@@ -7,7 +7,7 @@ G, as other schedulers do: the last rows are split first, then padding micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -109,8 +109,11 @@ def _step(plan: Plan, step: StepPlan, lengths: Ints, fits: Fits, pad: bool) -> S
     sizes = layout.aligned_sample_tokens(lengths[samples])
     ranks = _to_ranks(_pack_neighbours(sizes, fits), layout)
 
+    tokens = lengths[samples].tolist()
+    occupied = sizes.tolist()
+
     def micro_batch(row: list[int]) -> MicroBatch:
-        return _micro_batch(row, samples, lengths, sizes, layout, pad)
+        return _micro_batch(row, step.kept_samples, tokens, occupied, layout, pad)
 
     return StepPlan(
         ranks=tuple(tuple(map(micro_batch, rank)) for rank in ranks),
@@ -122,16 +125,24 @@ def _step(plan: Plan, step: StepPlan, lengths: Ints, fits: Fits, pad: bool) -> S
 
 
 def _micro_batch(
-    row: list[int], samples: Ints, lengths: Ints, sizes: Ints, layout: Layout, pad: bool
+    row: list[int],
+    samples: Sequence[int],
+    tokens: Sequence[int],
+    sizes: Sequence[int],
+    layout: Layout,
+    pad: bool,
 ) -> MicroBatch:
+    # Rows are short: Python's sums take less time than calls of numpy.
     if not row:
         return MicroBatch((), layout.row_alignment, 0, 0, 0)
-    occupied = np.full(len(row), sizes[row].max()) if pad else sizes[row]
-    row_tokens = layout.aligned_row_tokens(int(occupied.sum()))
+    occupied = [sizes[i] for i in row]
+    if pad:
+        occupied = [max(occupied)] * len(row)
+    row_tokens = layout.aligned_row_tokens(sum(occupied))
     return MicroBatch(
-        samples=tuple(samples[row].tolist()),
+        samples=tuple(samples[i] for i in row),
         row_tokens=row_tokens,
-        tokens=int(lengths[samples[row]].sum()),
-        tokens_sq=int((occupied * occupied).sum()),
+        tokens=sum(tokens[i] for i in row),
+        tokens_sq=sum(size * size for size in occupied),
         padded_tokens=row_tokens,
     )
