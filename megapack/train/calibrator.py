@@ -58,7 +58,7 @@ _NUM_COLUMNS = 2 + len(Measurement._fields)
 class Calibrator:
     """The cost model in force, and its fit to the run's own seconds if the config asks for it.
 
-    All ranks call its methods in the same order; `finish` is a collective.
+    All ranks call its methods in the same order; `resume` and `finish_step` are collectives.
 
     Args:
         config: `calibrate` and `calibrate_interval`.
