@@ -60,11 +60,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    if argv is not None:
-        return _run(argv)
-    argv = sys.argv[1:]
-    if argv[:1] != ["plan"]:
-        return _run(argv)
+    if argv is not None or sys.argv[1:2] != ["plan"]:
+        return _run(sys.argv[1:] if argv is None else argv)
     from megapack.base.garbage import no_collections
 
     # The process makes this plan only, so neither searching for garbage nor compiling the planner
@@ -73,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megapack.base.jit import plan_without_compiling
 
         plan_without_compiling()
-        return _run(argv)
+        return _run(sys.argv[1:])
 
 
 def _run(argv: Sequence[str]) -> int:

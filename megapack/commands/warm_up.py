@@ -21,13 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile, or load what is compiled, and say where it is."""
-    from megapack.outlook.warm_up import ALL, compile_planner
+    from megapack.outlook.warm_up import ALL, USUAL, compile_planner
 
     if not compiles():
         raise ConfigError("MEGAPACK_COMPILE=off, or numba is missing: nothing can be compiled")
     logging.getLogger("megapack").setLevel(logging.WARNING)
     began = time.perf_counter()
-    compile_planner(ALL if args.all else ALL[:1])
+    compile_planner(ALL if args.all else USUAL)
     seconds = time.perf_counter() - began
     print(f"the planner is compiled ({seconds:.1f} s): {cache_folder()}")
     return 0

@@ -29,9 +29,11 @@ _PREFIXES = SharedPrefixes(order=tuple(range(8)), common=(0, *[300] * 7))
 # With a pipeline and without one, the search for better rows is another.
 _LAYOUTS = (Layout(dp=4, pp=2, vpp=2), Layout(dp=4))
 
-USUAL = (Policy(), Policy(count_rule="per_rank", max_live_tokens_per_gpu=_MAX_LIVE))
+USUAL = (Policy(),)
+"""What most jobs plan with."""
 ALL = (
     *USUAL,
+    Policy(count_rule="per_rank", max_live_tokens_per_gpu=_MAX_LIVE),
     Policy(context_parallel="dynamic"),
     Policy(split_samples="auto", backward="split"),
 )

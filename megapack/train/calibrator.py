@@ -43,9 +43,9 @@ from megapack.pipeline.simulator import simulate_planned
 from megapack.plan.plan import Plan, StepPlan
 from megapack.ranks.agree import agree
 from megapack.schedule.adapter import ScheduleAdapter
-from megapack.schedule.listeners import Kind, Listener
+from megapack.schedule.listeners import Kind
 from megapack.train.folder import RunFolder
-from megapack.train.marks import mark, seconds_between
+from megapack.train.marks import Recorder, reports_for_stage, seconds_between
 from megapack.train.metrics import StepClock
 from megapack.view.records import CALIBRATION_FILE
 
@@ -121,16 +121,7 @@ class Calibrator:
         """
         if not self.is_on or (self._is_resumed and (folder.path / CALIBRATION_FILE).exists()):
             return
-        line = {
-            "step": number,
-            "num_fits": 0,
-            "cost": asdict(self.start),
-            "error_before": None,
-            "error_after": None,
-            "num_left_out": 0,
-            "messages": [],
-        }
-        folder.append_line(CALIBRATION_FILE, line)
+        folder.append_line(CALIBRATION_FILE, _line(number, 0, self.start))
 
     def begin_batch(self) -> None:
         """Call when a batch is planned and its steps are about to begin."""
@@ -177,7 +168,7 @@ class Calibrator:
         self.drop_step()
         # A step that was replanned has no recorder left, on any rank.
         rows = [] if recorder is None else self._measured(recorder, step)
-        self._window.append(rows if self._reports else [])
+        self._window.append(rows if reports_for_stage() else [])
         if number % self._interval:
             return []
         return self._fit_window(number, folder)
@@ -258,12 +249,6 @@ class Calibrator:
             ) from None
 
     @property
-    def _reports(self) -> bool:
-        """TP and CP ranks of a stage do the same work at the same time: the first one reports."""
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        return bool(tp_rank == parallel_state.get_context_parallel_rank() == 0)
-
-    @property
     def _stage(self) -> int:
         return int(parallel_state.get_pipeline_model_parallel_rank())
 
@@ -271,7 +256,7 @@ class Calibrator:
         """The rows that this rank ran, with their seconds."""
         rows = step.ranks[self._adapter.dp_rank]
         found = []
-        for (chunk, microbatch), seconds in recorder.seconds().items():
+        for (chunk, microbatch), seconds in _seconds(recorder).items():
             mb = rows[microbatch]
             weights = seconds.get("W")
             measurement = Measurement(
@@ -305,15 +290,15 @@ class Calibrator:
 
         def write() -> None:
             if folder is not None:
-                line = {
-                    "step": number,
-                    "num_fits": self.num_fits,
-                    "cost": asdict(self.cost),
-                    "error_before": relative_error(window, before, self._layout),
-                    "error_after": relative_error(window, self.cost, self._layout),
-                    "num_left_out": int(verdict.left_out.sum()),
-                    "messages": messages,
-                }
+                line = _line(
+                    number,
+                    self.num_fits,
+                    self.cost,
+                    error_before=relative_error(window, before, self._layout),
+                    error_after=relative_error(window, self.cost, self._layout),
+                    num_left_out=int(verdict.left_out.sum()),
+                    messages=messages,
+                )
                 folder.append_line(CALIBRATION_FILE, line)
 
         agree(write, device=self._device)
@@ -345,26 +330,34 @@ class Calibrator:
         return CostModel.from_json(texts[0])
 
 
-class Recorder(Listener):
-    """Marks of one step on this rank."""
+def _seconds(recorder: Recorder) -> dict[tuple[int, int], dict[Kind, float]]:
+    """Seconds of each kind by chunk and micro-batch; the step has ended on the device."""
+    found: dict[tuple[int, int], dict[Kind, float]] = {}
+    for kind, chunk, microbatch, begin, end in recorder.spans:
+        found.setdefault((chunk, microbatch), {})[kind] = seconds_between(begin, end)
+    return found
 
-    def __init__(self) -> None:
-        self._begun: dict[tuple[Kind, int, int], Any] = {}
-        self._spans: list[tuple[Kind, int, int, Any, Any]] = []
 
-    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        self._begun[kind, chunk, microbatch] = mark()
-
-    def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        begin = self._begun.pop((kind, chunk, microbatch))
-        self._spans.append((kind, chunk, microbatch, begin, mark()))
-
-    def seconds(self) -> dict[tuple[int, int], dict[Kind, float]]:
-        """Seconds of each kind by chunk and micro-batch; the step has ended on the device."""
-        found: dict[tuple[int, int], dict[Kind, float]] = {}
-        for kind, chunk, microbatch, begin, end in self._spans:
-            found.setdefault((chunk, microbatch), {})[kind] = seconds_between(begin, end)
-        return found
+def _line(
+    step: int,
+    num_fits: int,
+    cost: CostModel,
+    *,
+    error_before: float | None = None,
+    error_after: float | None = None,
+    num_left_out: int = 0,
+    messages: Sequence[str] = (),
+) -> dict[str, Any]:
+    """A line of calibration.jsonl."""
+    return {
+        "step": step,
+        "num_fits": num_fits,
+        "cost": asdict(cost),
+        "error_before": error_before,
+        "error_after": error_after,
+        "num_left_out": num_left_out,
+        "messages": list(messages),
+    }
 
 
 def _flat(measured: ChunkSeconds) -> list[float]:

@@ -19,13 +19,9 @@ from megapack.cost.model import CostModel
 from megapack.plan.plan import Plan
 from megapack.ranks.agree import agree
 from megapack.schedule.adapter import ScheduleAdapter
-from megapack.schedule.listeners import Kind, Listener
 from megapack.train.folder import RunFolder
-from megapack.train.marks import mark, seconds_between
+from megapack.train.marks import Recorder, mark, reports_for_stage, seconds_between
 from megapack.view.records import TRACE_FILE
-
-Span = tuple[int, int, str, Any, Any]
-"""Chunk, micro-batch, F or B, begin mark, end mark."""
 
 
 class StepTracer:
@@ -44,13 +40,13 @@ class StepTracer:
         self._is_calibrated = is_calibrated
         self._steps_left = num_steps
         self._is_warm = False
-        self._recorder: _Recorder | None = None
+        self._recorder: _TraceRecorder | None = None
 
     def start(self) -> None:
         """Call right before a step."""
         if self._is_warm and self._steps_left > 0:
             self._steps_left -= 1
-            self._recorder = _Recorder()
+            self._recorder = _TraceRecorder()
             self._adapter.runner.listeners.append(self._recorder)
         self._is_warm = True
 
@@ -93,23 +89,15 @@ class StepTracer:
         agree(write, device=torch.device(torch.cuda.current_device()))
 
 
-class _Recorder(Listener):
+class _TraceRecorder(Recorder):
     """Marks of one step on this rank, measured from a barrier that all ranks share."""
 
     def __init__(self) -> None:
-        self._begun: dict[tuple[Kind, int, int], Any] = {}
-        self._spans: list[Span] = []
+        super().__init__()
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
         self._begin = mark()
-
-    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        self._begun[kind, chunk, microbatch] = mark()
-
-    def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        begin = self._begun.pop((kind, chunk, microbatch))
-        self._spans.append((chunk, microbatch, kind, begin, mark()))
 
     def events(self, dp_rank: int) -> list[list[Any]]:
         """The fields of each `pipeline.Event`, with seconds from the step's begin."""
@@ -119,23 +107,20 @@ class _Recorder(Listener):
             [
                 dp_rank,
                 stage,
-                *span,
+                chunk,
+                microbatch,
+                kind,
                 seconds_between(self._begin, begin),
                 seconds_between(self._begin, end),
             ]
-            for *span, begin, end in self._spans
+            for kind, chunk, microbatch, begin, end in self.spans
         ]
 
 
 def _gather(events: list[list[Any]]) -> list[list[Any]]:
-    """Events of all pipelines on rank 0, sorted by DP rank and stage; empty on other ranks.
-
-    TP and CP ranks of one stage do the same work at the same time, so only the first reports.
-    """
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    reports = tp_rank == parallel_state.get_context_parallel_rank() == 0
+    """Events of all pipelines on rank 0, sorted by DP rank and stage; empty on other ranks."""
     gathered: list[Any] | None = None
     if dist.get_rank() == 0:
         gathered = [None] * dist.get_world_size()
-    dist.gather_object(events if reports else [], gathered)
+    dist.gather_object(events if reports_for_stage() else [], gathered)
     return sorted(event for part in gathered or [] for event in part)

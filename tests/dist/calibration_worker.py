@@ -15,6 +15,7 @@ from megapack.cli import main
 from megapack.cost.online import ChunkSeconds
 from megapack.plan.plan import StepPlan
 from megapack.train import calibrator
+from megapack.train.marks import Recorder
 from tests.made_clock import MadeClock
 
 TRUE = CostModel(
@@ -30,7 +31,7 @@ SLOW_RANK = (1, 0)
 class Calibrator(calibrator.Calibrator):
     """Measures by the clock."""
 
-    def _measured(self, recorder: calibrator.Recorder, step: StepPlan) -> list[ChunkSeconds]:
+    def _measured(self, recorder: Recorder, step: StepPlan) -> list[ChunkSeconds]:
         ran = super()._measured(recorder, step)
         layout = self._layout
         is_known = layout.num_chunks == len(TRUE.stage_weights or ())
