@@ -110,7 +110,7 @@ def check(chunks: Sequence[Any], config: Any) -> None:
         )
     layers = [layer for chunk in chunks for layer in chunk.modules()]
     for layer in layers:
-        if hasattr(layer, "wgrad_store") and not _puts_off(layer):
+        if _store(layer) is not None and not _puts_off(layer):
             raise ConfigError(
                 f"{type(layer).__name__} was built without delay_wgrad_compute, so its weight "
                 "gradients cannot wait; build the model with build_model(splits_backward=True), or "
@@ -315,8 +315,16 @@ def _delaying_layers(chunk: Any) -> list[Any]:
 
 
 def _puts_off(layer: Any) -> bool:
-    store = getattr(layer, "wgrad_store", None)
+    store = _store(layer)
     return store is not None and bool(store.delay_wgrad_compute())
+
+
+def _store(layer: Any) -> Any:
+    """What a linear layer of Transformer Engine puts off; None for other modules.
+
+    From Transformer Engine 2.11 on, its modules without weights have the attribute, too: None.
+    """
+    return getattr(layer, "wgrad_store", None)
 
 
 def _waiting_params(layer: Any) -> list[Any]:
