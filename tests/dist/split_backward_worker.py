@@ -27,6 +27,7 @@ from tests.dist import problem
 from tests.dist.delayed_linear import linear_layers
 from tests.dist.sequence_problem import KINDS
 from tests.dist.setup import build_chunks
+from tests.te_python import runs_te
 
 OBJECTIVES = {
     "sft": SFT(),
@@ -48,14 +49,10 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     distributed: bool = False
     layers: str = ""
-    """Linear layers of `delayed_linear`; "" for Megatron's."""
+    """Linear layers of `delayed_linear`; "" for Megatron's, or Transformer Engine's in a job that
+    has it."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` that differ from the variant's."""
-
-    @property
-    def uses_te(self) -> bool:
-        """Whether the layers are Transformer Engine's own."""
-        return self.model.get("attention") == "te"
 
 
 def with_weights_later(plan: Plan, lag: int) -> Plan:
@@ -126,7 +123,7 @@ def run_case(case: Case) -> dict[str, Any]:
     before and after."""
     run = Run(case, splits_backward=False)
     joint = run.step(splits=False)
-    if case.layers or case.uses_te:
+    if case.layers or runs_te():
         parallel_state.destroy_model_parallel()
         run = Run(case, splits_backward=True)
     split = run.step(splits=True)
@@ -159,6 +156,10 @@ CASES = {
     ),
     "single_mtp": Case(layout=Layout(), variant="mtp"),
     "single_other": Case(layout=Layout(), variant="other"),
+    "single_full": Case(layout=Layout(), recompute="full"),
+    "single_bias": Case(
+        layout=Layout(), model={"gradient_accumulation_fusion": False, "qkv_bias": True}
+    ),
     "single_te": Case(layout=Layout(), layers="te", recompute="full"),
     "pp2_te_fused": Case(layout=PP2, layers="te_fused", model={"qkv_bias": True}),
     "dp2_te_quantized": Case(
@@ -175,20 +176,11 @@ CASES = {
     "tp2_sp_pp2_full": Case(layout=TP2_SP_PP2, recompute="full"),
 }
 
-TE: dict[str, Any] = {"attention": "te"}
-TE_CASES = {
-    "te_full": Case(layout=Layout(), model=TE, recompute="full"),
-    "te_unfused_bias": Case(
-        layout=Layout(), model=TE | {"gradient_accumulation_fusion": False, "qkv_bias": True}
-    ),
-    "te_moe_shared": Case(
-        layout=Layout(), variant="moe_shared", model=TE | {"moe_bias_update_rate": 0.0}
-    ),
-    "te_mla": Case(layout=Layout(), variant="mla", model=TE),
-    "te_pp2_vpp2": Case(layout=PP2_VPP2, model=TE),
-    "te_dp2_sharded_overlap": Case(layout=Layout(dp=2), model=TE, ddp=OVERLAP, distributed=True),
-}
-"""Transformer Engine's layers, where its Python is there."""
+TE_CASES = (
+    *("single_moe_shared", "single_mla_selective", "single_mtp", "single_full", "single_bias"),
+    *("pp2_vpp2", "dp2_sharded_overlap"),
+)
+"""Those that CI also runs with Transformer Engine's own layers."""
 
 _GRID = {
     "pp1": Layout(),
@@ -199,6 +191,8 @@ _GRID = {
     "tp2_sp_pp2": TP2_SP_PP2,
 }
 MORE_CASES = {
+    "tp2_sp": Case(layout=TP2_SP),
+    "cp2": Case(layout=Layout(cp=2)),
     "single_moe": Case(layout=Layout(), variant="moe"),
     "single_mla_full": Case(layout=Layout(), variant="mla", recompute="full"),
 } | {
@@ -209,20 +203,7 @@ MORE_CASES = {
     for objective in OBJECTIVES
     for recompute, lag in (("none", 2), ("full", 5))
 }
-MORE_TE_CASES = {
-    "te_other": Case(layout=Layout(), variant="other", model=TE),
-    "te_moe": Case(layout=Layout(), variant="moe", model=TE),
-    "te_mtp": Case(layout=Layout(), variant="mtp", model=TE),
-    "te_bias": Case(layout=Layout(), model=TE | {"qkv_bias": True}),
-    "te_tp2_sp": Case(layout=TP2_SP, model=TE),
-    "te_cp2": Case(layout=Layout(cp=2), model=TE),
-    "te_dp2_ep2_overlap": Case(
-        layout=Layout(dp=2, ep=2), variant="moe", model=TE, ddp=OVERLAP
-    ),
-}
-"""Every layout with every objective, more of Transformer Engine's layers. These are not in CI: `tools/split_backward.py` runs them."""
-
-ALL_CASES = CASES | TE_CASES | MORE_CASES | MORE_TE_CASES
+"""Every layout with every objective. These are not in CI: `tools/split_backward.py` runs them."""
 
 
 def main(out_dir: str, *names: str) -> None:
@@ -230,7 +211,7 @@ def main(out_dir: str, *names: str) -> None:
     launch.start("cpu")
     results = {}
     for name in names:
-        results[name] = run_case(ALL_CASES[name])
+        results[name] = run_case({**CASES, **MORE_CASES}[name])
         parallel_state.destroy_model_parallel()
     path = Path(out_dir) / f"rank{dist.get_rank()}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
