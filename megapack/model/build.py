@@ -77,7 +77,9 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
-        use_cpu_initialization=not cpu.uses_cuda(),
+        # With it Megatron replaces biases of Transformer Engine's layers, which lose what the layer
+        # has marked them with (see `weight_gradients.check`).
+        use_cpu_initialization=kernel != "te" and not cpu.uses_cuda(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=model.dtype == "bf16",
