@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from wrapt import register_post_import_hook
+from wrapt.importer import ImportHookFinder
 
 from megapack import te_finder
 
@@ -65,6 +67,8 @@ def pretend() -> None:
     torch.backends.cuda.is_flash_attention_available = lambda: True
     register_post_import_hook(_replace_varlen, "torch.nn.attention.varlen")
     register_post_import_hook(_start_on_gpu, "megapack.launch")
+    # Hooks are called by a finder, here also for what `te_finder` finds.
+    sys.meta_path.insert(0, ImportHookFinder())
     register_post_import_hook(_refuse_absent_fp8, "transformer_engine.pytorch.quantization")
 
 
@@ -103,7 +107,7 @@ def _refuse_absent_fp8(quantization: ModuleType) -> None:
 
     if "quantize" in KERNELS:
         return
-    for name in ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available"):
+    for name in ("is_fp8_available", "is_fp8_block_scaling_available"):
         answer = classmethod(lambda cls: (False, "the kernels of FP8 have no stand-ins"))
         setattr(quantization.FP8GlobalStateManager, name, answer)
 
