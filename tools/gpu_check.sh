@@ -75,7 +75,8 @@ for name in ("numpy", "numba", "yaml", "torch", "megatron.core", "transformer_en
     except Exception as error:
         missing.append(f"{name} does not import: {type(error).__name__}: {error}")
     else:
-        print(name, getattr(found, "__version__", ""))
+        package = sys.modules[name.partition(".")[0]]
+        print(name, getattr(found, "__version__", getattr(package, "__version__", "")))
 torch = sys.modules.get("torch")
 if torch is not None and torch.cuda.is_available():
     print(torch.cuda.get_device_name(), "CUDA", torch.version.cuda)

@@ -95,7 +95,7 @@ def _start_on_gpu(launch: ModuleType) -> None:
     @functools.wraps(start)
     def started(device: Any) -> torch.device:
         # Its device is "cuda:" and the number.
-        with mock.patch.object(torch.cuda, "current_device", lambda: 0):
+        with mock.patch.object(torch.cuda, "current_device", return_value=0):
             return start(device)
 
     launch.start = started
@@ -147,8 +147,7 @@ def varlen_attention(
     from megapack.cpu.te.calls import require
 
     require(
-        query.dtype in (torch.bfloat16, torch.float16)
-        and query.dtype == key.dtype == value.dtype,
+        query.dtype in (torch.bfloat16, torch.float16) and query.dtype == key.dtype == value.dtype,
         f"varlen attention takes bf16 or fp16: {query.dtype}, {key.dtype}, {value.dtype}",
     )
     heads, width = query.shape[1:]
