@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tests.rehearsal.places import Place, place_of, put, storage_place
+from tests.rehearsal.places import Place, place_of, put
 
 Kind = Literal["wait", "mixed", "collective"]
 
@@ -275,11 +275,12 @@ class DeviceLedger(TorchDispatchMode):
 def _refuses(func: Any, name: str, args: Any, kwargs: dict[str, Any], host: list[Tensor]) -> bool:
     """Whether CUDA raises because these tensors of an operation are on the host."""
     schema = func._schema.arguments
-    for argument, value in zip(schema, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if any(t is h for t in _tensors(value) for h in host):
-                return True
-    if any(t is h for t in _tensors(kwargs.get("out")) for h in host):
+    written = [
+        value
+        for argument, value in zip(schema, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if any(t is h for t in _tensors([*written, kwargs.get("out")]) for h in host):
         return True
     if name in _INDEXING:
         # Indices of the host are copied, and a number fills.

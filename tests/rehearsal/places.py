@@ -8,7 +8,6 @@ ends with the memory, so a later storage at the same address begins without a no
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 from torch import Tensor
 
@@ -31,12 +30,7 @@ _NOTE = "_rehearsed_place"
 
 def place_of(tensor: Tensor) -> Place:
     """The noted place; memory without a note is the host's."""
-    return storage_place(tensor.untyped_storage())
-
-
-def storage_place(storage: Any) -> Place:
-    """The same of a storage."""
-    place: Place = getattr(storage, _NOTE, Place.HOST)
+    place: Place = getattr(tensor.untyped_storage(), _NOTE, Place.HOST)
     return place
 
 

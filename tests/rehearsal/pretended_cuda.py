@@ -239,8 +239,8 @@ def _start(start: Callable[[Any], torch.device]) -> Callable[[Any], torch.device
     def started(device: Any) -> torch.device:
         index = _gpu().index
         with (
-            mock.patch.object(torch.cuda, "is_available", lambda: True),
-            mock.patch.object(torch.cuda, "current_device", lambda: index),
+            mock.patch.object(torch.cuda, "is_available", return_value=True),
+            mock.patch.object(torch.cuda, "current_device", return_value=index),
         ):
             return start("cuda")
 
