@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from megatron.core.distributed import DistributedDataParallel
@@ -12,6 +13,7 @@ from megapack.cost import LayerSplit
 from megapack.model import build_model, initialize_parallel
 from megapack.model.settings import Settings
 from tests.dist import problem
+from tests.te_python import runs_te
 
 
 def build_chunks(
@@ -24,7 +26,12 @@ def build_chunks(
     reduction: Settings | None = None,
     splits_backward: bool = False,
 ) -> list[DistributedDataParallel]:
-    """Make Megatron's groups for a layout, and this rank's chunks."""
+    """Make Megatron's groups for a layout, and this rank's chunks.
+
+    In a job with Transformer Engine the layers are its own, if the model leaves the choice.
+    """
+    if runs_te() and model.attention == "auto":
+        model = dataclasses.replace(model, attention="te")
     initialize_parallel(layout, problem.SEED)
     stage_layers = (split or LayerSplit()).stage_layers(
         model.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=model.mtp_num_layers
