@@ -54,9 +54,8 @@ _COPIES = {"aten::copy_", "aten::_foreach_copy_"}
 # Memory of their results is that of their arguments, whatever else they are given.
 _ALIASES = {*_COPIES, "aten::set_"}
 
-_OWN_FILES = {
-    f"tests/rehearsal/{name}.py" for name in ("device_ledger", "places", "pretended_cuda")
-}
+# Not lines of a GPU run: this ledger, and what stands in for CUDA.
+_STAND_INS = re.compile(r"tests/rehearsal/(device_ledger|places|pretended_cuda)\.py|megapack/cpu/")
 _SOURCE = re.compile(r".*/((megapack|megatron|transformer_engine|tests)/.*\.py)$")
 
 
@@ -105,6 +104,7 @@ class DeviceLedger(TorchDispatchMode):
         """Names of the process groups that were asked for over gloo alone."""
         self._phase = ""
         self._moves_objects = False
+        self._runs_kernel = False
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -127,11 +127,15 @@ class DeviceLedger(TorchDispatchMode):
 
     def note(self, kind: Kind, what: str) -> None:
         """Count an entry at the caller's line."""
+        if self._runs_kernel:
+            return
         frame, caller = _lines()
         self.entries[Entry(kind, self._phase, what, frame, caller)] += 1
 
-    def kernel(self, name: str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a stand-in for a compiled kernel as one operation.
+    def kernel(
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a stand-in for a compiled kernel, see `megapack.cpu.te.around`, as one operation.
 
         All of its tensors must be on the GPU, and so are its results; what the stand-in does
         inside does not count.
@@ -140,8 +144,12 @@ class DeviceLedger(TorchDispatchMode):
         host = [t for t in tensors if t.numel() and not self._adopted(t)]
         if host:
             self.note("mixed", f"{name} gets host tensors {_shapes(host)}")
-        with _disable_current_modes():
-            result = run()
+        self._runs_kernel = True
+        try:
+            with _disable_current_modes():
+                result = run(*args, **kwargs)
+        finally:
+            self._runs_kernel = False
         for tensor in _tensors(result):
             if not any(tensor is given for given in tensors):
                 put(tensor, Place.GPU)
@@ -231,7 +239,8 @@ class DeviceLedger(TorchDispatchMode):
         non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
         pairs = zip(*args[:2], strict=True) if isinstance(args[0], list) else [args[:2]]
         for target, source in pairs:
-            self.copy(place_of(target), place_of(source), non_blocking=non_blocking)
+            if source.numel():
+                self.copy(place_of(target), place_of(source), non_blocking=non_blocking)
 
     def _check_index(self, name: str, args: Any) -> None:
         indices = [t for t in args[1] if t is not None]
@@ -329,7 +338,7 @@ def _process_group(value: Any) -> Any:
 @functools.cache
 def _source(path: str) -> str | None:
     found = _SOURCE.match(path)
-    return None if found is None or found[1] in _OWN_FILES else found[1]
+    return None if found is None or _STAND_INS.match(found[1]) else found[1]
 
 
 def _lines() -> tuple[Frame, Frame | None]:

@@ -1,10 +1,16 @@
-"""What a program asks torch about its GPU, answered for real CPU tensors with noted places."""
+"""What a program asks torch about its GPU, answered for real CPU tensors with noted places.
+
+Transformer Engine's Python names the CPU where it names CUDA on a GPU (`megapack.cpu.te.loader`).
+So its modules are answered otherwise: each device that they name, and each that they are told, is
+the GPU.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,9 +18,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
 from megapack import cpu, launch
+from megapack.cpu.te import around
 from tests.rehearsal.device_ledger import DeviceLedger
 from tests.rehearsal.places import Place, is_on_gpu, place_of, put
 
@@ -76,7 +84,10 @@ def rehearsed_gpu() -> Iterator[DeviceLedger]:
             moves = _moves_objects(getattr(dist, name), ledger)
             replace(dist, name, moves)
             replace(dist.distributed_c10d, name, moves)
+        # `cpu.enable` keeps split sizes where they are.
+        replace(token_dispatcher, "maybe_move_tensor_to_cpu", moe_utils.maybe_move_tensor_to_cpu)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(around(ledger.kernel))
         stack.enter_context(ledger)
         yield ledger
 
@@ -87,14 +98,16 @@ def _gpu() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, int):
-        return True
-    return torch.device(device).type == "cuda"
+def _calls_from_te() -> bool:
+    """Whether the caller of the calling function is Transformer Engine."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return str(name).startswith("transformer_engine.")
 
 
-def _place_on(device: Any) -> Place:
-    return Place.GPU if _is_cuda(device) else Place.HOST
+def _place_on(device: Any, *, from_te: bool = False) -> Place:
+    if from_te or isinstance(device, int) or torch.device(device).type == "cuda":
+        return Place.GPU
+    return Place.HOST
 
 
 def _to_gpu(tensor: Tensor) -> Tensor:
@@ -116,10 +129,13 @@ def _factory(original: Callable[..., Any], *, likes: bool) -> Callable[..., Any]
     """
 
     @functools.wraps(original)
-    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
-        place = place_of(args[0]) if likes and device is None else Place.HOST
-        if device is not None:
-            place = _place_on(device)
+    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        place = place_of(args[0]) if likes else Place.HOST
+        # Transformer Engine also names the index of a tensor's device, which is None on the CPU.
+        from_te = "device" in kwargs and _calls_from_te()
+        device = kwargs.pop("device", None)
+        if from_te or device is not None:
+            place = _place_on(device, from_te=from_te)
             if place is Place.HOST:
                 kwargs["device"] = device
         made = original(*args, **kwargs)
@@ -143,9 +159,10 @@ def _from_data(
         source = place_of(data) if isinstance(data, Tensor) else Place.HOST
         target = place_of(args[0]) if follows else source
         if device is not None:
-            target = _place_on(device)
+            target = _place_on(device, from_te=_calls_from_te())
         made = original(*args, **kwargs)
-        ledger.copy(target, source, non_blocking=False)
+        if made.numel():
+            ledger.copy(target, source, non_blocking=False)
         if made is data and target is not source:
             made = made.clone()
         return put(made, Place.PINNED if pin_memory else target)
@@ -159,12 +176,15 @@ def _tensor_attributes(ledger: DeviceLedger) -> dict[str, Any]:
         device = wanted.pop("device")
         non_blocking = wanted.pop("non_blocking")
         source = place_of(self)
-        if device is None or (_is_cuda(device)) is (source is Place.GPU):
+        if device is None:
             return _REAL_TO(self, **wanted)
-        target = _place_on(device)
+        target = _place_on(device, from_te=_calls_from_te())
+        if (target is Place.GPU) is (source is Place.GPU):
+            return _REAL_TO(self, **wanted)
         # torch pins the result of an asynchronous copy to the host.
         pins = non_blocking and target is Place.HOST
-        ledger.copy(target, source, non_blocking=non_blocking, pins=pins)
+        if self.numel():
+            ledger.copy(target, source, non_blocking=non_blocking, pins=pins)
         moved = _REAL_TO(self, **{**wanted, "copy": True})
         return put(moved, Place.PINNED if pins else target)
 
@@ -176,6 +196,12 @@ def _tensor_attributes(ledger: DeviceLedger) -> dict[str, Any]:
 
     def pin_memory(self: Tensor, device: Any = None) -> Tensor:
         return self if place_of(self) is Place.PINNED else put(self.clone(), Place.PINNED)
+
+    def device(self: Tensor) -> torch.device:
+        return _gpu() if is_on_gpu(self) and not _calls_from_te() else _REAL_DEVICE.__get__(self)
+
+    def is_cpu(self: Tensor) -> bool:
+        return is_on_gpu(self) is _calls_from_te()
 
     def read(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         # Reads memory without an operation that a dispatch mode could see.
@@ -193,9 +219,9 @@ def _tensor_attributes(ledger: DeviceLedger) -> dict[str, Any]:
         "cpu": to_host,
         "pin_memory": pin_memory,
         "is_pinned": lambda self, device=None: place_of(self) is Place.PINNED,
-        "device": property(lambda self: _gpu() if is_on_gpu(self) else _REAL_DEVICE.__get__(self)),
+        "device": property(device),
         "is_cuda": property(is_on_gpu),
-        "is_cpu": property(lambda self: not is_on_gpu(self)),
+        "is_cpu": property(is_cpu),
         "get_device": lambda self: _gpu().index if is_on_gpu(self) else -1,
         "record_stream": lambda self, stream: None,
         "tolist": read("tolist", Tensor.tolist),

@@ -256,9 +256,9 @@ def test_the_zeros_of_a_missing_gradient_are_on_the_gpu(ledger: DeviceLedger) ->
 def test_a_kernel_takes_tensors_of_the_gpu_alone(ledger: DeviceLedger) -> None:
     gpu = torch.ones(3, device="cuda")
     host = torch.zeros(3)
-    ledger.kernel("good", (gpu,), {}, lambda: gpu + 1)
+    ledger.kernel("good", lambda x: x + 1, (gpu,), {})
     assert not ledger.entries
-    made = ledger.kernel("bad", (gpu, [host]), {}, lambda: torch.zeros(2))
+    made = ledger.kernel("bad", lambda x, y: x + y[0], (gpu, [host]), {})
     assert is_on_gpu(made)
     assert whats(ledger, "mixed") == {"bad gets host tensors host [3]": 1}
 
