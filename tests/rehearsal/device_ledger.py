@@ -104,7 +104,7 @@ class DeviceLedger(TorchDispatchMode):
         """Names of the process groups that were asked for over gloo alone."""
         self._phase = ""
         self._moves_objects = False
-        self._runs_kernel = False
+        self._is_quiet = False
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -127,10 +127,19 @@ class DeviceLedger(TorchDispatchMode):
 
     def note(self, kind: Kind, what: str) -> None:
         """Count an entry at the caller's line."""
-        if self._runs_kernel:
+        if self._is_quiet:
             return
         frame, caller = _lines()
         self.entries[Entry(kind, self._phase, what, frame, caller)] += 1
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Within the block runs what a GPU run does not have; nothing of it counts."""
+        outer, self._is_quiet = self._is_quiet, True
+        try:
+            yield
+        finally:
+            self._is_quiet = outer
 
     def kernel(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -144,12 +153,8 @@ class DeviceLedger(TorchDispatchMode):
         host = [t for t in tensors if t.numel() and not self._adopted(t)]
         if host:
             self.note("mixed", f"{name} gets host tensors {_shapes(host)}")
-        self._runs_kernel = True
-        try:
-            with _disable_current_modes():
-                result = run(*args, **kwargs)
-        finally:
-            self._runs_kernel = False
+        with self.quiet(), _disable_current_modes():
+            result = run(*args, **kwargs)
         for tensor in _tensors(result):
             if not any(tensor is given for given in tensors):
                 put(tensor, Place.GPU)
@@ -217,6 +222,8 @@ class DeviceLedger(TorchDispatchMode):
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> None:
         """Count what an operation with a tensor on the GPU does."""
+        if name in _INDEXING:
+            self._check_index(name, args)
         host = [t for t in tensors if not self._adopted(t)]
         short = name.removeprefix("aten::")
         if name in _COPIES:
@@ -226,9 +233,7 @@ class DeviceLedger(TorchDispatchMode):
             return
         if host and _refuses(func, name, args, kwargs, host):
             self.note("mixed", f"{short} gets {_shapes(tensors)}")
-        if name in _INDEXING:
-            self._check_index(name, args)
-        elif (
+        if (
             name in _READS
             or (name == "aten::equal" and not _is_same(*tensors))
             or (name == "aten::repeat_interleave" and kwargs.get("output_size") is None)
@@ -244,11 +249,12 @@ class DeviceLedger(TorchDispatchMode):
 
     def _check_index(self, name: str, args: Any) -> None:
         indices = [t for t in args[1] if t is not None]
-        if any(place_of(t) is not Place.GPU for t in indices):
+        if any(place_of(t) in (Place.HOST, Place.PINNED) for t in indices):
             self.note("wait", "index on the host")
             return
         masks = [t for t in indices if t.dtype in (torch.bool, torch.uint8)]
-        # One number of the host fills a mask without knowing how many places it has.
+        # A number of the host fills a mask without knowing how many places that has. So do the
+        # zeros of its gradient, which are of either place.
         fills = name != "aten::index" and args[2].dim() == 0 and place_of(args[2]) is not Place.GPU
         if masks and not (fills and len(masks) == len(indices)):
             self.note("wait", "index by a mask")

@@ -84,6 +84,7 @@ def rehearsed_gpu() -> Iterator[DeviceLedger]:
             moves = _moves_objects(getattr(dist, name), ledger)
             replace(dist, name, moves)
             replace(dist.distributed_c10d, name, moves)
+        replace(dist.Work, "wait", _without_copies(dist.Work.wait, ledger))
         # `cpu.enable` keeps split sizes where they are.
         replace(token_dispatcher, "maybe_move_tensor_to_cpu", moe_utils.maybe_move_tensor_to_cpu)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -287,6 +288,17 @@ def _makes_group(make: Callable[..., Any], ledger: DeviceLedger) -> Callable[...
         return result
 
     return made
+
+
+def _without_copies(wait: Callable[..., Any], ledger: DeviceLedger) -> Callable[..., Any]:
+    """`Work.wait`, in which gloo copies some results from buffers of its own; NCCL's has nothing to
+    do for the host."""
+
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        with ledger.quiet():
+            return wait(*args, **kwargs)
+
+    return waited
 
 
 def _moves_objects(move: Callable[..., Any], ledger: DeviceLedger) -> Callable[..., Any]:
