@@ -2,9 +2,9 @@
 
 `pip install transformer-engine` without an extra brings Python files alone, whose import raises an
 error, also within `import megatron.core`. `import megapack` registers a finder, with which they
-import and run on stand-ins of the compiled part (`megapack.cpu.te`). On a machine with CUDA, or with
-the compiled part, the finder steps aside: a Transformer Engine that is installed badly there still
-says so itself.
+import and run on stand-ins of the compiled part (`megapack.cpu.te`). On a machine with CUDA, or
+with the compiled part, the finder steps aside: a Transformer Engine that is installed badly there
+still says so itself.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "MEGAPACK_TEST_TE"
-"""The release that a job's ranks have; "" for none. Models then run its layers, see `dist.setup`."""
+"""The release that a job's ranks have, whose layers models then run (`dist.setup`); "" for none."""
 VERSION = "2.11.0"
 """The release that CI runs."""
 _FOLDERS = Path(__file__).resolve().parents[1] / ".te"

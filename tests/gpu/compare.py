@@ -21,6 +21,7 @@ from tests.gpu import problem
 
 Samples = list[dict[str, Any]]
 
+
 def build_adapter(
     settings: Any,
     layout: Layout,

@@ -38,7 +38,7 @@ def _srelu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-_FUNCTIONS: dict[str, Function] = {
+FUNCTIONS: dict[str, Function] = {
     **{"gelu": _gelu, "qgelu": _qgelu, "relu": F.relu, "srelu": _srelu, "silu": F.silu},
     **{"geglu": _gated(_gelu), "qgeglu": _gated(_qgelu), "reglu": _gated(F.relu)},
     **{"sreglu": _gated(_srelu), "swiglu": _gated(F.silu)},
@@ -71,6 +71,6 @@ def _refuse_quantizer(quantizer: Any) -> None:
         raise NotImplementedError("an activation with a quantized output is not rehearsed")
 
 
-for _name, _function in _FUNCTIONS.items():
+for _name, _function in FUNCTIONS.items():
     kernel(_forward(_name, _function))
     kernel(_backward(_name, _function))

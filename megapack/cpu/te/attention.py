@@ -1,8 +1,8 @@
 """Fused attention (cuDNN's), sample by sample.
 
-Rows come as [t, h, d] with `cu_seqlens` (THD), or as [s, b, h, d] or [b, s, h, d]. The forward keeps
-the log of each query's sum of exponents; the backward computes with what it is given, so that a
-context-parallel ring can give it those over all keys.
+Rows come as [t, h, d] with `cu_seqlens` (THD), or as [s, b, h, d] or [b, s, h, d]. The forward
+keeps the log of each query's sum of exponents; the backward computes with what it is given, so that
+a context-parallel ring can give it those over all keys.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _backend(
 
 _CALL = "cu_seqlens_q cu_seqlens_kv q k v {}cu_seqlens_q_padded cu_seqlens_kv_padded {}s_quantizer "
 _FORWARD = (
-    "max_seqlen_q max_seqlen_kv is_training scale dropout set_zero layout {0}bias_type mask softmax "
-    "window {1}"
+    "max_seqlen_q max_seqlen_kv is_training scale dropout set_zero layout {0}bias_type mask "
+    "softmax window {1}"
     + _CALL.format("fake_dtype ", "page_table_k page_table_v ")
     + "o_quantizer bias softmax_offset rng_gen rng_elts return_max_logit cuda_graph"
 )
@@ -354,7 +354,8 @@ def _check(
     padded: tuple[Tensor | None, Tensor | None],
     is_packed: bool,
 ) -> None:
-    for table in filter(lambda table: table is not None, (*cu_seqlens, *padded)):
+    tables = [table for table in (*cu_seqlens, *padded) if table is not None]
+    for table in tables:
         require(table.dtype == torch.int32, f"cu_seqlens of {table.dtype}; kernels read int32")
         require(table.is_contiguous(), f"cu_seqlens with strides {table.stride()}")
         require(

@@ -1,4 +1,4 @@
-"""What all stand-ins have in common: a name, a count of calls, checks, and versions of arguments."""
+"""What all stand-ins have in common: a name, a count of calls, checks, arguments by release."""
 
 from __future__ import annotations
 

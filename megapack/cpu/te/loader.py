@@ -224,8 +224,8 @@ class _Edited(importlib.machinery.SourceFileLoader):
         for edit in filter(lambda edit: edit.applies, _EDITS.get(fullname, ())):
             if edit.old not in edited:
                 raise ConfigError(
-                    f"{fullname} of Transformer Engine {importlib.metadata.version(PACKAGE)} has no "
-                    f"{edit.old!r}, so it cannot run on the CPU; docs/cpu.md lists releases that can"
+                    f"Transformer Engine {importlib.metadata.version(PACKAGE)} cannot run on the "
+                    f"CPU: {fullname} has no {edit.old!r}; docs/cpu.md lists releases that can"
                 )
             edited = edited.replace(edit.old, edit.new)
         for old, new in _DEVICE:

@@ -1,7 +1,7 @@
-"""Permutation of tokens by expert: the Triton kernels of `transformer_engine.*.triton.permutation`.
+"""Permutation of tokens by expert: the Triton kernels of `transformer_engine.pytorch.triton`.
 
-A row map [tokens, experts] holds the row of a token's copy for an expert, or -1; rows are ordered by
-expert. (The kernels keep the same facts in another form, [tokens, 2 * experts + 1].)
+A row map [tokens, experts] holds the row of a token's copy for an expert, or -1; rows are ordered
+by expert. (The kernels keep the same facts in another form, [tokens, 2 * experts + 1].)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a context-parallel ring does with packed rows between its steps (context_parallel.cu).
 
-A rank's slice of a sample has two halves, chunks r and 2 * cp - 1 - r of the sample. Tables hold the
-ends of slices; with ends [0, 4, 10] the first halves are tokens 0, 1 and 4, 5, 6.
+A rank's slice of a sample has two halves, chunks r and 2 * cp - 1 - r of the sample. Tables hold
+the ends of slices; with ends [0, 4, 10] the first halves are tokens 0, 1 and 4, 5, 6.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _second(cu_seqlens: Tensor) -> Tensor:
 
 @kernel
 def thd_read_half_tensor(t: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
-    """First (0) or second (1) halves of t [t, h, d], or of keys and values together [2, t, h, d]."""
+    """First (0) or second (1) halves of rows [t, h, d], or of keys and values [2, t, h, d]."""
     require(t.is_contiguous() and t.dim() in (3, 4), f"rows {tuple(t.shape)}, {t.stride()}")
     dim = t.dim() - 3
     shape = list(t.shape)
