@@ -128,15 +128,16 @@ def _with(kernel: Kernel, *names: str) -> dict[str, WaitCase]:
     return {f"{name}_{kernel}": dataclasses.replace(_TE[name], attention=kernel) for name in names}
 
 
-ALL_CASES: dict[str, WaitCase] = {
-    **_TE,
-    **_with("varlen", *_PLAIN, "moe", "mla", "mtp", "full", "shared", "pieces_pp2", "wide_dp2"),
-    **_with("sdpa", *_PLAIN, "moe", "mla", "mtp", "full", "shared", "pieces_pp2", "wide_dp2"),
-}
+_LOCAL = (
+    *_PLAIN,
+    *("moe", "mla", "mtp", "full", "shared", "pieces_pp2", "wide_dp2", "split_backward_pp2"),
+)
+ALL_CASES: dict[str, WaitCase] = {**_TE, **_with("varlen", *_LOCAL), **_with("sdpa", *_LOCAL)}
 """`tools/host_waits.py` runs all."""
 
 CASES = (
-    *("single", "moe", "mla", "shared", "full", "value", "single_varlen"),
-    *("pp2_vpp2", "cp2", "moe_dp2_ep2", "split_backward_pp2", "wide_dp2", "dp2_sharded"),
+    *("single", "moe", "mla", "shared", "full", "cp2", "moe_dp2_ep2"),
+    *("single_varlen", "shared_varlen", "pp2_vpp2_varlen", "split_backward_pp2_varlen"),
+    *("tp2_sp_varlen", "single_sdpa"),
 )
 """The cases that CI runs."""

@@ -103,7 +103,6 @@ class DeviceLedger(TorchDispatchMode):
         self.host_groups: set[str] = set()
         """Names of the process groups that were asked for over gloo alone."""
         self._phase = ""
-        self._moves_objects = False
         self._is_quiet = False
 
     @contextlib.contextmanager
@@ -170,11 +169,8 @@ class DeviceLedger(TorchDispatchMode):
             yield
             return
         self.note("wait", name)
-        outer, self._moves_objects = self._moves_objects, True
-        try:
+        with self.quiet():
             yield
-        finally:
-            self._moves_objects = outer
 
     def copy(self, target: Place, source: Place, *, non_blocking: bool, pins: bool = False) -> None:
         """Count a copy between places, if it waits.
@@ -260,8 +256,6 @@ class DeviceLedger(TorchDispatchMode):
             self.note("wait", "index by a mask")
 
     def _check_collective(self, name: str, args: Any, tensors: list[Tensor]) -> None:
-        if self._moves_objects:
-            return
         is_host = self._names_host(next(filter(None, map(_process_group, args)), None))
         short = name.removeprefix("c10d::").rstrip("_")
         if short == "barrier":
