@@ -372,7 +372,8 @@ class ScheduleAdapter:
             rows = self._unannounced_rows(call)
         if call.plan.policy.context_parallel == "dynamic":
             self.ranks.place.enter("groups")
-            self.runner.row_groups.make(self._device)
+            widths = {mb.width for mb in call.step_plan.microbatches}
+            self.runner.row_groups.make(widths, self._device)
         self._check_inputs(call.batch.tensor_names)
         return rows
 
