@@ -33,6 +33,7 @@ from megapack.cpu.te import (  # noqa: F401  (stand-ins register themselves)
     lists,
     norms,
     permutation,
+    quantize,
     ring,
     rope,
     softmax,
@@ -163,6 +164,8 @@ _DEVICE = (
     ('"cuda"', '"cpu"'),
     ("'cuda'", "'cpu'"),
     ("torch.cuda.is_available()", "True"),
+    # That of `facts.get_cublasLt_version`.
+    ("torch.version.cuda", '"13.0"'),
 )
 _HALF = "torch.bfloat16, torch.float16, torch.float8_e4m3fn]"
 # In one module.
