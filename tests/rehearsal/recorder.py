@@ -1,0 +1,294 @@
+"""Notes of what a rank issues on the process groups that a GPU run makes with NCCL.
+
+Methods of torch's `ProcessGroup` and `Work` are replaced: every function of `torch.distributed`
+ends in them, also one that a module imported by name before, and in any thread. A group is left out
+if it is asked for with backend "gloo", which a GPU run has for its CPU tensors as well. Jobs on a
+CPU have gloo in place of NCCL as their default backend; `megapack.cpu` reads "nccl" as gloo.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work, distributed_c10d
+
+from megapack import cpu
+from tests.rehearsal.notes import ALL_TO_ALL, RANK_FILE, RECEIVE, SEND, line
+
+DELAY_SEED = "MEGAPACK_TEST_DELAY_SEED"
+"""An integer: ranks sleep before a part of their operations, so that they meet in other orders."""
+_MAX_DELAY_S = 0.004
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SITE_FRAMES = 3
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_LIBRARIES = f"{os.sep}site-packages{os.sep}"
+
+# Method -> kind.
+_COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "barrier": "barrier",
+    "gather": "gather",
+    "scatter": "scatter",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": ALL_TO_ALL,
+    "alltoall_base": ALL_TO_ALL,
+    "all_to_all_single": ALL_TO_ALL,
+}
+_P2P = {"send": SEND, "recv": RECEIVE, "recv_anysource": RECEIVE}
+
+
+def install(folder: Path, rank: int) -> None:
+    """Note this process's operations in a file of the folder, for the rest of its life."""
+    recorder = _Recorder(folder / RANK_FILE.format(rank), rank)
+    for method, kind in {**_COLLECTIVES, **_P2P}.items():
+        setattr(ProcessGroup, method, recorder.noting(getattr(ProcessGroup, method), method, kind))
+    Work.wait = recorder.waiting(Work.wait)
+    Work.synchronize = recorder.waiting(Work.synchronize)
+    for module in (dist, distributed_c10d):
+        module.batch_isend_irecv = recorder.batching(module.batch_isend_irecv)
+        module.init_process_group = recorder.initializing(module.init_process_group)
+    distributed_c10d._new_group_with_tag = recorder.making(distributed_c10d._new_group_with_tag)
+    cpu._over_gloo = recorder.reading_nccl(cpu._over_gloo)
+
+
+class _Recorder:
+    def __init__(self, path: Path, rank: int) -> None:
+        self._rank = rank
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._num_units = 0
+        self._num_jobs = 0
+        # By group: its name and ranks; None if the group is not NCCL's.
+        self._groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._cpu_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._units: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._sites: dict[tuple[Any, ...], int] = {}
+        self._is_ours: dict[Any, bool] = {}
+        seed = os.environ.get(DELAY_SEED)
+        self._delays = random.Random(f"{seed} {rank}") if seed else None
+
+    def noting(self, original: Callable[..., Any], method: str, kind: str) -> Callable[..., Any]:
+        """A method of ProcessGroup that is noted before it runs."""
+
+        @functools.wraps(original)
+        def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
+            known = self._known(group)
+            if known is None:
+                return original(group, *args, **kwargs)
+            if self._delays is not None and self._delays.random() < 0.5:
+                time.sleep(self._delays.random() * _MAX_DELAY_S)
+            values = _described(method, kind, known[1], [*args, *kwargs.values()])
+            with self._lock:
+                site = self._site()
+                batch = getattr(self._local, "batch", None)
+                unit = self._next_unit() if batch is None else batch
+                self._write("op", known[0], kind, unit, site, batch is not None, *values)
+            work = original(group, *args, **kwargs)
+            if work is None:
+                self._write("wait", unit)
+            else:
+                self._units[work] = unit
+            return work
+
+        return issue
+
+    def waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of Work that is noted before it runs."""
+
+        @functools.wraps(original)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            unit = self._units.get(work)
+            if unit is not None:
+                self._write("wait", unit)
+            return original(work, *args, **kwargs)
+
+        return wait
+
+    def batching(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`batch_isend_irecv`, whose operations are one launch."""
+
+        @functools.wraps(original)
+        def batch(operations: Any) -> Any:
+            with self._lock:
+                self._local.batch = self._next_unit()
+            try:
+                return original(operations)
+            finally:
+                self._local.batch = None
+
+        return batch
+
+    def initializing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`init_process_group`, after which torch begins to number groups again."""
+
+        @functools.wraps(original)
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            self._num_jobs += 1
+            return original(*args, **kwargs)
+
+        return initialize
+
+    def making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What makes a group with a backend, here after "nccl" was read as "gloo"."""
+
+        @functools.wraps(original)
+        def make(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kw: Any) -> Any:
+            group = original(ranks, timeout, backend, *args, **kw)
+            if backend == "gloo" and not getattr(self._local, "is_nccl", False):
+                if isinstance(group, ProcessGroup):
+                    self._cpu_groups.add(group)
+            return group
+
+        return make
+
+    def reading_nccl(self, over_gloo: Callable[..., Any]) -> Callable[..., Any]:
+        """`megapack.cpu`'s wrapper of `new_group`, which also says that NCCL was asked for."""
+
+        def wrap(make_group: Callable[..., Any]) -> Callable[..., Any]:
+            make = over_gloo(make_group)
+
+            @functools.wraps(make)
+            def asked(*args: Any, **kwargs: Any) -> Any:
+                self._local.is_nccl = any(map(cpu._names_nccl, [*args, *kwargs.values()]))
+                try:
+                    return make(*args, **kwargs)
+                finally:
+                    self._local.is_nccl = False
+
+            return asked
+
+        return wrap
+
+    def _known(self, group: Any) -> tuple[str, list[int]] | None:
+        if group in self._cpu_groups or not dist.is_initialized():
+            return None
+        known = self._groups.get(group)
+        if known is None:
+            ranks = dist.get_process_group_ranks(group)
+            known = f"{self._num_jobs}:{group.group_name}", ranks
+            self._groups[group] = known
+            self._write("group", known[0], ranks, group.group_desc)
+        return known
+
+    def _next_unit(self) -> int:
+        self._num_units += 1
+        return self._num_units
+
+    def _write(self, word: str, *values: object) -> None:
+        os.write(self._file, line(word, *values))
+
+    def _site(self) -> int:
+        """The number of the lines of code, outside of torch, that issue an operation."""
+        key: list[Any] = []
+        frame = sys._getframe(2)
+        while frame is not None and len(key) < 2 * _SITE_FRAMES:
+            code = frame.f_code
+            is_ours = self._is_ours.get(code)
+            if is_ours is None:
+                name = code.co_filename
+                is_ours = not name.startswith((*_SKIPPED, "<"))
+                self._is_ours[code] = is_ours
+            if is_ours:
+                key += code, frame.f_lineno
+            frame = frame.f_back
+        number = self._sites.get(tuple(key))
+        if number is None:
+            number = self._sites[tuple(key)] = len(self._sites) + 1
+            places = zip(key[::2], key[1::2], strict=True)
+            self._write("site", " < ".join(f"{_short(c.co_filename)}:{n}" for c, n in places))
+        return number
+
+
+def _short(path: str) -> str:
+    return path.rpartition(_LIBRARIES)[2].removeprefix(f"{_ROOT}{os.sep}")
+
+
+def _described(method: str, kind: str, ranks: list[int], args: list[Any]) -> tuple[Any, ...]:
+    """Peer, dtype, sizes, received, reduction, fault; see `notes.Op`."""
+    options = next((arg for arg in args if type(arg).__name__.endswith("Options")), None)
+    root = getattr(options, "rootRank", None)
+    peer = ranks[root] if root is not None and kind != "barrier" else -1
+    reduction = _reduction(options)
+    fault = ""
+    if kind in (SEND, RECEIVE):
+        tensors = _tensors(args[0])
+        if method == "recv_anysource":
+            fault = "a receive from any source"
+        else:
+            peer = ranks[args[1]]
+            fault = f"tag {args[2]}" if args[2] else ""
+    elif kind == ALL_TO_ALL:
+        outputs, inputs = args[:2]
+        tensors = _tensors(inputs)
+        if method == "alltoall":
+            return peer, _dtype(tensors), _numels(tensors), _numels(_tensors(outputs)), "", ""
+        own = (_split(inputs, args[3], len(ranks)), _split(outputs, args[2], len(ranks)))
+        return peer, _dtype(tensors), *own, reduction, _layout_fault([inputs, outputs])
+    elif kind == "barrier":
+        tensors = []
+    elif method in ("allgather", "allgather_coalesced"):
+        tensors = _tensors(args[0])  # all ranks know the sizes of all parts
+    elif kind in ("all_gather", "gather", "reduce_scatter"):
+        tensors = _tensors(args[1])
+    else:
+        tensors = _tensors(args[0])
+    if kind not in (SEND, RECEIVE):
+        fault = _layout_fault(tensors)
+    return peer, _dtype(tensors), _numels(tensors), (), reduction, fault
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors(part)]
+
+
+def _numels(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.numel() for tensor in tensors)
+
+
+def _dtype(tensors: Iterable[Tensor]) -> str:
+    return "+".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+
+
+def _split(tensor: Tensor, lengths: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Elements of a tensor's parts, which are `lengths` long in its first dimension, or equal."""
+    if len(lengths) == 0:
+        return (tensor.numel() // parts,) * parts
+    width = tensor.numel() // max(tensor.shape[0], 1)
+    return tuple(int(length) * width for length in lengths)
+
+
+def _layout_fault(tensors: Iterable[Tensor]) -> str:
+    return "" if all(tensor.is_contiguous() for tensor in tensors) else "a tensor with gaps"
+
+
+def _reduction(options: Any) -> str:
+    return options.reduceOp.op.name if hasattr(options, "reduceOp") else ""
