@@ -100,9 +100,7 @@ def _mismatches(ranks: Sequence[Notes], model: P2PModel, has_ended: bool) -> Ite
                 yield f"{where}: never sent: {_said(target, receives[shorter])}"
 
 
-def _first_difference(
-    group: Group, by_rank: dict[int, list[Op]], has_ended: bool
-) -> Iterator[str]:
+def _first_difference(group: Group, by_rank: dict[int, list[Op]], has_ended: bool) -> Iterator[str]:
     counts = {rank: len(by_rank.get(rank, ())) for rank in group.ranks}
     shortest = min(counts.values())
     first = group.ranks[0]

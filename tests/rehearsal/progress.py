@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from tests.rehearsal.communicators import Communicator, P2PModel
 from tests.rehearsal.notes import SEND, Group, Notes, Op, Wait, all_groups
@@ -53,14 +52,6 @@ class _Launch:
         return f"rank {self.rank}: " + " and ".join(op.text for op in self.ops)
 
 
-class _What(NamedTuple):
-    """What a node of the graph stands for."""
-
-    launch: _Launch | None
-    is_end: bool
-    makes: Communicator | None = None
-
-
 def check(ranks: Sequence[Notes], model: P2PModel, *, has_ended: bool = True) -> list[str]:
     """The first deadlock, under the weakest rule that has one; [] if there is none.
 
@@ -84,7 +75,8 @@ class _Graph:
         self._model = model
         self._has_ended = has_ended
         self._groups = all_groups(ranks)
-        self._what: list[_What | None] = []
+        # What a node stands for, in an error.
+        self._what: list[_Launch | Communicator | None] = []
         self._after: list[list[int]] = []
         self._num_before: list[int] = []
         # By communicator: for each rank, the node of its host at the first use.
@@ -110,30 +102,31 @@ class _Graph:
         return [node for node, count in enumerate(left) if count]
 
     def cycle(self) -> str:
-        """The launches of a cycle, each of which waits for the next."""
-        stuck = set(self.stuck())
+        """What waits in a cycle, each for the next."""
         before: dict[int, int] = {}
+        stuck = self.stuck()
         for node in stuck:
             for later in self._after[node]:
                 before.setdefault(later, node)
-        node = next(iter(stuck))
+        node = stuck[0]
         path: dict[int, None] = {}
         while node not in path:
             path[node] = None
             node = before[node]
         nodes = list(path)
-        texts = [self._text(what) for what in map(self._what.__getitem__, nodes[nodes.index(node):])
-                 if what is not None]
-        return "; ".join(dict.fromkeys(texts))
+        texts = map(self._text, nodes[nodes.index(node) :])
+        return "; ".join(dict.fromkeys(filter(None, texts)))
 
-    def _text(self, what: _What) -> str:
-        if what.makes is not None:
-            group = self._groups[what.makes.group]
-            return f"the first use of the communicator of ranks {list(what.makes.ranks(group))}"
-        assert what.launch is not None
-        return what.launch.text
+    def _text(self, node: int) -> str:
+        what = self._what[node]
+        if what is None:
+            return ""
+        if isinstance(what, Communicator):
+            ranks = list(what.ranks(self._groups[what.group]))
+            return f"the first use of the communicator of ranks {ranks} of group {what.group}"
+        return f"{what.text} on {self._groups[what.communicator.group].text}"
 
-    def _node(self, what: _What | None = None) -> int:
+    def _node(self, what: _Launch | Communicator | None = None) -> int:
         self._what.append(what)
         self._after.append([])
         self._num_before.append(0)
@@ -165,12 +158,12 @@ class _Graph:
             communicator = self._model.communicator(notes.rank, event)
             launch = launches[event.unit] = _Launch(notes.rank, communicator)
             if not self._model.has_device_id and communicator not in last_of:
-                made = self._node(_What(None, False, communicator))
+                made = self._node(communicator)
                 self._first_uses[communicator][notes.rank] = host, made
                 self._edge(host, made)
                 host = made
-            start = self._node(_What(launch, False))
-            end = self._node(_What(launch, True))
+            start = self._node(launch)
+            end = self._node(launch)
             launch.number = start
             self._edge(host, start)
             self._edge(start, end)
@@ -199,7 +192,7 @@ class _Graph:
             members = communicator.ranks(self._groups[communicator.group])
             if len(by_rank) < len(members) and not self._has_ended:
                 continue
-            joined = self._node(_What(None, False, communicator))
+            joined = self._node(communicator)
             for host, made in by_rank.values():
                 self._edge(host, joined)
                 self._edge(joined, made)

@@ -8,14 +8,16 @@ CPU have gloo in place of NCCL as their default backend; `megapack.cpu` reads "n
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import os
 import random
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,26 @@ _COLLECTIVES = {
 _P2P = {"send": SEND, "recv": RECEIVE, "recv_anysource": RECEIVE}
 
 
+_THREAD = threading.local()
+"""Of each thread: `batch`, the unit of the batch that it issues; `asks_nccl`; `is_for_gloo`."""
+
+
+@contextlib.contextmanager
+def for_gloo() -> Iterator[None]:
+    """Operations of the block are left out: they need gloo on a machine with GPUs as well."""
+    with _set("is_for_gloo", True):
+        yield
+
+
+@contextlib.contextmanager
+def _set(name: str, value: Any) -> Iterator[None]:
+    setattr(_THREAD, name, value)
+    try:
+        yield
+    finally:
+        delattr(_THREAD, name)
+
+
 def install(folder: Path, rank: int) -> None:
     """Note this process's operations in a file of the folder, for the rest of its life."""
     recorder = _Recorder(folder / RANK_FILE.format(rank), rank)
@@ -82,7 +104,6 @@ class _Recorder:
         self._rank = rank
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._lock = threading.Lock()
-        self._local = threading.local()
         self._num_units = 0
         self._num_jobs = 0
         # By group: its name and ranks; None if the group is not NCCL's.
@@ -99,7 +120,7 @@ class _Recorder:
 
         @functools.wraps(original)
         def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
-            known = self._known(group)
+            known = None if hasattr(_THREAD, "is_for_gloo") else self._known(group)
             if known is None:
                 return original(group, *args, **kwargs)
             if self._delays is not None and self._delays.random() < 0.5:
@@ -107,7 +128,7 @@ class _Recorder:
             values = _described(method, kind, known[1], [*args, *kwargs.values()])
             with self._lock:
                 site = self._site()
-                batch = getattr(self._local, "batch", None)
+                batch = getattr(_THREAD, "batch", None)
                 unit = self._next_unit() if batch is None else batch
                 self._write("op", known[0], kind, unit, site, batch is not None, *values)
             work = original(group, *args, **kwargs)
@@ -137,11 +158,9 @@ class _Recorder:
         @functools.wraps(original)
         def batch(operations: Any) -> Any:
             with self._lock:
-                self._local.batch = self._next_unit()
-            try:
+                unit = self._next_unit()
+            with _set("batch", unit):
                 return original(operations)
-            finally:
-                self._local.batch = None
 
         return batch
 
@@ -157,13 +176,15 @@ class _Recorder:
 
     def making(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What makes a group with a backend, here after "nccl" was read as "gloo"."""
+        signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def make(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kw: Any) -> Any:
-            group = original(ranks, timeout, backend, *args, **kw)
-            if backend == "gloo" and not getattr(self._local, "is_nccl", False):
-                if isinstance(group, ProcessGroup):
-                    self._cpu_groups.add(group)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            group = original(*args, **kwargs)
+            backend = signature.bind(*args, **kwargs).arguments.get("backend")
+            is_member = isinstance(group, ProcessGroup)
+            if is_member and backend == "gloo" and not hasattr(_THREAD, "asks_nccl"):
+                self._cpu_groups.add(group)
             return group
 
         return make
@@ -176,11 +197,10 @@ class _Recorder:
 
             @functools.wraps(make)
             def asked(*args: Any, **kwargs: Any) -> Any:
-                self._local.is_nccl = any(map(cpu._names_nccl, [*args, *kwargs.values()]))
-                try:
+                if not any(map(cpu._names_nccl, [*args, *kwargs.values()])):
                     return make(*args, **kwargs)
-                finally:
-                    self._local.is_nccl = False
+                with _set("asks_nccl", True):
+                    return make(*args, **kwargs)
 
             return asked
 
