@@ -48,7 +48,7 @@ def check(ranks: Sequence[Notes], *, has_ended: bool = True) -> list[str]:
         errors = [*_mismatches(ranks, model, has_ended)]
         errors = errors or progress.check(ranks, model, has_ended=has_ended)
         if errors:
-            return [f"{error} [{model.text}]" for error in errors]
+            return [f"with {model.text}: {error}" for error in errors]
     return []
 
 

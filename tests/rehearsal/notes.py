@@ -12,6 +12,7 @@ SEND = "send"
 RECEIVE = "receive"
 ALL_TO_ALL = "all_to_all"
 RANK_FILE = "rank{}.jsonl"
+_WAIT = -1
 
 
 class Group(NamedTuple):
@@ -31,12 +32,10 @@ class Group(NamedTuple):
 class Op(NamedTuple):
     """One operation of a process group."""
 
+    site: str
+    """The lines of code that issued it, the innermost first."""
     group: str
     kind: str
-    unit: int
-    """Operations of one rank with the same number are one launch: a batch, or a lone operation."""
-    site: str = ""
-    """The lines of code that issued it, the innermost first."""
     is_batched: bool = False
     """Issued by `batch_isend_irecv`."""
     peer: int = -1
@@ -49,6 +48,8 @@ class Op(NamedTuple):
     reduction: str = ""
     fault: str = ""
     """Why NCCL refuses the operation by itself."""
+    unit: int = 0
+    """Operations of one rank with the same number are one launch: a batch, or a lone operation."""
 
     @property
     def is_p2p(self) -> bool:
@@ -85,29 +86,38 @@ def read(folder: Path, world: int) -> list[Notes]:
 
 def _read(path: Path, rank: int) -> Notes:
     notes = Notes(rank)
-    sites = [""]
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        if not line.endswith(b"\n"):
+    ops: list[Op] = []
+    for text in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        if not text.endswith(b"\n"):
             break  # killed within a write
-        word, *values = json.loads(line)
-        if word == "op":
-            group, kind, unit, site, is_batched, peer, dtype, sizes, received, *others = values
-            both = tuple(sizes), tuple(received)
-            op = Op(group, kind, unit, sites[site], is_batched, peer, dtype, *both, *others)
-            notes.events.append(op)
-        elif word == "wait":
+        word, *values = json.loads(text)
+        if word == _WAIT:
             notes.events.append(Wait(*values))
-        elif word == "site":
-            sites.append(*values)
-        else:
+        elif word == "op":
+            ops.append(
+                Op(*(tuple(value) if isinstance(value, list) else value for value in values))
+            )
+        elif word == "group":
             name, ranks, about = values
             notes.groups[name] = Group(name, tuple(ranks), about)
+        else:
+            notes.events.append(ops[word]._replace(unit=values[0]))
     return notes
 
 
 def line(word: str, *values: object) -> bytes:
-    """A line of notes."""
+    """A line that describes a group or an operation; operations are numbered from 0."""
     return json.dumps([word, *values], separators=(",", ":")).encode() + b"\n"
+
+
+def issued(op: int, unit: int) -> bytes:
+    """The line of an operation that is issued."""
+    return b"[%d,%d]\n" % (op, unit)
+
+
+def waited(unit: int) -> bytes:
+    """The line of a wait."""
+    return b"[%d,%d]\n" % (_WAIT, unit)
 
 
 def all_groups(ranks: Sequence[Notes]) -> dict[str, Group]:

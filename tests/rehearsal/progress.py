@@ -63,7 +63,7 @@ def check(ranks: Sequence[Notes], model: P2PModel, *, has_ended: bool = True) ->
     for rule in Rule:
         graph = _Graph(ranks, model, rule, has_ended)
         if graph.stuck():
-            return [f"{rule.value}, in which each waits for the next: {graph.cycle()}"]
+            return [f"{rule.value}, in which each waits for the next:{graph.cycle()}"]
     raise AssertionError("a stricter rule has the edges of a weaker one")
 
 
@@ -115,7 +115,7 @@ class _Graph:
             node = before[node]
         nodes = list(path)
         texts = map(self._text, nodes[nodes.index(node) :])
-        return "; ".join(dict.fromkeys(filter(None, texts)))
+        return "".join(f"\n    {text}" for text in dict.fromkeys(filter(None, texts)))
 
     def _text(self, node: int) -> str:
         what = self._what[node]

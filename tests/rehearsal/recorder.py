@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 
 from megapack import cpu
-from tests.rehearsal.notes import ALL_TO_ALL, RANK_FILE, RECEIVE, SEND, line
+from tests.rehearsal.notes import ALL_TO_ALL, RANK_FILE, RECEIVE, SEND, issued, line, waited
 
 DELAY_SEED = "MEGAPACK_TEST_DELAY_SEED"
 """An integer: ranks sleep before a part of their operations, so that they meet in other orders."""
@@ -101,17 +101,15 @@ def install(folder: Path, rank: int) -> None:
 
 class _Recorder:
     def __init__(self, path: Path, rank: int) -> None:
-        self._rank = rank
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._lock = threading.Lock()
         self._num_units = 0
         self._num_jobs = 0
-        # By group: its name and ranks; None if the group is not NCCL's.
+        # Names and ranks.
         self._groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._cpu_groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self._units: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._sites: dict[tuple[Any, ...], int] = {}
-        self._is_ours: dict[Any, bool] = {}
+        self._ops: dict[tuple[Any, ...], int] = {}
         seed = os.environ.get(DELAY_SEED)
         self._delays = random.Random(f"{seed} {rank}") if seed else None
 
@@ -127,13 +125,13 @@ class _Recorder:
                 time.sleep(self._delays.random() * _MAX_DELAY_S)
             values = _described(method, kind, known[1], [*args, *kwargs.values()])
             with self._lock:
-                site = self._site()
                 batch = getattr(_THREAD, "batch", None)
                 unit = self._next_unit() if batch is None else batch
-                self._write("op", known[0], kind, unit, site, batch is not None, *values)
+                op = self._op((known[0], kind, batch is not None, *values), _site(sys._getframe(1)))
+                self._write(issued(op, unit))
             work = original(group, *args, **kwargs)
             if work is None:
-                self._write("wait", unit)
+                self._write(waited(unit))
             else:
                 self._units[work] = unit
             return work
@@ -147,7 +145,7 @@ class _Recorder:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             unit = self._units.get(work)
             if unit is not None:
-                self._write("wait", unit)
+                self._write(waited(unit))
             return original(work, *args, **kwargs)
 
         return wait
@@ -207,43 +205,48 @@ class _Recorder:
         return wrap
 
     def _known(self, group: Any) -> tuple[str, list[int]] | None:
-        if group in self._cpu_groups or not dist.is_initialized():
-            return None
         known = self._groups.get(group)
-        if known is None:
+        if known is None and group not in self._cpu_groups:
             ranks = dist.get_process_group_ranks(group)
             known = f"{self._num_jobs}:{group.group_name}", ranks
             self._groups[group] = known
-            self._write("group", known[0], ranks, group.group_desc)
+            about = group.group_desc.removeprefix("undefined")
+            self._write(line("group", known[0], ranks, about))
         return known
 
     def _next_unit(self) -> int:
         self._num_units += 1
         return self._num_units
 
-    def _write(self, word: str, *values: object) -> None:
-        os.write(self._file, line(word, *values))
-
-    def _site(self) -> int:
-        """The number of the lines of code, outside of torch, that issue an operation."""
-        key: list[Any] = []
-        frame = sys._getframe(2)
-        while frame is not None and len(key) < 2 * _SITE_FRAMES:
-            code = frame.f_code
-            is_ours = self._is_ours.get(code)
-            if is_ours is None:
-                name = code.co_filename
-                is_ours = not name.startswith((*_SKIPPED, "<"))
-                self._is_ours[code] = is_ours
-            if is_ours:
-                key += code, frame.f_lineno
-            frame = frame.f_back
-        number = self._sites.get(tuple(key))
+    def _op(self, values: tuple[Any, ...], site: tuple[Any, ...]) -> int:
+        """The number of an operation of these values and lines of code."""
+        number = self._ops.get((values, site))
         if number is None:
-            number = self._sites[tuple(key)] = len(self._sites) + 1
-            places = zip(key[::2], key[1::2], strict=True)
-            self._write("site", " < ".join(f"{_short(c.co_filename)}:{n}" for c, n in places))
+            number = self._ops[values, site] = len(self._ops)
+            places = zip(site[::2], site[1::2], strict=True)
+            # A comprehension is a frame on the line of its function.
+            lines = dict.fromkeys(f"{_short(path)}:{number}" for path, number in places)
+            self._write(line("op", " < ".join(lines), *values))
         return number
+
+    def _write(self, text: bytes) -> None:
+        os.write(self._file, text)
+
+
+def _site(frame: Any) -> tuple[Any, ...]:
+    """Paths and numbers of the lines of code, outside of torch, that issue an operation."""
+    places: list[Any] = []
+    while frame is not None and len(places) < 2 * _SITE_FRAMES:
+        path = frame.f_code.co_filename
+        if _is_shown(path):
+            places += path, frame.f_lineno
+        frame = frame.f_back
+    return tuple(places)
+
+
+@functools.cache
+def _is_shown(path: str) -> bool:
+    return not path.startswith((*_SKIPPED, "<"))
 
 
 def _short(path: str) -> str:
@@ -295,7 +298,12 @@ def _numels(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 def _dtype(tensors: Iterable[Tensor]) -> str:
-    return "+".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+    return "+".join(sorted({_dtype_name(tensor.dtype) for tensor in tensors}))
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _split(tensor: Tensor, lengths: Sequence[int], parts: int) -> tuple[int, ...]:
@@ -311,4 +319,9 @@ def _layout_fault(tensors: Iterable[Tensor]) -> str:
 
 
 def _reduction(options: Any) -> str:
-    return options.reduceOp.op.name if hasattr(options, "reduceOp") else ""
+    return _reduction_name(options.reduceOp.op) if hasattr(options, "reduceOp") else ""
+
+
+@functools.cache
+def _reduction_name(reduction: Any) -> str:
+    return str(reduction.name)
