@@ -89,7 +89,9 @@ def install(folder: Path, rank: int) -> None:
     """Note this process's operations in a file of the folder, for the rest of its life."""
     recorder = _Recorder(folder / RANK_FILE.format(rank), rank)
     for method, kind in {**_COLLECTIVES, **_P2P}.items():
-        setattr(ProcessGroup, method, recorder.noting(getattr(ProcessGroup, method), method, kind))
+        # Names differ between versions of torch.
+        if original := getattr(ProcessGroup, method, None):
+            setattr(ProcessGroup, method, recorder.noting(original, method, kind))
     Work.wait = recorder.waiting(Work.wait)
     Work.synchronize = recorder.waiting(Work.synchronize)
     for module in (dist, distributed_c10d):
@@ -123,7 +125,8 @@ class _Recorder:
                 return original(group, *args, **kwargs)
             if self._delays is not None and self._delays.random() < 0.5:
                 time.sleep(self._delays.random() * _MAX_DELAY_S)
-            values = _described(method, kind, known[1], [*args, *kwargs.values()])
+            given = [*args, *kwargs.values()]
+            values = *_described(method, kind, known[1], given), _fault(method, kind, given)
             with self._lock:
                 batch = getattr(_THREAD, "batch", None)
                 unit = self._next_unit() if batch is None else batch
@@ -254,43 +257,48 @@ def _short(path: str) -> str:
 
 
 def _described(method: str, kind: str, ranks: list[int], args: list[Any]) -> tuple[Any, ...]:
-    """Peer, dtype, sizes, received, reduction, fault; see `notes.Op`."""
+    """Peer, dtype, sizes, received, reduction; see `notes.Op`."""
+    if kind in (SEND, RECEIVE):
+        peer = -1 if method == "recv_anysource" else ranks[args[1]]
+        return peer, _dtype(args[0]), _numels(args[0]), (), ""
+    if kind == ALL_TO_ALL:
+        outputs, inputs = args[:2]
+        if method == "alltoall":
+            return -1, _dtype(inputs), _numels(inputs), _numels(outputs), ""
+        own = _split(inputs, args[3], len(ranks)), _split(outputs, args[2], len(ranks))
+        return -1, _dtype([inputs]), *own, ""
     options = next((arg for arg in args if type(arg).__name__.endswith("Options")), None)
     root = getattr(options, "rootRank", None)
-    peer = ranks[root] if root is not None and kind != "barrier" else -1
-    reduction = _reduction(options)
-    fault = ""
+    tensors = _collective_tensors(method, kind, args)
+    sizes = _numels(tensors)
+    return -1 if root is None else ranks[root], _dtype(tensors), sizes, (), _reduction(options)
+
+
+def _collective_tensors(method: str, kind: str, args: list[Any]) -> list[Tensor]:
+    """The tensors of which all ranks have as many elements."""
+    if kind == "barrier":
+        return []
+    if method in ("allgather", "allgather_coalesced"):
+        return _tensors(args[0])  # the parts of all ranks, which may differ in length
+    return _tensors(args[kind in ("all_gather", "gather", "reduce_scatter")])
+
+
+def _fault(method: str, kind: str, args: list[Any]) -> str:
+    """Why NCCL refuses an operation by itself, after "NCCL has no"."""
+    if threading.current_thread() is not threading.main_thread():
+        return f"order between threads (this is {threading.current_thread().name})"
+    if method == "recv_anysource":
+        return "receive from any rank"
     if kind in (SEND, RECEIVE):
-        tensors = _tensors(args[0])
-        if method == "recv_anysource":
-            fault = "a receive from any source"
-        else:
-            peer = ranks[args[1]]
-            fault = f"tag {args[2]}" if args[2] else ""
-    elif kind == ALL_TO_ALL:
-        outputs, inputs = args[:2]
-        tensors = _tensors(inputs)
-        if method == "alltoall":
-            return peer, _dtype(tensors), _numels(tensors), _numels(_tensors(outputs)), "", ""
-        own = (_split(inputs, args[3], len(ranks)), _split(outputs, args[2], len(ranks)))
-        return peer, _dtype(tensors), *own, reduction, _layout_fault([inputs, outputs])
-    elif kind == "barrier":
-        tensors = []
-    elif method in ("allgather", "allgather_coalesced"):
-        tensors = _tensors(args[0])  # all ranks know the sizes of all parts
-    elif kind in ("all_gather", "gather", "reduce_scatter"):
-        tensors = _tensors(args[1])
-    else:
-        tensors = _tensors(args[0])
-    if kind not in (SEND, RECEIVE):
-        fault = _layout_fault(tensors)
-    return peer, _dtype(tensors), _numels(tensors), (), reduction, fault
+        return f"tag {args[2]}" if args[2] else ""
+    tensors = _tensors([arg for arg in args if isinstance(arg, Tensor | list)])
+    return "" if all(tensor.is_contiguous() for tensor in tensors) else "tensors with gaps"
 
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for part in value for tensor in _tensors(part)]
+    return [tensor for part in value if not isinstance(part, int) for tensor in _tensors(part)]
 
 
 def _numels(tensors: Iterable[Tensor]) -> tuple[int, ...]:
@@ -312,10 +320,6 @@ def _split(tensor: Tensor, lengths: Sequence[int], parts: int) -> tuple[int, ...
         return (tensor.numel() // parts,) * parts
     width = tensor.numel() // max(tensor.shape[0], 1)
     return tuple(int(length) * width for length in lengths)
-
-
-def _layout_fault(tensors: Iterable[Tensor]) -> str:
-    return "" if all(tensor.is_contiguous() for tensor in tensors) else "a tensor with gaps"
 
 
 def _reduction(options: Any) -> str:
