@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megapack import te_finder
+
 if TYPE_CHECKING:
     from megapack.cost.fit import Measurement
     from megapack.cost.model import CostModel
@@ -94,3 +96,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+te_finder.register()

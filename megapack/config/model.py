@@ -115,7 +115,9 @@ class ModelConfig:
     """Standard deviation of the initial weights."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: globs of their names in the whole model, for example
-    `embedding.*` or `decoder.layers.0.*`."""
+    `embedding.*` or `decoder.layers.0.*`. Names are those of Megatron's local layers with every
+    `attention`: a norm is `input_layernorm` or `pre_mlp_layernorm`, also where it is fused with
+    the projection after it."""
     num_experts: int | None = None
     """Experts in the MLP of a layer, a multiple of layout.ep; null = a dense model."""
     moe_first_dense_layers: int = 0

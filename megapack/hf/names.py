@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapack.errors import ConfigError
+from megapack.model.init import local_name
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,15 @@ def _mlp(fc: str, module: str, *names: str) -> dict[str, tuple[str, ...]]:
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Norms before a linear layer have two names: Transformer Engine fuses them into that layer.
+# Norms have their names in Megatron's local layers, see `model.init.local_name`.
 _DENSE: dict[str, tuple[str, ...]] = {
     "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": _attention("q_proj", "k_proj", "v_proj"),
     "self_attention.linear_qkv.bias": _attention("q_proj", "k_proj", "v_proj", bias=True),
     "self_attention.q_layernorm.weight": _attention("q_norm"),
     "self_attention.k_layernorm.weight": _attention("k_norm"),
     "self_attention.linear_proj.weight": _attention("o_proj"),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
-    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
     **_mlp("mlp", "mlp", *_PROJECTIONS),
 }
 _EXPERTS = {
@@ -69,11 +68,9 @@ _LATENT_ATTENTION = {
     "self_attention.linear_q_proj.weight": _attention("q_proj"),
     "self_attention.linear_q_down_proj.weight": _attention("q_a_proj"),
     "self_attention.q_layernorm.weight": _attention("q_a_layernorm"),
-    "self_attention.linear_q_up_proj.layer_norm_weight": _attention("q_a_layernorm"),
     "self_attention.linear_q_up_proj.weight": _attention("q_b_proj"),
     "self_attention.linear_kv_down_proj.weight": _attention("kv_a_proj_with_mqa"),
     "self_attention.kv_layernorm.weight": _attention("kv_a_layernorm"),
-    "self_attention.linear_kv_up_proj.layer_norm_weight": _attention("kv_a_layernorm"),
     "self_attention.linear_kv_up_proj.weight": _attention("kv_b_proj"),
 }
 _DEEPSEEK = {**_DENSE, **_EXPERTS, **_SHARED_EXPERTS, **_LATENT_ATTENTION}
@@ -153,7 +150,8 @@ class TensorNames:
 
     def _names(self, key: str, index: Sequence[int]) -> tuple[str, ...]:
         match = _LAYER.fullmatch(key)
-        names = LAYERS[self.model_type].get(match[2]) if match else _OUTER.get(key)
+        layer = LAYERS[self.model_type]
+        names = layer.get(local_name(match[2])) if match else _OUTER.get(key)
         if names is None:
             raise ConfigError(
                 f"the model has a tensor {key}, which a folder of a {self.model_type} model does "

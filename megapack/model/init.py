@@ -27,6 +27,14 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"^(.*)\.experts\.local_experts\.(\d+)\.(.*)$")
 _GROUPED_EXPERT = re.compile(r"^(.*)\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+# Transformer Engine fuses a norm with the projection after it: the beginning of the parameters'
+# names there -> in Megatron's local layers, where the norm is a module.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
 
 
 def initialize_by_name(
@@ -73,27 +81,38 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def local_name(name: str) -> str:
+    """A parameter's name in Megatron's local layers; other names stay.
+
+    >>> local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
+    'decoder.layers.0.pre_mlp_layernorm.weight'
+    """
+    for fused, norm in _FUSED_NORMS.items():
+        name = name.replace(fused, norm)
+    return name
+
+
 def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of a GPT chunk with their names in the whole model.
 
     Layers are numbered from 0 over all stages, experts over all expert-parallel ranks. An expert
-    has the same names whether experts run one by one or grouped. A tied output layer has the name
-    of the embedding.
+    has the same names whether experts run one by one or grouped, a norm whether or not it is fused
+    with the projection after it. A tied output layer has the name of the embedding.
     """
     chunk = unwrapped(chunk)
     tied = chunk.share_embeddings_and_output_weights
     for stored_name, param in chunk.named_parameters():
-        local_name = _with_global_expert(chunk, stored_name)
-        match = _LAYER.match(local_name)
+        name = local_name(_with_global_expert(chunk, stored_name))
+        match = _LAYER.match(name)
         if match:
             layer = chunk.decoder.layers[int(match[1])].layer_number - 1
-            yield f"decoder.layers.{layer}.{local_name[match.end() :]}", param
-        elif tied and local_name == "output_layer.weight":
+            yield f"decoder.layers.{layer}.{name[match.end() :]}", param
+        elif tied and name == "output_layer.weight":
             # A last stage with MTP also has the embedding, and projects with that.
             if not getattr(chunk, "mtp_process", False):
                 yield "embedding.word_embeddings.weight", param
         else:
-            yield local_name, param
+            yield name, param
 
 
 def _with_global_expert(chunk: Any, name: str) -> str:
@@ -175,8 +194,9 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
 
     Args:
         chunks: this rank's GPT models, not yet wrapped in DDP.
-        patterns: globs, such as `decoder.layers.0.*` for the first layer and `embedding.*` for the
-            embedding, which includes a tied output projection.
+        patterns: globs of names as `global_parameters` gives them, such as `decoder.layers.0.*` for
+            the first layer and `embedding.*` for the embedding, which includes a tied output
+            projection.
 
     Raises:
         ConfigError: on every rank, if a pattern matches nothing, or only some of the experts that a

@@ -155,9 +155,11 @@ def _fusion_obstacle(kernel: Kernel) -> str | None:
 
     Transformer Engine's layers can; Megatron's own need an extension of apex.
     """
+    if kernel == "te":
+        return None
     if not cpu.uses_cuda():
         return _NOT_CUDA
-    if kernel == "te" or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None:
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None:
         return None
     return "needs Transformer Engine's layers or apex's fused_weight_gradient_mlp_cuda"
 

@@ -43,6 +43,10 @@ def use_groups_in_opposite_orders(backend: str | None = None) -> None:
         work.wait()
 
 
+def use_nccl_groups_in_opposite_orders() -> None:
+    use_groups_in_opposite_orders("nccl")
+
+
 def use_cpu_groups_in_opposite_orders() -> None:
     """Legal: a GPU run has gloo for these groups too."""
     use_groups_in_opposite_orders("gloo")
@@ -91,8 +95,8 @@ BREAKS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
         *(swap_collectives, receive_more, receive_integers, use_groups_in_opposite_orders),
-        *(use_cpu_groups_in_opposite_orders, split_batches, share_a_channel),
-        fail_after_a_difference,
+        *(use_nccl_groups_in_opposite_orders, use_cpu_groups_in_opposite_orders),
+        *(split_batches, share_a_channel, fail_after_a_difference),
     )
 }
 

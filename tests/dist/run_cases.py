@@ -20,7 +20,7 @@ _CASES_PER_JOB = 8
 
 def make_reference(folder: Path) -> Path:
     """Write the one-sample reference's gradients and log-probs: one file per model."""
-    checked_job(1, "tests.dist.reference", [str(folder)], timeout_s=300)
+    checked_job(1, "tests.dist.reference", [str(folder)], timeout_s=300, te="")
     return folder
 
 
@@ -78,7 +78,7 @@ def _run_row_cases(
 ) -> dict[str, dict[str, Any]]:
     reference = str(folder / "reference.pt")
     args = [module, reference, *names]
-    checked_job(1, "tests.dist.row_reference", args, timeout_s=600)
+    checked_job(1, "tests.dist.row_reference", args, timeout_s=600, te="")
     by_world: dict[int, list[str]] = {}
     for name in names:
         by_world.setdefault(all_cases[name].world, []).append(name)

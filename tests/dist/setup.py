@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from megatron.core.distributed import DistributedDataParallel
@@ -12,6 +13,7 @@ from megapack.cost import LayerSplit
 from megapack.model import build_model, initialize_parallel
 from megapack.model.settings import Settings
 from tests.dist import problem
+from tests.te_python import runs_te
 
 
 def build_chunks(
@@ -25,6 +27,7 @@ def build_chunks(
     splits_backward: bool = False,
 ) -> list[DistributedDataParallel]:
     """Make Megatron's groups for a layout, and this rank's chunks."""
+    model = with_own_kernel(model)
     initialize_parallel(layout, problem.SEED)
     stage_layers = (split or LayerSplit()).stage_layers(
         model.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=model.mtp_num_layers
@@ -40,6 +43,16 @@ def build_chunks(
         reduction=reduction,
         splits_backward=splits_backward,
     )
+
+
+def with_own_kernel(model: ModelConfig) -> ModelConfig:
+    """The model, in a job with Transformer Engine with its layers if the config leaves the choice.
+
+    "auto" would be SDPA there, since the device is no GPU.
+    """
+    if runs_te() and model.attention == "auto":
+        return dataclasses.replace(model, attention="te")
+    return model
 
 
 def error_of(attempt: Callable[[], None]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.fork_server import TIMED_OUT, Job, request
+from tests.te_python import VARIABLE, te_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,18 +30,22 @@ def run_job(
     cwd: Path = ROOT,
     max_file_bytes: int | None = None,
     grace_s: float = 2.0,
+    te: str | None = None,
     nccl_rules: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module args` on `world` ranks, with torchrun's exit codes; see `fork_server`.
 
     Args:
+        te: a release of Transformer Engine, whose Python the ranks have on the CPU; "" for none.
+            None: the one that `tests.te_python.VARIABLE` names, which tools set.
         nccl_rules: whether a job that ends well must also keep NCCL's rules (`tests/rehearsal`);
             the environment variable MEGAPACK_TEST_NCCL_RULES=0 says no for all jobs.
 
     Raises:
         TimeoutError: with the job's output. All its processes have ended.
     """
-    server, outputs = _server()
+    te = os.environ.get(VARIABLE, "") if te is None else te
+    server, outputs = _server(te)
     output = outputs / f"job{next(_NUMBERS)}.txt"
     assert server.stdin is not None
     assert server.stdout is not None
@@ -49,7 +54,7 @@ def run_job(
         module=module,
         args=list(args),
         cwd=str(cwd),
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": _path(te), VARIABLE: te},
         timeout_s=timeout_s,
         output=str(output),
         max_file_bytes=max_file_bytes,
@@ -66,10 +71,16 @@ def run_job(
 
 
 def checked_job(
-    world: int, module: str, args: Sequence[str], *, timeout_s: float, nccl_rules: bool = True
+    world: int,
+    module: str,
+    args: Sequence[str],
+    *,
+    timeout_s: float,
+    te: str | None = None,
+    nccl_rules: bool = True,
 ) -> str:
     """`run_job` that must succeed; returns its output."""
-    done = run_job(world, module, args, timeout_s=timeout_s, nccl_rules=nccl_rules)
+    done = run_job(world, module, args, timeout_s=timeout_s, te=te, nccl_rules=nccl_rules)
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
@@ -83,16 +94,20 @@ def rank_reports(folder: Path, world: int) -> list[Any]:
 _NUMBERS = itertools.count()
 
 
+def _path(te: str) -> str:
+    return os.pathsep.join([str(ROOT), *([str(te_folder(te))] if te else [])])
+
+
 @functools.cache
-def _server() -> tuple[subprocess.Popen[str], Path]:
-    """The session's server, and a folder for its jobs' output.
+def _server(te: str) -> tuple[subprocess.Popen[str], Path]:
+    """The session's server for a release of Transformer Engine, and a folder for its jobs' output.
 
     The server ends when its input is closed, at the latest when this process ends.
     """
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.dist.fork_server"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path(te)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

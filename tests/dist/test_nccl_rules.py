@@ -20,6 +20,7 @@ BROKEN = {
     "receive_more": ("number 1 differs: rank 0: send float32[4] rank 1", "float32[8]"),
     "receive_integers": ("number 1 differs: rank 0: send float32[4] rank 1", "int32[4]"),
     "use_groups_in_opposite_orders": ("collectives in different orders", WORKER),
+    "use_nccl_groups_in_opposite_orders": ("collectives in different orders", WORKER),
     "split_batches": ("a deadlock, in", "PIPELINE_MODEL_PARALLEL_GROUP", WORKER),
     "share_a_channel": ("a deadlock, in", "megapack stages", "megapack/schedule/channels.py:"),
 }

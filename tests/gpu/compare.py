@@ -21,12 +21,6 @@ from tests.gpu import problem
 
 Samples = list[dict[str, Any]]
 
-# Transformer Engine stores a norm's weight in the projection that follows it.
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-
 
 def build_adapter(
     settings: Any,
@@ -94,16 +88,10 @@ def gradient_errors(chunks: Sequence[Any], grads: dict[str, Tensor]) -> dict[str
 
 
 def main_gradients(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Main gradients on the CPU, under the names of Megatron's local spec."""
+    """Main gradients on the CPU, by name."""
     for chunk in chunks:
         for name, param in global_parameters(chunk):
-            yield _local_name(name), param.main_grad.double().cpu()
-
-
-def _local_name(name: str) -> str:
-    for fused, separate in _FUSED_NORMS.items():
-        name = name.replace(fused, separate)
-    return name
+            yield name, param.main_grad.double().cpu()
 
 
 def one_sample_outputs(samples: Samples, batch: SampleBatch) -> dict[str, list[Tensor | None]]:

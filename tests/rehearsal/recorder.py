@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 
-from megapack import cpu
+from megapack.cpu import groups
 from tests.rehearsal.notes import ALL_TO_ALL, RANK_FILE, RECEIVE, SEND, issued, line, waited
 
 DELAY_SEED = "MEGAPACK_TEST_DELAY_SEED"
@@ -98,7 +98,18 @@ def install(folder: Path, rank: int) -> None:
         module.batch_isend_irecv = recorder.batching(module.batch_isend_irecv)
         module.init_process_group = recorder.initializing(module.init_process_group)
     distributed_c10d._new_group_with_tag = recorder.making(distributed_c10d._new_group_with_tag)
-    cpu._over_gloo = recorder.reading_nccl(cpu._over_gloo)
+    groups._names_nccl = _noting_nccl(groups._names_nccl)
+
+
+def _noting_nccl(names_nccl: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """What `megapack.cpu` asks of each argument before it reads "nccl" as "gloo"."""
+
+    def names(value: Any) -> bool:
+        if found := names_nccl(value):
+            _THREAD.asks_nccl = True
+        return found
+
+    return names
 
 
 class _Recorder:
@@ -171,7 +182,9 @@ class _Recorder:
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
             self._num_jobs += 1
-            return original(*args, **kwargs)
+            group = original(*args, **kwargs)
+            vars(_THREAD).pop("asks_nccl", None)
+            return group
 
         return initialize
 
@@ -181,31 +194,14 @@ class _Recorder:
 
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
+            asks_nccl = vars(_THREAD).pop("asks_nccl", False)
             group = original(*args, **kwargs)
             backend = signature.bind(*args, **kwargs).arguments.get("backend")
-            is_member = isinstance(group, ProcessGroup)
-            if is_member and backend == "gloo" and not hasattr(_THREAD, "asks_nccl"):
+            if backend == "gloo" and not asks_nccl and isinstance(group, ProcessGroup):
                 self._cpu_groups.add(group)
             return group
 
         return make
-
-    def reading_nccl(self, over_gloo: Callable[..., Any]) -> Callable[..., Any]:
-        """`megapack.cpu`'s wrapper of `new_group`, which also says that NCCL was asked for."""
-
-        def wrap(make_group: Callable[..., Any]) -> Callable[..., Any]:
-            make = over_gloo(make_group)
-
-            @functools.wraps(make)
-            def asked(*args: Any, **kwargs: Any) -> Any:
-                if not any(map(cpu._names_nccl, [*args, *kwargs.values()])):
-                    return make(*args, **kwargs)
-                with _set("asks_nccl", True):
-                    return make(*args, **kwargs)
-
-            return asked
-
-        return wrap
 
     def _known(self, group: Any) -> tuple[str, list[int]] | None:
         known = self._groups.get(group)

@@ -98,7 +98,8 @@ def has_rope_fusion() -> bool:
     """
     from megatron.core.models.common.embeddings import rope_utils
 
-    return cpu.uses_cuda() and rope_utils.fused_apply_rotary_pos_emb is not None
+    has_kernels = cpu.uses_cuda() or cpu.runs_te()
+    return has_kernels and rope_utils.fused_apply_rotary_pos_emb is not None
 
 
 def choose_attention(
@@ -165,12 +166,12 @@ def obstacle(
     Args:
         sizes: see `choose_attention`.
         forced: the user chose the kernel by name. Transformer Engine then also runs in fp32, where
-            it pads every sample to the longest.
+            it pads every sample to the longest, and on the CPU, if `cpu.runs_te`.
         shares_prefixes: see `choose_attention`.
     """
     if kernel == "sdpa":
         return None
-    if not cpu.uses_cuda():
+    if not (cpu.uses_cuda() or (kernel == "te" and forced and cpu.runs_te())):
         return "the device is not CUDA"
     if dtype == "fp32" and not (kernel == "te" and forced):
         return "its fused kernels take bf16, model.dtype is fp32"

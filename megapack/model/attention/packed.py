@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.prefixes import Branch
-from megapack.rows.packed import PackedRow, row_position_ids
+from megapack.rows.packed import PackedRow
 
 T = TypeVar("T")
 
@@ -189,20 +189,6 @@ def carried_lengths(params: PackedSeqParams) -> tuple[int, ...]:
     """Padded tokens of the earlier pieces of the row's first sample; their keys come first."""
     carried = carried_keys(params)
     return () if carried is None else carried.lengths
-
-
-def branch_positions(params: PackedSeqParams) -> Tensor | None:
-    """int64: the position of each token of the whole row in its samples, on the row's device; None
-    if each branch is a whole sample."""
-    branches = shared_branches(params)
-    if not branches:
-        return None
-
-    def make() -> Tensor:
-        positions = row_position_ids(branches, sample_lengths(params))
-        return positions.to(params.cu_seqlens_q.device)
-
-    return once_per_row(params, "branch positions", make)
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]

@@ -18,13 +18,14 @@ core attention has to know where samples begin. Three kinds of hooks do this:
 Everything in between is Megatron's: interleaved and partial rotation, scaling, YaRN's `mscale`,
 layers without rotation.
 
-Multi-latent attention makes a table in each layer, and takes Megatron's path for packed rows. Where
-samples share prefixes or are in pieces, a token's position does not follow from `cu_seqlens`; where
-several DP ranks share the row, Megatron does not know which slice of it this rank has. The layer
-then gets the lines that it needs: Megatron takes a table that is as long as the row line by line,
-and from it the slice of its own context-parallel rank. A row over several DP ranks is described to
-the layer as if the context-parallel ranks of one had the whole of it; core attention gets the true
-description.
+Multi-latent attention makes a table in each layer, and applies it to packed rows by `cu_seqlens`,
+which it reads on the host: per layer once for queries and once for keys, and with a table of the
+whole row once more for each sample. On a GPU each of these reads waits for all work before it. So
+the layer sees the row as one long sequence, with `cu_seqlens` on the host and a table that has the
+lines of the row's tokens. Megatron takes a table as long as the row line by line, and from it the
+zigzag slice of its own context-parallel rank, where this rank's lines are put. That gives right
+positions, too, where they do not follow from `cu_seqlens`: where samples share prefixes or are in
+pieces, and where several DP ranks share the row. Core attention gets the true description.
 
 Shape suffixes: S positions, T tokens of this rank's row.
 """
@@ -36,6 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -46,16 +48,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megapack.errors import ScheduleError
-from megapack.model.attention.packed import (
-    branch_positions,
-    once_per_row,
-    row_cp_group,
-    row_positions,
-    sample_lengths,
-    shared_branches,
-)
+from megapack.model.attention.packed import once_per_row, row_positions, shared_branches
 from megapack.model.head import unwrapped
-from megapack.rows.slices import slice_positions
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -80,9 +74,9 @@ class OneSequence:
 def gather_rotary_tables(chunks: Sequence[Any]) -> None:
     """Let the chunks gather their rotary table once per row, where `gathers` is true.
 
-    Layers of multi-latent attention gather theirs for rows with shared prefixes or pieces, or of
-    several DP ranks. It acts on rows
-    whose description has positions (`packed.with_params`); others take Megatron's path. Idempotent.
+    Layers of multi-latent attention gather theirs in each layer, without `apply_rope_fusion`. It
+    acts on rows whose description has positions (`packed.with_params`); others take Megatron's
+    path. Idempotent.
     """
     for chunk in map(unwrapped, chunks):
         if hasattr(chunk, _MARK):
@@ -158,7 +152,7 @@ class _LatentTable:
     """The rotary table of one layer of multi-latent attention."""
 
     def __init__(self) -> None:
-        self._positions_T: Tensor | None = None
+        self._positions: Tensor | None = None
 
     def hook(self, attention: Any) -> None:
         attention.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -167,46 +161,50 @@ class _LatentTable:
 
     def _enter(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
         params = kwargs.get("packed_seq_params")
-        self._positions_T = None
-        if params is None:
+        self._positions = None
+        # Megatron's fused kernel reads `cu_seqlens` on the device.
+        if params is None or row_positions(params) is None or attention.config.apply_rope_fusion:
             return None
-        group = row_cp_group(params)
-        own = attention.pg_collection.cp
-        if group is None or group.size() == own.size():
-            # The positions of the whole row: Megatron itself takes the rank's slice of the table.
-            self._positions_T = branch_positions(params)
-            return None
-        local, self._positions_T = once_per_row(
-            params, "latent row", lambda: _latent_row(params, group.size() // own.size(), own)
+        cp_group = attention.pg_collection.cp
+        as_one, self._positions = once_per_row(
+            params, "latent row", lambda: latent_row(params, cp_group)
         )
-        return args, {**kwargs, "packed_seq_params": local}
+        return args, {**kwargs, "packed_seq_params": as_one}
 
     def _gather(self, rotary: Any, args: tuple[Any, ...], output: Any) -> Any:
-        if self._positions_T is None:
+        if self._positions is None:
             return output
         if isinstance(output, tuple):
             # YaRN's table and its scale.
             table, *others = output
-            return table.index_select(0, self._positions_T), *others
-        return output.index_select(0, self._positions_T)
+            return table.index_select(0, self._positions), *others
+        return output.index_select(0, self._positions)
 
 
-def _latent_row(params: PackedSeqParams, width: int, own: Any) -> tuple[PackedSeqParams, Tensor]:
-    """A row over several DP ranks as multi-latent attention sees it, whose own context-parallel
-    ranks have the whole of it; and the position of each of its lines.
+def latent_row(params: PackedSeqParams, cp_group: Any) -> tuple[PackedSeqParams, Tensor]:
+    """A row as multi-latent attention sees it: one sequence, whose slice this rank has.
 
     Args:
-        width: number of DP ranks that share the row.
-        own: Megatron's context-parallel group.
+        params: the true description, with the positions of this rank's tokens.
+        cp_group: the context-parallel ranks of the layer, over which Megatron slices the sequence;
+            fewer than those that share the row if it lies over several DP ranks.
+
+    Returns:
+        The description, with `cu_seqlens` on the host, and int64 [tokens of the sequence]: the
+        position in its sample of each line's token; 0 in the slices of other ranks.
     """
     positions_T = row_positions(params)
     assert positions_T is not None
-    lengths = [tokens // width for tokens in sample_lengths(params)]
-    # Megatron takes the lines of this rank's zigzag slice; those of other ranks do not matter.
-    lines = positions_T.new_zeros(sum(lengths))
-    mine = slice_positions(lengths, own.size(), own.rank())
-    lines[mine.to(lines.device)] = positions_T
-    ends = params.cu_seqlens_q // width
+    ranks, rank = cp_group.size(), cp_group.rank()
+    lines = positions_T
+    if ranks > 1:
+        # With 2 ranks, the first has parts 0 and 3 of 4, and the second 1 and 2.
+        lines = positions_T.new_zeros(ranks * positions_T.numel())
+        first, last = positions_T.chunk(2)
+        parts = lines.chunk(2 * ranks)
+        parts[rank].copy_(first)
+        parts[2 * ranks - 1 - rank].copy_(last)
+    ends = torch.tensor([0, lines.numel()], dtype=torch.int32, device="cpu")
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     given = {name: ends for name in names if getattr(params, name) is not None}
     row = dataclasses.replace(params, **given)

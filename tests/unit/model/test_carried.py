@@ -19,10 +19,10 @@ from megapack.model.attention.carried import carry_keys
 from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import (
     CarriedKeys,
-    branch_positions,
     carried_keys,
     carried_lengths,
     packed_seq_params,
+    row_positions,
     set_carried,
     with_params,
 )
@@ -182,12 +182,11 @@ def test_a_row_of_whole_samples_carries_nothing() -> None:
     carry_keys([row], keeps_gradients=True)
     assert carried_keys(row.params) is None
     assert carried_lengths(row.params) == ()
-    assert branch_positions(row.params) is None
 
 
 def test_positions_of_a_row_begin_at_its_piece() -> None:
     row = chain_rows(keeps_gradients=True)[1]
-    positions = branch_positions(row.params)
+    positions = row_positions(row.params)
     assert positions is not None
     assert positions.tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 4, 5]
     assert carried_lengths(row.params) == (8,)

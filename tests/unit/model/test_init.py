@@ -301,6 +301,60 @@ def test_freeze_selects_parameters_by_glob(patterns: tuple[str, ...], expected: 
     assert trained(chunk) == expected
 
 
+class FusedChunk(torch.nn.Module):
+    """A layer's parameters under Transformer Engine's names."""
+
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.decoder = torch.nn.Module()
+        layer = torch.nn.Module()
+        layer.layer_number = 3  # type: ignore[assignment]
+        self.decoder.layers = torch.nn.ModuleList([layer])
+        for name in names:
+            *path, last = name.split(".")
+            part = layer
+            for step in path:
+                part.add_module(step, getattr(part, step, torch.nn.Module()))
+                part = getattr(part, step)
+            part.register_parameter(last, torch.nn.Parameter(torch.zeros(1)))
+
+
+FUSED = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
+    "self_attention.linear_qkv.weight": "self_attention.linear_qkv.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.weight": "mlp.linear_fc1.weight",
+}
+
+
+def test_fused_norms_have_the_names_of_local_layers() -> None:
+    named = dict(global_parameters(FusedChunk(*FUSED)))
+    assert sorted(named) == sorted(f"decoder.layers.2.{name}" for name in FUSED.values())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("pattern", "frozen"),
+    [
+        ("*.mlp.*", ["mlp.linear_fc1.weight"]),
+        ("*.pre_mlp_layernorm.*", ["mlp.linear_fc1.layer_norm_weight"]),
+        ("*.q_layernorm.*", ["self_attention.linear_q_up_proj.layer_norm_weight"]),
+        ("*.linear_qkv.*", ["self_attention.linear_qkv.weight"]),
+    ],
+)
+def test_globs_do_not_depend_on_the_fusion_of_norms(pattern: str, frozen: list[str]) -> None:
+    chunk = FusedChunk(*FUSED)
+    freeze([chunk], (pattern,))
+    assert {f"decoder.layers.0.{name}" for name in FUSED} - set(trained(chunk)) == {
+        f"decoder.layers.0.{name}" for name in frozen
+    }
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_glob_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no parameter matches 'haed\.\*'"):

@@ -19,6 +19,8 @@ MODELS = [
     *("some_layers", "query_norm", "recompute_full", "recompute_selective"),
 ]
 
+LATENT_MODELS = ["latent", "latent_yarn", "latent_recompute_full", "latent_recompute_up"]
+
 CHILD = """
 import contextlib, dataclasses, json, warnings
 warnings.simplefilter("ignore")
@@ -53,11 +55,17 @@ YARN = {
     "yarn_mscale_all_dim": 0.0, "yarn_correction_range_round_to_int": True,
 }
 
-def gpt(recompute="none", qk_layernorm=False, fields={}, **options):
-    sizes = ModelConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-        ffn_hidden_size=48, init_std=0.2, recompute=recompute, qk_layernorm=qk_layernorm,
-    )
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "num_query_groups": None,
+}
+
+def gpt(recompute="none", qk_layernorm=False, fields={}, sizes={}, **options):
+    sizes = ModelConfig(**{
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
+        "ffn_hidden_size": 48, "init_std": 0.2, "recompute": recompute,
+        "qk_layernorm": qk_layernorm, **sizes,
+    })
     config = transformer_config(sizes, layout)
     for name, value in fields.items():
         setattr(config, name, value)
@@ -107,6 +115,11 @@ found = {name: compare(gpt(**options)) for name, options in {
     "query_norm": {"qk_layernorm": True},
     "recompute_full": {"recompute": "full"},
     "recompute_selective": {"recompute": "selective"},
+    "latent": {"sizes": LATENT},
+    "latent_yarn": {"sizes": LATENT, "fields": {"rope_type": "yarn"}},
+    "latent_recompute_full": {"sizes": LATENT, "recompute": "full"},
+    "latent_recompute_up": {"sizes": LATENT, "recompute": "selective",
+                            "fields": {"recompute_modules": ["mla_up_proj"]}},
 }.items()}
 
 # A wrong position must change the result, or the comparison above would show nothing.
@@ -150,6 +163,25 @@ for name, gathered in {"megatron": False, "gathered": True}.items():
     with counted(model) as reads:
         run(model, gathered)
     found[f"reads_{name}"] = reads
+
+class OnDevice(torch.Tensor):
+    # Of the row's description, or made of it: on a GPU the host waits for what it reads.
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in READS:
+            device_reads.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+on_host = cu_seqlens, positions
+cu_seqlens, positions = (tensor.as_subclass(OnDevice) for tensor in on_host)
+model = gpt(sizes=LATENT)
+gather_rotary_tables([model])
+for name, gathered in {"megatron": False, "gathered": True}.items():
+    device_reads = []
+    run(model, gathered)
+    found[f"latent_reads_{name}"] = device_reads
+cu_seqlens, positions = on_host
 
 # Transformer Engine's kernel for a batch, and that for packed rows.
 calls, tables = [], set()
@@ -204,14 +236,15 @@ def found() -> dict[str, Any]:
     return child(CHILD)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *LATENT_MODELS])
 def test_a_gathered_table_gives_megatrons_result(found: dict[str, Any], model: str) -> None:
-    assert found[model]["gathers"]
+    # Of multi-latent attention, layers gather.
+    assert found[model]["gathers"] == (model in MODELS)
     assert found[model]["error"] < 2e-6
     assert found["sees_positions"]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *LATENT_MODELS])
 def test_a_row_without_positions_takes_megatrons_path(found: dict[str, Any], model: str) -> None:
     assert found[model]["same_without_positions"]
 
@@ -220,6 +253,11 @@ def test_layers_do_not_wait_for_the_device(found: dict[str, Any]) -> None:
     assert found["reads_gathered"] == []
     # Megatron's path reads once for queries and once for keys of each of the two layers.
     assert found["reads_megatron"].count("tolist") >= 4
+
+
+def test_layers_of_multi_latent_attention_do_not_wait_either(found: dict[str, Any]) -> None:
+    assert found["latent_reads_gathered"] == []
+    assert found["latent_reads_megatron"].count("tolist") >= 4
 
 
 def test_the_fused_kernel_gets_a_batch_of_one_sequence(found: dict[str, Any]) -> None:

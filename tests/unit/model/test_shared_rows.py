@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from megapack.model.attention.packed import branch_positions
+from megapack.model.attention.rotary import latent_row
 from megapack.rows.slices import slice_positions
 from tests.child import child
 from tests.forests import random_forest
@@ -261,22 +261,20 @@ def test_what_finds_positions_by_itself_is_refused(found: dict[str, Any]) -> Non
     assert found["own"].startswith("Own with position_embedding_type='rope' finds them")
 
 
+@pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_megatron_takes_a_rank_its_lines_of_the_rows_table(cp: int) -> None:
-    """Multi-latent attention with context parallelism: the table is that of the whole row."""
-    row = random_forest(2, cp, depth=2)
-    positions_T = branch_positions(row.params(cp))
-    assert positions_T is not None
-    assert torch.equal(positions_T, row.positions_T)
-    table = torch.randn(int(positions_T.max()) + 1, 1, 1, 8)
-    values = torch.randn(row.tokens, 3, 8)
-    cu_seqlens = torch.tensor([0, *row.spans]).cumsum(0).int()
-    for rank in range(cp):
-        mine = slice_positions(row.spans, cp, rank)
+def test_megatron_takes_a_rank_its_lines_of_the_rows_table(cp: int, width: int) -> None:
+    """Multi-latent attention of `cp` ranks, of a row over `width` times as many."""
+    row = random_forest(2, cp * width)
+    table = torch.randn(int(row.positions_T.max()) + 1, 1, 1, 8)
+    for number in range(cp * width):
+        mine = slice_positions(row.spans, cp * width, number)
+        own = row.positions_T[mine]
+        group = RankOf(number % cp, cp)
+        as_one, lines = latent_row(row.params(cp, positions_T=own), group)
+        values = torch.randn(len(own), 3, 8)
         rotated = rope_utils._apply_rotary_pos_emb_thd(
-            values[mine], cu_seqlens, table[positions_T], cp_group=RankOf(rank, cp)
+            values, as_one.cu_seqlens_q, table[lines], cp_group=group
         )
-        expected = rope_utils._apply_rotary_pos_emb_bshd(
-            values[mine][:, None], table[row.positions_T[mine]]
-        )
-        torch.testing.assert_close(rotated, expected[:, 0])
+        expected = rope_utils._apply_rotary_pos_emb_bshd(values[:, None], table[own])
+        assert rotated.equal(expected[:, 0])

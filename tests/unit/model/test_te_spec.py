@@ -123,7 +123,7 @@ def test_parameters_have_the_names_of_the_whole_model(found: dict[str, Any]) -> 
     shapes = found["parameters"]
     assert shapes["embedding.word_embeddings.weight"] == [384, 128]
     assert shapes["decoder.layers.1.self_attention.linear_qkv.weight"] == [(4 + 2 + 2) * 64, 128]
-    assert shapes["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"] == [128]
+    assert shapes["decoder.layers.1.input_layernorm.weight"] == [128]
     assert shapes["decoder.layers.0.self_attention.q_layernorm.weight"] == [64]
     assert shapes["decoder.layers.0.mlp.linear_fc1.weight"] == [2 * 4 * 128, 128]
 

@@ -1,0 +1,187 @@
+"""torch's CUDA device, sent to the CPU."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megapack.cpu.groups import over_gloo, padded_all_gather, padded_reduce_scatter
+from megapack.cpu.megatron import AFTER_IMPORT
+from megapack.cpu.streams import HostEvent, NoStream
+from megapack.cpu.triton import WithoutTriton
+
+logger = logging.getLogger(__name__)
+
+_FACTORIES = (
+    *("empty", "empty_like", "empty_strided", "full", "full_like", "zeros", "zeros_like"),
+    *("ones", "ones_like", "eye", "arange", "linspace", "tensor", "as_tensor"),
+    *("rand", "rand_like", "randint", "randn", "randn_like", "randperm"),
+)
+_MARKER = "_megapack_cpu"
+# Blackwell's. Megatron-LM asks for CUDA_DEVICE_MAX_CONNECTIONS=1 on earlier ones.
+_CAPABILITY = (10, 0)
+
+
+def enabled() -> bool:
+    """Whether `enable` was called in this process."""
+    return hasattr(torch.cuda, _MARKER)
+
+
+def uses_cuda() -> bool:
+    """Whether models run on CUDA: the machine has it and `enable` was not called."""
+    return torch.cuda.is_available() and not enabled()
+
+
+def enable() -> None:
+    """Send Megatron's CUDA calls to the CPU, for the rest of this process.
+
+    Idempotent. Call it before the model is built. A CUDA device of the machine stays unused, but
+    tensors that other code puts on it explicitly through an index keep working. NCCL is read as
+    gloo. Memory statistics are 0, and timers of CUDA events are the host's clock.
+    """
+    if enabled():
+        return
+    if torch.cuda.is_available():
+        logger.warning("device: cpu was asked for, so the CUDA device of this machine stays unused")
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = _identity  # type: ignore[method-assign]
+    torch.Tensor.to = _to_cpu(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]
+    torch.nn.Module.cuda = _identity  # type: ignore[method-assign]
+    _redirect_process_groups()
+    _redirect_cuda_module()
+    _redirect_device_facts()
+    for module, redirect in AFTER_IMPORT.items():
+        _after_import(module, redirect)
+    if importlib.util.find_spec("triton") is None:
+        sys.meta_path.insert(0, WithoutTriton())
+    setattr(torch.cuda, _MARKER, True)
+
+
+def _redirect_process_groups() -> None:
+    dist.all_gather = padded_all_gather(dist.all_gather)
+    dist.reduce_scatter = padded_reduce_scatter(dist.reduce_scatter)
+    for name in ("init_process_group", "new_group"):
+        make = over_gloo(getattr(dist, name))
+        setattr(dist, name, make)
+        setattr(dist.distributed_c10d, name, make)
+
+
+def _redirect_cuda_module() -> None:
+    cpu = torch.device("cpu")
+    replacements: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: cpu,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "current_stream": lambda device=None: NoStream(),
+        "default_stream": lambda device=None: NoStream(),
+        "set_stream": lambda stream: None,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "Stream": NoStream,
+        "Event": HostEvent,
+        "manual_seed": torch.default_generator.manual_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    torch.cuda.random.get_rng_state = replacements["get_rng_state"]
+    torch.cuda.nvtx.range_push = lambda message: 0
+    torch.cuda.nvtx.range_pop = lambda: 0
+
+
+def _redirect_device_facts() -> None:
+    """What a recipe asks of its device: a GPU per local rank, with the host's memory, all free."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    properties = types.SimpleNamespace(
+        name="cpu",
+        major=_CAPABILITY[0],
+        # torch.compile reads the name of the architecture where torch is built without CUDA.
+        gcnArchName="cpu",
+        minor=_CAPABILITY[1],
+        total_memory=memory,
+        multi_processor_count=os.cpu_count(),
+    )
+    facts: dict[str, Callable[..., Any]] = {
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: _CAPABILITY,
+        "get_device_name": lambda device=None: properties.name,
+        "mem_get_info": lambda device=None: (memory, memory),
+        "memory_stats": lambda device=None: collections.defaultdict(int),
+        "reset_peak_memory_stats": lambda device=None: None,
+    }
+    for name in ("allocated", "reserved"):
+        facts[f"memory_{name}"] = lambda device=None: 0
+        facts[f"max_memory_{name}"] = lambda device=None: 0
+    facts["device_memory_used"] = lambda device=None: 0
+    for name, fact in facts.items():
+        setattr(torch.cuda, name, fact)
+
+
+def _after_import(name: str, redirect: Callable[[Any], None]) -> None:
+    """Call `redirect(module)` right after the module's import; at once if it is imported."""
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(redirect, name)
+
+
+def _identity(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        # Pinned memory, from which a GPU copies, needs one.
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return build
+
+
+def _to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(to)
+    def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and _is_cuda(args[0]):
+            args = ("cpu", *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return to(self, *args, **kwargs)
+
+    return move
+
+
+def _cuda_type_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(tensor_type)
+    def name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron's optimizers compare `tensor.type()` with 'torch.cuda.FloatTensor'.
+        if args or kwargs:
+            return tensor_type(self, *args, **kwargs)
+        return tensor_type(self).replace("torch.", "torch.cuda.", 1)
+
+    return name

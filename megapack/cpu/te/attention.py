@@ -1,0 +1,451 @@
+"""Fused attention (cuDNN's), sample by sample.
+
+Rows come as [t, h, d] with `cu_seqlens` (THD), or as [s, b, h, d] or [b, s, h, d]. The forward
+keeps the log of each query's sum of exponents; the backward computes with what it is given, so that
+a context-parallel ring can give it those over all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapack.cpu.te import enums
+from megapack.cpu.te.calls import kernel, require, version
+from megapack.cpu.te.precision import wide
+
+Window = tuple[int, int] | None
+
+
+# ------------------------------------------------------------------------- which kernel would run
+
+
+@kernel
+def get_fused_attn_backend(*args: Any) -> Any:
+    """The kernel of `fused_attn.cpp` for these sizes on Hopper with cuDNN 9.13.
+
+    It also takes fp32 and fp64, so that errors can be compared with 1e-6 and not with bf16's.
+    """
+    if version() >= (2, 20):
+        (asked,) = args
+        names = {name: getattr(asked, name, None) for name in _ASKED}
+        found = _backend(**{**names, "q_dtype": asked.qkv_dtype, "kv_dtype": asked.qkv_dtype})
+        return found, "" if found.value >= 0 else "not rehearsed on the CPU"
+    return _backend(**dict(zip(_ASKED, args, strict=False)))
+
+
+_ASKED = [
+    "is_training",
+    "q_dtype",
+    "kv_dtype",
+    "qkv_layout",
+    "bias_type",
+    "attn_mask_type",
+    "softmax_type",
+    "dropout",
+    "num_attn_heads",
+    "num_gqa_groups",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "head_dim_qk",
+    "head_dim_v",
+]
+
+
+def _backend(
+    *,
+    q_dtype: Any,
+    kv_dtype: Any,
+    qkv_layout: Any,
+    bias_type: Any,
+    softmax_type: Any,
+    num_attn_heads: int,
+    num_gqa_groups: int,
+    head_dim_qk: int,
+    head_dim_v: int,
+    **_: Any,
+) -> Any:
+    """F16_arbitrary_seqlen where cuDNN takes the heads; widths are multiples of 8 up to 256.
+
+    fp32 and fp64 are in no kernel of a GPU, and take heads of every width.
+    """
+    backends = enums.attention_backends(version())
+    is_half = enums.torch_dtype(q_dtype) in (torch.float16, torch.bfloat16)
+    fits_width = head_dim_qk % 8 == head_dim_v % 8 == 0 and max(head_dim_qk, head_dim_v) <= 256
+    taken = (
+        q_dtype == kv_dtype
+        and num_attn_heads % num_gqa_groups == 0
+        and (fits_width or not is_half)
+        and "Paged" not in enums.NVTE_QKV_Layout(int(qkv_layout)).name
+        and int(bias_type) == enums.NVTE_Bias_Type.NVTE_NO_BIAS
+        and int(softmax_type) == enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+    )
+    return backends.NVTE_F16_arbitrary_seqlen if taken else backends.NVTE_No_Backend
+
+
+# ------------------------------------------------------------------------------------------ kernels
+
+_CALL = "cu_seqlens_q cu_seqlens_kv q k v {}cu_seqlens_q_padded cu_seqlens_kv_padded {}s_quantizer "
+_FORWARD = (
+    "max_seqlen_q max_seqlen_kv is_training scale dropout set_zero layout {0}bias_type mask "
+    "softmax window {1}"
+    + _CALL.format("fake_dtype ", "page_table_k page_table_v ")
+    + "o_quantizer bias softmax_offset rng_gen rng_elts return_max_logit cuda_graph"
+)
+_BACKWARD = (
+    "max_seqlen_q max_seqlen_kv scale dropout set_zero layout {0}bias_type mask softmax window {1}"
+    "deterministic "
+    + _CALL.format("o d_o fake_dtype {2}aux ", "")
+    + "dp_quantizer dqkv_quantizer cuda_graph"
+)
+
+
+@kernel(
+    orders={
+        (2, 9): _FORWARD.format("", ""),
+        (2, 12): _FORWARD.format("", "bottom_right "),
+        (2, 15): _FORWARD.format("o_format scale_inv_format ", "bottom_right "),
+    }
+)
+def fused_attn_fwd(
+    *,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_training: bool,
+    scale: float,
+    dropout: float,
+    layout: Any,
+    mask: Any,
+    window: Window,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    o_quantizer: Any = None,
+    bottom_right: bool | None = None,
+    return_max_logit: bool = False,
+    **_: Any,
+) -> list[Tensor]:
+    """Outputs like q (tokens of no sample: 0), statistics, and the seed of dropout.
+
+    Statistics are [t, h, 1] for packed rows, as from cuDNN 9.6 on, else [b, h, s, 1].
+    """
+    _refuse(o_quantizer is not None, "fused attention in FP8")
+    _refuse(return_max_logit, "fused attention with return_max_logit (qk-clip)")
+    form = _Form.of(layout)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    statistics = form.empty_statistics(q)
+    seed = torch.randint(1 << 62, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
+    samples = form.samples(
+        q,
+        k,
+        v,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
+        is_padded="PADDING" in mask.name,
+    )
+    for number, sample in enumerate(samples):
+        scores = _scores(sample, q, k, scale, mask, window, bottom_right)
+        total = scores.logsumexp(-1, keepdim=True)
+        require(
+            bool(total.isfinite().all()),
+            f"a query without keys: {sample.num_queries} queries, {sample.num_keys} keys, "
+            f"{mask.name}, window {window}",
+        )
+        weights = (scores - total).exp() * _kept(scores, dropout, int(seed), number)
+        sample.queries(out).copy_((weights @ _heads(sample.keys(v), q)).transpose(0, 1))
+        form.statistics(statistics, sample).copy_(total.transpose(0, 1))
+    return [out, statistics, torch.cat([seed, torch.zeros(1, dtype=torch.int64)])]
+
+
+@kernel(
+    orders={
+        (2, 9): _BACKWARD.format("", "", "dqkv_dtype "),
+        (2, 12): _BACKWARD.format("", "bottom_right ", "dqkv_dtype "),
+        (2, 15): _BACKWARD.format(
+            "o_format do_format dqkv_layout scale_inv_format do_scale_inv_format ",
+            "bottom_right ",
+            "",
+        ),
+    }
+)
+def fused_attn_bwd(
+    *,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    scale: float,
+    dropout: float,
+    layout: Any,
+    mask: Any,
+    window: Window,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    d_o: Tensor,
+    aux: list[Tensor],
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    bottom_right: bool | None = None,
+    **_: Any,
+) -> list[Tensor | None]:
+    """Gradients of q, k and v; none of a bias and of a softmax offset."""
+    form = _Form.of(layout)
+    statistics = aux[0]
+    require(o.shape == d_o.shape, f"outputs {tuple(o.shape)}, gradients {tuple(d_o.shape)}")
+    expected = form.empty_statistics(q).shape
+    require(
+        statistics.shape == expected,
+        f"softmax statistics {tuple(statistics.shape)} for queries {tuple(q.shape)}, "
+        f"not {tuple(expected)}",
+    )
+    dq, dk, dv = (torch.zeros_like(wide(t)) for t in (q, k, v))
+    samples = form.samples(
+        q,
+        k,
+        v,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        (max_seqlen_q, max_seqlen_kv),
+        is_padded="PADDING" in mask.name,
+    )
+    for number, sample in enumerate(samples):
+        scores = _scores(sample, q, k, scale, mask, window, bottom_right)
+        total = form.statistics(statistics, sample).transpose(0, 1)
+        weights = (scores - total).exp()
+        kept = _kept(scores, dropout, int(aux[-1][0]), number)
+        grad, outputs = (wide(sample.queries(t)).transpose(0, 1) for t in (d_o, o))
+        d_weights = (grad @ _heads(sample.keys(v), q).transpose(1, 2)) * kept
+        d_scores = weights * (d_weights - (grad * outputs).sum(-1, keepdim=True)) * scale
+        sample.queries(dq).copy_((d_scores @ _heads(sample.keys(k), q)).transpose(0, 1))
+        heads = _heads(sample.queries(q), q)
+        sample.keys(dk).add_(_groups(d_scores.transpose(1, 2) @ heads, k))
+        sample.keys(dv).add_(_groups((weights * kept).transpose(1, 2) @ grad, v))
+    return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Where a sample's queries and keys are; `sequence` is None in packed rows."""
+
+    form_q: str
+    form_kv: str
+    sequence: int | None
+    first_query: int
+    first_key: int
+    num_queries: int
+    num_keys: int
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """[queries, heads, width], a view."""
+        return self._view(tensor, self.form_q, self.first_query, self.num_queries)
+
+    def keys(self, tensor: Tensor) -> Tensor:
+        """[keys, groups, width], a view."""
+        return self._view(tensor, self.form_kv, self.first_key, self.num_keys)
+
+    def _view(self, tensor: Tensor, form: str, first: int, length: int) -> Tensor:
+        if form == "THD":
+            return tensor[first : first + length]
+        return (tensor[:, self.sequence] if form == "SBHD" else tensor[self.sequence])[:length]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The form of queries and of keys: "THD", "SBHD" or "BSHD"."""
+
+    q: str
+    kv: str
+
+    @classmethod
+    def of(cls, layout: Any) -> _Form:
+        """From a layout such as NVTE_SBHD_SB2HD; digits say which tensors share memory."""
+        name = enums.NVTE_QKV_Layout(int(layout)).name.removeprefix("NVTE_")
+        forms = name.replace("2", "").replace("3", "").split("_")
+        return cls(forms[0], forms[-1])
+
+    def empty_statistics(self, q: Tensor) -> Tensor:
+        """Statistics of no query yet; those of tokens of no sample stay NaN."""
+        if self.q == "THD":
+            shape: tuple[int, ...] = (*q.shape[:-1], 1)
+        else:
+            s, b, h = q.shape[:3] if self.q == "SBHD" else (q.shape[1], q.shape[0], q.shape[2])
+            shape = (b, h, s, 1)
+        return wide(q).new_full(shape, float("nan"))
+
+    def statistics(self, tensor: Tensor, sample: _Sample) -> Tensor:
+        """A sample's statistics [queries, heads, 1], a view."""
+        if self.q == "THD":
+            return sample.queries(tensor)
+        return tensor[sample.sequence].transpose(0, 1)[: sample.num_queries]
+
+    def samples(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: tuple[Tensor, Tensor],
+        padded: tuple[Tensor | None, Tensor | None],
+        max_seqlens: tuple[int, int],
+        *,
+        is_padded: bool,
+    ) -> Iterator[_Sample]:
+        """The samples with queries.
+
+        Raises:
+            KernelFault: tables that the kernels would read wrongly.
+        """
+        _check(q, k, v, cu_seqlens, padded, {self.q, self.kv} == {"THD"})
+        sides = zip((self.q, self.kv), (q, k), cu_seqlens, padded, max_seqlens, strict=True)
+        spans = [list(_spans(*side, is_padded=is_padded)) for side in sides]
+        for number, ((first_query, queries), (first_key, keys)) in enumerate(
+            zip(*spans, strict=True)
+        ):
+            if queries:
+                require(keys > 0, f"sample {number} has {queries} queries and no keys")
+                yield _Sample(self.q, self.kv, number, first_query, first_key, queries, keys)
+
+
+def _spans(
+    form: str,
+    tensor: Tensor,
+    cu_seqlens: Tensor,
+    padded: Tensor | None,
+    max_seqlen: int,
+    *,
+    is_padded: bool,
+) -> Iterator[tuple[int, int]]:
+    """First token and length of each sample."""
+    if form != "THD" and not is_padded:
+        batch, length = (1, 0) if form == "SBHD" else (0, 1)
+        yield from ((0, tensor.shape[length]) for _ in range(tensor.shape[batch]))
+        return
+    ends = cu_seqlens.tolist()
+    starts = ends if padded is None else padded.tolist()
+    lengths = [end - begin for begin, end in pairwise(ends)]
+    require(
+        max(lengths, default=0) <= max_seqlen,
+        f"max_seqlen={max_seqlen}, but a sample of {max(lengths, default=0)} tokens",
+    )
+    if form == "THD":
+        require(
+            starts[-1] <= len(tensor),
+            f"cu_seqlens end at {starts[-1]}, the row has {len(tensor)} tokens",
+        )
+    yield from zip(starts, lengths, strict=False)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    padded: tuple[Tensor | None, Tensor | None],
+    is_packed: bool,
+) -> None:
+    tables = [table for table in (*cu_seqlens, *padded) if table is not None]
+    for table in tables:
+        require(table.dtype == torch.int32, f"cu_seqlens of {table.dtype}; kernels read int32")
+        require(table.is_contiguous(), f"cu_seqlens with strides {table.stride()}")
+        require(
+            table.shape == cu_seqlens[0].shape,
+            f"cu_seqlens of {len(table)} and of {len(cu_seqlens[0])} entries",
+        )
+        falls = bool((table.diff() < 0).any()) or int(table[0]) != 0
+        require(not falls, f"cu_seqlens do not rise from 0: {table.tolist()}")
+    require(q.dtype == k.dtype == v.dtype, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}")
+    require(k.shape[:-1] == v.shape[:-1], f"keys {tuple(k.shape)}, values {tuple(v.shape)}")
+    for tensor in (q, k, v):
+        require(tensor.stride(-1) == 1, f"heads with strides {tensor.stride()}")
+        require(
+            tensor.dim() == (3 if is_packed else tensor.dim()),
+            f"packed rows are [tokens, heads, width], this is {tuple(tensor.shape)}",
+        )
+
+
+def _scores(
+    sample: _Sample,
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    mask: Any,
+    window: Window,
+    bottom_right: bool | None,
+) -> Tensor:
+    """[heads, queries, keys], with -inf where a query must not look."""
+    queries, keys = _heads(sample.queries(q), q), _heads(sample.keys(k), q)
+    scores = queries @ keys.transpose(1, 2) * scale
+    left, right = window or (-1, -1)
+    if "CAUSAL" in mask.name:
+        right = 0
+    is_bottom = "BOTTOM_RIGHT" in mask.name if bottom_right is None else bottom_right
+    shift = sample.num_keys - sample.num_queries if is_bottom else 0
+    distance = torch.arange(sample.num_keys) - torch.arange(sample.num_queries)[:, None] - shift
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if right >= 0:
+        hidden |= distance > right
+    if left >= 0:
+        hidden |= distance < -left
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def _kept(scores: Tensor, dropout: float, seed: int, sample: int) -> Tensor:
+    """1 / (1 - dropout) where a weight is kept, else 0; the same for the same seed and sample."""
+    if not dropout:
+        return scores.new_ones(())
+    generator = torch.Generator().manual_seed((seed + sample) % (1 << 63))
+    drawn = torch.rand(scores.shape, generator=generator)
+    return (drawn >= dropout).to(scores.dtype) / (1 - dropout)
+
+
+def _heads(tensor: Tensor, q: Tensor) -> Tensor:
+    """[n, groups, d] -> [heads, n, d], each group for the heads that share it."""
+    values = wide(tensor)
+    return values.repeat_interleave(q.shape[-2] // values.shape[1], 1).transpose(0, 1)
+
+
+def _groups(tensor: Tensor, like: Tensor) -> Tensor:
+    """[heads, n, d] -> [n, groups, d], summed over the heads of a group."""
+    groups = like.shape[-2]
+    return tensor.view(groups, -1, *tensor.shape[1:]).sum(1).transpose(0, 1)
+
+
+def _refuse(wanted: bool, what: str) -> None:
+    if wanted:
+        raise NotImplementedError(f"{what} is not rehearsed on the CPU")
+
+
+# --------------------------------------------------------------------- rows for unfused attention
+
+
+@kernel
+def convert_thd_to_bshd(
+    thd: Tensor, cu_seqlens: Tensor, batch_size: int, max_seqlen: int
+) -> Tensor:
+    """Packed rows [t, h, d] as [b, max_seqlen, h, d], filled with zeros."""
+    require(thd.is_contiguous(), f"packed rows with strides {thd.stride()}")
+    require(cu_seqlens.dtype == torch.int32, f"cu_seqlens of {cu_seqlens.dtype}")
+    out = thd.new_zeros(batch_size, max_seqlen, *thd.shape[1:])
+    for i, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        out[i, : end - begin] = thd[begin:end]
+    return out
+
+
+@kernel
+def convert_bshd_to_thd(bshd: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """The opposite of `convert_thd_to_bshd`."""
+    out = bshd.new_zeros(int(num_tokens), *bshd.shape[2:])
+    for i, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        out[begin:end] = bshd[i, : end - begin]
+    return out

@@ -1,0 +1,126 @@
+"""Matrix products: cuBLAS's, of one pair and of many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapack.cpu.te.calls import kernel, require
+from megapack.cpu.te.enums import torch_dtype
+from megapack.cpu.te.precision import rows
+
+
+@kernel
+def generic_gemm(
+    A: Any,
+    transa: bool,
+    B: Any,
+    transb: bool,
+    out: Any,
+    quantizer: Any,
+    out_dtype: Any,
+    bias: Tensor | None,
+    bias_dtype: Any,
+    gelu: bool,
+    gelu_in: Any,
+    grad: bool,
+    workspace: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    *,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: Any = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> tuple[Any, Tensor | None, Any, Any]:
+    """opB(B) @ opA(A), added to `out` or to a new tensor; with `grad` also the bias's gradient.
+
+    cuBLAS's matrices are column by column, so its A is the right factor: with x [n, k] and a weight
+    [m, k], "TN" gives x @ weight.T.
+    """
+    _refuse(quantizer is not None, "generic_gemm with a quantized output")
+    _refuse(comm_overlap is not None, "generic_gemm with user buffers (tp_comm_overlap)")
+    _refuse(gelu, "generic_gemm with a fused GELU")
+    require(A.dtype == B.dtype, f"generic_gemm: factors of {A.dtype} and {B.dtype}")
+    product = _product(A, transa, B, transb) * alpha
+    bias_grad = None
+    if bias is not None and bias.numel():
+        if grad:
+            bias_grad = rows(B).sum(0).to(torch_dtype(bias_dtype))
+        else:
+            product = product + bias.to(product.dtype)
+    dtype = A.dtype if out_dtype is None else torch_dtype(out_dtype)
+    if out is None:
+        return product.to(dtype), bias_grad, None, extra_output
+    require(out.dtype == dtype, f"generic_gemm: out is {out.dtype}, asked for {dtype}")
+    _store(product, out, accumulate)
+    return out, bias_grad, None, extra_output
+
+
+@kernel
+def te_general_grouped_gemm(
+    A: Sequence[Any],
+    transa: bool,
+    B: Sequence[Any],
+    transb: bool,
+    D: Sequence[Tensor],
+    D_type: Any,
+    m_splits: Sequence[int],
+    bias: Sequence[Tensor],
+    bias_type: Any,
+    single_output: bool,
+    pre_gelu_out: Any,
+    grad: bool,
+    workspace: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> Sequence[Tensor]:
+    """`generic_gemm` of each pair; `single_output`: the results are rows of one tensor."""
+    if single_output:
+        require(len(D) == 1, f"te_general_grouped_gemm: {len(D)} tensors for a single output")
+        require(
+            sum(m_splits) == len(D[0]),
+            f"te_general_grouped_gemm: splits of {sum(m_splits)} rows, an output of {len(D[0])}",
+        )
+    outs = torch.split(D[0], list(m_splits)) if single_output else D
+    for a, b, out, own_bias in zip(A, B, outs, bias, strict=True):
+        require(a.dtype == b.dtype, f"te_general_grouped_gemm: {a.dtype} and {b.dtype}")
+        dtype = torch_dtype(D_type)
+        require(out.dtype == dtype, f"te_general_grouped_gemm: out is {out.dtype}, not {dtype}")
+        product = _product(a, transa, b, transb)
+        if own_bias.numel():
+            if grad:
+                own_bias.copy_(rows(b).sum(0))
+            else:
+                product = product + own_bias.to(product.dtype)
+        _store(product, out, accumulate)
+    return bias
+
+
+def _product(A: Any, transa: bool, B: Any, transb: bool) -> Tensor:
+    """opB(B) @ opA(A), with B's other dimensions where B is not transposed."""
+    a, b = rows(A), rows(B)
+    out = (b.t() if transb else b) @ (a.t() if transa else a)
+    return out if transb else out.view(*B.shape[:-1], out.shape[-1])
+
+
+def _store(product: Tensor, out: Tensor, accumulate: bool) -> None:
+    require(
+        product.numel() == out.numel(),
+        f"a product of {tuple(product.shape)} for an output of {tuple(out.shape)}",
+    )
+    product = product.view(out.shape)
+    out.copy_(out.to(product.dtype) + product if accumulate else product)
+
+
+def _refuse(wanted: bool, what: str) -> None:
+    if wanted:
+        raise NotImplementedError(f"{what} is not rehearsed on the CPU")
