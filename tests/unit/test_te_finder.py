@@ -14,6 +14,8 @@ from megapack import te_finder
 
 pytestmark = pytest.mark.unit
 
+ROOT = Path(te_finder.__file__).parents[1]
+
 
 def installed(folder: Path, files: dict[str, str]) -> Path:
     """A folder for `sys.path` with a Transformer Engine 2.11.0 of these files."""
@@ -33,16 +35,16 @@ def distribution(folder: Path, name: str) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.11.0\n")
 
 
-def in_child(path: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code with the folder on the path: modules of this process are those of its own engine."""
-    found = os.pathsep.join([str(path), str(Path(te_finder.__file__).parents[1])])
+def in_child(path: Path, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the folder on the path: modules of this process are of its own engine."""
+    found = os.pathsep.join([str(path), str(ROOT)])
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *args],
         check=False,
         capture_output=True,
         text=True,
         timeout=180,
-        env={**os.environ, "PYTHONPATH": found},
+        env={**os.environ, "PYTHONPATH": found, **variables},
     )
 
 
@@ -107,7 +109,7 @@ def test_the_finder_is_registered_once_and_only_if_there_is_an_engine(
 
 def test_a_release_whose_source_has_moved_is_named(tmp_path: Path) -> None:
     path = installed(tmp_path, {"common/__init__.py": "def load_framework_extension(): pass\n"})
-    done = in_child(path, "import megapack, transformer_engine.common")
+    done = in_child(path, "-c", "import megapack, transformer_engine.common")
     assert done.returncode == 1
     error = done.stderr.splitlines()[-1]
     assert error.startswith("megapack.errors.ConfigError: Transformer Engine 2.11.0 cannot run on")
@@ -116,7 +118,24 @@ def test_a_release_whose_source_has_moved_is_named(tmp_path: Path) -> None:
 
 def test_a_kernel_without_a_stand_in_says_its_name_when_it_is_called(tmp_path: Path) -> None:
     code = "import megapack; from transformer_engine_torch import fused_all; fused_all(1)"
-    done = in_child(installed(tmp_path, {}), code)
+    done = in_child(installed(tmp_path, {}), "-c", code)
     assert done.stderr.splitlines()[-1].startswith(
         "NotImplementedError: transformer_engine_torch.fused_all has no stand-in on the CPU"
     )
+
+
+def test_processes_that_a_recipe_on_the_cpu_starts_find_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(
+        # As Python does with the start-up file where megapack is installed.
+        f"exec(open({str(ROOT / 'megapack-startup.pth')!r}).read())\n"
+        "import transformer_engine_torch\n"
+    )
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "import subprocess, sys\n"
+        f"sys.exit(subprocess.run([sys.executable, {str(tmp_path / 'child.py')!r}]).returncode)\n"
+    )
+    path = installed(tmp_path, {})
+    done = in_child(path, "-m", "megapack", "run", "--cpu", str(recipe), MEGAPACK_PATCH="")
+    assert done.returncode == 0, done.stderr
+    assert in_child(path, str(tmp_path / "child.py"), MEGAPACK_PATCH="").returncode == 1

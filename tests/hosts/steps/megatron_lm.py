@@ -10,8 +10,8 @@ Cases, joined by +:
     each        experts balance their load over each sample (PlannedStep's aux_loss)
     documents   documents shorter than a row, --reset-position-ids and --reset-attention-mask
     sft         conversations packed into rows, with cu_seqlens
-    flat        Megatron-LM's cu_seqlens without the dimension of the batch, which unfused rotary
-                embeddings of 0.16.1 need
+    flat        Megatron-LM's cu_seqlens without the dimension of the batch, which rotary embeddings
+                need, unfused and fused; 0.16.1 gives it to them
     mtp         one depth of multi-token prediction
     spec        the layer spec for packed rows; cp > 1 and sft need it without Transformer Engine
     kept        config.deallocate_pipeline_outputs=False
