@@ -89,7 +89,9 @@ class _Absent(types.ModuleType):
             raise AttributeError(name)
 
         def missing(*args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError(f"{self.__name__}.{name} is not rehearsed on the CPU")
+            raise NotImplementedError(
+                f"{self.__name__}.{name} has no stand-in on the CPU; docs/cpu.md lists what has none"
+            )
 
         missing.__name__ = name
         return missing
