@@ -45,11 +45,11 @@ TINY = {
     "head_dim": 16,
     "vocab_size": 512,
 }
-TINY_TOKENS = 1500
+TINY_TOKENS = 6000
 TINY_SETTINGS = [
-    "plan.max_tokens_per_gpu=512",
-    "plan.forward_max_tokens_per_gpu=1024",
-    "data.max_length=256",
+    "plan.max_tokens_per_gpu=2048",
+    "plan.forward_max_tokens_per_gpu=4096",
+    "data.max_length=1024",
 ]
 # A model's process is killed if it exceeds its share of the time by this much.
 GRACE_S = 30

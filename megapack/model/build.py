@@ -35,7 +35,7 @@ from megapack.model.init import (
     freeze,
     initialize_by_name,
     mark_experts,
-    mark_grouped_experts,
+    mark_splits,
 )
 from megapack.model.settings import FIXED, Settings, layer_settings, reduction_settings, values
 from megapack.model.specs import block_spec, mtp_spec
@@ -383,7 +383,7 @@ def _chunk(
             vp_stage=vp_stage,
         )
     _drop_unused_weight(chunk)
-    mark_grouped_experts(chunk, gated=model.gated_linear_unit)
+    mark_splits(chunk, gated=model.gated_linear_unit)
     return chunk
 
 
