@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megapack.config.sections import ModelConfig
@@ -43,28 +43,22 @@ class Fp8Case:
     """A recipe on a layout."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-    layout: Layout = Layout()
+    layout: Layout = field(default_factory=Layout)
     capability: tuple[int, int] = HOPPER
     model: str = "dense"
 
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 CASES = {
-    "delayed": Fp8Case("delayed"),
+    "delayed_experts": Fp8Case("delayed", model="experts"),
     "tensorwise": Fp8Case("tensorwise"),
     "blockwise": Fp8Case("blockwise"),
     "mxfp8": Fp8Case("mxfp8", capability=BLACKWELL),
-    "delayed_blackwell": Fp8Case("delayed", capability=BLACKWELL),
-    "blockwise_blackwell": Fp8Case("blockwise", capability=BLACKWELL),
-    "delayed_experts": Fp8Case("delayed", model="experts"),
-    "tensorwise_experts": Fp8Case("tensorwise", model="experts"),
-    "blockwise_experts": Fp8Case("blockwise", model="experts"),
     "mxfp8_experts": Fp8Case("mxfp8", model="experts", capability=BLACKWELL),
+    "delayed_blackwell": Fp8Case("delayed", capability=BLACKWELL),
     "delayed_tp2": Fp8Case("delayed", TP2),
-    "tensorwise_tp2": Fp8Case("tensorwise", TP2),
+    "delayed_dp2": Fp8Case("delayed", Layout(dp=2)),
+    "tensorwise_cp2": Fp8Case("tensorwise", Layout(cp=2)),
     "blockwise_tp2": Fp8Case("blockwise", TP2),
     "mxfp8_tp2": Fp8Case("mxfp8", TP2, BLACKWELL),
-    "delayed_dp2": Fp8Case("delayed", Layout(dp=2)),
-    "delayed_cp2": Fp8Case("delayed", Layout(cp=2)),
-    "tensorwise_cp2": Fp8Case("tensorwise", Layout(cp=2)),
 }

@@ -27,16 +27,15 @@ from tests.dist.fp8_cases import CASES, MODELS, PAIRS, Fp8Case
 from tests.dist.setup import build_chunks, error_of
 
 
-class Quantized:
-    """Counts, by quantizer, what kernels quantize, and what they are given."""
+class QuantizedWeights:
+    """Counts the weights that kernels quantize."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+        self.count = 0
 
     def __call__(self, name: str, run: Any, args: Any, kwargs: Any) -> Any:
         """Run a stand-in."""
-        if name == "quantize" and isinstance(args[0], torch.nn.Parameter):
-            self.counts["weights"] = self.counts.get("weights", 0) + 1
+        self.count += name == "quantize" and isinstance(args[0], torch.nn.Parameter)
         return run(*args, **kwargs)
 
 
@@ -99,20 +98,21 @@ def compared(case: Fp8Case) -> dict[str, Any]:
     adapter = ScheduleAdapter(build_chunks(layout, model=settings), layout=layout)
     # Delayed scaling has the scales of the step before.
     gradient(adapter, packed, batch)
-    quantized = Quantized()
-    with around(quantized):
+    weights = QuantizedWeights()
+    with around(weights):
         found_gradient = gradient(adapter, packed, batch)
     one_by_one = logprobs(adapter, single, batch)
     all_scales = scales(adapter)
     gathered = [torch.empty_like(all_scales) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, all_scales)
     found = {
-        "rows": [row.row_tokens for row in packed.steps[0].ranks[layout.dp - 1]],
+        "rows": len(packed.steps[0].ranks[0]),
+        "samples": max(len(row.samples) for row in packed.steps[0].ranks[0]),
         "packing": relative(logprobs(adapter, packed, batch), one_by_one),
         "bf16 packing": rounding,
         "logprobs": relative(one_by_one, wanted),
         "gradient": relative(found_gradient, wanted_gradient),
-        "quantized": quantized.counts,
+        "weights": weights.count,
         "scales": len(all_scales),
         "differing scales": sum(int((other != all_scales).sum()) for other in gathered),
         "unaligned": error_of(lambda: ScheduleAdapter(adapter.chunks, layout=case.layout)),

@@ -73,7 +73,7 @@ def scale_of(
 
 
 def exponents(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """E8M0 bytes of blocks: 127 + ceil(log2(amax / largest FP8 value)); 255 is NaN.
+    """E8M0 bytes of blocks: 127 + ceil(log2(amax / largest FP8 value)).
 
     An amax of 448 gives 127 (a factor of 1) for e4m3, one of 449 gives 128 (a factor of 2).
     """
@@ -87,8 +87,8 @@ def exponents(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def powers(exponent: Tensor) -> Tensor:
-    """The factors of E8M0 bytes, 2 ** (byte - 127)."""
-    return torch.ldexp(torch.ones(()), exponent.int() - 127)
+    """The factors of E8M0 bytes, 2 ** (byte - 127): the byte is fp32's exponent."""
+    return (exponent.int() << _MANTISSA_BITS).view(torch.float32)
 
 
 def inverse_powers(exponent: Tensor) -> Tensor:
@@ -96,9 +96,7 @@ def inverse_powers(exponent: Tensor) -> Tensor:
 
     The byte of a block with an infinity is 254, and the kernel's factor is then 0, not 2**-127.
     """
-    factors = torch.ldexp(torch.ones(()), 127 - exponent.int())
-    factors = torch.where(exponent == 254, 0.0, factors)
-    return torch.where(exponent == 0, 1.0, factors)
+    return torch.where(exponent == 0, 1.0, powers(254 - exponent.int()))
 
 
 def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack.cpu.te import fp8
-from megapack.cpu.te.calls import kernel, require
+from megapack.cpu.te.calls import kernel, require, version
 from megapack.cpu.te.enums import torch_dtype
 from megapack.cpu.te.facts import takes_any_layout
 from megapack.cpu.te.precision import rows
@@ -32,6 +32,8 @@ Parts = Mapping[str, Tensor | None]
 
 _SIDE = 128
 _MX = 32
+# The compiled module makes empty tensors too, and quantizes groups of them.
+_FIRST_MOVED = (2, 12)
 
 
 # ------------------------------------------------------------------------------------- quantizing
@@ -47,7 +49,10 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 @kernel
 def split_quantize(
-    tensor: Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any]
+    tensor: Tensor,
+    split_sections: Sequence[int],
+    quantizer_list: Sequence[Any],
+    disable_bulk_allocation: bool = False,
 ) -> list[Any]:
     """`quantize` of consecutive rows, each by its quantizer."""
     require(
@@ -109,8 +114,13 @@ def quantized(
 
     Raises:
         KernelFault: a shape that the quantizer's kernel does not take.
-        NotImplementedError: a quantizer without a stand-in.
+        NotImplementedError: a quantizer without a stand-in, or a later release.
     """
+    if version() >= _FIRST_MOVED:
+        release = ".".join(map(str, version()))
+        raise NotImplementedError(
+            f"FP8 with Transformer Engine {release} is not rehearsed on the CPU; 2.9 to 2.11 are"
+        )
     name = type(quantizer).__name__
     if name not in _PARTS:
         raise NotImplementedError(f"{name} is not rehearsed on the CPU")
@@ -120,8 +130,8 @@ def quantized(
         if quantizer.internal:
             # The class without torch.Tensor's methods, which modules use for themselves.
             out = type(out).__mro__[1](**out.get_metadata())
-    for attribute, values in parts.items():
-        _keep(out, attribute, values)
+    for attribute, buffer in parts.items():
+        _keep(out, attribute, buffer)
     if "_transpose" in parts:
         out._transpose_invalid = parts["_transpose"] is None
     return out
@@ -155,7 +165,7 @@ def _current(values: Tensor, quantizer: Any, amax: Tensor | None) -> Parts:
     # Kernels leave an empty tensor alone, and ranks that have one do not join the reduction.
     if values.numel() == 0:
         return _of_one_scale(values, quantizer, torch.ones(1))
-    if getattr(quantizer, "use_existing_amax", False):
+    if quantizer.use_existing_amax:
         amax = quantizer.amax
     elif amax is None:
         amax = fp8.amax(values)
@@ -168,10 +178,8 @@ def _current(values: Tensor, quantizer: Any, amax: Tensor | None) -> Parts:
         power_of_2=quantizer.force_pow_2_scales,
         epsilon=quantizer.amax_epsilon,
     )
-    # Later releases keep neither in the quantizer.
-    for name, number in (("amax", amax), ("scale", scale)):
-        if isinstance(getattr(quantizer, name, None), Tensor):
-            getattr(quantizer, name).copy_(number)
+    quantizer.amax.copy_(amax)
+    quantizer.scale.copy_(scale)
     return _of_one_scale(values, quantizer, scale)
 
 
@@ -207,7 +215,7 @@ def _blocks(values: Tensor, quantizer: Any, amax: Tensor | None) -> Parts:
         return data.view(values.shape), 1 / scale
 
     # Data that ranks gather stay as they are; others are laid out as products read them.
-    is_compact = getattr(quantizer, "all_gather_usage", False)
+    is_compact = quantizer.all_gather_usage
     parts: dict[str, Tensor | None] = dict.fromkeys(_BUFFERS)
     if quantizer.block_scaling_dim == 2:
         data, inverse = of((_SIDE, _SIDE))
@@ -229,8 +237,6 @@ def _blocks(values: Tensor, quantizer: Any, amax: Tensor | None) -> Parts:
 
 def _mx_blocks(values: Tensor, quantizer: Any, amax: Tensor | None) -> Parts:
     """Blocks of 32 along rows, and others along columns."""
-    if getattr(quantizer, "with_2d_quantization", False):
-        raise NotImplementedError("MXFP8 in squares of 32 x 32 is not rehearsed on the CPU")
     matrix = rows(values)
     require(
         matrix.shape[0] % _MX == 0 and matrix.shape[1] % _MX == 0,
@@ -337,7 +343,7 @@ def _matrix_of_one_scale(tensor: Any, rowwise: bool) -> Tensor:
     reads_transpose = not rowwise
     if takes_any_layout():
         reads_transpose = tensor._data is None
-    data = transpose if reads_transpose else tensor._data
+    data: Any = transpose if reads_transpose else tensor._data
     require(
         data is not None,
         f"a product needs the {'rowwise' if rowwise else 'columnwise'} data of a {name}, which "
