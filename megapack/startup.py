@@ -28,15 +28,18 @@ def start() -> None:
 
     Imports no module of the host: if a patch does not fit, the host's own import raises the error.
     Python started with -I or -E, or with the rights of another user (setuid, setgid), ignores the
-    variable.
+    variables.
     """
     if sys.flags.ignore_environment or _has_more_rights():
         return
+    if os.environ.get(VARIABLE):
+        _patch()
+    if os.environ.get(CPU_VARIABLE):
+        _enable_cpu_after_torch()
+
+
+def _patch() -> None:
     try:
-        if os.environ.get(CPU_VARIABLE):
-            _enable_cpu_after_torch()
-        if not os.environ.get(VARIABLE):
-            return
         # Imported after the check: a process with raised rights must import nothing of patching.
         from megapack.patching.registry import apply
 
