@@ -122,20 +122,3 @@ def test_a_kernel_without_a_stand_in_says_its_name_when_it_is_called(tmp_path: P
     assert done.stderr.splitlines()[-1].startswith(
         "NotImplementedError: transformer_engine_torch.fused_all has no stand-in on the CPU"
     )
-
-
-def test_processes_that_a_recipe_on_the_cpu_starts_find_the_engine(tmp_path: Path) -> None:
-    (tmp_path / "child.py").write_text(
-        # As Python does with the start-up file where megapack is installed.
-        f"exec(open({str(ROOT / 'megapack-startup.pth')!r}).read())\n"
-        "import transformer_engine_torch\n"
-    )
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(
-        "import subprocess, sys\n"
-        f"sys.exit(subprocess.run([sys.executable, {str(tmp_path / 'child.py')!r}]).returncode)\n"
-    )
-    path = installed(tmp_path, {})
-    done = in_child(path, "-m", "megapack", "run", "--cpu", str(recipe), MEGAPACK_PATCH="")
-    assert done.returncode == 0, done.stderr
-    assert in_child(path, str(tmp_path / "child.py"), MEGAPACK_PATCH="").returncode == 1

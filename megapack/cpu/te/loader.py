@@ -90,7 +90,7 @@ class _Absent(types.ModuleType):
 
         def missing(*args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError(
-                f"{self.__name__}.{name} has no stand-in on the CPU; docs/cpu.md lists what has none"
+                f"{self.__name__}.{name} has no stand-in on the CPU, see docs/cpu.md"
             )
 
         missing.__name__ = name

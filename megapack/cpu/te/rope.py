@@ -32,16 +32,20 @@ def fused_rope_forward(
     return _rope(t, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank)
 
 
-@kernel
+_ROW = "qkv_format interleaved cu_seqlens cp_size cp_rank"
+
+
+@kernel(orders={(2, 9): f"grad freqs {_ROW}", (2, 10): f"grad freqs start_positions {_ROW}"})
 def fused_rope_backward(
+    *,
     grad: Tensor,
     freqs: Tensor,
-    start_positions: Tensor | None,
     qkv_format: int,
     interleaved: bool,
     cu_seqlens: Tensor | None,
     cp_size: int,
     cp_rank: int,
+    start_positions: Tensor | None = None,
 ) -> Tensor:
     """The gradient of `fused_rope_forward`: the opposite rotation."""
     turned = -freqs
