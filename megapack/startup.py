@@ -1,8 +1,13 @@
-"""`megapack-startup.pth` calls `start` in every Python process that has MEGAPACK_PATCH set.
+"""`megapack-startup.pth` calls `start` in every Python process that has one of two variables set.
 
 It patches processes that a framework starts itself, such as Ray's actors:
 
     MEGAPACK_PATCH=slime,megatron_lm
+
+and under `megapack run --cpu` it lets them import Transformer Engine's Python, as the checkpoint
+writers of Megatron-LM do, which import the recipe again:
+
+    MEGAPACK_TE_CPU=1
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ import os
 import sys
 
 VARIABLE = "MEGAPACK_PATCH"
+TE_VARIABLE = "MEGAPACK_TE_CPU"
+"""Any value: the import of megapack, which registers `te_finder`, is all that it asks for."""
 
 
 def start() -> None:
@@ -23,6 +30,8 @@ def start() -> None:
     variable.
     """
     if sys.flags.ignore_environment or _has_more_rights():
+        return
+    if not os.environ.get(VARIABLE):
         return
     try:
         # Imported after the check: a process with raised rights must import nothing of patching.

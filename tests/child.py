@@ -6,12 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 
-def child(code: str) -> dict[str, Any]:
-    """Run the code in a job of one rank; returns the JSON object that it prints last."""
+
+def child(code: str, *, path: Path | None = None) -> dict[str, Any]:
+    """Run the code in a job of one rank; returns the JSON object that it prints last.
+
+    Args:
+        path: a folder of packages that this process does not have.
+    """
     env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"OMP_NUM_THREADS": "1"}
+    if path is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(path)])
     done = subprocess.run(
         [sys.executable, "-c", code],
         check=False,

@@ -3,6 +3,7 @@
     python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN] [--models PATTERN]
         [--prefixes PATTERN] [--dynamic-cp PATTERN] [--split-samples PATTERN]
         [--executor operations]
+    python tools/exactness.py --attention te [--te 2.11.0] [the same patterns]
 
 Runs the reference and then each case of `tests/dist/cases.py` on 1, 2, 4 and 8 processes over gloo;
 models of Hugging Face folders, the cases of `tests/dist/hf_cases.py`, beside transformers; rows
@@ -13,6 +14,10 @@ of the patterns, only those.
 With `--executor operations` nothing is written. Cases of `tests/dist/cases.py` and
 `tests/dist/overlap_worker.py` run in Megatron's schedules and as lists of their operations, which
 are compared bit for bit; the exit code is 1 if one differs. All other cases run as lists.
+
+With `--attention te` all cases run over Transformer Engine's layers on stand-ins of their kernels
+(docs/cpu.md), against the same references without it. A table of the largest errors goes into
+docs/exactness.md. `tools/te_python.sh` brings the release that `--te` names.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from megapack.base.choices import Executor  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
+from tests import te_python  # noqa: E402
 from tests.dist import problem  # noqa: E402
 from tests.dist.cases import ALL_CASES, Case  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
@@ -55,6 +61,7 @@ from tests.dist.run_cases import (  # noqa: E402
 from tests.dist.spawn import checked_job  # noqa: E402
 from tests.dist.split_cases import GRID as SPLIT_GRID  # noqa: E402
 from tests.dist.split_cases import SPECIAL as SPLIT_SPECIAL  # noqa: E402
+from tests.dist.te_cases import GRIDS, refusal  # noqa: E402
 from tests.dist.wide_cases import ALL_CASES as WIDE_CASES  # noqa: E402
 from tests.dist.wide_cases import GRID as WIDE_GRID  # noqa: E402
 from tests.dist.wide_cases import SPECIAL as WIDE_SPECIAL  # noqa: E402
@@ -65,6 +72,7 @@ DYNAMIC_CP_PAGE = ROOT / "docs" / "dynamic_cp.md"
 DYNAMIC_CP_MARKS = ("<!-- dynamic cp -->", "<!-- end of dynamic cp -->")
 SPLIT_MARKS = ("<!-- split samples -->", "<!-- end of split samples -->")
 PREFIX_MARKS = ("<!-- prefixes -->", "<!-- end of prefixes -->")
+TE_MARKS = ("<!-- te -->", "<!-- end of te -->")
 MODELS = {
     "llama": "Llama",
     "mistral": "Mistral: heads wider than hidden size / heads",
@@ -378,6 +386,55 @@ def row_summary(cases: Mapping[str, RowCase], results: dict[str, dict[str, Any]]
     )
 
 
+def te_lines(patterns: Mapping[str, str], release: str) -> list[str]:
+    """The section of Transformer Engine: per grid the largest errors of its cases in fp32.
+
+    Args:
+        patterns: grid of `tests/dist/te_cases.py` -> glob of its cases.
+    """
+    lines = [
+        f"{measured_with('megatron-core', 'torch')}, Transformer Engine {release} on stand-ins of "
+        "its kernels.",
+        "",
+        "| cases | run | refused | gradient | one tensor | log-probs mean | log-probs max |",
+        "|---" * 7 + "|",
+    ]
+    for grid, pattern in patterns.items():
+        cases, run = GRIDS[grid]
+        names = fnmatch.filter(cases, pattern)
+        taken = [name for name in names if not refusal(grid, name)]
+        if not taken:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            results = run(taken, Path(folder))
+        exact = [result for name in taken for result in _exact_runs(cases[name], results[name])]
+        errors = " | ".join(f"{_largest(exact, keys):.1e}" for keys in _TE_ERRORS)
+        lines.append(f"| {grid} | {len(taken)} | {len(names) - len(taken)} | {errors} |")
+    reasons = {refusal(grid, name) for grid in patterns for name in GRIDS[grid][0]} - {""}
+    return [*lines, "", f"Refused before a step: {'; '.join(sorted(reasons))}."]
+
+
+_TE_ERRORS = (
+    ("gradient_error",),
+    ("worst_parameter", "worst_tensor_error"),
+    ("logprob_mean_error", "logprobs_mean_error"),
+    ("logprob_max_error", "logprobs_max_error"),
+)
+
+
+def _exact_runs(case: Any, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A case's results in fp32: one of a layout or a folder, one per objective of rows."""
+    if isinstance(case, RowCase):
+        # A reward's gradient of the last norm's bias is 0, which has no relative error.
+        runs = [run for kind, run in result.items() if kind != "reward"]
+        return runs if case.model not in ROW_PRECISE else []
+    return [] if getattr(case, "variant", "") in problem.PRECISE else [result]
+
+
+def _largest(runs: list[dict[str, Any]], keys: tuple[str, ...]) -> float:
+    return max(run[key] for run in runs for key in keys if key in run)
+
+
 def write(page: Path, marks: tuple[str, str], lines: list[str]) -> None:
     """Replace the part of the page between two marks; only print under another executor."""
     body = "\n".join(lines)
@@ -424,16 +481,29 @@ def main() -> int:
     parser.add_argument("--dynamic-cp", help="glob of the cases with wide rows to run")
     parser.add_argument("--split-samples", help="glob of the cases with samples in pieces to run")
     parser.add_argument("--executor", choices=get_args(Executor), default="megatron")
+    parser.add_argument("--attention", choices=("sdpa", "te"), default="sdpa")
+    parser.add_argument("--te", default=te_python.VERSION, help="release of Transformer Engine")
     options = parser.parse_args()
     os.environ[VARIABLE] = options.executor
     patterns = (
         options.cases,
-        options.models,
         options.prefixes,
         options.dynamic_cp,
         options.split_samples,
+        options.models,
     )
     everything = all(pattern is None for pattern in patterns)
+    if options.attention == "te":
+        if te_python.without_te(options.te):
+            parser.error(te_python.without_te(options.te))
+        os.environ[te_python.VARIABLE] = options.te
+        globs = {
+            grid: pattern or "*"
+            for grid, pattern in zip(GRIDS, patterns, strict=True)
+            if everything or pattern is not None
+        }
+        write(options.out, TE_MARKS, te_lines(globs, options.te))
+        return 0
     if everything or options.dynamic_cp is not None:
         names = fnmatch.filter(WIDE_CASES, options.dynamic_cp or "*")
         write(DYNAMIC_CP_PAGE, DYNAMIC_CP_MARKS, wide_lines(names))

@@ -26,12 +26,8 @@ def build_chunks(
     reduction: Settings | None = None,
     splits_backward: bool = False,
 ) -> list[DistributedDataParallel]:
-    """Make Megatron's groups for a layout, and this rank's chunks.
-
-    In a job with Transformer Engine the layers are its own, if the model leaves the choice.
-    """
-    if runs_te() and model.attention == "auto":
-        model = dataclasses.replace(model, attention="te")
+    """Make Megatron's groups for a layout, and this rank's chunks."""
+    model = on_kernels_of_job(model)
     initialize_parallel(layout, problem.SEED)
     stage_layers = (split or LayerSplit()).stage_layers(
         model.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=model.mtp_num_layers
@@ -47,6 +43,16 @@ def build_chunks(
         reduction=reduction,
         splits_backward=splits_backward,
     )
+
+
+def on_kernels_of_job(model: ModelConfig) -> ModelConfig:
+    """The model, on Transformer Engine's layers in a job that has them, if it leaves the choice.
+
+    "auto" would be SDPA there, since the device is no GPU.
+    """
+    if runs_te() and model.attention == "auto":
+        return dataclasses.replace(model, attention="te")
+    return model
 
 
 def error_of(attempt: Callable[[], None]) -> str:

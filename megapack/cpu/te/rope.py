@@ -68,6 +68,7 @@ def _rope(
     if qkv_format == NVTE_QKV_Format.NVTE_THD:
         assert cu_seqlens is not None
         require(start_positions is None, "fused rope of packed rows with start positions")
+        require(cu_seqlens.dim() == 1, f"fused rope with cu_seqlens {tuple(cu_seqlens.shape)}")
         require(cu_seqlens.dtype == torch.int32, f"fused rope with {cu_seqlens.dtype} cu_seqlens")
         out = torch.zeros_like(t)
         for begin, end in pairwise(length // cp_size for length in cu_seqlens.tolist()):

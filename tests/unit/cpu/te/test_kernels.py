@@ -1,0 +1,283 @@
+"""Stand-ins of norms, products, activations, rotation, permutation and lists, against torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megapack.cpu.te import (
+    COUNTS,
+    KernelFault,
+    activations,
+    around,
+    enums,
+    gemm,
+    lists,
+    norms,
+    rope,
+    softmax,
+)
+from megapack.cpu.te import permutation as moe
+from megapack.cpu.te.calls import KERNELS, kernel, set_version
+from tests.unit.cpu.te import by_hand
+
+pytestmark = pytest.mark.unit
+
+
+def drawn(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def compare(found: Any, want: Any) -> None:
+    for one, two in zip(found, want, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+# ------------------------------------------------------------------------------------------- norms
+
+
+def test_rms_norm_with_gamma_around_zero() -> None:
+    x, gamma, grad = drawn(2, 3, 8).requires_grad_(), drawn(8).requires_grad_(), drawn(2, 3, 8)
+    want = F.rms_norm(x, (8,), gamma + 1, eps=1e-5)
+    with torch.no_grad():
+        y, _, rsigma = norms.rmsnorm_fwd(x, gamma, 1e-5, None, None, torch.float64, 0, True)
+        found = norms.rmsnorm_bwd(grad, x, rsigma, gamma, 0, True)
+    compare([y, *found], [want.detach(), *torch.autograd.grad(want, (x, gamma), grad)])
+
+
+def test_layer_norm() -> None:
+    x, gamma, beta = (t.requires_grad_() for t in (drawn(6, 8), drawn(8), drawn(8)))
+    grad = drawn(6, 8)
+    want = F.layer_norm(x, (8,), gamma, beta, eps=1e-5)
+    with torch.no_grad():
+        y, mu, rsigma = norms.layernorm_fwd(
+            x, gamma, beta, 1e-5, None, None, enums.DType.kFloat64, 0, False
+        )
+        found = norms.layernorm_bwd(grad, x, mu, rsigma, gamma, 0, False)
+    compare([y, *found], [want.detach(), *torch.autograd.grad(want, (x, gamma, beta), grad)])
+
+
+def test_a_norm_of_a_transposed_tensor_is_a_fault() -> None:
+    with pytest.raises(KernelFault, match="strides"):
+        norms.rmsnorm_fwd(drawn(8, 8).t(), drawn(8), 1e-5, None, None, torch.float64, 0, False)
+
+
+# ---------------------------------------------------------------------------------------- products
+
+
+def product(a: Tensor, b: Tensor, layout: str, **changes: Any) -> tuple[Any, ...]:
+    names = {"out": None, "bias": None, "grad": False, "accumulate": False} | changes
+    out, bias = names["out"], names["bias"]
+    dtype = enums.DType.kFloat64
+    found = gemm.generic_gemm(
+        *(a, layout[0] == "T", b, layout[1] == "T", out, None, dtype, bias, dtype, False, None),
+        *(names["grad"], None, 0, names["accumulate"], False),
+    )
+    return tuple(found)
+
+
+def test_products_in_the_orders_of_a_linear_layer() -> None:
+    weight, x, dy = drawn(5, 4), drawn(2, 3, 4), drawn(2, 3, 5)
+    compare([product(weight, x, "TN", bias=dy[0, 0])[0]], [x @ weight.t() + dy[0, 0]])
+    compare([product(weight, dy, "NN", grad=True)[0]], [dy @ weight])
+    main = drawn(5, 4)
+    before = main.clone()
+    _, d_bias, *_ = product(x, dy, "NT", out=main, bias=drawn(5), grad=True, accumulate=True)
+    compare([main, d_bias], [before + dy.view(-1, 5).t() @ x.view(-1, 4), dy.sum((0, 1))])
+
+
+def test_grouped_products_fill_one_tensor() -> None:
+    weights, xs = [drawn(5, 4), drawn(5, 4) + 1], [drawn(3, 4), drawn(0, 4)]
+    out = torch.empty(3, 5, dtype=torch.float64)
+    none = [torch.empty(0)] * 2
+    arguments = (weights, True, xs, False, [out], enums.DType.kFloat64, [3, 0], none, None, True)
+    gemm.te_general_grouped_gemm(*arguments, none, False, [], 0, False, False, 0)
+    compare([out], [xs[0] @ weights[0].t()])
+
+
+def test_factors_of_two_types_are_a_fault() -> None:
+    with pytest.raises(KernelFault, match=r"factors of torch.float64 and torch.float32"):
+        product(drawn(5, 4), drawn(3, 4).float(), "TN")
+
+
+# ------------------------------------------------------------------------------------- activations
+
+GATED = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh"), "reglu": F.relu}
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "srelu", "qgelu", *GATED])
+def test_activations_and_their_gradients(name: str) -> None:
+    plain = {
+        "gelu": GATED["geglu"],
+        "silu": F.silu,
+        "relu": F.relu,
+        "srelu": lambda x: F.relu(x) ** 2,
+        "qgelu": lambda x: x / (1 + (-1.702 * x).exp()),
+    }
+    x = drawn(5, 6).requires_grad_()
+    want = GATED[name](x[:, :3]) * x[:, 3:] if name in GATED else plain[name](x)
+    grad = drawn(*want.shape)
+    assert name in activations.FUNCTIONS
+    found = KERNELS[name](x, None), KERNELS[f"d{name}"](grad, x, None)
+    compare(found, [want, torch.autograd.grad(want, x, grad)[0]])
+
+
+@pytest.mark.parametrize("mask", ["", "masked_", "upper_triang_masked_", "aligned_causal_masked_"])
+def test_softmax_of_unfused_attention(mask: str) -> None:
+    x = drawn(2, 3, 4, 4).requires_grad_()
+    later = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    want = (x * 0.5).masked_fill(later if mask else torch.zeros(4, 4).bool(), -1e9).softmax(-1)
+    extra = (later,) if mask == "masked_" else ()
+    found = getattr(softmax, f"scaled_{mask}softmax_forward")(x, *extra, 0.5)
+    grad = drawn(2, 3, 4, 4)
+    back = KERNELS[f"scaled_{mask}softmax_backward"](grad, found, 0.5)
+    compare([found, back], [want.detach(), torch.autograd.grad(want, x, grad)[0]])
+
+
+# ---------------------------------------------------------------------------------------- rotation
+
+
+def rotate(x: Tensor, table: Tensor, lengths: list[int], cp: int = 1, rank: int = 0) -> Tensor:
+    form = enums.NVTE_QKV_Format.NVTE_THD
+    whole = by_hand.ends([length * cp for length in lengths])
+    turned: Tensor = rope.fused_rope_forward(x, table, None, form, False, whole, cp, rank)
+    return turned
+
+
+def table(lines: int) -> Tensor:
+    angles = torch.rand(lines, 2)
+    return torch.cat([angles, angles], -1)[:, None, None, :]
+
+
+def test_rotation_of_packed_rows_starts_anew_in_each_sample() -> None:
+    x, freqs = drawn(5, 2, 6), table(4)
+    want = by_hand.rotated(x[..., :4], freqs[:, 0, 0].double(), [0, 1, 2, 0, 1])
+    compare([rotate(x, freqs, [3, 2])], [torch.cat([want, x[..., 4:]], -1)])
+
+
+def test_rotation_of_a_ranks_slices() -> None:
+    x, freqs = drawn(4, 2, 4), table(8)
+    want = by_hand.rotated(x, freqs[:, 0, 0].double(), [2, 3, 4, 5])
+    compare([rotate(x, freqs, [4], cp=2, rank=1)], [want])
+
+
+def test_the_gradient_of_a_rotation_is_the_opposite_one() -> None:
+    x, freqs, form = drawn(4, 1, 2, 4), table(4), enums.NVTE_QKV_Format.NVTE_SBHD
+    turned = rope.fused_rope_forward(x, freqs, None, form, False, None, 1, 0)
+    compare([rope.fused_rope_backward(turned, freqs, None, form, False, None, 1, 0)], [x])
+
+
+def test_a_table_that_is_too_short_is_a_fault() -> None:
+    with pytest.raises(KernelFault, match="5 tokens reads past a table of 4 lines"):
+        rotate(drawn(5, 2, 4), table(4), [5])
+
+
+# ------------------------------------------------------------------------------------- permutation
+
+
+def test_tokens_go_to_their_experts_and_back() -> None:
+    x = drawn(4, 3)
+    routing = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 0], [0, 0, 0]]).bool()
+    probs = drawn(4, 3) * routing
+    rows = moe.make_row_id_map(routing, 4, 3)
+    copies, _, own = moe.permute_with_mask_map(x, rows, probs, None, 4, 3, 5, 3, 0)
+    assert torch.equal(copies, x[[0, 2, 2, 0, 1]])
+    compare([own], [probs.t()[routing.t()]])
+    merged, _ = moe.unpermute_with_mask_map(copies, rows, probs, None, 4, 3, 3)
+    compare([merged], [x * probs.sum(1, keepdim=True)])
+    backward = moe.unpermute_with_mask_map_bwd_with_merging_probs
+    d_copies, d_probs = backward(x, rows, copies, probs, 4, 3, 5, 3)
+    compare([d_copies], [x[[0, 2, 2, 0, 1]] * own[:, None]])
+    compare([d_probs], [(x * x).sum(1, keepdim=True) * routing])
+
+
+def test_a_wrong_number_of_copies_is_a_fault() -> None:
+    rows = moe.make_row_id_map(torch.ones(2, 2).bool(), 2, 2)
+    with pytest.raises(KernelFault, match="4 routed copies, num_out_tokens=3"):
+        moe.permute_with_mask_map(drawn(2, 3), rows, None, None, 2, 2, 3, 3, 0)
+
+
+def test_chunks_change_places_and_return() -> None:
+    x = drawn(6, 2)
+    order = moe.make_chunk_sort_map(torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]), 6, 3)
+    there, _ = moe.sort_chunks_by_map(x, order, None, 6, 2, True)
+    assert torch.equal(there, x[[3, 4, 5, 0, 1, 2]])
+    assert torch.equal(moe.sort_chunks_by_map(there, order, None, 6, 2, False)[0], x)
+
+
+# ------------------------------------------------------------------------------------------- lists
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_takes_torchs_steps(decoupled: bool) -> None:
+    weight = drawn(4, 3)
+    param = weight.clone().requires_grad_()
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([param], lr=0.1, weight_decay=0.2)
+    moments = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in (1, 2):
+        param.grad = drawn(4, 3) + step
+        optimizer.step()
+        tensors = [[t] for t in (param.grad, weight, *moments)]
+        lists.multi_tensor_adam(
+            0, None, tensors, 0.1, 0.9, 0.999, 1e-8, step, int(decoupled), 1, 0.2
+        )
+    compare([weight], [param.detach()])
+
+
+def test_masters_stay_in_fp32() -> None:
+    master, weight = torch.ones(3), torch.ones(3).bfloat16()
+    tensors = [[torch.ones(3)], [weight], [torch.zeros(3)], [torch.zeros(3)], [master]]
+    lists.multi_tensor_adam(0, None, tensors, 1e-4, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
+    assert (master < 1).all()
+    assert (weight == 1).all()
+
+
+def test_norms_of_lists_and_scaling_that_tells_of_infinities() -> None:
+    tensors = [torch.tensor([3.0]), torch.tensor([0.0, 4.0])]
+    total, each = lists.multi_tensor_l2norm(0, None, [tensors], True)
+    assert total.tolist() == [5.0]
+    assert each.tolist() == [3.0, 4.0]
+    flag, out = torch.zeros(1, dtype=torch.int32), [torch.empty(1), torch.empty(2)]
+    lists.multi_tensor_scale(0, flag, [tensors, out], 2.0)
+    assert out[1].tolist() == [0.0, 8.0]
+    assert flag.item() == 0
+    lists.multi_tensor_scale(0, flag, [[torch.tensor([float("inf")])], [torch.empty(1)]], 2.0)
+    assert flag.item() == 1
+
+
+# ------------------------------------------------------------------------------------------- calls
+
+
+def test_arguments_follow_the_order_of_the_release() -> None:
+    def permuted(a: int, b: int) -> tuple[int, int]:
+        return a, b
+
+    call = kernel(permuted, orders={(2, 9): "a b", (2, 15): "b a"})
+    try:
+        for release, want in (((2, 11), (1, 2)), ((2, 15), (2, 1)), ((2, 20), (2, 1))):
+            set_version(release)
+            assert call(1, 2) == want
+    finally:
+        set_version((2, 11))
+        del KERNELS["permuted"]
+
+
+def test_every_call_is_counted_and_can_be_watched() -> None:
+    seen = []
+
+    def watch(name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen.append(name)
+        return run(*args, **kwargs)
+
+    before = COUNTS["relu"]
+    with around(watch):
+        KERNELS["relu"](drawn(2), None)
+    KERNELS["relu"](drawn(2), None)
+    assert seen == ["relu"]
+    assert COUNTS["relu"] == before + 2
