@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +25,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from wrapt import register_post_import_hook
-from wrapt.importer import ImportHookFinder
 
 from megapack import te_finder
 
@@ -44,10 +42,8 @@ def pretend() -> None:
     te_finder.python_alone = lambda: folder
 
     from megapack import cpu
-    from megapack.cpu import device
 
-    device._CAPABILITY = CAPABILITY
-    cpu.enable()
+    cpu.enable(CAPABILITY)
     cpu.uses_cuda = lambda: True
     torch.version.cuda = CUDA
     answers: dict[str, Callable[..., Any]] = {
@@ -67,9 +63,6 @@ def pretend() -> None:
     torch.backends.cuda.is_flash_attention_available = lambda: True
     register_post_import_hook(_replace_varlen, "torch.nn.attention.varlen")
     register_post_import_hook(_start_on_gpu, "megapack.launch")
-    # Hooks are called by a finder, here also for what `te_finder` finds.
-    sys.meta_path.insert(0, ImportHookFinder())
-    register_post_import_hook(_refuse_absent_fp8, "transformer_engine.pytorch.quantization")
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
@@ -99,17 +92,6 @@ def _start_on_gpu(launch: ModuleType) -> None:
             return start(device)
 
     launch.start = started
-
-
-def _refuse_absent_fp8(quantization: ModuleType) -> None:
-    """Parts in FP8 are skipped with a reason while its kernels have no stand-ins."""
-    from megapack.cpu.te.calls import KERNELS
-
-    if "quantize" in KERNELS:
-        return
-    for name in ("is_fp8_available", "is_fp8_block_scaling_available"):
-        answer = classmethod(lambda cls: (False, "the kernels of FP8 have no stand-ins"))
-        setattr(quantization.FP8GlobalStateManager, name, answer)
 
 
 def _replace_varlen(varlen: ModuleType) -> None:

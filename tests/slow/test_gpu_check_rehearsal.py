@@ -28,7 +28,7 @@ def test_a_sample_of_the_check_passes_and_says_that_it_is_a_rehearsal(
         },
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
