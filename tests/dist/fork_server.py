@@ -6,7 +6,9 @@ The imports alone would take each rank longer than most tests run. One server se
 
 The server only runs imports and one small plan, so that it has one thread when it forks. A rank
 runs its module as `python -m` does, in a job like torchrun's: the launcher holds the store, and
-when a rank fails it ends the others.
+when a rank fails it ends the others. A job of several ranks is a rehearsal of NCCL's rules
+(`tests/rehearsal`): its ranks note what they issue, and the launcher fails the job if that breaks
+a rule.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import gc
 import json
 import os
 import resource
 import runpy
+import shutil
 import signal
 import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 TIMED_OUT = 124
@@ -44,6 +49,13 @@ class Job:
     """A limit on the size of files that ranks write; it simulates a full disk."""
     grace_s: float = 2.0
     """Seconds that the other ranks have to report errors after one failed; then they are ended."""
+    nccl_rules: bool = True
+    """Whether a job of several ranks must keep NCCL's rules."""
+
+    @property
+    def notes(self) -> Path | None:
+        """The folder of what the ranks issue; None without a check."""
+        return Path(f"{self.output}.notes") if self.nccl_rules and self.world > 1 else None
 
 
 def serve() -> int:
@@ -78,6 +90,8 @@ def _launch(job: Job) -> int:
     for fd in (1, 2):
         os.dup2(output, fd)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if job.notes:
+        job.notes.mkdir()
     read, write = os.pipe()
     ranks = []
     for rank in range(job.world):
@@ -88,7 +102,20 @@ def _launch(job: Job) -> int:
         ranks.append(pid)
     store = _store(job.world) if job.world > 1 else None
     os.write(write, b"%06d" % (store.port if store else 0) * job.world)
-    return _wait(ranks, time.monotonic() + job.timeout_s, job.grace_s)
+    code = _wait(ranks, time.monotonic() + job.timeout_s, job.grace_s)
+    return _rehearsed(job.notes, job.world, code) if job.notes else code
+
+
+def _rehearsed(notes: Path, world: int, code: int) -> int:
+    """The exit code, 1 if a job that ended well broke NCCL's rules; prints what broke them."""
+    from tests.rehearsal import nccl_rules
+
+    # This process ends soon, and a collection would visit all that torch and Megatron have made.
+    gc.disable()
+    broken = nccl_rules.report(notes, world, has_ended=code == 0)
+    shutil.rmtree(notes)
+    print(broken, end="", flush=True)
+    return code or int(bool(broken))
 
 
 def _store(world: int) -> Any:
@@ -111,6 +138,10 @@ def _rank(job: Job, rank: int, port: int) -> int:
     if job.max_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job.max_file_bytes, resource.RLIM_INFINITY))
     sys.argv = [job.module, *job.args]
+    if job.notes:
+        from tests.rehearsal import recorder
+
+        recorder.install(job.notes, rank)
     try:
         runpy.run_module(job.module, run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -31,12 +31,15 @@ def run_job(
     max_file_bytes: int | None = None,
     grace_s: float = 2.0,
     te: str | None = None,
+    nccl_rules: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module args` on `world` ranks, with torchrun's exit codes; see `fork_server`.
 
     Args:
         te: a release of Transformer Engine, whose Python the ranks have on the CPU; "" for none.
             None: the one that `tests.te_python.VARIABLE` names, which tools set.
+        nccl_rules: whether a job that ends well must also keep NCCL's rules (`tests/rehearsal`);
+            the environment variable MEGAPACK_TEST_NCCL_RULES=0 says no for all jobs.
 
     Raises:
         TimeoutError: with the job's output. All its processes have ended.
@@ -56,6 +59,7 @@ def run_job(
         output=str(output),
         max_file_bytes=max_file_bytes,
         grace_s=grace_s,
+        nccl_rules=nccl_rules and os.environ.get("MEGAPACK_TEST_NCCL_RULES") != "0",
     )
     server.stdin.write(request(job))
     server.stdin.flush()
@@ -67,10 +71,16 @@ def run_job(
 
 
 def checked_job(
-    world: int, module: str, args: Sequence[str], *, timeout_s: float, te: str | None = None
+    world: int,
+    module: str,
+    args: Sequence[str],
+    *,
+    timeout_s: float,
+    te: str | None = None,
+    nccl_rules: bool = True,
 ) -> str:
     """`run_job` that must succeed; returns its output."""
-    done = run_job(world, module, args, timeout_s=timeout_s, te=te)
+    done = run_job(world, module, args, timeout_s=timeout_s, te=te, nccl_rules=nccl_rules)
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
 
