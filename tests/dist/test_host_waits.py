@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.spawn import ROOT, checked_job, rank_reports
 from tests.dist.wait_cases import ALL_CASES, CASES
-from tests.dist.wait_results import PASSES, SIZES, Counted, run_wait_cases
-from tests.te_python import VERSION, needs_te
+from tests.dist.wait_results import PASSES, SIZES, Counted, run_wait_cases, run_wait_job
+from tests.te_python import needs_te
 
 pytestmark = pytest.mark.dist
 
@@ -70,22 +69,11 @@ def check(name: str, counted: Counted) -> None:
 
 @needs_te
 def test_the_main_job_waits_a_few_times_per_step(tmp_path: Path) -> None:
-    config = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
-    args = [
-        *("name=run", "device=cuda", "layout.dp=1", "layout.pp=1", "layout.vpp=1"),
-        *("model.attention=te", "model.dtype=bf16", "plan.max_tokens_per_gpu=512"),
-        *("data.num_generated=64", "data.prompts_per_batch=8", "plan.global_batch_size=32"),
-        *("plan.calibrate=online", "plan.calibrate_interval=1", "train.save_interval=2"),
-        f"runs_dir={tmp_path / 'runs'}",
-    ]
-    worker = "tests.dist.host_waits_job"
-    checked_job(1, worker, [str(tmp_path), str(config), *args], timeout_s=300, te=VERSION)
-    (found,) = rank_reports(tmp_path, 1)
-    counted = Counted([found["entries"]], [])
+    counted = run_wait_job(tmp_path, "plan.calibrate=online", "plan.calibrate_interval=1")
     assert not counted.faults
     # A place that waits once per row would be over the limit.
-    assert min(found["rows"]) > PLACE_LIMIT
+    assert min(step["rows"] for step in counted.facts) > PLACE_LIMIT
     for phase in ("step", "log-probs"):
         waits = counted.of("wait", phase)
         assert waits
-        assert max(waits.values()) <= PLACE_LIMIT * len(found["rows"]), waits
+        assert max(waits.values()) <= PLACE_LIMIT * len(counted.facts), waits

@@ -1,4 +1,4 @@
-"""Runs the cases of `wait_cases.py`, and reads what the ranks counted."""
+"""Runs the cases of `wait_cases.py` and the main job, and reads what the ranks counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.dist.spawn import checked_job, rank_reports
+from tests.dist.spawn import ROOT, checked_job, rank_reports
 from tests.dist.wait_cases import ALL_CASES
 from tests.te_python import VERSION
 
@@ -24,7 +24,7 @@ class Counted:
     entries: list[list[dict[str, Any]]]
     """Of each rank, see `host_waits_worker.written`."""
     facts: list[dict[str, int]]
-    """Of each size, see `host_waits_worker.facts`."""
+    """Of each size, see `host_waits_worker.facts`; of the main job the rows of each step."""
 
     def of(self, kind: str, phase: str | None = None, key: str = "place") -> Counter[str]:
         """Entries of a kind by place or text, of one phase or of all: the most of any rank."""
@@ -46,6 +46,22 @@ class Counted:
         """Places that wait more often in the larger of the two passes of this name."""
         few, many = (self.of("wait", f"{size} {name}") for size in SIZES)
         return {*(many - few)}
+
+
+def run_wait_job(folder: Path, *overrides: str) -> Counted:
+    """Run the main job on one rank, with a reference policy and checkpoints, in steps of 8 rows or
+    more."""
+    config = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
+    args = [
+        *("name=run", "device=cuda", "layout.dp=1", "layout.pp=1", "layout.vpp=1"),
+        *("model.attention=te", "model.dtype=bf16", "plan.max_tokens_per_gpu=512"),
+        *("data.num_generated=64", "data.prompts_per_batch=8", "plan.global_batch_size=32"),
+        *("train.save_interval=2", f"runs_dir={folder / 'runs'}", *overrides),
+    ]
+    worker = "tests.dist.host_waits_job"
+    checked_job(1, worker, [str(folder), str(config), *args], timeout_s=500, te=VERSION)
+    (found,) = rank_reports(folder, 1)
+    return Counted([found["entries"]], [{"rows": rows} for rows in found["rows"]])
 
 
 def run_wait_cases(names: Iterable[str], folder: Path) -> dict[str, Counted]:

@@ -51,8 +51,6 @@ _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 # Take a number as a tensor without dimensions on the host, in addition to pointwise operations.
 _TAKE_NUMBERS = {"aten::fill", "aten::fill_", "aten::masked_fill", "aten::masked_fill_"}
 _COPIES = {"aten::copy_", "aten::_foreach_copy_"}
-# Memory of their results is that of their arguments, whatever else they are given.
-_ALIASES = {*_COPIES, "aten::set_"}
 
 # Not lines of a GPU run: this ledger, and what stands in for CUDA.
 _STAND_INS = re.compile(r"tests/rehearsal/(device_ledger|places|pretended_cuda)\.py|megapack/cpu/")
@@ -199,11 +197,11 @@ class DeviceLedger(TorchDispatchMode):
         if uses_gpu:
             self._check(func, name, args, kwargs, tensors)
         result = func(*args, **kwargs)
-        if name not in _ALIASES:
-            self._note_results(result, tensors, uses_gpu=uses_gpu)
+        self._note_results(result, tensors, uses_gpu=uses_gpu)
         return result
 
     def _note_results(self, result: Any, tensors: list[Tensor], *, uses_gpu: bool) -> None:
+        # After the operation: `set_` gives a tensor other memory.
         given = {id(t.untyped_storage()) for t in tensors}
         is_free = all(place_of(t) is Place.EITHER for t in tensors)
         for tensor in _tensors(result):
@@ -225,8 +223,6 @@ class DeviceLedger(TorchDispatchMode):
         if name in _COPIES:
             self._check_copies(func, args, kwargs)
             return
-        if name == "aten::set_":
-            return
         if host and _refuses(func, name, args, kwargs, host):
             self.note("mixed", f"{short} gets {_shapes(tensors)}")
         if (
@@ -234,7 +230,7 @@ class DeviceLedger(TorchDispatchMode):
             or (name == "aten::equal" and not _is_same(*tensors))
             or (name == "aten::repeat_interleave" and kwargs.get("output_size") is None)
         ):
-            self.note("wait", short)
+            self.note("wait", "item" if short == "_local_scalar_dense" else short)
 
     def _check_copies(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))

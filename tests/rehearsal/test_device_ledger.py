@@ -90,7 +90,7 @@ def test_a_tensor_is_where_a_gpu_run_would_have_it(
 
 
 WAITS = {
-    "_local_scalar_dense": [
+    "item": [
         *("gpu.sum().item()", "bool(one)", "int(one)", "float(one)", "gpu[: one.long()]"),
     ],
     "nonzero": ["gpu.nonzero()", "torch.argwhere(gpu)"],
@@ -232,10 +232,10 @@ def test_recomputation_counts_again(ledger: DeviceLedger) -> None:
 
     weight = torch.ones(3, device="cuda", requires_grad=True)
     checkpoint(layer, weight, use_reentrant=False).sum().backward()
-    assert whats(ledger, "wait") == {"_local_scalar_dense": 2}
+    assert whats(ledger, "wait") == {"item": 2}
     with torch.no_grad():
         layer(weight)
-    assert whats(ledger, "wait") == {"_local_scalar_dense": 3}
+    assert whats(ledger, "wait") == {"item": 3}
 
 
 def test_the_zeros_of_a_missing_gradient_are_on_the_gpu(ledger: DeviceLedger) -> None:
@@ -253,10 +253,28 @@ def test_the_zeros_of_a_missing_gradient_are_on_the_gpu(ledger: DeviceLedger) ->
     assert not ledger.entries
 
 
+def test_the_backward_of_a_filled_mask_does_not_wait(ledger: DeviceLedger) -> None:
+    weight = torch.ones(3, device="cuda", requires_grad=True)
+    masked = weight * 2
+    masked[torch.ones(3, dtype=torch.bool, device="cuda")] = 0.0
+    masked.sum().backward()
+    assert not ledger.entries
+
+
+@pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor. is deprecated:FutureWarning")
+def test_the_wait_of_a_collective_is_not_the_hosts(ledger: DeviceLedger) -> None:
+    with job_of_one():
+        group = dist.new_group()
+        ledger.host_groups.clear()
+        out, whole = torch.ones(2, device="cuda"), torch.ones(2, device="cuda")
+        dist.reduce_scatter_tensor(out, whole, group=group)
+    assert not ledger.entries
+
+
 def test_a_kernel_takes_tensors_of_the_gpu_alone(ledger: DeviceLedger) -> None:
     gpu = torch.ones(3, device="cuda")
     host = torch.zeros(3)
-    ledger.kernel("good", lambda x: x + 1, (gpu,), {})
+    ledger.kernel("good", lambda x: x + x.tolist()[0] + x.sum().item(), (gpu,), {})
     assert not ledger.entries
     made = ledger.kernel("bad", lambda x, y: x + y[0], (gpu, [host]), {})
     assert is_on_gpu(made)
