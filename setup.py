@@ -56,6 +56,8 @@ setup(
     extras_require={
         # Without an upper bound, which would replace a newer one of NVIDIA's containers.
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
+        # Its Python alone, without CUDA: it runs on the CPU (docs/cpu.md).
+        "te-cpu": ["transformer-engine>=2.9", "einops>=0.8"],
         "liger": ["liger-kernel>=0.8.5", "liger-cute-kernels[cu13]>=0.8.5"],
         "parquet": ["pyarrow>=15"],
         "plot": ["matplotlib>=3.8"],

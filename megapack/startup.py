@@ -1,8 +1,13 @@
-"""`megapack-startup.pth` calls `start` in every Python process that has MEGAPACK_PATCH set.
+"""`megapack-startup.pth` calls `start` in every Python process that has one of two variables set.
 
 It patches processes that a framework starts itself, such as Ray's actors:
 
     MEGAPACK_PATCH=slime,megatron_lm
+
+and `megapack run --cpu` sets the other for processes that a recipe starts, such as Megatron-LM's
+checkpoint writers, which import the recipe again:
+
+    MEGAPACK_CPU=1
 """
 
 from __future__ import annotations
@@ -13,17 +18,27 @@ import os
 import sys
 
 VARIABLE = "MEGAPACK_PATCH"
+CPU_VARIABLE = "MEGAPACK_CPU"
 
 
 def start() -> None:
-    """Apply the patches that the variable names; an unknown name ends the process.
+    """Apply the patches that a variable names, and run on the CPU if the other asks for it.
+
+    An unknown name ends the process.
 
     Imports no module of the host: if a patch does not fit, the host's own import raises the error.
     Python started with -I or -E, or with the rights of another user (setuid, setgid), ignores the
-    variable.
+    variables.
     """
     if sys.flags.ignore_environment or _has_more_rights():
         return
+    if os.environ.get(VARIABLE):
+        _patch()
+    if os.environ.get(CPU_VARIABLE):
+        _enable_cpu_after_torch()
+
+
+def _patch() -> None:
     try:
         # Imported after the check: a process with raised rights must import nothing of patching.
         from megapack.patching.registry import apply
@@ -67,6 +82,18 @@ def log_to_stderr() -> None:
         log.addHandler(handler)
         log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
         log.propagate = False
+
+
+def _enable_cpu_after_torch() -> None:
+    """`cpu.enable` right after the import of torch: most processes do without."""
+    from wrapt import register_post_import_hook
+
+    def enable(torch: object) -> None:
+        from megapack import cpu
+
+        cpu.enable()
+
+    register_post_import_hook(enable, "torch")
 
 
 def _has_more_rights() -> bool:

@@ -33,3 +33,6 @@ def without_te(version: str = VERSION) -> str:
 
 needs_te = pytest.mark.skipif(bool(without_te()), reason=without_te())
 """For tests whose jobs run with `VERSION`."""
+
+KERNELS = [pytest.param("", id="local"), pytest.param(VERSION, id="te", marks=needs_te)]
+"""Values of `run_job`'s `te` for tests that run on Megatron's local layers and on these."""

@@ -1,6 +1,7 @@
 """Tokens per second on one GPU: one sample per micro-batch, padded dense batches, packed rows.
 
     python tools/bench_gpu.py [--trace FILE.csv ...] [--seconds 400] [--out runs/bench_gpu]
+    python tools/bench_gpu.py --rehearse    # tiny models, short rows, two rounds
 
 Each model runs in its own process, which runs all ways in turn on the same samples. Writes
 `gpu_report.json` and `gpu_report.md` to the folder. Both list every failure with its error; the
@@ -32,6 +33,23 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = [
     ("configs/qwen3_1p7b_gpu1.yaml", "Qwen3-1.7B", 49152),
     ("configs/qwen3_4b_gpu1.yaml", "Qwen3-4B", 24576),
+]
+# What --rehearse changes: the models' sizes, tokens per step and the configs' settings.
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "max_window_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+TINY_TOKENS = 6000
+TINY_SETTINGS = [
+    "plan.max_tokens_per_gpu=2048",
+    "plan.forward_max_tokens_per_gpu=4096",
+    "data.max_length=1024",
 ]
 # A model's process is killed if it exceeds its share of the time by this much.
 GRACE_S = 30
@@ -81,29 +99,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("overrides", nargs="*", help="section.key=value, for every model")
     parser.add_argument("--config", type=Path, action="append", help="instead of the two models")
+    parser.add_argument("--model", help="only this one of the two, such as Qwen3-4B")
     parser.add_argument("--tokens", type=int, help="per step; default: by model")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="CSV of lengths")
     parser.add_argument("--seconds", type=float, default=400, help="for everything")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rehearse", action="store_true", help="all code in tiny sizes, on a CPU")
     parser.add_argument("--tests", type=Path, help="JSON of the GPU tests, to report with the rest")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench_gpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
     # The weights are random; only the models' sizes are needed.
-    folders = write_hf_configs(options.out) / "models"
+    folders = write_hf_configs(options.out, **(TINY if options.rehearse else {})) / "models"
     models = [
-        (ROOT / path, tokens, [f"model.hf_path={folders / name}"]) for path, name, tokens in MODELS
+        (ROOT / path, tokens, [f"model.hf_path={folders / name}"])
+        for path, name, tokens in MODELS
+        if options.model in (None, name)
     ]
     if options.config:
         models = [(path, MODELS[0][2], []) for path in options.config]
     rest = [*options.overrides, f"device={options.device}"]
+    if options.rehearse:
+        options.tokens = options.tokens or TINY_TOKENS
+        rest = [*TINY_SETTINGS, *rest, "--rounds", "2"]
     for trace in options.trace:
         rest += ["--trace", str(trace)]
     report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "packages": packages(),
+        "rehearsed": options.rehearse,
         "models": [],
     }
     if options.tests is not None and options.tests.exists():

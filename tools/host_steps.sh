@@ -4,7 +4,7 @@
 #   tools/host_steps.sh                  every host whose code is here
 #   tools/host_steps.sh slime verl       these hosts
 #   tools/host_steps.sh verl -- -x       pytest's arguments
-#   tools/host_steps.sh --sample         one test of two hosts that have releases; .ci/run runs it
+#   tools/host_steps.sh --sample         a few tests of two hosts that have releases; .ci/run runs it
 #
 #   MEGAPACK_HOST_SOURCES    a folder with source trees: slime/, miles/, nemo-rl/, skyrl/, ...
 #   PYTHON                   the interpreter; unset: .venv of the repository, then python3
@@ -32,7 +32,8 @@ elif [[ ${1:-} == --sample ]]; then
         exit 2
     fi
     files=(
-        'tests/hosts/test_step_verl.py::test_a_patched_step_is_the_unpatched_one[pp=2]'
+        'tests/hosts/test_step_verl.py::test_a_patched_step_is_the_unpatched_one[pp=2-local]'
+        'tests/hosts/test_step_verl.py::test_a_patched_step_is_the_unpatched_one[cp=2-te]'
         'tests/hosts/test_step_ms_swift.py::test_rows_are_the_planners_packs_and_their_shapes_are_not_exchanged[pp=2]'
     )
     shift

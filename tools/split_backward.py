@@ -4,7 +4,8 @@
 
 Runs the cases of `tests/dist/split_backward_worker.py` whose names match a pattern, by default all,
 on 1, 2 and 4 processes over gloo. Weight gradients run 2 to 5 backwards later. Exits with 1 if a
-gradient differs in some bit.
+gradient differs in some bit. With MEGAPACK_TEST_TE=2.11.0 layers are those of that release of
+Transformer Engine, whose Python `tools/te_python.sh` brings.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from types import TracebackType
 from megapack.errors import ConfigError
 from megapack.patching import apply
 from megapack.patching.files import shipped_hosts
-from megapack.startup import VARIABLE, log_to_stderr
+from megapack.startup import CPU_VARIABLE, VARIABLE, log_to_stderr
 
 IS_OTHERS_PROGRAM = True
 
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu",
         action="store_true",
-        help="run a Megatron recipe without CUDA, over gloo. Processes that the program starts "
-        "do not inherit it",
+        help="run a Megatron recipe without CUDA, over gloo. Child processes inherit it, by "
+        "MEGAPACK_CPU",
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ARGS")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS")
@@ -72,6 +72,7 @@ def _use_cpu() -> None:
     from megapack import cpu
 
     cpu.enable()
+    os.environ[CPU_VARIABLE] = "1"
 
 
 def _patch_children(hosts: list[str]) -> None:

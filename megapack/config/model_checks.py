@@ -190,10 +190,19 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
     whole = layout.fp8_unit_tokens
     unit = whole * layout.tp
     heads = model.num_attention_heads
+    groups = model.num_query_groups or heads
     widths = {
         "hidden_size": (model.hidden_size, whole),
         "num_attention_heads * head width": (heads * model.head_width, unit),
     }
+    if model.kv_lora_rank is None:
+        # Blocks of 128 may be cut short here; products need multiples of 16.
+        least = 32 if model.fp8 == "mxfp8" else 16
+        channels = (heads + 2 * groups) * model.head_width
+        widths["(num_attention_heads + 2 * num_query_groups) * head width"] = (
+            channels,
+            least * layout.tp,
+        )
     if model.kv_lora_rank is not None:
         keys = model.kv_lora_rank + (model.qk_rope_head_dim or 0)
         widths["kv_lora_rank + qk_rope_head_dim"] = (keys, whole)

@@ -16,10 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megapack.cpu.groups import over_gloo, padded_all_gather, padded_reduce_scatter
+from megapack.cpu.groups import (
+    one_by_one,
+    over_gloo,
+    padded_all_gather,
+    padded_reduce_scatter,
+)
 from megapack.cpu.megatron import AFTER_IMPORT
 from megapack.cpu.streams import HostEvent, NoStream
 from megapack.cpu.triton import WithoutTriton
+from megapack.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +36,7 @@ _FACTORIES = (
 )
 _MARKER = "_megapack_cpu"
 # Blackwell's. Megatron-LM asks for CUDA_DEVICE_MAX_CONNECTIONS=1 on earlier ones.
-_CAPABILITY = (10, 0)
+_DEFAULT_CAPABILITY = (10, 0)
 
 
 def enabled() -> bool:
@@ -43,14 +49,27 @@ def uses_cuda() -> bool:
     return torch.cuda.is_available() and not enabled()
 
 
-def enable() -> None:
+def enable(capability: tuple[int, int] | None = None) -> None:
     """Send Megatron's CUDA calls to the CPU, for the rest of this process.
 
     Idempotent. Call it before the model is built. A CUDA device of the machine stays unused, but
     tensors that other code puts on it explicitly through an index keep working. NCCL is read as
     gloo. Memory statistics are 0, and timers of CUDA events are the host's clock.
+
+    Args:
+        capability: the compute capability of the GPU that is rehearsed: (9, 0) for Hopper, (10, 0),
+            the default, for Blackwell. Libraries ask once and keep the answer.
+
+    Raises:
+        ConfigError: the process rehearses another one already.
     """
     if enabled():
+        rehearsed = torch.cuda.get_device_capability()
+        if capability not in (None, rehearsed):
+            raise ConfigError(
+                f"megapack.cpu.enable(capability={capability}): this process rehearses a GPU of "
+                f"compute capability {rehearsed}; set it in the first call of enable"
+            )
         return
     if torch.cuda.is_available():
         logger.warning("device: cpu was asked for, so the CUDA device of this machine stays unused")
@@ -62,7 +81,7 @@ def enable() -> None:
     torch.nn.Module.cuda = _identity  # type: ignore[method-assign]
     _redirect_process_groups()
     _redirect_cuda_module()
-    _redirect_device_facts()
+    _redirect_device_facts(capability or _DEFAULT_CAPABILITY)
     for module, redirect in AFTER_IMPORT.items():
         _after_import(module, redirect)
     if importlib.util.find_spec("triton") is None:
@@ -73,6 +92,7 @@ def enable() -> None:
 def _redirect_process_groups() -> None:
     dist.all_gather = padded_all_gather(dist.all_gather)
     dist.reduce_scatter = padded_reduce_scatter(dist.reduce_scatter)
+    dist._coalescing_manager = one_by_one
     for name in ("init_process_group", "new_group"):
         make = over_gloo(getattr(dist, name))
         setattr(dist, name, make)
@@ -106,22 +126,22 @@ def _redirect_cuda_module() -> None:
     torch.cuda.nvtx.range_pop = lambda: 0
 
 
-def _redirect_device_facts() -> None:
+def _redirect_device_facts(capability: tuple[int, int]) -> None:
     """What a recipe asks of its device: a GPU per local rank, with the host's memory, all free."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = types.SimpleNamespace(
         name="cpu",
-        major=_CAPABILITY[0],
+        major=capability[0],
         # torch.compile reads the name of the architecture where torch is built without CUDA.
         gcnArchName="cpu",
-        minor=_CAPABILITY[1],
+        minor=capability[1],
         total_memory=memory,
         multi_processor_count=os.cpu_count(),
     )
     facts: dict[str, Callable[..., Any]] = {
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: _CAPABILITY,
+        "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: properties.name,
         "mem_get_info": lambda device=None: (memory, memory),
         "memory_stats": lambda device=None: collections.defaultdict(int),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -65,6 +66,19 @@ def padded_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., A
         return None
 
     return scatter
+
+
+class _Done:
+    """The handle of collectives that have ended."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+@contextmanager
+def one_by_one(*args: Any, **kwargs: Any) -> Iterator[_Done]:
+    """In place of torch's `_coalescing_manager`: gloo cannot run collectives as one."""
+    yield _Done()
 
 
 def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:

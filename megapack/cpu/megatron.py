@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import importlib.util
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +66,29 @@ def _keep_split_sizes(token_dispatcher: Any) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
+def _fuse_gradient_accumulation(layers: Any) -> None:
+    """Megatron's own linear layers add weight gradients to `main_grad` by an extension of apex."""
+    name = "fused_weight_gradient_mlp_cuda"
+    if layers._grad_accum_fusion_available:
+        return
+    extension = types.ModuleType(name)
+    extension.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(extension).update(
+        wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
+    )
+    # Embeddings that put off their gradients import it when they compute them.
+    sys.modules[name] = extension
+    layers.fused_weight_gradient_mlp_cuda = extension
+    layers._grad_accum_fusion_available = True
+
+
+def _add_weight_gradient(
+    input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """main_grad [out, in] += grad_output [tokens, out]^T input [tokens, in]."""
+    main_grad += grad_output.t().matmul(input)
+
+
 def _name_absent_gemm(moe_utils: Any) -> None:
     """Routers read a name that 0.16 binds only if Transformer Engine imports."""
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -104,12 +130,10 @@ AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _use_torchs_distributed_optimizer,
     "megatron.core.optimizer.clip_grads": _use_local_scaling,
     "megatron.core.optimizer.optimizer": _use_local_scaling,
+    "megatron.core.tensor_parallel.layers": _fuse_gradient_accumulation,
     "megatron.core.transformer.moe.token_dispatcher": _keep_split_sizes,
     "megatron.core.transformer.moe.moe_utils": _name_absent_gemm,
     "megatron.core.datasets.utils": _use_compiled_helpers,
     "megatron.legacy.fused_kernels": _compile_no_kernels,
     "megatron.training.initialize": _start_without_cuda,
 }
-
-
-# Modules that define Triton kernels and are imported by every recipe. Since 0.19 they do without.

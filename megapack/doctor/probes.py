@@ -21,6 +21,7 @@ from megapack.base.apex import OTHER_APEX, find_apex
 from megapack.base.gpu_environment import ALLOCATOR, ALLOCATORS, CONNECTIONS, EXPANDABLE
 from megapack.base.te import refuse_broken_te
 from megapack.doctor.versions import check_version, engine_note, freed_while_sent
+from megapack.te_finder import python_alone
 
 _ON = ("1", "true", "yes", "y", "on")
 _OFF = ("0",)
@@ -261,6 +262,13 @@ def _transformer_engine(diagnosis: Diagnosis) -> None:
     refuse_broken_te()
     importlib.import_module("transformer_engine.pytorch")
     diagnosis.found = str(sys.modules["transformer_engine"].__version__)
+    if python_alone() is not None:
+        diagnosis.found += ", its Python on stand-ins of its kernels, for device=cpu"
+        diagnosis.notes.append(
+            "a program that imports megatron.core before megapack ends in Transformer Engine's "
+            "error; import megapack first, or start it by `megapack run --cpu`"
+        )
+        return
     diagnosis.faults, diagnosis.notes = check_version("transformer-engine", diagnosis.found)
     diagnosis.notes += engine_note(diagnosis.found)
 

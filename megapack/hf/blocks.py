@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megapack.hf.names import TensorNames
-from megapack.model.sharded import sharded_tensors
+from megapack.model.sharded import saved_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,15 +104,8 @@ def hf_shapes(blocks: Iterable[Block], names: TensorNames) -> dict[str, tuple[in
 def own_blocks(chunks: Sequence[Any]) -> Iterator[tuple[Block, Tensor]]:
     """This rank's blocks, each with its values as a view of the parameter or buffer."""
     for chunk in chunks:
-        for value in sharded_tensors(chunk).values():
-            parts = [value] if isinstance(value, ShardedTensor) else _built(value)
-            for part in parts:
-                yield _block(part), part.data.detach()
-
-
-def _built(factory: Any) -> list[ShardedTensor]:
-    """The tensors as which a parameter is saved, such as a gate and an up projection."""
-    return list(nested_values({"parts": factory.build()}))
+        for part in saved_blocks(chunk):
+            yield _block(part), part.data.detach()
 
 
 def _block(part: ShardedTensor) -> Block:

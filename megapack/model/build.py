@@ -35,7 +35,7 @@ from megapack.model.init import (
     freeze,
     initialize_by_name,
     mark_experts,
-    mark_grouped_experts,
+    mark_splits,
 )
 from megapack.model.settings import FIXED, Settings, layer_settings, reduction_settings, values
 from megapack.model.specs import block_spec, mtp_spec
@@ -77,7 +77,9 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
-        use_cpu_initialization=not cpu.uses_cuda(),
+        # With it Megatron replaces biases of Transformer Engine's layers, which lose what the layer
+        # has marked them with (see `weight_gradients.check`).
+        use_cpu_initialization=kernel != "te" and not cpu.uses_cuda(),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=model.dtype == "bf16",
@@ -381,7 +383,7 @@ def _chunk(
             vp_stage=vp_stage,
         )
     _drop_unused_weight(chunk)
-    mark_grouped_experts(chunk, gated=model.gated_linear_unit)
+    mark_splits(chunk, gated=model.gated_linear_unit)
     return chunk
 
 

@@ -126,21 +126,32 @@ def _with_global_expert(chunk: Any, name: str) -> str:
     return f"{layer}.experts.local_experts.{index}.{part}"
 
 
-def mark_grouped_experts(chunk: Any, *, gated: bool) -> None:
-    """Mark how tensor-parallel ranks split the weights of grouped experts.
+def mark_splits(chunk: Any, *, gated: bool) -> None:
+    """Mark how tensor-parallel ranks split the weights of Transformer Engine's layers.
 
-    Transformer Engine does not know of the split, which Megatron makes before it, and marks all of
-    them as split by rows.
+    Transformer Engine marks each weight as split by rows, unless it splits the weight by columns
+    itself. Two kinds are otherwise:
+
+    - Megatron splits experts itself: their second projections by columns, and each half of a first
+      projection with a gate.
+    - Every rank has multi-latent attention's down projections whole, as a plain `TELinear`. Marked
+      as split, each rank's copy would begin with other weights, and all copies would count in the
+      gradient norm. Megatron-Core 0.19 marks them as whole.
 
     Args:
         gated: whether fc1 is a gate and an up projection, stored as one.
     """
-    for name, param in unwrapped(chunk).named_parameters():
-        match = _GROUPED_EXPERT.match(name)
-        if match and param.dim() == 2:
-            rows = match[2] == "linear_fc1.weight"
-            param.partition_dim = 0 if rows else 1
-            param.partition_stride = 2 if rows and gated else 1
+    for prefix, module in unwrapped(chunk).named_modules():
+        is_whole = type(module).__name__ == "TELinear"
+        for last, param in module.named_parameters(recurse=False):
+            name = f"{prefix}.{last}"
+            match = _GROUPED_EXPERT.match(name) or _EXPERT.match(name)
+            if match and param.dim() == 2:
+                rows = "linear_fc1" in name
+                param.partition_dim = 0 if rows else 1
+                param.partition_stride = 2 if rows and gated else 1
+            elif is_whole:
+                param.tensor_model_parallel = False
 
 
 def full_shape(param: Tensor, tp: int) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ With `overlap_param_gather` (distributed optimizer), an optimizer step updates e
 the parameters only. The parts are gathered in the next forward, at the first module that needs
 them; until then `param.data` holds old values. DDP takes the first forward after a step to come
 after the optimizer step too: no forward may run in between.
+
+DDP is made for one step between two calls of `zero_grad_buffer`; `apart_from_earlier` allows more.
 """
 
 from __future__ import annotations
@@ -74,6 +76,37 @@ def finish_param_gathers(chunks: Sequence[Any]) -> None:
                 # Without this test a second call would gather once more.
                 if group.param_gather_handle is not None or not group.param_gather_dispatched:
                     group.start_param_sync(force_sync=True)
+
+
+# Attribute of a bucket group: its counts of gradients after a step. A reset makes new ones.
+_COUNTS = "_counts_after_step"
+
+
+@contextlib.contextmanager
+def apart_from_earlier(chunks: Sequence[Any]) -> Iterator[None]:
+    """Within the block, which runs a training step, gradient buffers hold that step's alone; then
+    those of earlier steps since `zero_grad_buffer` are added.
+
+    Megatron reduces all that the buffers hold. What earlier steps left there is reduced already,
+    and would be added up over the ranks again: on two DP ranks, to twice the first step's gradient
+    and the second's. Under `overlap_grad_reduce` DDP starts no second reduction before a reset.
+
+    Earlier gradients are copied: as much memory again as the buffers, while the block runs. After
+    `zero_grad_buffer` there are none. If the block raises they are lost.
+    """
+    groups = [group for chunk in chunks for group in _bucket_groups(chunk)]
+    kept = []
+    for group in groups:
+        if getattr(group, _COUNTS, None) is group.per_param_grad_ready_counts:
+            kept += [(param.main_grad, param.main_grad.clone()) for param in group.params]
+            group.reset()
+    for gradients, _ in kept:
+        gradients.zero_()
+    yield
+    for gradients, earlier in kept:
+        gradients.add_(earlier)
+    for group in groups:
+        setattr(group, _COUNTS, group.per_param_grad_ready_counts)
 
 
 @contextlib.contextmanager

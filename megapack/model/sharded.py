@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megapack.model.head import unwrapped
@@ -25,6 +27,19 @@ def sharded_tensors(chunk: Any) -> dict[str, Any]:
     """
     state = unwrapped(chunk).sharded_state_dict(metadata=dict(METADATA))
     return {name: value for name, value in state.items() if is_tensor(value)}
+
+
+def saved_blocks(chunk: Any) -> Iterator[ShardedTensor]:
+    """The blocks of the whole model's tensors that a chunk holds, as they are saved.
+
+    Each has its values as a view of a parameter or buffer. A gate and an up projection that are
+    stored as one are two blocks.
+    """
+    for value in sharded_tensors(chunk).values():
+        if isinstance(value, ShardedTensor):
+            yield value
+        else:
+            yield from nested_values({"parts": value.build()})
 
 
 def is_tensor(value: Any) -> bool:

@@ -110,7 +110,7 @@ def check(chunks: Sequence[Any], config: Any) -> None:
         )
     layers = [layer for chunk in chunks for layer in chunk.modules()]
     for layer in layers:
-        if hasattr(layer, "wgrad_store") and not _puts_off(layer):
+        if _store(layer) is not None and not _puts_off(layer):
             raise ConfigError(
                 f"{type(layer).__name__} was built without delay_wgrad_compute, so its weight "
                 "gradients cannot wait; build the model with build_model(splits_backward=True), or "
@@ -123,6 +123,14 @@ def check(chunks: Sequence[Any], config: Any) -> None:
                 f"{type(layer).__name__} does not tell DDP of the weight gradients that it puts "
                 f"off; install Transformer Engine 2.7 or later, {advice}"
             )
+        # Of a layer with a fused norm, the norm's gradients are in the backward.
+        for name, param in layer.named_parameters(recurse=False):
+            if name.startswith(("weight", "bias")) and not _waits(param):
+                raise ConfigError(
+                    f"{type(layer).__name__} puts off gradients of {name}, which DDP would add a "
+                    "micro-batch late: use_cpu_initialization=True replaces the parameter that "
+                    f"says so; set it to False, {advice}"
+                )
         waiting = [param for param in _waiting_params(layer) if param.requires_grad]
         if len(layer.wgrad_accumulation_and_reduce_hooks) < len(waiting):
             raise ConfigError(
@@ -315,14 +323,25 @@ def _delaying_layers(chunk: Any) -> list[Any]:
 
 
 def _puts_off(layer: Any) -> bool:
-    store = getattr(layer, "wgrad_store", None)
+    store = _store(layer)
     return store is not None and bool(store.delay_wgrad_compute())
+
+
+def _store(layer: Any) -> Any:
+    """What a linear layer of Transformer Engine puts off; None for other modules.
+
+    From Transformer Engine 2.11 on, its modules without weights have the attribute, too: None.
+    """
+    return getattr(layer, "wgrad_store", None)
 
 
 def _waiting_params(layer: Any) -> list[Any]:
     """A layer's parameters whose gradients DDP adds after `backward_dw`."""
-    params = layer.parameters(recurse=False)
-    return [param for param in params if getattr(param, "skip_backward_post_hook", False)]
+    return [param for param in layer.parameters(recurse=False) if _waits(param)]
+
+
+def _waits(param: Any) -> bool:
+    return bool(getattr(param, "skip_backward_post_hook", False))
 
 
 def _take_delayed(delaying: Sequence[Any]) -> list[_Delayed]:

@@ -211,6 +211,10 @@ class ScheduleAdapter:
 
         A collective: every rank calls it with the same plan, step, objective and weighting.
 
+        Gradients of several steps add up, with and without DDP's overlap, until the chunks'
+        `zero_grad_buffer`. A further step without it copies the sum so far while it runs: 4 bytes
+        per parameter with fp32 gradients. After an error, zero them.
+
         Args:
             plan: made for this layout and the lengths of `batch`.
             batch: the samples that the plan counts.
@@ -368,7 +372,8 @@ class ScheduleAdapter:
             rows = self._unannounced_rows(call)
         if call.plan.policy.context_parallel == "dynamic":
             self.ranks.place.enter("groups")
-            self.runner.row_groups.make(self._device)
+            widths = {mb.width for mb in call.step_plan.microbatches}
+            self.runner.row_groups.make(widths, self._device)
         self._check_inputs(call.batch.tensor_names)
         return rows
 

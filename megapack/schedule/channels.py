@@ -4,7 +4,13 @@ Activations run from stage s to s + 1 and, between chunks, from the last stage t
 link s. Gradients run back along the same links. NCCL runs the sends and receives of one group in
 the order in which they were posted: a receive that is posted early would hold up each send after
 it. So every rank has at most one link, in one direction, in a group. With pp=4 and vpp=2 these are
-four groups of the whole pipeline: links 0 and 2, links 1 and 3, each in both directions.
+four groups: links 0 and 2, links 1 and 3, each in both directions.
+
+All pipelines share these groups, which have all ranks of the job. Groups of single pipelines would
+be 512 at 1,024 GPUs with pp=8, and every rank takes part in making each: where torch waits for all
+ranks after it (TORCH_DIST_INIT_BARRIER), or splits a communicator of the job (a `device_id`), that
+costs seconds and more. NCCL connects the two ranks of a link, not the group, unless torch has a
+`device_id`.
 """
 
 from __future__ import annotations
@@ -57,21 +63,16 @@ class Channels:
         ranks at their first exchange, and both wait there for each other.
 
         Raises:
-            ScheduleError: a group cannot be made; the message names its ranks.
+            ScheduleError: a group cannot be made; the message names the ranks to connect.
         """
         if self.pp == 1:
             return
         if self._key not in _MADE:
-            every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(every, self._ranks)
             sets = link_sets(self.pp, wraps=self.vpp > 1)
             made: dict[tuple[Direction, int], Any] = {}
-            for ranks in sorted({tuple(other) for other in every}):
-                for direction in DIRECTIONS:
-                    for links in sets:
-                        group = _new_group(ranks)
-                        if dist.get_rank() in ranks:
-                            made |= {(direction, link): group for link in links}
+            for direction in DIRECTIONS:
+                for links in sets:
+                    made |= dict.fromkeys([(direction, link) for link in links], self._new_group())
             self._groups = made
             for direction in DIRECTIONS:
                 for links in sets:
@@ -103,6 +104,12 @@ class Channels:
     def target_rank(self, direction: Direction) -> int:
         """The global rank to which this one sends."""
         return self._ranks[(self.stage + (1 if direction == "activations" else -1)) % self.pp]
+
+    def _new_group(self) -> Any:
+        try:
+            return dist.new_group(group_desc="megapack stages")
+        except RuntimeError as error:
+            raise _cannot(self._ranks, error) from error
 
     def _use(self, direction: Direction, link: int, device: torch.device) -> None:
         ends = (link, (link + 1) % self.pp)
@@ -279,13 +286,6 @@ class Exchange:
             self._place.exchange = f"sends {direction} to rank {rank}"
             work.wait()
             self._going.popleft()
-
-
-def _new_group(ranks: Sequence[int]) -> Any:
-    try:
-        return dist.new_group(list(ranks), group_desc="megapack stages")
-    except RuntimeError as error:
-        raise _cannot(ranks, error) from error
 
 
 def _cannot(ranks: Sequence[int], error: RuntimeError) -> ScheduleError:

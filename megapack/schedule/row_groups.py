@@ -8,7 +8,7 @@ DP ranks 2 and 3 are its ranks 4, 5, 6 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
 from megapack.rows.packed import PackedRow
 
-# Groups of a process by Megatron's group over dp and cp and by cp, then by number of slices. The
-# adapters of actor, critic and reference share them: NCCL communicators take memory of the GPU.
+# Groups of a process by Megatron's group over dp and cp and by cp, then by number of slices; None
+# where this rank is in no group of that size. The adapters of actor, critic and reference share
+# them: NCCL communicators take memory of the GPU.
 _MADE: dict[tuple[Any, int], dict[int, Any]] = {}
 
 
@@ -37,7 +38,7 @@ class RowGroups:
     def __init__(self, layout: Layout, *, cp: Any, dp_cp: Any) -> None:
         self._layout = layout
         self._dp_cp = dp_cp
-        # By number of slices.
+        # By number of slices; see `_MADE`.
         self._groups: dict[int, Any] = {layout.cp: cp}
 
     def of(self, row: PackedRow) -> Any:
@@ -57,34 +58,32 @@ class RowGroups:
         cp_rank = self._groups[cp].rank()
         return cp * width, dp_rank % width * cp + cp_rank
 
-    def make(self, device: torch.device) -> None:
-        """Make the groups of rows over 2, 4, 8, ... DP ranks, unless the process has them.
+    def make(self, widths: Iterable[int], device: torch.device) -> None:
+        """Make the groups of rows over so many DP ranks, unless the process has them.
 
-        Collective of all ranks. Every rank takes part in making every group, in the same order,
-        since torch numbers groups by those that a rank has seen. Then each rank uses its own once,
-        the smallest first: NCCL makes its communicators at the first use.
+        Collective of all ranks, which give the same widths: those of a step. With dp=128 and rows
+        over 2 ranks a GPU has one communicator for them, not the seven of 2, 4, ... 128 ranks.
+        Every rank takes part in making every group, in the same order, since torch numbers groups
+        by those that a rank has seen. Then each rank uses its own once, the smallest first: NCCL
+        makes its communicators at the first use.
 
         Raises:
             ScheduleError: a group cannot be made; the message names its ranks.
         """
-        layout = self._layout
-        key = self._dp_cp, layout.cp
-        if key not in _MADE:
-            ranks = self._all_ranks()
+        cp = self._layout.cp
+        made = _MADE.setdefault((self._dp_cp, cp), {})
+        missing = sorted({width * cp for width in widths} - {cp, *made})
+        if missing:
+            # NCCL asks CUDA for memory. In a later step torch may hold what is free.
+            torch.cuda.empty_cache()
             every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(every, ranks)
-            made: dict[int, Any] = {}
-            for width in layout.widths[1:]:
-                size = width * layout.cp
-                for stage in sorted({tuple(other) for other in every}):
-                    for first in range(0, len(stage) - size + 1, size):
-                        group = _new_group(stage[first : first + size])
-                        if dist.get_rank() in stage[first : first + size]:
-                            made[size] = group
-            for group in made.values():
-                _use(group, device)
-            _MADE[key] = made
-        self._groups |= _MADE[key]
+            dist.all_gather_object(every, self._all_ranks())
+            new = {size: _make_size(size, every) for size in missing}
+            for group in new.values():
+                if group is not None:
+                    _use(group, device)
+            made |= new
+        self._groups |= made
 
     def check(self, dp_rank: int) -> None:
         """Raise ConfigError unless the ranks of `dp_cp` are numbered by cp, then by dp."""
@@ -100,6 +99,22 @@ class RowGroups:
 
     def _all_ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._dp_cp)
+
+
+def _make_size(size: int, every: Sequence[Sequence[int]]) -> Any:
+    """Make all groups of one size; returns this rank's, None if it is in none.
+
+    Args:
+        every: the ranks of each rank's group over dp and cp.
+    """
+    own = None
+    for stage in sorted({tuple(ranks) for ranks in every}):
+        for first in range(0, len(stage) - size + 1, size):
+            ranks = stage[first : first + size]
+            group = _new_group(ranks)
+            if dist.get_rank() in ranks:
+                own = group
+    return own
 
 
 def _new_group(ranks: Sequence[int]) -> Any:

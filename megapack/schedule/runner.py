@@ -22,6 +22,7 @@ from megapack.model.experts.chains import with_chain_counts
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, token_weight
 from megapack.model.overlap import (
+    apart_from_earlier,
     dropping_reductions,
     sync_functions,
     without_overlap,
@@ -146,6 +147,7 @@ class ScheduleRunner:
             contextlib.nullcontext() if memory is None else memory.backwards(),
             contextlib.nullcontext() if memory is None else without_overlap(self.chunks),
             dropping_reductions(self.chunks),
+            apart_from_earlier(self.chunks) if call.is_training else contextlib.nullcontext(),
             config_with(self.config, self._overrides(call, flags, memory)),
             self.routing.following(schedule_pass),
         ):

@@ -40,7 +40,7 @@ from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.hf import LoadedWeights, export_hf, load_hf_weights
 from megapack.layout import Layout
 from megapack.loss.preference import PAIR_SIGN
-from megapack.model.build import build_model, initialize_parallel
+from megapack.model import build_model, check_replicas, initialize_parallel
 from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.model.settings import describe, layer_settings, reduction_settings
 from megapack.outlook.stats import step_report
@@ -116,7 +116,6 @@ class Trainer:
             ranks.place.enter("compile")
             agree(lambda: compile_planner([config.plan.to_policy()]), device=device)
         self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
-        tokenizer_size = ByteTokenizer().vocab_size
         replans = config.train.on_oom == "replan"
         self.reduction = agree(
             lambda: reduction_settings(config.optim, self.layout, replans=replans), device=device
@@ -125,7 +124,7 @@ class Trainer:
         # All models of the run are built with the kernel that was agreed on.
         model = dataclasses.replace(config.model, attention=self.kernels.attention)
         initialize_parallel(self.layout, config.seed)
-        vocab_size = config.model.vocab_size or tokenizer_size
+        vocab_size = config.model.vocab_size or ByteTokenizer().vocab_size
         hf_path = config.model.hf_path
         has_value_head = config.objective.has_value_head
         self.chunks = build_model(
@@ -229,6 +228,9 @@ class Trainer:
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self._saved_fields)
             goes_on = self.calibrator.resume(self.checkpoints, self.resumed)
+        check_replicas(self.chunks, device=self.device)
+        if self.critic is not None:
+            check_replicas(self.critic.chunks, device=self.device)
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(
             active=dist.get_rank() == 0, log_interval=config.train.log_interval

@@ -29,13 +29,13 @@ from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist.executor import executor
 from tests.dist.hf_cases import HF_CASES, MAX_TOKENS, HfCase, samples
-from tests.dist.setup import with_own_kernel
+from tests.dist.setup import on_kernels_of_job
 
 
 def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]:
     """Load a folder's model, run a forward pass and a step; returns errors and facts on rank 0."""
     source = folder / case.family
-    model = with_own_kernel(ModelConfig.from_hf(str(source)))
+    model = on_kernels_of_job(ModelConfig.from_hf(str(source)))
     assert model.vocab_size is not None
     initialize_parallel(case.layout, seed=1)
     chunks = build_model(

@@ -1,6 +1,7 @@
 """Runs three optimizer steps on one layout; each rank writes its parameters and gradient norms.
 
-torchrun --nproc-per-node N -m tests.dist.optimizer_worker OUT_DIR DP TP PP VPP DISTRIBUTED FROZEN
+torchrun --nproc-per-node N -m tests.dist.optimizer_worker OUT_DIR DP TP PP VPP DISTRIBUTED FROZEN \
+    VARIANT [SPLIT]
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ def main(
     vpp: int,
     distributed: bool,
     frozen: bool,
+    variant: str,
     text: str | None = None,
 ) -> None:
     """Train and write `OUT_DIR/rank<r>.pt`."""
     launch.start("cpu")
-    layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp)
-    model = dataclasses.replace(problem.MODEL, freeze=FROZEN if frozen else ())
+    # Multi-latent attention needs sequence parallelism.
+    layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp, sequence_parallel=tp > 1 and variant == "mla")
+    model = problem.MODELS[variant][0]
+    model = dataclasses.replace(model, freeze=FROZEN if frozen else ())
     split = LayerSplit(pipeline_model_parallel_layout=text)
     chunks = build_chunks(layout, model=model, split=split, distributed_optimizer=distributed)
     # Adam divides by the gradient's size: without a large eps, rounding errors of tiny gradients

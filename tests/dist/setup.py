@@ -27,7 +27,7 @@ def build_chunks(
     splits_backward: bool = False,
 ) -> list[DistributedDataParallel]:
     """Make Megatron's groups for a layout, and this rank's chunks."""
-    model = with_own_kernel(model)
+    model = on_kernels_of_job(model)
     initialize_parallel(layout, problem.SEED)
     stage_layers = (split or LayerSplit()).stage_layers(
         model.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=model.mtp_num_layers
@@ -45,8 +45,8 @@ def build_chunks(
     )
 
 
-def with_own_kernel(model: ModelConfig) -> ModelConfig:
-    """The model, in a job with Transformer Engine with its layers if the config leaves the choice.
+def on_kernels_of_job(model: ModelConfig) -> ModelConfig:
+    """The model, on Transformer Engine's layers in a job that has them, if it leaves the choice.
 
     "auto" would be SDPA there, since the device is no GPU.
     """

@@ -27,6 +27,7 @@ from tests.dist import problem
 from tests.dist.delayed_linear import linear_layers
 from tests.dist.sequence_problem import KINDS
 from tests.dist.setup import build_chunks
+from tests.te_python import runs_te
 
 OBJECTIVES = {
     "sft": SFT(),
@@ -48,7 +49,8 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     distributed: bool = False
     layers: str = ""
-    """Linear layers of `delayed_linear`; "" for Megatron's."""
+    """Linear layers of `delayed_linear`; "" for Megatron's, or Transformer Engine's in a job that
+    has it."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` that differ from the variant's."""
 
@@ -121,7 +123,7 @@ def run_case(case: Case) -> dict[str, Any]:
     before and after."""
     run = Run(case, splits_backward=False)
     joint = run.step(splits=False)
-    if case.layers:
+    if case.layers or runs_te():
         parallel_state.destroy_model_parallel()
         run = Run(case, splits_backward=True)
     split = run.step(splits=True)
@@ -154,6 +156,10 @@ CASES = {
     ),
     "single_mtp": Case(layout=Layout(), variant="mtp"),
     "single_other": Case(layout=Layout(), variant="other"),
+    "single_full": Case(layout=Layout(), recompute="full"),
+    "single_bias": Case(
+        layout=Layout(), model={"gradient_accumulation_fusion": False, "qkv_bias": True}
+    ),
     "single_te": Case(layout=Layout(), layers="te", recompute="full"),
     "pp2_te_fused": Case(layout=PP2, layers="te_fused", model={"qkv_bias": True}),
     "dp2_te_quantized": Case(
@@ -170,6 +176,12 @@ CASES = {
     "tp2_sp_pp2_full": Case(layout=TP2_SP_PP2, recompute="full"),
 }
 
+TE_CASES = (
+    *("single_moe_shared", "single_mla_selective", "single_mtp", "single_full", "single_bias"),
+    *("pp2_vpp2", "dp2_sharded_overlap"),
+)
+"""Those that CI also runs with Transformer Engine's own layers."""
+
 _GRID = {
     "pp1": Layout(),
     "pp2": PP2,
@@ -179,6 +191,8 @@ _GRID = {
     "tp2_sp_pp2": TP2_SP_PP2,
 }
 MORE_CASES = {
+    "tp2_sp": Case(layout=TP2_SP),
+    "cp2": Case(layout=Layout(cp=2)),
     "single_moe": Case(layout=Layout(), variant="moe"),
     "single_mla_full": Case(layout=Layout(), variant="mla", recompute="full"),
 } | {

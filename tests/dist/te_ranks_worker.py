@@ -124,7 +124,7 @@ def compared(name: str) -> dict[str, float]:
     dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
     cp = parallel_state.get_context_parallel_group()
     other = RowGroups(LAYOUT, cp=cp, dp_cp=dp_cp)
-    other.make(torch.device("cpu"))
+    other.make({2}, torch.device("cpu"))
     pair = [groups._groups[2] for groups in (other, adapter.runner.row_groups)]
     errors["same group"] = pair[0] is pair[1]
     cores = list(te_attentions(adapter.chunks[0].module))

@@ -10,6 +10,7 @@ import torch
 
 from tests.dist.optimizer_worker import CLIP
 from tests.dist.spawn import checked_job
+from tests.te_python import VERSION, needs_te
 
 pytestmark = pytest.mark.dist
 
@@ -22,13 +23,15 @@ def train(
     vpp: int,
     distributed: bool,
     frozen: bool = False,
+    variant: str = "plain",
     split: tuple[str, ...] = (),
+    te: str | None = None,
 ) -> list[Any]:
     """The results of each rank."""
     folder.mkdir()
     args = [str(folder), str(dp), str(tp), str(pp), str(vpp), str(distributed), str(frozen)]
-    args += split
-    checked_job(dp * tp * pp, "tests.dist.optimizer_worker", args, timeout_s=180)
+    args += [variant, *split]
+    checked_job(dp * tp * pp, "tests.dist.optimizer_worker", args, timeout_s=180, te=te)
     ranks = [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
     assert len(ranks) == dp * tp * pp
     return ranks
@@ -71,6 +74,14 @@ def test_uneven_stages_reach_the_same_weights(
 ) -> None:
     ranks = train(tmp_path / "out", dp, 1, pp, vpp, distributed=True, split=(text,))
     check_weights(ranks, single, tp=1)
+
+
+@needs_te
+def test_whole_projections_of_latent_attention_over_transformer_engine(tmp_path: Path) -> None:
+    (single,) = train(tmp_path / "single", 1, 1, 1, 1, False, variant="mla", te="")
+    assert min(single["norms"]) > CLIP
+    ranks = train(tmp_path / "tp2", 1, 2, 1, 1, True, variant="mla", te=VERSION)
+    check_weights(ranks, single, tp=2)
 
 
 def check_weights(ranks: list[dict[str, Any]], single: dict[str, Any], tp: int) -> None:

@@ -7,15 +7,25 @@ from pathlib import Path
 import pytest
 
 from tests.dist.spawn import checked_job, rank_reports
-from tests.dist.split_backward_worker import CASES
+from tests.dist.split_backward_worker import CASES, TE_CASES
+from tests.te_python import VERSION, needs_te
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_split_backwards_have_the_bits_of_joint_ones(world: int, tmp_path: Path) -> None:
+WORLDS = [
+    *((1, ""), (2, ""), (4, "")),
+    *(pytest.param(world, VERSION, marks=needs_te) for world in (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("world", "te"), WORLDS)
+def test_split_backwards_have_the_bits_of_joint_ones(world: int, te: str, tmp_path: Path) -> None:
     names = [name for name, case in CASES.items() if case.layout.world_size == world]
-    checked_job(world, "tests.dist.split_backward_worker", [str(tmp_path), *names], timeout_s=180)
+    if te:
+        names = [name for name in names if name in TE_CASES]
+    args = [str(tmp_path), *names]
+    checked_job(world, "tests.dist.split_backward_worker", args, timeout_s=180, te=te)
     for rank, report in enumerate(rank_reports(tmp_path, world)):
         for name in names:
             facts = report[name]

@@ -26,6 +26,7 @@ from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE
 from tests.dist.split_backward_worker import with_weights_later
 from tests.gpu import problem
 from tests.gpu.compare import Samples, build_adapter, exactness
+from tests.gpu.rehearsed import REHEARSED
 from tools import logit_precision
 from tools.bench_head_memory import measure
 
@@ -209,10 +210,14 @@ def head_memory(attention: str, reference: dict[str, Samples]) -> Found:
     """Peak MiB of the vocabulary head, forward and backward, with whole and with chunked logits."""
     import argparse
 
-    sizes = {"tokens": 8192, "hidden": 1024, "vocab": 65536, "chunk_tokens": 512, "response": 1.0}
+    sizes = {"tokens": 8192, "hidden": 1024, "vocab": 65536, "chunk_tokens": 512}
+    if REHEARSED:
+        sizes = {"tokens": 2048, "hidden": 64, "vocab": 32768, "chunk_tokens": 128}
     found = {}
     for way in ("whole", "chunks"):
-        options = argparse.Namespace(device="cuda", dtype="bfloat16", way=way, **sizes)
+        options = argparse.Namespace(
+            device="cuda", dtype="bfloat16", way=way, response=1.0, **sizes
+        )
         found[way] = measure(way, options)
         torch.cuda.empty_cache()
     return found

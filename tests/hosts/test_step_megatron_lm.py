@@ -11,18 +11,22 @@ import pytest
 
 from tests.hosts.steps.job import Report, run_step
 from tests.hosts.steps.megatron_lm import BUDGET
+from tests.te_python import VERSION, needs_te
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
-Run = Callable[[str, str, str], list[Report]]
+Run = Callable[..., list[Report]]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two steps and an evaluation of a layout, patches and a case; each is run once."""
+    """Two steps and an evaluation of a layout, patches and a case; each is run once.
+
+    Layers are Megatron's local ones, or those of a release of Transformer Engine.
+    """
 
     @functools.cache
-    def run_once(layout: str, patches: str, case: str) -> list[Report]:
+    def run_once(layout: str, patches: str, case: str, te: str = "") -> list[Report]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path_factory.mktemp("mlm")))
         return run_step(
             "megatron_lm",
@@ -31,6 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             world=2,
             patches=[host for host in patches.split(",") if host],
             case=case,
+            te=te,
         )
 
     return run_once
@@ -71,6 +76,36 @@ def test_context_parallel_ranks_train_as_data_parallel_ones(run: Run) -> None:
     planned = run("cp=2", "megatron_lm", "spec")
     assert_equal(planned, run("dp=2", "", ""))
     assert planned[0].num_shape_exchanges == 0
+
+
+@needs_te
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "tp=2"])
+def test_the_default_flags_train_as_the_local_spec(run: Run, layout: str) -> None:
+    own = run(layout, "", "", VERSION)
+    assert_equal(own, run(layout, "", ""))
+    assert_equal(run(layout, "megatron_lm", "", VERSION), own)
+
+
+@needs_te
+def test_the_ring_trains_as_data_parallel_ranks(run: Run) -> None:
+    ring = run("cp=2", "", "", VERSION)
+    assert_equal(ring, run("dp=2", "", ""))
+    assert_equal(run("cp=2", "megatron_lm", "", VERSION), ring)
+
+
+@needs_te
+@pytest.mark.parametrize("layout", ["dp=2", "cp=2"])
+def test_packed_conversations_train_as_on_the_local_spec(run: Run, layout: str) -> None:
+    te = run(layout, "", "sft+flat", VERSION)
+    own = run("dp=2", "", "sft+spec+flat")
+    assert te[0].losses == pytest.approx(own[0].losses, rel=1e-6)
+    assert te[0].grad_norms == pytest.approx(own[0].grad_norms, rel=1e-5)
+
+
+@needs_te
+def test_flat_bounds_of_samples_are_what_the_kernels_need(run: Run) -> None:
+    with pytest.raises(AssertionError, match=r"fused rope with cu_seqlens \(1, \d+\)"):
+        run("dp=2", "", "sft", VERSION)
 
 
 @pytest.mark.parametrize("patches", ["megatron_lm", "megatron_core", "megatron_lm,megatron_core"])

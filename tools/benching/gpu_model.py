@@ -1,7 +1,7 @@
 """Measures one model over length traces; `tools/bench_gpu.py` starts it as its own process.
 
     python tools/benching/gpu_model.py OUT.json SECONDS CONFIG TOKENS [section.key=value ...]
-        [--trace FILE.csv ...]
+        [--trace FILE.csv ...] [--rounds 7]
 
 OUT.json is rewritten after each trace, so that measurements survive if a later trace fails.
 """
@@ -45,7 +45,6 @@ from tools.benching.model_flops import forward_flops, model_sizes, peak_flops
 
 logger = logging.getLogger("bench_gpu")
 Way = PackedWay | DenseWay
-MAX_ROUNDS = 7
 HOST_ROUNDS = 3
 
 
@@ -151,13 +150,13 @@ class Ways:
                 if mode == "train":
                     self.results[name]["peak_bytes"] = _peak_bytes()
 
-    def measure(self, until: float) -> None:
-        """Time every way in every mode, round by round; at least one round.
+    def measure(self, until: float, rounds: int) -> None:
+        """Time every way in every mode, round by round; at least one round, at most `rounds`.
 
         A device that slows down then slows all ways.
         """
         slowest = 0.0
-        for number in range(MAX_ROUNDS):
+        for number in range(rounds):
             started = time.monotonic()
             if number and started + slowest > until:
                 return
@@ -184,14 +183,19 @@ class Ways:
 
 
 def run_trace(
-    config: TrainConfig, models: dict[str, Any], trace: Path | None, tokens: int, until: float
+    config: TrainConfig,
+    models: dict[str, Any],
+    trace: Path | None,
+    tokens: int,
+    until: float,
+    rounds: int,
 ) -> dict[str, Any]:
     """Results of all ways over one trace."""
     samples = pick(trace_lengths(trace), tokens, config.data.max_length or tokens)
     sizes = model_sizes(config.model)
     ways = Ways(config, models, samples)
     ways.warm_up()
-    ways.measure(until)
+    ways.measure(until, rounds)
     for name, way in ways.made.items():
         ways.results[name] |= {
             "num_samples": len(way.samples),
@@ -262,6 +266,7 @@ def main() -> None:
     parser.add_argument("tokens", type=int, help="per step")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--trace", type=Path, action="append")
+    parser.add_argument("--rounds", type=int, default=7, help="at most, for each trace")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     config = load_config(options.config, options.overrides, TrainConfig)
@@ -277,7 +282,9 @@ def main() -> None:
     for number, trace in enumerate(traces):
         now = time.monotonic()
         until = now + (end - now) / (len(traces) - number)
-        found["cells"].append(run_trace(config, models, trace, options.tokens, until))
+        found["cells"].append(
+            run_trace(config, models, trace, options.tokens, until, options.rounds)
+        )
         options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     launch.stop()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 GIB = 2**30
 NOT_MEASURED = "not measured"
+REHEARSED = "Rehearsed on a CPU: no time and no memory of it means anything."
 # FLOPs of a mode in units of one forward; recomputed forwards are not counted.
 FORWARDS = {"train": 3, "forward": 1, "logprobs": 1}
 
@@ -36,6 +37,8 @@ def markdown(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     packages = ", ".join(f"{name} {number}" for name, number in report["packages"].items())
     lines = [f"`{report['command']}`, {report['date']}; {packages}.", ""]
+    if report.get("rehearsed"):
+        lines += [f"**{REHEARSED}**", ""]
     lines += _tests(report.get("tests"))
     for model in report["models"]:
         lines += _model(model)

@@ -170,12 +170,16 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
 """config.json by the name of its model."""
 
 
-def write_hf_configs(folder: Path) -> Path:
-    """Write models/NAME/config.json of each model under `folder`; returns `folder`."""
+def write_hf_configs(folder: Path, **changes: Any) -> Path:
+    """Write models/NAME/config.json of each model under `folder`; returns `folder`.
+
+    Args:
+        changes: keys of config.json with other values, in every model.
+    """
     for name, config in HF_CONFIGS.items():
         path = folder / "models" / name / "config.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({**config, **changes}, indent=2) + "\n", encoding="utf-8")
     return folder
 
 

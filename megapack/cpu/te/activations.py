@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from megapack.cpu.te.calls import kernel
 from megapack.cpu.te.precision import wide
+from megapack.cpu.te.quantize import stored
 
 Function = Callable[[Tensor], Tensor]
 
@@ -46,29 +47,22 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def _forward(name: str, function: Function) -> Any:
-    def forward(x: Tensor, quantizer: Any) -> Tensor:
-        _refuse_quantizer(quantizer)
-        return function(wide(x)).to(x.dtype)
+    def forward(x: Tensor, quantizer: Any) -> Any:
+        return stored(function(wide(x)), quantizer, x.dtype)
 
     forward.__name__ = name
     return forward
 
 
 def _backward(name: str, function: Function) -> Any:
-    def backward(grad: Tensor, x: Tensor, quantizer: Any) -> Tensor:
-        _refuse_quantizer(quantizer)
+    def backward(grad: Tensor, x: Tensor, quantizer: Any) -> Any:
         with torch.enable_grad():
             v = wide(x).detach().requires_grad_()
             (dx,) = torch.autograd.grad(function(v), v, wide(grad))
-        return dx.to(x.dtype)
+        return stored(dx, quantizer, x.dtype)
 
     backward.__name__ = f"d{name}"
     return backward
-
-
-def _refuse_quantizer(quantizer: Any) -> None:
-    if quantizer is not None:
-        raise NotImplementedError("an activation with a quantized output is not rehearsed")
 
 
 for _name, _function in FUNCTIONS.items():

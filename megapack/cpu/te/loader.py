@@ -33,6 +33,7 @@ from megapack.cpu.te import (  # noqa: F401  (stand-ins register themselves)
     lists,
     norms,
     permutation,
+    quantize,
     ring,
     rope,
     softmax,
@@ -88,7 +89,9 @@ class _Absent(types.ModuleType):
             raise AttributeError(name)
 
         def missing(*args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError(f"{self.__name__}.{name} is not rehearsed on the CPU")
+            raise NotImplementedError(
+                f"{self.__name__}.{name} has no stand-in on the CPU, see docs/cpu.md"
+            )
 
         missing.__name__ = name
         return missing
@@ -163,6 +166,8 @@ _DEVICE = (
     ('"cuda"', '"cpu"'),
     ("'cuda'", "'cpu'"),
     ("torch.cuda.is_available()", "True"),
+    # That of `facts.get_cublasLt_version`.
+    ("torch.version.cuda", '"13.0"'),
 )
 _HALF = "torch.bfloat16, torch.float16, torch.float8_e4m3fn]"
 # In one module.

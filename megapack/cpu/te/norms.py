@@ -10,6 +10,7 @@ from torch import Tensor
 from megapack.cpu.te.calls import kernel, require
 from megapack.cpu.te.enums import torch_dtype
 from megapack.cpu.te.precision import rows, wide
+from megapack.cpu.te.quantize import stored
 
 Forward = tuple[Any, Tensor | None, Tensor]
 
@@ -118,7 +119,4 @@ def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def _stored(y: Tensor, x: Tensor, out: Any, quantizer: Any, otype: Any) -> Any:
-    if quantizer is not None:
-        raise NotImplementedError("a norm with a quantized output is not rehearsed on the CPU")
-    y = y.to(torch_dtype(otype)).view(x.shape)
-    return y if out is None else out.copy_(y)
+    return stored(y.view(x.shape), quantizer, torch_dtype(otype), out)

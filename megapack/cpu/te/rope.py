@@ -32,16 +32,20 @@ def fused_rope_forward(
     return _rope(t, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank)
 
 
-@kernel
+_ROW = "qkv_format interleaved cu_seqlens cp_size cp_rank"
+
+
+@kernel(orders={(2, 9): f"grad freqs {_ROW}", (2, 10): f"grad freqs start_positions {_ROW}"})
 def fused_rope_backward(
+    *,
     grad: Tensor,
     freqs: Tensor,
-    start_positions: Tensor | None,
     qkv_format: int,
     interleaved: bool,
     cu_seqlens: Tensor | None,
     cp_size: int,
     cp_rank: int,
+    start_positions: Tensor | None = None,
 ) -> Tensor:
     """The gradient of `fused_rope_forward`: the opposite rotation."""
     turned = -freqs
@@ -68,6 +72,7 @@ def _rope(
     if qkv_format == NVTE_QKV_Format.NVTE_THD:
         assert cu_seqlens is not None
         require(start_positions is None, "fused rope of packed rows with start positions")
+        require(cu_seqlens.dim() == 1, f"fused rope with cu_seqlens {tuple(cu_seqlens.shape)}")
         require(cu_seqlens.dtype == torch.int32, f"fused rope with {cu_seqlens.dtype} cu_seqlens")
         out = torch.zeros_like(t)
         for begin, end in pairwise(length // cp_size for length in cu_seqlens.tolist()):

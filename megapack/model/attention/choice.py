@@ -23,6 +23,10 @@ Library = Literal["te", "apex", "torch"]
 
 # Compute capability of Ampere (A100: 8.0), the first with flash attention kernels in torch.
 _MIN_CAPABILITY = (8, 0)
+_NO_TE_ON_CPU = (
+    "the device is not CUDA, and without CUDA Transformer Engine runs as its Python alone, without "
+    "its compiled part; pip install megapack[te-cpu]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +175,11 @@ def obstacle(
     """
     if kernel == "sdpa":
         return None
-    if not (cpu.uses_cuda() or (kernel == "te" and forced and cpu.runs_te())):
-        return "the device is not CUDA"
+    if not cpu.uses_cuda():
+        if not (kernel == "te" and forced):
+            return "the device is not CUDA"
+        if not cpu.runs_te():
+            return _NO_TE_ON_CPU
     if dtype == "fp32" and not (kernel == "te" and forced):
         return "its fused kernels take bf16, model.dtype is fp32"
     if kernel == "varlen":

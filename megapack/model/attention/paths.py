@@ -92,6 +92,6 @@ def key_paths(
     )
 
 
-def cumulative(counts: Sequence[int], device: torch.device) -> Tensor:
-    """int32 on the device: where each of these sequences begins; the last is the end of all."""
-    return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+def cumulative(counts: Sequence[int]) -> Tensor:
+    """int32: where each of these sequences begins; the last is the end of all."""
+    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)

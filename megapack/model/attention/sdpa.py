@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,6 +19,7 @@ from megapack.model.attention.packed import (
 )
 from megapack.model.attention.paths import Paths, key_paths
 from megapack.rows.slices import assembly_order
+from megapack.rows.transfer import moved
 
 
 class PackedSDPA(PackedAttention):
@@ -77,7 +76,7 @@ class PackedSDPA(PackedAttention):
                 cp=cp,
                 cp_rank=cp_rank,
             )
-            return dataclasses.replace(paths, order_K=paths.order_K.to(query.device))
+            return moved(paths, query.device)
 
         paths = once_per_row(params, "key paths", make)
         key, value = gather_rows(key, value, paths.order_K, group)
@@ -192,6 +191,6 @@ def _runs(lengths: list[int]) -> list[tuple[int, int]]:
 def _assembly_order(params: PackedSeqParams, cp: int, device: torch.device) -> Tensor:
     def make() -> Tensor:
         spans = [*carried_lengths(params), *sample_lengths(params)]
-        return assembly_order(spans, cp).to(device)
+        return moved(assembly_order(spans, cp), device)
 
     return once_per_row(params, "assembly order", make)

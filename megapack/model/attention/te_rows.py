@@ -30,6 +30,7 @@ from megapack.model.attention.packed import (
 )
 from megapack.model.attention.paths import cumulative, key_paths
 from megapack.model.head import unwrapped
+from megapack.rows.transfer import moved
 
 # Attribute of a layer that has the hooks.
 _MARK = "_is_hooked"
@@ -109,7 +110,7 @@ def gathered_params(row: PackedSeqParams, device: torch.device) -> tuple[PackedS
     """The row's description with the gathered keys, and their order."""
     lengths = sample_lengths(row)
     paths = key_paths(lengths, shared_branches(row), carried=carried_lengths(row))
-    ends = cumulative(paths.num_keys, device)
+    ends, order_K = moved((cumulative(paths.num_keys), paths.order_K), device)
     changed = {
         "cu_seqlens_kv": ends,
         # Lengths are rounded: cuDNN builds a graph for each.
@@ -118,4 +119,4 @@ def gathered_params(row: PackedSeqParams, device: torch.device) -> tuple[PackedS
     }
     if row.cu_seqlens_kv_padded is not None:
         changed["cu_seqlens_kv_padded"] = ends
-    return dataclasses.replace(row, **changed), paths.order_K.to(device)
+    return dataclasses.replace(row, **changed), order_K

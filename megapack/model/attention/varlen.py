@@ -33,6 +33,7 @@ from megapack.model.attention.packed import (
 )
 from megapack.model.attention.paths import cumulative, key_paths
 from megapack.prefixes import Branch
+from megapack.rows.transfer import moved
 
 # Flash attention's kernels are compiled for head widths that are multiples of 8, up to 256.
 MAX_HEAD_WIDTH = 256
@@ -121,13 +122,14 @@ def varlen_spans(
     sequences of 2, 2, 1 and 1 queries with 2, 8, 1 and 4 keys.
     """
     paths = key_paths(lengths, branches, carried=carried, cp=cp, cp_rank=cp_rank)
-    return VarlenSpans(
-        cu_seqlens_q_S1=cumulative(paths.num_queries, device),
-        cu_seqlens_k_S1=cumulative(paths.num_keys, device),
+    spans = VarlenSpans(
+        cu_seqlens_q_S1=cumulative(paths.num_queries),
+        cu_seqlens_k_S1=cumulative(paths.num_keys),
         max_q=max(paths.num_queries),
         max_k=max(paths.num_keys),
-        order_K=paths.order_K.to(device),
+        order_K=paths.order_K,
     )
+    return moved(spans, device)
 
 
 def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.device) -> VarlenSpans:

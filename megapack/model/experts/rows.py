@@ -41,6 +41,7 @@ from megapack.prefixes import Branch
 from megapack.rows.outputs import Scope, only_in_scope, reduced_samples
 from megapack.rows.packed import PackedRow, RoutingRow
 from megapack.rows.slices import indices_in
+from megapack.rows.transfer import moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,10 +357,9 @@ def collect_routing(
         starts = dict(zip(samples, firsts, strict=True))
         sizes = (num_tokens, shape.num_layers, shape.top_k)
         flat = torch.zeros(sizes, dtype=shape.dtype, device=device)
-        for row in rows:
-            # A row's samples are all in `samples`, or none of them is.
-            if row.samples and row.samples[0] in starts:
-                _write_recorded(row, starts, flat)
+        # A row's samples are all in `samples`, or none of them is.
+        held = [row for row in rows if row.samples and row.samples[0] in starts]
+        _write_recorded(held, starts, flat)
         for group in [*groups, dp_group] if is_spread else groups:
             if group.size() > 1:
                 dist.all_reduce(flat, group=group)
@@ -370,14 +370,19 @@ def collect_routing(
     return only_in_scope(out, step, dp_rank, scope)
 
 
-def _write_recorded(row: RoutingRow, starts: Mapping[int, int], flat: Tensor) -> None:
-    """Write a row's recorded choices into `flat`, where sample i begins at `starts[i]`.
+def _write_recorded(rows: Sequence[RoutingRow], starts: Mapping[int, int], flat: Tensor) -> None:
+    """Write the rows' recorded choices into `flat`, where sample i begins at `starts[i]`.
 
     Args:
-        row: the row on the host.
+        rows: the rows on the host. Their indices move to the device in one copy.
     """
+    indices = tuple((_indices_in(row, starts), row.tokens_O) for row in rows)
+    for row, (indices_O, tokens_O) in zip(rows, moved(indices, flat.device), strict=True):
+        for layer, chosen_tK in row.recorded.items():
+            flat[indices_O, layer] = chosen_tK[tokens_O].to(flat.dtype)
+
+
+def _indices_in(row: RoutingRow, starts: Mapping[int, int]) -> Tensor:
+    """int64 [O]: where each of the row's tokens on this rank is among all samples' tokens."""
     firsts_S = torch.tensor([starts[i] for i in row.samples], dtype=torch.int64)
-    indices_O = (firsts_S[row.samples_O] + row.offsets_O).to(flat.device)
-    tokens_O = row.tokens_O.to(flat.device)
-    for layer, chosen_tK in row.recorded.items():
-        flat[indices_O, layer] = chosen_tK[tokens_O].to(flat.dtype)
+    return firsts_S[row.samples_O] + row.offsets_O

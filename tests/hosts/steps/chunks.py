@@ -12,6 +12,7 @@ from megapack import Layout
 from megapack.config.sections import ModelConfig
 from megapack.model import build
 from tests.dist import problem
+from tests.dist.setup import on_kernels_of_job
 
 
 def host_chunks(
@@ -36,7 +37,7 @@ def host_chunks(
     transformer_config = build.transformer_config
     with mock.patch.object(build, "transformer_config", configured):
         return build.build_model(
-            model,
+            on_kernels_of_job(model),
             layout,
             vocab_size=problem.VOCAB_SIZE,
             seed=problem.SEED,

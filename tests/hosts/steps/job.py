@@ -172,11 +172,13 @@ def run_step(
     case: str = "",
     timeout_s: float = 300,
     worker: str = "",
+    te: str | None = None,
 ) -> list[Report]:
     """Run a host's worker, and return the reports of its ranks; skips where its source is absent.
 
     Args:
         worker: the module below `tests.hosts.steps`; "" = the host's name.
+        te: the release of Transformer Engine whose layers the host runs; see `run_job`.
     """
     try:
         source(host)
@@ -185,7 +187,8 @@ def run_step(
     folder.mkdir(parents=True, exist_ok=True)
     args = [str(folder), "--layout", layout, "--patches", ",".join(patches)]
     args += ["--steps", str(steps), "--case", case]
-    checked_job(world, f"tests.hosts.steps.{worker or host}", args, timeout_s=timeout_s)
+    module = f"tests.hosts.steps.{worker or host}"
+    checked_job(world, module, args, timeout_s=timeout_s, te=te)
     return [Report(**report) for report in rank_reports(folder, world)]
 
 

@@ -10,11 +10,14 @@ Cases, joined by +:
     each        experts balance their load over each sample (PlannedStep's aux_loss)
     documents   documents shorter than a row, --reset-position-ids and --reset-attention-mask
     sft         conversations packed into rows, with cu_seqlens
-    flat        Megatron-LM's cu_seqlens without the dimension of the batch, which unfused rotary
-                embeddings of 0.16.1 need
+    flat        Megatron-LM's cu_seqlens without the dimension of the batch, which rotary embeddings
+                need, unfused and fused; 0.16.1 gives it to them
     mtp         one depth of multi-token prediction
-    spec        the layer spec for packed rows; cp > 1 and sft need it
+    spec        the layer spec for packed rows; cp > 1 and sft need it without Transformer Engine
     kept        config.deallocate_pipeline_outputs=False
+    grouped     experts' products and permutations by Transformer Engine's kernels
+
+In a job with Transformer Engine the flags of layers and fusions are Megatron-LM's defaults.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import numpy as np
 
 from megapack import Layout, cpu, patching
 from tests.hosts.steps import job
+from tests.te_python import runs_te
 from tools.hosting import import_stubs
 
 BUDGET = 200
@@ -44,12 +48,15 @@ ARGUMENTS = (
     "--use-cpu-initialization --max-position-embeddings 1024 --global-batch-size 16 "
     "--lr 1e-3 --lr-decay-style constant "
     "--weight-decay 0 --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --log-interval 1 --eval-iters 1 "
+    "--eval-interval 100 --num-workers 0 --calculate-per-token-loss --split 900,50,50"
+)
+# Megatron-LM's defaults are Transformer Engine's layers, and kernels that it or CUDA has.
+WITHOUT_TE = (
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm "
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion "
-    "--attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope "
-    "--normalization RMSNorm --swiglu --no-bias-swiglu-fusion --disable-bias-linear "
-    "--log-interval 1 --eval-iters 1 "
-    "--eval-interval 100 --num-workers 0 --calculate-per-token-loss --split 900,50,50"
+    "--no-bias-swiglu-fusion"
 )
 CASES = {
     "experts": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
@@ -59,6 +66,7 @@ CASES = {
     "strong": "--moe-aux-loss-coeff 1000",
     "documents": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
     "sft": "--sft --no-create-attention-mask-in-dataloader",
+    "grouped": "--moe-grouped-gemm --moe-permute-fusion",
     "mtp": "--mtp-num-layers 1",
     "spec": "--spec megapack.model.specs packed_layer",
 }
@@ -67,6 +75,8 @@ CASES = {
 def arguments(layout: Layout, cases: list[str], steps: int, folder: Path) -> list[str]:
     """The command line of pretrain_gpt.py."""
     given = [*ARGUMENTS.split(), "--train-iters", str(steps)]
+    if not runs_te():
+        given += WITHOUT_TE.split()
     for case in cases:
         given += CASES.get(case, "").split()
     given += ["--micro-batch-size", "1" if {"sft", "single"} & {*cases} else "2"]
@@ -76,7 +86,9 @@ def arguments(layout: Layout, cases: list[str], steps: int, folder: Path) -> lis
         layers = NUM_LAYERS // (layout.pp * layout.vpp)
         given += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
     if layout.cp > 1:
-        given += ["--context-parallel-size", str(layout.cp), "--cp-comm-type", "all_gather"]
+        given += ["--context-parallel-size", str(layout.cp)]
+        # The default is p2p, a ring.
+        given += [] if runs_te() else ["--cp-comm-type", "all_gather"]
     if "sft" in cases:
         return [*given, "--data-path", str(folder / "conversations.jsonl")]
     if "documents" in cases:

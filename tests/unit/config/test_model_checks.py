@@ -111,3 +111,12 @@ def test_a_job_with_latent_attention_needs_sequence_parallelism() -> None:
         parse_config(text, [], TrainConfig)
     job = parse_config(text, ["layout.sequence_parallel=true"], TrainConfig)
     assert job.model == ModelConfig(**LATENT)
+
+
+def test_fp8_needs_whole_blocks_of_query_key_and_value_channels() -> None:
+    """4 heads and 1 group of 8 channels: (4 + 2) * 8 = 48 rows of a weight, 32 to a block."""
+    model = ModelConfig(num_attention_heads=4, num_query_groups=1, kv_channels=8, hidden_size=64)
+    half = dataclasses.replace(model, attention="te", dtype="bf16")
+    check_sizes(dataclasses.replace(half, fp8="delayed"), Layout(fp8=True))
+    with pytest.raises(ConfigError, match=r"2 \* num_query_groups\) \* head width=48"):
+        check_sizes(dataclasses.replace(half, fp8="mxfp8"), Layout(fp8="mxfp8"))

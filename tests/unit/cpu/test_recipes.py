@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.child import child
 
@@ -119,3 +123,43 @@ def test_the_device_has_a_name_memory_and_a_clock(found: dict[str, Any]) -> None
 
 def test_nccl_is_read_as_gloo(found: dict[str, Any]) -> None:
     assert found["backends"] == ["gloo", "gloo"]
+
+
+def test_linear_layers_add_weight_gradients_without_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    from megapack.cpu.megatron import AFTER_IMPORT
+
+    extension = "fused_weight_gradient_mlp_cuda"
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    monkeypatch.setattr(layers, extension, None, raising=False)
+    monkeypatch.setitem(sys.modules, extension, layers)
+    AFTER_IMPORT["megatron.core.tensor_parallel.layers"](layers)
+    weight: Any = torch.nn.Parameter(torch.randn(4, 3))
+    weight.main_grad = torch.ones(4, 3)
+    rows = torch.randn(5, 1, 3)
+    layers.linear_with_grad_accumulation_and_async_allreduce(
+        rows,
+        weight,
+        None,
+        gradient_accumulation_fusion=True,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+    ).sum().backward()
+    torch.testing.assert_close(weight.main_grad, 1 + rows.sum((0, 1)).expand(4, 3))
+
+
+def test_processes_that_a_recipe_starts_run_on_the_cpu_too(tmp_path: Path) -> None:
+    startup = Path(__file__).parents[2] / "megapack-startup.pth"
+    # As Python does with the start-up file where megapack is installed.
+    child = f"exec(open({str(startup)!r}).read()); import torch; torch.ones(1, device='cuda')"
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', {child!r}])"
+    )
+    for command, code in (["-m", "megapack", "run", "--cpu", str(recipe)], 0), (["-c", child], 1):
+        env = {**os.environ, "MEGAPACK_PATCH": "", "PYTHONPATH": str(startup.parent)}
+        done = subprocess.run(
+            [sys.executable, *command], check=False, capture_output=True, text=True, env=env
+        )
+        assert done.returncode == code, done.stderr

@@ -95,6 +95,18 @@ def test_without_cuda_only_sdpa_runs(monkeypatch: pytest.MonkeyPatch, forced: An
         choose_attention(forced)
 
 
+def test_without_cuda_te_runs_by_its_name_if_its_python_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice.cpu, "uses_cuda", lambda: False)
+    with pytest.raises(ConfigError, match=r"pip install megapack\[te-cpu\]"):
+        choose_attention("te")
+    monkeypatch.setattr(choice.cpu, "runs_te", lambda: True)
+    monkeypatch.setattr(choice, "_te_missing", lambda: None)
+    assert choose_attention("te") == "te"
+    assert choose_attention("auto") == "sdpa"
+
+
 def test_kernels_print_as_one_line_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice.cpu, "uses_cuda", lambda: False)
     found = find_kernels("auto", "fp32")

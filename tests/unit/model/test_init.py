@@ -18,7 +18,7 @@ from megapack.model.init import (
     keep_gradients_through_recompute,
     local_slice,
     mark_experts,
-    mark_grouped_experts,
+    mark_splits,
 )
 from tests.groups import RankOf
 
@@ -166,7 +166,7 @@ def experts_chunk(*, grouped: bool, tp: int = 1) -> Chunk:
             else:
                 param = shard(*shape, dim=dim, stride=2 if dim == 0 else 1)
                 add(mlp, f"experts.local_experts.{i}.{name}.weight", param)
-    mark_grouped_experts(chunk, gated=True)
+    mark_splits(chunk, gated=True)
     return chunk
 
 

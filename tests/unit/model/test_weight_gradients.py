@@ -268,8 +268,14 @@ class Config:
     delay_wgrad_compute: bool = False
 
 
+class Attention(torch.nn.Module):
+    """Transformer Engine's attention has a store and nothing to put off."""
+
+    wgrad_store = None
+
+
 def te_model(config: Config) -> torch.nn.Module:
-    return torch.nn.Sequential(DelayedLinear(4, 4, config=config, bias=False))
+    return torch.nn.Sequential(DelayedLinear(4, 4, config=config, bias=False), Attention())
 
 
 def test_models_that_cannot_put_off() -> None:
@@ -285,6 +291,9 @@ def test_models_that_cannot_put_off() -> None:
         weight_gradients.check([model], delaying)
     model[0].register_wgrad_accumulation_and_reduce_hooks(print)  # type: ignore[index]
     weight_gradients.check([model], delaying)
+    del model[0].weight.skip_backward_post_hook  # type: ignore[index, union-attr]
+    with pytest.raises(ConfigError, match=r"of weight, .* use_cpu_initialization=True replaces"):
+        weight_gradients.check([model], delaying)
     del model[0].wgrad_accumulation_and_reduce_hooks  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"install Transformer Engine 2\.7 or later"):
         weight_gradients.check([model], delaying)

@@ -1,0 +1,143 @@
+"""The layouts and features whose waits of the host are counted, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from megapack.base.choices import Executor, Kernel
+from megapack.layout import Layout
+from tests.dist import problem
+
+Rows = Literal["plain", "shared", "pieces", "wide"]
+
+
+MODELS = {name: model for name, (model, _) in problem.MODELS.items()} | {
+    # Fused attention takes heads of multiples of 8 channels.
+    "mla": dataclasses.replace(
+        problem.MLA_MODEL, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitCase:
+    """A layout, a feature and an attention kernel."""
+
+    layout: Layout
+    feature: str = "plain"
+    """For the table of docs/gpu.md."""
+    attention: Kernel = "te"
+    """Fused kernels run in bf16, "sdpa" in fp32."""
+    model: str = "plain"
+    """The name of one of `MODELS`."""
+    recompute: str = "none"
+    value_head: bool = False
+    rows: Rows = "plain"
+    """What rows hold: whole samples, shared prefixes, pieces of samples, or slices of wide rows."""
+    executor: Executor = "megatron"
+    splits_backward: bool = False
+    distributed_optimizer: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers have experts."""
+        return self.model.startswith("moe")
+
+
+LAYOUTS = {
+    "single": Layout(),
+    "tp2_sp": Layout(tp=2, sequence_parallel=True),
+    "pp2": Layout(pp=2),
+    "pp2_vpp2": Layout(pp=2, vpp=2),
+    "cp2": Layout(cp=2),
+    "dp2": Layout(dp=2),
+    "dp2_ep2": Layout(dp=2, ep=2),
+    "tp2_sp_etp2": Layout(tp=2, sequence_parallel=True, etp=2),
+}
+_ONE = LAYOUTS["single"]
+_PP2 = LAYOUTS["pp2"]
+_DP2 = LAYOUTS["dp2"]
+
+_PLAIN = {
+    name: WaitCase(layout=layout)
+    for name, layout in LAYOUTS.items()
+    if name not in ("dp2_ep2", "tp2_sp_etp2")
+}
+_FEATURES = {
+    "dp2_sharded": WaitCase(
+        layout=_DP2, feature="distributed optimizer", distributed_optimizer=True
+    ),
+    "moe": WaitCase(layout=_ONE, feature="experts", model="moe"),
+    "moe_pp2": WaitCase(layout=_PP2, feature="experts", model="moe"),
+    "moe_dp2_ep2": WaitCase(layout=LAYOUTS["dp2_ep2"], feature="experts", model="moe_bias"),
+    "moe_tp2_sp_etp2": WaitCase(layout=LAYOUTS["tp2_sp_etp2"], feature="experts", model="moe"),
+    "moe_replay": WaitCase(layout=_ONE, feature="replay of routing", model="moe_replay"),
+    "moe_replay_dp2_ep2": WaitCase(
+        layout=LAYOUTS["dp2_ep2"], feature="replay of routing", model="moe_replay"
+    ),
+    "mla": WaitCase(layout=_ONE, feature="multi-latent attention", model="mla"),
+    "mla_tp2_sp": WaitCase(layout=LAYOUTS["tp2_sp"], feature="multi-latent attention", model="mla"),
+    "mla_cp2": WaitCase(layout=LAYOUTS["cp2"], feature="multi-latent attention", model="mla"),
+    "mtp": WaitCase(layout=_ONE, feature="multi-token prediction", model="mtp"),
+    "mtp_pp2": WaitCase(layout=_PP2, feature="multi-token prediction", model="mtp"),
+    "mtp_cp2": WaitCase(layout=LAYOUTS["cp2"], feature="multi-token prediction", model="mtp"),
+    "full": WaitCase(layout=_ONE, feature="recompute full", recompute="full"),
+    "selective_pp2": WaitCase(layout=_PP2, feature="recompute selective", recompute="selective"),
+    "value": WaitCase(layout=_ONE, feature="value head", value_head=True),
+    "value_pp2": WaitCase(layout=_PP2, feature="value head", value_head=True),
+    "shared": WaitCase(layout=_ONE, feature="shared prefixes", rows="shared"),
+    "shared_pp2_vpp2": WaitCase(
+        layout=LAYOUTS["pp2_vpp2"], feature="shared prefixes", rows="shared"
+    ),
+    "shared_cp2": WaitCase(
+        layout=LAYOUTS["cp2"], feature="shared prefixes", rows="shared", attention="varlen"
+    ),
+    "shared_mla": WaitCase(
+        layout=_ONE, feature="shared prefixes, multi-latent attention", rows="shared", model="mla"
+    ),
+    "pieces": WaitCase(layout=_ONE, feature="split samples", rows="pieces", executor="operations"),
+    "pieces_pp2": WaitCase(
+        layout=_PP2, feature="split samples", rows="pieces", executor="operations"
+    ),
+    "pieces_cp2": WaitCase(
+        layout=LAYOUTS["cp2"],
+        feature="split samples",
+        rows="pieces",
+        executor="operations",
+        attention="varlen",
+    ),
+    "wide_dp2": WaitCase(layout=_DP2, feature="rows over DP ranks", rows="wide"),
+    "operations_pp2": WaitCase(layout=_PP2, feature="operations executor", executor="operations"),
+    "split_backward_pp2": WaitCase(
+        layout=_PP2, feature="split backward", executor="operations", splits_backward=True
+    ),
+    "split_backward_moe_pp2": WaitCase(
+        layout=_PP2,
+        feature="split backward, experts",
+        model="moe",
+        executor="operations",
+        splits_backward=True,
+    ),
+}
+_TE = _PLAIN | _FEATURES
+
+
+def _with(kernel: Kernel, *names: str) -> dict[str, WaitCase]:
+    return {f"{name}_{kernel}": dataclasses.replace(_TE[name], attention=kernel) for name in names}
+
+
+_LOCAL = (
+    *_PLAIN,
+    *("moe", "mla", "mtp", "full", "shared", "pieces_pp2", "wide_dp2", "split_backward_pp2"),
+)
+ALL_CASES: dict[str, WaitCase] = {**_TE, **_with("varlen", *_LOCAL), **_with("sdpa", *_LOCAL)}
+"""`tools/host_waits.py` runs all."""
+
+CASES = (
+    *("single", "moe", "mla", "shared", "full", "cp2", "moe_dp2_ep2"),
+    *("single_varlen", "shared_varlen", "pp2_vpp2_varlen", "split_backward_pp2_varlen"),
+    *("tp2_sp_varlen", "single_sdpa"),
+)
+"""The cases that CI runs."""

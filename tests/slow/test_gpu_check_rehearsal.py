@@ -1,0 +1,49 @@
+"""`tools/gpu_check.sh` on a CPU. This is a sample of it; `REHEARSE=1 tools/gpu_check.sh` is all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.te_python import needs_te
+from tools.benching.gpu_report import REHEARSED
+
+pytestmark = [pytest.mark.slow, needs_te]
+
+
+def test_a_sample_of_the_check_passes_and_says_that_it_is_a_rehearsal(
+    repo_root: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [repo_root / "tools" / "gpu_check.sh"],
+        env={
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            **{"REHEARSE": "sample", "PYTHON": sys.executable, "OUT": str(tmp_path)},
+            "TRACES": str(tmp_path / "absent"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert " skipped" not in (tmp_path / "gpu_tests.log").read_text()
+    report = json.loads((tmp_path / "gpu_report.json").read_text())
+    assert report["rehearsed"]
+    assert report["tests"]["varlen"].keys() == {"bf16", "isolation", "waits"}
+    (model,) = report["models"]
+    ((cell,), device) = model["cells"], model["device"]
+    assert "rehearses" in device
+    assert list(cell["ways"]) == ["one sample", "padded", "packed, te", "packed, varlen", "dense"]
+    for way in cell["ways"].values():
+        assert all(len(seconds) == 2 for seconds in way["seconds"].values())
+        assert way["peak_bytes"] > 0
+    assert min(cell["host"]["planning_seconds"] + cell["host"]["adapter_seconds"]) > 0
+    text = (tmp_path / "gpu_report.md").read_text()
+    assert REHEARSED in text
+    assert "- nothing\n" in text
