@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.dist, needs_te]
 SAMPLE = {
     "layouts and models": [
         *("cp2", "tp2_sp_recompute", "pp2_vpp2", "pp2_other_model", "moe_dp2_ep2"),
-        *("mla_cp2", "mtp_pp2"),
+        *("mla_cp2", "mla_tp2_sp", "mtp_pp2"),
     ],
     "shared prefixes": ["pp2-none"],
     "rows over several ranks": ["dp2-none"],
