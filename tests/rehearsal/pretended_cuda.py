@@ -11,7 +11,6 @@ import contextlib
 import functools
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -25,9 +24,6 @@ from megapack import cpu, launch
 from megapack.cpu.te import around
 from tests.rehearsal.device_ledger import DeviceLedger
 from tests.rehearsal.places import Place, is_on_gpu, place_of, put
-
-# Hopper's.
-CAPABILITY = (9, 0)
 
 _FACTORIES = (
     *("empty", "empty_strided", "full", "zeros", "ones", "eye", "arange", "linspace"),
@@ -47,9 +43,10 @@ _REAL_TO = torch.Tensor.to
 def rehearsed_gpu() -> Iterator[DeviceLedger]:
     """Within the block, this process rehearses a run on GPUs over NCCL, and a ledger watches it.
 
-    `megapack.cpu.uses_cuda` is true and the GPU is a Hopper, so megapack's GPU branches run. In a
-    job, call `megapack.cpu.enable` before the block and `launch.start("cuda")` in it: gloo serves
-    the groups that are asked for over NCCL. What `torch.compile` would compile runs as it is.
+    `megapack.cpu.uses_cuda` is true, so megapack's GPU branches run. In a job, call
+    `megapack.cpu.enable((9, 0))` before the block, for a Hopper GPU, and `launch.start("cuda")` in
+    it: gloo serves the groups that are asked for over NCCL. What `torch.compile` would compile runs
+    as it is.
     """
     ledger = DeviceLedger()
     with contextlib.ExitStack() as stack:
@@ -72,8 +69,6 @@ def rehearsed_gpu() -> Iterator[DeviceLedger]:
             owner = getattr(torch.cuda, name.partition(".")[0]) if "." in name else torch.cuda
             replace(owner, "synchronize", _waits(ledger, path))
         replace(torch.cuda, "current_device", _gpu)
-        replace(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
-        replace(torch.cuda, "get_device_properties", _properties)
         replace(cpu, "uses_cuda", lambda: True)
         replace(launch, "start", _start(launch.start))
         for name in ("init_process_group", "new_group"):
@@ -113,13 +108,6 @@ def _place_on(device: Any, *, from_te: bool = False) -> Place:
 
 def _to_gpu(tensor: Tensor) -> Tensor:
     return tensor.cuda()
-
-
-def _properties(device: Any = None) -> Any:
-    major, minor = CAPABILITY
-    return types.SimpleNamespace(
-        name="rehearsed", major=major, minor=minor, total_memory=80 << 30, multi_processor_count=132
-    )
 
 
 def _factory(original: Callable[..., Any], *, likes: bool) -> Callable[..., Any]:
