@@ -306,7 +306,7 @@ def trained(chunk: Any) -> list[str]:
     [
         ((), ["embedding.weight", "head.weight", "head.bias"]),
         (("embedding.*",), ["head.weight", "head.bias"]),
-        (("*.weight",), ["head.bias"]),
+        (("*.bias",), ["embedding.weight", "head.weight"]),
         (("head.[bw]*", "embedding.weight"), []),
     ],
 )
@@ -374,6 +374,12 @@ def test_globs_do_not_depend_on_the_fusion_of_norms(pattern: str, frozen: list[s
 def test_a_glob_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no parameter matches 'haed\.\*'"):
         freeze([FrozenChunk()], ("head.*", "haed.*"))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_bias_that_would_get_no_gradient_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight of 1 linear layers and not the bias"):
+        freeze([FrozenChunk()], ("*.weight",))
 
 
 @pytest.mark.usefixtures("one_rank")
