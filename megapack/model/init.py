@@ -232,8 +232,8 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
         )
     if num_lone:
         raise ConfigError(
-            f"model.freeze matches the weight of {num_lone:.0f} linear layers and not the bias, which "
-            "would get no gradient; freeze both, for example *.linear_qkv.*"
+            f"model.freeze matches the weight of {num_lone:.0f} linear layers and not the bias, "
+            "which would get no gradient; freeze both, for example *.linear_qkv.*"
         )
     for pattern, count in zip(patterns, counts, strict=True):
         if not count:
