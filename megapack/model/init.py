@@ -210,24 +210,30 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
             projection.
 
     Raises:
-        ConfigError: on every rank, if a pattern matches nothing, or only some of the experts that a
-            rank runs grouped.
+        ConfigError: on every rank, if a pattern matches nothing, only some of the experts that a
+            rank runs grouped, or a linear layer's weight without its bias.
     """
-    # The last number counts groups of experts that are frozen in part.
-    num_matches = torch.zeros(len(patterns) + 1, device=torch.cuda.current_device())
+    # The last numbers count groups of experts, and linear layers, that are frozen in part.
+    num_matches = torch.zeros(len(patterns) + 2, device=torch.cuda.current_device())
     for chunk in chunks:
         for name, param in global_parameters(chunk):
             matches = [fnmatch.fnmatchcase(name, pattern) for pattern in patterns]
-            num_matches[:-1] += torch.tensor(matches, device=num_matches.device)
+            num_matches[:-2] += torch.tensor(matches, device=num_matches.device)
             if any(matches):
                 param.requires_grad_(False)
-        num_matches[-1] += _num_mixed_groups(chunk)
+        num_matches[-2] += _num_mixed_groups(chunk)
+        num_matches[-1] += _num_lone_biases(chunk)
     dist.all_reduce(num_matches)
-    *counts, num_mixed = num_matches.tolist()
+    *counts, num_mixed, num_lone = num_matches.tolist()
     if num_mixed:
         raise ConfigError(
             "model.freeze matches only some experts of a layer, and grouped experts are trained "
             "together; freeze all of them, or set model.moe_grouped_gemm=false"
+        )
+    if num_lone:
+        raise ConfigError(
+            f"model.freeze matches the weight of {num_lone:.0f} linear layers and not the bias, which "
+            "would get no gradient; freeze both, for example *.linear_qkv.*"
         )
     for pattern, count in zip(patterns, counts, strict=True):
         if not count:
@@ -235,6 +241,23 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
                 f"model.freeze: no parameter matches {pattern!r}; names are like "
                 "embedding.word_embeddings.weight or decoder.layers.0.mlp.linear_fc1.weight"
             )
+
+
+def _num_lone_biases(chunk: Any) -> int:
+    """Number of linear layers whose bias is trained beside a frozen weight.
+
+    Megatron's and Transformer Engine's then compute no gradient of the bias either.
+    """
+    layers = [module for module in unwrapped(chunk).modules() if hasattr(module, "bias")]
+    pairs = [(getattr(layer, "weight", None), layer.bias) for layer in layers]
+    return sum(
+        isinstance(bias, Tensor)
+        and bias.requires_grad
+        and isinstance(weight, Tensor)
+        and weight.dim() == 2
+        and not weight.requires_grad
+        for weight, bias in pairs
+    )
 
 
 def _num_mixed_groups(chunk: Any) -> int:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from megapack.errors import ScheduleError, brief, of_all_ranks
 from megapack.model.init import local_name
-from megapack.model.overlap import finish_param_gathers
 from megapack.model.sharded import saved_blocks
 from megapack.ranks.agree import agree
 
@@ -41,9 +40,10 @@ _FACTOR = -0x40A7B892E31B1A47
 def check_replicas(chunks: Sequence[Any], *, device: torch.device) -> None:
     """Compare weights, and saved buffers, between the ranks that should hold the same ones.
 
-    A collective of all ranks. Call it once the weights are drawn or loaded. It reads each weight
-    once; the ranks then gather 16 bytes for each tensor. Weights that Transformer Engine keeps in
-    FP8 are left out.
+    A collective of all ranks. Call it once the weights are drawn or loaded, before the first
+    optimizer step: after one, `overlap_param_gather` leaves old values in the weights. It reads
+    each weight once; the ranks then gather 16 bytes for each tensor. Weights that Transformer
+    Engine keeps in FP8 are left out.
 
     Args:
         chunks: this rank's GPT models, wrapped in DDP or not.
@@ -55,7 +55,6 @@ def check_replicas(chunks: Sequence[Any], *, device: torch.device) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    finish_param_gathers(chunks)
     names, table = agree(lambda: _own_table(chunks, device), device=device)
     num_rows = torch.tensor(len(names), device=device)
     dist.all_reduce(num_rows, op=dist.ReduceOp.MAX)

@@ -63,6 +63,7 @@ def serve() -> int:
     answers = os.fdopen(os.dup(1), "w")
     import megapack.dp_schedule
     import megapack.train
+    from tests.rehearsal import nccl_rules, recorder  # noqa: F401
 
     # Load the planner's compiled kernels, which each rank would otherwise load or compile.
     megapack.dp_schedule.build_dp_schedule(

@@ -26,6 +26,7 @@ from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.setup import build_chunks
+from tests.rehearsal.recorder import unchecked
 
 STUBS = Path(__file__).parent / "stubs"
 BUDGET = 70
@@ -239,7 +240,8 @@ def main(out: str) -> None:
     for name, layout in LAYOUTS.items():
         found[name] = run_layout(layout, training)
         parallel_state.destroy_model_parallel()
-    found["fails_alone"] = _fails_alone(training)
+    with unchecked():
+        found["fails_alone"] = _fails_alone(training)
     Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
     launch.stop(broken=True)
 

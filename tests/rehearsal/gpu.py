@@ -48,8 +48,6 @@ def pretend() -> None:
     torch.version.cuda = CUDA
     answers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
-        # A number on CUDA, which means a GPU to a torch with CUDA only.
-        "current_device": lambda: torch.device("cuda", 0),
         "get_device_name": lambda device=None: NAME,
         "set_sync_debug_mode": _set_sync_debug_mode,
         "reset_peak_memory_stats": _reset_peak,

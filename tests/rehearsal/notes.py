@@ -87,10 +87,9 @@ def read(folder: Path, world: int) -> list[Notes]:
 def _read(path: Path, rank: int) -> Notes:
     notes = Notes(rank)
     ops: list[Op] = []
-    for text in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        if not text.endswith(b"\n"):
-            break  # killed within a write
-        word, *values = json.loads(text)
+    # What follows the last end of a line is a line within which the rank was killed.
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for word, *values in json.loads(b"[" + b",".join(lines) + b"]"):
         if word == _WAIT:
             notes.events.append(Wait(*values))
         elif word == "op":

@@ -66,13 +66,17 @@ _P2P = {"send": SEND, "recv": RECEIVE, "recv_anysource": RECEIVE}
 
 
 _THREAD = threading.local()
-"""Of each thread: `batch`, the unit of the batch that it issues; `asks_nccl`; `is_for_gloo`."""
+"""Of each thread: `batch`, the unit of the batch that it issues; `asks_nccl`; `is_unchecked`."""
 
 
 @contextlib.contextmanager
-def for_gloo() -> Iterator[None]:
-    """Operations of the block are left out: they need gloo on a machine with GPUs as well."""
-    with _set("is_for_gloo", True):
+def unchecked() -> Iterator[None]:
+    """Operations of the block are left out.
+
+    These are a transport that needs gloo on a machine with GPUs as well, or a fault after which no
+    rank uses its process groups any more.
+    """
+    with _set("is_unchecked", True):
         yield
 
 
@@ -131,7 +135,7 @@ class _Recorder:
 
         @functools.wraps(original)
         def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
-            known = None if hasattr(_THREAD, "is_for_gloo") else self._known(group)
+            known = None if hasattr(_THREAD, "is_unchecked") else self._known(group)
             if known is None:
                 return original(group, *args, **kwargs)
             if self._delays is not None and self._delays.random() < 0.5:

@@ -153,19 +153,17 @@ def test_names_number_experts_over_all_ranks(stored: str, whole: str) -> None:
     assert f"decoder.layers.2.mlp.experts.{whole}" in names
 
 
-def experts_chunk(*, grouped: bool, tp: int = 1) -> Chunk:
+def experts_chunk(*, grouped: bool, tp: int = 1, te: bool = True) -> Chunk:
     """Experts 2 and 3 of a layer, one by one (SequentialMLP) or grouped (TEGroupedMLP)."""
     chunk = Chunk([3], tp=tp)
     mlp = chunk.decoder.layers[0].mlp = torch.nn.Module()
     mlp.local_expert_indices = [2, 3]  # type: ignore[assignment]
     for i in range(2):
         for name, shape, dim in ("linear_fc1", (16 // tp, 4), 0), ("linear_fc2", (4, 8 // tp), 1):
-            if grouped:
-                # Transformer Engine marks all grouped weights like this.
-                add(mlp, f"experts.{name}.weight{i}", shard(*shape))
-            else:
-                param = shard(*shape, dim=dim, stride=2 if dim == 0 else 1)
-                add(mlp, f"experts.local_experts.{i}.{name}.weight", param)
+            # Transformer Engine marks the weights of all experts like this.
+            param = shard(*shape) if te else shard(*shape, dim=dim, stride=2 if dim == 0 else 1)
+            path = f"{name}.weight{i}" if grouped else f"local_experts.{i}.{name}.weight"
+            add(mlp, f"experts.{path}", param)
     mark_splits(chunk, gated=True)
     return chunk
 
@@ -180,14 +178,31 @@ def add(module: torch.nn.Module, path: str, param: torch.nn.Parameter) -> None:
     module.register_parameter(last, param)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_grouped_experts_have_the_weights_of_single_ones(tp: int, rank: int) -> None:
-    single = fill(experts_chunk(grouped=False, tp=tp), rank=rank, tp=tp)
-    grouped = fill(experts_chunk(grouped=True, tp=tp), rank=rank, tp=tp)
-    assert "decoder.layers.2.mlp.experts.local_experts.3.linear_fc2.weight" in single
-    assert grouped.keys() == single.keys()
-    for name, value in single.items():
-        assert torch.equal(grouped[name], value), name
+def test_experts_of_transformer_engine_have_the_weights_of_local_ones(
+    grouped: bool, tp: int, rank: int
+) -> None:
+    local = fill(experts_chunk(grouped=False, tp=tp, te=False), rank=rank, tp=tp)
+    found = fill(experts_chunk(grouped=grouped, tp=tp), rank=rank, tp=tp)
+    assert "decoder.layers.2.mlp.experts.local_experts.3.linear_fc2.weight" in local
+    assert found.keys() == local.keys()
+    for name, value in local.items():
+        assert torch.equal(found[name], value), name
+
+
+class TELinear(torch.nn.Module):
+    """By its name a projection that every rank has whole."""
+
+
+def test_whole_projections_of_transformer_engine_are_not_cut() -> None:
+    chunk = Chunk([1])
+    chunk.decoder.layers[0].linear_kv_down_proj = TELinear()
+    add(chunk, "decoder.layers.0.linear_kv_down_proj.weight", shard(6, 4))
+    mark_splits(chunk, gated=True)
+    name = "decoder.layers.0.linear_kv_down_proj.weight"
+    first, second = (fill(chunk, rank=rank, tp=2)[name].clone() for rank in (0, 1))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -291,7 +306,7 @@ def trained(chunk: Any) -> list[str]:
     [
         ((), ["embedding.weight", "head.weight", "head.bias"]),
         (("embedding.*",), ["head.weight", "head.bias"]),
-        (("*.weight",), ["head.bias"]),
+        (("*.bias",), ["embedding.weight", "head.weight"]),
         (("head.[bw]*", "embedding.weight"), []),
     ],
 )
@@ -359,6 +374,12 @@ def test_globs_do_not_depend_on_the_fusion_of_norms(pattern: str, frozen: list[s
 def test_a_glob_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no parameter matches 'haed\.\*'"):
         freeze([FrozenChunk()], ("head.*", "haed.*"))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_bias_that_would_get_no_gradient_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight of 1 linear layers and not the bias"):
+        freeze([FrozenChunk()], ("*.weight",))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -8,15 +8,19 @@ import torch
 from megapack.model import replicas
 from megapack.model.replicas import values_digest
 
-VALUES = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+VALUES = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
 ONE_BIT = VALUES.clone()
-ONE_BIT.view(torch.int32)[4, 6] ^= 1
+ONE_BIT.view(torch.int32)[4, 7] ^= 1
 EXCHANGED = VALUES[[1, 0, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("other", [ONE_BIT, EXCHANGED, -VALUES, VALUES.bfloat16()])
 def test_other_values_have_another_digest(other: torch.Tensor) -> None:
     assert values_digest(other) != values_digest(VALUES)
+
+
+def test_the_last_bytes_count_if_they_are_not_8() -> None:
+    assert values_digest(ONE_BIT.flatten()[1:]) != values_digest(VALUES.flatten()[1:])
 
 
 def test_also_if_only_the_sign_of_a_zero_differs() -> None:

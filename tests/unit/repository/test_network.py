@@ -37,6 +37,7 @@ ALLOWED_CALLS = {
     ("cli", "importlib.import_module"): "commands of this package, from a table",
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
+    ("cpu.te.loader", "compile"): "Transformer Engine's own modules, with lines for the CPU",
     ("data.workers", "subprocess.Popen"): "this Python, with `data.workers.serve`",
     ("doctor.runner", "subprocess.Popen"): "this Python, with the probes of this package",
     (
@@ -49,6 +50,7 @@ ALLOWED_CALLS = {
         "importlib.import_module",
     ): "modules of megapack.hosts only, which is checked",
     ("patching.registry", "importlib.import_module"): "`check` of a host that the user named",
+    ("te_finder", "importlib.import_module"): "this package's loader, by a fixed name",
 }
 # Calls that run code by name; a star matches any rest of a name.
 BY_NAME = (
