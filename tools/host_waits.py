@@ -137,7 +137,7 @@ def places_table(results: Mapping[str, Counted]) -> str:
             "per row" if place in grows else "per pass",
             str(number),
         ]
-        for place, number in cases.most_common()
+        for place, number in sorted(cases.items(), key=lambda item: (-item[1], item[0]))
     ]
     return _table(["place", "wait", "for", "in", "how often", "cases"], rows)
 
