@@ -48,7 +48,7 @@ def test_waits_of_transformer_engines_layers(fused: dict[str, Counted], name: st
     check(name, fused[name])
 
 
-@pytest.mark.slow
+@pytest.mark.rehearsal
 def test_waits_of_all_cases(tmp_path: Path) -> None:
     for name, counted in run_wait_cases(ALL_CASES, tmp_path).items():
         check(name, counted)

@@ -11,7 +11,7 @@ from tests.dist.spawn import checked_job
 from tests.dist.test_operations import SAME_BITS, world_of
 from tests.rehearsal.recorder import DELAY_SEED
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = [pytest.mark.rehearsal, pytest.mark.dist]
 
 SEEDS = range(1, 4)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.te_python import needs_te
 from tools.benching.gpu_report import REHEARSED
 
-pytestmark = [pytest.mark.slow, needs_te]
+pytestmark = [pytest.mark.rehearsal, needs_te]
 
 
 def test_a_sample_of_the_check_passes_and_says_that_it_is_a_rehearsal(
