@@ -50,7 +50,10 @@ def register() -> None:
 def python_alone() -> Path | None:
     """The folder of Transformer Engine's Python, if stand-ins serve it on this machine."""
     folder = installed_at()
-    if folder is None or _has_compiled_part(folder) or importlib.util.find_spec("torch") is None:
+    # What has no metadata is no release, such as a folder of that name in the working directory.
+    if folder is None or not _is_installed(PACKAGE) or _has_compiled_part(folder):
+        return None
+    if importlib.util.find_spec("torch") is None:
         return None
     import torch
 

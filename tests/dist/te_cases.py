@@ -16,7 +16,7 @@ from tests.dist.run_cases import (
     run_split_cases,
     run_wide_cases,
 )
-from tests.dist.split_cases import ALL_CASES as SPLIT_CASES
+from tests.dist.split_cases import GRID, SPECIAL
 from tests.dist.wide_cases import ALL_CASES as WIDE_CASES
 
 Run = Callable[[Iterable[str], Path], dict[str, dict[str, Any]]]
@@ -30,7 +30,7 @@ GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {
     "layouts and models": (ALL_CASES, _run_plain),
     "shared prefixes": (PREFIX_CASES, run_prefix_cases),
     "rows over several ranks": (WIDE_CASES, run_wide_cases),
-    "samples in pieces": (SPLIT_CASES, run_split_cases),
+    "samples in pieces": (GRID | SPECIAL, run_split_cases),
     "Hugging Face folders": (HF_CASES, run_hf_cases),
 }
 """What a grid is about -> its cases, and what runs them."""

@@ -150,7 +150,7 @@ def test_linear_layers_add_weight_gradients_without_apex(monkeypatch: pytest.Mon
 
 
 def test_processes_that_a_recipe_starts_run_on_the_cpu_too(tmp_path: Path) -> None:
-    startup = Path(__file__).parents[2] / "megapack-startup.pth"
+    startup = Path(__file__).parents[3] / "megapack-startup.pth"
     # As Python does with the start-up file where megapack is installed.
     child = f"exec(open({str(startup)!r}).read()); import torch; torch.ones(1, device='cuda')"
     recipe = tmp_path / "recipe.py"

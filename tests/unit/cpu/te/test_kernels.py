@@ -101,7 +101,7 @@ def test_grouped_products_fill_one_tensor() -> None:
 
 
 def test_factors_of_two_types_are_a_fault() -> None:
-    with pytest.raises(KernelFault, match=r"factors of torch.float64 and torch.float32"):
+    with pytest.raises(KernelFault, match=r"a product of torch.float64 and torch.float32"):
         product(drawn(5, 4), drawn(3, 4).float(), "TN")
 
 

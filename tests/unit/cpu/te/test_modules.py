@@ -88,4 +88,6 @@ def test_megatron_finds_transformer_engine(modules: dict[str, Any]) -> None:
 
 
 def test_a_kernel_without_a_stand_in_says_so(modules: dict[str, Any]) -> None:
-    assert modules["refused"].startswith("transformer_engine_torch.nvfp4_data_transpose is not")
+    assert modules["refused"].startswith(
+        "transformer_engine_torch.nvfp4_data_transpose has no stand"
+    )
