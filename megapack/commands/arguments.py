@@ -182,9 +182,9 @@ def add_memory_limit(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gpu-memory-gib",
         type=number,
-        default=72.0,
+        default=76.0,
         metavar="X",
-        help="GiB of a GPU that training may use (72: what CUDA and NCCL leave of 80 GB)",
+        help="GiB of a GPU that training may use (76: what CUDA and fragmentation leave of 80 GB)",
     )
 
 

@@ -452,6 +452,7 @@ class TrainConfig:
             composite_norms=not on_gpu and model.normalization == "RMSNorm",
             critic=self.critic.enabled,
             value_head=self.objective.has_value_head,
+            executor=self.executor,
         )
 
 

@@ -1,9 +1,9 @@
 """Bytes that training needs on one GPU, from a model's sizes and a layout.
 
 Counted: parameters, gradients, optimizer state, activations in flight, what pieces of samples and
-split backwards hold beside these, the vocabulary head, and the first three of a critic. Not
-counted: the CUDA context, NCCL's buffers, workspaces, the allocator's fragmentation and gradients
-of activations. Leave a tenth of the GPU or more for these.
+split backwards hold beside these, the vocabulary head, the first three of a critic, and an estimate
+of NCCL's communicators. Not counted: the CUDA context, workspaces, the allocator's fragmentation
+and gradients of activations. Leave a twentieth of the GPU or more for these.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
+from megapack.base.choices import Dtype, Executor, Kernel, Recompute, RecomputeModule
+from megapack.cost import communicators
 from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
 from megapack.cost.sizes import ModelSizes, stage_layers_of
@@ -56,6 +57,8 @@ class GpuMemory:
     inputs, and all activations of one layer."""
     head: int
     """Logits of a chunk of tokens and their gradient; the last stage only."""
+    communicators: int
+    """NCCL's buffers, an estimate: see `megapack.cost.communicators`."""
     critic: int = 0
     """Parameters, gradients and optimizer of a critic. Its steps and the policy's take turns, so
     its activations, which are as large as the policy's, are not added."""
@@ -113,6 +116,8 @@ class MemoryModel:
     """Whether a second model of these sizes, with a value head, is trained too."""
     value_head: bool = False
     """Whether the trained model has a value head, of one row, instead of the output matrix."""
+    executor: Executor = "megatron"
+    """What runs the steps; it decides the connections between stages."""
 
     def stage(
         self,
@@ -123,6 +128,7 @@ class MemoryModel:
         row_tokens: float,
         gathered_tokens: float = 0.0,
         carried: Carried = NOTHING_CARRIED,
+        wide_sizes: int = 0,
     ) -> GpuMemory:
         """Bytes on one GPU of a pipeline stage.
 
@@ -139,6 +145,7 @@ class MemoryModel:
                 them, as `outlook.stats.gathered_tokens` gives them.
             carried: what orders of operations hold on any stage. In such an order each stage may
                 hold as many tokens as stage 0.
+            wide_sizes: numbers of DP ranks above 1 that rows lie over.
         """
         dense, experts = self._parameters(layout, stage, value_head=self.value_head)
         weights, gradients, optimizer = self._state(layout, dense, experts)
@@ -160,6 +167,15 @@ class MemoryModel:
             )
             + self._carried(layout, stage, carried),
             head=self._head(layout, row_tokens) if last and not self.value_head else 0,
+            communicators=communicators.BYTES
+            * communicators.num_communicators(
+                layout,
+                stage,
+                executor=self.executor,
+                wide_sizes=wide_sizes,
+                distributed_optimizer=self.distributed_optimizer,
+                tied_embeddings=not self.untied_embeddings,
+            ),
             critic=critic,
         )
 

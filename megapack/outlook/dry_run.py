@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from megapack.data.batches import (
 from megapack.data.gae import checked_rewards
 from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.layout import Layout
-from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
+from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report, wide_sizes
 from megapack.plan.plan import Plan
 from megapack.policy import check_count_rule, check_split_samples
 from megapack.prefixes import SharedPrefixes
@@ -203,6 +204,11 @@ def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
     live = row * layout.chunks_in_flight(group_size=group) / layout.vpp
     if any(step.orders for step in plan.steps):
         live = max(live, *(plan.live_cap(step) for step in plan.steps))
-    tokens = {"live_tokens": live, "row_tokens": row, "gathered_tokens": gathered_tokens(plan)}
-    held = carried(plan)
-    return tuple(model.stage(layout, stage, **tokens, carried=held) for stage in range(layout.pp))
+    of_plan: dict[str, Any] = {
+        "live_tokens": live,
+        "row_tokens": row,
+        "gathered_tokens": gathered_tokens(plan),
+        "carried": carried(plan),
+        "wide_sizes": wide_sizes(plan),
+    }
+    return tuple(model.stage(layout, stage, **of_plan) for stage in range(layout.pp))

@@ -145,6 +145,12 @@ def step_report(plan: Plan, step: StepPlan, cost: CostModel | None = None) -> St
     return _step_report(plan, _simulate(plan, step, cost, None))
 
 
+def wide_sizes(plan: Plan) -> int:
+    """How many numbers of DP ranks above 1 rows lie over: 2 for rows over 2, 4 and 4 ranks."""
+    rows = (mb for step in plan.steps if step.counts.wide_rows for mb in step.microbatches)
+    return len({mb.width for mb in rows} - {1})
+
+
 def gathered_tokens(plan: Plan) -> float:
     """Peak of the tokens of other DP ranks whose keys and values attention gathers on one GPU.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megapack.base.arrays import Ids, Ints
+from megapack.base.choices import Executor
 from megapack.cost.memory import NOTHING_CARRIED, GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes, typical_length
@@ -23,7 +24,7 @@ from megapack.cost.stages import StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
-from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
+from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report, wide_sizes
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import Backward, ContextParallel, GroupSize, Policy, SplitSamples
 from megapack.prefixes import SharedPrefixes
@@ -433,13 +434,15 @@ def _memory(
     live = row * layout.chunks_in_flight(group_size=group_size) / layout.vpp
     if plan is not None and any(step.orders for step in plan.steps):
         live = max(live, *(plan.live_cap(step) for step in plan.steps))
-    memory = replace(work.memory, stage_layers=split)
+    executor: Executor = "operations" if kind.has_orders else "megatron"
+    memory = replace(work.memory, stage_layers=split, executor=executor)
     return memory.fullest_stage(
         layout,
         live_tokens=live,
         row_tokens=row,
         gathered_tokens=0.0 if plan is None else gathered_tokens(plan),
         carried=NOTHING_CARRIED if plan is None else carried(plan),
+        wide_sizes=0 if plan is None else wide_sizes(plan),
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows reach a device in one copy each.
+"""Copies between host and device for which the host does not wait one by one.
 
 A row has about twenty tensors. On the host they are written into one pinned buffer, which one copy
 moves without a wait of the host; the row's tensors on the device are views of the copy.
@@ -7,7 +7,7 @@ moves without a wait of the host; the row's tensors on the device are views of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -41,6 +41,23 @@ def moved(value: T, device: torch.device | str) -> T:
     _with_tensors(value, note)
     copies = dict(zip(tensors, _copied(list(tensors.values()), torch.device(device)), strict=True))
     return _with_tensors(value, lambda tensor: copies.get(id(tensor), tensor))
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Memory of the host for a copy of a tensor, pinned if the tensor is on CUDA."""
+    return torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
+
+
+def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the tensors in host memory, as `host_like`. The host waits once, for all of them.
+
+    The device copies a tensor of 16 MiB into pinned memory in 0.6 ms, at 25 GB/s. A wait after each
+    would leave it idle between them.
+    """
+    copies = [host_like(tensor).copy_(tensor.detach(), non_blocking=True) for tensor in tensors]
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
+    return copies
 
 
 def _copied(tensors: list[Tensor], device: torch.device) -> list[Tensor]:

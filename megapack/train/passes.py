@@ -35,6 +35,7 @@ from megapack.outlook.stats import StepReport, step_report
 from megapack.plan.plan import Plan, StepPlan, own_samples
 from megapack.prefixes import SharedPrefixes
 from megapack.ranks.agree import agree
+from megapack.rows.transfer import host_copies, host_like
 from megapack.samples import SampleBatch
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
 
@@ -54,7 +55,7 @@ class Reference:
         params: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
         params += [b for chunk in chunks for n, b in chunk.named_buffers() if n.endswith(_BIAS)]
         finish_param_gathers(chunks)
-        self.initial = {p: _on_host(p).copy_(p.detach()) for p in params}
+        self.initial = dict(zip(params, host_copies(params), strict=True))
         self._trained: dict[torch.Tensor, torch.Tensor] = {}
 
     @contextlib.contextmanager
@@ -66,7 +67,7 @@ class Reference:
         """
         finish_param_gathers(self._chunks)
         if not self._trained:
-            self._trained = {param: _on_host(param) for param in self.initial}
+            self._trained = {param: host_like(param) for param in self.initial}
         # The host waits for none of the copies: all of them run in the order of one stream.
         for param, trained in self._trained.items():
             trained.copy_(param.detach(), non_blocking=True)
@@ -79,10 +80,6 @@ class Reference:
     def _fill(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
         for param, value in values.items():
             param.data.copy_(value, non_blocking=True)
-
-
-def _on_host(param: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(param, device="cpu", requires_grad=False, pin_memory=param.is_cuda)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,15 @@ class Case:
         writer.write()
         writer.finish()
 
+    def save_ahead(self, folder: Path) -> None:
+        """Save with torch's loader for GPUs, which holds 64 bytes and one tensor at a time."""
+        writer = self.state.writer(folder, num_threads=2, device=CPU)
+        writer._files.per_thread_copy_ahead = 64
+        writer.plan()
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+            writer.write()
+        writer.finish()
+
     def save_as_megatron(self, folder: Path) -> None:
         """Save in Megatron's `fully_reshardable` format, which gathers the optimizer's state."""
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -112,13 +122,14 @@ def main(out_dir: str, tp: int, ep: int) -> None:
     launch.start("cpu")
     case = Case(tp, ep)
     expected = [tensor.clone() for tensor in case.tensors()]
-    folders = {name: Path(out_dir, name) for name in ("direct", "staged", "megatron")}
+    folders = {name: Path(out_dir, name) for name in ("direct", "ahead", "staged", "megatron")}
     if dist.get_rank() == 0:
         for folder in folders.values():
             folder.mkdir()
     dist.barrier()
     case.save_as_megatron(folders["megatron"])
     case.save(folders["direct"], staged=False, changed=lambda: None)
+    case.save_ahead(folders["ahead"])
     # The snapshot is that of `stage`, whatever happens to the weights afterwards.
     case.save(folders["staged"], staged=True, changed=case.overwrite)
     own = f"__{dist.get_rank()}_*"

@@ -17,7 +17,7 @@ def test_tensors_come_back_bit_by_bit(tmp_path: Path, tp: int, ep: int) -> None:
     checked_job(2, "tests.dist.checkpoint_worker", [str(tmp_path), str(tp), str(ep)], timeout_s=200)
     reports = rank_reports(tmp_path, 2)
     for report in reports:
-        assert report["loads"] == {"direct": True, "staged": True, "megatron": True}
+        assert report["loads"] == dict.fromkeys(["direct", "ahead", "staged", "megatron"], True)
         # One file per thread.
         assert report["files"] == 2
     # Replicas are spread: no rank writes much more than half.

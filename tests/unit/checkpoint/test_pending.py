@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -17,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megapack.checkpoint.pending import PendingSave
-from megapack.checkpoint.writer import _Planner, _split
+from megapack.checkpoint.writer import StateWriter, _Planner, _split
 from tests.unit.checkpoint.test_checkpoint_folders import manifest
 
 pytestmark = pytest.mark.unit
@@ -98,3 +101,30 @@ def test_threads_get_about_equal_bytes() -> None:
     )
     assert [len(one) for one in _split(items[:2], 4)] == [1, 1]
     assert _split([], 4) == []
+
+
+def test_a_file_is_written_with_the_gpu_of_the_rank_as_current_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = []
+
+    def enter(device: torch.device) -> contextlib.nullcontext[None]:
+        entered.append(device)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    writer = StateWriter({}, tmp_path, num_threads=1, device=torch.device("cuda:3"))
+    writer._plan = SavePlan([], storage_data=_StoragePrefix("__0_"))
+    assert writer._write_part(0, []) == []
+    assert entered == [torch.device("cuda:3")]
+
+
+def test_torch_copies_ahead_on_a_gpu_unless_the_tensors_are_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    on_host = StateWriter({}, tmp_path, num_threads=1, device=torch.device("cpu"))
+    writer = StateWriter({}, tmp_path, num_threads=1, device=torch.device("cuda:0"))
+    assert (on_host._files.per_thread_copy_ahead, writer._files.per_thread_copy_ahead) == (0, 2**26)
+    writer.stage()
+    assert writer._files.per_thread_copy_ahead == 0

@@ -24,8 +24,6 @@ TINY = "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 SIZES = "llama3_70b_dp2_tp8_pp4_vpp5_gpu64.yaml"
 DENSE = "qwen3_4b_dp4_tp2_gpu8.yaml"
 EXPERTS = "qwen3_30b_a3b_dp32_pp2_vpp4_ep8_gpu64.yaml"
-# One rank has no NCCL buffers, and this model leaves no more.
-LIMITS_GIB = {"qwen3_4b_gpu1": 74}
 
 ADV = ("objective.advantage_norm=group", "objective.kl_coef=0")
 
@@ -65,8 +63,7 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
     product = math.prod(named.get(name, 1) for name in ("dp", "tp", "pp", "cp"))
     gpus = named.pop("gpu", product)
     assert config.name == path.stem
-    limit = LIMITS_GIB.get(path.stem, 72)
-    found = output_of(call(path, gpus, "--json", "--gpu-memory-gib", str(limit)))
+    found = output_of(call(path, gpus, "--json"))
     assert found["num_gpus"] == gpus
     degrees = {k: v for k, v in found["layout"].items() if k in ("dp", "tp", "pp", "vpp", "cp")}
     assert {k: v for k, v in degrees.items() if v > 1} == {

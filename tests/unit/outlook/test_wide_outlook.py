@@ -64,7 +64,7 @@ def test_budgets_below_the_longest_sample_are_for_rows_over_several_ranks() -> N
     }
     assert min(budgets["fixed"]) == 8000
     assert min(budgets["dynamic"]) == 2000
-    least = min(tuning.ranked, key=lambda candidate: candidate.memory.total)
+    least = min(tuning.ranked, key=lambda candidate: candidate.memory.activations)
     assert least.policy.context_parallel == "dynamic"
     # A row of the budget in flight, and what attention gathers of it.
     longest = MemoryModel(sizes=SIZES).stage(Layout(dp=4), 0, live_tokens=8000, row_tokens=8000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megapack import Layout, MicroBatch
 from megapack.model.experts.rows import RoutingShape, routing_row
 from megapack.model.mtp import with_rows_ahead
 from megapack.rows.packed import PackedRow, pack_row
-from megapack.rows.transfer import moved
+from megapack.rows.transfer import host_copies, host_like, moved
 from megapack.samples import SampleBatch
 
 pytestmark = pytest.mark.unit
@@ -112,3 +113,51 @@ def test_tensors_of_any_layout_and_shape() -> None:
     assert found[0].kept is kept
     assert found[1].item() == 7.0
     assert found[2].shape == (0, 3)
+
+
+class OnGpu(Tensor):
+    """A tensor of the host that says it is on CUDA."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the host does for copies from CUDA: pinned memory, copies, waits."""
+    done: list[str] = []
+    like = torch.empty_like
+    copy = Tensor.copy_
+
+    def empty_like(tensor: Tensor, *, pin_memory: bool, **kwargs: Any) -> Tensor:
+        done.append("pinned" if pin_memory else "pageable")
+        return like(tensor.as_subclass(Tensor), **kwargs)
+
+    def copied(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        done.append("copy" if non_blocking else "copy and wait")
+        return copy(self, source.as_subclass(Tensor), non_blocking)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    return done
+
+
+def test_the_host_waits_once_for_copies_from_a_gpu(waits: list[str]) -> None:
+    values = [torch.tensor([1.0, 2.0]), torch.tensor([3])]
+    found = host_copies([value.as_subclass(OnGpu) for value in values])
+    assert waits == ["pinned", "copy", "pinned", "copy", "wait"]
+    assert [value.tolist() for value in found] == [[1.0, 2.0], [3]]
+
+
+def test_the_host_does_not_wait_for_copies_within_it(waits: list[str]) -> None:
+    host_copies([torch.ones(2)])
+    assert waits == ["pageable", "copy"]
+
+
+def test_a_host_copy_is_no_parameter_and_shares_no_memory() -> None:
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    (found,) = host_copies([param])
+    param.data.fill_(5.0)
+    assert found.tolist() == [1.0, 1.0]
+    assert not found.requires_grad
+    assert not host_like(param).requires_grad
