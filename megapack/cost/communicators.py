@@ -12,10 +12,10 @@ from megapack.layout import Layout
 
 BYTES = 2**29
 """Memory of one communicator, read and not measured by us. NCCL allocates a buffer per channel and
-peer: 4 MiB of NCCL_BUFFSIZE and up to 6 MiB for two more protocols, on up to 32 channels. Its users
-saw 544 MB for a group of two A100 (NVIDIA/nccl issue 964), 0.47 GB per peer of an H100 (issue 1685)
-and 388 MiB for a group of one GPU (sgl-project/sglang pull request 35538). NCCL_MAX_NCHANNELS
-lowers it."""
+peer: 10 MiB, of which NCCL_BUFFSIZE is 4, on up to 32 channels. Its users saw 544 MB for a group of
+two A100 (NVIDIA/nccl issue 964), 0.47 GB for each peer in an all-to-all of eight H100 (issue 1685)
+and 388 MiB for a group of one RTX 3060 (sgl-project/sglang pull request 35538).
+NCCL_MAX_NCHANNELS lowers it."""
 
 
 def num_communicators(

@@ -7,10 +7,9 @@ it. So every rank has at most one link, in one direction, in a group. With pp=4 
 four groups: links 0 and 2, links 1 and 3, each in both directions.
 
 All pipelines share these groups, which have all ranks of the job. Groups of single pipelines would
-be 512 at 1,024 GPUs with pp=8, and every rank takes part in making each: where torch waits for all
-ranks after it (TORCH_DIST_INIT_BARRIER), or splits a communicator of the job (a `device_id`), that
-costs seconds and more. NCCL connects the two ranks of a link, not the group, unless torch has a
-`device_id`.
+be 512 at 1,024 GPUs with pp=8. Every rank takes part in making each of them, and with
+TORCH_DIST_INIT_BARRIER=1 or a `device_id` all ranks meet there. Without a `device_id` torch makes
+NCCL communicators of the two ranks of a link, and none of the group.
 """
 
 from __future__ import annotations
