@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import filesystem
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.checkpoint.state import RunState
@@ -84,7 +85,11 @@ class Case:
         writer = self.state.writer(folder, num_threads=2, device=CPU)
         writer._files.per_thread_copy_ahead = 64
         writer.plan()
-        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        with (
+            mock.patch.object(torch.cuda, "is_available", return_value=True),
+            # The loader of CPUs must not run.
+            mock.patch.object(filesystem, "_SerialCpuLoader", None),
+        ):
             writer.write()
         writer.finish()
 
