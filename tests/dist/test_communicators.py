@@ -19,26 +19,31 @@ EXPERTS = ("model.num_experts=4", "layout.ep=2")
 WHOLE = "optim.distributed_optimizer=false"
 
 
+CASES = [
+    (1, [4], (*ONE_STAGE, "layout.dp=1")),
+    (4, [9] * 4, ("train.executor=operations",)),
+    (4, [9] * 4, (*ONE_STAGE, *EXPERTS, WHOLE, "layout.cp=2")),
+]
+MORE_CASES = [
+    (4, [7] * 4, ()),
+    (4, [6, 6, 6, 6], ("model.untie_embeddings=true",)),
+    (4, [5, 4, 4, 5], ("layout.dp=1", "layout.pp=4", "layout.vpp=1")),
+    (
+        4,
+        [7, 8, 8, 7],
+        ("layout.dp=1", "layout.pp=4", "layout.vpp=1", "train.executor=operations", WHOLE),
+    ),
+    (
+        4,
+        [9] * 4,
+        (*ONE_STAGE, *EXPERTS, "layout.tp=2", "layout.etp=2", "layout.sequence_parallel=true"),
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("world", "numbers", "settings"),
-    [
-        (1, [4], (*ONE_STAGE, "layout.dp=1")),
-        (4, [7] * 4, ()),
-        (4, [6, 6, 6, 6], ("model.untie_embeddings=true",)),
-        (4, [9] * 4, ("train.executor=operations",)),
-        (4, [5, 4, 4, 5], ("layout.dp=1", "layout.pp=4", "layout.vpp=1")),
-        (
-            4,
-            [7, 8, 8, 7],
-            ("layout.dp=1", "layout.pp=4", "layout.vpp=1", "train.executor=operations", WHOLE),
-        ),
-        (4, [9] * 4, (*ONE_STAGE, *EXPERTS, WHOLE, "layout.cp=2")),
-        (
-            4,
-            [9] * 4,
-            (*ONE_STAGE, *EXPERTS, "layout.tp=2", "layout.etp=2", "layout.sequence_parallel=true"),
-        ),
-    ],
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.rehearsal) for case in MORE_CASES)],
 )
 def test_it_is_the_number_of_groups_and_pairs_that_a_rank_uses(
     world: int, numbers: list[int], settings: tuple[str, ...], tmp_path: Path
