@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megapack.cpu.groups import (
-    one_by_one,
+    coalescing_without_device,
     over_gloo,
     padded_all_gather,
     padded_reduce_scatter,
@@ -92,7 +92,7 @@ def enable(capability: tuple[int, int] | None = None) -> None:
 def _redirect_process_groups() -> None:
     dist.all_gather = padded_all_gather(dist.all_gather)
     dist.reduce_scatter = padded_reduce_scatter(dist.reduce_scatter)
-    dist._coalescing_manager = one_by_one
+    dist._coalescing_manager = coalescing_without_device(dist._coalescing_manager)
     for name in ("init_process_group", "new_group"):
         make = over_gloo(getattr(dist, name))
         setattr(dist, name, make)

@@ -75,10 +75,23 @@ class _Done:
         """Nothing to wait for."""
 
 
-@contextmanager
-def one_by_one(*args: Any, **kwargs: Any) -> Iterator[_Done]:
-    """In place of torch's `_coalescing_manager`: gloo cannot run collectives as one."""
-    yield _Done()
+def coalescing_without_device(manager: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's `_coalescing_manager`, which also takes a device.
+
+    With a device the backend runs the collectives as one, which gloo cannot: each then runs, and
+    ends, by itself. Transformer Engine names one where it gathers FP8 rows; Megatron's DDP names
+    none, and waits for what it started by the manager's handle.
+    """
+
+    @contextmanager
+    def coalesce(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        if device is not None:
+            yield _Done()
+            return
+        with manager(group, async_ops=async_ops) as handle:
+            yield handle
+
+    return coalesce
 
 
 def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
