@@ -9,6 +9,7 @@ still says so itself.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -50,8 +51,7 @@ def register() -> None:
 def python_alone() -> Path | None:
     """The folder of Transformer Engine's Python, if stand-ins serve it on this machine."""
     folder = installed_at()
-    # What has no metadata is no release, such as a folder of that name in the working directory.
-    if folder is None or not _is_installed(PACKAGE) or _has_compiled_part(folder):
+    if folder is None or not _is_release_without_compiled_part(folder):
         return None
     if importlib.util.find_spec("torch") is None:
         return None
@@ -64,6 +64,13 @@ def installed_at() -> Path | None:
     """The folder of the package `transformer_engine`."""
     spec = importlib.machinery.PathFinder.find_spec(PACKAGE)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+# The imports of one Transformer Engine ask about a hundred times.
+@functools.cache
+def _is_release_without_compiled_part(folder: Path) -> bool:
+    # What has no metadata is no release, such as a folder of that name in the working directory.
+    return _is_installed(PACKAGE) and not _has_compiled_part(folder)
 
 
 def _has_compiled_part(folder: Path) -> bool:
