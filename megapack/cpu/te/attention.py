@@ -7,8 +7,8 @@ a context-parallel ring can give it those over all keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megapack.cpu.te import enums
-from megapack.cpu.te.calls import kernel, require, version
+from megapack.cpu.te.calls import kernel, refuse, require, version
 from megapack.cpu.te.precision import wide
 
 Window = tuple[int, int] | None
@@ -113,57 +113,30 @@ _BACKWARD = (
     }
 )
 def fused_attn_fwd(
-    *,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    is_training: bool,
-    scale: float,
-    dropout: float,
-    layout: Any,
-    mask: Any,
-    window: Window,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    o_quantizer: Any = None,
-    bottom_right: bool | None = None,
-    return_max_logit: bool = False,
-    **_: Any,
+    *, o_quantizer: Any = None, return_max_logit: bool = False, **arguments: Any
 ) -> list[Tensor]:
     """Outputs like q (tokens of no sample: 0), statistics, and the seed of dropout.
 
     Statistics are [t, h, 1] for packed rows, as from cuDNN 9.6 on, else [b, h, s, 1].
     """
-    _refuse(o_quantizer is not None, "fused attention in FP8")
-    _refuse(return_max_logit, "fused attention with return_max_logit (qk-clip)")
-    form = _Form.of(layout)
+    refuse(o_quantizer is not None, "fused attention in FP8")
+    refuse(return_max_logit, "fused attention with return_max_logit (qk-clip)")
+    call = _Call.of(arguments)
+    q, v = call.q, call.v
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    statistics = form.empty_statistics(q)
-    seed = torch.randint(1 << 62, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
-    samples = form.samples(
-        q,
-        k,
-        v,
-        (cu_seqlens_q, cu_seqlens_kv),
-        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        (max_seqlen_q, max_seqlen_kv),
-        is_padded="PADDING" in mask.name,
-    )
-    for number, sample in enumerate(samples):
-        scores = _scores(sample, q, k, scale, mask, window, bottom_right)
+    statistics = call.form.empty_statistics(q)
+    seed = torch.randint(1 << 62, (1,)) if call.dropout else torch.zeros(1, dtype=torch.int64)
+    for sample in call.samples():
+        scores = call.scores(sample)
         total = scores.logsumexp(-1, keepdim=True)
         require(
             bool(total.isfinite().all()),
             f"a query without keys: {sample.num_queries} queries, {sample.num_keys} keys, "
-            f"{mask.name}, window {window}",
+            f"{call.mask.name}, window {call.window}",
         )
-        weights = (scores - total).exp() * _kept(scores, dropout, int(seed), number)
+        weights = (scores - total).exp() * call.kept(scores, int(seed), sample)
         sample.queries(out).copy_((weights @ _heads(sample.keys(v), q)).transpose(0, 1))
-        form.statistics(statistics, sample).copy_(total.transpose(0, 1))
+        sample.statistics(statistics).copy_(total.transpose(0, 1))
     return [out, statistics, torch.cat([seed, torch.zeros(1, dtype=torch.int64)])]
 
 
@@ -179,86 +152,32 @@ def fused_attn_fwd(
     }
 )
 def fused_attn_bwd(
-    *,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    scale: float,
-    dropout: float,
-    layout: Any,
-    mask: Any,
-    window: Window,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    d_o: Tensor,
-    aux: list[Tensor],
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    bottom_right: bool | None = None,
-    **_: Any,
+    *, o: Tensor, d_o: Tensor, aux: list[Tensor], **arguments: Any
 ) -> list[Tensor | None]:
     """Gradients of q, k and v; none of a bias and of a softmax offset."""
-    form = _Form.of(layout)
+    call = _Call.of(arguments)
+    q, k, v = call.q, call.k, call.v
     statistics = aux[0]
     require(o.shape == d_o.shape, f"outputs {tuple(o.shape)}, gradients {tuple(d_o.shape)}")
-    expected = form.empty_statistics(q).shape
+    expected = call.form.empty_statistics(q).shape
     require(
         statistics.shape == expected,
         f"softmax statistics {tuple(statistics.shape)} for queries {tuple(q.shape)}, "
         f"not {tuple(expected)}",
     )
     dq, dk, dv = (torch.zeros_like(wide(t)) for t in (q, k, v))
-    samples = form.samples(
-        q,
-        k,
-        v,
-        (cu_seqlens_q, cu_seqlens_kv),
-        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        (max_seqlen_q, max_seqlen_kv),
-        is_padded="PADDING" in mask.name,
-    )
-    for number, sample in enumerate(samples):
-        scores = _scores(sample, q, k, scale, mask, window, bottom_right)
-        total = form.statistics(statistics, sample).transpose(0, 1)
-        weights = (scores - total).exp()
-        kept = _kept(scores, dropout, int(aux[-1][0]), number)
+    for sample in call.samples():
+        scores = call.scores(sample)
+        weights = (scores - sample.statistics(statistics).transpose(0, 1)).exp()
+        kept = call.kept(scores, int(aux[-1][0]), sample)
         grad, outputs = (wide(sample.queries(t)).transpose(0, 1) for t in (d_o, o))
         d_weights = (grad @ _heads(sample.keys(v), q).transpose(1, 2)) * kept
-        d_scores = weights * (d_weights - (grad * outputs).sum(-1, keepdim=True)) * scale
+        d_scores = weights * (d_weights - (grad * outputs).sum(-1, keepdim=True)) * call.scale
         sample.queries(dq).copy_((d_scores @ _heads(sample.keys(k), q)).transpose(0, 1))
         heads = _heads(sample.queries(q), q)
         sample.keys(dk).add_(_groups(d_scores.transpose(1, 2) @ heads, k))
         sample.keys(dv).add_(_groups((weights * kept).transpose(1, 2) @ grad, v))
     return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None]
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """Where a sample's queries and keys are; `sequence` is None in packed rows."""
-
-    form_q: str
-    form_kv: str
-    sequence: int | None
-    first_query: int
-    first_key: int
-    num_queries: int
-    num_keys: int
-
-    def queries(self, tensor: Tensor) -> Tensor:
-        """[queries, heads, width], a view."""
-        return self._view(tensor, self.form_q, self.first_query, self.num_queries)
-
-    def keys(self, tensor: Tensor) -> Tensor:
-        """[keys, groups, width], a view."""
-        return self._view(tensor, self.form_kv, self.first_key, self.num_keys)
-
-    def _view(self, tensor: Tensor, form: str, first: int, length: int) -> Tensor:
-        if form == "THD":
-            return tensor[first : first + length]
-        return (tensor[:, self.sequence] if form == "SBHD" else tensor[self.sequence])[:length]
 
 
 @dataclass(frozen=True)
@@ -284,37 +203,116 @@ class _Form:
             shape = (b, h, s, 1)
         return wide(q).new_full(shape, float("nan"))
 
-    def statistics(self, tensor: Tensor, sample: _Sample) -> Tensor:
-        """A sample's statistics [queries, heads, 1], a view."""
-        if self.q == "THD":
-            return sample.queries(tensor)
-        return tensor[sample.sequence].transpose(0, 1)[: sample.num_queries]
 
-    def samples(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: tuple[Tensor, Tensor],
-        padded: tuple[Tensor | None, Tensor | None],
-        max_seqlens: tuple[int, int],
-        *,
-        is_padded: bool,
-    ) -> Iterator[_Sample]:
+@dataclass(frozen=True)
+class _Sample:
+    """Where the queries and keys of a sample are."""
+
+    form: _Form
+    number: int
+    first_query: int
+    first_key: int
+    num_queries: int
+    num_keys: int
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """[queries, heads, width], a view."""
+        return self._view(tensor, self.form.q, self.first_query, self.num_queries)
+
+    def keys(self, tensor: Tensor) -> Tensor:
+        """[keys, groups, width], a view."""
+        return self._view(tensor, self.form.kv, self.first_key, self.num_keys)
+
+    def statistics(self, tensor: Tensor) -> Tensor:
+        """[queries, heads, 1], a view of what `_Form.empty_statistics` made."""
+        if self.form.q == "THD":
+            return self.queries(tensor)
+        return tensor[self.number].transpose(0, 1)[: self.num_queries]
+
+    def _view(self, tensor: Tensor, form: str, first: int, length: int) -> Tensor:
+        if form == "THD":
+            return tensor[first : first + length]
+        return (tensor[:, self.number] if form == "SBHD" else tensor[self.number])[:length]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """The arguments that forward and backward share."""
+
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    scale: float
+    dropout: float
+    layout: Any
+    mask: Any
+    window: Window
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q_padded: Tensor | None
+    cu_seqlens_kv_padded: Tensor | None
+    bottom_right: bool | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> _Call:
+        """Those of a kernel's arguments; others only choose among kernels."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in arguments.items() if name in names})
+
+    @property
+    def form(self) -> _Form:
+        """The form of the tensors."""
+        return _Form.of(self.layout)
+
+    def samples(self) -> Iterator[_Sample]:
         """The samples with queries.
 
         Raises:
             KernelFault: tables that the kernels would read wrongly.
         """
-        _check(q, k, v, cu_seqlens, padded, {self.q, self.kv} == {"THD"})
-        sides = zip((self.q, self.kv), (q, k), cu_seqlens, padded, max_seqlens, strict=True)
+        form = self.form
+        cu_seqlens = self.cu_seqlens_q, self.cu_seqlens_kv
+        padded = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
+        _check(self.q, self.k, self.v, cu_seqlens, padded, {form.q, form.kv} == {"THD"})
+        most = self.max_seqlen_q, self.max_seqlen_kv
+        is_padded = "PADDING" in self.mask.name
+        sides = zip((form.q, form.kv), (self.q, self.k), cu_seqlens, padded, most, strict=True)
         spans = [list(_spans(*side, is_padded=is_padded)) for side in sides]
         for number, ((first_query, queries), (first_key, keys)) in enumerate(
             zip(*spans, strict=True)
         ):
             if queries:
                 require(keys > 0, f"sample {number} has {queries} queries and no keys")
-                yield _Sample(self.q, self.kv, number, first_query, first_key, queries, keys)
+                yield _Sample(form, number, first_query, first_key, queries, keys)
+
+    def scores(self, sample: _Sample) -> Tensor:
+        """[heads, queries, keys], with -inf where a query must not look."""
+        queries, keys = (_heads(t, self.q) for t in (sample.queries(self.q), sample.keys(self.k)))
+        scores = queries @ keys.transpose(1, 2) * self.scale
+        left, right = self.window or (-1, -1)
+        if "CAUSAL" in self.mask.name:
+            right = 0
+        is_bottom = self.bottom_right
+        if is_bottom is None:
+            is_bottom = "BOTTOM_RIGHT" in self.mask.name
+        shift = sample.num_keys - sample.num_queries if is_bottom else 0
+        distance = torch.arange(sample.num_keys) - torch.arange(sample.num_queries)[:, None] - shift
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if right >= 0:
+            hidden |= distance > right
+        if left >= 0:
+            hidden |= distance < -left
+        return scores.masked_fill(hidden, float("-inf"))
+
+    def kept(self, scores: Tensor, seed: int, sample: _Sample) -> Tensor:
+        """1 / (1 - dropout) where a weight is kept, else 0; equal for equal seeds and samples."""
+        if not self.dropout:
+            return scores.new_ones(())
+        generator = torch.Generator().manual_seed((seed + sample.number) % (1 << 63))
+        drawn = torch.rand(scores.shape, generator=generator)
+        return (drawn >= self.dropout).to(scores.dtype) / (1 - self.dropout)
 
 
 def _spans(
@@ -369,44 +367,9 @@ def _check(
     for tensor in (q, k, v):
         require(tensor.stride(-1) == 1, f"heads with strides {tensor.stride()}")
         require(
-            tensor.dim() == (3 if is_packed else tensor.dim()),
+            not is_packed or tensor.dim() == 3,
             f"packed rows are [tokens, heads, width], this is {tuple(tensor.shape)}",
         )
-
-
-def _scores(
-    sample: _Sample,
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    mask: Any,
-    window: Window,
-    bottom_right: bool | None,
-) -> Tensor:
-    """[heads, queries, keys], with -inf where a query must not look."""
-    queries, keys = _heads(sample.queries(q), q), _heads(sample.keys(k), q)
-    scores = queries @ keys.transpose(1, 2) * scale
-    left, right = window or (-1, -1)
-    if "CAUSAL" in mask.name:
-        right = 0
-    is_bottom = "BOTTOM_RIGHT" in mask.name if bottom_right is None else bottom_right
-    shift = sample.num_keys - sample.num_queries if is_bottom else 0
-    distance = torch.arange(sample.num_keys) - torch.arange(sample.num_queries)[:, None] - shift
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if right >= 0:
-        hidden |= distance > right
-    if left >= 0:
-        hidden |= distance < -left
-    return scores.masked_fill(hidden, float("-inf"))
-
-
-def _kept(scores: Tensor, dropout: float, seed: int, sample: int) -> Tensor:
-    """1 / (1 - dropout) where a weight is kept, else 0; the same for the same seed and sample."""
-    if not dropout:
-        return scores.new_ones(())
-    generator = torch.Generator().manual_seed((seed + sample) % (1 << 63))
-    drawn = torch.rand(scores.shape, generator=generator)
-    return (drawn >= dropout).to(scores.dtype) / (1 - dropout)
 
 
 def _heads(tensor: Tensor, q: Tensor) -> Tensor:
@@ -419,11 +382,6 @@ def _groups(tensor: Tensor, like: Tensor) -> Tensor:
     """[heads, n, d] -> [n, groups, d], summed over the heads of a group."""
     groups = like.shape[-2]
     return tensor.view(groups, -1, *tensor.shape[1:]).sum(1).transpose(0, 1)
-
-
-def _refuse(wanted: bool, what: str) -> None:
-    if wanted:
-        raise NotImplementedError(f"{what} is not rehearsed on the CPU")
 
 
 # --------------------------------------------------------------------- rows for unfused attention
