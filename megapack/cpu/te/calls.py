@@ -39,6 +39,16 @@ def require(holds: bool, fault: str) -> None:
         raise KernelFault(fault)
 
 
+def refuse(wanted: bool, what: str) -> None:
+    """Say by name what has no stand-in.
+
+    Raises:
+        NotImplementedError: it is wanted.
+    """
+    if wanted:
+        raise NotImplementedError(f"{what} is not rehearsed on the CPU")
+
+
 @contextmanager
 def around(function: Around) -> Iterator[None]:
     """Within the block, `function(name, run, args, kwargs)` runs every stand-in by `run(*args)`."""

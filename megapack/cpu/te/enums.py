@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def _numbered(name: str, members: str) -> Any:
     return enum.IntEnum(name, members.split(), start=0)
 
 
+@functools.cache
 def attention_backends(version: tuple[int, ...]) -> Any:
     """Kinds of fused attention; before 2.16 there was one for at most 512 tokens."""
     members = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.cpu.te.calls import kernel, require
+from megapack.cpu.te.calls import kernel, refuse, require
 from megapack.cpu.te.enums import torch_dtype
 from megapack.cpu.te.facts import takes_any_layout
 from megapack.cpu.te.precision import rows
@@ -49,15 +49,15 @@ def generic_gemm(
     cuBLAS's matrices are column by column, so its A is the right factor: with x [n, k] and a weight
     [m, k], "TN" gives x @ weight.T.
     """
-    _refuse(quantizer is not None, "generic_gemm with a quantized output")
-    _refuse(comm_overlap is not None, "generic_gemm with user buffers (tp_comm_overlap)")
-    _refuse(gelu, "generic_gemm with a fused GELU")
+    refuse(quantizer is not None, "generic_gemm with a quantized output")
+    refuse(comm_overlap is not None, "generic_gemm with user buffers (tp_comm_overlap)")
+    refuse(gelu, "generic_gemm with a fused GELU")
     dtype = A.dtype if out_dtype is None else torch_dtype(out_dtype)
     product = _product(A, transa, B, transb, dtype) * alpha
     bias_grad = None
     if bias is not None and bias.numel():
         if grad:
-            _refuse(scaling(B) is not None, "generic_gemm of FP8 with a gradient of the bias")
+            refuse(scaling(B) is not None, "generic_gemm of FP8 with a gradient of the bias")
             bias_grad = rows(B).sum(0).to(torch_dtype(bias_dtype))
         else:
             product = product + bias.to(product.dtype)
@@ -102,7 +102,7 @@ def te_general_grouped_gemm(
         product = _product(a, transa, b, transb, dtype)
         if own_bias.numel():
             if grad:
-                _refuse(scaling(b) is not None, "grouped products of FP8 with a bias's gradient")
+                refuse(scaling(b) is not None, "grouped products of FP8 with a bias's gradient")
                 own_bias.copy_(rows(b).sum(0))
             else:
                 product = product + own_bias.to(product.dtype)
@@ -183,8 +183,3 @@ def _store(product: Tensor, out: Tensor, accumulate: bool) -> None:
     )
     product = product.view(out.shape)
     out.copy_(out.to(product.dtype) + product if accumulate else product)
-
-
-def _refuse(wanted: bool, what: str) -> None:
-    if wanted:
-        raise NotImplementedError(f"{what} is not rehearsed on the CPU")

@@ -74,7 +74,7 @@ def _prepare() -> None:
     # torch.compile would run a C++ compiler for minutes, again for every few lengths of rows.
     os.environ["NVTE_TORCH_COMPILE"] = "0"
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # Requests for Megatron's fused softmax scripts and the like.
+    # It scripts functions at import, which torch 2.13 announces to remove.
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
 
 
@@ -128,7 +128,7 @@ def _compiled_module() -> dict[str, Any]:
     names: dict[str, Any] = {
         name: value
         for name, value in vars(enums).items()
-        if isinstance(value, type) and hasattr(value, "__members__") and value.__module__
+        if isinstance(value, type) and hasattr(value, "__members__")
     }
     names |= {c.__name__: c for c in (CommOverlapHelper, CommOverlap, CommOverlapP2P)}
     names |= {name: call for name, call in KERNELS.items() if name not in TRITON_NAMES}

@@ -52,21 +52,6 @@ def rmsnorm_bwd(
 
 
 @kernel
-def rmsnorm_bwd_add(
-    dz: Tensor,
-    x: Tensor,
-    add: Tensor,
-    rsigma: Tensor,
-    weight: Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[Tensor, Tensor]:
-    """`rmsnorm_bwd`, with a gradient of the residual branch added to that of the rows."""
-    dx, dgamma = rmsnorm_bwd(dz, x, rsigma, weight, sm_margin, zero_centered_gamma)
-    return (wide(dx) + wide(add).view(dx.shape)).to(x.dtype), dgamma
-
-
-@kernel
 def layernorm_fwd(
     x: Tensor,
     weight: Tensor,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.cpu.te.calls import kernel, require
+from megapack.cpu.te.calls import kernel, refuse, require
 from megapack.cpu.te.precision import wide
 
 
@@ -31,6 +31,7 @@ def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> T
     return rows.t().contiguous()
 
 
+_PADS = "permutation that also pads experts"
 _FORWARD = "inp row_id_map probs scale {}num_tokens num_experts num_out_tokens hidden_size {}"
 
 
@@ -53,7 +54,7 @@ def permute_with_mask_map(
     pad_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Copies of tokens [num_out_tokens, h] by expert; also of block scales and probabilities."""
-    _refuse_padding(pad_offsets)
+    refuse(pad_offsets is not None, _PADS)
     token, expert, rows = _copies(row_id_map)
     require(
         len(rows) == num_out_tokens,
@@ -86,7 +87,7 @@ def unpermute_with_mask_map(
     pad_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Sums of a token's copies [tokens, h], weighted by `merging_probs`; its probabilities."""
-    _refuse_padding(pad_offsets)
+    refuse(pad_offsets is not None, _PADS)
     token, expert, rows = _copies(row_id_map)
     values = wide(inp[rows])
     if merging_probs is not None:
@@ -118,7 +119,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     pad_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the copies and of `merging_probs`."""
-    _refuse_padding(pad_offsets)
+    refuse(pad_offsets is not None, _PADS)
     token, expert, rows = _copies(row_id_map)
     grad = wide(fwd_output_grad[token])
     copies = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)
@@ -170,11 +171,6 @@ def _copies(row_id_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Token, expert and row of each routed copy."""
     token, expert = (row_id_map >= 0).nonzero(as_tuple=True)
     return token, expert, row_id_map[token, expert].long()
-
-
-def _refuse_padding(pad_offsets: Tensor | None) -> None:
-    if pad_offsets is not None:
-        raise NotImplementedError("permutation that also pads experts is not rehearsed on the CPU")
 
 
 @kernel

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack.cpu.te import fp8
-from megapack.cpu.te.calls import kernel, require, version
+from megapack.cpu.te.calls import kernel, refuse, require, version
 from megapack.cpu.te.enums import torch_dtype
 from megapack.cpu.te.facts import takes_any_layout
 from megapack.cpu.te.precision import rows
@@ -122,8 +122,7 @@ def quantized(
             f"FP8 with Transformer Engine {release} is not rehearsed on the CPU; 2.9 to 2.11 are"
         )
     name = type(quantizer).__name__
-    if name not in _PARTS:
-        raise NotImplementedError(f"{name} is not rehearsed on the CPU")
+    refuse(name not in _PARTS, name)
     parts = _PARTS[name](values.detach(), quantizer, amax)
     if out is None:
         out = quantizer.make_empty(values.shape, dtype=dtype, device=values.device)
@@ -291,8 +290,7 @@ def _check_number(name: str, number: Tensor) -> None:
 
 def scaling(tensor: Any) -> str | None:
     """How a tensor is scaled: "tensor", "blocks", "squares" or "mxfp8"; None if it is not FP8."""
-    if hasattr(tensor, "_fp4_dtype"):
-        raise NotImplementedError(f"{type(tensor).__name__} is not rehearsed on the CPU")
+    refuse(hasattr(tensor, "_fp4_dtype"), type(tensor).__name__)
     if not hasattr(tensor, "_fp8_dtype"):
         return None
     if hasattr(tensor, "_is_2D_scaled"):

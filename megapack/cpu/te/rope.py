@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,58 +12,37 @@ from megapack.cpu.te.calls import kernel, require
 from megapack.cpu.te.enums import NVTE_QKV_Format
 from megapack.cpu.te.precision import wide
 
+_ROW = "qkv_format interleaved cu_seqlens cp_size cp_rank"
 
-@kernel
-def fused_rope_forward(
-    t: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: int,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+
+@kernel(orders={(2, 9): f"t freqs start_positions {_ROW}"})
+def fused_rope_forward(*, t: Tensor, freqs: Tensor, **rest: Any) -> Tensor:
     """Rotate the first d2 elements of each head.
 
     Args:
         t: [s, b, h, d], [b, s, h, d] or, with `cu_seqlens` of the whole row, [t, h, d].
         freqs: angles [s', 1, 1, d2] in fp32.
+        rest: see `_rope`.
     """
-    return _rope(t, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank)
-
-
-_ROW = "qkv_format interleaved cu_seqlens cp_size cp_rank"
+    return _rope(t, freqs, **rest)
 
 
 @kernel(orders={(2, 9): f"grad freqs {_ROW}", (2, 10): f"grad freqs start_positions {_ROW}"})
-def fused_rope_backward(
-    *,
-    grad: Tensor,
+def fused_rope_backward(*, grad: Tensor, freqs: Tensor, **rest: Any) -> Tensor:
+    """The gradient of `fused_rope_forward`: the opposite rotation."""
+    return _rope(grad, -freqs, **rest)
+
+
+def _rope(
+    t: Tensor,
     freqs: Tensor,
+    *,
     qkv_format: int,
     interleaved: bool,
     cu_seqlens: Tensor | None,
     cp_size: int,
     cp_rank: int,
     start_positions: Tensor | None = None,
-) -> Tensor:
-    """The gradient of `fused_rope_forward`: the opposite rotation."""
-    turned = -freqs
-    return _rope(
-        grad, turned, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank
-    )
-
-
-def _rope(
-    t: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: int,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
 ) -> Tensor:
     require(freqs.dtype == torch.float32, f"fused rope with a table of {freqs.dtype}")
     require(
