@@ -13,16 +13,11 @@ from megapack.base.arrays import Ids, Ints, read_budget, read_lengths, read_sets
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import Layout, round_up
-from megapack.pipeline.simulator import simulate
 from megapack.plan.plan import Plan, RolloutId, StepPlan
+from megapack.planner.choose import best_draft
 from megapack.planner.counts import keep_reachable, split_rollouts
-from megapack.planner.families import with_own_sharing
-from megapack.planner.operations import plan_operations
-from megapack.planner.pieces import may_cut
-from megapack.planner.problem import StepDraft, StepProblem, build_step
-from megapack.planner.search import plan_rows
-from megapack.planner.sharing import plan_shared_rows
-from megapack.planner.wide import plan_wide_rows
+from megapack.planner.items import Items
+from megapack.planner.step import Step
 from megapack.policy import Policy, check_dynamic_cp, check_ranks_are_apart, check_split_samples
 from megapack.prefixes import PrefixTable, SharedPrefixes, worthwhile
 
@@ -100,23 +95,27 @@ def build_dp_schedule(
         num_steps=num_steps,
         step_split=policy.step_split,
     )
-    problems = batch.problems(
-        steps,
-        capacity=_row_capacity(budget, layout, policy, forward_only),
-        max_samples=None if micro_batch_size is None else int(micro_batch_size),
-        layout=layout,
-        policy=policy,
-        cost=cost,
-        forward_only=forward_only,
-        prefixes=table,
-    )
-    planned = tuple(_plan_step(problem, batch, budget) for problem in problems)
+    planned = []
+    for number, samples in enumerate(batch.steps(steps)):
+        step = Step(
+            number=number,
+            lengths=batch.lengths,
+            layout=layout,
+            policy=policy,
+            cost=cost,
+            budget=budget,
+            max_samples=None if micro_batch_size is None else int(micro_batch_size),
+            forward_only=forward_only,
+            prefixes=table,
+        )
+        items = Items.whole(step, samples, batch.item_of[samples])
+        planned.append(_plan_step(items, batch))
     if prefixes is not None and not any(
         mb.shared_tokens for step in planned for mb in step.microbatches
     ):
         prefixes = None
     return Plan(
-        steps=planned,
+        steps=tuple(planned),
         layout=layout,
         policy=policy,
         max_tokens_per_gpu=None if max_tokens_per_gpu is None else int(max_tokens_per_gpu),
@@ -163,49 +162,18 @@ class _Batch:
         np.add.at(tokens, self.rollout_of, self.aligned)
         return tokens
 
-    def problems(
-        self,
-        steps: list[Ints],
-        *,
-        capacity: int,
-        max_samples: int | None,
-        layout: Layout,
-        policy: Policy,
-        cost: CostModel | None,
-        forward_only: bool,
-        prefixes: PrefixTable | None,
-    ) -> Iterator[StepProblem]:
-        """One problem per step.
+    def steps(self, rollouts: Sequence[Ints]) -> Iterator[Ints]:
+        """The samples of each step, from the rollouts of each.
 
-        Items are sorted by rollout, so that a prefix of the step's rollouts is a prefix of its
-        items: "drop" plans such a prefix.
+        They are sorted by rollout, and then by item, so that a prefix of the step's rollouts is a
+        prefix of its items: "drop" plans such a prefix.
         """
         step_of = np.empty(len(self.names), dtype=np.int64)
-        for number, rollouts in enumerate(steps):
-            step_of[rollouts] = number
+        for number, own in enumerate(rollouts):
+            step_of[own] = number
         order = np.lexsort((self.item_of, self.rollout_of, step_of[self.rollout_of]))
-        sizes = np.bincount(step_of[self.rollout_of], minlength=len(steps))
-        for number, samples in enumerate(np.split(order, np.cumsum(sizes)[:-1])):
-            starts = np.flatnonzero(np.diff(self.item_of[samples], prepend=-1))
-            aligned = self.aligned[samples]
-            yield StepProblem(
-                number=number,
-                samples=samples,
-                item_samples=np.diff(starts, append=samples.size),
-                lengths=np.add.reduceat(self.lengths[samples], starts),
-                aligned=np.add.reduceat(aligned, starts),
-                aligned_sq=np.add.reduceat(aligned * aligned, starts),
-                shared=np.zeros(starts.size, dtype=np.int64),
-                shared_sq=np.zeros(starts.size, dtype=np.int64),
-                capacity=capacity,
-                max_samples=max_samples,
-                layout=layout,
-                policy=policy,
-                cost=cost,
-                forward_only=forward_only,
-                prefixes=prefixes,
-                batch_lengths=self.lengths,
-            )
+        sizes = np.bincount(step_of[self.rollout_of], minlength=len(rollouts))
+        yield from np.split(order, np.cumsum(sizes)[:-1])
 
 
 def _read_batch(
@@ -237,159 +205,15 @@ def _kept_prefixes(
     return kept if kept.order else None
 
 
-def _plan_step(problem: StepProblem, batch: _Batch, budget: int) -> StepPlan:
-    first_samples = problem.samples[np.cumsum(problem.item_samples) - problem.item_samples]
-    rollouts, num_items = np.unique(batch.rollout_of[first_samples], return_counts=True)
+def _plan_step(items: Items, batch: _Batch) -> StepPlan:
+    rollouts, num_items = np.unique(
+        batch.rollout_of[items.samples[items.first_samples]], return_counts=True
+    )
     ids = batch.names_of(rollouts)
-    sharing = problem
-    if problem.prefixes is not None and batch.colocate_ids is not None:
-        sharing = with_own_sharing(problem, problem.prefixes)
-    kept, num_kept = keep_reachable(sharing, np.cumsum(num_items))
-    loose = problem.take(kept.num_items)
-    policy = problem.policy
-    if policy.split_samples == "auto" or (policy.backward == "split" and not kept.forward_only):
-        kept, draft = _plan_with_operations(loose, kept, budget)
-    elif policy.context_parallel == "dynamic":
-        kept, draft = _plan_dynamic(loose, kept, budget)
-    else:
-        kept, draft = _plan_narrow_rows(loose, kept)
-    return build_step(kept, draft, ids[:num_kept], ids[num_kept:])
-
-
-def _plan_with_operations(
-    loose: StepProblem, problem: StepProblem, budget: int
-) -> tuple[StepProblem, StepDraft]:
-    """The fastest of a draft in Megatron's order, one with rows over several ranks where the policy
-    allows them, and one in an order of its own, which may have pieces.
-
-    A sample over the budget is cut, if samples may be.
-
-    Args:
-        budget: padded tokens that a row of one DP rank may hold; -1 without a budget.
-    """
-    policy = problem.policy
-    cuts = policy.split_samples == "auto" and may_cut(problem)
-    over = cuts and bool(((problem.item_samples == 1) & (problem.aligned > budget)).any())
-    narrow: StepDraft | None = None
-    wide: StepDraft | None = None
-    refused: PlanError | None = None
-    try:
-        if policy.context_parallel == "dynamic":
-            problem, narrow, wide = _plan_both_widths(loose, problem, budget)
-        elif not over:
-            problem, narrow = _plan_narrow_rows(loose, problem)
-    except PlanError as error:
-        if not cuts:
-            raise
-        # Whole rows are over the cap on live tokens, or a sample over the budget is nowhere whole.
-        logger.info("%s; trying pieces of samples", error)
-        refused = error
-    found = plan_operations(problem, narrow, budget)
-    if found is not None and (wide is None or found.seconds < _seconds(problem, wide)):
-        return found.problem, found.draft
-    draft = wide or narrow
-    if draft is not None:
-        return problem, draft
-    return _plan_uncut(loose, problem, budget, refused)
-
-
-def _seconds(problem: StepProblem, draft: StepDraft) -> float:
-    """Simulated seconds of a draft's step by the cost model."""
-    simulation = simulate(
-        build_step(problem, draft, (), ()),
-        layout=problem.layout,
-        cost=problem.cost,
-        lockstep=problem.layout.ep_spans_dp,
-        forward_only=problem.forward_only,
-    )
-    return simulation.makespan
-
-
-def _plan_uncut(
-    loose: StepProblem, problem: StepProblem, budget: int, refused: PlanError | None
-) -> tuple[StepProblem, StepDraft]:
-    """The draft if neither whole samples in rows within the budget nor pieces are possible: under
-    oversize="alone" with samples over the budget alone in their rows.
-
-    Raises:
-        PlanError: `refused`, or what keeps samples over the budget from being cut.
-    """
-    if refused is not None:
-        raise refused
-    item = int(np.where(problem.item_samples == 1, problem.aligned, 0).argmax())
-    sample = int(problem.samples[problem.item_samples[:item].sum()])
-    tokens = int(problem.aligned[item])
-    layout = problem.layout
-    what = (
-        f"step {problem.number}: sample {sample} has {tokens} padded tokens, over the budget of "
-        f"{budget} per row, and no order of its pieces was found that holds them: all pieces are "
-        f"live at once, {-(-tokens // layout.cp)} tokens per GPU on each of pp={layout.pp} stages "
-        f"(max_live_tokens_per_gpu={problem.policy.max_live_tokens_per_gpu})"
-    )
-    if problem.policy.oversize == "error" or problem.policy.context_parallel == "dynamic":
-        raise PlanError(
-            f"{what}; set max_live_tokens_per_gpu to {2 * -(-tokens // layout.cp)} or more, raise "
-            "max_tokens_per_gpu, or set oversize='alone'"
-        )
-    logger.warning("%s; it is alone in its row", what)
-    return _plan_narrow_rows(loose, problem)
-
-
-def _plan_narrow_rows(loose: StepProblem, problem: StepProblem) -> tuple[StepProblem, StepDraft]:
-    """The best draft of rows on one DP rank each, and the problem that it is a draft of.
-
-    Args:
-        loose: the items without what their samples share.
-    """
-    if problem.prefixes is None:
-        return problem, plan_rows(problem)
-    return plan_shared_rows(loose, problem)
-
-
-def _plan_dynamic(
-    loose: StepProblem, problem: StepProblem, budget: int
-) -> tuple[StepProblem, StepDraft]:
-    """The same under context_parallel="dynamic": rows may lie over several DP ranks.
-
-    Args:
-        budget: padded tokens that a row of one DP rank may hold.
-    """
-    problem, narrow, wide = _plan_both_widths(loose, problem, budget)
-    draft = wide or narrow
-    assert draft is not None
-    return problem, draft
-
-
-def _plan_both_widths(
-    loose: StepProblem, problem: StepProblem, budget: int
-) -> tuple[StepProblem, StepDraft | None, StepDraft | None]:
-    """The best draft of rows on one DP rank each, and the one with rows over several if it is
-    faster; at least one is not None."""
-    narrow = None
-    try:
-        problem, narrow = _plan_narrow_rows(loose, problem)
-    except PlanError as error:
-        # Rows of one rank are over the cap on live tokens; shorter ones may not be.
-        logger.info("%s; trying rows over several ranks", error)
-    if int(problem.aligned.max()) > budget:
-        narrow = None
-    draft = plan_wide_rows(problem, narrow, budget)
-    return problem, narrow, None if draft is narrow else draft
-
-
-def _row_capacity(budget: int, layout: Layout, policy: Policy, forward_only: bool) -> int:
-    """Padded tokens per row: the budget, or less if `max_live_tokens_per_gpu` leaves less to a row.
-
-    Stage 0 of pp=4 1F1B holds the activations of 4 rows, so a cap of 32,768 live tokens leaves
-    8,192 tokens to each. A forward-only pass holds one chunk of one row.
-    """
-    if policy.max_live_tokens_per_gpu is None or budget < 0:
-        return budget
-    group = layout.pp if policy.group_size == "search" else layout.group_size
-    chunks = 1 if forward_only else layout.chunks_in_flight(group_size=group)
-    tokens = policy.max_live_tokens_per_gpu * layout.cp * layout.vpp // chunks
-    unit = layout.row_alignment
-    return min(budget, max(tokens // unit * unit, unit))
+    if items.step.prefixes is not None and batch.colocate_ids is not None:
+        items = items.sharing()
+    kept, num_kept = keep_reachable(items, np.cumsum(num_items))
+    return best_draft(kept).to_plan(ids[:num_kept], ids[num_kept:])
 
 
 def _check_combination(layout: Layout, policy: Policy, cost: CostModel | None) -> None:
@@ -430,7 +254,7 @@ def _check_set_sizes(batch: _Batch, micro_batch_size: int | None) -> None:
 
 
 def _check_oversize(
-    batch: _Batch, budget: int, layout: Layout, policy: Policy, table: PrefixTable | None
+    batch: _Batch, budget: int | None, layout: Layout, policy: Policy, table: PrefixTable | None
 ) -> None:
     """Raise PlanError for items over the budget, or log them if they may be planned.
 
@@ -438,7 +262,7 @@ def _check_oversize(
     oversize="alone" such an item may have a row of its own. Under context_parallel="dynamic" it
     goes over several DP ranks, whatever `oversize` says, and must fit on some number of them.
     """
-    if budget < 0:
+    if budget is None:
         return
     tokens = _item_tokens(batch, layout, table, 1)
     over = np.flatnonzero(tokens > budget)

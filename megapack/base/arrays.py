@@ -142,8 +142,8 @@ def _read_id(kind: str, sample: int, value: object) -> int | str:
 
 def read_budget(
     layout: Layout, max_tokens_per_gpu: int | None, micro_batch_size: int | None
-) -> int:
-    """The capacity: padded tokens that a row may hold per DP rank; -1 for count-based plans.
+) -> int | None:
+    """The budget: padded tokens that a row may hold per DP rank; None for count-based plans.
 
     It is a multiple of the row alignment: 100 tokens with alignment 16 become 96.
 
@@ -158,7 +158,7 @@ def read_budget(
     check_count("micro_batch_size", micro_batch_size)
     check_count("max_tokens_per_gpu", max_tokens_per_gpu)
     if max_tokens_per_gpu is None:
-        return -1
+        return None
     capacity = int(max_tokens_per_gpu) * layout.cp
     unit = layout.row_alignment
     if capacity < unit:

@@ -328,8 +328,7 @@ class Plan:
     def capacity(self) -> int | None:
         """Padded tokens that a row may hold per DP rank; None for a count-based plan. A row over
         several DP ranks may hold as many times this."""
-        capacity = read_budget(self.layout, self.max_tokens_per_gpu, self.micro_batch_size)
-        return None if capacity < 0 else capacity
+        return read_budget(self.layout, self.max_tokens_per_gpu, self.micro_batch_size)
 
     @cached_property
     def _digest(self) -> str:

@@ -17,7 +17,8 @@ from megapack.base.arrays import Floats, Ints, check_count
 from megapack.base.jit import kernel
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
-from megapack.planner.problem import StepProblem, members_by_row
+from megapack.planner.items import Items, members_by_row
+from megapack.planner.step import Step
 from megapack.policy import Policy, StepSplit
 
 logger = logging.getLogger(__name__)
@@ -77,26 +78,25 @@ def group_sizes(layout: Layout, policy: Policy) -> list[int]:
     return sorted({layout.group_size, pp, pp + pp // 2, 2 * pp})
 
 
-def least_count(problem: StepProblem, num_rows: int, group: int) -> int:
+def least_count(step: Step, num_rows: int, group: int) -> int:
     """The smallest M that the count rule allows and that has room for `num_rows` on all ranks.
 
     With pp=4, vpp=2, G=4 and dp=2, 9 rows need 5 per rank, and the next legal M is 8.
     """
-    layout = problem.layout
-    wanted = -(-num_rows // layout.dp)
-    return layout.next_legal_count(wanted, problem.policy.count_rule, group)
+    wanted = -(-num_rows // step.layout.dp)
+    return step.layout.next_legal_count(wanted, step.policy.count_rule, group)
 
 
-def rank_counts(problem: StepProblem, num_rows: int, group: int) -> Ints:
+def rank_counts(step: Step, num_rows: int, group: int) -> Ints:
     """Number of micro-batches of each rank, with room for `num_rows` on all: int64 [dp].
 
     All ranks get one M. Under "per_rank" as many ranks as possible get the next smaller legal
     count. With dp=4, 1F1B and 14 rows: 4, 4, 3, 3.
     """
-    layout = problem.layout
-    most = least_count(problem, num_rows, group)
+    layout = step.layout
+    most = least_count(step, num_rows, group)
     counts = np.full(layout.dp, most, dtype=np.int64)
-    if problem.policy.count_rule != "per_rank":
+    if step.policy.count_rule != "per_rank":
         return counts
     below = most - 1
     while below > 0 and not layout.is_legal_count(below, group):
@@ -107,90 +107,92 @@ def rank_counts(problem: StepProblem, num_rows: int, group: int) -> Ints:
     return counts
 
 
-def reach_group(problem: StepProblem) -> int:
+def reach_group(step: Step) -> int:
     """The G whose legal counts are the closest together among those that the policy allows."""
-    layout = problem.layout
-    return layout.pp if problem.policy.group_size == "search" else layout.group_size
+    layout = step.layout
+    return layout.pp if step.policy.group_size == "search" else layout.group_size
 
 
-def keep_reachable(problem: StepProblem, rollout_ends: Ints) -> tuple[StepProblem, int]:
+def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
     """Leave trailing rollouts out if `unreachable` asks for it.
 
     Args:
-        problem: its items are sorted by rollout.
+        items: sorted by rollout.
         rollout_ends: int64 [R], number of items of the first rollout, of the first two, and so on.
 
     Returns:
-        problem: the problem of the kept rollouts.
+        items: those of the kept rollouts.
         num_kept: number of rollouts kept: R, unless "drop" leaves some out.
 
     Raises:
         PlanError: a legal count cannot be reached under "error", or by any prefix under "drop".
     """
     num_rollouts = int(rollout_ends.size)
-    policy = problem.policy
+    step = items.step
+    policy = step.policy
     if policy.unreachable == "pad":
-        return problem, num_rollouts
-    wanted = fewest_counts(problem)
-    if problem.num_items >= wanted:
-        return problem, num_rollouts
+        return items, num_rollouts
+    wanted = fewest_counts(items)
+    if items.num_items >= wanted:
+        return items, num_rollouts
     if policy.unreachable == "error":
         raise PlanError(
-            f"{_unreachable(problem, wanted)}; set unreachable='pad' or 'drop', another budget, "
+            f"{_unreachable(items, wanted)}; set unreachable='pad' or 'drop', another budget, "
             "dp or G"
         )
-    least_rows = _least_rows(problem)
+    least_rows = _least_rows(items)
     for kept in range(num_rollouts - 1, 0, -1):
         size = int(rollout_ends[kept - 1])
-        if size < int(rank_counts(problem, least_rows[size - 1], reach_group(problem)).sum()):
+        if size < int(rank_counts(step, least_rows[size - 1], reach_group(step)).sum()):
             continue  # Too few items even for a lower bound of the rows: packing is not needed.
-        prefix = problem.take(size)
+        prefix = items.take(size)
         if prefix.num_items >= fewest_counts(prefix):
             logger.warning(
                 "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)",
-                problem.number,
+                step.number,
                 num_rollouts - kept,
                 kept,
                 prefix.samples.size,
             )
             return prefix, kept
     raise PlanError(
-        f"{_unreachable(problem, wanted)}, and no prefix of its rollouts reaches one "
-        f"(align count {_align_count(problem)}); set unreachable='pad' or give more samples"
+        f"{_unreachable(items, wanted)}, and no prefix of its rollouts reaches one "
+        f"(align count {_align_count(step)}); set unreachable='pad' or give more samples"
     )
 
 
-def _least_rows(problem: StepProblem) -> list[int]:
+def _least_rows(items: Items) -> list[int]:
     """Lower bounds on the number of rows for the first item, the first two, and so on."""
-    if problem.max_samples is not None:
-        return [int(n) for n in -(-np.cumsum(problem.item_samples) // problem.max_samples)]
-    capacity = problem.capacity
-    by_tokens = -(-np.cumsum(np.minimum(problem.aligned, capacity)) // capacity)
+    step = items.step
+    if step.max_samples is not None:
+        return [int(n) for n in -(-np.cumsum(items.item_samples) // step.max_samples)]
+    capacity = step.capacity
+    by_tokens = -(-np.cumsum(np.minimum(items.aligned, capacity)) // capacity)
     # Two items larger than half a row never share a row.
-    by_halves = np.cumsum(2 * problem.aligned > capacity)
+    by_halves = np.cumsum(2 * items.aligned > capacity)
     return [int(n) for n in np.maximum(by_tokens, by_halves)]
 
 
-def fewest_counts(problem: StepProblem) -> int:
+def fewest_counts(items: Items) -> int:
     """Micro-batches of all ranks at the smallest legal counts with room for the fewest rows."""
-    _, num_rows = problem.fewest_rows
-    return int(rank_counts(problem, num_rows, reach_group(problem)).sum())
+    _, num_rows = items.fewest_rows
+    return int(rank_counts(items.step, num_rows, reach_group(items.step)).sum())
 
 
-def _align_count(problem: StepProblem) -> int:
+def _align_count(step: Step) -> int:
     """Micro-batches of all ranks at the smallest legal count."""
-    return problem.layout.dp * least_count(problem, 1, reach_group(problem))
+    return step.layout.dp * least_count(step, 1, reach_group(step))
 
 
-def _unreachable(problem: StepProblem, wanted: int) -> str:
+def _unreachable(items: Items, wanted: int) -> str:
     """The first part of an error message: which step has too few items for its micro-batches."""
-    layout = problem.layout
+    layout = items.step.layout
     group = f", G={layout.group_size}" if layout.vpp > 1 else ""
-    what = f"{problem.num_items} samples"
-    if problem.samples.size > problem.num_items:
-        what = f"{problem.samples.size} samples in {problem.num_items} colocated set(s)"
+    what = f"{items.num_items} samples"
+    if items.samples.size > items.num_items:
+        what = f"{items.samples.size} samples in {items.num_items} colocated set(s)"
     return (
-        f"step {problem.number}: {what} cannot fill {wanted} micro-batches "
+        f"step {items.step.number}: {what} cannot fill {wanted} micro-batches "
         f"on dp={layout.dp} ranks{group}"
     )
 

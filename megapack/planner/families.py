@@ -9,15 +9,15 @@ tries several limits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from megapack.base.arrays import Bools, Floats, Ints
 from megapack.base.jit import kernel
 from megapack.planner.counts import fewest_counts
-from megapack.planner.problem import StepProblem, row_sums
-from megapack.prefixes import PrefixTable
+from megapack.planner.items import Items
+from megapack.planner.step import UNLIMITED
 
 # Limits on a part's work, as fractions of a mean row's at the fewest micro-batches. Of steps of 512
 # samples, none was fastest with finer cuts (docs/planner.md).
@@ -31,20 +31,6 @@ _MULTIPLES = (1.0, 1.5, 2.0)
 _LIMIT_BISECTIONS = 12
 # Bisections of the largest part of a branch: it is then within 1/1024 of the best.
 _BISECTIONS = 10
-_UNLIMITED = 2**62
-
-
-def with_own_sharing(problem: StepProblem, table: PrefixTable) -> StepProblem:
-    """The same items, each as large as its samples in one row: colocated sets share inside."""
-    item_of = np.repeat(np.arange(problem.num_items), problem.item_samples)
-    shared, shared_sq = table.saved(problem.samples, item_of, problem.num_items)
-    return replace(
-        problem,
-        aligned=problem.aligned - (shared - problem.shared),
-        aligned_sq=problem.aligned_sq - (shared_sq - problem.shared_sq),
-        shared=shared,
-        shared_sq=shared_sq,
-    )
 
 
 @dataclass(frozen=True)
@@ -59,52 +45,51 @@ class Families:
     both share, never more."""
 
     @classmethod
-    def find(cls, problem: StepProblem, table: PrefixTable) -> Families:
+    def find(cls, items: Items) -> Families:
         """The families of a step."""
-        place = table.place[problem.samples]
+        table = items.step.prefixes
+        assert table is not None
+        place = table.place[items.samples]
         nowhere = table.order.size
-        starts = np.cumsum(problem.item_samples) - problem.item_samples
-        first = np.minimum.reduceat(np.where(place < 0, nowhere, place), starts)
-        items = np.argsort(first, kind="stable")
-        items = items[first[items] < nowhere]
-        link = np.zeros(items.size, dtype=np.int64)
-        link[1:] = table.between(first[items[:-1]], first[items[1:]])
+        first = np.minimum.reduceat(np.where(place < 0, nowhere, place), items.first_samples)
+        order = np.argsort(first, kind="stable")
+        order = order[first[order] < nowhere]
+        link = np.zeros(order.size, dtype=np.int64)
+        link[1:] = table.between(first[order[:-1]], first[order[1:]])
         shares = (link > 0) | (np.append(link[1:], 0) > 0)
-        return cls(items[shares], link[shares])
+        return cls(order[shares], link[shares])
 
 
-def part_problems(problem: StepProblem, families: Families) -> Iterator[StepProblem]:
-    """Problems whose items are parts of families, each finer than the one before it.
+def parts_of_families(items: Items, families: Families) -> Iterator[Items]:
+    """Items that are parts of families, each time finer than before.
 
-    Each has an item for every micro-batch. The last one may have the items of `problem` itself,
-    unless these share nothing inside.
+    There is an item for every micro-batch. The last may be `items` itself, unless these share
+    nothing inside.
     """
     before = 0
-    for parts in sorted(_cuts(problem, families), key=lambda cut: cut.num_items):
+    for parts in sorted(_cuts(items, families), key=lambda cut: cut.num_items):
         enough = parts.num_items >= fewest_counts(parts)
-        if before < parts.num_items < problem.num_items and enough:
+        if before < parts.num_items < items.num_items and enough:
             before = parts.num_items
             yield parts
-    if problem.shared.any():
-        yield problem
+    if items.shared.any():
+        yield items
 
 
-def _cuts(problem: StepProblem, families: Families) -> Iterator[StepProblem]:
-    coarsest = cut_families(problem, families, np.inf)
+def _cuts(items: Items, families: Families) -> Iterator[Items]:
+    coarsest = cut_families(items, families, np.inf)
     yield coarsest
     fewest = fewest_counts(coarsest)
-    has_pipeline = problem.layout.pp > 1
+    has_pipeline = items.step.layout.pp > 1
     for multiple in _MULTIPLES if has_pipeline else (1.0,):
-        yield _cut_into(problem, families, coarsest, int(multiple * fewest))
+        yield _cut_into(items, families, coarsest, int(multiple * fewest))
     # Cumulative, because sums by vector instructions may differ between machines.
-    mean = float(np.cumsum(problem.work)[-1]) / fewest_counts(problem)
+    mean = float(np.cumsum(items.work)[-1]) / fewest_counts(items)
     for fraction in _FRACTIONS if has_pipeline else _FRACTIONS_WITHOUT_PIPELINE:
-        yield cut_families(problem, families, fraction * mean)
+        yield cut_families(items, families, fraction * mean)
 
 
-def _cut_into(
-    problem: StepProblem, families: Families, coarsest: StepProblem, num_parts: int
-) -> StepProblem:
+def _cut_into(items: Items, families: Families, coarsest: Items, num_parts: int) -> Items:
     """The cut by the largest limit on a part's work that gives at least so many items.
 
     So the largest families are cut. With fewer items in all, it is the finest cut.
@@ -113,73 +98,54 @@ def _cut_into(
         return coarsest
     low = 0.0
     high = float(coarsest.work.max())
-    num_alone = problem.num_items - families.items.size
+    num_alone = items.num_items - families.items.size
     for _ in range(_LIMIT_BISECTIONS):
         middle = (low + high) / 2
-        if num_alone + int(_part_starts(problem, families, middle).sum()) >= num_parts:
+        if num_alone + int(_part_starts(items, families, middle).sum()) >= num_parts:
             low = middle
         else:
             high = middle
-    return cut_families(problem, families, low)
+    return cut_families(items, families, low)
 
 
-def cut_families(problem: StepProblem, families: Families, most_work: float) -> StepProblem:
-    """The problem whose items are parts of the families, and all items without a family.
+def cut_families(items: Items, families: Families, most_work: float) -> Items:
+    """Parts of the families, and all items without a family.
 
     A family that fits is one part. Else the branches that continue its first one are cut in the
     same way, and neighbours that fit together stay together: as few parts as needed, the largest
     as small as possible.
 
     Args:
-        most_work: limit on a part's work, as `StepProblem.work` counts it. The budget is another
-            limit, and the samples of a micro-batch of a count-based plan. An item over a limit is a
-            part by itself.
+        most_work: limit on a part's work, as `Items.work` counts it. The budget is another limit,
+            and the samples of a micro-batch of a count-based plan. An item over a limit is a part
+            by itself.
     """
-    items = families.items
-    starts = np.flatnonzero(_part_starts(problem, families, most_work))
-    part_of = np.arange(problem.num_items)
+    members = families.items
+    starts = np.flatnonzero(_part_starts(items, families, most_work))
+    part_of = np.arange(items.num_items)
     # A part has the number of its first item, so that parts are in the order of the input.
-    firsts = np.minimum.reduceat(items, starts) if items.size else items
-    part_of[items] = np.repeat(firsts, np.diff(starts, append=items.size))
+    firsts = np.minimum.reduceat(members, starts) if members.size else members
+    part_of[members] = np.repeat(firsts, np.diff(starts, append=members.size))
     _, part_of = np.unique(part_of, return_inverse=True)
-    return _merged(problem, part_of.astype(np.int64))
+    return items.merged(part_of.astype(np.int64))
 
 
-def _part_starts(problem: StepProblem, families: Families, most_work: float) -> Bools:
+def _part_starts(items: Items, families: Families, most_work: float) -> Bools:
     """Where the parts of `cut_families` start: bool [f]."""
-    per_token, per_token_sq = problem.work_per_token
-    items = families.items
+    step = items.step
+    members = families.items
     starts: Bools = _cut(
-        problem.aligned[items],
-        problem.work[items],
-        problem.item_samples[items],
+        items.aligned[members],
+        items.work[members],
+        items.item_samples[members],
         families.link,
-        per_token,
-        per_token_sq,
-        problem.capacity if problem.capacity >= 0 else _UNLIMITED,
-        _UNLIMITED if problem.max_samples is None else problem.max_samples,
+        float(step.balanced_cost.per_token),
+        float(step.balanced_cost.per_token_sq),
+        step.capacity,
+        UNLIMITED if step.max_samples is None else step.max_samples,
         most_work,
     )
     return starts
-
-
-def _merged(problem: StepProblem, part_of: Ints) -> StepProblem:
-    """The problem whose items are the parts: int64 [I], the part of each item."""
-    num_parts = int(part_of.max()) + 1
-    sample_part = np.repeat(part_of, problem.item_samples)
-    samples = problem.samples[np.argsort(sample_part, kind="stable")]
-    plain = replace(
-        problem,
-        samples=samples,
-        item_samples=row_sums(problem.item_samples, part_of, num_parts),
-        lengths=row_sums(problem.lengths, part_of, num_parts),
-        aligned=row_sums(problem.aligned, part_of, num_parts),
-        aligned_sq=row_sums(problem.aligned_sq, part_of, num_parts),
-        shared=row_sums(problem.shared, part_of, num_parts),
-        shared_sq=row_sums(problem.shared_sq, part_of, num_parts),
-    )
-    assert problem.prefixes is not None
-    return with_own_sharing(plain, problem.prefixes)
 
 
 @kernel

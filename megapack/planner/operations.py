@@ -14,33 +14,30 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
-from megapack.cost.model import TOKENS
-from megapack.pipeline.simulator import Runner
 from megapack.planner.counts import group_sizes
+from megapack.planner.draft import Draft
+from megapack.planner.items import Items, Pieces
 from megapack.planner.piece_moves import (
-    Pieces,
     Pipeline,
     RankOrders,
+    RowPieces,
     Rows,
     move_rows,
     run_rank,
     score_rows,
 )
-from megapack.planner.pieces import CutProblem, cut_problem, item_work, may_cut, place_chains
-from megapack.planner.problem import ItemPieces, StepDraft, StepProblem, row_sums
-from megapack.planner.scored import draft_state, row_cost_of
+from megapack.planner.pieces import CutItems, cut_items, item_seconds, may_cut, place_chains
+from megapack.planner.scored import moved, real_state, row_cost_of
 from megapack.planner.state import row_tokens
+from megapack.planner.step import spread_counts
 from megapack.planner.weight_fill import FillRules, order_lines
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
-# Values of M that are tried for pieces, up to twice the closed form for equal micro-batches: from 4
-# to 40 they are 4, 5, 6, 8, 11, 15, 20, 26, 32, 40.
-_MAX_COUNTS = 10
+# Values of M are tried for pieces up to twice the closed form for equal micro-batches.
 _MAX_GROWTH = 6
 _MANY_ROWS = 40
 # The longest piece, in parts of a mean row's work.
@@ -64,38 +61,23 @@ _LAST_PATIENCES = (0.0, 0.25, 0.5, 1.0)
 _LEAST_GAIN = 1e-9
 
 
-class FoundOperations(NamedTuple):
-    """A draft whose stages run an order of their own."""
-
-    problem: StepProblem
-    """What it is a draft of: the given problem, or one with pieces."""
-    draft: StepDraft
-    seconds: float
-    """Simulated seconds of the step."""
-
-
 @dataclass
 class _Candidate:
     """A draft in arrays that moves change."""
 
-    problem: StepProblem
-    draft: StepDraft
+    draft: Draft
     rows: Rows
     seconds: float
 
 
-def plan_operations(
-    problem: StepProblem, fixed: StepDraft | None, budget: int
-) -> FoundOperations | None:
+def plan_operations(items: Items, fixed: Draft | None) -> Draft | None:
     """The best draft with an order of its own; None if none is faster than `fixed`.
 
     Args:
         fixed: the best draft in Megatron's order, of rows on one DP rank each; None if there is
             none that the policy allows.
-        budget: padded tokens that a row of one DP rank may hold; the capacity is less where a cap
-            on live tokens lowers it. -1 without a budget.
     """
-    search = _OperationSearch(problem, fixed, budget)
+    search = _OperationSearch(items, fixed)
     best = search.run()
     if best is None:
         return None
@@ -105,29 +87,28 @@ def plan_operations(
 
 
 class _OperationSearch:
-    def __init__(self, problem: StepProblem, fixed: StepDraft | None, budget: int) -> None:
-        self.problem = problem
-        self.layout = problem.layout
-        self.policy = problem.policy
-        self.cost = problem.cost or TOKENS
-        self.budget = budget
-        self.runner = Runner(self.layout, self.cost, problem.forward_only)
-        self.split = self.policy.backward == "split" and not problem.forward_only
-        self.cuts = self.policy.split_samples == "auto" and may_cut(problem)
-        self.total = math.fsum(item_work(problem, self.cost).tolist())
+    def __init__(self, items: Items, fixed: Draft | None) -> None:
+        self.items = items
+        self.step = items.step
+        self.layout = self.step.layout
+        self.policy = self.step.policy
+        self.cost = self.step.real_cost
+        self.runner = self.step.runner(self.cost)
+        self.split = self.policy.backward == "split" and not self.step.forward_only
+        self.total = math.fsum(item_seconds(items).tolist())
         # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
         self.held = math.inf
         self.whole: _Candidate | None = None
         if fixed is not None:
-            self.whole = self._scored(problem, fixed, split=False)
+            self.whole = self._scored(fixed, split=False)
             self.held = self._held(self.whole)
 
     def run(self) -> _Candidate | None:
         """The best candidate; None if none respects the cap on live tokens."""
         whole = []
         if self.whole is not None:
-            whole.append(self._scored(self.problem, self.whole.draft, self.split))
-        cut = self._best_cuts() if self.cuts else []
+            whole.append(self._scored(self.whole.draft, self.split))
+        cut = self._best_cuts() if may_cut(self.items) else []
         moves = _MOVES_GROWTH * self.policy.search
         # The draft of whole samples gets as many as the others together.
         for candidates in (whole, cut):
@@ -139,40 +120,32 @@ class _OperationSearch:
         self._improve(best, moves - moves // 2)
         return best
 
-    def finished(self, candidate: _Candidate) -> FoundOperations:
+    def finished(self, candidate: _Candidate) -> Draft:
         """A candidate's draft with its orders."""
         state = candidate.rows.state
-        rows = zip(state.rows, state.counts.tolist(), strict=True)
-        draft = StepDraft(
-            row_of=state.row_of,
-            rank_rows=tuple(rank_rows[:count].copy() for rank_rows, count in rows),
-            group_size=candidate.draft.group_size,
-        )
-        problem = candidate.problem
-        if problem.pieces is not None:
-            pieces = ItemPieces(*candidate.rows.pieces[:3])
+        draft = moved(candidate.draft, state)
+        items = draft.items
+        if items.pieces is not None:
+            pieces = Pieces(*candidate.rows.pieces[:3])
             is_piece = pieces.chain >= 0
-            first = np.cumsum(problem.item_samples) - problem.item_samples
-            real_end = np.minimum(pieces.end, problem.sample_lengths[first])
-            problem = replace(
-                problem,
-                lengths=np.where(is_piece, real_end - pieces.start, problem.lengths),
+            real_end = np.minimum(pieces.end, items.sample_lengths[items.first_samples])
+            items = replace(
+                items,
+                lengths=np.where(is_piece, real_end - pieces.start, items.lengths),
                 aligned=state.item_tokens,
                 aligned_sq=state.item_tokens_sq,
                 pieces=pieces,
             )
-        if problem.forward_only or (problem.pieces is None and not self.split):
-            return FoundOperations(problem, draft, candidate.seconds)
-        seconds, orders = self._orders(candidate)
-        return FoundOperations(problem, replace(draft, orders=orders), seconds)
+            draft = replace(draft, items=items)
+        if self.step.forward_only or (items.pieces is None and not self.split):
+            return draft
+        return replace(draft, orders=self._orders(candidate))
 
-    def _orders(self, candidate: _Candidate) -> tuple[float, tuple[tuple[str, ...], ...]]:
-        """The step's seconds, and what each rank's stages run, with the patience that is best for
-        the rank."""
+    def _orders(self, candidate: _Candidate) -> tuple[tuple[str, ...], ...]:
+        """What each rank's stages run, with the patience that is best for the rank."""
         rows = candidate.rows
         pp = self.layout.pp
         orders = []
-        slowest = 0.0
         for rank in range(self.layout.dp):
             ops = rows.orders.ops[rank, : rows.orders.num_ops[rank]]
             best: tuple[float, tuple[str, ...]] = (math.inf, ())
@@ -184,8 +157,7 @@ class _OperationSearch:
                 if seconds < best[0]:
                     best = (seconds, order_lines(ops, ran, num_ran))
             orders.append(best[1])
-            slowest = max(slowest, best[0])
-        return slowest, tuple(orders)
+        return tuple(orders)
 
     def _best_cuts(self) -> list[_Candidate]:
         """The fastest drafts of pieces, each of another M."""
@@ -207,7 +179,7 @@ class _OperationSearch:
         choices = list(product(shapes, _STRETCHES, _PLACES))
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // dp)
         every = -(-len(choices) // limit)
-        made: dict[tuple[int, int, float], CutProblem | None] = {}
+        made: dict[tuple[int, int, float], CutItems | None] = {}
         for (group, count), stretch, place in choices[every // 2 :: every]:
             key = (group, count, stretch)
             if key not in made:
@@ -218,23 +190,23 @@ class _OperationSearch:
             own_group = group if self.layout.vpp > 1 else None
             draft = place_chains(cut, count, own_group, place)
             if draft is not None:
-                yield self._scored(cut.problem, draft, self.split)
+                yield self._scored(draft, self.split)
 
-    def _cut(self, group: int, count: int, stretch: float) -> CutProblem | None:
-        """The problem with pieces of up to `stretch` mean rows of M."""
+    def _cut(self, group: int, count: int, stretch: float) -> CutItems | None:
+        """The items with pieces of up to `stretch` mean rows of M."""
         longest = stretch * self.total / (self.layout.dp * count)
-        if self.problem.forward_only or self.layout.pp == 1:
+        if self.step.forward_only or self.layout.pp == 1:
             # No stage waits for a backward, so only samples over the budget are cut.
             longest = 0.0
         most = count if self.layout.vpp == 1 else min(group, count)
-        return cut_problem(self.problem, self.cost, count, longest, most)
+        return cut_items(self.items, count, longest, most)
 
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
         layout = self.layout
         rule = self.policy.count_rule
-        capacity = self.problem.capacity
-        tokens = self.problem.aligned
+        capacity = self.step.capacity
+        tokens = self.items.aligned
         pieces = np.where(tokens > capacity, -(-tokens // capacity), 0)
         # The rows of a sample over the budget hold nothing else, and are on one rank.
         held = int(np.where(pieces > 0, pieces * capacity, tokens).sum())
@@ -247,18 +219,12 @@ class _OperationSearch:
             top = max(top, int(min(2 * math.sqrt(equal), float(most))))
         else:
             top = max(top, _MAX_GROWTH * least)
-        last = _MAX_COUNTS - 1
-        wanted = [least + (top - least) * k * k // (last * last) for k in range(last + 1)]
+        wanted = spread_counts(least, top)
         return list(dict.fromkeys(layout.next_legal_count(m, rule, group) for m in wanted))
 
-    def _scored(self, problem: StepProblem, draft: StepDraft, split: bool) -> _Candidate:
+    def _scored(self, draft: Draft, split: bool) -> _Candidate:
         """A simulated draft in arrays."""
-        state = draft_state(problem, draft)
-        num_rows = state.tokens.size
-        if problem.prefixes is not None:
-            saved, saved_sq = problem.saved(draft.row_of, num_rows)
-            state.tokens[:] -= saved - row_sums(problem.shared, draft.row_of, num_rows)
-            state.tokens_sq[:] -= saved_sq - row_sums(problem.shared_sq, draft.row_of, num_rows)
+        state = real_state(draft)
         # Moves change the items of a piece and of the next one, of this draft alone.
         state = state._replace(
             item_tokens=state.item_tokens.copy(), item_tokens_sq=state.item_tokens_sq.copy()
@@ -266,13 +232,13 @@ class _OperationSearch:
         layout = self.layout
         counts = state.counts
         group = draft.group_size or 1
-        passes = 1 if problem.forward_only else 2
+        passes = 1 if self.step.forward_only else 2
         num_ops = passes * counts * layout.num_chunks
         rules = FillRules(
             chunk_weights=self.runner.weights,
             pp=layout.pp,
             p2p=self.runner.p2p,
-            cap=self._cap(problem, int(counts.max()), group, int(state.tokens.max())),
+            cap=self._cap(draft, int(state.tokens.max())),
             split=split,
             patience=_PATIENCE,
         )
@@ -280,8 +246,8 @@ class _OperationSearch:
             rules=rules,
             vpp=layout.vpp,
             group=group,
-            forward_only=problem.forward_only,
-            lockstep=layout.ep_spans_dp,
+            forward_only=self.step.forward_only,
+            lockstep=self.step.lockstep,
             alignment=layout.sample_alignment,
             backward_ratio=float(self.cost.backward_ratio),
             weight_ratio=float(self.cost.weight_ratio) if split else 0.0,
@@ -291,30 +257,32 @@ class _OperationSearch:
             num_ops=np.zeros(layout.dp, dtype=np.int64),
             turned=np.zeros((layout.dp, int(counts.max())), dtype=np.int64),
         )
-        cost = row_cost_of(problem, self.cost, state)
-        rows = Rows(cost, pipeline, state, _pieces_of(problem, draft, num_rows), orders)
-        return _Candidate(problem, draft, rows, float(score_rows(rows)))
+        cost = row_cost_of(self.step, self.cost, state)
+        rows = Rows(cost, pipeline, state, _pieces_of(draft), orders)
+        return _Candidate(draft, rows, float(score_rows(rows)))
 
-    def _cap(self, problem: StepProblem, count: int, group: int, longest: int) -> float:
+    def _cap(self, draft: Draft, longest: int) -> float:
         """Tokens that a stage may hold, each chunk counted whole.
 
         At most `Plan.live_cap`, and without a cap in the policy no more than the draft of whole
         samples holds in Megatron's order: W's that wait longer gain little (docs/planner.md).
         """
         layout = self.layout
-        if problem.forward_only:
+        if self.step.forward_only:
             return math.inf
-        live = self.policy.max_live_tokens_per_gpu
-        if live is not None:
-            return float(live * layout.cp * layout.vpp)
-        order = self.runner.order(count, group)
+        if self.step.max_live is not None:
+            return float(self.step.max_live)
+        count = max(rows.size for rows in draft.rank_rows)
+        order = self.runner.order(count, draft.group_size or 1)
         in_flight = float(order.peak_live(np.ones(count)).max())
         longest = max(longest, layout.row_alignment)
         over = 0
-        if problem.pieces is not None and self.policy.oversize == "alone":
-            ends = problem.pieces.end[problem.pieces.chain >= 0]
-            over = int(ends[ends > self.budget].max(initial=0)) * layout.vpp
-        cap = in_flight * max(layout.aligned_row_tokens(longest), self.budget) + over
+        budget = self.step.budget or 0
+        pieces = draft.items.pieces
+        if pieces is not None and self.policy.oversize == "alone":
+            ends = pieces.end[pieces.chain >= 0]
+            over = int(ends[ends > budget].max(initial=0)) * layout.vpp
+        cap = in_flight * max(layout.aligned_row_tokens(longest), budget) + over
         return min(cap, self.held)
 
     def _held(self, candidate: _Candidate) -> float:
@@ -327,7 +295,7 @@ class _OperationSearch:
         for rows, count in zip(state.rows, state.counts.tolist(), strict=True):
             tokens = [int(state.tokens[row]) if row >= 0 else 0 for row in rows[:count].tolist()]
             ranks.append(np.array([float(row_tokens(candidate.rows.cost, n)) for n in tokens]))
-        if self.layout.ep_spans_dp:
+        if self.step.lockstep:
             ranks = [np.maximum.reduce(ranks)]
         group = candidate.draft.group_size
         orders = [self.runner.order(held.size, group) for held in ranks]
@@ -336,10 +304,9 @@ class _OperationSearch:
 
     def _improve(self, candidate: _Candidate, budget: int) -> None:
         """Improve a candidate by moves, if its rows may change."""
-        problem = candidate.problem
         counts = candidate.rows.state.counts
-        movable = problem.prefixes is None and problem.max_samples is None
-        movable = movable and not self.layout.ep_spans_dp and int(counts.min()) == counts.max()
+        movable = self.step.prefixes is None and self.step.max_samples is None
+        movable = movable and not self.step.lockstep and int(counts.min()) == counts.max()
         if not movable or self.policy.row_shape == "uniform" or candidate.seconds == math.inf:
             return
         num_ops = candidate.rows.orders.ops.shape[1]
@@ -350,15 +317,16 @@ class _OperationSearch:
             candidate.seconds = float(candidate.rows.state.seconds.max())
 
 
-def _pieces_of(problem: StepProblem, draft: StepDraft, num_rows: int) -> Pieces:
-    chain_of = np.full(num_rows, -1, dtype=np.int64)
-    piece_of = np.full(num_rows, -1, dtype=np.int64)
-    if problem.pieces is None:
-        whole = np.full(problem.num_items, -1, dtype=np.int64)
-        start = np.zeros(problem.num_items, dtype=np.int64)
-        return Pieces(start, problem.aligned.copy(), whole, chain_of, piece_of)
-    start, end, chain = problem.pieces
-    items = np.flatnonzero(chain >= 0)
-    chain_of[draft.row_of[items]] = chain[items]
-    piece_of[draft.row_of[items]] = items
-    return Pieces(start.copy(), end.copy(), chain, chain_of, piece_of)
+def _pieces_of(draft: Draft) -> RowPieces:
+    items = draft.items
+    chain_of = np.full(draft.num_rows, -1, dtype=np.int64)
+    piece_of = np.full(draft.num_rows, -1, dtype=np.int64)
+    if items.pieces is None:
+        whole = np.full(items.num_items, -1, dtype=np.int64)
+        start = np.zeros(items.num_items, dtype=np.int64)
+        return RowPieces(start, items.aligned.copy(), whole, chain_of, piece_of)
+    start, end, chain = items.pieces
+    pieces = np.flatnonzero(chain >= 0)
+    chain_of[draft.row_of[pieces]] = chain[pieces]
+    piece_of[draft.row_of[pieces]] = pieces
+    return RowPieces(start.copy(), end.copy(), chain, chain_of, piece_of)

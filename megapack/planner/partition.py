@@ -19,7 +19,7 @@ from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
 from megapack.errors import PlanError
 from megapack.planner.bins import pack_to_targets
-from megapack.planner.problem import PADDING
+from megapack.planner.draft import PADDING
 
 # Limit on rows or items for Karmarkar-Karp, which keeps a tuple of sets per item in memory. 4,096
 # items on 64 ranks are 4,096 tuples of 64 sets, and their four int64 arrays take 8 MiB. Chosen by

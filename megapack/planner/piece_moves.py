@@ -38,11 +38,11 @@ _FREE_MISSES = 64
 _SHIFT_PART = 8
 
 
-class Pieces(NamedTuple):
+class RowPieces(NamedTuple):
     """Pieces among a draft's I items and R rows."""
 
     start: Ints
-    """int64 [I], see `ItemPieces`."""
+    """int64 [I], see `items.Pieces`."""
     end: Ints
     """int64 [I]."""
     chain: Ints
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
     cost: RowCost
     pipeline: Pipeline
     state: State
-    pieces: Pieces
+    pieces: RowPieces
     orders: RankOrders
 
 

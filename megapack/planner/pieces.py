@@ -16,7 +16,8 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.planner.bins import pack_to_targets
-from megapack.planner.problem import PADDING, ItemPieces, StepDraft, StepProblem
+from megapack.planner.draft import PADDING, Draft
+from megapack.planner.items import Items, Pieces
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
@@ -30,11 +31,11 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class CutProblem:
-    """A problem with pieces, and the rank of each chain."""
+class CutItems:
+    """Items of which some are pieces, and the rank of each chain."""
 
-    problem: StepProblem
-    """Its whole items are first; the pieces follow, chain after chain."""
+    items: Items
+    """The whole items are first; the pieces follow, chain after chain."""
     num_whole: int
     """Whole items."""
     sizes: tuple[int, ...]
@@ -45,22 +46,19 @@ class CutProblem:
     """float64 [I]: seconds of each item's forward through one chunk."""
 
 
-def item_work(problem: StepProblem, cost: CostModel) -> Floats:
+def item_seconds(items: Items) -> Floats:
     """float64 [I]: seconds of each item's forward through one chunk, without `fixed`."""
-    work = cost.per_token * problem.aligned.astype(np.float64)
-    work += cost.per_token_sq * problem.aligned_sq.astype(np.float64)
-    work += cost.per_sample * problem.item_samples
-    return np.asarray(work * cost.share_of_rank(problem.layout))
+    cost = items.step.real_cost
+    return np.asarray(items.work_by(cost) * cost.share_of_rank(items.step.layout))
 
 
-def may_cut(problem: StepProblem) -> bool:
-    """Whether a problem's samples may be cut at all."""
-    return problem.prefixes is None and problem.capacity > 0 and problem.pieces is None
+def may_cut(items: Items) -> bool:
+    """Whether samples may be cut at all."""
+    step = items.step
+    return step.policy.split_samples == "auto" and step.prefixes is None and step.budget is not None
 
 
-def cut_problem(
-    problem: StepProblem, cost: CostModel, count: int, longest: float, most: int
-) -> CutProblem | None:
+def cut_items(items: Items, count: int, longest: float, most: int) -> CutItems | None:
     """Cut samples into pieces; None if a chain finds no rank with room.
 
     Chains go to ranks with the most work first, each to the rank with the least.
@@ -70,21 +68,21 @@ def cut_problem(
         longest: seconds of a piece's forward through one chunk at most, as far as `most` allows.
         most: pieces of a sample.
     """
-    work = item_work(problem, cost)
+    work = item_seconds(items)
     wanted = np.ones(work.size)
     if longest > 0:
         wanted = np.minimum(np.ceil(work / longest - _ROUNDING), most)
-    single = problem.item_samples == 1
-    over = single & (problem.aligned > problem.capacity)
-    items = np.flatnonzero(single & ((wanted > 1) | over))
-    items = items[np.argsort(-work[items], kind="stable")]
-    dp = problem.layout.dp
+    single = items.item_samples == 1
+    over = single & (items.aligned > items.step.capacity)
+    chosen = np.flatnonzero(single & ((wanted > 1) | over))
+    chosen = chosen[np.argsort(-work[chosen], kind="stable")]
+    dp = items.step.layout.dp
     cuts: list[list[int]] = []
     ranks: list[list[int]] = [[] for _ in range(dp)]
     rows = [0] * dp
     loads = [0.0] * dp
-    for item in items.tolist():
-        ends = _ends(problem, cost, item, int(wanted[item]), most)
+    for item in chosen.tolist():
+        ends = _ends(items, item, int(wanted[item]), most)
         free = [r for r in range(dp) if ends is not None and rows[r] + len(ends) <= count]
         if ends is None or not free:
             return None
@@ -93,18 +91,18 @@ def cut_problem(
         rows[rank] += len(ends)
         loads[rank] += float(work[item])
         cuts.append(ends)
-    whole = np.setdiff1d(np.arange(work.size), items)
-    cut = _with_pieces(problem, whole, items.tolist(), cuts)
-    return CutProblem(
-        problem=cut,
+    whole = np.setdiff1d(np.arange(work.size), chosen)
+    cut = _with_pieces(items, whole, chosen.tolist(), cuts)
+    return CutItems(
+        items=cut,
         num_whole=whole.size,
         sizes=tuple(map(len, cuts)),
         ranks=tuple(map(tuple, ranks)),
-        work=item_work(cut, cost),
+        work=item_seconds(cut),
     )
 
 
-def place_chains(cut: CutProblem, count: int, group: int | None, place: float) -> StepDraft | None:
+def place_chains(cut: CutItems, count: int, group: int | None, place: float) -> Draft | None:
     """A draft whose chains stand at one place of each rank's order; None if items find no room.
 
     Args:
@@ -112,9 +110,10 @@ def place_chains(cut: CutProblem, count: int, group: int | None, place: float) -
         group: G; None with vpp=1. Each chain is in one group.
         place: 0 puts chains first, 1 last.
     """
-    problem = cut.problem
-    dp = problem.layout.dp
-    row_of = np.full(problem.num_items, PADDING, dtype=np.int64)
+    items = cut.items
+    step = items.step
+    dp = step.layout.dp
+    row_of = np.full(items.num_items, PADDING, dtype=np.int64)
     firsts = cut.num_whole + np.cumsum((0, *cut.sizes))
     for rank, chains in enumerate(cut.ranks):
         starts = _starts([cut.sizes[c] for c in chains], count, group, place)
@@ -126,43 +125,43 @@ def place_chains(cut: CutProblem, count: int, group: int | None, place: float) -
             row_of[firsts[chain] : firsts[chain] + size] = np.arange(row, row + size)
     rows = row_of[cut.num_whole :]
     taken = np.zeros(dp * count, dtype=np.int64)
-    taken[rows] = problem.aligned[cut.num_whole :]
+    taken[rows] = items.aligned[cut.num_whole :]
     # All rows of a chain are live at once: those of a sample over the budget get nothing else.
-    assert problem.pieces is not None
+    assert items.pieces is not None
     sample_tokens = np.zeros(len(cut.sizes), dtype=np.int64)
-    chain_of = problem.pieces.chain[cut.num_whole :]
-    np.maximum.at(sample_tokens, chain_of, problem.pieces.end[cut.num_whole :])
-    taken[rows[sample_tokens[chain_of] > problem.capacity]] = problem.capacity
+    chain_of = items.pieces.chain[cut.num_whole :]
+    np.maximum.at(sample_tokens, chain_of, items.pieces.end[cut.num_whole :])
+    taken[rows[sample_tokens[chain_of] > step.capacity]] = step.capacity
     held = np.zeros(dp * count)
     held[rows] = cut.work[cut.num_whole :]
     rank_work = math.fsum(cut.work.tolist()) / dp
     targets = [_targets(own, rank_work) for own in held.reshape(dp, count)]
     missing = np.concatenate(targets) - held
     whole = slice(cut.num_whole)
-    found = pack_to_targets(
-        problem.aligned[whole], cut.work[whole], missing, problem.capacity, taken
-    )
+    found = pack_to_targets(items.aligned[whole], cut.work[whole], missing, step.capacity, taken)
     if found is None:
         return None
     row_of[whole] = found
     used = np.unique(row_of)
-    if used.size < dp * count and problem.policy.unreachable != "pad":
+    if used.size < dp * count and step.policy.unreachable != "pad":
         return None
     number = np.full(dp * count, PADDING, dtype=np.int64)
     number[used] = np.arange(used.size)
-    return StepDraft(
-        row_of=number[row_of], rank_rows=tuple(number.reshape(dp, count)), group_size=group
+    return Draft(
+        items=items,
+        row_of=number[row_of],
+        rank_rows=tuple(number.reshape(dp, count)),
+        group_size=group,
     )
 
 
-def _ends(
-    problem: StepProblem, cost: CostModel, item: int, num: int, most: int
-) -> list[int] | None:
+def _ends(items: Items, item: int, num: int, most: int) -> list[int] | None:
     """Where the pieces of a sample end, in padded tokens: `num` pieces of equal work, and more
     where the capacity makes them shorter; None if so many are too many."""
-    length = int(problem.aligned[item])
-    unit = problem.layout.sample_alignment
-    room = problem.capacity // unit * unit
+    cost = items.step.real_cost
+    length = int(items.aligned[item])
+    unit = items.step.layout.sample_alignment
+    room = items.step.capacity // unit * unit
     ends: list[int] = []
     start = 0
     while start < length and len(ends) < most and room > 0:
@@ -194,41 +193,33 @@ def _cut_at(cost: CostModel, length: int, part: float) -> float:
 
 
 def _with_pieces(
-    problem: StepProblem, whole: Ints, items: Sequence[int], cuts: Sequence[Sequence[int]]
-) -> StepProblem:
-    """The problem of the whole items and the pieces of the others."""
+    items: Items, whole: Ints, chosen: Sequence[int], cuts: Sequence[Sequence[int]]
+) -> Items:
+    """The whole items and the pieces of the others."""
     sizes = [len(ends) for ends in cuts]
-    item_of = np.concatenate([whole, np.repeat(np.array(items, dtype=np.int64), sizes)])
+    item_of = np.concatenate([whole, np.repeat(np.array(chosen, dtype=np.int64), sizes)])
     chain = np.full(item_of.size, -1, dtype=np.int64)
     chain[whole.size :] = np.repeat(np.arange(len(sizes)), sizes)
     start = np.zeros(item_of.size, dtype=np.int64)
-    end = problem.aligned[item_of]
+    end = items.aligned[item_of]
     flat = [pair for ends in cuts for pair in zip((0, *ends[:-1]), ends, strict=True)]
     if flat:
         start[whole.size :], end[whole.size :] = np.array(flat, dtype=np.int64).T
     is_piece = chain >= 0
-    real_end = np.minimum(end, problem.lengths[item_of])
+    real_end = np.minimum(end, items.lengths[item_of])
+    # Of each item's samples, in the order of `item_of`.
+    num = items.item_samples[item_of]
+    within = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
     return replace(
-        _of_items(problem, item_of),
-        lengths=np.where(is_piece, real_end - start, problem.lengths[item_of]),
-        aligned=end - start,
-        aligned_sq=np.where(is_piece, end * end - start * start, problem.aligned_sq[item_of]),
-        pieces=ItemPieces(start, end, chain),
-    )
-
-
-def _of_items(problem: StepProblem, item_of: Ints) -> StepProblem:
-    """The problem with these of its items, some of them several times."""
-    ends = np.cumsum(problem.item_samples)
-    num = problem.item_samples[item_of]
-    first = np.repeat(ends[item_of] - num, num)
-    within = np.arange(first.size) - np.repeat(np.cumsum(num) - num, num)
-    return replace(
-        problem,
-        samples=problem.samples[first + within],
+        items,
+        samples=items.samples[np.repeat(items.first_samples[item_of], num) + within],
         item_samples=num,
-        shared=problem.shared[item_of],
-        shared_sq=problem.shared_sq[item_of],
+        lengths=np.where(is_piece, real_end - start, items.lengths[item_of]),
+        aligned=end - start,
+        aligned_sq=np.where(is_piece, end * end - start * start, items.aligned_sq[item_of]),
+        shared=items.shared[item_of],
+        shared_sq=items.shared_sq[item_of],
+        pieces=Pieces(start, end, chain),
     )
 
 

@@ -269,7 +269,7 @@ def draw_exchange(
     """Draw an exchange between two ranks that saves the slow one about `wanted` seconds.
 
     Args:
-        chain: int64 [I], -1 for the items that may be exchanged, see `ItemPieces.chain`.
+        chain: int64 [I], -1 for the items that may be exchanged, see `items.Pieces.chain`.
 
     Returns:
         Items a and b, the row of a and the row of b. b is -1 if a moves and no item comes back; a

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.cost.model import TOKENS, CostModel
+from megapack.cost.model import CostModel
 from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
-from megapack.planner.problem import PADDING, StepDraft, StepProblem, row_sums
+from megapack.planner.draft import PADDING, Draft
 from megapack.planner.refine import refine
 from megapack.planner.state import RowCost, State, fill_rows, score_all
-
-# Capacity of a row without a budget: no int64 sum of a step's tokens reaches it.
-_UNLIMITED = 2**62
+from megapack.planner.step import Step
 
 
 @dataclass
 class Scored:
     """A simulated draft."""
 
-    draft: StepDraft
+    draft: Draft
     state: State
     """The draft in arrays."""
     cost: RowCost
@@ -43,57 +41,44 @@ class Scored:
         passes = runner.busiest_stage_seconds(np.ones(1))
         used = refine(self.cost, self.state, self.ops, self.bounds, lockstep, budget, passes)
         self.seconds = float(self.state.seconds.max())
-        rows = zip(self.state.rows, self.state.counts.tolist(), strict=True)
-        self.draft = StepDraft(
-            row_of=self.state.row_of,
-            rank_rows=tuple(rank_rows[:count].copy() for rank_rows, count in rows),
-            group_size=self.draft.group_size,
-        )
+        self.draft = moved(self.draft, self.state)
         return int(used)
 
 
-def score_draft(
-    problem: StepProblem, cost: CostModel, runner: Runner, draft: StepDraft, lockstep: bool
-) -> Scored:
-    """Simulate every rank of a draft: dp evaluations."""
-    state = draft_state(problem, draft)
+def moved(draft: Draft, state: State) -> Draft:
+    """A draft after moves of its state."""
+    rows = zip(state.rows, state.counts.tolist(), strict=True)
+    rank_rows = tuple(own[:count].copy() for own, count in rows)
+    return replace(draft, row_of=state.row_of, rank_rows=rank_rows)
+
+
+def score_draft(draft: Draft, cost: CostModel, runner: Runner) -> Scored:
+    """Simulate every rank of a draft under a cost model: dp evaluations.
+
+    Rows count what the samples of an item share, and no more.
+    """
+    state = draft_state(draft)
     ops, bounds = _all_ops(runner, draft)
-    row_cost = row_cost_of(problem, cost, state)
+    row_cost = row_cost_of(draft.items.step, cost, state)
+    lockstep = draft.items.step.lockstep
     seconds = float(score_all(row_cost, state, ops, bounds, lockstep))
     return Scored(draft, state, row_cost, ops, bounds, seconds)
 
 
-def drafted_seconds(problem: StepProblem, draft: StepDraft) -> float:
-    """Simulated seconds of a draft's step by the cost model, whatever the policy balances.
-
-    The search counts what the samples of an item share. Here rows are as long as they will be: the
-    items of a row share, too. inf if a rank breaks the cap on live tokens.
-    """
-    cost = problem.cost or TOKENS
-    lockstep = problem.layout.ep_spans_dp
-    runner = Runner(problem.layout, cost, problem.forward_only)
-    state = draft_state(problem, draft)
-    num_rows = state.tokens.size
-    saved, saved_sq = problem.saved(draft.row_of, num_rows)
-    state.tokens[:] -= saved - row_sums(problem.shared, draft.row_of, num_rows)
-    state.tokens_sq[:] -= saved_sq - row_sums(problem.shared_sq, draft.row_of, num_rows)
-    ops, bounds = _all_ops(runner, draft)
-    return float(score_all(row_cost_of(problem, cost, state), state, ops, bounds, lockstep))
-
-
-def draft_state(problem: StepProblem, draft: StepDraft) -> State:
+def draft_state(draft: Draft) -> State:
     """The arrays of a draft, with seconds that are not simulated yet."""
-    num_rows = int(draft.row_of.max()) + 1
+    items = draft.items
+    num_rows = draft.num_rows
     counts = np.array([rows.size for rows in draft.rank_rows])
     rows = np.full((counts.size, int(counts.max())), PADDING, dtype=np.int64)
     for rank, rank_rows in enumerate(draft.rank_rows):
         rows[rank, : rank_rows.size] = rank_rows
     state = State(
-        item_tokens=problem.aligned,
-        item_tokens_sq=problem.aligned_sq,
-        item_samples=problem.item_samples,
+        item_tokens=items.aligned,
+        item_tokens_sq=items.aligned_sq,
+        item_samples=items.item_samples,
         row_of=draft.row_of.copy(),
-        next=np.empty(problem.num_items, dtype=np.int64),
+        next=np.empty(items.num_items, dtype=np.int64),
         head=np.full(num_rows, -1, dtype=np.int64),
         tokens=np.zeros(num_rows, dtype=np.int64),
         tokens_sq=np.zeros(num_rows, dtype=np.int64),
@@ -107,7 +92,27 @@ def draft_state(problem: StepProblem, draft: StepDraft) -> State:
     return state
 
 
-def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:
+def real_state(draft: Draft) -> State:
+    """The same with rows as long as they will be: the items of a row share, too."""
+    state = draft_state(draft)
+    if draft.items.step.prefixes is not None:
+        saved, saved_sq = draft.items.saved_by_rows(draft.row_of, draft.num_rows)
+        state.tokens[:] -= saved
+        state.tokens_sq[:] -= saved_sq
+    return state
+
+
+def real_seconds(draft: Draft) -> float:
+    """Simulated seconds of a draft of rows on one rank each, in Megatron's order, by the cost
+    model; inf if a rank breaks the cap on live tokens."""
+    step = draft.items.step
+    state = real_state(draft)
+    ops, bounds = _all_ops(step.runner(step.real_cost), draft)
+    row_cost = row_cost_of(step, step.real_cost, state)
+    return float(score_all(row_cost, state, ops, bounds, step.lockstep))
+
+
+def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
     """The operations of each M that occurs, one after the other, and each rank's bounds in them."""
     counts = [rows.size for rows in draft.rank_rows]
     distinct = sorted(set(counts))
@@ -131,17 +136,13 @@ def _all_ops(runner: Runner, draft: StepDraft) -> tuple[RankOps, Ints]:
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 
-def row_cost_of(problem: StepProblem, cost: CostModel, state: State) -> RowCost:
+def row_cost_of(step: Step, cost: CostModel, state: State) -> RowCost:
     """The cost model per chunk and CP rank, and the limits of a row."""
-    layout = problem.layout
-    policy = problem.policy
+    layout = step.layout
     share = cost.share_of_rank(layout)
     uniform = 0
-    if policy.row_shape == "uniform":
+    if step.policy.row_shape == "uniform":
         uniform = layout.aligned_row_tokens(int(state.tokens.max()))
-    live = 0.0
-    if policy.max_live_tokens_per_gpu is not None:
-        live = float(policy.max_live_tokens_per_gpu * layout.cp * layout.vpp)
     return RowCost(
         fixed=float(cost.fixed),
         per_token=float(cost.per_token * share),
@@ -149,7 +150,7 @@ def row_cost_of(problem: StepProblem, cost: CostModel, state: State) -> RowCost:
         per_sample=float(cost.per_sample * share),
         unit=layout.row_alignment,
         uniform_tokens=uniform,
-        capacity=problem.capacity if problem.capacity >= 0 else _UNLIMITED,
-        max_live=live,
-        fixed_rows=problem.max_samples is not None,
+        capacity=step.capacity,
+        max_live=float(step.max_live or 0),
+        fixed_rows=step.max_samples is not None,
     )

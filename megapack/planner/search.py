@@ -5,7 +5,7 @@
                                each rank simulated
     the best draft          -> refined by moves until the evaluations are spent
 
-An evaluation simulates one rank; `Policy.search` limits their number per step. With 0 nothing is
+An evaluation simulates one rank; the caller limits their number. With 0 nothing is
 simulated: M comes from the closed form for equal micro-batches, and the profile is the one that the
 search would start with. Ranks of a dense model synchronize only in the gradient reduction, so
 count_rule="per_rank" lets the search change each rank's M separately.
@@ -22,22 +22,23 @@ from itertools import islice
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
-from megapack.cost.model import TOKENS
 from megapack.errors import PlanError
 from megapack.pipeline.kernels import rank_seconds
 from megapack.pipeline.simulator import Runner
 from megapack.planner.bins import first_fit, heaviest_first, pack_to_targets
 from megapack.planner.counts import group_sizes, halves, least_count, rank_counts, split_heaviest
+from megapack.planner.draft import Draft
+from megapack.planner.items import Items, by_row, members_by_row
 from megapack.planner.partition import (
     lightest_ranks,
     order_by_target,
     rows_by_rank,
     rows_to_ranks,
 )
-from megapack.planner.problem import StepDraft, StepProblem, by_row, members_by_row
 from megapack.planner.profile import Profile, default_profile, find_profile
 from megapack.planner.scored import Scored, score_draft
 from megapack.planner.state import row_seconds
+from megapack.planner.step import Step, spread_counts
 from megapack.planner.uneven import concentrated, find_uneven
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search, with
@@ -95,40 +96,41 @@ class _Target:
         return self.profiles[0].num_microbatches
 
 
-def plan_rows(problem: StepProblem) -> StepDraft:
-    """The best draft that the search finds within the policy's evaluations.
+def plan_rows(items: Items, evaluations: int) -> Draft:
+    """The best draft that the search finds by so many evaluations.
 
     Raises:
         PlanError: no draft respects the cap on live tokens.
     """
-    return _Search(problem).run()
+    return _Search(items, evaluations).run()
 
 
 class _Search:
-    def __init__(self, problem: StepProblem) -> None:
-        self.problem = problem
-        self.layout = problem.layout
-        self.policy = problem.policy
-        self.by_tokens = problem.cost is None or self.policy.balance == "tokens"
-        self.cost = TOKENS if problem.cost is None or self.by_tokens else problem.cost
+    def __init__(self, items: Items, evaluations: int) -> None:
+        self.items = items
+        self.step: Step = items.step
+        self.layout = items.step.layout
+        self.policy = items.step.policy
+        self.evaluations = evaluations
+        self.evaluations_left = evaluations
+        self.cost = items.step.balanced_cost
         self.uniform = self.policy.row_shape == "uniform"
-        self.lockstep = self.layout.ep_spans_dp
-        self.work = problem.work
+        self.lockstep = items.step.lockstep
+        self.work = items.work
         if self.uniform:
             # Every row is as long as the longest one, so tokens must be balanced.
-            self.work = problem.aligned.astype(np.float64)
+            self.work = items.aligned.astype(np.float64)
         # Ranks in lockstep, or rows of one length: all ranks have the same targets.
         self.same_targets = self.lockstep or self.uniform
         # The longest items first, as all packing to targets takes them.
-        self.order = heaviest_first(problem.aligned, self.work)
+        self.order = heaviest_first(items.aligned, self.work)
         self.total = float(np.cumsum(self.work)[-1])
         # Work of a full row with average samples.
-        self.cap = self.total * problem.capacity / int(problem.aligned.sum())
-        self.runner = Runner(self.layout, self.cost, problem.forward_only)
-        self.evaluations_left = self.policy.search
-        self.num_fewest = problem.fewest_rows[1]
+        self.cap = self.total * self.step.capacity / int(items.aligned.sum())
+        self.runner = self.step.runner(self.cost)
+        self.num_fewest = items.fewest_rows[1]
 
-    def run(self) -> StepDraft:
+    def run(self) -> Draft:
         capped = self.policy.max_live_tokens_per_gpu is not None
         if self.evaluations_left < 2 * self.layout.dp and not capped:
             # Too few evaluations to compare two drafts.
@@ -156,7 +158,7 @@ class _Search:
 
     def _best(self, scored: list[Scored]) -> Scored:
         """The fastest draft; without a bubble, more micro-batches must gain _LEAST_GAIN."""
-        if self.layout.pp > 1 and not self.by_tokens:
+        if self.layout.pp > 1 and not self.step.by_tokens:
             return min(scored, key=lambda s: s.seconds)
         fewest = min(s.num_microbatches for s in scored)
 
@@ -184,9 +186,9 @@ class _Search:
         if budget > 0:
             self.evaluations_left -= scored.refine(self.runner, budget, self.lockstep)
 
-    def _score(self, draft: StepDraft) -> Scored:
+    def _score(self, draft: Draft) -> Scored:
         self.evaluations_left -= self.layout.dp
-        return score_draft(self.problem, self.cost, self.runner, draft, self.lockstep)
+        return score_draft(draft, self.cost, self.runner)
 
     def _evened(self, target: _Target, best: Scored) -> Scored:
         """Pack again with less work for slow ranks as long as that helps.
@@ -218,10 +220,10 @@ class _Search:
         """Change each rank's M separately; returns the new draft if it is faster, else `best`."""
         budget = self.evaluations_left // _OWN_COUNTS_PART
         self.evaluations_left -= budget
-        other = self._score(_CountAdjuster(self.problem, best, self.runner, budget).run())
+        other = self._score(_CountAdjuster(best, self.runner, budget).run())
         return other if other.seconds < best.seconds else best
 
-    def _drafts(self) -> Iterator[tuple[_Target | None, StepDraft]]:
+    def _drafts(self) -> Iterator[tuple[_Target | None, Draft]]:
         """Yield drafts to simulate, at least one, each with its target if it has one."""
         even = np.ones(self.layout.dp)
         targets = self._targets()
@@ -233,29 +235,28 @@ class _Search:
         by_rank = self._packed_by_rank()
         if by_rank is not None:
             yield None, by_rank
-        if self.layout.pp == 1 and self.problem.max_samples is None:
+        if self.layout.pp == 1 and self.step.max_samples is None:
             # Rows in input order mix long and short samples, so they differ less than sorted ones.
-            row_of, num_rows = first_fit(self.problem.aligned, self.problem.capacity)
-            if num_rows <= int(rank_counts(self.problem, self.num_fewest, 1).sum()):
+            row_of, num_rows = first_fit(self.items.aligned, self.step.capacity)
+            if num_rows <= int(rank_counts(self.step, self.num_fewest, 1).sum()):
                 yield from self._split_drafts(row_of, num_rows)
-        yield from self._split_drafts(*self.problem.fewest_rows)
+        yield from self._split_drafts(*self.items.fewest_rows)
 
-    def _split_drafts(self, row_of: Ints, num_rows: int) -> Iterator[tuple[None, StepDraft]]:
+    def _split_drafts(self, row_of: Ints, num_rows: int) -> Iterator[tuple[None, Draft]]:
         """Yield one draft per G: the rows, split until their number is legal."""
         for group in group_sizes(self.layout, self.policy):
             yield None, self._split(row_of, num_rows, group)
 
-    def _packed_by_rank(self) -> StepDraft | None:
+    def _packed_by_rank(self) -> Draft | None:
         """A draft that assigns items to ranks before it makes rows; None if that does not apply.
 
         Without a pipeline only the sum of each rank's rows matters.
         """
-        problem = self.problem
         dp = self.layout.dp
-        if self.layout.pp > 1 or self.same_targets or problem.max_samples is not None:
+        if self.layout.pp > 1 or self.same_targets or self.step.max_samples is not None:
             return None
-        count = least_count(problem, self.num_fewest, self.layout.group_size)
-        row_of = rows_by_rank(problem.aligned, self.work, dp, count, problem.capacity)
+        count = least_count(self.step, self.num_fewest, self.layout.group_size)
+        row_of = rows_by_rank(self.items.aligned, self.work, dp, count, self.step.capacity)
         if row_of is None:
             return None
         ranks = np.arange(dp * count).reshape(dp, count)
@@ -268,7 +269,7 @@ class _Search:
             Targets of equal work; and of unequal work where huge samples are worth it, see
             `_uneven_targets`.
         """
-        if self.problem.max_samples is not None:
+        if self.step.max_samples is not None:
             return [[]]
         pairs = [
             (group, count)
@@ -342,19 +343,17 @@ class _Search:
         """Legal values of M to try: from the smallest to where more cannot be faster."""
         layout = self.layout
         rule = self.policy.count_rule
-        least = least_count(self.problem, self.num_fewest, group)
-        most = self.problem.num_items // layout.dp
+        least = least_count(self.step, self.num_fewest, group)
+        most = self.items.num_items // layout.dp
         if least > most:
             return []
-        best = least if self.by_tokens or layout.pp == 1 else self._closed_form()
-        if self.policy.search == 0:
+        best = least if self.step.by_tokens or layout.pp == 1 else self._closed_form()
+        if self.evaluations == 0:
             wanted = [max(least, min(best, most, 2 * least)), least]
         else:
             top = max(least, min(most, 2 * best, _MAX_GROWTH * least))
-            # Smaller values are closer together. Integers only: powers may differ between machines.
-            last = _MAX_COUNTS - 1
-            wanted = [least + (top - least) * k * k // (last * last) for k in range(last + 1)]
-        if layout.pp == 1 or self.by_tokens:
+            wanted = spread_counts(least, top, _MAX_COUNTS)
+        if layout.pp == 1 or self.step.by_tokens:
             # No bubble is counted, so more micro-batches gain little: from 16 on 16, 17 and 19.
             wanted = [least, least + 1, least + 2 + least // 16]
         legal = [layout.next_legal_count(count, rule, group) for count in wanted]
@@ -369,11 +368,11 @@ class _Search:
         layout = self.layout
         overhead = self.cost.fixed * layout.vpp
         if overhead <= 0:
-            return self.problem.num_items
+            return self.items.num_items
         work = self.total / (layout.num_chunks * layout.cp * layout.dp)
         best = math.sqrt(work * (layout.pp - 1) / overhead)
         # At most one row per item: a tiny overhead gives infinity.
-        return max(1, round(min(best, float(self.problem.num_items))))
+        return max(1, round(min(best, float(self.items.num_items))))
 
     def _huge(self, count: int) -> list[Floats]:
         """Assign items of more work than a mean row to ranks, heaviest first, to the least loaded.
@@ -413,7 +412,7 @@ class _Search:
         even = np.ones(layout.dp)
         return _Target(group, huge, [profile] * layout.dp, even, profile.seconds)
 
-    def _pack(self, target: _Target, shares: Floats) -> StepDraft | None:
+    def _pack(self, target: _Target, shares: Floats) -> Draft | None:
         """A draft of rows packed to a target; None if the items do not fit.
 
         Args:
@@ -434,10 +433,10 @@ class _Search:
         if self.uniform:
             targets[:] = self.total / (dp * count)
         row_of = pack_to_targets(
-            self.problem.aligned,
+            self.items.aligned,
             self.work,
             targets.ravel(),
-            self.problem.capacity,
+            self.step.capacity,
             order=self.order,
         )
         if row_of is None:
@@ -450,15 +449,15 @@ class _Search:
         ranks = heaviest_first + np.arange(dp)[:, None] * count
         return self._draft(row_of, order_by_target(ranks, targets), target.group)
 
-    def _split(self, row_of: Ints, num_rows: int, group: int) -> StepDraft:
+    def _split(self, row_of: Ints, num_rows: int, group: int) -> Draft:
         """A draft of these rows, split until they fill the smallest legal counts."""
-        counts = rank_counts(self.problem, self.num_fewest, group)
+        counts = rank_counts(self.step, self.num_fewest, group)
         row_of, num_rows = split_heaviest(row_of, num_rows, int(counts.sum()), self.work)
         return self._distributed(row_of, num_rows, counts, group, np.ones(int(counts.max())))
 
     def _distributed(
         self, row_of: Ints, num_rows: int, counts: Ints, group: int, targets: Floats
-    ) -> StepDraft:
+    ) -> Draft:
         """A draft that assigns rows to ranks so that these have about equal work.
 
         Args:
@@ -474,19 +473,23 @@ class _Search:
 
     def _row_work(self, row_of: Ints, num_rows: int) -> Floats:
         """float64 [R]: work of each row."""
-        row_work = np.bincount(row_of, weights=self.problem.work, minlength=num_rows)
+        row_work = np.bincount(row_of, weights=self.items.work, minlength=num_rows)
         return row_work.astype(np.float64, copy=False)
 
-    def _draft(self, row_of: Ints, rank_rows: Iterable[Ints], group: int) -> StepDraft:
-        group_size = group if self.layout.vpp > 1 else None
-        return StepDraft(row_of=row_of, rank_rows=tuple(rank_rows), group_size=group_size)
+    def _draft(self, row_of: Ints, rank_rows: Iterable[Ints], group: int) -> Draft:
+        return Draft(
+            items=self.items,
+            row_of=row_of,
+            rank_rows=tuple(rank_rows),
+            group_size=group if self.layout.vpp > 1 else None,
+        )
 
     def _over_live_cap(self) -> PlanError:
         cap = self.policy.max_live_tokens_per_gpu
         layout = self.layout
         return PlanError(
-            f"step {self.problem.number}: no plan found stays within max_live_tokens_per_gpu={cap} "
-            f"with samples of up to {int(self.problem.aligned.max())} padded tokens on "
+            f"step {self.step.number}: no plan found stays within max_live_tokens_per_gpu={cap} "
+            f"with samples of up to {int(self.items.aligned.max())} padded tokens on "
             f"pp={layout.pp}, vpp={layout.vpp}, cp={layout.cp}; raise it or set a larger cp"
         )
 
@@ -498,8 +501,8 @@ class _CountAdjuster:
         budget: simulations that may be spent.
     """
 
-    def __init__(self, problem: StepProblem, scored: Scored, runner: Runner, budget: int) -> None:
-        self.problem = problem
+    def __init__(self, scored: Scored, runner: Runner, budget: int) -> None:
+        self.items = scored.draft.items
         self.scored = scored
         self.runner = runner
         self.evaluations_left = budget
@@ -508,18 +511,18 @@ class _CountAdjuster:
         self.members = members_by_row(row_of, int(row_of.max()) + 1)
         self.ranks = [rows.tolist() for rows in scored.draft.rank_rows]
 
-    def run(self) -> StepDraft:
+    def run(self) -> Draft:
         for rank in range(len(self.ranks)):
             while self.evaluations_left > 0 and self._improve(rank):
                 pass
         # Merging leaves gaps in the row numbers, so the rows are renumbered.
         used = [row for rows in self.ranks for row in rows if row >= 0]
         number = {row: k for k, row in enumerate(used)}
-        row_of = np.empty(self.problem.num_items, dtype=np.int64)
+        row_of = np.empty(self.items.num_items, dtype=np.int64)
         for row, k in number.items():
             row_of[self.members[row]] = k
         ranks = tuple(np.array([number.get(row, -1) for row in rows]) for rows in self.ranks)
-        return StepDraft(row_of=row_of, rank_rows=ranks, group_size=self.group)
+        return Draft(items=self.items, row_of=row_of, rank_rows=ranks, group_size=self.group)
 
     def _improve(self, rank: int) -> bool:
         """Change the rank's M by one; returns whether that made it faster."""
@@ -535,8 +538,8 @@ class _CountAdjuster:
         at = min(range(len(rows) - 1), key=lambda k: (tokens[k] + tokens[k + 1], k))
         a = rows[at]
         b = rows[at + 1]
-        capacity = self.problem.capacity
-        if min(a, b) < 0 or capacity < 0 or tokens[at] + tokens[at + 1] > capacity:
+        over = tokens[at] + tokens[at + 1] > self.items.step.capacity
+        if min(a, b) < 0 or over or self.items.step.max_samples is not None:
             return False
         both = np.sort(np.concatenate([self.members[a], self.members[b]]))
         old = self.members[a]
@@ -557,7 +560,7 @@ class _CountAdjuster:
         if not self._legal(len(rows) + 1) or row < 0 or self.members[row].size < 2:
             return False
         old = self.members[row]
-        self.members[row], leaving = halves(old, self.problem.work.tolist())
+        self.members[row], leaving = halves(old, self.items.work.tolist())
         self.members.append(leaving)
         longer = [*rows[: at + 1], len(self.members) - 1, *rows[at + 1 :]]
         if self._seconds(longer) < before:
@@ -569,18 +572,17 @@ class _CountAdjuster:
 
     def _legal(self, count: int) -> bool:
         """Whether a rank may have `count` micro-batches."""
-        return count >= 1 and self.problem.layout.is_legal_count(count, self.group)
+        return count >= 1 and self.items.step.layout.is_legal_count(count, self.group)
 
     def _tokens(self, row: int) -> int:
         """Aligned tokens of a row; 0 for padding."""
-        return int(self.problem.aligned[self.members[row]].sum()) if row >= 0 else 0
+        return int(self.items.aligned[self.members[row]].sum()) if row >= 0 else 0
 
     def _row_seconds(self, row: int) -> float:
         """Seconds of one chunk's forward of a row."""
-        items: Ints = self.members[row] if row >= 0 else np.zeros(0, dtype=np.int64)
-        problem = self.problem
-        parts = (problem.aligned, problem.aligned_sq, problem.item_samples)
-        return float(row_seconds(self.scored.cost, *(int(part[items].sum()) for part in parts)))
+        members: Ints = self.members[row] if row >= 0 else np.zeros(0, dtype=np.int64)
+        sizes = (self.items.aligned, self.items.aligned_sq, self.items.item_samples)
+        return float(row_seconds(self.scored.cost, *(int(size[members].sum()) for size in sizes)))
 
     def _seconds(self, rows: list[int]) -> float:
         """Simulated seconds of a rank with these rows."""

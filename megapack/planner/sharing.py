@@ -11,17 +11,16 @@ draft is not made.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from megapack.cost.model import TOKENS
 from megapack.errors import PlanError
-from megapack.pipeline.simulator import Runner
 from megapack.planner.counts import fewest_counts
-from megapack.planner.families import Families, part_problems
-from megapack.planner.problem import StepDraft, StepProblem
-from megapack.planner.scored import drafted_seconds
+from megapack.planner.draft import Draft
+from megapack.planner.families import Families, parts_of_families
+from megapack.planner.items import Items
+from megapack.planner.scored import real_seconds
 from megapack.planner.search import plan_rows
 
 # Evaluations of the policy's: of 2,048, each cut gets 128, and the best one 1,024 again. The loose
@@ -33,106 +32,88 @@ _FINAL_PART = 2
 _MARGIN = 1e-9
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    problem: StepProblem
-    draft: StepDraft
+class _Timed(NamedTuple):
+    draft: Draft
     seconds: float
 
 
-def plan_shared_rows(loose: StepProblem, problem: StepProblem) -> tuple[StepProblem, StepDraft]:
-    """The best draft that is found, and the problem that it is a draft of.
+def plan_shared_rows(items: Items) -> Draft:
+    """The best draft that is found; its items may be parts of families.
 
     Args:
-        loose: the step's items as they are without sharing.
-        problem: the same items, colocated sets with the tokens that they share inside.
+        items: colocated sets with the tokens that they share inside.
 
     Raises:
         PlanError: no draft respects the cap on live tokens.
     """
-    assert problem.prefixes is not None
-    families = Families.find(problem, problem.prefixes)
-    if not families.items.size and not problem.shared.any():
-        return loose, plan_rows(loose)
-    search = problem.policy.search
+    search = items.step.policy.search
+    loose = items.loose()
+    families = Families.find(items)
+    if not families.items.size and not items.shared.any():
+        return plan_rows(loose, search)
     bound = least_seconds(loose) * (1 - _MARGIN)
-    best = _best_cut(problem, families)
+    best = _best_cut(items, families, search // _TRIAL_PART)
     if best is None:
-        return loose, plan_rows(loose)
+        return plan_rows(loose, search)
     is_faster = best.seconds < bound
-    best = _searched_again(best, search if is_faster else search // _FINAL_PART)
+    again = search if is_faster else search // _FINAL_PART
+    if again > search // _TRIAL_PART:
+        other = _timed(best.draft.items, again)
+        best = other if other is not None and other.seconds < best.seconds else best
     if best.seconds >= bound and _is_allowed(loose):
-        other = _candidate(loose)
+        other = _timed(loose, search)
         if other is not None and other.seconds <= best.seconds:
             best = other
-    return best.problem, best.draft
+    return best.draft
 
 
-def _best_cut(problem: StepProblem, families: Families) -> _Candidate | None:
+def _best_cut(items: Items, families: Families, evaluations: int) -> _Timed | None:
     """The fastest of the cuts, each planned with few evaluations; None if no cut has a legal draft.
 
     A cut is not planned if no draft of its parts can be faster than the best one so far.
     """
     best = None
-    for parts in part_problems(problem, families):
+    for parts in parts_of_families(items, families):
         if best is not None and least_seconds(parts) >= best.seconds:
             continue
-        candidate = _candidate(_with_search(parts, problem.policy.search // _TRIAL_PART))
-        if candidate is not None and (best is None or candidate.seconds < best.seconds):
-            best = candidate
+        found = _timed(parts, evaluations)
+        if found is not None and (best is None or found.seconds < best.seconds):
+            best = found
     return best
 
 
-def _searched_again(found: _Candidate, search: int) -> _Candidate:
-    """The candidate, or its problem's draft with more evaluations if that is faster."""
-    if search <= found.problem.policy.search:
-        return found
-    again = _candidate(_with_search(found.problem, search))
-    return again if again is not None and again.seconds < found.seconds else found
-
-
-def _candidate(problem: StepProblem) -> _Candidate | None:
-    """A problem's best draft; None if no draft respects the cap on live tokens."""
+def _timed(items: Items, evaluations: int) -> _Timed | None:
+    """The best draft of items; None if no draft respects the cap on live tokens."""
     try:
-        draft = plan_rows(problem)
+        draft = plan_rows(items, evaluations)
     except PlanError:
         return None
-    return _Candidate(problem, draft, drafted_seconds(problem, draft))
+    return _Timed(draft, real_seconds(draft))
 
 
-def _with_search(problem: StepProblem, search: int) -> StepProblem:
-    return replace(problem, policy=replace(problem.policy, search=search))
-
-
-def _is_allowed(loose: StepProblem) -> bool:
+def _is_allowed(loose: Items) -> bool:
     """Whether the loose draft needs no padding micro-batch, or may have some.
 
     Colocated sets that share are smaller than the same sets without sharing, so fewer rows may have
     been enough to keep the step's rollouts.
     """
-    return loose.policy.unreachable == "pad" or loose.num_items >= fewest_counts(loose)
+    return loose.step.policy.unreachable == "pad" or loose.num_items >= fewest_counts(loose)
 
 
-def least_seconds(problem: StepProblem) -> float:
-    """Seconds that no draft can undercut, unless its rows share more than their items do.
+def least_seconds(items: Items) -> float:
+    """Seconds that no draft can undercut, unless its rows share more than its items do.
 
     Either the mean of the ranks' work on the busiest stage, with the fewest rows that hold the
     tokens, or the longest item on its way through all chunks and back.
     """
-    cost = problem.cost or TOKENS
-    layout = problem.layout
-    runner = Runner(layout, cost, problem.forward_only)
-    share = cost.share_of_rank(layout)
-    seconds = share * (
-        cost.per_token * problem.aligned.astype(np.float64)
-        + cost.per_token_sq * problem.aligned_sq.astype(np.float64)
-        + cost.per_sample * problem.item_samples
-    )
-    num_rows = layout.dp
-    if problem.capacity > 0:
-        held = int(np.minimum(problem.aligned, problem.capacity).sum())
-        num_rows = max(num_rows, -(-held // problem.capacity))
-    mean = (cost.fixed * num_rows + math.fsum(seconds.tolist())) / layout.dp
-    passes = 1.0 if problem.forward_only else 1.0 + cost.backward_ratio
+    step = items.step
+    cost = step.real_cost
+    dp = step.layout.dp
+    runner = step.runner(cost)
+    seconds = cost.share_of_rank(step.layout) * items.work_by(cost)
+    held = int(np.minimum(items.aligned, step.capacity).sum())
+    num_rows = max(dp, -(-held // step.capacity))
+    mean = (cost.fixed * num_rows + math.fsum(seconds.tolist())) / dp
+    passes = 1.0 if step.forward_only else 1.0 + cost.backward_ratio
     longest = (cost.fixed + float(seconds.max())) * float(runner.weights.sum()) * passes
     return max(runner.busiest_stage_seconds(np.array([mean])), longest)

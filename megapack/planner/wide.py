@@ -21,25 +21,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from megapack.base.arrays import Floats
-from megapack.cost.model import TOKENS
 from megapack.errors import PlanError
 from megapack.layout import Layout
-from megapack.pipeline.simulator import Runner, simulate
 from megapack.planner.counts import group_sizes
+from megapack.planner.draft import PADDING, Draft
 from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put_all
 from megapack.planner.grid_fill import close_gaps, fill_grid
 from megapack.planner.grid_search import improve_grid
-from megapack.planner.problem import PADDING, StepDraft, StepProblem, build_step
+from megapack.planner.items import Items
 from megapack.planner.profile import Profile, default_profile, find_profile
+from megapack.planner.step import spread_counts
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
 # A step within this part of the best profile is not searched further: 1.005 s for 1 s.
 _NEAR = 0.005
-# Values of M that are tried, up to twice the closed form for equal micro-batches. From 4 to 40 they
-# are 4, 5, 6, 8, 11, 15, 20, 26, 32, 40. A step of few samples needs the larger ones, as long
-# samples fill several cells.
-_MAX_COUNTS = 10
+# Values of M are tried up to twice the closed form for equal micro-batches. A step of few samples
+# needs the larger ones, as long samples fill several cells.
 _MAX_GROWTH = 6
 _MANY_SLOTS = 40
 # Without a pipeline more slots only make room to arrange wide rows: up to 12 more than the fewest.
@@ -86,47 +84,42 @@ class _Shape:
     profile: Profile
 
 
-def plan_wide_rows(
-    problem: StepProblem, fixed: StepDraft | None, budget: int | None = None
-) -> StepDraft:
-    """The best draft with rows over several ranks; `fixed` if none is faster in the simulator.
+def plan_wide_rows(items: Items, fixed: Draft | None) -> Draft | None:
+    """The best draft with rows over several ranks; None if it is not faster than `fixed`.
 
     Args:
         fixed: the best draft of rows on one rank each; None if there is none, because an item is
-            over the capacity or no such draft respects the cap on live tokens.
-        budget: padded tokens that a row of one item may hold per DP rank; None: the capacity, which
-            a cap on live tokens may lower.
+            over the budget or no such draft respects the cap on live tokens.
 
     Raises:
         PlanError: `fixed` is None, and no draft respects the policy.
     """
-    if fixed is not None and (problem.layout.dp == 1 or problem.capacity < 0):
-        return fixed
-    search = _WideSearch(problem, fixed, budget or problem.capacity)
-    draft = search.run() or fixed
-    if draft is None:
+    if fixed is not None and items.step.layout.dp == 1:
+        return None
+    search = _WideSearch(items, fixed)
+    draft = search.run()
+    if draft is None and fixed is None:
         raise search.refuse()
     return draft
 
 
 class _WideSearch:
-    def __init__(self, problem: StepProblem, fixed: StepDraft | None, budget: int) -> None:
-        self.problem = problem
-        self.budget = budget
+    def __init__(self, items: Items, fixed: Draft | None) -> None:
+        self.packed = items
+        self.step = items.step
         self.fixed = fixed
-        self.layout: Layout = problem.layout
-        self.policy = problem.policy
-        self.by_tokens = problem.cost is None or self.policy.balance == "tokens"
-        self.cost = TOKENS if problem.cost is None or self.by_tokens else problem.cost
-        self.runner = Runner(self.layout, self.cost, problem.forward_only)
+        self.layout: Layout = items.step.layout
+        self.policy = items.step.policy
+        self.cost = items.step.balanced_cost
+        self.runner = items.step.runner(self.cost)
         # Seconds of each item's forward through one chunk on one rank, and their sum per rank.
-        self.work: Floats = problem.work * self.cost.share_of_rank(self.layout)
+        self.work: Floats = items.work * self.cost.share_of_rank(self.layout)
         self.rank_work = math.fsum(self.work.tolist()) / self.layout.dp
         # Work of a full row with average samples.
-        tokens = int(problem.aligned.sum())
-        self.cap = self.rank_work * self.layout.dp * problem.capacity / tokens
+        tokens = int(items.aligned.sum())
+        self.cap = self.rank_work * self.layout.dp * self.step.capacity / tokens
 
-    def run(self) -> StepDraft | None:
+    def run(self) -> Draft | None:
         """A draft that is better than the fixed one; None if there is none."""
         shapes = self._shapes()
         goal = (1 + _NEAR) * min(shape.profile.seconds for shape in shapes)
@@ -160,8 +153,8 @@ class _WideSearch:
             reason = f"stays within max_live_tokens_per_gpu={cap}"
             setting = "raise it or set a larger cp"
         return PlanError(
-            f"step {self.problem.number}: no plan found {reason} with samples of up to "
-            f"{int(self.problem.aligned.max())} padded tokens on dp={layout.dp}, pp={layout.pp}, "
+            f"step {self.step.number}: no plan found {reason} with samples of up to "
+            f"{int(self.packed.aligned.max())} padded tokens on dp={layout.dp}, pp={layout.pp}, "
             f"vpp={layout.vpp}, cp={layout.cp} and context_parallel='dynamic'; {setting}"
         )
 
@@ -177,9 +170,9 @@ class _WideSearch:
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
         layout = self.layout
-        held = self.problem.capacity * layout.dp
+        held = self.step.capacity * layout.dp
         rule = self.policy.count_rule
-        least = layout.next_legal_count(-(-int(self.problem.aligned.sum()) // held), rule, group)
+        least = layout.next_legal_count(-(-int(self.packed.aligned.sum()) // held), rule, group)
         if layout.pp == 1:
             top = least + _EXTRA_SLOTS
         else:
@@ -188,14 +181,13 @@ class _WideSearch:
                 equal = self.rank_work * (layout.pp - 1) / (layout.vpp * self.cost.fixed)
                 best = math.sqrt(equal)
             top = int(max(least + group, min(2 * best, max(_MAX_GROWTH * least, _MANY_SLOTS))))
-        last = _MAX_COUNTS - 1
-        wanted = [least + (top - least) * k * k // (last * last) for k in range(last + 1)]
+        wanted = spread_counts(least, top)
         if self.policy.search == 0:
-            wanted = [wanted[last // 2]]
+            wanted = [wanted[(len(wanted) - 1) // 2]]
         own = [] if self.fixed is None else [self.fixed.rank_rows[0].size]
         if self.fixed is not None and group == (self.fixed.group_size or group):
             wanted += own
-        most = layout.next_legal_count(max(self.problem.num_items, *own, 1), rule, group)
+        most = layout.next_legal_count(max(self.packed.num_items, *own, 1), rule, group)
         legal = [min(layout.next_legal_count(m, rule, group), most) for m in wanted]
         return sorted(dict.fromkeys(legal))
 
@@ -220,27 +212,26 @@ class _WideSearch:
 
     def _read_sizes(self, num_levels: int) -> None:
         """Sizes of the items, and costs and limits of rows, up to a number of levels."""
-        problem = self.problem
         layout = self.layout
         widths = layout.widths[:num_levels]
-        sizes = [problem.at_width(width) for width in widths]
+        sizes = [self.packed.at_width(width) for width in widths]
         self.items = GridItems(
             tokens=np.stack([size.aligned for size in sizes]),
             tokens_sq=np.stack([size.aligned_sq for size in sizes]),
-            samples=problem.item_samples,
+            samples=self.packed.item_samples,
         )
         share = np.array([self.cost.share_of_rank(layout, width) for width in widths])
-        live = self.policy.max_live_tokens_per_gpu
+        assert self.step.budget is not None
         self.row_cost = GridCost(
             fixed=float(self.cost.fixed),
             per_token=self.cost.per_token * share,
             per_token_sq=self.cost.per_token_sq * share,
             per_sample=self.cost.per_sample * share,
             unit=np.array([layout.over(width).row_alignment for width in widths]),
-            capacity=np.array([problem.capacity * width for width in widths]),
-            alone=np.array([self.budget * width for width in widths]),
-            max_live=0.0 if live is None else float(live * layout.cp * layout.vpp),
-            lockstep=layout.ep_spans_dp,
+            capacity=np.array([self.step.capacity * width for width in widths]),
+            alone=np.array([self.step.budget * width for width in widths]),
+            max_live=float(self.step.max_live or 0),
+            lockstep=self.step.lockstep,
             allows_padding=self.policy.unreachable == "pad",
         )
         unit = self.row_cost.unit[:, None]
@@ -258,17 +249,16 @@ class _WideSearch:
 
         More ranks would cost memory here: sizes of a million samples take 16 MB per level.
         """
-        problem = self.problem
         widths = self.layout.widths
         slot = self.rank_work / max(shape.count for shape in shapes) + float(self.cost.fixed)
-        longest = int(problem.aligned.max())
+        longest = int(self.packed.aligned.max())
         levels = 1
         while levels < len(widths):
             width = widths[levels - 1]
             unit = self.layout.over(width).row_alignment
             # Alignment may add a unit per sample of an item.
-            padded = longest + unit * int(problem.item_samples.max())
-            if 2 * float(self.work.max()) <= slot * width and padded <= problem.capacity * width:
+            padded = longest + unit * int(self.packed.item_samples.max())
+            if 2 * float(self.work.max()) <= slot * width and padded <= self.step.capacity * width:
                 break
             levels += 1
         return levels
@@ -291,10 +281,10 @@ class _WideSearch:
             best += self._best_fill(shape)
         count = max(shape.count for shape in shapes)
         rule = self.policy.count_rule
-        while not any(c.seconds < math.inf for c in best) and count < self.problem.num_items:
+        while not any(c.seconds < math.inf for c in best) and count < self.packed.num_items:
             # As many slots as items have room for all of them.
             group = group_sizes(self.layout, self.policy)[0]
-            most = self.layout.next_legal_count(self.problem.num_items, rule, group)
+            most = self.layout.next_legal_count(self.packed.num_items, rule, group)
             count = min(self.layout.next_legal_count(2 * count, rule, group), most)
             best += self._best_fill(_Shape(count, group, self._profile(count, group)))
         return sorted(best, key=lambda c: c.seconds)
@@ -337,7 +327,7 @@ class _WideSearch:
     def _improved(self, filled: list[_Candidate], goal: float) -> list[_Candidate]:
         """The fastest grids after moves, the fastest first."""
         search = self.policy.search
-        passes = 1 if self.problem.forward_only else 2
+        passes = 1 if self.step.forward_only else 2
         num_ops = passes * filled[0].targets.size * self.layout.num_chunks * self.layout.dp
         budget = min(search // _SIMULATIONS_PART, search * _OPERATIONS // num_ops)
         contenders = filled[:_CONTENDERS]
@@ -379,7 +369,7 @@ class _WideSearch:
         equal = np.full(count, self.rank_work / count + float(self.cost.fixed))
         return self._scored(grid, equal, self.fixed.group_size or self.layout.group_size)
 
-    def _is_better(self, draft: StepDraft, candidate: _Candidate, before: _Candidate) -> bool:
+    def _is_better(self, draft: Draft, candidate: _Candidate, before: _Candidate) -> bool:
         """Whether a draft is faster than the fixed one in the simulator.
 
         Rows that share prefixes are shorter than the grid counts, and under balance="tokens" the
@@ -387,30 +377,21 @@ class _WideSearch:
         """
         if candidate.seconds >= before.seconds * (1 - _LEAST_GAIN):
             return False
-        exact = not self.by_tokens or self.problem.cost is None
-        if exact and self.problem.prefixes is None:
+        exact = not self.step.by_tokens or self.step.cost is None
+        if exact and self.step.prefixes is None:
             return True
         assert self.fixed is not None
-        return self._simulated(draft) < self._simulated(self.fixed) * (1 - _LEAST_GAIN)
+        return draft.seconds() < self.fixed.seconds() * (1 - _LEAST_GAIN)
 
-    def _simulated(self, draft: StepDraft) -> float:
-        simulation = simulate(
-            build_step(self.problem, draft, (), ()),
-            layout=self.layout,
-            cost=self.problem.cost,
-            lockstep=self.layout.ep_spans_dp,
-            forward_only=self.problem.forward_only,
-        )
-        return simulation.makespan
-
-    def _draft(self, candidate: _Candidate) -> StepDraft:
+    def _draft(self, candidate: _Candidate) -> Draft:
         grid = candidate.grid
         dp, count = grid.first.shape
         used = np.flatnonzero(grid.num_items > 0)
         number = np.full(dp * count, PADDING, dtype=np.int64)
         number[used] = np.arange(used.size)
         rows = number[grid.first * count + np.arange(count)]
-        return StepDraft(
+        return Draft(
+            items=self.packed,
             row_of=number[grid.row_of],
             rank_rows=tuple(rows),
             group_size=candidate.group if self.layout.vpp > 1 else None,

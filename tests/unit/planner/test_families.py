@@ -20,9 +20,10 @@ from megapack import (
     simulate,
 )
 from megapack.base.arrays import Ints
-from megapack.planner.families import Families, cut_families, part_problems
-from megapack.planner.problem import StepProblem
+from megapack.planner.families import Families, cut_families, parts_of_families
+from megapack.planner.items import Items
 from megapack.planner.sharing import least_seconds
+from megapack.planner.step import Step
 from megapack.prefixes import PrefixTable
 
 pytestmark = pytest.mark.unit
@@ -35,50 +36,42 @@ def groups(num_groups: int, size: int, prompt: int, answer: int) -> tuple[Ints, 
     return np.full(len(ids), prompt + answer), prefixes
 
 
-def problem(
+def items(
     lengths: Ints,
     prefixes: SharedPrefixes,
     *,
-    capacity: int,
+    budget: int | None,
     layout: Layout | None = None,
     policy: Policy | None = None,
     max_samples: int | None = None,
-) -> StepProblem:
+) -> Items:
     layout = layout or Layout()
-    size = lengths.size
-    return StepProblem(
+    step = Step(
         number=0,
-        samples=np.arange(size),
-        batch_lengths=lengths,
-        item_samples=np.ones(size, dtype=np.int64),
         lengths=lengths,
-        aligned=lengths,
-        aligned_sq=lengths * lengths,
-        shared=np.zeros(size, dtype=np.int64),
-        shared_sq=np.zeros(size, dtype=np.int64),
-        capacity=capacity,
-        max_samples=max_samples,
         layout=layout,
         policy=policy or Policy(),
         cost=None,
-        forward_only=False,
-        prefixes=PrefixTable(prefixes, size, layout),
+        budget=budget,
+        max_samples=max_samples,
+        prefixes=PrefixTable(prefixes, lengths.size, layout),
     )
+    samples = np.arange(lengths.size)
+    return Items.whole(step, samples, samples)
 
 
-def cut(step: StepProblem, most_work: float = np.inf) -> StepProblem:
-    assert step.prefixes is not None
-    return cut_families(step, Families.find(step, step.prefixes), most_work)
+def cut(whole: Items, most_work: float = np.inf) -> Items:
+    return cut_families(whole, Families.find(whole), most_work)
 
 
-def parts_of(step: StepProblem) -> list[list[int]]:
+def parts_of(packed: Items) -> list[list[int]]:
     """The samples of each item."""
-    return [part.tolist() for part in np.split(step.samples, np.cumsum(step.item_samples)[:-1])]
+    return [part.tolist() for part in np.split(packed.samples, packed.first_samples[1:])]
 
 
 def test_a_family_that_fits_is_one_part_as_large_as_its_tokens() -> None:
     lengths, prefixes = groups(2, 4, prompt=101, answer=50)
-    parts = cut(problem(lengths, prefixes, capacity=1000))
+    parts = cut(items(lengths, prefixes, budget=1000))
     assert parts_of(parts) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     # 100 positions of the prompt once; each sample has the last one and 50 of its answer.
     assert parts.aligned.tolist() == [304, 304]
@@ -90,16 +83,16 @@ def test_a_family_that_fits_is_one_part_as_large_as_its_tokens() -> None:
 def test_a_family_over_the_budget_becomes_few_and_even_parts() -> None:
     lengths, prefixes = groups(1, 10, prompt=101, answer=50)
     # 6 samples fit, 100 + 6 * 51 = 406; so 2 parts are needed, and these have 5 each.
-    parts = cut(problem(lengths, prefixes, capacity=420))
+    parts = cut(items(lengths, prefixes, budget=420))
     assert parts_of(parts) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert parts.aligned.tolist() == [355, 355]
-    work = cut(problem(lengths, prefixes, capacity=1000), most_work=420.0)
+    work = cut(items(lengths, prefixes, budget=1000), most_work=420.0)
     assert parts_of(work) == parts_of(parts)
 
 
 def test_a_part_has_no_more_samples_than_a_micro_batch() -> None:
     lengths, prefixes = groups(1, 10, prompt=101, answer=50)
-    step = problem(lengths, prefixes, capacity=-1, max_samples=7)
+    step = items(lengths, prefixes, budget=None, max_samples=7)
     assert [len(part) for part in parts_of(cut(step))] == [5, 5]
 
 
@@ -108,9 +101,9 @@ def test_a_forest_is_cut_between_its_groups_first() -> None:
     common = (0, 301, 301, 301, 60, 301, 301, 301)
     lengths = np.full(8, 351)
     prefixes = SharedPrefixes(tuple(range(8)), common)
-    assert parts_of(cut(problem(lengths, prefixes, capacity=949))) == [list(range(8))]
-    assert parts_of(cut(problem(lengths, prefixes, capacity=948))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert parts_of(cut(problem(lengths, prefixes, capacity=503))) == [
+    assert parts_of(cut(items(lengths, prefixes, budget=949))) == [list(range(8))]
+    assert parts_of(cut(items(lengths, prefixes, budget=948))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert parts_of(cut(items(lengths, prefixes, budget=503))) == [
         [0, 1],
         [2, 3],
         [4, 5],
@@ -127,7 +120,7 @@ def test_only_items_over_the_limit_break_it() -> None:
         common[random.random(size) < 0.2] = 0
         common[0] = 0
         prefixes = SharedPrefixes(tuple(range(size)), tuple(common.tolist()))
-        step = problem(lengths, prefixes, capacity=400)
+        step = items(lengths, prefixes, budget=400)
         for most in (np.inf, 250.0, 100.0):
             parts = cut(step, most)
             assert sorted(parts.samples.tolist()) == list(range(size))
@@ -147,9 +140,8 @@ def shared(common: Ints, first: int, second: int) -> int:
 
 def test_each_cut_has_a_part_for_every_micro_batch() -> None:
     lengths, prefixes = groups(2, 8, prompt=101, answer=50)
-    step = problem(lengths, prefixes, capacity=1000, layout=Layout(dp=2, pp=2, vpp=2))
-    assert step.prefixes is not None
-    cuts = list(part_problems(step, Families.find(step, step.prefixes)))
+    whole = items(lengths, prefixes, budget=1000, layout=Layout(dp=2, pp=2, vpp=2))
+    cuts = list(parts_of_families(whole, Families.find(whole)))
     sizes = [parts.num_items for parts in cuts]
     assert sizes == sorted(set(sizes))
     assert sizes
@@ -265,6 +257,7 @@ def test_no_plan_without_prefixes_is_below_the_bound() -> None:
         for _ in range(10):
             lengths = random.integers(1, 2000, 40)
             plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=4096, cost=COST)
-            step = problem(lengths, SharedPrefixes((), ()), capacity=4096, layout=layout)
-            bound = least_seconds(dataclasses.replace(step, cost=COST))
+            whole = items(lengths, SharedPrefixes((), ()), budget=4096, layout=layout)
+            priced = dataclasses.replace(whole.step, cost=COST)
+            bound = least_seconds(dataclasses.replace(whole, step=priced))
             assert 0.5 * seconds(plan) < bound <= seconds(plan)

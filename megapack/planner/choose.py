@@ -1,0 +1,115 @@
+"""The fastest of the ways in which a step may be packed.
+
+    rows on one DP rank each, in Megatron's order    always, unless a sample must be cut or widened
+    rows over several DP ranks                       under context_parallel="dynamic"
+    pieces of samples, weight gradients in waits     under split_samples="auto" or backward="split"
+
+Each way gives a draft only if that is faster than the first one, so no freedom makes a plan slower
+in the simulator.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from megapack.base.arrays import Bools
+from megapack.errors import PlanError
+from megapack.planner.draft import Draft
+from megapack.planner.items import Items
+from megapack.planner.operations import plan_operations
+from megapack.planner.pieces import may_cut
+from megapack.planner.search import plan_rows
+from megapack.planner.sharing import plan_shared_rows
+from megapack.planner.step import UNLIMITED
+from megapack.planner.wide import plan_wide_rows
+
+logger = logging.getLogger(__name__)
+
+
+def best_draft(items: Items) -> Draft:
+    """The fastest draft that the policy allows.
+
+    Args:
+        items: colocated sets with the tokens that they share inside.
+
+    Raises:
+        PlanError: no draft respects the policy; the message says what to set.
+    """
+    step = items.step
+    widens = step.policy.context_parallel == "dynamic"
+    cuts = may_cut(items)
+    # A sample over the budget is cut, or goes over several ranks, where that is allowed.
+    must_cut = cuts and bool((items.item_samples[_over(items)] == 1).any())
+    narrow = wide = refused = None
+    try:
+        if widens or not must_cut:
+            narrow = _plan_narrow(items)
+    except PlanError as error:
+        # Whole rows of one rank are over the cap on live tokens; shorter ones may not be.
+        if not (widens or cuts):
+            raise
+        logger.info("%s; trying rows over several ranks, or pieces of samples", error)
+        refused = error
+    if narrow is not None:
+        items = narrow.items
+    if widens:
+        narrow = None if _over(items).any() else narrow
+        try:
+            wide = plan_wide_rows(items, narrow)
+        except PlanError as error:
+            if not cuts:
+                raise
+            logger.info("%s; trying pieces of samples", error)
+            refused = error
+    best = wide or narrow
+    if cuts or (step.policy.backward == "split" and not step.forward_only):
+        found = plan_operations(items, narrow)
+        if found is not None and (wide is None or found.seconds() < wide.seconds()):
+            best = found
+    if best is None:
+        return _plan_uncut(items, refused)
+    return best
+
+
+def _over(items: Items) -> Bools:
+    """bool [I]: items over the budget of a row of one DP rank."""
+    budget = items.step.budget
+    return items.aligned > (UNLIMITED if budget is None else budget)
+
+
+def _plan_narrow(items: Items) -> Draft:
+    """The best draft of rows on one DP rank each."""
+    if items.step.prefixes is None:
+        return plan_rows(items, items.step.policy.search)
+    return plan_shared_rows(items)
+
+
+def _plan_uncut(items: Items, refused: PlanError | None) -> Draft:
+    """The draft if neither whole samples in rows within the budget nor pieces are possible: under
+    oversize="alone" with samples over the budget alone in their rows.
+
+    Raises:
+        PlanError: `refused`, or what keeps samples over the budget from being cut.
+    """
+    if refused is not None:
+        raise refused
+    step = items.step
+    item = int(np.where(items.item_samples == 1, items.aligned, 0).argmax())
+    sample = int(items.samples[items.first_samples[item]])
+    tokens = int(items.aligned[item])
+    on_gpu = -(-tokens // step.layout.cp)
+    what = (
+        f"step {step.number}: sample {sample} has {tokens} padded tokens, over the budget of "
+        f"{step.budget} per row, and no order of its pieces was found that holds them: all pieces "
+        f"are live at once, {on_gpu} tokens per GPU on each of pp={step.layout.pp} stages "
+        f"(max_live_tokens_per_gpu={step.policy.max_live_tokens_per_gpu})"
+    )
+    if step.policy.oversize == "error":
+        raise PlanError(
+            f"{what}; set max_live_tokens_per_gpu to {2 * on_gpu} or more, raise "
+            "max_tokens_per_gpu, or set oversize='alone'"
+        )
+    logger.warning("%s; it is alone in its row", what)
+    return _plan_narrow(items)

@@ -1,0 +1,146 @@
+"""`Draft`: a step's rows and their order, before they become a `StepPlan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megapack.base.arrays import Ints
+from megapack.layout import block_ranks
+from megapack.pipeline.simulator import simulate
+from megapack.plan.plan import MicroBatch, RolloutId, StepPlan
+from megapack.planner.items import Items, by_row, row_sums
+
+PADDING = -1
+"""The row number of a padding micro-batch, which has no row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """Items in rows, and the order in which each rank runs its rows."""
+
+    items: Items
+    row_of: Ints
+    """int64 [I]: the row of each item; rows are numbered from 0 without a gap."""
+    rank_rows: tuple[Ints, ...]
+    """Per rank int64 [M]: its rows in order; PADDING stands for a padding micro-batch. A row over
+    several ranks stands at the same place of each."""
+    group_size: int | None
+    """G; None with vpp=1."""
+    widths: Ints | None = None
+    """int64 [R]: DP ranks of each row; None: one each."""
+    orders: tuple[tuple[str, ...], ...] = ()
+    """See `StepPlan.orders`."""
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return int(self.row_of.max()) + 1
+
+    def seconds(self) -> float:
+        """Simulated seconds of the step by the cost model, whatever the policy balances."""
+        step = self.items.step
+        simulation = simulate(
+            self.to_plan((), ()),
+            layout=step.layout,
+            cost=step.cost,
+            lockstep=step.lockstep,
+            forward_only=step.forward_only,
+        )
+        return simulation.makespan
+
+    def to_plan(self, kept: tuple[RolloutId, ...], dropped: tuple[RolloutId, ...]) -> StepPlan:
+        """The plan of the step.
+
+        Args:
+            kept: ids of the rollouts that the step trains on.
+            dropped: ids of the rollouts that it leaves out.
+        """
+        step = self.items.step
+        rows = _micro_batches(self)
+        padding = MicroBatch((), step.layout.row_alignment, 0, 0, 0)
+        if step.policy.row_shape == "uniform":
+            longest = max(row.row_tokens for row in rows)
+            rows = [replace(row, row_tokens=longest) for row in rows]
+            padding = replace(padding, row_tokens=longest)
+        per_rank = step.policy.count_rule == "per_rank"
+        ranks = (rank_rows.tolist() for rank_rows in self.rank_rows)
+        return StepPlan(
+            ranks=tuple(
+                tuple(padding if row == PADDING else rows[row] for row in own) for own in ranks
+            ),
+            num_microbatches=None if per_rank else self.rank_rows[0].size,
+            group_size=self.group_size,
+            kept_rollouts=kept,
+            dropped_rollouts=dropped,
+            orders=self.orders,
+        )
+
+
+def _micro_batches(draft: Draft) -> list[MicroBatch]:
+    """One micro-batch per row, as long as its samples; a piece first, then samples ascend."""
+    items = draft.items
+    row_of = draft.row_of
+    num_rows = draft.num_rows
+    sample_row = row_of[items.sample_items]
+    pieces = _row_pieces(draft)
+    order = np.argsort(items.samples, kind="stable")
+    if items.pieces is not None:
+        is_whole = (items.pieces.chain < 0)[items.sample_items]
+        order = order[np.argsort(is_whole[order], kind="stable")]
+    order = order[by_row(sample_row[order], num_rows)]
+    widths = np.ones(num_rows, dtype=np.int64) if draft.widths is None else draft.widths
+    tokens = row_sums(items.lengths, row_of, num_rows)
+    padded, tokens_sq, shared = np.zeros((3, num_rows), dtype=np.int64)
+    for width in np.unique(widths).tolist():
+        rows = widths == width
+        own_tokens, own_sq, saved = _row_sizes(draft, width)
+        padded[rows] = items.step.layout.over(width).aligned_row_tokens(own_tokens[rows])
+        tokens_sq[rows] = own_sq[rows]
+        shared[rows] = saved[rows]
+    samples = items.samples[order].tolist()
+    ends = np.cumsum(np.bincount(sample_row, minlength=num_rows)).tolist()
+    starts = [0, *ends[:-1]]
+    ranks = _row_ranks(draft, widths)
+    columns = (starts, ends, *(c.tolist() for c in (padded, tokens, tokens_sq, shared)), ranks)
+    return [
+        MicroBatch(tuple(samples[start:end]), row, real, square, row, saved, dp_ranks, piece)
+        for start, end, row, real, square, saved, dp_ranks, piece in zip(
+            *columns, pieces, strict=True
+        )
+    ]
+
+
+def _row_pieces(draft: Draft) -> list[tuple[int, int] | None]:
+    """The real tokens of each row's piece; None for a row without one."""
+    items = draft.items
+    found: list[tuple[int, int] | None] = [None] * draft.num_rows
+    if items.pieces is None:
+        return found
+    start, _, chain = items.pieces
+    for item in np.flatnonzero(chain >= 0).tolist():
+        first = int(start[item])
+        found[int(draft.row_of[item])] = (first, first + int(items.lengths[item]))
+    return found
+
+
+def _row_sizes(draft: Draft, width: int) -> tuple[Ints, Ints, Ints]:
+    """Tokens, squared tokens and shared tokens of rows of one width, int64 [R] each."""
+    row_of, num_rows = draft.row_of, draft.num_rows
+    sizes = draft.items.at_width(width)
+    shared, shared_sq = draft.items.saved(row_of, num_rows, width)
+    tokens = row_sums(sizes.aligned + sizes.shared, row_of, num_rows) - shared
+    tokens_sq = row_sums(sizes.aligned_sq + sizes.shared_sq, row_of, num_rows) - shared_sq
+    return tokens, tokens_sq, shared
+
+
+def _row_ranks(draft: Draft, widths: Ints) -> list[tuple[int, ...]]:
+    """The DP ranks of each row that several ranks share; () for other rows."""
+    ranks: list[tuple[int, ...]] = [()] * widths.size
+    if draft.widths is None:
+        return ranks
+    for rank, rows in enumerate(draft.rank_rows):
+        for row in rows[rows >= 0].tolist():
+            ranks[row] = ranks[row] or block_ranks(rank, int(widths[row]))
+    return ranks

@@ -1,0 +1,240 @@
+"""`Items`: what the planner packs whole, as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megapack.base.arrays import Floats, Ints
+from megapack.base.jit import kernel
+from megapack.cost.model import CostModel
+from megapack.planner.bins import first_fit, first_fit_decreasing
+from megapack.planner.step import Step
+
+
+class ItemSizes(NamedTuple):
+    """Sizes of items in rows of one width, int64 [I] each; see `Items`."""
+
+    aligned: Ints
+    aligned_sq: Ints
+    shared: Ints
+    shared_sq: Ints
+
+
+class Pieces(NamedTuple):
+    """Which items are pieces of cut samples, int64 [I] each."""
+
+    start: Ints
+    """First padded token of the piece; 0 for a whole item."""
+    end: Ints
+    """Padded token after its last one; the item's padded tokens for a whole item."""
+    chain: Ints
+    """Number of the piece's chain; -1 for a whole item. The pieces of a chain are neighbours, in
+    the order of their tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """The samples of a step, n of them in I items.
+
+    An item is a sample, all samples with one colocate id, a part of a family of samples with common
+    beginnings, or a piece of a long sample.
+    """
+
+    step: Step
+    samples: Ints
+    """int64 [n]: indices into the input, sorted by rollout, then by item."""
+    item_samples: Ints
+    """int64 [I]: number of samples of each item."""
+    lengths: Ints
+    """int64 [I]: real tokens of each item."""
+    aligned: Ints
+    """int64 [I]: padded tokens of each item, with the sample alignment, without `shared`."""
+    aligned_sq: Ints
+    """int64 [I]: sum of the squared aligned lengths of the item's samples, without `shared_sq`."""
+    shared: Ints
+    """int64 [I]: positions saved by sharing inside the item; `aligned` is already without them."""
+    shared_sq: Ints
+    """int64 [I]: the sum of their squares, as `PrefixTable.saved` gives it."""
+    pieces: Pieces | None = None
+    """The items that are pieces; None: all items are whole."""
+
+    @classmethod
+    def whole(cls, step: Step, samples: Ints, item_of: Ints) -> Items:
+        """Samples in items, without what these share inside.
+
+        Args:
+            samples: int64 [n], sorted by rollout, then by item.
+            item_of: int64 [n], the item of each; those of one item are neighbours.
+        """
+        starts = np.flatnonzero(np.diff(item_of, prepend=-1))
+        lengths = step.lengths[samples]
+        aligned = step.layout.aligned_sample_tokens(lengths)
+        return cls(
+            step=step,
+            samples=samples,
+            item_samples=np.diff(starts, append=samples.size),
+            lengths=np.add.reduceat(lengths, starts),
+            aligned=np.add.reduceat(aligned, starts),
+            aligned_sq=np.add.reduceat(aligned * aligned, starts),
+            shared=np.zeros(starts.size, dtype=np.int64),
+            shared_sq=np.zeros(starts.size, dtype=np.int64),
+        )
+
+    @property
+    def num_items(self) -> int:
+        """I; the step can fill at most this many rows."""
+        return self.item_samples.size
+
+    @property
+    def sample_lengths(self) -> Ints:
+        """int64 [n]: real tokens of each sample."""
+        return self.step.lengths[self.samples]
+
+    @property
+    def first_samples(self) -> Ints:
+        """int64 [I]: index of each item's first sample in `samples`."""
+        return np.cumsum(self.item_samples) - self.item_samples
+
+    @property
+    def sample_items(self) -> Ints:
+        """int64 [n]: the item of each sample."""
+        return np.repeat(np.arange(self.num_items), self.item_samples)
+
+    @property
+    def work(self) -> Floats:
+        """float64 [I]: what each item adds to a row's forward, in seconds or tokens.
+
+        Rows and ranks are balanced by it.
+        """
+        return self.work_by(self.step.balanced_cost)
+
+    def work_by(self, cost: CostModel) -> Floats:
+        """float64 [I]: what each item adds to a row's forward through one chunk, on one GPU."""
+        work = float(cost.per_token) * self.aligned.astype(np.float64)
+        work += float(cost.per_token_sq) * self.aligned_sq.astype(np.float64)
+        return work + cost.per_sample * self.item_samples
+
+    @cached_property
+    def fewest_rows(self) -> tuple[Ints, int]:
+        """Rows within the budget, as few as first-fit-decreasing finds.
+
+        Rows of a count-based plan are filled with `max_samples` in input order.
+
+        Returns:
+            row_of: int64 [I], the row of each item.
+            num_rows: number of rows.
+        """
+        if self.step.max_samples is not None:
+            return first_fit(self.item_samples, self.step.max_samples)
+        return first_fit_decreasing(self.aligned, self.step.capacity)
+
+    def at_width(self, width: int) -> ItemSizes:
+        """The items' sizes in rows over `width` DP ranks, whose alignment is coarser."""
+        if width == 1:
+            return ItemSizes(self.aligned, self.aligned_sq, self.shared, self.shared_sq)
+        aligned = self.step.layout.over(width).aligned_sample_tokens(self.sample_lengths)
+        tokens = np.add.reduceat(aligned, self.first_samples)
+        tokens_sq = np.add.reduceat(aligned * aligned, self.first_samples)
+        if not self.shared.any():
+            return ItemSizes(tokens, tokens_sq, self.shared, self.shared_sq)
+        saved, saved_sq = self.saved(np.arange(self.num_items), self.num_items, width)
+        shared = np.where(self.shared > 0, saved, 0)
+        shared_sq = np.where(self.shared > 0, saved_sq, 0)
+        return ItemSizes(tokens - shared, tokens_sq - shared_sq, shared, shared_sq)
+
+    def saved(self, row_of: Ints, num_rows: int, width: int = 1) -> tuple[Ints, Ints]:
+        """Tokens and squared tokens that rows save in all, `shared` of their items included.
+
+        Args:
+            row_of: int64 [I], the row of each item.
+            width: that of all rows.
+
+        Returns:
+            int64 [num_rows] each.
+        """
+        table = self.step.prefixes
+        if table is None:
+            return np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
+        return table.over(width).saved(self.samples, row_of[self.sample_items], num_rows)
+
+    def saved_by_rows(self, row_of: Ints, num_rows: int) -> tuple[Ints, Ints]:
+        """The same without what the items share inside, which `aligned` does not count."""
+        tokens, tokens_sq = self.saved(row_of, num_rows)
+        tokens -= row_sums(self.shared, row_of, num_rows)
+        tokens_sq -= row_sums(self.shared_sq, row_of, num_rows)
+        return tokens, tokens_sq
+
+    def take(self, count: int) -> Items:
+        """The first `count` items."""
+        sizes: dict[str, Any] = {name: getattr(self, name)[:count] for name in _PER_ITEM}
+        samples = self.samples[: int(self.item_samples[:count].sum())]
+        return replace(self, samples=samples, **sizes)
+
+    def merged(self, part_of: Ints) -> Items:
+        """The items' parts as items, which share inside.
+
+        Args:
+            part_of: int64 [I], the part of each item.
+        """
+        num_parts = int(part_of.max()) + 1
+        samples = self.samples[np.argsort(part_of[self.sample_items], kind="stable")]
+        sizes: dict[str, Any] = {
+            name: row_sums(getattr(self, name), part_of, num_parts) for name in _PER_ITEM
+        }
+        return replace(self, samples=samples, **sizes).sharing()
+
+    def sharing(self) -> Items:
+        """The items, each as large as its samples in one row, which holds what they share once."""
+        shared, shared_sq = self.saved(np.arange(self.num_items), self.num_items)
+        return self._with_shared(shared, shared_sq)
+
+    def loose(self) -> Items:
+        """The items as large as their samples without sharing; the inverse of `sharing`."""
+        none = np.zeros(self.num_items, dtype=np.int64)
+        return self._with_shared(none, none)
+
+    def _with_shared(self, shared: Ints, shared_sq: Ints) -> Items:
+        return replace(
+            self,
+            aligned=self.aligned - (shared - self.shared),
+            aligned_sq=self.aligned_sq - (shared_sq - self.shared_sq),
+            shared=shared,
+            shared_sq=shared_sq,
+        )
+
+
+_PER_ITEM = ("item_samples", "lengths", "aligned", "aligned_sq", "shared", "shared_sq")
+
+
+@kernel
+def by_row(row_of: Ints, num_rows: int) -> Ints:
+    """Items row after row, int64 [I]; those of one row keep their order."""
+    begin = np.zeros(num_rows + 1, dtype=np.int64)
+    for row in row_of:
+        begin[row + 1] += 1
+    for row in range(num_rows):
+        begin[row + 1] += begin[row]
+    order = np.empty(row_of.size, dtype=np.int64)
+    for item in range(row_of.size):
+        row = row_of[item]
+        order[begin[row]] = item
+        begin[row] += 1
+    return order
+
+
+def members_by_row(row_of: Ints, num_rows: int) -> list[Ints]:
+    """The items of each row, ascending."""
+    order = by_row(row_of, num_rows)
+    ends = np.cumsum(np.bincount(row_of, minlength=num_rows)).tolist()
+    return [order[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def row_sums(values: Ints, row_of: Ints, num_rows: int) -> Ints:
+    """int64 [num_rows]: sum of the items' values in each row."""
+    sums = np.zeros(num_rows, dtype=np.int64)
+    np.add.at(sums, row_of, values)
+    return sums

@@ -1,0 +1,103 @@
+"""`Step`: what stays the same while one optimizer step is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megapack.base.arrays import Ints
+from megapack.cost.model import TOKENS, CostModel
+from megapack.layout import Layout
+from megapack.pipeline.simulator import Runner
+from megapack.policy import Policy
+from megapack.prefixes import PrefixTable
+
+UNLIMITED = 2**62
+"""Capacity of a row without a budget: no int64 sum of a step's tokens reaches it."""
+
+# Values of M that a search tries.
+_MAX_COUNTS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step's settings. What is packed changes during the search: see `Items`."""
+
+    number: int
+    """The step's number, for messages."""
+    lengths: Ints
+    """int64: real tokens of every sample of the input, those of other steps included."""
+    layout: Layout
+    policy: Policy
+    cost: CostModel | None
+    """Seconds of a row; None counts tokens."""
+    budget: int | None
+    """Padded tokens that a row of one DP rank may hold, a multiple of the row alignment; None for a
+    count-based plan."""
+    max_samples: int | None = None
+    """Samples that a row of a count-based plan may hold; None for a plan with a budget."""
+    forward_only: bool = False
+    prefixes: PrefixTable | None = None
+    """What samples of a row share; None: nothing."""
+
+    @cached_property
+    def capacity(self) -> int:
+        """Padded tokens that the search puts into a row: the budget, or less if
+        `max_live_tokens_per_gpu` leaves less to a row; `UNLIMITED` without a budget.
+
+        Stage 0 of pp=4 1F1B holds the activations of 4 rows, so a cap of 32,768 live tokens leaves
+        8,192 tokens to each. A forward-only pass holds one chunk of one row.
+        """
+        if self.budget is None:
+            return UNLIMITED
+        live = self.max_live
+        if live is None:
+            return self.budget
+        layout = self.layout
+        group = layout.pp if self.policy.group_size == "search" else layout.group_size
+        chunks = 1 if self.forward_only else layout.chunks_in_flight(group_size=group)
+        unit = layout.row_alignment
+        return min(self.budget, max(live // chunks // unit * unit, unit))
+
+    @property
+    def max_live(self) -> int | None:
+        """Row tokens of a DP rank that a stage may hold, each chunk counted whole; None without a
+        cap."""
+        cap = self.policy.max_live_tokens_per_gpu
+        return None if cap is None else cap * self.layout.cp * self.layout.vpp
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether rows and ranks are balanced by tokens."""
+        return self.policy.balance == "tokens" or self.cost is None
+
+    @property
+    def balanced_cost(self) -> CostModel:
+        """What is balanced over rows and ranks."""
+        return TOKENS if self.by_tokens or self.cost is None else self.cost
+
+    @property
+    def real_cost(self) -> CostModel:
+        """What a step takes, whatever is balanced; tokens without a cost model."""
+        return self.cost or TOKENS
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether DP ranks wait for each other at every micro-batch."""
+        return self.layout.ep_spans_dp
+
+    def runner(self, cost: CostModel) -> Runner:
+        """The simulator of the step's ranks under a cost model."""
+        return Runner(self.layout, cost, self.forward_only)
+
+
+def spread_counts(least: int, top: int, number: int = _MAX_COUNTS) -> list[int]:
+    """Values of M from `least` to `top`, smaller ones closer together.
+
+    Integers only: powers may differ between machines.
+
+    >>> spread_counts(4, 40)
+    [4, 4, 5, 8, 11, 15, 20, 25, 32, 40]
+    """
+    last = number - 1
+    return [least + (top - least) * k * k // (last * last) for k in range(last + 1)]
