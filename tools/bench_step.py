@@ -57,8 +57,8 @@ from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_rollouts
 from megapack.data.pieces import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, Ids
+from megapack.gpt import build_model, initialize_parallel
 from megapack.loss import SFT
-from megapack.model import build_model, initialize_parallel
 from megapack.pipeline import simulate_planned
 from megapack.policy import ContextParallel
 from megapack.samples import SampleBatch

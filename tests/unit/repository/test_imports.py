@@ -52,6 +52,7 @@ WITHOUT_TORCH = [
 MEGATRON = [
     "model",
     "schedule",
+    "gpt",
     "checkpoint.blocks",
     "checkpoint.random_states",
     "checkpoint.state",
@@ -269,6 +270,15 @@ def test_planning_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_adapter_loads_nothing_of_the_main_job() -> None:
+    """A loop of one's own needs neither the config's sections nor the GPT that they describe."""
+    code = "import sys, megapack.schedule; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[1] for name in done.stdout.split() if name.startswith("megapack.")}
+    assert "rows" in loaded
+    assert loaded & {"config", "gpt", "data", "checkpoint", "hf", "train", "commands"} == set()
 
 
 @pytest.mark.parametrize("host", ["slime", "miles", "xtuner", "unirl"])
