@@ -9,15 +9,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from megapack.errors import ConfigError, brief
 
-if TYPE_CHECKING:
-    from megapack.base.arrays import Ints
-
 # A number, or an array of them.
-Tokens = TypeVar("Tokens", int, "Ints")
+Tokens = TypeVar("Tokens", int, npt.NDArray[np.int64])
 
 CountRule = Literal["legal", "multiple", "per_rank"]
 Fp8 = Literal["mxfp8", "blockwise"] | bool

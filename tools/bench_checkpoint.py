@@ -26,8 +26,8 @@ from megapack import Layout, launch
 from megapack.checkpoint.state import RunState
 from megapack.config.model import ModelConfig
 from megapack.config.sections import OptimConfig
-from megapack.model.build import build_model, initialize_parallel
-from megapack.model.optimizer import build_optimizer
+from megapack.gpt.build import build_model, initialize_parallel
+from megapack.gpt.optimizer import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 

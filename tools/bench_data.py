@@ -80,7 +80,7 @@ def read_forms(folder: Path, num_rows: int) -> None:
     """Print the CPU seconds from rows to the index, read together and one by one."""
     from megapack.data import blocks
     from megapack.data.dataset import Dataset
-    from megapack.data.pieces import ReadSettings
+    from megapack.data.token_blocks import ReadSettings
 
     read_columns = blocks.read_columns
     for path in write_forms(folder, num_rows):
@@ -131,7 +131,7 @@ def tokenize_chats(folder: Path, num_rows: int, tokenizer_folder: Path | None) -
     """Print the rows per second of one process and of two."""
     from megapack.data.dataset import Dataset
     from megapack.data.hf_tokenizer import HfTokenizer
-    from megapack.data.pieces import ReadSettings
+    from megapack.data.token_blocks import ReadSettings
 
     path = folder / f"chats_{num_rows}.jsonl"
     if not path.exists():

@@ -40,8 +40,8 @@ from megapack import (
     simulate,
 )
 from megapack.config.sections import ModelConfig
+from megapack.gpt import build_model, initialize_parallel
 from megapack.loss import SFT
-from megapack.model import build_model, initialize_parallel
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.listeners import Kind, Listener

@@ -55,10 +55,10 @@ from megapack.config.sections import ModelConfig
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_rollouts
-from megapack.data.pieces import ReadSettings
+from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, Ids
+from megapack.gpt import build_model, initialize_parallel
 from megapack.loss import SFT
-from megapack.model import build_model, initialize_parallel
 from megapack.pipeline import simulate_planned
 from megapack.policy import ContextParallel
 from megapack.samples import SampleBatch

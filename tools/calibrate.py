@@ -47,11 +47,12 @@ from megapack.config.sections import TrainConfig
 from megapack.cost.calibration import Calibration, Origin
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import ConfigError
+from megapack.gpt import build_model, initialize_parallel
 from megapack.layout import block_ranks
 from megapack.loss import SFT
-from megapack.model import build_model, initialize_parallel, weight_gradients
-from megapack.model.experts.rows import SchedulePass
+from megapack.model import weight_gradients
 from megapack.rows.packed import PackedRow
+from megapack.rows.schedule_pass import SchedulePass
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.call import StepCall

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import logging
 import os
 import platform
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -23,6 +26,8 @@ from megapack.base.files import write_whole
 from megapack.base.machine_lock import MachineLock
 
 _NumbaCache: Any = object
+_NumbaLocator: Any = object
+_NumbaStorage: Any = object
 _missing = ""
 _IS_OFF = os.environ.get("MEGAPACK_COMPILE", "") == "off"
 if not _IS_OFF:
@@ -33,6 +38,8 @@ if not _IS_OFF:
         from numba.core.runtime import rtsys
 
         _NumbaCache = caching.FunctionCache
+        _NumbaLocator = caching._CacheLocator
+        _NumbaStorage = caching.CompileResultCacheImpl
     except ImportError as error:
         _missing = str(error)
 
@@ -43,7 +50,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # A kernel that every plan needs, and that is compiled after most of the others.
 _MAIN_KERNEL = "megapack.planner.state.score_all"
 
-# In the cache folder of this module.
+# In the cache folder.
 _LOCK_NAME = "megapack-compiling.lock"
 _LIST_NAME = "megapack-compiled.txt"
 
@@ -60,10 +67,10 @@ class _Mode:
 def kernel(function: F) -> F:
     """Compile with numba at the first call, and cache the machine code for later processes.
 
-    One process of a machine compiles, and the others wait for it. numba caches beside the source
-    file, or in a user-wide folder if that is read-only. If neither can be written, every process
-    compiles for itself. The numpy error model omits checks for division by zero. No kernel needs
-    them, and the machine code is much shorter. Python's lock is released while a kernel runs.
+    One process of a machine compiles, and the others wait for it. If the cache cannot be written,
+    every process compiles for itself. The numpy error model omits checks for division by zero. No
+    kernel needs them, and the machine code is much shorter. Python's lock is released while a
+    kernel runs.
     """
     _Mode.num_kernels += 1
     if not _Mode.compiles:
@@ -71,8 +78,9 @@ def kernel(function: F) -> F:
             logger.warning("numba: %s; plans are made in plain Python, which is slow", _missing)
         return function
     compiled = numba.njit(error_model="numpy", nogil=True)(function)
-    with contextlib.suppress(RuntimeError, AttributeError):
-        _share(compiled)
+    if can_store():
+        with contextlib.suppress(AttributeError):
+            _share(compiled)
     return compiled  # type: ignore[no-any-return]
 
 
@@ -101,20 +109,53 @@ def is_compiled() -> bool:
     return False
 
 
-class _SharedCache(_NumbaCache):  # type: ignore[misc]
-    """numba's cache of one kernel, whose misses are compiled by one process of a machine.
+class _Locator(_NumbaLocator):  # type: ignore[misc]
+    """Where numba stores a kernel, and the stamp by which it knows what is out of date.
 
-    Its entries depend on the sources of all kernels. numba checks the kernel's own file only, but
-    the kernels that it calls are compiled into it. After an upgrade, a rank could run an old one
-    from its cache and make a different plan than its peers. numba has no public way to extend an
-    entry's stamp, so private fields are used; a numba without them gets no cache.
+    The stamp is that of all kernels. numba's own is that of the kernel's file, but the kernels that
+    it calls are compiled into it. After an upgrade, a rank could run an old one from its cache and
+    make a different plan than its peers.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self._py_file = inspect.getfile(function)
+        self._line = function.__code__.co_firstlineno
+
+    def get_cache_path(self) -> str:
+        """One folder for all kernels."""
+        return str(cache_folder())
+
+    def get_source_stamp(self) -> str:
+        """A digest of the sources of all kernels."""
+        return _sources()
+
+    def get_disambiguator(self) -> str:
+        """The line, which tells kernels of one name apart."""
+        return str(self._line)
+
+
+class _Storage(_NumbaStorage):  # type: ignore[misc]
+    """What numba stores of a kernel; the constructor of numba's class would choose the folder."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._locator = _Locator(function)
+        self._lineno = function.__code__.co_firstlineno
+        abi_flags = getattr(sys, "abiflags", "")  # not on Windows
+        self._filename_base = self.get_filename_base(_full_name(function), abi_flags)
+
+
+class _SharedCache(_NumbaCache):  # type: ignore[misc]
+    """numba's cache of one kernel, whose misses are compiled by one process of a machine.
+
+    numba has no public way to choose the folder and the stamp of one package's kernels, so private
+    fields are used; a numba without them gets no cache.
+    """
+
+    _impl_class = _Storage
+
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        file = self._cache_file
-        file._source_stamp = (file._source_stamp, _sources())
-        self._full_name = f"{function.__module__}.{function.__qualname__}"
+        self._full_name = _full_name(function)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled kernel; on a miss, the lock is held until `_compiling` ends."""
@@ -168,6 +209,10 @@ class _CompiledList:
         return [line for line in lines if len(line.split()) == 3]
 
 
+def _full_name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
 def _share(compiled: Any) -> None:
     """Give a kernel the shared cache, and release the lock when a compilation ends."""
     compiled._cache = _SharedCache(compiled.py_func)
@@ -204,8 +249,33 @@ def _lock() -> MachineLock:
 
 @cache
 def cache_folder() -> Path:
-    """Where numba would cache a kernel of this file."""
-    return Path(_NumbaCache(_sources.__wrapped__).cache_path)
+    """Where the user keeps the machine code of this copy of the package.
+
+    It is in NUMBA_CACHE_DIR, or else in XDG_CACHE_HOME or ~/.cache. Beside the sources, pip would
+    leave it when it removes the package, and Python would import the folders that are left.
+
+    Raises:
+        RuntimeError: the user has no home folder.
+    """
+    given = numba.config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME")
+    copy = hashlib.sha256(os.fsencode(_PACKAGE)).hexdigest()[:16]
+    return Path(given or Path("~/.cache").expanduser(), "megapack", copy).absolute()
+
+
+@cache
+def can_store() -> bool:
+    """Whether machine code can be stored; if not, a line of the log says so."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache_folder()).close()
+    except (OSError, RuntimeError) as error:
+        logger.warning(
+            "compiled code cannot be stored (%s), so every process compiles the planner again; "
+            "set NUMBA_CACHE_DIR to a writable folder",
+            error,
+        )
+        return False
+    return True
 
 
 @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 from megapack.checkpoint import folders
 from megapack.checkpoint.folders import Manifest
 from megapack.checkpoint.writer import StateWriter
-from megapack.ranks.executor import run_on_daemon
+from megapack.ranks.threads import run_on_daemon
 
 # Seconds that a run which ends with an error waits for the tensor that is being written. At 1 GB/s
 # a tensor of 4 GB takes 4. Chosen by hand.

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megapack.checkpoint.folders import writing
 from megapack.errors import CheckpointError
 from megapack.ranks.agree import agree
-from megapack.ranks.executor import run_on_daemon
+from megapack.ranks.threads import run_on_daemon
 from megapack.rows.transfer import host_copies
 
 # Bytes that each thread copies from the GPU ahead of writing them, and one tensor more: with four

@@ -6,7 +6,7 @@ import argparse
 import logging
 import time
 
-from megapack.base.jit import cache_folder, compiles
+from megapack.base.jit import cache_folder, can_store, compiles
 from megapack.errors import ConfigError
 
 
@@ -25,6 +25,8 @@ def run(args: argparse.Namespace) -> int:
 
     if not compiles():
         raise ConfigError("MEGAPACK_COMPILE=off, or numba is missing: nothing can be compiled")
+    if not can_store():
+        raise ConfigError("compiled code cannot be stored, so there is nothing to compile ahead")
     logging.getLogger("megapack").setLevel(logging.WARNING)
     began = time.perf_counter()
     compile_planner(ALL if args.all else USUAL)

@@ -2,8 +2,9 @@
 
 Modules:
     yaml, typed, load: text -> plain values -> typed dataclasses, and back
-    model, rope, data, objective, critic, sections: the dataclasses, up to TrainConfig
-    model_checks, run_checks: what keys must fulfil, of the model alone and of all sections
+    plan, model, rope, data, objective, critic, loop: the dataclasses of the sections
+    sections: TrainConfig, which has all of them, and what their keys must fulfil together
+    bounds, model_checks: least values of keys; what a model's sizes must fulfil on a layout
     hf_reader, hf_config: the model's keys from a Hugging Face folder, family by family
     cost_file: reads a cost model from its file
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from megapack.config.bounds import at_least
 from megapack.config.model import ModelConfig
-from megapack.config.model_checks import at_least
 from megapack.errors import ConfigError
 
 

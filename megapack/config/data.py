@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from megapack.base.choices import Overlong
-from megapack.config.model_checks import at_least
+from megapack.config.bounds import at_least
 from megapack.errors import ConfigError
 
 

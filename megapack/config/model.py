@@ -13,13 +13,8 @@ from megapack.base.choices import (
     Recompute,
     RecomputeModule,
 )
+from megapack.config.bounds import at_least
 from megapack.config.hf_config import HfConfig, read_hf_config
-from megapack.config.model_checks import (
-    at_least,
-    check_experts,
-    check_latent_attention,
-    check_routing,
-)
 from megapack.config.rope import RopeScaling
 from megapack.cost.sizes import ModelSizes
 from megapack.errors import ConfigError
@@ -293,9 +288,9 @@ class ModelConfig:
         )
 
     def _check_architecture(self) -> None:
-        check_experts(self)
-        check_routing(self)
-        check_latent_attention(self)
+        _check_experts(self)
+        _check_routing(self)
+        _check_latent_attention(self)
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
         at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
         at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
@@ -372,6 +367,121 @@ class ModelConfig:
             raise ConfigError(
                 f"model.fp8={self.fp8} with model.attention={self.attention} and model.dtype="
                 f"{self.dtype}; set model.attention=te and model.dtype=bf16"
+            )
+
+
+def _check_experts(model: ModelConfig) -> None:
+    coefficients = ("moe_balance_loss_coef", "moe_z_loss_coef", "moe_bias_update_rate")
+    at_least(model, "model", 1, "num_experts", "moe_top_k", "moe_ffn_hidden_size")
+    at_least(model, "model", 0, *coefficients)
+    if model.num_experts is not None and model.moe_top_k > model.num_experts:
+        raise ConfigError(
+            f"model.moe_top_k={model.moe_top_k} is above model.num_experts={model.num_experts}; "
+            f"set {model.num_experts} or less"
+        )
+    if model.moe_bias_update_rate and model.moe_score_function != "sigmoid":
+        raise ConfigError(
+            f"model.moe_bias_update_rate={model.moe_bias_update_rate} needs "
+            "model.moe_score_function=sigmoid; set it, or moe_bias_update_rate=0"
+        )
+    if model.moe_expert_bias and model.moe_score_function != "sigmoid":
+        raise ConfigError(
+            "model.moe_expert_bias=true needs model.moe_score_function=sigmoid; set it, or "
+            "moe_expert_bias=false"
+        )
+    at_least(model, "model", 0, "moe_first_dense_layers")
+    at_least(model, "model", 1, "moe_shared_ffn_hidden_size")
+    if model.num_experts is None:
+        parts = ("moe_first_dense_layers", "moe_shared_ffn_hidden_size", "moe_num_groups")
+        for name in (*parts, "moe_expert_bias"):
+            if getattr(model, name):
+                raise ConfigError(
+                    f"model.{name}={getattr(model, name)} needs experts; set model.num_experts, "
+                    f"or leave {name} out"
+                )
+    elif model.moe_first_dense_layers >= model.num_layers:
+        raise ConfigError(
+            f"model.moe_first_dense_layers={model.moe_first_dense_layers} leaves no layer of "
+            f"model.num_layers={model.num_layers} with experts; set less, or num_experts=null"
+        )
+    if model.moe_shared_gate and model.moe_shared_ffn_hidden_size is None:
+        raise ConfigError(
+            "model.moe_shared_gate=true without a shared expert; set "
+            "model.moe_shared_ffn_hidden_size, or moe_shared_gate=false"
+        )
+
+
+def _check_routing(model: ModelConfig) -> None:
+    """Check the groups of experts and the scores of those that are chosen."""
+    at_least(model, "model", 1, "moe_num_groups", "moe_group_top_k")
+    if model.moe_route_scale is not None and not model.moe_route_scale > 0:
+        raise ConfigError(
+            f"model.moe_route_scale is {model.moe_route_scale}; set a number above 0, or null"
+        )
+    if not model.moe_norm_top_k and model.moe_score_function == "sigmoid":
+        raise ConfigError(
+            "model.moe_norm_top_k=false needs model.moe_score_function=softmax: Megatron-Core "
+            "always normalises sigmoids; set one of them otherwise"
+        )
+    groups = model.moe_num_groups
+    chosen = model.moe_group_top_k
+    if groups is None and chosen is None:
+        return
+    if groups is None or chosen is None:
+        raise ConfigError(
+            f"model.moe_num_groups={groups} and model.moe_group_top_k={chosen}; set both, or "
+            "neither"
+        )
+    experts = model.num_experts or 0
+    if experts % groups or chosen > groups:
+        raise ConfigError(
+            f"model.moe_num_groups={groups} with model.num_experts={experts} and "
+            f"model.moe_group_top_k={chosen}; set a divisor of {experts} that is at least "
+            f"{chosen}"
+        )
+    size = experts // groups
+    if model.moe_top_k % chosen or model.moe_top_k // chosen > size:
+        raise ConfigError(
+            f"model.moe_top_k={model.moe_top_k} is not a multiple of model.moe_group_top_k="
+            f"{chosen} of at most {chosen * size}; set one"
+        )
+
+
+def _check_latent_attention(model: ModelConfig) -> None:
+    widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    names = ("q_lora_rank", *widths)
+    at_least(model, "model", 1, "kv_lora_rank", *names)
+    if model.kv_lora_rank is None:
+        for name in names:
+            if getattr(model, name) is not None:
+                raise ConfigError(
+                    f"model.{name}={getattr(model, name)} needs model.kv_lora_rank; set it for "
+                    f"multi-latent attention, or {name}=null"
+                )
+        if model.rope_scaling.kind == "yarn":
+            raise ConfigError(
+                "model.rope_scaling.kind=yarn needs multi-latent attention (model.kv_lora_rank)"
+                "; set kind=none, which is exact for samples of the original length"
+            )
+        return
+    for name in widths:
+        if getattr(model, name) is None:
+            raise ConfigError(f"model.kv_lora_rank is set, so model.{name} must be; set it")
+    refused = {
+        "rope_scaling.kind=llama3": model.rope_scaling.kind == "llama3",
+        f"kv_channels={model.kv_channels}": model.kv_channels is not None,
+        f"num_query_groups={model.num_query_groups}": model.num_query_groups
+        not in (None, model.num_attention_heads),
+        "qkv_bias=true": model.qkv_bias,
+        f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
+        f"qk_rope_head_dim={model.qk_rope_head_dim}": (model.qk_rope_head_dim or 0) % 2 == 1,
+        f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"model.{key} does not run with multi-latent attention (model.kv_lora_rank="
+                f"{model.kv_lora_rank}); leave it out"
             )
 
 

@@ -10,31 +10,28 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
-from typing import Literal
 
 from megapack.base.choices import (
-    Calibrate,
     Device,
     Executor,
-    ExecutorChoice,
     Kernel,
-    RoutingReplay,
 )
-from megapack.config.cost_file import read_cost
+from megapack.config.bounds import at_least
 from megapack.config.critic import CriticConfig
 from megapack.config.data import DataConfig
-from megapack.config.model import ModelConfig
-from megapack.config.model_checks import at_least
+from megapack.config.loop import LoopConfig, OptimConfig
+from megapack.config.model import BYTE_VOCAB_SIZE, ModelConfig
 from megapack.config.objective import ObjectiveConfig
-from megapack.config.run_checks import check_run
+from megapack.config.plan import LayoutConfig, PlanConfig
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.cost.model import CostModel
-from megapack.cost.stages import LayerSplit, StageLayers
+from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
-from megapack.layout import Fp8, Layout, ParallelSizes
+from megapack.layout import Layout, ParallelSizes, why_no_retry
 from megapack.plan.executor import choose_executor
-from megapack.policy import Policy, SharePrefixes
+from megapack.policy import check_dynamic_cp, check_split_samples
+from megapack.ranks.watchdog_config import WatchdogConfig
 
 __all__ = [
     "TrainConfig",
@@ -52,249 +49,6 @@ __all__ = [
 
 # A token of `generate_lengths` up to 16,384 tokens is on average in a sample of 3,800 tokens.
 _LONGEST_OVER_TYPICAL = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutConfig(LayerSplit, ParallelSizes):
-    """How the ranks are split into parallel groups, the sizes of `megapack.Layout`, and how layers
-    are split over pipeline stages, see `megapack.cost.stages`."""
-
-    def __post_init__(self) -> None:
-        sizes = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
-        at_least(self, "layout", 1, *sizes, "microbatch_group_size")
-
-    def to_layout(self, world_size: int, fp8: Fp8 = False) -> Layout:
-        """The layout of a job of `world_size` ranks.
-
-        Args:
-            fp8: the model's `fp8_rows`; it decides the alignment of rows.
-
-        Raises:
-            ConfigError: `world_size` is not dp * tp * pp * cp.
-        """
-        model_ranks = self.tp * self.pp * self.cp
-        dp = self.dp if self.dp is not None else max(1, world_size // model_ranks)
-        if dp * model_ranks != world_size:
-            raise ConfigError(
-                f"layout needs dp * tp * pp * cp = {dp} * {self.tp} * {self.pp} * {self.cp} = "
-                f"{dp * model_ranks} ranks, the job has {world_size}; start {dp * model_ranks}, "
-                "or change layout"
-            )
-        sizes = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(ParallelSizes)
-        }
-        return Layout(**{**sizes, "dp": dp, "fp8": fp8})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _BatchSizes:
-    """Sizes of micro-batches and steps, and the cost model."""
-
-    max_tokens_per_gpu: int | None = None
-    """Padded tokens that a micro-batch may have on one GPU, after context parallelism;
-    null = count-based, by `micro_batch_size`."""
-    micro_batch_size: int | None = None
-    """Samples per micro-batch of a count-based plan; null = token-based."""
-    global_batch_size: int | None = None
-    """Rollouts per optimizer step; null = all rollouts of a batch in one step."""
-    num_steps: int | None = None
-    """Optimizer steps per batch, balanced by tokens; null = by `global_batch_size`."""
-    forward_max_tokens_per_gpu: int | None = None
-    """The budget of forward-only passes (log-probs), which may be larger because they keep no
-    activations; null = `max_tokens_per_gpu`."""
-    cost_model: str | None = None
-    """YAML file of a cost model in seconds, written by tools/calibrate.py. Relative to the working
-    directory; must be the same on all ranks. null = from the model's sizes, for a GPU of an assumed
-    speed; `balance: tokens` balances by tokens."""
-    calibrate: Calibrate = "off"
-    """"online": fit the cost model to the run's own seconds while it trains, and plan with it.
-    Plans then depend on measured times; checkpoints keep the model. "off": one model, which the run
-    begins with."""
-    calibrate_interval: int = 5
-    """Optimizer steps from one fit of `calibrate` to the next."""
-
-
-# A dataclass lists the fields of its last base first: so the sizes, of which one must be set, lead.
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig(Policy, _BatchSizes):
-    """How samples become steps and micro-batches: sizes, then the fields of `megapack.Policy`."""
-
-    share_prefixes: SharePrefixes = "off"
-    """"auto": a row holds the tokens that its samples have in common at their beginnings (such as
-    the prompt of a group) once, where that pays. "off": each sample has its own tokens."""
-
-    def __post_init__(self) -> None:
-        sizes = ("max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "num_steps")
-        at_least(self, "plan", 1, *sizes, "forward_max_tokens_per_gpu", "max_live_tokens_per_gpu")
-        at_least(self, "plan", 1, "calibrate_interval")
-        at_least(self, "plan", 0, "search")
-        if (self.max_tokens_per_gpu is None) == (self.micro_batch_size is None):
-            both = "neither" if self.max_tokens_per_gpu is None else "both"
-            raise ConfigError(
-                f"{both} of plan.max_tokens_per_gpu and plan.micro_batch_size set; set one"
-            )
-        if self.global_batch_size is not None and self.num_steps is not None:
-            raise ConfigError("both of plan.global_batch_size and plan.num_steps set; unset one")
-        if self.calibrate == "online" and self.balance == "tokens":
-            raise ConfigError(
-                "plan.calibrate=online fits a cost model, which plan.balance=tokens does not read; "
-                "set balance=time, or calibrate=off"
-            )
-        super().__post_init__()
-
-    def to_policy(self) -> Policy:
-        """The planner's policy, without the sizes."""
-        names = [field.name for field in dataclasses.fields(Policy)]
-        return Policy(**{name: getattr(self, name) for name in names})
-
-    def read_cost(self, layout: Layout) -> CostModel | None:
-        """Read the file `cost_model`; None if it is not set, see `TrainConfig.cost_model`.
-
-        Raises:
-            ConfigError: see `cost_file.read_cost`.
-        """
-        return None if self.cost_model is None else read_cost(self.cost_model, layout)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """Adam and its learning-rate schedule, counted in optimizer steps."""
-
-    lr: float = 1e-5
-    """The highest learning rate."""
-    min_lr: float = 0.0
-    """The learning rate at the end of the decay."""
-    warmup_steps: int = 0
-    """Optimizer steps in which the learning rate rises linearly from 0."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes from `lr` to `min_lr` after the warm-up."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay; not applied to biases and norms."""
-    adam_beta1: float = 0.9
-    """Decay of the first moment, in [0, 1)."""
-    adam_beta2: float = 0.95
-    """Decay of the second moment, in [0, 1)."""
-    adam_eps: float = 1e-8
-    """Added to the square root of the second moment."""
-    clip_grad: float = 1.0
-    """Gradients are scaled down to this global norm; 0 = no clipping."""
-    distributed_optimizer: bool = False
-    """Split the optimizer's state over the data-parallel ranks."""
-    overlap_grad_reduce: bool | None = None
-    """Reduce gradients in buckets while the last backward of a step runs. null = on CUDA with more
-    than one data-parallel rank, unless train.on_oom=replan."""
-    overlap_param_gather: bool | None = None
-    """Gather the updated weights in buckets while the next forward runs. Needs
-    distributed_optimizer and overlap_grad_reduce; null = with both."""
-    bucket_size: int | None = None
-    """Parameters of a bucket; null = 40 million, or a million per data-parallel rank if that is
-    more."""
-
-    def __post_init__(self) -> None:
-        at_least(self, "optim", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
-        at_least(self, "optim", 0, "adam_beta1", "adam_beta2", "adam_eps")
-        at_least(self, "optim", 1, "bucket_size")
-        if self.overlap_param_gather and (
-            not self.distributed_optimizer or self.overlap_grad_reduce is False
-        ):
-            raise ConfigError(
-                "optim.overlap_param_gather=true needs optim.distributed_optimizer=true, and "
-                "optim.overlap_grad_reduce=true or null; set these, or overlap_param_gather=null"
-            )
-        if max(self.adam_beta1, self.adam_beta2) >= 1:
-            raise ConfigError(
-                f"optim.adam_beta1={self.adam_beta1} and optim.adam_beta2={self.adam_beta2} must "
-                "be below 1; set 0.9 and 0.95"
-            )
-        if self.min_lr > self.lr:
-            raise ConfigError(
-                f"optim.min_lr={self.min_lr} is above optim.lr={self.lr}; set it to {self.lr} or "
-                "less"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """How long the job runs, what it logs and saves, and how it resumes."""
-
-    num_batches: int | None = None
-    """Stop after this many batches of prompts; null = after the epochs."""
-    epochs: int = 1
-    """Passes over the data."""
-    log_interval: int = 1
-    """Log a line every this many optimizer steps; `metrics.jsonl` gets every step."""
-    entropy_interval: int = 10
-    """Report the entropy every this many optimizer steps, from the first on; 0 = never. The metric
-    costs a pass over all logits, and it moves over tens of steps. With `objective.entropy_coef` it
-    is computed, and reported, in every step."""
-    trace_steps: int = 0
-    """Number of optimizer steps, from the second on, whose forwards and backwards are timed on
-    every rank and written to `trace.jsonl`, for `megapack trace` and `megapack report`; 0 = no
-    trace."""
-    save_interval: int | None = None
-    """Save a checkpoint every this many optimizer steps, after the last step, and when SIGTERM or
-    SIGUSR1 ends the run; null = no checkpoints. All ranks must see the run's folder."""
-    keep_checkpoints: int | None = 2
-    """Number of complete checkpoints to keep, the latest ones; null = all."""
-    async_save: bool = False
-    """Write checkpoints while training goes on: it waits only for a copy of the tensors into host
-    memory. Each rank needs that much memory more."""
-    save_threads: int = 4
-    """Threads per rank that write a checkpoint, each into a file of its own."""
-    resume: str | None = None
-    """Resume from a checkpoint: its folder, the folder of a run (its latest checkpoint), or auto
-    (the latest checkpoint of this run, or the start if it has none); null = from the start."""
-    export_hf: Literal["last", "checkpoints"] | None = None
-    """Write the weights as a Hugging Face folder `hf/step-N` in the run's folder: last = after the
-    last step; checkpoints = also with every checkpoint of `save_interval`. Needs model.hf_path;
-    null = never, `megapack export` does it later from a checkpoint."""
-    on_oom: Literal["error", "replan"] = "error"
-    """If a GPU runs out of memory: error ends the run, replan repeats the step once in rows of half
-    the size. replan needs ranks that do not communicate inside layers (tp = cp = ep = 1 and
-    plan.context_parallel=fixed); the metric `num_oom_replans` counts the repeated steps."""
-    routing_replay: RoutingReplay = "none"
-    """The experts that tokens go through in all steps of a batch: none: those that the routers
-    choose; rollout: those in the rollouts' `routed_experts`, also in the pass for old log-probs;
-    old_logprobs: those of that pass."""
-    executor: ExecutorChoice = "auto"
-    """What runs a step: megatron: Megatron's schedules; operations: the plan's list of forwards,
-    backwards and weight gradients, or the one that Megatron's schedules would run; auto: operations
-    where the plan needs them, under plan.split_samples=auto or plan.backward=split."""
-    manual_gc_interval: int | None = 100
-    """Collect Python's cyclic garbage every this many optimizer steps, on all ranks at the same
-    step; ranks that collect at different times wait for each other. null = Python decides."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go in addition to `metrics.jsonl`; the packages of these names must be
-    installed."""
-
-    def __post_init__(self) -> None:
-        at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")
-        at_least(self, "train", 1, "keep_checkpoints", "manual_gc_interval", "save_threads")
-        at_least(self, "train", 0, "trace_steps", "entropy_interval")
-        if self.resume == "":
-            raise ConfigError("train.resume is empty; set a folder, auto, or null")
-        if len(set(self.trackers)) < len(self.trackers):
-            raise ConfigError(f"train.trackers is {list(self.trackers)}; name each once")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchdogConfig:
-    """When a step counts as late, and when the job is aborted."""
-
-    slow_factor: float = 5.0
-    """A step is late after this many times its predicted seconds, but not before `slow_after_s`;
-    every rank then logs its phase, micro-batch and last exchange."""
-    slow_after_s: float = 60.0
-    """Seconds before which no step is late; the only limit for a step without a prediction."""
-    abort_after_s: float | None = None
-    """Seconds after which a step, a pass for log-probs or a checkpoint is aborted and the job ends
-    with an error on every rank; null = never, except for the timeouts of the process groups."""
-
-    def __post_init__(self) -> None:
-        for name in ("slow_factor", "slow_after_s", "abort_after_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"watchdog.{name}={value} must be above 0 and finite; set 60")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -332,7 +86,7 @@ class TrainConfig:
         at_least(self, "", 0, "seed")
         if self.name in ("", ".", "..") or any(c in self.name for c in "/\\\0\n"):
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
-        check_run(self)
+        _check_run(self)
 
     @property
     def executor(self) -> Executor:
@@ -466,3 +220,272 @@ def check_installed(names: Sequence[str]) -> None:
                 f"train.trackers has {name}, which is not installed; pip install {name}, or leave "
                 "it out"
             )
+
+
+def _check_run(config: TrainConfig) -> None:
+    """Raise ConfigError for the first settings that do not fit each other."""
+    _check_division(config)
+    _check_critic(config)
+    _check_rewards(config)
+    _check_routing_replay(config)
+    _check_dynamic_cp(config)
+    _check_operations(config)
+    _check_shared_prefixes(config)
+    _check_value_head(config)
+    _check_retry(config)
+    _check_export(config)
+    _check_data(config)
+
+
+def _check_division(config: TrainConfig) -> None:
+    """Check what the layout has to divide, before a job fails on it on a cluster."""
+    layout = config.layout
+    model = config.model
+    try:
+        _ = config.stage_layers
+    except ConfigError as error:
+        raise ConfigError(f"layout: {error}") from None
+    split = ["num_attention_heads", "num_query_groups"]
+    if any(model.dense_layers):
+        split.append("ffn_hidden_size")
+    if model.moe_shared_ffn_hidden_size is not None:
+        split.append("moe_shared_ffn_hidden_size")
+    for name in split:
+        value = getattr(model, name)
+        if value is not None and value % layout.tp:
+            raise ConfigError(
+                f"model.{name}={value} does not divide over layout.tp={layout.tp}; set a "
+                f"multiple of {layout.tp}"
+            )
+    if (model.num_experts or 1) % layout.ep:
+        raise ConfigError(
+            f"model.num_experts={model.num_experts} does not divide over layout.ep="
+            f"{layout.ep}; set a multiple of {layout.ep}"
+        )
+    if model.num_experts is None and (layout.etp or 1) > 1:
+        raise ConfigError(
+            f"layout.etp={layout.etp} splits experts, but model.num_experts is null; set "
+            "layout.etp=1"
+        )
+    if model.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            f"model.num_experts={model.num_experts} with layout.tp={layout.tp} needs "
+            "layout.sequence_parallel=true, because Megatron routes each token on one rank; "
+            "set it"
+        )
+    if model.kv_lora_rank is not None and layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            f"model.kv_lora_rank={model.kv_lora_rank} with layout.tp={layout.tp} needs "
+            "layout.sequence_parallel=true, because Megatron-Core sums the gradients of the "
+            "shared rotated keys only with it; set it"
+        )
+    if layout.sequence_parallel and layout.tp == 1:
+        raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
+
+
+def _check_critic(config: TrainConfig) -> None:
+    objective = config.objective
+    if not config.critic.enabled:
+        for name in ("gamma", "gae_lambda", "kl_in_reward_coef"):
+            default = getattr(ObjectiveConfig, name)
+            if getattr(objective, name) != default:
+                raise ConfigError(
+                    f"objective.{name}={getattr(objective, name)} has no effect without a "
+                    f"critic; set critic.enabled=true or objective.{name}={default}"
+                )
+        return
+    if objective.kind not in ("ppo", "grpo"):
+        raise ConfigError(
+            f"critic.enabled=true gives advantages per token, which objective.kind="
+            f"{objective.kind} does not use; set objective.kind=ppo or critic.enabled=false"
+        )
+    if objective.advantage_norm != ObjectiveConfig.advantage_norm:
+        raise ConfigError(
+            f"objective.advantage_norm={objective.advantage_norm} has no effect with a critic, "
+            "whose advantages are not relative to a prompt group; leave it out, or set "
+            "critic.enabled=false"
+        )
+
+
+def _check_rewards(config: TrainConfig) -> None:
+    """Refuse what changes rewards where they are not read, or would be read wrongly."""
+    kind = config.objective.kind
+    settings = {
+        "data.drop_equal_rewards=true": config.data.drop_equal_rewards,
+        "objective.overlong_buffer_tokens": config.objective.overlong_buffer_tokens is not None,
+    }
+    for name, is_set in settings.items():
+        if is_set and not config.objective.reads_rewards:
+            raise ConfigError(
+                f"{name} has no effect under objective.kind={kind}, which reads no rewards; "
+                "unset it"
+            )
+    if config.objective.overlong_buffer_tokens is not None and config.data.overlong == "truncate":
+        raise ConfigError(
+            "objective.overlong_buffer_tokens with data.overlong=truncate would read the lengths "
+            "after truncation; set data.overlong=skip or error, or leave the buffer out"
+        )
+    if config.data.drop_equal_rewards:
+        _check_dropped_groups(config)
+
+
+def _check_dropped_groups(config: TrainConfig) -> None:
+    """Refuse to leave out groups whose equal rewards do have a gradient."""
+    settings = {
+        "critic.enabled=true": config.critic.enabled,
+        "objective.advantage_norm=none": config.objective.advantage_norm == "none",
+    }
+    for name, is_set in settings.items():
+        if is_set:
+            raise ConfigError(
+                f"data.drop_equal_rewards=true with {name} would leave out prompt groups that have "
+                "a gradient; set data.drop_equal_rewards=false"
+            )
+
+
+def _check_routing_replay(config: TrainConfig) -> None:
+    replay = config.train.routing_replay
+    if replay == "none":
+        return
+    reasons = {
+        "the model has no experts; set model.num_experts": config.model.num_experts is None,
+    }
+    if replay == "rollout":
+        reasons["generated rollouts have no routed_experts; set data.path"] = (
+            config.data.path is None
+        )
+    else:
+        reasons |= {
+            f"objective.kind={config.objective.kind} has no pass for old log-probs; set grpo": (
+                config.objective.kind not in ("ppo", "grpo", "gspo")
+            ),
+            # Each rank keeps the routes of its own samples only.
+            "that pass must run the rows of the steps; set plan.forward_max_tokens_per_gpu="
+            "null": config.plan.forward_max_tokens_per_gpu is not None,
+            "a replanned step has other samples on a rank; set train.on_oom=error": (
+                config.train.on_oom == "replan"
+            ),
+        }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"train.routing_replay={replay}: {reason}, or train.routing_replay=none"
+            )
+
+
+def _check_dynamic_cp(config: TrainConfig) -> None:
+    """Refuse a plan that rows over several ranks contradict."""
+    try:
+        check_dynamic_cp(config.plan, config.plan.micro_batch_size)
+    except ConfigError as error:
+        raise ConfigError(f"plan: {error}") from None
+
+
+def _check_operations(config: TrainConfig) -> None:
+    """Refuse what steps with an order of their own contradict."""
+    try:
+        _ = config.executor
+    except ConfigError as error:
+        raise ConfigError(f"train: {error}") from None
+    if config.plan.split_samples == "off":
+        return
+    model = config.model
+    if model.mtp_num_layers > 0:
+        raise ConfigError(
+            f"plan.split_samples=auto: model.mtp_num_layers={model.mtp_num_layers} needs tokens of "
+            "a sample's next piece; set it to 0, or plan.split_samples=off"
+        )
+    sizes = config.layout
+    # null is any number of data-parallel ranks; the least that the experts may lie over will do.
+    dp = sizes.dp or sizes.ep * (sizes.etp or sizes.tp)
+    layout = sizes.to_layout(dp * sizes.tp * sizes.pp * sizes.cp)
+    try:
+        check_split_samples(config.plan, layout, config.plan.micro_batch_size)
+    except ConfigError as error:
+        raise ConfigError(f"plan: {error}") from None
+
+
+def _check_shared_prefixes(config: TrainConfig) -> None:
+    """Refuse attention of Transformer Engine where it has no kernel for rows that share."""
+    model = config.model
+    cp = config.layout.cp
+    wide = _has_wide_rows(config)
+    if config.plan.share_prefixes == "off" or (cp == 1 and not wide):
+        return
+    if model.attention == "te" or model.fp8 is not None:
+        name = "model.attention=te" if model.attention == "te" else f"model.fp8={model.fp8}"
+        ranks = "plan.context_parallel=dynamic" if wide else f"layout.cp={cp}"
+        other = "plan.context_parallel=fixed with layout.cp=1" if wide else "layout.cp=1"
+        raise ConfigError(
+            f"plan.share_prefixes=auto with {name} and {ranks}: Transformer Engine has no "
+            "attention for rows that share prefixes over context-parallel ranks; set "
+            f"model.attention=varlen and model.fp8=null, or {other}, or plan.share_prefixes=off"
+        )
+
+
+def _has_wide_rows(config: TrainConfig) -> bool:
+    """Whether a row may lie over several DP ranks; null is any number of them."""
+    return config.plan.context_parallel == "dynamic" and config.layout.dp != 1
+
+
+def _check_value_head(config: TrainConfig) -> None:
+    """Refuse layers that predict tokens beside a value head."""
+    if not config.objective.has_value_head:
+        return
+    if config.model.mtp_num_layers:
+        raise ConfigError(
+            f"model.mtp_num_layers={config.model.mtp_num_layers} predicts tokens, which objective"
+            f".kind={config.objective.kind} does not; set model.mtp_num_layers=0"
+        )
+
+
+def _check_retry(config: TrainConfig) -> None:
+    reason = why_no_retry(
+        tp=config.layout.tp,
+        cp=config.layout.cp,
+        ep=config.layout.ep,
+        shares_rows=config.plan.context_parallel == "dynamic",
+    )
+    if config.train.on_oom == "replan" and reason:
+        raise ConfigError(
+            f"train.on_oom=replan cannot run with this layout ({reason}); set train.on_oom=error"
+        )
+    overlaps = [
+        f"optim.{name}=true"
+        for name in ("overlap_grad_reduce", "overlap_param_gather")
+        if getattr(config.optim, name)
+    ]
+    if config.train.on_oom == "replan" and overlaps:
+        raise ConfigError(
+            f"train.on_oom=replan cannot run with {overlaps[0]}, because a step is repeated "
+            "before it is reduced; set one of them otherwise"
+        )
+
+
+def _check_export(config: TrainConfig) -> None:
+    if config.train.export_hf is not None and config.model.hf_path is None:
+        raise ConfigError(
+            f"train.export_hf={config.train.export_hf} needs a model of a Hugging Face folder; "
+            "set model.hf_path, or train.export_hf=null"
+        )
+
+
+def _check_data(config: TrainConfig) -> None:
+    vocab_size = config.model.vocab_size
+    if config.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is less than the {BYTE_VOCAB_SIZE} of generated "
+            f"rollouts; set {BYTE_VOCAB_SIZE} or more, or data.path"
+        )
+    if config.tokenizer_folder is not None and vocab_size is None:
+        raise ConfigError(
+            f"the tokenizer of {config.tokenizer_folder} with model.vocab_size=null; set the "
+            "model's vocabulary, or model.hf_path"
+        )
+    longest = config.data.max_length
+    positions = config.model.max_position_embeddings
+    if longest is not None and longest > positions:
+        raise ConfigError(
+            f"data.max_length={longest} is above model.max_position_embeddings={positions}; "
+            f"set it to {positions} or less"
+        )

@@ -6,7 +6,7 @@ Modules:
     rollouts: the format of a line; batches of whole prompt groups
     advantages: rewards of rollouts -> advantages
     columns: rows of one simple form, read together
-    pieces, blocks, workers: tokenization, by several processes
+    token_blocks, blocks, workers: tokenization, by several processes
     index, dataset: random access to any sample
     lengths: lengths alone, for the planner's commands
     generated: toy rollouts

@@ -18,7 +18,7 @@ from megapack.data.advantages import Floats, SampleReward, group_advantages, pen
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.data.generated import generate_pairs, generate_rollouts
 from megapack.data.hf_tokenizer import HfTokenizer
-from megapack.data.pieces import ReadSettings
+from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, Tokenizer
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import DataError

@@ -1,4 +1,4 @@
-"""A block of a data file -> its piece.
+"""A block of a data file -> its token block.
 
 Rows of one simple form are read together (`columns`), all others one by one (`lines`).
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 from megapack.data.columns import read_columns
 from megapack.data.files import Block, Lines
 from megapack.data.lines import BadLine, LineParser
-from megapack.data.pieces import Piece, ReadSettings, join, make_piece
 from megapack.data.rollouts import Rollout
+from megapack.data.token_blocks import ReadSettings, TokenBlock, join, make_token_block
 
 # Lines that are read together. An unusual line slows down those that share its part alone: in
 # lines of 120 bytes, 1100 of them.
 _PART_BYTES = 1 << 17
 
 
-def read_block(block: Block, file: int, settings: ReadSettings, parser: LineParser) -> Piece:
+def read_block(block: Block, file: int, settings: ReadSettings, parser: LineParser) -> TokenBlock:
     """Parse and tokenize the rows of a block.
 
     Args:
@@ -24,16 +24,16 @@ def read_block(block: Block, file: int, settings: ReadSettings, parser: LinePars
         parser: of the settings; made once, because a tokenizer may take seconds to load.
     """
     parts = block.parts(_PART_BYTES) if isinstance(block, Lines) else [block]
-    pieces: list[Piece] = []
+    found: list[TokenBlock] = []
     for part in parts:
-        piece = read_columns(part, file, settings) or _read_rows(part, file, settings, parser)
-        pieces.append(piece)
-        if piece.error:
+        token_block = read_columns(part, file, settings) or _read_rows(part, file, settings, parser)
+        found.append(token_block)
+        if token_block.error:
             break
-    return join(pieces)
+    return join(found)
 
 
-def _read_rows(block: Block, file: int, settings: ReadSettings, parser: LineParser) -> Piece:
+def _read_rows(block: Block, file: int, settings: ReadSettings, parser: LineParser) -> TokenBlock:
     samples: list[tuple[int, Rollout]] = []
     num_skipped = 0
     num_truncated = 0
@@ -49,8 +49,8 @@ def _read_rows(block: Block, file: int, settings: ReadSettings, parser: LinePars
         before = {sample.part: sample.num_tokens for sample in whole}
         num_truncated += sum(sample.num_tokens < before[sample.part] for sample in kept)
         samples += [(number, sample) for sample in kept]
-    piece = make_piece(samples)
-    piece.num_skipped = num_skipped
-    piece.num_truncated = num_truncated
-    piece.error = error
-    return piece
+    token_block = make_token_block(samples)
+    token_block.num_skipped = num_skipped
+    token_block.num_truncated = num_truncated
+    token_block.error = error
+    return token_block

@@ -1,8 +1,8 @@
-"""Rows of one simple form -> their piece, column by column, without an object per sample.
+"""Rows of one simple form -> their token block, column by column, without an object per sample.
 
 The rows all give text, or all give token ids, with masks or without, and no routes. All checks are
 those of `lines`, made for all rows at once. Where one fails, or a row is unusual in another way,
-there is no piece: `lines` then reads them one by one, and names what it refuses.
+there is no token block: `lines` then reads them one by one, and names what it refuses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megapack.base.arrays import is_id
 from megapack.data.files import COLUMNS, Block, Lines, TableRows
-from megapack.data.pieces import ROW_DTYPE, Piece, ReadSettings
+from megapack.data.token_blocks import ROW_DTYPE, ReadSettings, TokenBlock
 from megapack.data.tokenizer import Ids, TextTokens
 
 _TEXT = {"prompt", "response"}
@@ -36,7 +36,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=tuple)
 Column = Sequence[Any]
 
 
-def read_columns(block: Block, file: int, settings: ReadSettings) -> Piece | None:
+def read_columns(block: Block, file: int, settings: ReadSettings) -> TokenBlock | None:
     """Parse and tokenize rows together.
 
     Args:
@@ -47,9 +47,9 @@ def read_columns(block: Block, file: int, settings: ReadSettings) -> Piece | Non
     """
     try:
         if isinstance(block, Lines):
-            return _piece(_of_lines(block.data.decode()), block.first, file, settings)
+            return _token_block(_of_lines(block.data.decode()), block.first, file, settings)
         if isinstance(block, TableRows):
-            return _piece(_of_table(block.table()), block.first, file, settings)
+            return _token_block(_of_table(block.table()), block.first, file, settings)
     # Invalid UTF-8 or JSON, deep brackets, integers of too many digits, text without ids.
     except (ValueError, RecursionError, OverflowError):
         pass
@@ -57,7 +57,7 @@ def read_columns(block: Block, file: int, settings: ReadSettings) -> Piece | Non
 
 
 def _of_lines(text: str) -> dict[str, Column]:
-    """The values of each key, by line; {} if there are others than `_piece` reads."""
+    """The values of each key, by line; {} if there are others than `_token_block` reads."""
     row, end = _DECODER.raw_decode(text)
     if not isinstance(row, tuple):
         return {}
@@ -88,7 +88,7 @@ def _of_lines(text: str) -> dict[str, Column]:
 
 
 def _of_table(table: Any) -> dict[str, Column]:
-    """The values of each column; {} if there are others than `_piece` reads."""
+    """The values of each column; {} if there are others than `_token_block` reads."""
     given = {
         name: column
         for name, column in zip(table.column_names, table.columns, strict=True)
@@ -98,9 +98,9 @@ def _of_table(table: Any) -> dict[str, Column]:
     return {name: column.to_pylist() for name, column in given.items()} if is_simple else {}
 
 
-def _piece(
+def _token_block(
     columns: dict[str, Column], first: int, file: int, settings: ReadSettings
-) -> Piece | None:
+) -> TokenBlock | None:
     # null and absent are the same.
     columns = {name: each for name, each in columns.items() if each.count(None) < len(each)}
     given = columns.keys() & _OF_TOKENS
@@ -130,7 +130,7 @@ def _piece(
         rows[name] = _floats(columns[name]) if name in columns else np.nan
     own_ids = [f"{file} line-{number}" for number in range(first, first + len(rows))]
     groups, rollouts = (_filled(columns.get(name, own_ids), own_ids) for name in _IDENTITIES)
-    return Piece(rows, groups, rollouts, tokens.ids, [])
+    return TokenBlock(rows, groups, rollouts, tokens.ids, [])
 
 
 def _of_text(columns: dict[str, Column], settings: ReadSettings) -> TextTokens | None:
@@ -165,7 +165,7 @@ def _of_ids(columns: dict[str, Column], settings: ReadSettings) -> TextTokens | 
 
 
 def _sign(tokens: TextTokens, column: Column) -> Ids | None:
-    """Mark the tokens that do not count, as `pieces.Tokens` says.
+    """Mark the tokens that do not count, as `token_blocks.Tokens` says.
 
     Returns:
         Each sample's response tokens that count in the loss; None if a mask is bad.

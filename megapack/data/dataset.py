@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from megapack.data.advantages import SampleReward
 from megapack.data.index import Index, SampleTokens, StoredSamples, load_samples, store_in_memory
-from megapack.data.pieces import ReadSettings
 from megapack.data.rollouts import Rollout, group_batches
+from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import Ids, Mask
 from megapack.errors import DataError
 from megapack.plan.plan import Plan, own_samples

@@ -29,10 +29,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.data.files import list_files, open_file, unreadable
-from megapack.data.pieces import ROW_DTYPE, Piece, ReadSettings, Routes, Tokens, make_piece
 from megapack.data.rollouts import Rollout
+from megapack.data.token_blocks import (
+    ROW_DTYPE,
+    ReadSettings,
+    Routes,
+    TokenBlock,
+    Tokens,
+    make_token_block,
+)
 from megapack.data.tokenizer import Ids, Mask
-from megapack.data.workers import read_pieces
+from megapack.data.workers import read_token_blocks
 from megapack.errors import DataError
 from megapack.prefixes import SharedPrefixes
 
@@ -56,7 +63,7 @@ INDEX_DTYPE = np.dtype(
     ]
 )
 Index = npt.NDArray[np.void]
-# What a piece has already.
+# What a token block has already.
 _ROW_COLUMNS = [name for name in ROW_DTYPE.names or () if name in (INDEX_DTYPE.names or ())]
 
 # Part of the key. Increase it when INDEX_DTYPE or the meaning of a column changes.
@@ -200,7 +207,7 @@ def _state(file: Path) -> tuple[str, int, int]:
 
 
 class _Builder:
-    """Makes index rows of pieces; numbers prompt groups and rollouts by their first appearance."""
+    """Makes index rows of token blocks; numbers prompt groups and rollouts as they first appear."""
 
     def __init__(self) -> None:
         self._groups: dict[int | str, int] = {}
@@ -211,13 +218,13 @@ class _Builder:
         self.num_samples = 0
         self.route_shape: tuple[int, ...] | None = None
 
-    def add(self, file: int, piece: Piece) -> Index:
-        """The index rows of the next piece.
+    def add(self, file: int, token_block: TokenBlock) -> Index:
+        """The index rows of the next token block.
 
         Raises:
             DataError: its routes have another shape than those before; without the file's name.
         """
-        rows = piece.rows
+        rows = token_block.rows
         index = np.empty(len(rows), dtype=INDEX_DTYPE)
         for name in _ROW_COLUMNS:
             index[name] = rows[name]
@@ -225,15 +232,15 @@ class _Builder:
         stops = self._num_tokens + np.cumsum(lengths)
         groups = self._groups
         rollouts = self._rollouts
-        group = [groups.setdefault(each, len(groups)) for each in piece.groups]
-        keys = zip(group, piece.rollouts, strict=True)
+        group = [groups.setdefault(each, len(groups)) for each in token_block.groups]
+        keys = zip(group, token_block.rollouts, strict=True)
         index["file"] = file
         index["start"] = stops - lengths
         index["group"] = group
         index["rollout"] = [rollouts.setdefault(each, len(rollouts)) for each in keys]
         index["route_start"] = -1
         routed = np.flatnonzero(rows["has_routes"])
-        for row, routes in zip(routed.tolist(), piece.routes, strict=True):
+        for row, routes in zip(routed.tolist(), token_block.routes, strict=True):
             index["route_start"][row] = self._num_routes
             self._num_routes += self._checked(int(rows["number"][row]), routes)
         self.num_samples += len(rows)
@@ -254,10 +261,12 @@ class _Builder:
 def store_in_memory(records: Sequence[Rollout]) -> StoredSamples:
     """Samples that are in memory, as if read from one file."""
     builder = _Builder()
-    piece = make_piece(enumerate(records, start=1))
-    index = builder.add(0, piece)
+    token_block = make_token_block(enumerate(records, start=1))
+    index = builder.add(0, token_block)
     return StoredSamples(
-        index, piece.tokens, np.concatenate(piece.routes) if piece.routes else None
+        index,
+        token_block.tokens,
+        np.concatenate(token_block.routes) if token_block.routes else None,
     )
 
 
@@ -277,23 +286,23 @@ def _write(
         index = stack.enter_context(_ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
         tokens = stack.enter_context(_ArrayFile(_named(stem, _TOKENS), np.dtype("<i4")))
         routes: _ArrayFile | None = None
-        for file, piece in read_pieces(blocks, settings, num_workers, total):
+        for file, token_block in read_token_blocks(blocks, settings, num_workers, total):
             try:
-                index.write(builder.add(file, piece))
+                index.write(builder.add(file, token_block))
             except DataError as error:
                 raise DataError(f"{files[file]}:{error}") from None
-            if piece.error:
-                raise DataError(f"{files[file]}:{piece.error}")
-            tokens.write(piece.tokens)
-            if piece.routes and routes is None:
+            if token_block.error:
+                raise DataError(f"{files[file]}:{token_block.error}")
+            tokens.write(token_block.tokens)
+            if token_block.routes and routes is None:
                 shape = builder.route_shape or ()
                 path = _named(stem, _ROUTES)
                 routes = stack.enter_context(_ArrayFile(path, np.dtype("<u2"), shape))
-            for array in piece.routes:
+            for array in token_block.routes:
                 assert routes is not None
                 routes.write(array)
-            num_skipped += piece.num_skipped
-            num_truncated += piece.num_truncated
+            num_skipped += token_block.num_skipped
+            num_truncated += token_block.num_truncated
         path = files[0] if len(files) == 1 else files[0].parent
         _report(path, settings.max_length, builder.num_samples, num_skipped, num_truncated)
         for array_file in (tokens, routes, index):

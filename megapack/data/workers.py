@@ -1,4 +1,4 @@
-"""Blocks of files -> pieces, in order, tokenized by several processes.
+"""Blocks of files -> token blocks, in order, tokenized by several processes.
 
 The processes run this module's `serve`; they are not forked, because the job that reads the data
 has threads and perhaps a GPU. Each has one block at a time, and blocks go round, so the result is
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from megapack.base.garbage import rare_collections
 from megapack.data.blocks import read_block
 from megapack.data.files import Block
-from megapack.data.pieces import Piece, ReadSettings
+from megapack.data.token_blocks import ReadSettings, TokenBlock
 from megapack.errors import DataError
 
 Blocks = Iterable[tuple[int, Block]]
@@ -32,10 +32,10 @@ _FEW_BLOCKS = 8
 _BAR_AFTER_S = 1.0
 
 
-def read_pieces(
+def read_token_blocks(
     blocks: Blocks, settings: ReadSettings, num_workers: int | None, total_bytes: int
-) -> Iterator[tuple[int, Piece]]:
-    """Yield the number of the file and the piece of each block, in the order of the blocks.
+) -> Iterator[tuple[int, TokenBlock]]:
+    """Yield the number of the file and the tokens of each block, in the order of the blocks.
 
     Args:
         num_workers: processes; None = one per core that this process may use.
@@ -59,16 +59,16 @@ def read_pieces(
         disable=None,
     )
     with bar, rare_collections():
-        for block_file, num_bytes, piece in read(
+        for block_file, num_bytes, token_block in read(
             itertools.chain(first, blocks), settings, num_workers
         ):
             bar.update(num_bytes)
-            yield block_file, piece
+            yield block_file, token_block
 
 
 def _read_here(
     blocks: Blocks, settings: ReadSettings, num_workers: int
-) -> Iterator[tuple[int, int, Piece]]:
+) -> Iterator[tuple[int, int, TokenBlock]]:
     parser = settings.parser()
     for file, block in blocks:
         yield file, block.num_bytes, read_block(block, file, settings, parser)
@@ -76,7 +76,7 @@ def _read_here(
 
 def _read_by_processes(
     blocks: Blocks, settings: ReadSettings, num_workers: int
-) -> Iterator[tuple[int, int, Piece]]:
+) -> Iterator[tuple[int, int, TokenBlock]]:
     waiting: collections.deque[tuple[int, int, _Process]] = collections.deque()
     processes: list[_Process] = []
     try:
@@ -87,10 +87,10 @@ def _read_by_processes(
                 # The oldest block's process has read all that was sent to it, so that neither side
                 # waits for the other to read.
                 done_file, done_bytes, process = waiting.popleft()
-                piece = process.receive()
+                token_block = process.receive()
                 process.send((file, block))
                 waiting.append((file, block.num_bytes, process))
-                yield done_file, done_bytes, piece
+                yield done_file, done_bytes, token_block
                 continue
             process.send((file, block))
             waiting.append((file, block.num_bytes, process))
@@ -103,7 +103,7 @@ def _read_by_processes(
 
 
 class _Process:
-    """A process that makes pieces of blocks."""
+    """A process that makes token blocks of blocks."""
 
     def __init__(self, settings: ReadSettings) -> None:
         code = "from megapack.data.workers import serve; serve()"
@@ -127,8 +127,8 @@ class _Process:
         except OSError:
             raise self._ended() from None
 
-    def receive(self) -> Piece:
-        """The piece of the oldest block that was sent.
+    def receive(self) -> TokenBlock:
+        """The token block of the oldest block that was sent.
 
         Raises:
             DataError: the process has ended.
@@ -142,7 +142,7 @@ class _Process:
             raise self._ended() from None
         if isinstance(answer, Exception):
             raise answer
-        assert isinstance(answer, Piece)
+        assert isinstance(answer, TokenBlock)
         return answer
 
     def end(self) -> None:
@@ -159,11 +159,11 @@ class _Process:
 
 
 def serve() -> None:
-    """Read settings and blocks from standard input, write pieces to standard output."""
+    """Read settings and blocks from standard input, write token blocks to standard output."""
     # Ctrl-C reaches this process too; the parent ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "wb")
-    # What a library prints must not come between the pieces.
+    # What a library prints must not come between the token blocks.
     os.dup2(2, 1)
     with rare_collections():
         _serve(sys.stdin.buffer, out)
@@ -177,7 +177,7 @@ def _serve(stdin: BinaryIO, out: BinaryIO) -> None:
             file, block = pickle.load(stdin)
         except EOFError:
             return
-        answer: Piece | Exception
+        answer: TokenBlock | Exception
         try:
             parser = parser or settings.parser()
             answer = read_block(block, file, settings, parser)

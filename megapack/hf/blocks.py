@@ -42,7 +42,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class RowSpan:
     """Rows of a block that are rows of one Hugging Face tensor."""
 
     name: str
@@ -58,15 +58,15 @@ class Piece:
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Where the piece is in the Hugging Face tensor."""
+        """Where the span is in the Hugging Face tensor."""
         return (slice(self.row, self.row + self.count), *self.columns)
 
     def of(self, values: Tensor) -> Tensor:
-        """The piece's part of its block's values."""
+        """The span's part of its block's values."""
         return values[self.block_row : self.block_row + self.count]
 
 
-def pieces(block: Block, names: TensorNames) -> list[Piece]:
+def row_spans(block: Block, names: TensorNames) -> list[RowSpan]:
     """The Hugging Face rows that a block holds; none for rows of the padded vocabulary.
 
     Raises:
@@ -85,7 +85,7 @@ def pieces(block: Block, names: TensorNames) -> list[Piece]:
         stop = min(end, at + rows.count)
         if begin < stop:
             row = rows.start + begin - at
-            found.append(Piece(rows.name, row, begin - first, stop - begin, columns))
+            found.append(RowSpan(rows.name, row, begin - first, stop - begin, columns))
         at += rows.count
     return found
 

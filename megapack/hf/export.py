@@ -192,17 +192,17 @@ class Exporter:
         if one.writer != self._rank:
             for part in one.parts:
                 if part.holder == self._rank:
-                    dist.send(part.piece.of(sources[part.block]()).contiguous(), one.writer)
+                    dist.send(part.span.of(sources[part.block]()).contiguous(), one.writer)
             return None
         whole = torch.empty(one.shape, dtype=one.dtype)
         for part in one.parts:
-            whole[part.piece.place].copy_(self._values(part, sources))
+            whole[part.span.place].copy_(self._values(part, sources))
         return whole
 
     def _values(self, part: Part, sources: Sources) -> Tensor:
         if part.holder == self._rank:
-            return part.piece.of(sources[part.block]())
-        shape = (part.piece.count, *part.block.shape[1:])
+            return part.span.of(sources[part.block]())
+        shape = (part.span.count, *part.block.shape[1:])
         values = torch.empty(shape, dtype=part.block.dtype, device=self.device)
         dist.recv(values, part.holder)
         return values

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megapack.errors import ConfigError
-from megapack.hf.blocks import Block, Piece, hf_shapes, pieces
+from megapack.hf.blocks import Block, RowSpan, hf_shapes, row_spans
 from megapack.hf.names import TensorNames
 from megapack.hf.shards import file_names
 
@@ -22,7 +22,7 @@ class Part:
     """Rows of a tensor, and the rank that supplies them."""
 
     block: Block
-    piece: Piece
+    span: RowSpan
     holder: int
 
 
@@ -134,8 +134,8 @@ def _targets(
     for block in blocks:
         # The nearest rank: tensor-parallel ranks are neighbours, replicas are on other nodes.
         holder = min(holders[block], key=lambda rank: (abs(rank - writer), rank))
-        for piece in pieces(block, names):
-            parts[piece.name].append(Part(block, piece, holder))
+        for span in row_spans(block, names):
+            parts[span.name].append(Part(block, span, holder))
     return [
         Target(name, shape, dtype_of(name, blocks[0].dtype), writer, tuple(parts[name]))
         for name, shape in hf_shapes(blocks, names).items()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megapack.config.hf_config import read_hf_config
 from megapack.errors import ConfigError
-from megapack.hf.blocks import Block, Piece, hf_shapes, own_blocks, pieces
+from megapack.hf.blocks import Block, RowSpan, hf_shapes, own_blocks, row_spans
 from megapack.hf.folder import HfFolder
 from megapack.hf.gather import gather_distinct
 from megapack.hf.names import VALUE_HEAD, TensorNames
@@ -134,20 +134,20 @@ def check_tensors(model: Shapes, stored: HfFolder, names: TensorNames) -> list[s
 
 def _read(held: list[tuple[Block, Tensor]], stored: HfFolder, names: TensorNames) -> int:
     """Read this rank's blocks, file by file; returns the bytes read."""
-    by_file: dict[str, list[tuple[Piece, Tensor]]] = defaultdict(list)
+    by_file: dict[str, list[tuple[RowSpan, Tensor]]] = defaultdict(list)
     for block, values in held:
-        found = [piece for piece in pieces(block, names) if piece.name in stored.tensors]
-        if sum(piece.count for piece in found) < block.shape[0]:
+        found = [span for span in row_spans(block, names) if span.name in stored.tensors]
+        if sum(span.count for span in found) < block.shape[0]:
             values.zero_()
-        for piece in found:
-            by_file[stored.tensors[piece.name].file].append((piece, piece.of(values)))
+        for span in found:
+            by_file[stored.tensors[span.name].file].append((span, span.of(values)))
     num_bytes = 0
     # A file is closed before the next one is opened: the pages of a file that is open count as
     # this process's memory.
     for file in sorted(by_file):
         with stored.open(file) as tensors:
-            for piece, values in by_file[file]:
-                part = tensors.get_slice(piece.name)[piece.place]
+            for span, values in by_file[file]:
+                part = tensors.get_slice(span.name)[span.place]
                 values.copy_(part)
                 num_bytes += part.nbytes
     return num_bytes

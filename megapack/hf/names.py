@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.model.init import local_name
+from megapack.model.parameters import local_name
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _mlp(fc: str, module: str, *names: str) -> dict[str, tuple[str, ...]]:
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Norms have their names in Megatron's local layers, see `model.init.local_name`.
+# Norms have their names in Megatron's local layers, see `model.parameters.local_name`.
 _DENSE: dict[str, tuple[str, ...]] = {
     "input_layernorm.weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": _attention("q_proj", "k_proj", "v_proj"),

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megapack.errors import ScheduleError, brief, of_all_ranks
-from megapack.model.init import local_name
+from megapack.model.parameters import local_name
 from megapack.model.sharded import saved_blocks
 from megapack.ranks.agree import agree
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megapack.errors import ScheduleError, of_all_ranks
-from megapack.ranks.executor import DaemonExecutor
+from megapack.ranks.threads import DaemonThread
 from megapack.ranks.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -186,7 +186,7 @@ class Agreements:
     def __init__(self, watchdog: Watchdog | None) -> None:
         self._watchdog = watchdog
         self._group = _new_group() if dist.get_world_size() > 1 else None
-        self._executor = DaemonExecutor("megapack-agreements")
+        self._thread = DaemonThread("megapack-agreements")
 
     def start(self, work: Callable[[], T], same: Callable[[], Mapping[str, str]]) -> Agreement[T]:
         """Start local work on the thread, and agree on it; a collective of all ranks.
@@ -199,12 +199,12 @@ class Agreements:
         def agreed() -> T:
             return agree(work, device=_CPU, same=same(), group=self._group)
 
-        return Agreement(self._executor.submit(agreed), self._watchdog)
+        return Agreement(self._thread.submit(agreed), self._watchdog)
 
     def stop(self) -> None:
         """End the thread after its queued work; after a failure, do not wait for it."""
         has_failed = self._watchdog is not None and self._watchdog.failure is not None
-        self._executor.stop(0.0 if has_failed else _END_S)
+        self._thread.stop(0.0 if has_failed else _END_S)
 
 
 def _new_group() -> dist.ProcessGroup:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from megapack.errors import RankError
-from megapack.ranks.executor import DaemonExecutor
+from megapack.ranks.threads import DaemonThread
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Board:
         # Keys begin with the number of times that this rank has joined, so that several jobs can
         # share a store. The number is the same on all ranks.
         number = own.add(f"megapack/joined/{rank}", 1)
-        self._executor = DaemonExecutor("megapack-board")
+        self._thread = DaemonThread("megapack-board")
         self._late: Future[Any] | None = None
         prefixed: Any = dist.PrefixStore(f"megapack/{number}", own)
         self._store = prefixed
@@ -161,7 +161,7 @@ class Board:
 
     def close(self) -> None:
         """End the thread, unless a call blocks it; later calls raise RuntimeError."""
-        self._executor.stop(0.0 if self._is_blocked() else _ANSWER_S)
+        self._thread.stop(0.0 if self._is_blocked() else _ANSWER_S)
 
     def _ask(self, call: Callable[[], T]) -> T:
         # Do not ask a store that is gone again: torch prints a page of text at each attempt.
@@ -169,7 +169,7 @@ class Board:
             raise ConnectionError("the store is gone")
         if self._is_blocked():
             raise TimeoutError(f"an earlier call has not returned in {_ANSWER_S:g} s")
-        answer = self._executor.submit(call)
+        answer = self._thread.submit(call)
         if not wait([answer], _ANSWER_S).done:
             self._late = answer
             raise TimeoutError(f"no answer in {_ANSWER_S:g} s")

@@ -18,13 +18,13 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megapack.config.sections import WatchdogConfig
 from megapack.errors import ConfigError, RankError
 from megapack.ranks.agree import Agreement, Agreements
 from megapack.ranks.board import Failure
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.place import Place
 from megapack.ranks.watchdog import Watchdog
+from megapack.ranks.watchdog_config import WatchdogConfig
 
 T = TypeVar("T")
 

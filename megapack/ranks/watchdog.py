@@ -21,10 +21,10 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from megapack.config.sections import WatchdogConfig
 from megapack.ranks.board import Board, Failure, Process
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.place import Place
+from megapack.ranks.watchdog_config import WatchdogConfig
 
 logger = logging.getLogger(__name__)
 

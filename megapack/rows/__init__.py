@@ -5,5 +5,6 @@ Modules:
     slices: context-parallel slices of a row
     transfer: rows to a device
     segments: sums over the samples of a row
+    schedule_pass: sums and outputs of one run of the schedule
     outputs: per-token values back in sample order; sums of metrics
 """

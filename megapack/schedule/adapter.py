@@ -28,16 +28,17 @@ from megapack.model import weight_gradients
 from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.model import ModelRouting
-from megapack.model.experts.rows import SchedulePass, collect_routing
-from megapack.model.init import keep_gradients_through_recompute
+from megapack.model.experts.rows import collect_routing
 from megapack.model.liger import choose_head
 from megapack.model.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
+from megapack.model.parameters import keep_gradients_through_recompute
 from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch, Plan
 from megapack.ranks.agree import Agreement, agree, on_any_rank
 from megapack.ranks.links import Ranks, shared_ranks
 from megapack.rows.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.schedule_pass import SchedulePass
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 from megapack.schedule import checks

@@ -24,8 +24,8 @@ from megapack.model.attention.te_rows import te_attentions
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
-from megapack.model.init import is_expert
 from megapack.model.mtp import check_mtp, num_depths
+from megapack.model.parameters import is_expert
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import check_count_rule
 
@@ -408,7 +408,7 @@ def check_expert_gradients(chunks: Sequence[Any], layout: Layout) -> None:
                 raise ConfigError(
                     f"Megatron would not add {name}'s gradients over tensor-parallel ranks: tp="
                     f"{layout.tp}, etp={layout.etp}, ep={layout.ep}; set etp={layout.tp} or ep > "
-                    "1, or call megapack.model.init.mark_experts before wrapping the model"
+                    "1, or call megapack.model.parameters.mark_experts before wrapping the model"
                 )
 
 

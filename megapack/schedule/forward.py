@@ -14,12 +14,12 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megapack.loss.sequence import AnyObjective, call_objective
-from megapack.model.experts.rows import SchedulePass
 from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
 from megapack.model.liger import Logprobs
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name
 from megapack.rows.packed import PackedRow, RoutingRow, unpack_row
+from megapack.rows.schedule_pass import SchedulePass
 from megapack.rows.segments import row_segments
 from megapack.schedule.chains import ChainLosses, LossInputs
 from megapack.schedule.listeners import Kind, Listener, Listeners

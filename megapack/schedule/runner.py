@@ -20,7 +20,7 @@ from megapack.model.attention.carried import carry_keys
 from megapack.model.attention.packed import with_params
 from megapack.model.experts.chains import with_chain_counts
 from megapack.model.experts.model import ModelRouting
-from megapack.model.experts.rows import SchedulePass, token_weight
+from megapack.model.experts.rows import token_weight
 from megapack.model.overlap import (
     apart_from_earlier,
     dropping_reductions,
@@ -31,6 +31,7 @@ from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.plan import StepPlan
 from megapack.ranks.place import Place
 from megapack.rows.packed import PackedRow
+from megapack.rows.schedule_pass import SchedulePass
 from megapack.schedule import checks
 from megapack.schedule.call import StepCall
 from megapack.schedule.channels import Channels, Exchange, StageOrder

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
+
+from megapack.ranks.threads import run_on_daemon
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -37,18 +38,13 @@ class Ahead(Generic[K, T]):
     def __init__(self, work: Callable[[K], T]) -> None:
         self.ahead_s = 0.0
         self._work = work
-        self._begun: tuple[K, Future[tuple[T, float]], threading.Thread] | None = None
+        self._begun: tuple[K, Future[tuple[T, float]]] | None = None
 
     def begin(self, key: K) -> None:
         """Start the work of a key; the result of the one before must have been taken."""
         assert self._begun is None
-        result: Future[tuple[T, float]] = Future()
         # A daemon: a thread that waits for a lost file system must not keep the process.
-        thread = threading.Thread(
-            target=self._run, args=(key, result), name="megapack-ahead", daemon=True
-        )
-        self._begun = (key, result, thread)
-        thread.start()
+        self._begun = (key, run_on_daemon("megapack-ahead", lambda: self._timed(key)))
 
     def take(self, key: K) -> T:
         """The result of a key, or the error of its work. Without `begin` the work is done here."""
@@ -57,7 +53,7 @@ class Ahead(Generic[K, T]):
         self.ahead_s = 0.0
         if begun is None:
             return self._work(key)
-        expected, result, _ = begun
+        expected, result = begun
         assert expected is key
         made, self.ahead_s = result.result()
         return made
@@ -67,13 +63,9 @@ class Ahead(Generic[K, T]):
         begun = self._begun
         self._begun = None
         if begun is not None:
-            begun[2].join(_CLOSE_S)
+            wait([begun[1]], _CLOSE_S)
 
-    def _run(self, key: K, result: Future[tuple[T, float]]) -> None:
+    def _timed(self, key: K) -> tuple[T, float]:
         began = time.perf_counter()
-        try:
-            made = self._work(key)
-        except BaseException as error:  # raised by `take`
-            result.set_exception(error)
-        else:
-            result.set_result((made, time.perf_counter() - began))
+        made = self._work(key)
+        return made, time.perf_counter() - began

@@ -22,12 +22,12 @@ from megapack.config.critic import critic_model
 from megapack.config.sections import OptimConfig, TrainConfig
 from megapack.data.gae import Floats, explained_variance, gae, token_rewards, whitened
 from megapack.errors import StepOutOfMemory
+from megapack.gpt.build import build_model
+from megapack.gpt.optimizer import build_lr_schedule, build_optimizer, check_norm
+from megapack.gpt.settings import Settings
 from megapack.layout import Layout
 from megapack.loss.sequence import ValueLoss
-from megapack.model.build import build_model
 from megapack.model.head import unwrapped
-from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
-from megapack.model.settings import Settings
 from megapack.outlook.stats import StepReport
 from megapack.ranks.agree import agree
 from megapack.ranks.links import Ranks

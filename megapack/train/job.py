@@ -37,12 +37,13 @@ from megapack.data.dataset import SampleNumbers
 from megapack.data.gae import checked_rewards
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
+from megapack.gpt import build_model, initialize_parallel
+from megapack.gpt.optimizer import build_lr_schedule, build_optimizer, check_norm
+from megapack.gpt.settings import describe, layer_settings, reduction_settings
 from megapack.hf import LoadedWeights, export_hf, load_hf_weights
 from megapack.layout import Layout
 from megapack.loss.preference import PAIR_SIGN
-from megapack.model import build_model, check_replicas, initialize_parallel
-from megapack.model.optimizer import build_lr_schedule, build_optimizer, check_norm
-from megapack.model.settings import describe, layer_settings, reduction_settings
+from megapack.model import check_replicas
 from megapack.outlook.stats import step_report
 from megapack.outlook.warm_up import COMPILE_S, compile_planner
 from megapack.pipeline.simulator import simulate_planned

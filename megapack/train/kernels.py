@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from megapack.config.sections import TrainConfig
+from megapack.gpt.build import attention_sizes
+from megapack.gpt.settings import describe, layer_settings
 from megapack.layout import Layout
 from megapack.model.attention.choice import Kernels, find_kernels
-from megapack.model.build import attention_sizes
-from megapack.model.settings import describe, layer_settings
 from megapack.ranks.agree import agree
 
 

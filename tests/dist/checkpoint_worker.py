@@ -23,7 +23,7 @@ from megapack import Layout, build_dp_schedule, launch
 from megapack.checkpoint.state import RunState
 from megapack.checkpoint.writer import StateWriter
 from megapack.config.sections import OptimConfig
-from megapack.model.optimizer import build_optimizer
+from megapack.gpt.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.setup import build_chunks

@@ -22,7 +22,7 @@ from megapack.config.critic import critic_model
 from megapack.config.load import load_config
 from megapack.config.sections import TrainConfig
 from megapack.data.batches import open_dataset
-from megapack.model.init import global_parameters
+from megapack.model.parameters import global_parameters
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.train.job import Trainer

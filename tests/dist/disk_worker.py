@@ -26,7 +26,7 @@ from megapack.checkpoint.folders import Position
 from megapack.checkpoint.state import RunState
 from megapack.config import load_config
 from megapack.config.sections import OptimConfig, TrainConfig
-from megapack.model.optimizer import build_optimizer
+from megapack.gpt.optimizer import build_optimizer
 from tests.dist import problem
 from tests.dist.setup import build_chunks, error_of
 from tests.dist.spawn import ROOT

@@ -20,10 +20,10 @@ from megatron.core import parallel_state
 from megapack import Layout, launch
 from megapack.config.sections import ModelConfig
 from megapack.cost import LayerSplit
+from megapack.gpt import build_model, initialize_parallel
 from megapack.hf import export_hf, load_hf_weights
 from megapack.hf.blocks import own_blocks
 from megapack.hf.shards import ShardWriter
-from megapack.model import build_model, initialize_parallel
 from tests.dist.setup import error_of
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from megapack import launch
 from megapack.config.model import ModelConfig
 from megapack.dp_schedule import build_dp_schedule
+from megapack.gpt import build_model, initialize_parallel
 from megapack.hf import export_hf, load_hf_weights
 from megapack.loss import SFT
-from megapack.model import build_model, initialize_parallel
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist.executor import executor

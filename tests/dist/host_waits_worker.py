@@ -21,12 +21,12 @@ from torch import Tensor
 
 from megapack import Policy, SharedPrefixes, build_dp_schedule, cpu, launch
 from megapack.config.sections import OptimConfig
+from megapack.gpt.optimizer import build_optimizer
+from megapack.gpt.settings import reduction_settings
 from megapack.loss import ValueLoss
 from megapack.model.attention import choice, varlen
 from megapack.model.attention.paths import Paths
 from megapack.model.attention.sdpa import path_causal_attention
-from megapack.model.optimizer import build_optimizer
-from megapack.model.settings import reduction_settings
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem, split_problem, wide_problem

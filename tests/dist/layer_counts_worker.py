@@ -25,7 +25,7 @@ from megapack import Layout, launch
 from megapack.config.model import ModelConfig
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
-from megapack.model import build, initialize_parallel
+from megapack.gpt import build, initialize_parallel
 from megapack.model.attention import varlen
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.head import deferred_head, unwrapped

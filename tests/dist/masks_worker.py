@@ -19,9 +19,9 @@ from megapack import Layout, launch
 from megapack.config.sections import PlanConfig
 from megapack.cost import CostModel
 from megapack.data.dataset import Dataset
-from megapack.data.pieces import ReadSettings
+from megapack.data.token_blocks import ReadSettings
 from megapack.loss import SFT
-from megapack.model.init import global_parameters
+from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from megapack.train.passes import BatchPlanner
 from tests.dist import problem, reference

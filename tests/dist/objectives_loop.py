@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megapack import launch
+from megapack.gpt import initialize_parallel
 from megapack.layout import Layout
-from megapack.model import initialize_parallel
 from megapack.samples import SampleBatch
 from tests.dist import problem
 from tests.dist.sequence_reference import SequenceReference

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megapack import build_dp_schedule, launch
 from megapack.base.choices import Executor
-from megapack.model.init import global_parameters
-from megapack.model.settings import Setting
+from megapack.gpt.settings import Setting
+from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.cases import ALL_CASES, Case

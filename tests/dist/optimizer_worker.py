@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from megapack import Layout, build_dp_schedule, launch
 from megapack.config.sections import OptimConfig
 from megapack.cost import LayerSplit
-from megapack.model.init import global_parameters
-from megapack.model.optimizer import build_optimizer
+from megapack.gpt.optimizer import build_optimizer
+from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.setup import build_chunks

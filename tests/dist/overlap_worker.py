@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megapack import Layout, Policy, build_dp_schedule, launch
 from megapack.config.sections import OptimConfig
-from megapack.model.init import global_parameters
-from megapack.model.optimizer import build_optimizer
+from megapack.gpt.optimizer import build_optimizer
+from megapack.gpt.settings import Setting
 from megapack.model.overlap import finish_param_gathers
-from megapack.model.settings import Setting
+from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from megapack.train.passes import Reference
 from tests.dist import problem

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megapack import Layout, Plan, Policy, build_dp_schedule, launch
 from megapack.config.sections import ModelConfig
+from megapack.gpt.settings import Setting
 from megapack.loss import SFT
-from megapack.model.init import global_parameters
-from megapack.model.settings import Setting
+from megapack.model.parameters import global_parameters
 from megapack.plan import check_plan
 from megapack.rows.packed import PackedRow
 from megapack.samples import SampleBatch

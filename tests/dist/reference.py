@@ -26,9 +26,10 @@ from torch import Tensor
 
 from megapack import launch
 from megapack.config.sections import ModelConfig
+from megapack.gpt import initialize_parallel, transformer_config
+from megapack.gpt.init import initialize_by_name
 from megapack.layout import Layout
-from megapack.model import initialize_parallel, transformer_config
-from megapack.model.init import global_parameters, initialize_by_name
+from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from tests.dist import problem
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megapack import launch
 from megapack.config.load import load_config
 from megapack.config.sections import TrainConfig
-from megapack.model.init import global_parameters
+from megapack.model.parameters import global_parameters
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.train.job import Trainer

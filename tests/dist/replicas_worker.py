@@ -23,7 +23,7 @@ from megapack import Layout, launch
 from megapack.config import load_config
 from megapack.config.sections import TrainConfig
 from megapack.model import check_replicas
-from megapack.model.init import global_parameters
+from megapack.model.parameters import global_parameters
 from megapack.ranks.interrupt import Interrupt
 from megapack.train import job
 from tests.dist import problem

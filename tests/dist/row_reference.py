@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megapack import launch
+from megapack.gpt import initialize_parallel
 from megapack.layout import Layout
-from megapack.model import initialize_parallel
-from megapack.model.init import global_parameters
+from megapack.model.parameters import global_parameters
 from tests.dist.reference import (
     logprobs_and_entropy,
     mtp_losses,

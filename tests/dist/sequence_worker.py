@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megapack import ConfigError, launch
 from megapack.config.sections import OptimConfig
+from megapack.gpt.optimizer import build_optimizer
 from megapack.layout import Layout
 from megapack.loss.sequence import ValueLoss
 from megapack.model.head import unwrapped
-from megapack.model.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.sequence_problem import KINDS, LAYOUTS, SPLITS, Kind, make_batch, make_plan

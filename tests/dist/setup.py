@@ -10,8 +10,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megapack import Layout, MegapackError
 from megapack.config.sections import ModelConfig
 from megapack.cost import LayerSplit
-from megapack.model import build_model, initialize_parallel
-from megapack.model.settings import Settings
+from megapack.gpt import build_model, initialize_parallel
+from megapack.gpt.settings import Settings
 from tests.dist import problem
 from tests.te_python import runs_te
 

@@ -16,8 +16,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, build_dp_schedule, launch
+from megapack.gpt.settings import Setting
 from megapack.loss import SFT
-from megapack.model.settings import Setting
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.setup import build_chunks

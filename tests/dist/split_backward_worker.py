@@ -18,8 +18,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, build_dp_schedule, launch
+from megapack.gpt.settings import Setting
 from megapack.loss import SFT
-from megapack.model.settings import Setting
 from megapack.plan import Plan
 from megapack.plan.order import Operation
 from megapack.schedule import ScheduleAdapter

@@ -17,7 +17,7 @@ from torch import Tensor
 from megapack import Layout, launch
 from megapack.base.choices import Attention
 from megapack.config.sections import ModelConfig
-from megapack.model.init import global_parameters
+from megapack.model.parameters import global_parameters
 from tests.dist import problem
 from tests.dist.setup import build_chunks
 

@@ -20,10 +20,11 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import launch
+from megapack.gpt.init import local_slice
 from megapack.loss import GRPO
 from megapack.model.experts.router import moe_layers
 from megapack.model.head import unwrapped
-from megapack.model.init import global_parameters, is_expert, local_slice
+from megapack.model.parameters import global_parameters, is_expert
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem

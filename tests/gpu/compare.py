@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, Plan
-from megapack.model.init import global_parameters
+from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist.cases import Case
@@ -33,7 +33,7 @@ def build_adapter(
     Args:
         options: arguments of `build_model`.
     """
-    from megapack.model import build_model
+    from megapack.gpt import build_model
 
     options = {"distributed_optimizer": False, **options}
     chunks = build_model(settings, layout, seed=SEED, vocab_size=VOCAB_SIZE, **options)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack import Layout, cpu, launch
-from megapack.model import initialize_parallel
+from megapack.gpt import initialize_parallel
 from tests.dist.problem import SEED
 from tests.dist.staged import StagedAdapter
 from tests.gpu import problem

@@ -11,7 +11,7 @@ from typing import Literal, cast
 import torch
 
 from megapack import Layout, launch
-from megapack.model import initialize_parallel
+from megapack.gpt import initialize_parallel
 from tests.dist import reference
 from tests.dist.problem import SEED
 from tests.gpu import problem

@@ -15,8 +15,8 @@ from typing import Any, Literal, cast
 import torch
 
 from megapack import Layout, launch
-from megapack.model import initialize_parallel
-from megapack.model.settings import Setting
+from megapack.gpt import initialize_parallel
+from megapack.gpt.settings import Setting
 from megapack.model.weight_gradients import WeightGradients
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch

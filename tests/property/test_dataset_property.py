@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack.data.dataset import Dataset
-from megapack.data.pieces import ReadSettings
+from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.property

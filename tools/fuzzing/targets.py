@@ -36,7 +36,7 @@ from megapack.data.advantages import group_advantages
 from megapack.data.chats import chat_texts
 from megapack.data.dataset import Dataset
 from megapack.data.lengths import Columns, read_length_file
-from megapack.data.pieces import ReadSettings
+from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, ChatTokens, Message
 from megapack.plan.show import diff_plans
 from tools.fuzzing import seeds

@@ -43,7 +43,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 class WholeLinear(torch.nn.Linear):
     """A projection of hidden states that every tensor-parallel rank has whole.
 
-    Weights are allocated and not drawn; see `model.init`.
+    Weights are allocated and not drawn; see `gpt.init`.
     """
 
     def __init__(self, config: Any, out_features: int) -> None:

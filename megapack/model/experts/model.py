@@ -15,10 +15,11 @@ from torch import Tensor
 from megapack.errors import ConfigError, DataError
 from megapack.layout import Layout
 from megapack.model.experts.router import PackedRouter, moe_layers
-from megapack.model.experts.rows import RoutingShape, SchedulePass, routing_row
+from megapack.model.experts.rows import RoutingShape, routing_row
 from megapack.model.head import unwrapped
 from megapack.model.mtp import num_depths
 from megapack.rows.packed import PackedRow
+from megapack.rows.schedule_pass import SchedulePass
 
 
 class ModelRouting:

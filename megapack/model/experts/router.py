@@ -20,8 +20,9 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megapack.model.experts.rows import SchedulePass, balance_loss, z_loss
+from megapack.model.experts.rows import balance_loss, z_loss
 from megapack.rows.packed import RoutingRow
+from megapack.rows.schedule_pass import SchedulePass
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 

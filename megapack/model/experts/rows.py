@@ -1,4 +1,4 @@
-"""Packed rows as the routers of a mixture of experts see them, and the results of a pass.
+"""Packed rows as the routers of a mixture of experts see them.
 
     samples' choices -> RoutingRow (one per micro-batch) -> routers -> recorded choices -> samples
 
@@ -26,7 +26,6 @@ samples, E experts, L MoE layers of the whole model, K experts per token.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -206,40 +205,6 @@ def check_choices(value: Tensor | None, sample: int, length: int, shape: Routing
 def token_weight(step: StepPlan) -> float:
     """Weight of one real token in a step's auxiliary losses, 1 / N."""
     return 1 / step.counts.tokens
-
-
-class SchedulePass:
-    """One run of the schedule: its current row, and the results of routers and last stage.
-
-    Args:
-        token_weight: 1 / N, the weight of a real token in the auxiliary losses of a training pass;
-            None for a pass without a backward.
-        record: whether routers store their choices in the rows.
-
-    Attributes:
-        routing: the row of the current forward, as routers see it.
-        recomputed: the row of the current backward; None if nothing tells it.
-        sums: the last stage's weighted sums of losses and metrics over the rows so far.
-        outputs: the last stage's values, name -> sample -> values.
-        router_sums: sums of auxiliary losses, without their coefficients, over rows and layers.
-    """
-
-    def __init__(self, *, token_weight: float | None = None, record: bool = False) -> None:
-        self.token_weight = token_weight
-        self.record = record
-        self.routing: RoutingRow | None = None
-        self.recomputed: RoutingRow | None = None
-        self.sums: dict[str, Tensor] = {}
-        self.outputs: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        self.router_sums: dict[str, Tensor] = {}
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Add the weighted sum of a loss or metric over a row."""
-        self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
-
-    def add_router_loss(self, name: str, loss: Tensor) -> None:
-        """Add the auxiliary loss of one row and layer, without its coefficient."""
-        self.router_sums[name] = self.router_sums.get(name, 0.0) + loss.detach().double()
 
 
 def balance_loss(scores_tE: Tensor, chosen_tE: Tensor, row: RoutingRow, top_k: int) -> Tensor:

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megapack import Layout
 from megapack.config.sections import ModelConfig
-from megapack.model import build
+from megapack.gpt import build
 from tests.dist import problem
 from tests.dist.setup import on_kernels_of_job
 

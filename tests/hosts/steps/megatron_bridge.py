@@ -195,8 +195,8 @@ def _spec(crosses: bool) -> Callable[[Any], Any]:
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from megapack.gpt.specs import local_layer_spec
     from megapack.model.attention.sdpa import PackedSDPA
-    from megapack.model.specs import local_layer_spec
 
     class CrossingSDPA(PackedSDPA):
         """Takes a row without sample bounds for one sample, as Transformer Engine does."""

@@ -119,9 +119,9 @@ def make_models(layout: Layout, report: Report) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    from megapack.model import initialize_parallel, transformer_config
-    from megapack.model.init import initialize_by_name
-    from megapack.model.specs import local_layer_spec
+    from megapack.gpt import initialize_parallel, transformer_config
+    from megapack.gpt.init import initialize_by_name
+    from megapack.gpt.specs import local_layer_spec
     from tests.dist import problem
 
     class CpuModel(GPTModel):  # type: ignore[misc]

@@ -174,7 +174,7 @@ def make_config(layout: Any) -> dict[str, Any]:
 
 def build_chunk(layout: Any) -> Any:
     """The tests' chunk with the settings that NeMo-RL gives to its models."""
-    from megapack.model import build
+    from megapack.gpt import build
     from tests.dist import setup
 
     own_config = build.transformer_config

@@ -261,7 +261,7 @@ def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
 
 def build_host_chunks(arguments: Arguments) -> list[Any]:
     """This rank's chunks, with the settings that Megatron-LM's arguments give to the hosts."""
-    from megapack.model import build
+    from megapack.gpt import build
     from tests.dist import problem
     from tests.dist.setup import build_chunks
 

@@ -137,8 +137,8 @@ def build_chunks(layout: Layout) -> list[Any]:
     """The tests' chunks with the settings that SkyRL gives to its models and to DDP."""
     from skyrl.train.config.config import MegatronDDPConfig
 
-    from megapack.model import build
-    from megapack.model.settings import Setting
+    from megapack.gpt import build
+    from megapack.gpt.settings import Setting
     from tests.dist import setup
 
     own_config = build.transformer_config

@@ -24,14 +24,12 @@ def _double(value: int) -> int:
     return 2 * value
 
 
-def test_kernels_compile_if_no_cache_folder_is_writable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_cache(compiled: Any) -> None:
-        raise RuntimeError("cannot cache function '_double': no locator available")
-
-    monkeypatch.setattr(jit, "_share", without_cache)
-    doubled = kernel(_double)
-    assert doubled(21) == 42
-    assert doubled.stats.cache_path is None
+def test_warm_up_refuses_a_folder_that_cannot_be_written(pack: Path) -> None:
+    code = "from megapack.cli import main; print(main(['warm-up']))"
+    out, said = _start(pack, code, NUMBA_CACHE_DIR="/dev/null").communicate()
+    assert out == "2\n"
+    assert "Not a directory" in said
+    assert "nothing to compile ahead" in said
 
 
 def test_other_numba_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,81 +41,115 @@ def test_other_numba_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel(_double)
 
 
-def test_a_changed_kernel_of_another_room_clears_the_cache(tmp_path: Path) -> None:
-    """A kernel must not run the old code of a kernel that it calls, whatever folder that is in."""
+# Prints the result, and the kernels that were compiled, which are counted as misses of the cache.
+_CALL = (
+    "from pack.caller.outer import inner, outer\n"
+    "print('ready', flush=True)\n"
+    "print(outer(1), *(sum(k.stats.cache_misses.values()) for k in (outer, inner)))\n"
+)
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    """A package that compiles as megapack does: `outer` calls `inner` of another room."""
     package = tmp_path / "pack"
     for room in ("base", "callee", "caller"):
         (package / room).mkdir(parents=True)
     (package / "base" / "jit.py").write_text(Path(jit.__file__).read_text(encoding="utf-8"))
     (package / "caller" / "outer.py").write_text(
         "from pack.base.jit import kernel\nfrom pack.callee.inner import inner\n\n"
-        "@kernel\ndef outer(x: int) -> int:\n    return inner(x)\n"
+        "@kernel\ndef outer(x: int) -> int:\n    return inner(x) + inner(1)\n"
     )
+    _write_inner(package, factor=2)
+    return package
+
+
+def _write_inner(package: Path, factor: int) -> None:
+    (package / "callee" / "inner.py").write_text(
+        "from pack.base.jit import kernel\n\n"
+        f"@kernel\ndef inner(x: int) -> int:\n    return {factor} * x\n"
+    )
+
+
+def _start(package: Path, code: str = _CALL, **folders: str) -> subprocess.Popen[str]:
+    """A new process in which only these variables tell folders of caches."""
+    unset = ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "MEGAPACK_COMPILE")
+    environment = {key: text for key, text in os.environ.items() if key not in unset}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=package.parent,
+        env={**environment, **folders},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("folders", "chosen"),
+    [
+        ({"HOME": "home"}, "home/.cache"),
+        ({"HOME": "home", "XDG_CACHE_HOME": "xdg"}, "xdg"),
+        ({"XDG_CACHE_HOME": "xdg", "NUMBA_CACHE_DIR": "numba"}, "numba"),
+    ],
+)
+def test_compiled_code_is_in_the_users_cache_and_not_beside_the_sources(
+    pack: Path, folders: dict[str, str], chosen: str
+) -> None:
+    """pip does not remove what it did not install, and Python imports folders that are left."""
+    _start(pack, **{key: str(pack.parent / name) for key, name in folders.items()}).communicate()
+    (folder,) = (pack.parent / chosen / "megapack").iterdir()
+    stored = {path.name.split("-")[0] for path in folder.glob("*.nbi")}
+    assert stored == {"pack.caller.outer.outer", "pack.callee.inner.inner"}
+    assert {path.suffix for path in pack.rglob("*.*")} <= {".py", ".pyc"}
+
+
+def test_without_a_writable_folder_each_process_compiles_and_says_so_once(pack: Path) -> None:
+    for _ in range(2):
+        out, said = _start(pack, NUMBA_CACHE_DIR="/dev/null").communicate()
+        assert out.startswith("ready\n4 1 ")
+        assert said.count("\n") == said.count("set NUMBA_CACHE_DIR to a writable folder") == 1
+
+
+def test_a_changed_kernel_of_another_room_clears_the_cache(pack: Path) -> None:
+    """A kernel must not run the old code of a kernel that it calls, whatever folder that is in."""
     found = []
     for factor in (2, 3):
-        (package / "callee" / "inner.py").write_text(
-            "from pack.base.jit import kernel\n\n"
-            f"@kernel\ndef inner(x: int) -> int:\n    return {factor} * x\n"
-        )
-        found += [_call_outer(tmp_path) for _ in range(2)]
-    assert [result for result, _, _ in found] == [2, 2, 3, 3]
-    assert [num_cache_hits for _, num_cache_hits, _ in found] == [0, 1, 0, 1]
-    stamps = [stamp for _, _, stamp in found]
+        _write_inner(pack, factor)
+        for _ in range(2):
+            code = f"{_CALL}print(outer._cache._cache_file._source_stamp)"
+            _, call, stamp = _start(pack, code, HOME=str(pack.parent)).communicate()[0].splitlines()
+            result, misses, _ = map(int, call.split())
+            found.append((result, misses, stamp))
+    results, misses, stamps = zip(*found, strict=True)
+    assert results == (4, 4, 6, 6)
+    assert misses == (1, 0, 1, 0)
     assert stamps[0] == stamps[1] != stamps[2] == stamps[3]
 
 
-def _call_outer(folder: Path) -> tuple[int, int, str]:
-    """outer(1), its cache hits and its stamp, in a new process."""
-    code = (
-        "from pack.caller.outer import outer\n"
-        "print(outer(1), sum(outer.stats.cache_hits.values()))\n"
-        "print(outer._cache._cache_file._source_stamp)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
-    )
-    numbers, stamp = run.stdout.splitlines()
-    result, num_cache_hits = numbers.split()
-    return int(result), int(num_cache_hits), stamp
-
-
-def test_cold_processes_compile_a_kernel_once(tmp_path: Path) -> None:
+def test_cold_processes_compile_a_kernel_once(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both miss the cache; the one that gets the lock compiles, and the other loads its code."""
-    package = tmp_path / "pack"
-    (package / "base").mkdir(parents=True)
-    (package / "base" / "jit.py").write_text(Path(jit.__file__).read_text(encoding="utf-8"))
-    (package / "twice.py").write_text(
-        "from pack.base.jit import kernel\n\n"
-        "@kernel\ndef inner(x: int) -> int:\n    return 2 * x\n\n"
-        "@kernel\ndef outer(x: int) -> int:\n    return inner(x) + inner(1)\n"
-    )
     code = (
-        "from pack.twice import inner, outer\n"
-        "from pack.base import jit\n"
-        "print('ready', flush=True)\n"
-        "outer(1)\n"
-        "print(sum(outer.stats.cache_misses.values()), sum(inner.stats.cache_misses.values()))\n"
+        f"{_CALL}from pack.base import jit\n"
         "print(jit._lock().waited_s > 0, sorted(jit._CompiledList().names()))"
     )
-    lock = MachineLock(package / "base" / "__pycache__" / jit._LOCK_NAME, "is a test")
+    monkeypatch.setattr(jit, "_PACKAGE", pack)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pack.parent))
+    lock = MachineLock(jit.cache_folder.__wrapped__() / jit._LOCK_NAME, "is a test")
     lock.acquire()
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+    runs = [_start(pack, code, XDG_CACHE_HOME=str(pack.parent)) for _ in range(2)]
     for run in runs:
         assert run.stdout is not None
         assert run.stdout.readline() == "ready\n"
     lock.release()
     found = sorted(run.communicate()[0].splitlines() for run in runs)
-    misses = [[int(number) for number in lines[0].split()] for lines in found]
+    misses = [[int(number) for number in lines[0].split()[1:]] for lines in found]
     # `inner` takes a variable and the constant 1, which numba compiles as one kernel or two.
     assert misses[0] == [0, 0]
     assert misses[1][0] == 1
     assert misses[1][1] >= 1
-    assert all(lines[1].endswith("['pack.twice.inner', 'pack.twice.outer']") for lines in found)
+    names = "['pack.callee.inner.inner', 'pack.caller.outer.outer']"
+    assert all(lines[1].endswith(names) for lines in found)
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_lock_free(

@@ -16,7 +16,7 @@ from megapack.data.chats import chat_texts
 from megapack.data.dataset import Dataset
 from megapack.data.hf_tokenizer import HfTokenizer
 from megapack.data.index import index_key
-from megapack.data.pieces import ReadSettings
+from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ChatTokens, TextError
 from megapack.errors import ConfigError, DataError
 

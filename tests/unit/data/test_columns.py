@@ -15,7 +15,7 @@ from megapack.data import blocks
 from megapack.data.blocks import read_block
 from megapack.data.columns import read_columns
 from megapack.data.files import Block, Lines, open_file
-from megapack.data.pieces import Piece, ReadSettings
+from megapack.data.token_blocks import ReadSettings, TokenBlock
 from megapack.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.unit
@@ -116,7 +116,7 @@ def encoded(rows: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def read(data: bytes | Block, **settings: Any) -> Piece:
+def read(data: bytes | Block, **settings: Any) -> TokenBlock:
     given = ReadSettings(**settings)
     block = Lines(11, data) if isinstance(data, bytes) else data
     return read_block(block, 3, given, given.parser())
@@ -129,8 +129,8 @@ def assert_as_one_by_one(
     with monkeypatch.context() as patched:
         patched.setattr(blocks, "read_columns", lambda *_: None)
         alone = read(data, **settings)
-    for field in dataclasses.fields(Piece):
-        found, expected = (getattr(piece, field.name) for piece in (together, alone))
+    for field in dataclasses.fields(TokenBlock):
+        found, expected = (getattr(token_block, field.name) for token_block in (together, alone))
         if isinstance(expected, np.ndarray):
             assert found.dtype == expected.dtype
             assert found.tobytes() == expected.tobytes()
@@ -149,9 +149,9 @@ def test_plain_lines_are_read_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = encoded([{**row, **beside} for row in rows])[:-1] + ending
-    piece = read_columns(Lines(11, data), 3, ReadSettings())
-    assert piece is not None
-    assert piece.rows["number"].tolist() == [11 + place for place in range(len(rows))]
+    token_block = read_columns(Lines(11, data), 3, ReadSettings())
+    assert token_block is not None
+    assert token_block.rows["number"].tolist() == [11 + place for place in range(len(rows))]
     assert_as_one_by_one(data, monkeypatch)
 
 

@@ -18,8 +18,8 @@ from megapack.data.advantages import SampleReward, group_advantages
 from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_pairs
 from megapack.data.index import load_samples
-from megapack.data.pieces import ReadSettings
 from megapack.data.rollouts import Rollout, group_batches
+from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import DataError
 

@@ -12,7 +12,7 @@ import pytest
 
 from megapack.data.dataset import Dataset
 from megapack.data.files import open_file
-from megapack.data.pieces import ReadSettings
+from megapack.data.token_blocks import ReadSettings
 from megapack.errors import DataError
 from megapack.layout import Layout
 

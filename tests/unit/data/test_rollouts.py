@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megapack.data.advantages import SampleReward, group_advantages
 from megapack.data.dataset import Dataset
 from megapack.data.generated import generate_pairs, generate_rollouts
-from megapack.data.pieces import ReadSettings
 from megapack.data.rollouts import group_batches
+from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import ConfigError, DataError
 

@@ -12,7 +12,7 @@ import pytest
 from megapack.config.sections import PlanConfig
 from megapack.data.batches import batch_prefixes, plan_logprobs, plan_steps
 from megapack.data.dataset import Dataset
-from megapack.data.pieces import ReadSettings
+from megapack.data.token_blocks import ReadSettings
 from megapack.layout import Layout
 from megapack.plan.check import check_plan
 

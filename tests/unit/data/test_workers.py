@@ -12,7 +12,7 @@ import pytest
 from megapack.data import files, workers
 from megapack.data.files import Block
 from megapack.data.index import StoredSamples, load_samples
-from megapack.data.pieces import ReadSettings
+from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, Ids
 from megapack.errors import ConfigError, DataError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapack.errors import ConfigError
-from megapack.hf.blocks import Block, hf_shapes, pieces
+from megapack.hf.blocks import Block, hf_shapes, row_spans
 from megapack.hf.names import LAYERS, Rows, TensorNames
 
 pytestmark = pytest.mark.unit
@@ -60,7 +60,7 @@ def test_rows_of_the_padded_vocabulary_have_no_name() -> None:
     ):
         assert names.rows(key, (), 128) == [Rows(name, 0, 5)]
         second_half = Block(key, (), (64, 0), (64, 8), (128, 8), torch.float32)
-        assert pieces(second_half, names) == []
+        assert row_spans(second_half, names) == []
 
 
 def test_an_output_layer_of_one_row_is_a_score() -> None:
@@ -81,20 +81,20 @@ def test_norms_have_one_name_whether_they_are_fused_or_not() -> None:
     )
 
 
-def test_pieces_of_a_tensor_parallel_rank() -> None:
+def test_row_spans_of_a_tensor_parallel_rank() -> None:
     """The second of two has the second group, and in a row-parallel layer the last columns."""
     names = TensorNames("llama", VALUES)
     qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
     block = Block(qkv, (), (64, 0), (64, 64), (128, 64), torch.float32)
-    found = {piece.name.split(".")[-2]: piece for piece in pieces(block, names)}
+    found = {span.name.split(".")[-2]: span for span in row_spans(block, names)}
     assert {name: (p.row, p.block_row, p.count) for name, p in found.items()} == {
         "q_proj": (32, 0, 32),
         "k_proj": (16, 32, 16),
         "v_proj": (16, 48, 16),
     }
     proj = "decoder.layers.0.self_attention.linear_proj.weight"
-    (piece,) = pieces(Block(proj, (), (0, 32), (64, 32), (64, 64), torch.float32), names)
-    assert piece.place == (slice(0, 64), slice(32, 64))
+    (span,) = row_spans(Block(proj, (), (0, 32), (64, 32), (64, 64), torch.float32), names)
+    assert span.place == (slice(0, 64), slice(32, 64))
     shapes = hf_shapes([block], names)
     assert {name.split(".")[-2]: shape for name, shape in shapes.items()} == {
         "q_proj": (64, 64),

@@ -33,12 +33,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megapack import launch
 from megapack.config.sections import ModelConfig
 from megapack.layout import Layout
-from megapack.model import initialize_parallel, transformer_config
+from megapack.gpt import initialize_parallel, transformer_config
 from megapack.model.attention import rotary
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.rotary import gather_rotary_tables, gathers
-from megapack.model.init import initialize_by_name
-from megapack.model.specs import local_layer_spec, packed_norm
+from megapack.gpt.init import initialize_by_name
+from megapack.gpt.specs import local_layer_spec, packed_norm
 
 launch.start("cpu")
 layout = Layout()

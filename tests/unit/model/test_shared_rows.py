@@ -49,13 +49,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megapack import MicroBatch, launch
 from megapack.config.sections import ModelConfig
 from megapack.layout import Layout
-from megapack.model import initialize_parallel, transformer_config
+from megapack.gpt import initialize_parallel, transformer_config
 from megapack.model.attention import packed, sdpa
 from megapack.model.attention.packed import with_params
 from megapack.model.attention.rotary import gather_rotary_tables, position_obstacle
 from megapack.model.attention.te_rows import hook_te_attention
-from megapack.model.init import initialize_by_name
-from megapack.model.specs import local_layer_spec, packed_norm
+from megapack.gpt.init import initialize_by_name
+from megapack.gpt.specs import local_layer_spec, packed_norm
 from megapack.prefixes import PrefixTable, SharedPrefixes
 from megapack.rows.packed import pack_row
 from megapack.samples import SampleBatch

@@ -14,11 +14,11 @@ import torch
 from megapack.config.sections import ModelConfig
 from megapack.doctor.probes import run_probe
 from megapack.errors import ConfigError
+from megapack.gpt.build import attention_sizes
 from megapack.layout import Layout
 from megapack.model.attention import te_backend
 from megapack.model.attention.choice import choose_attention, find_kernels, passed_over
 from megapack.model.attention.te_backend import AttentionSizes
-from megapack.model.build import attention_sizes
 from tests.unit.model.test_attention_choice import Machine
 
 pytestmark = pytest.mark.unit

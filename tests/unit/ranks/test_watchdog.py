@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megapack.config.sections import WatchdogConfig
 from megapack.errors import RankError
 from megapack.outlook.warm_up import COMPILE_S
 from megapack.ranks import board, watchdog
@@ -23,6 +22,7 @@ from megapack.ranks.board import Board, Failure
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import guarded
 from megapack.ranks.watchdog import Peers, Watchdog
+from megapack.ranks.watchdog_config import WatchdogConfig
 from tests.job_in_process import Clock, job_of_one, pid_is, sleeper, until
 
 pytestmark = pytest.mark.unit

@@ -52,6 +52,7 @@ WITHOUT_TORCH = [
 MEGATRON = [
     "model",
     "schedule",
+    "gpt",
     "checkpoint.blocks",
     "checkpoint.random_states",
     "checkpoint.state",
@@ -217,12 +218,13 @@ def test_test_files_have_unique_names() -> None:
 
 
 def test_imports_have_no_cycles() -> None:
+    """Not even imports for types or inside functions, which Python would allow."""
     known = modules()
     edges = {
         module: {
             own
             for found in imports(path)
-            if found.top and (own := imported_module(found, known)) not in (None, module)
+            if (own := imported_module(found, known)) not in (None, module)
         }
         for module, path in known.items()
     }
@@ -268,6 +270,15 @@ def test_planning_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_adapter_loads_nothing_of_the_main_job() -> None:
+    """A loop of one's own needs neither the config's sections nor the GPT that they describe."""
+    code = "import sys, megapack.schedule; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[1] for name in done.stdout.split() if name.startswith("megapack.")}
+    assert "rows" in loaded
+    assert loaded & {"config", "gpt", "data", "checkpoint", "hf", "train", "commands"} == set()
 
 
 @pytest.mark.parametrize("host", ["slime", "miles", "xtuner", "unirl"])

@@ -13,10 +13,10 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megapack import Layout, MicroBatch
-from megapack.model.build import without_cuda_graphs
-from megapack.model.experts.rows import SchedulePass
+from megapack.gpt.build import without_cuda_graphs
 from megapack.model.head import deferred_head
 from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.schedule_pass import SchedulePass
 from megapack.samples import SampleBatch
 from megapack.schedule.faults import OutOfMemoryGuard
 from megapack.schedule.forward import ForwardStep, LossReport

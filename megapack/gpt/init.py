@@ -10,8 +10,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,21 +19,9 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.model.head import unwrapped
+from megapack.model.parameters import EXPERT, GROUPED_EXPERT, global_parameters, is_expert
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-# Expert 3 is `local_experts.3.linear_fc1.weight` in SequentialMLP, `linear_fc1.weight3` in grouped
-# experts. Both have the first name in the whole model.
-_EXPERT = re.compile(r"^(.*)\.experts\.local_experts\.(\d+)\.(.*)$")
-_GROUPED_EXPERT = re.compile(r"^(.*)\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
-# Transformer Engine fuses a norm with the projection after it: the beginning of the parameters'
-# names there -> in Megatron's local layers, where the norm is a module.
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
-    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
 
 
 def initialize_by_name(
@@ -70,62 +57,6 @@ def initialize_by_name(
             param.data.copy_(local_slice(whole, param, group.rank(), group.size()))
 
 
-def is_expert(name: str) -> bool:
-    """Whether the parameter of this name belongs to experts; routers and shared experts do not.
-
-    >>> is_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
-    True
-    >>> is_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
-    False
-    """
-    return ".experts." in name
-
-
-def local_name(name: str) -> str:
-    """A parameter's name in Megatron's local layers; other names stay.
-
-    >>> local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
-    'decoder.layers.0.pre_mlp_layernorm.weight'
-    """
-    for fused, norm in _FUSED_NORMS.items():
-        name = name.replace(fused, norm)
-    return name
-
-
-def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of a GPT chunk with their names in the whole model.
-
-    Layers are numbered from 0 over all stages, experts over all expert-parallel ranks. An expert
-    has the same names whether experts run one by one or grouped, a norm whether or not it is fused
-    with the projection after it. A tied output layer has the name of the embedding.
-    """
-    chunk = unwrapped(chunk)
-    tied = chunk.share_embeddings_and_output_weights
-    for stored_name, param in chunk.named_parameters():
-        name = local_name(_with_global_expert(chunk, stored_name))
-        match = _LAYER.match(name)
-        if match:
-            layer = chunk.decoder.layers[int(match[1])].layer_number - 1
-            yield f"decoder.layers.{layer}.{name[match.end() :]}", param
-        elif tied and name == "output_layer.weight":
-            # A last stage with MTP also has the embedding, and projects with that.
-            if not getattr(chunk, "mtp_process", False):
-                yield "embedding.word_embeddings.weight", param
-        else:
-            yield name, param
-
-
-def _with_global_expert(chunk: Any, name: str) -> str:
-    if match := _EXPERT.match(name):
-        layer, local, part = match.groups()
-    elif match := _GROUPED_EXPERT.match(name):
-        layer, part, local = match.groups()
-    else:
-        return name
-    index = chunk.get_submodule(layer).local_expert_indices[int(local)]
-    return f"{layer}.experts.local_experts.{index}.{part}"
-
-
 def mark_splits(chunk: Any, *, gated: bool) -> None:
     """Mark how tensor-parallel ranks split the weights of Transformer Engine's layers.
 
@@ -145,7 +76,7 @@ def mark_splits(chunk: Any, *, gated: bool) -> None:
         is_whole = type(module).__name__ == "TELinear"
         for last, param in module.named_parameters(recurse=False):
             name = f"{prefix}.{last}"
-            match = _GROUPED_EXPERT.match(name) or _EXPERT.match(name)
+            match = GROUPED_EXPERT.match(name) or EXPERT.match(name)
             if match and param.dim() == 2:
                 rows = "linear_fc1" in name
                 param.partition_dim = 0 if rows else 1
@@ -174,22 +105,6 @@ def local_slice(whole: Tensor, param: Tensor, tp_rank: int, tp: int) -> Tensor:
     stride = param.partition_stride  # type: ignore[attr-defined]
     pieces = whole.chunk(stride * tp, dim=dim)
     return torch.cat(pieces[tp_rank::tp], dim=dim)
-
-
-def mark_experts(chunks: Sequence[Any]) -> None:
-    """Have DDP reduce gradients of experts over the ranks that hold the same experts.
-
-    Megatron-Core 0.16.1 marks them so only under expert parallelism. Without it, and with whole
-    experts on each tensor-parallel rank (tp=2, etp=1, ep=1), it would reduce over data-parallel
-    ranks alone, and leave out the tokens of the other tensor-parallel ranks.
-
-    Args:
-        chunks: this rank's GPT models, not yet wrapped in DDP.
-    """
-    for chunk in chunks:
-        for name, param in chunk.named_parameters():
-            if is_expert(name):
-                param.allreduce = False
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
@@ -267,26 +182,6 @@ def _num_mixed_groups(chunk: Any) -> int:
     """
     groups: dict[tuple[str, str], set[bool]] = {}
     for name, param in unwrapped(chunk).named_parameters():
-        if match := _GROUPED_EXPERT.match(name):
+        if match := GROUPED_EXPERT.match(name):
             groups.setdefault((match[1], match[2]), set()).add(param.requires_grad)
     return sum(len(kinds) > 1 for kinds in groups.values())
-
-
-def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None:
-    """Make sure that recomputed modules after a frozen embedding get their gradients.
-
-    A recomputed layer, MLP or mixture of experts gets gradients only if its input requires a
-    gradient. The output of a frozen embedding does not, so the next layers would silently not be
-    trained.
-    """
-    for chunk in chunks:
-        embedding = getattr(unwrapped(chunk), "embedding", None)
-        if embedding is None or config.recompute_granularity is None:
-            continue
-        has_hook = _require_gradient in embedding._forward_hooks.values()
-        if not has_hook and not any(param.requires_grad for param in embedding.parameters()):
-            embedding.register_forward_hook(_require_gradient)
-
-
-def _require_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megapack.config.sections import ModelConfig
 from megapack.cost import LayerSplit, StageLayers
 from megapack.errors import ConfigError
+from megapack.gpt import transformer_config
 from megapack.layout import Layout
-from megapack.model import transformer_config
 
 pytestmark = pytest.mark.unit
 

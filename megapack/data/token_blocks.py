@@ -1,6 +1,6 @@
-"""A piece: the token ids of a block's samples, and what the index keeps of them.
+"""A token block: the token ids of a block's samples, and what the index keeps of them.
 
-Pieces are made one by one, in any process; a piece depends on its block and the settings alone.
+Token blocks are made one by one, in any process. Each depends on its block and the settings alone.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ names."""
 
 
 @dataclass
-class Piece:
+class TokenBlock:
     """The samples of a block in order."""
 
     rows: npt.NDArray[np.void]
@@ -114,8 +114,8 @@ class Piece:
     """Line number and reason of the first line that is refused; "" without one."""
 
 
-def make_piece(samples: Iterable[tuple[int, Rollout]]) -> Piece:
-    """The piece of these samples, each with the number of its line."""
+def make_token_block(samples: Iterable[tuple[int, Rollout]]) -> TokenBlock:
+    """The token block of these samples, each with the number of its line."""
     nan = float("nan")
     rows = []
     groups: list[int | str] = []
@@ -138,23 +138,25 @@ def make_piece(samples: Iterable[tuple[int, Rollout]]) -> Piece:
         groups.append(sample.group)
         rollouts.append(sample.rollout)
     joined = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64)
-    return Piece(np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), routes)
+    return TokenBlock(
+        np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), routes
+    )
 
 
-def join(pieces: Sequence[Piece]) -> Piece:
-    """The pieces of consecutive rows, at least one, as one; only the last may have an error."""
-    if len(pieces) == 1:
-        return pieces[0]
+def join(blocks: Sequence[TokenBlock]) -> TokenBlock:
+    """Those of consecutive rows, at least one, as one; only the last may have an error."""
+    if len(blocks) == 1:
+        return blocks[0]
     chain = itertools.chain.from_iterable
-    return Piece(
-        rows=np.concatenate([piece.rows for piece in pieces]),
-        groups=list(chain(piece.groups for piece in pieces)),
-        rollouts=list(chain(piece.rollouts for piece in pieces)),
-        tokens=np.concatenate([piece.tokens for piece in pieces]),
-        routes=list(chain(piece.routes for piece in pieces)),
-        num_skipped=sum(piece.num_skipped for piece in pieces),
-        num_truncated=sum(piece.num_truncated for piece in pieces),
-        error=pieces[-1].error,
+    return TokenBlock(
+        rows=np.concatenate([block.rows for block in blocks]),
+        groups=list(chain(block.groups for block in blocks)),
+        rollouts=list(chain(block.rollouts for block in blocks)),
+        tokens=np.concatenate([block.tokens for block in blocks]),
+        routes=list(chain(block.routes for block in blocks)),
+        num_skipped=sum(block.num_skipped for block in blocks),
+        num_truncated=sum(block.num_truncated for block in blocks),
+        error=blocks[-1].error,
     )
 
 

@@ -16,9 +16,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megapack import launch
 from megapack.layout import Layout
-from megapack.model import initialize_parallel
+from megapack.gpt import initialize_parallel
 from megapack.model.attention.packed import packed_seq_params
-from megapack.model.specs import local_layer_spec, packed_layer
+from megapack.gpt.specs import local_layer_spec, packed_layer
 
 launch.start("cpu")
 initialize_parallel(Layout(), 1)

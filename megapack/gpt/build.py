@@ -27,18 +27,14 @@ from megapack.config.sections import ModelConfig, OptimConfig
 from megapack.cost.sizes import VOCAB_MULTIPLE, stage_layers_of
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
+from megapack.gpt.init import freeze, initialize_by_name, mark_splits
+from megapack.gpt.settings import FIXED, Settings, layer_settings, reduction_settings, values
+from megapack.gpt.specs import block_spec, mtp_spec
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.te_backend import AttentionSizes
 from megapack.model.head import keep_fp32, mark_num_ids, replace_output_layer
-from megapack.model.init import (
-    freeze,
-    initialize_by_name,
-    mark_experts,
-    mark_splits,
-)
-from megapack.model.settings import FIXED, Settings, layer_settings, reduction_settings, values
-from megapack.model.specs import block_spec, mtp_spec
+from megapack.model.parameters import mark_experts
 
 
 def transformer_config(

@@ -8,51 +8,51 @@ import weakref
 
 import pytest
 
-from megapack.ranks.executor import DaemonExecutor
+from megapack.ranks.threads import DaemonThread
 from tests.job_in_process import until
 
 pytestmark = pytest.mark.unit
 
 
 def test_calls_run_in_order_on_one_other_thread() -> None:
-    executor = DaemonExecutor("calls")
+    worker = DaemonThread("calls")
     threads: list[threading.Thread] = []
 
     def call(number: int) -> int:
         threads.append(threading.current_thread())
         return number
 
-    futures = [executor.submit(lambda n=n: call(n)) for n in range(20)]
+    futures = [worker.submit(lambda n=n: call(n)) for n in range(20)]
     assert [future.result() for future in reversed(futures)] == list(reversed(range(20)))
     assert len(set(threads)) == 1
     assert threads[0] is not threading.current_thread()
-    executor.stop(30.0)
+    worker.stop(30.0)
     assert not threads[0].is_alive()
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), TimeoutError("slow disk"), SystemExit(3)])
 def test_the_next_call_runs_after_an_error(error: BaseException) -> None:
-    executor = DaemonExecutor("calls")
+    worker = DaemonThread("calls")
 
     def fail() -> None:
         raise error
 
-    failed = executor.submit(fail)
-    fine = executor.submit(lambda: 1)
+    failed = worker.submit(fail)
+    fine = worker.submit(lambda: 1)
     with pytest.raises(type(error), match=str(error)):
         failed.result()
     assert fine.result() == 1
-    executor.stop(30.0)
+    worker.stop(30.0)
 
 
 def test_a_stopped_executor_runs_queued_calls_only() -> None:
-    executor = DaemonExecutor("calls")
+    worker = DaemonThread("calls")
     release = threading.Event()
-    executor.submit(release.wait)
-    queued = executor.submit(lambda: 2)
-    executor.stop(0.0)
+    worker.submit(release.wait)
+    queued = worker.submit(lambda: 2)
+    worker.stop(0.0)
     with pytest.raises(RuntimeError, match="stopped"):
-        executor.submit(lambda: 3)
+        worker.submit(lambda: 3)
     release.set()
     assert queued.result() == 2
 
@@ -61,8 +61,8 @@ def test_an_idle_executor_holds_no_results() -> None:
     class Rows:
         pass
 
-    executor = DaemonExecutor("calls")
-    rows = executor.submit(Rows).result()
+    worker = DaemonThread("calls")
+    rows = worker.submit(Rows).result()
     reference = weakref.ref(rows)
     del rows
 
@@ -71,4 +71,4 @@ def test_an_idle_executor_holds_no_results() -> None:
         return reference() is None
 
     until(is_freed)
-    executor.stop(30.0)
+    worker.stop(30.0)

@@ -25,12 +25,13 @@ import dataclasses, json, warnings
 warnings.simplefilter("ignore")
 import torch
 from megapack import launch
-from megapack.model import build
+from megapack.gpt import build
 from megapack.model.attention import choice
 from megapack.schedule import checks
 from megapack.model.attention.packed import packed_seq_params, refuse_unpacked_attention
 from megapack.model.attention.choice import choose_attention
-from megapack.model.init import global_parameters, initialize_by_name
+from megapack.gpt.init import initialize_by_name
+from megapack.model.parameters import global_parameters
 from megapack.layout import Layout
 from megapack.config.sections import ModelConfig
 

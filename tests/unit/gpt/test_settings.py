@@ -14,9 +14,9 @@ from megatron.core.transformer.moe import moe_utils
 
 from megapack.config.sections import ModelConfig, OptimConfig
 from megapack.errors import ConfigError
+from megapack.gpt import build
+from megapack.gpt.settings import describe, layer_settings, reduction_settings, values
 from megapack.layout import Layout
-from megapack.model import build
-from megapack.model.settings import describe, layer_settings, reduction_settings, values
 from tests.child import child
 
 pytestmark = pytest.mark.unit
@@ -213,7 +213,7 @@ warnings.simplefilter("ignore")
 from megapack import launch
 from megapack.config.sections import ModelConfig
 from megapack.layout import Layout
-from megapack.model import build
+from megapack.gpt import build
 from megatron.core.tensor_parallel import layers
 
 launch.start("cpu")

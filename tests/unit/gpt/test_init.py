@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from megapack.errors import ConfigError
-from megapack.model.init import (
-    freeze,
-    full_shape,
+from megapack.gpt.init import freeze, full_shape, initialize_by_name, local_slice, mark_splits
+from megapack.model.parameters import (
     global_parameters,
-    initialize_by_name,
     keep_gradients_through_recompute,
-    local_slice,
     mark_experts,
-    mark_splits,
 )
 from tests.groups import RankOf
 

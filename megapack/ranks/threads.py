@@ -1,4 +1,4 @@
-"""A thread that runs calls in order and never prevents the process from ending.
+"""Threads that run calls in order and never prevent the process from ending.
 
 `ThreadPoolExecutor(max_workers=1)` would do the same, but Python joins its thread at exit: a call
 that waits for a dead rank would keep the process alive.
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 def run_on_daemon(name: str, call: Callable[[], T]) -> Future[T]:
     """Run one call on a daemon thread of its own, which ends with it."""
-    executor = DaemonExecutor(name)
-    future = executor.submit(call)
-    executor.stop(0.0)
+    thread = DaemonThread(name)
+    future = thread.submit(call)
+    thread.stop(0.0)
     return future
 
 
-class DaemonExecutor:
+class DaemonThread:
     """Runs calls one after another on a daemon thread.
 
     Args:
@@ -41,10 +41,10 @@ class DaemonExecutor:
         """Queue a call; the future gets its result or its error.
 
         Raises:
-            RuntimeError: the executor was stopped.
+            RuntimeError: the thread was stopped.
         """
         if self._is_stopped:
-            raise RuntimeError("the executor was stopped")
+            raise RuntimeError("the thread was stopped")
         future: Future[T] = Future()
         self._calls.put((call, future))
         return future

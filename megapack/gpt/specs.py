@@ -156,7 +156,7 @@ class PackedTransformerLayer(TransformerLayer):  # type: ignore[misc]
 
 
 packed_layer = ModuleSpec(module=PackedTransformerLayer)
-"""A layer spec for packed rows that needs no config: `--spec megapack.model.specs packed_layer`."""
+"""A layer spec for packed rows that needs no config: `--spec megapack.gpt.specs packed_layer`."""
 
 
 def _has_experts(config: TransformerConfig) -> list[bool]:
