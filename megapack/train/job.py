@@ -152,7 +152,7 @@ class Trainer:
             head_kernel=config.model.head_kernel,
             head="value" if has_value_head else "vocabulary",
             retries_oom=replans,
-            executor=config.executor,
+            executor=config.train.executor,
             ranks=ranks,
         )
         self.planner = BatchPlanner(
